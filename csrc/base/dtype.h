@@ -1,0 +1,52 @@
+#pragma once
+
+// Element types of tensors, by the names PyTorch gives them.
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+namespace torch_ckpt {
+
+enum class DType : uint8_t {
+  kUInt8,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kUInt16,
+  kUInt32,
+  kUInt64,
+  kFloat16,
+  kBFloat16,
+  kFloat32,
+  kFloat64,
+  kComplex32,
+  kComplex64,
+  kComplex128,
+  kBool,
+  kFloat8E4M3FN,
+  kFloat8E4M3FNUZ,
+  kFloat8E5M2,
+  kFloat8E5M2FNUZ,
+  kFloat8E8M0FNU,
+};
+
+inline constexpr int kDTypeCount = 21;
+
+struct DTypeInfo {
+  DType dtype;
+  std::string_view name;     // The attribute of `torch`: "bfloat16".
+  std::string_view storage;  // Its typed storage class in `torch`, or "" where there is none.
+  int itemsize;              // Bytes an element.
+};
+
+const DTypeInfo& dtype_info(DType dtype);
+
+inline int64_t itemsize(DType dtype) { return dtype_info(dtype).itemsize; }
+
+// By `name` or by `storage`; nothing for one this engine does not store.
+std::optional<DType> dtype_from_name(std::string_view name);
+std::optional<DType> dtype_from_storage(std::string_view storage);
+
+}  // namespace torch_ckpt

@@ -1,0 +1,49 @@
+#include "base/memory.h"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <utility>
+
+namespace torch_ckpt {
+namespace {
+
+constexpr int64_t kPage = 4096;
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+}  // namespace
+
+Memory& Memory::operator=(Memory&& other) noexcept {
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+Memory::~Memory() {
+  if (!bytes_.empty()) ::munmap(bytes_.data(), bytes_.size());
+}
+
+Result<Memory> HeapMemorySource::allocate(int64_t nbytes) {
+  const int64_t size = align_up(nbytes, kPage);
+  // Huge pages need a block that starts on one: map a little more and give back both ends.
+  const int64_t mapped = size < kHugePage ? size : size + kHugePage;
+  void* address =
+      ::mmap(nullptr, static_cast<size_t>(mapped), PROT_READ | PROT_WRITE,
+             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (address == MAP_FAILED) {
+    return errno_status(errno, str_cat("cannot allocate ", size, " bytes of buffers"));
+  }
+  auto* begin = static_cast<std::byte*>(address);
+  if (mapped != size) {
+    const auto start = static_cast<int64_t>(reinterpret_cast<uintptr_t>(begin));
+    const int64_t head = align_up(start, kHugePage) - start;
+    const int64_t tail = mapped - size - head;
+    if (head > 0) ::munmap(begin, static_cast<size_t>(head));
+    if (tail > 0) ::munmap(begin + head + size, static_cast<size_t>(tail));
+    begin += head;
+    // Only advice: without it everything works, more slowly.
+    ::madvise(begin, static_cast<size_t>(size), MADV_HUGEPAGE);
+  }
+  return Memory(MutableBytes(begin, static_cast<size_t>(size)));
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,50 @@
+#include "bindings/errors.h"
+
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+namespace torch_ckpt {
+namespace {
+
+// The class of torch_ckpt.errors for a code; nullptr for ValueError, the caller's mistake.
+const char* exception_name(StatusCode code) {
+  switch (code) {
+    case StatusCode::kNotFound:
+      return "NotFoundError";
+    case StatusCode::kMismatch:
+      return "MismatchError";
+    case StatusCode::kCorruption:
+      return "CorruptionError";
+    case StatusCode::kStorage:
+      return "StorageError";
+    case StatusCode::kUnsupported:
+      return "UnsupportedError";
+    case StatusCode::kCancelled:
+      return "CancelledError";
+    case StatusCode::kInvalidArgument:
+      return nullptr;
+    case StatusCode::kOk:
+    case StatusCode::kInternal:
+      break;
+  }
+  return "CheckpointError";
+}
+
+}  // namespace
+
+void raise_if_error(const Status& status) {
+  if (status.ok()) return;
+  const char* name = exception_name(status.code());
+  if (name == nullptr) throw py::value_error(status.message());
+
+  const py::object type = py::module_::import("torch_ckpt.errors").attr(name);
+  const bool has_errno =
+      status.code() == StatusCode::kStorage || status.code() == StatusCode::kNotFound;
+  const py::object error =
+      has_errno ? type(status.message(), status.error_number()) : type(status.message());
+  PyErr_SetObject(type.ptr(), error.ptr());
+  throw py::error_already_set();
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,70 @@
+#include "engine/load_job.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/errors.h"
+#include "bindings/jobs.h"
+#include "bindings/tensor_view.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt {
+namespace {
+
+// File, offset, length, FQN.
+using PySlice = std::tuple<std::string, int64_t, int64_t, std::string>;
+
+// Slice, offsets of the wanted box in the stored tensor, destination.
+using PyTensorRequest = std::tuple<PySlice, Dims, py::handle>;
+
+StoredSlice to_slice(const PySlice& slice) {
+  const auto& [file, offset, nbytes, name] = slice;
+  return {file, offset, nbytes, name};
+}
+
+std::unique_ptr<LoadJob> make(const std::string& directory, int64_t buffer_nbytes,
+                              int64_t block_nbytes, int threads, bool verify) {
+  const LoadOptions options = {buffer_nbytes, block_nbytes, threads, verify};
+  return value_or_raise(LoadJob::make(local_file_system(), directory, options));
+}
+
+// For each tensor whether it was loaded (False leaves it to torch), and the raw slices.
+std::pair<std::vector<bool>, std::vector<LoadedBytes>> run(
+    LoadJob& job, const std::vector<PyTensorRequest>& tensors, const std::vector<PySlice>& bytes) {
+  std::vector<TensorRequest> requests;
+  std::vector<std::shared_ptr<void>> held;
+  requests.reserve(tensors.size());
+  held.reserve(tensors.size());
+  for (const auto& [slice, offsets, tensor] : tensors) {
+    HeldTensor destination = hold_tensor(tensor, std::get<3>(slice), /*writable=*/true);
+    held.push_back(std::move(destination.storage));
+    Dims sizes = destination.live.sizes;
+    requests.push_back({to_slice(slice), {offsets, std::move(sizes)}, std::move(destination.live)});
+  }
+  std::vector<StoredSlice> slices;
+  slices.reserve(bytes.size());
+  for (const PySlice& slice : bytes) slices.push_back(to_slice(slice));
+
+  LoadResult result = value_or_raise(without_gil([&] { return job.run(requests, slices); }));
+  std::vector<bool> loaded;
+  loaded.reserve(result.outcomes.size());
+  for (const Outcome outcome : result.outcomes) loaded.push_back(outcome == Outcome::kLoaded);
+  return {std::move(loaded), std::move(result.bytes)};
+}
+
+}  // namespace
+
+void bind_load_job(py::module_& module) {
+  py::class_<LoadedBytes>(module, "LoadedBytes", py::buffer_protocol())
+      .def_buffer([](LoadedBytes& bytes) {
+        return py::buffer_info(reinterpret_cast<uint8_t*>(bytes.data.get()), bytes.nbytes,
+                               /*readonly=*/true);
+      });
+  py::class_<LoadJob>(module, "LoadJob")
+      .def(py::init(&make), py::arg("directory"), py::arg("buffer_nbytes"),
+           py::arg("block_nbytes"), py::arg("threads"), py::arg("verify"))
+      .def("run", &run, py::arg("tensors"), py::arg("slices"));
+}
+
+}  // namespace torch_ckpt

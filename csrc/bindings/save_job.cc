@@ -1,0 +1,103 @@
+#include "engine/save_job.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "base/memory.h"
+#include "bindings/errors.h"
+#include "bindings/jobs.h"
+#include "bindings/tensor_view.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt {
+namespace {
+
+using PyExtent = std::pair<int64_t, int64_t>;  // Offset and length of a slice.
+
+Layout make_layout(const std::vector<std::pair<int, Dims>>& tensors) {
+  std::vector<SliceNbytes> slices;
+  slices.reserve(tensors.size());
+  for (const auto& [dtype, sizes] : tensors) {
+    if (dtype < 0 || dtype >= kDTypeCount) throw py::value_error("no such dtype");
+    slices.push_back(value_or_raise(slice_nbytes(static_cast<DType>(dtype), sizes)));
+  }
+  return lay_out(slices);
+}
+
+std::vector<PyExtent> extents(const Layout& layout) {
+  std::vector<PyExtent> out;
+  out.reserve(layout.slices.size());
+  for (const Slice& slice : layout.slices) out.emplace_back(slice.offset, slice.total_nbytes());
+  return out;
+}
+
+std::unique_ptr<BufferPool> make_pool(int64_t nbytes, int64_t block_nbytes) {
+  HeapMemorySource heap;
+  return value_or_raise(BufferPool::make(heap, nbytes, block_nbytes));
+}
+
+// The pool is kept alive by pybind11 (keep_alive below) for as long as the job.
+std::unique_ptr<SaveJob> start(const std::string& path, const Layout& layout, BufferPool& pool,
+                               bool direct, bool sync) {
+  const SaveOptions options = {direct ? Caching::kDirect : Caching::kBuffered, sync};
+  return value_or_raise(without_gil(
+      [&] { return SaveJob::start(local_file_system(), path, layout, pool, options); }));
+}
+
+void write(SaveJob& job, const std::vector<std::tuple<int64_t, py::handle, std::string>>& items) {
+  std::vector<HeldTensor> held;
+  held.reserve(items.size());
+  for (const auto& [index, tensor, name] : items) {
+    held.push_back(hold_tensor(tensor, name, /*writable=*/false));
+  }
+  raise_if_error(without_gil([&] {
+    Status status;
+    for (size_t i = 0; i < items.size() && status.ok(); ++i) {
+      status = job.write(std::get<0>(items[i]), held[i].live);
+    }
+    return status;
+  }));
+}
+
+PyExtent append(SaveJob& job, const py::buffer& buffer) {
+  const py::buffer_info info = buffer.request();
+  const Bytes bytes(static_cast<const std::byte*>(info.ptr),
+                    static_cast<size_t>(info.size * info.itemsize));
+  const Slice appended = value_or_raise(without_gil([&] { return job.append(bytes); }));
+  return {appended.offset, appended.total_nbytes()};
+}
+
+void finish(SaveJob& job) {
+  raise_if_error(without_gil([&] { return job.finish(); }));
+}
+
+// (queue, direct, registered_buffers, reasons)
+std::tuple<std::string, bool, bool, std::vector<std::string>> mode(const SaveJob& job) {
+  const IoMode& mode = job.mode();
+  std::vector<std::string> reasons;
+  for (const std::string& reason : {mode.queue.reason, mode.reason}) {
+    if (!reason.empty()) reasons.push_back(reason);
+  }
+  return {mode.queue.name, mode.direct, mode.queue.registered, reasons};
+}
+
+}  // namespace
+
+void bind_save_job(py::module_& module) {
+  py::class_<Layout>(module, "Layout")
+      .def(py::init(&make_layout), py::arg("tensors"))
+      .def_readonly("nbytes", &Layout::nbytes)
+      .def_property_readonly("extents", &extents);
+  py::class_<BufferPool>(module, "BufferPool")
+      .def(py::init(&make_pool), py::arg("nbytes"), py::arg("block_nbytes"));
+  py::class_<SaveJob>(module, "SaveJob")
+      .def(py::init(&start), py::arg("path"), py::arg("layout"), py::arg("pool"),
+           py::arg("direct"), py::arg("sync"), py::keep_alive<1, 4>())
+      .def("write", &write, py::arg("items"))
+      .def("append", &append, py::arg("data"))
+      .def("finish", &finish)
+      .def_property_readonly("mode", &mode);
+}
+
+}  // namespace torch_ckpt

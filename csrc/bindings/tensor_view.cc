@@ -1,0 +1,113 @@
+#include "bindings/tensor_view.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <optional>
+
+namespace py = pybind11;
+
+namespace torch_ckpt {
+namespace {
+
+const at::Tensor& unpack(py::handle tensor) {
+  if (!THPVariable_Check(tensor.ptr())) {
+    throw py::type_error("expected a torch.Tensor, got " +
+                         std::string(py::str(py::type::handle_of(tensor))));
+  }
+  return THPVariable_Unpack(tensor.ptr());
+}
+
+std::optional<DType> dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::ScalarType::Byte:
+      return DType::kUInt8;
+    case at::ScalarType::Char:
+      return DType::kInt8;
+    case at::ScalarType::Short:
+      return DType::kInt16;
+    case at::ScalarType::Int:
+      return DType::kInt32;
+    case at::ScalarType::Long:
+      return DType::kInt64;
+    case at::ScalarType::UInt16:
+      return DType::kUInt16;
+    case at::ScalarType::UInt32:
+      return DType::kUInt32;
+    case at::ScalarType::UInt64:
+      return DType::kUInt64;
+    case at::ScalarType::Half:
+      return DType::kFloat16;
+    case at::ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case at::ScalarType::Float:
+      return DType::kFloat32;
+    case at::ScalarType::Double:
+      return DType::kFloat64;
+    case at::ScalarType::ComplexHalf:
+      return DType::kComplex32;
+    case at::ScalarType::ComplexFloat:
+      return DType::kComplex64;
+    case at::ScalarType::ComplexDouble:
+      return DType::kComplex128;
+    case at::ScalarType::Bool:
+      return DType::kBool;
+    case at::ScalarType::Float8_e4m3fn:
+      return DType::kFloat8E4M3FN;
+    case at::ScalarType::Float8_e4m3fnuz:
+      return DType::kFloat8E4M3FNUZ;
+    case at::ScalarType::Float8_e5m2:
+      return DType::kFloat8E5M2;
+    case at::ScalarType::Float8_e5m2fnuz:
+      return DType::kFloat8E5M2FNUZ;
+    case at::ScalarType::Float8_e8m0fnu:
+      return DType::kFloat8E8M0FNU;
+    default:
+      return std::nullopt;
+  }
+}
+
+TensorKind kind_of(py::handle object, const at::Tensor& tensor) {
+  const bool subclass = !THPVariable_CheckExact(object.ptr());
+  if (subclass || tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta() ||
+      !tensor.has_storage() || !dtype_of(tensor)) {
+    return TensorKind::kTorchsOwn;
+  }
+  if (!tensor.is_cpu() || tensor.is_conj() || tensor.is_neg()) return TensorKind::kNeedsCopy;
+  return TensorKind::kPlain;
+}
+
+}  // namespace
+
+TensorKind tensor_kind(py::handle tensor) { return kind_of(tensor, unpack(tensor)); }
+
+bool is_temporary(py::handle tensor) {
+  // One reference is the caller's variable, one the argument list of the call that led here.
+  return Py_REFCNT(tensor.ptr()) <= 2 && unpack(tensor).storage().use_count() == 1;
+}
+
+HeldTensor hold_tensor(py::handle object, std::string name, bool writable) {
+  const at::Tensor& tensor = unpack(object);
+  if (kind_of(object, tensor) != TensorKind::kPlain) {
+    throw py::value_error("tensor '" + name + "' is not a plain strided CPU tensor");
+  }
+  HeldTensor held;
+  LiveTensor& live = held.live;
+  live.name = std::move(name);
+  live.dtype = *dtype_of(tensor);
+  live.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
+  live.strides.assign(tensor.strides().begin(), tensor.strides().end());
+  for (size_t d = 0; d < live.strides.size(); ++d) {
+    if (writable && live.strides[d] == 0 && live.sizes[d] > 1) {
+      throw py::value_error("tensor '" + live.name + "' is expanded: its elements share memory");
+    }
+    live.strides[d] *= itemsize(live.dtype);
+  }
+  // data_ptr of a const tensor: reading must not trigger copy-on-write materialisation.
+  live.data = static_cast<std::byte*>(writable ? tensor.mutable_data_ptr()
+                                               : const_cast<void*>(tensor.const_data_ptr()));
+  held.storage = std::make_shared<c10::Storage>(tensor.storage());
+  return held;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,86 @@
+#pragma once
+
+// LoadJob: reads what is wanted from the data files of one checkpoint into live tensors.
+//
+// A job first learns where the payloads lie (from the frames, which it checks), then reads the wanted
+// byte ranges, coalesced where they are close, with many reads in flight, and scatters them into
+// place. A range that the page cache holds is read through it; all else is read directly. Aligned
+// contiguous destinations receive reads without a copy between.
+//
+// FastReader keeps one job for a load and calls `run` once for each batch of requests.
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/live_tensor.h"
+#include "engine/read_stream.h"
+#include "geometry/box.h"
+#include "io/file_system.h"
+
+namespace torch_ckpt {
+
+struct LoadOptions {
+  int64_t buffer_nbytes = int64_t{64} << 20;  // Budget of buffers, all threads together.
+  int64_t block_nbytes = int64_t{4} << 20;    // The longest single read through a buffer.
+  int threads = 2;
+  bool verify = true;  // Whether payloads that are read whole are checked against their CRC.
+};
+
+// One slice of a data file; `name` is the FQN it belongs to, for messages.
+struct StoredSlice {
+  std::string file;  // Relative to the checkpoint's directory.
+  int64_t offset = 0;
+  int64_t nbytes = 0;
+  std::string name;
+};
+
+// `box` of the stored tensor is wanted in `live`, which has the box's sizes and the stored dtype.
+struct TensorRequest {
+  StoredSlice slice;
+  Box box;
+  LiveTensor live;
+};
+
+enum class Outcome : uint8_t {
+  kLoaded,
+  kNeedsTorch,  // Sound, but not a plain tensor of the live dtype: nothing was written to `live`.
+};
+
+// The raw bytes of one slice.
+struct LoadedBytes {
+  std::unique_ptr<std::byte[]> data;
+  int64_t nbytes = 0;
+};
+
+struct LoadResult {
+  std::vector<Outcome> outcomes;   // One for each tensor request.
+  std::vector<LoadedBytes> bytes;  // One for each slice that was asked for raw.
+};
+
+// Used by one thread at a time; runs threads of its own inside `run`.
+class LoadJob {
+ public:
+  // `directory` is the checkpoint's. Opens nothing yet.
+  static Result<std::unique_ptr<LoadJob>> make(FileSystem& fs, std::string directory,
+                                               const LoadOptions& options);
+  ~LoadJob();
+
+  // Reads tensors into place, and raw slices into memory of their own. Files, extents and the frames
+  // of large tensors are checked before anything is allocated or any `live` written (of more than
+  // 128 files: for 128 at a time); after a later error, what the live tensors hold is unspecified.
+  // Errors: kNotFound for a missing file; kCorruption for a slice that its file does not hold, a
+  // broken frame or a wrong checksum; kMismatch for a box outside the stored tensor; kStorage.
+  Result<LoadResult> run(std::span<const TensorRequest> tensors,
+                         std::span<const StoredSlice> bytes);
+
+ private:
+  struct State;
+  explicit LoadJob(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace torch_ckpt

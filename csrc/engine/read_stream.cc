@@ -1,0 +1,215 @@
+#include "engine/read_stream.h"
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "plan/coalesce.h"
+
+namespace torch_ckpt {
+namespace {
+
+// What direct I/O may ask of offsets, lengths and addresses; a range of any alignment then takes up
+// to this much more on either side.
+constexpr int64_t kMaxAlignment = 4096;
+
+// Unwanted bytes that are cheaper to read than to make another request for.
+constexpr int64_t kMaxGap = int64_t{32} << 10;
+
+// Ranges at least this long that have a destination are read on their own, in place if they can be.
+constexpr int64_t kInPlaceNbytes = int64_t{256} << 10;
+
+bool is_aligned(const std::byte* address, int64_t alignment) {
+  return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(alignment) == 0;
+}
+
+// One request: it serves the wanted ranges order[first, last) of the work.
+struct Task {
+  File* file;
+  ByteRange range;
+  int64_t first;
+  int64_t last;
+  std::byte* destination;  // Of its only range, where that may be read in place; else nullptr.
+};
+
+}  // namespace
+
+// What the lanes share while a run lasts.
+struct ReadStream::Work {
+  std::span<const WantedRange> wanted;
+  const ConsumeRange& consume;
+  std::vector<int64_t> order;
+  std::vector<Task> tasks;
+  std::atomic<size_t> next_task = 0;
+  std::atomic<bool> stopped = false;
+  std::mutex mutex;
+  Status status;  // The first error; guarded by mutex.
+
+  Work(std::span<const WantedRange> ranges, const ConsumeRange& consumer, int64_t max_nbytes)
+      : wanted(ranges), consume(consumer) {
+    std::map<File*, std::vector<int64_t>> shared;  // Ranges that may share a read.
+    for (int64_t i = 0; i < static_cast<int64_t>(wanted.size()); ++i) {
+      const WantedRange& want = wanted[static_cast<size_t>(i)];
+      if (want.destination == nullptr || want.range.nbytes() < kInPlaceNbytes) {
+        shared[want.file].push_back(i);
+        continue;
+      }
+      const auto at = static_cast<int64_t>(order.size());
+      order.push_back(i);
+      tasks.push_back({want.file, want.range, at, at + 1, want.destination});
+    }
+    for (const auto& [file, indices] : shared) add_shared(file, indices, max_nbytes);
+  }
+
+  void add_shared(File* file, const std::vector<int64_t>& indices, int64_t max_nbytes) {
+    std::vector<ByteRange> ranges;
+    ranges.reserve(indices.size());
+    for (const int64_t i : indices) ranges.push_back(wanted[static_cast<size_t>(i)].range);
+    const Reads reads = coalesce(ranges, max_nbytes, kMaxGap);
+    const auto base = static_cast<int64_t>(order.size());
+    for (const int64_t i : reads.order) order.push_back(indices[static_cast<size_t>(i)]);
+    for (const Read& read : reads.reads) {
+      tasks.push_back({file, read.range, base + read.first, base + read.last, nullptr});
+    }
+  }
+
+  void fail(const Status& error) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (status.ok()) status = error;
+    stopped = true;
+  }
+
+  // Has every range of a task consumed, out of `bytes`, which begin at `offset` of the file.
+  Status consume_task(const Task& task, Bytes bytes, int64_t offset) const {
+    for (int64_t i = task.first; i < task.last; ++i) {
+      const int64_t index = order[static_cast<size_t>(i)];
+      const ByteRange& range = wanted[static_cast<size_t>(index)].range;
+      RETURN_IF_ERROR(consume(index, slice(bytes, range.begin - offset, range.nbytes())));
+    }
+    return ok_status();
+  }
+};
+
+Result<std::unique_ptr<ReadStream>> ReadStream::make(FileSystem& fs, int64_t buffer_nbytes,
+                                                     int64_t block_nbytes, int threads) {
+  if (block_nbytes < 4 * kMaxAlignment) {
+    return invalid_argument("block size ", block_nbytes, " is less than ", 4 * kMaxAlignment);
+  }
+  // Every lane needs two blocks to overlap reading and copying.
+  const int64_t most_lanes = std::max<int64_t>(buffer_nbytes / (2 * block_nbytes), 1);
+  const int64_t lane_count = std::clamp<int64_t>(threads, 1, most_lanes);
+  std::vector<Lane> lanes;
+  HeapMemorySource heap;
+  for (int64_t i = 0; i < lane_count; ++i) {
+    Lane lane;
+    ASSIGN_OR_RETURN(lane.pool, BufferPool::make(heap, buffer_nbytes / lane_count, block_nbytes));
+    lane.queue = fs.make_queue(lane.pool->block_count(), lane.pool->arena());
+    lanes.push_back(std::move(lane));
+  }
+  return std::unique_ptr<ReadStream>(new ReadStream(std::move(lanes)));
+}
+
+int64_t ReadStream::max_range_nbytes() const {
+  return lanes_.front().pool->block_nbytes() - 2 * kMaxAlignment;
+}
+
+Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& consume) {
+  Work work(wanted, consume, max_range_nbytes());
+  std::vector<std::thread> threads;
+  const size_t lanes = std::min(lanes_.size(), work.tasks.size());
+  for (size_t i = 1; i < lanes; ++i) {
+    try {
+      threads.emplace_back([&lane = lanes_[i], &work] { run_lane_to_end(lane, work); });
+    } catch (const std::system_error&) {
+      break;  // No more threads to be had: the lanes that run do all the work.
+    }
+  }
+  run_lane_to_end(lanes_.front(), work);
+  for (std::thread& thread : threads) thread.join();
+  return work.status;
+}
+
+// Nothing may escape from a thread: running out of memory is an error of this load, not the end of the
+// process. What is in flight is waited for, since it is read into memory of the caller.
+void ReadStream::run_lane_to_end(Lane& lane, Work& work) {
+  try {
+    run_lane(lane, work);
+  } catch (const std::exception& error) {
+    work.fail(internal_error("cannot go on reading: ", error.what()));
+    while (lane.queue->in_flight() > 0) (void)lane.queue->wait();
+  }
+}
+
+// Takes tasks until none is left, keeping as many in flight as there are blocks.
+void ReadStream::run_lane(Lane& lane, Work& work) {
+  struct InFlight {
+    const Task* task = nullptr;
+    int block = -1;      // -1 for a read in place.
+    int64_t offset = 0;  // Where `memory` begins in the file.
+    MutableBytes memory;
+  };
+  BufferPool& pool = *lane.pool;
+  std::vector<InFlight> slots(static_cast<size_t>(pool.block_count()));
+  std::vector<size_t> free_slots;
+  for (size_t i = 0; i < slots.size(); ++i) free_slots.push_back(i);
+
+  // Returns whether it is worth submitting more before looking at what is done.
+  const auto submit_next = [&]() -> bool {
+    const size_t next = work.next_task++;
+    if (next >= work.tasks.size()) return false;
+    const Task& task = work.tasks[next];
+    const int64_t alignment = task.file->alignment();
+    const bool cached =
+        alignment == 1 || task.file->is_resident(task.range.begin, task.range.nbytes());
+    const bool fits = task.range.begin % alignment == 0 && task.range.nbytes() % alignment == 0 &&
+                      is_aligned(task.destination, alignment);
+    InFlight read;
+    read.task = &task;
+    read.offset = task.range.begin;
+    if (task.destination != nullptr && (cached || fits)) {
+      read.memory = {task.destination, static_cast<size_t>(task.range.nbytes())};
+    } else {
+      const int64_t grain = cached ? 1 : alignment;
+      read.block = *pool.acquire();  // There are as many blocks as slots.
+      read.offset = align_down(task.range.begin, grain);
+      read.memory =
+          slice(pool.block(read.block), 0, align_up(task.range.end, grain) - read.offset);
+    }
+    const size_t slot = free_slots.back();
+    free_slots.pop_back();
+    slots[slot] = read;
+    const IoRequest request = {.kind = IoRequest::Kind::kRead,
+                               .file = task.file,
+                               .offset = read.offset,
+                               .memory = read.memory,
+                               .caching = cached ? Caching::kBuffered : Caching::kDirect,
+                               .tag = slot};
+    lane.queue->submit({&request, 1});
+    // What the page cache holds arrives at once: consume it while it is in the processor's cache.
+    return !cached;
+  };
+
+  while (true) {
+    while (!work.stopped && !free_slots.empty() && lane.queue->room() > 0) {
+      if (!submit_next()) break;
+    }
+    if (lane.queue->in_flight() == 0) return;
+    for (const IoDone& done : lane.queue->wait()) {
+      const InFlight& read = slots[done.tag];
+      Status status = done.status;
+      if (status.ok() && !work.stopped) {
+        status = work.consume_task(*read.task, read.memory, read.offset);
+      }
+      if (!status.ok()) work.fail(status);
+      if (read.block >= 0) pool.release(read.block);
+      free_slots.push_back(done.tag);
+    }
+  }
+}
+
+}  // namespace torch_ckpt

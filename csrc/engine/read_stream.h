@@ -1,0 +1,64 @@
+#pragma once
+
+// ReadStream: many byte ranges of many files, read with few large requests by a few threads.
+//
+// The one read loop of the engine. The caller says which ranges it wants and what to do with the
+// bytes of each; the stream coalesces, chooses between page cache and direct I/O, keeps the queue
+// full and the memory bounded, and stops everything at the first error.
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "geometry/overlap.h"
+#include "io/buffer_pool.h"
+#include "io/file_system.h"
+
+namespace torch_ckpt {
+
+struct WantedRange {
+  File* file = nullptr;
+  ByteRange range;  // Within the file, at most ReadStream::max_range_nbytes() long.
+  // Where the bytes belong as they are, or nullptr. A hint: they are read in place if alignment
+  // allows it, and `consume` sees which from the address it is given.
+  std::byte* destination = nullptr;
+};
+
+// Takes the bytes of wanted range `index`; unless they are in place they are gone when it returns.
+// Called from several threads at a time, once for each range.
+using ConsumeRange = std::function<Status(int64_t index, Bytes bytes)>;
+
+class ReadStream {
+ public:
+  static Result<std::unique_ptr<ReadStream>> make(FileSystem& fs, int64_t buffer_nbytes,
+                                                  int64_t block_nbytes, int threads);
+
+  // The longest range that a buffer takes at any alignment.
+  int64_t max_range_nbytes() const;
+
+  // Reads every range and has it consumed. On an error the rest is not read; ranges in flight are
+  // waited for, so no memory is touched after this returns. After a kInternal error the stream must
+  // not be used again.
+  Status run(std::span<const WantedRange> wanted, const ConsumeRange& consume);
+
+  const QueueMode& mode() const { return lanes_.front().queue->mode(); }
+
+ private:
+  // One thread's share of the buffers, with its own queue.
+  struct Lane {
+    std::unique_ptr<BufferPool> pool;
+    std::unique_ptr<IoQueue> queue;  // Destroyed before the pool: it may have registered it.
+  };
+  struct Work;
+
+  explicit ReadStream(std::vector<Lane> lanes) : lanes_(std::move(lanes)) {}
+  static void run_lane_to_end(Lane& lane, Work& work);
+  static void run_lane(Lane& lane, Work& work);
+
+  std::vector<Lane> lanes_;
+};
+
+}  // namespace torch_ckpt

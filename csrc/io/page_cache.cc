@@ -1,0 +1,81 @@
+#include "io/page_cache.h"
+
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstddef>
+
+namespace torch_ckpt {
+namespace {
+
+// As <linux/mman.h> has them from 6.5 on; the headers here may be older than the kernel.
+struct CachestatRange {
+  uint64_t offset;
+  uint64_t nbytes;
+};
+struct Cachestat {
+  uint64_t nr_cache;
+  uint64_t nr_dirty;
+  uint64_t nr_writeback;
+  uint64_t nr_evicted;
+  uint64_t nr_recently_evicted;
+};
+constexpr long kCachestatNumber = 451;  // The same on every architecture.
+
+std::atomic<bool> cachestat_missing{false};
+
+// 0 and the number of cached pages, or an errno.
+int count_cached_pages(int fd, int64_t offset, int64_t nbytes, int64_t* pages) {
+  CachestatRange range{static_cast<uint64_t>(offset), static_cast<uint64_t>(nbytes)};
+  Cachestat stat{};
+  long rc;
+  do {
+    rc = ::syscall(kCachestatNumber, fd, &range, &stat, 0u);
+  } while (rc != 0 && errno == EINTR);
+  if (rc != 0) return errno;
+  *pages = static_cast<int64_t>(stat.nr_cache);
+  return 0;
+}
+
+bool byte_is_cached(int fd, int64_t offset) {
+  std::byte byte;
+  const iovec target{&byte, 1};
+  ssize_t got;
+  do {
+    got = ::preadv2(fd, &target, 1, offset, RWF_NOWAIT);
+  } while (got < 0 && errno == EINTR);
+  return got == 1;
+}
+
+}  // namespace
+
+bool page_cache_holds(int fd, int64_t offset, int64_t nbytes) {
+  if (offset < 0 || nbytes < 0) return false;
+  if (nbytes == 0) return true;  // `cachestat` would take 0 to mean the rest of the file.
+  if (!cachestat_missing.load(std::memory_order_relaxed)) {
+    int64_t cached = 0;
+    const int error = count_cached_pages(fd, offset, nbytes, &cached);
+    if (error == 0) {
+      const int64_t page = ::sysconf(_SC_PAGESIZE);
+      const int64_t first = offset / page;
+      const int64_t last = (offset + (nbytes - 1)) / page;
+      return cached >= last - first + 1;
+    }
+    // EPERM is a sandbox, or a kernel that answers only for files the caller could write; another
+    // file may fare better, so only the missing call is remembered.
+    if (error == ENOSYS) cachestat_missing.store(true, std::memory_order_relaxed);
+    if (error != ENOSYS && error != EPERM) return false;
+  }
+  return probe_page_cache(fd, offset, nbytes);
+}
+
+bool probe_page_cache(int fd, int64_t offset, int64_t nbytes) {
+  if (offset < 0 || nbytes < 0) return false;
+  if (nbytes == 0) return true;
+  return byte_is_cached(fd, offset) && byte_is_cached(fd, offset + (nbytes - 1));
+}
+
+}  // namespace torch_ckpt

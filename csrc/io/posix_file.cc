@@ -1,0 +1,137 @@
+#include "io/posix_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "io/page_cache.h"
+#include "io/retry.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr mode_t kFileMode = 0666;  // Less the umask of the process.
+constexpr int kReadOpenAttempts = 8;
+
+// Why transfers at kDirectAlignment would not work on an O_DIRECT descriptor; empty if they would,
+// as far as the kernel tells.
+std::string direct_transfer_problem(int fd) {
+#ifdef STATX_DIOALIGN
+  struct statx stat = {};
+  if (::statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &stat) != 0) return "";
+  if ((stat.stx_mask & STATX_DIOALIGN) == 0) return "";
+  if (stat.stx_dio_offset_align == 0 || stat.stx_dio_mem_align == 0) {
+    return "the file system has no direct I/O for this file";
+  }
+  if (PosixFile::kDirectAlignment % stat.stx_dio_offset_align != 0 ||
+      PosixFile::kDirectAlignment % stat.stx_dio_mem_align != 0) {
+    return str_cat("direct I/O needs memory at multiples of ", stat.stx_dio_mem_align,
+                   " and offsets at multiples of ", stat.stx_dio_offset_align, " here");
+  }
+#endif
+  return "";
+}
+
+}  // namespace
+
+Descriptor::~Descriptor() {
+  // Never retried: on Linux the descriptor is gone even after EINTR.
+  if (fd_ >= 0) ::close(fd_);
+}
+
+Result<std::unique_ptr<PosixFile>> PosixFile::open(const std::string& path, OpenMode mode,
+                                                   Caching caching) {
+  // A file may be replaced between the opening of its two descriptors; then both are opened anew.
+  const int attempts = mode == OpenMode::kRead ? kReadOpenAttempts : 1;
+  Status status;
+  for (int attempt = 0; attempt < attempts; ++attempt) {
+    std::unique_ptr<PosixFile> file(new PosixFile(path));
+    status = file->open_descriptors(mode, caching);
+    if (status.ok()) return file;
+    if (status.error_number() != ESTALE) break;
+  }
+  return status;
+}
+
+Status PosixFile::open_descriptors(OpenMode mode, Caching caching) {
+  const bool create = mode == OpenMode::kCreate;
+  const int flags = O_CLOEXEC | (create ? O_RDWR | O_CREAT | O_EXCL : O_RDONLY);
+  buffered_ =
+      Descriptor(retry_interrupted([&] { return ::open(path_.c_str(), flags, kFileMode); }));
+  if (!buffered_.valid()) {
+    return errno_status(errno, str_cat("cannot ", create ? "create " : "open ", path_));
+  }
+  struct stat stat = {};
+  if (::fstat(buffered_.get(), &stat) != 0) {
+    return errno_status(errno, str_cat("cannot read the attributes of ", path_));
+  }
+  if (S_ISDIR(stat.st_mode)) return errno_status(EISDIR, str_cat("cannot open ", path_));
+  if (caching == Caching::kBuffered) return ok_status();
+
+  const Status status = open_direct(mode);
+  // Nobody else has this name yet: what cannot be used is not left behind.
+  if (!status.ok() && create) ::unlink(path_.c_str());
+  return status;
+}
+
+Status PosixFile::open_direct(OpenMode mode) {
+  const int flags = O_CLOEXEC | O_DIRECT | (mode == OpenMode::kCreate ? O_RDWR : O_RDONLY);
+  Descriptor direct(retry_interrupted([&] { return ::open(path_.c_str(), flags); }));
+  if (!direct.valid()) {
+    if (errno == EINVAL || errno == EOPNOTSUPP) {
+      fallback_reason_ = str_cat("O_DIRECT refused by the file system (",
+                                 errno == EINVAL ? "EINVAL" : "EOPNOTSUPP", ")");
+      return ok_status();
+    }
+    // Found a moment ago, so it is being replaced: the same as two different files.
+    const int error = errno == ENOENT && mode == OpenMode::kRead ? ESTALE : errno;
+    return errno_status(error, str_cat("cannot open ", path_, " for direct I/O"));
+  }
+  struct stat ours = {};
+  struct stat theirs = {};
+  if (::fstat(buffered_.get(), &ours) != 0 || ::fstat(direct.get(), &theirs) != 0) {
+    return errno_status(errno, str_cat("cannot read the attributes of ", path_));
+  }
+  if (ours.st_dev != theirs.st_dev || ours.st_ino != theirs.st_ino) {
+    return errno_status(ESTALE, str_cat("cannot open ", path_, ", which is being replaced"));
+  }
+  fallback_reason_ = direct_transfer_problem(direct.get());
+  if (fallback_reason_.empty()) direct_ = std::move(direct);
+  return ok_status();
+}
+
+Result<int64_t> PosixFile::size() const {
+  struct stat stat = {};
+  if (::fstat(buffered_.get(), &stat) != 0) {
+    return errno_status(errno, str_cat("cannot read the size of ", path_));
+  }
+  return static_cast<int64_t>(stat.st_size);
+}
+
+bool PosixFile::is_resident(int64_t offset, int64_t nbytes) const {
+  return page_cache_holds(buffered_.get(), offset, nbytes);
+}
+
+Status PosixFile::preallocate(int64_t nbytes) {
+  if (nbytes > 0) {
+    const int rc = retry_interrupted([&] { return ::fallocate(buffered_.get(), 0, 0, nbytes); });
+    // Without fallocate there is no room to reserve, but the end of the file can still be set.
+    if (rc != 0 && errno != EOPNOTSUPP && errno != ENOSYS) {
+      return errno_status(errno, str_cat("cannot reserve ", nbytes, " bytes for ", path_));
+    }
+  }
+  // fallocate never makes a file shorter.
+  ASSIGN_OR_RETURN(const int64_t now, size());
+  return now == nbytes ? ok_status() : truncate(nbytes);
+}
+
+Status PosixFile::truncate(int64_t nbytes) {
+  if (retry_interrupted([&] { return ::ftruncate(buffered_.get(), nbytes); }) != 0) {
+    return errno_status(errno, str_cat("cannot make ", path_, " ", nbytes, " bytes long"));
+  }
+  return ok_status();
+}
+
+}  // namespace torch_ckpt

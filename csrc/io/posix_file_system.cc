@@ -1,0 +1,128 @@
+#include "io/posix_file_system.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <string_view>
+#include <utility>
+
+#include "io/posix_file.h"
+#include "io/retry.h"
+#include "io/thread_queue.h"
+#include "io/uring_queue.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr mode_t kDirectoryMode = 0777;  // Less the umask of the process.
+
+// The folder that holds `path`: "a" for "a/b" and "a/b/", "." for "b", "/" for "/b".
+std::string parent_directory(std::string_view path) {
+  const auto without_trailing_slashes = [](std::string_view text) {
+    while (text.size() > 1 && text.back() == '/') text.remove_suffix(1);
+    return text;
+  };
+  path = without_trailing_slashes(path);
+  const size_t slash = path.rfind('/');
+  if (slash == std::string_view::npos) return ".";
+  return std::string(without_trailing_slashes(path.substr(0, std::max<size_t>(slash, 1))));
+}
+
+// OK when `path` is a folder; kNotFound when there is nothing.
+Status check_directory(const std::string& path) {
+  struct stat stat = {};
+  int error = 0;
+  if (::stat(path.c_str(), &stat) != 0) {
+    error = errno;
+  } else if (!S_ISDIR(stat.st_mode)) {
+    error = ENOTDIR;
+  }
+  return error == 0 ? ok_status() : errno_status(error, str_cat("cannot create folder ", path));
+}
+
+}  // namespace
+
+Result<std::unique_ptr<File>> PosixFileSystem::open(const std::string& path, OpenMode mode,
+                                                    Caching caching) {
+  ASSIGN_OR_RETURN(std::unique_ptr<File> file, PosixFile::open(path, mode, caching));
+  return file;
+}
+
+Status PosixFileSystem::create_directories(const std::string& path) {
+  if (path.empty()) return invalid_argument("cannot create a folder without a name");
+  const Status found = check_directory(path);
+  if (found.code() != StatusCode::kNotFound) return found;
+
+  const std::string parent = parent_directory(path);
+  if (parent == path) return found;  // "." or "/" is gone: there is nothing above to start from.
+  RETURN_IF_ERROR(create_directories(parent));
+  if (::mkdir(path.c_str(), kDirectoryMode) != 0) {
+    // Another rank may have been faster; it syncs what it created.
+    if (errno == EEXIST) return check_directory(path);
+    return errno_status(errno, str_cat("cannot create folder ", path));
+  }
+  return sync_directory(parent);
+}
+
+Result<std::vector<std::string>> PosixFileSystem::list_directory(const std::string& path) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> directory(::opendir(path.c_str()), ::closedir);
+  if (!directory) return errno_status(errno, str_cat("cannot list ", path));
+  std::vector<std::string> names;
+  for (;;) {
+    errno = 0;  // The only way to tell an error from the end.
+    const dirent* entry = ::readdir(directory.get());
+    if (entry == nullptr) break;
+    const std::string_view name = entry->d_name;
+    if (name != "." && name != "..") names.emplace_back(name);
+  }
+  if (errno != 0) return errno_status(errno, str_cat("cannot list ", path));
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+Status PosixFileSystem::rename(const std::string& from, const std::string& to) {
+  if (retry_interrupted([&] { return ::rename(from.c_str(), to.c_str()); }) != 0) {
+    return errno_status(errno, str_cat("cannot rename ", from, " to ", to));
+  }
+  return ok_status();
+}
+
+Status PosixFileSystem::remove(const std::string& path) {
+  if (retry_interrupted([&] { return std::remove(path.c_str()); }) != 0) {
+    return errno_status(errno, str_cat("cannot remove ", path));
+  }
+  return ok_status();
+}
+
+Status PosixFileSystem::sync_directory(const std::string& path) {
+  const Descriptor directory(
+      retry_interrupted([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); }));
+  if (!directory.valid()) return errno_status(errno, str_cat("cannot open folder ", path));
+  if (::fsync(directory.get()) != 0 && errno != EINVAL && errno != EOPNOTSUPP) {
+    return errno_status(errno, str_cat("cannot sync folder ", path));
+  }
+  return ok_status();
+}
+
+std::unique_ptr<IoQueue> PosixFileSystem::make_queue(int depth, MutableBytes registered) {
+  const char* wish = std::getenv("TORCH_CKPT_IO");
+  if (wish != nullptr && std::string_view(wish) == "threads") {
+    return make_thread_queue(depth, "TORCH_CKPT_IO=threads is set");
+  }
+#if TORCH_CKPT_HAVE_URING
+  Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(depth, registered);
+  if (queue.ok()) return std::move(*queue);
+  return make_thread_queue(depth, queue.status().message());
+#else
+  (void)registered;  // Threads have no use for it.
+  return make_thread_queue(depth, "built without liburing");
+#endif
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,136 @@
+#include "io/thread_queue.h"
+
+#include <signal.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "io/transfer.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr int kMaxThreads = 8;  // More of them gain nothing on one disk.
+
+IoDone carry_out(const IoRequest& request) {
+  Transfer transfer(request);
+  std::optional<Status> status = transfer.finished_at_once();
+  while (!status) status = transfer.advance(perform(transfer.next()));
+  return IoDone{request.tag, *std::move(status)};
+}
+
+class ThreadQueue : public IoQueue {
+ public:
+  ThreadQueue(int depth, std::string reason) : depth_(std::max(depth, 1)) {
+    mode_.name = "threads";
+    mode_.reason = std::move(reason);
+    start_threads();
+  }
+
+  ~ThreadQueue() override {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    work_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+    // Only where no thread could be started.
+    for (const IoRequest& request : waiting_) carry_out(request);
+  }
+
+  const QueueMode& mode() const override { return mode_; }
+  int room() const override { return std::max(depth_ - in_flight_, 0); }
+  int in_flight() const override { return in_flight_; }
+
+  void submit(std::span<const IoRequest> requests) override {
+    {
+      const std::lock_guard lock(mutex_);
+      for (const IoRequest& request : requests) {
+        if (in_flight_ < depth_) {
+          waiting_.push_back(request);
+        } else {
+          finished_.push_back({request.tag, internal_error("more requests than the queue holds")});
+        }
+        ++in_flight_;
+      }
+    }
+    work_.notify_all();
+  }
+
+  std::span<const IoDone> wait() override {
+    done_.clear();
+    if (in_flight_ == 0) return done_;
+    std::unique_lock lock(mutex_);
+    if (threads_.empty() && finished_.empty()) {
+      finished_.push_back(carry_out(waiting_.front()));
+      waiting_.pop_front();
+    }
+    news_.wait(lock, [&] { return !finished_.empty(); });
+    done_.swap(finished_);
+    in_flight_ -= static_cast<int>(done_.size());
+    return done_;
+  }
+
+ private:
+  void start_threads() {
+    sigset_t all;
+    sigset_t before;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before);  // A new thread inherits the mask.
+    try {
+      for (int i = 0; i < std::min(depth_, kMaxThreads); ++i) {
+        threads_.emplace_back([this] { serve(); });
+      }
+    } catch (const std::system_error&) {
+      // The process is at its limit. Fewer threads do the same work; with none, `wait` does it.
+      mode_.reason += str_cat("; only ", threads_.size(), " threads could be started");
+    }
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  // The life of one thread. It ends only when nothing is waiting, so that what was submitted is
+  // always carried out.
+  void serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      work_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
+      if (waiting_.empty()) return;
+      const IoRequest request = waiting_.front();
+      waiting_.pop_front();
+      lock.unlock();
+      IoDone done = carry_out(request);
+      lock.lock();
+      finished_.push_back(std::move(done));
+      news_.notify_one();
+    }
+  }
+
+  const int depth_;
+  QueueMode mode_;
+
+  // The owner's alone.
+  int in_flight_ = 0;
+  std::vector<IoDone> done_;
+  std::vector<std::thread> threads_;
+
+  std::mutex mutex_;  // Guards what follows.
+  std::condition_variable work_;
+  std::condition_variable news_;
+  std::deque<IoRequest> waiting_;
+  std::vector<IoDone> finished_;
+  bool stopping_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<IoQueue> make_thread_queue(int depth, std::string reason) {
+  return std::make_unique<ThreadQueue>(depth, std::move(reason));
+}
+
+}  // namespace torch_ckpt

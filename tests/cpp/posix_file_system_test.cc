@@ -1,0 +1,283 @@
+#include "io/posix_file_system.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "io/page_cache.h"
+#include "io/posix_file.h"
+#include "support/status_matchers.h"
+#include "support/temp_directory.h"
+
+namespace torch_ckpt {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::StartsWith;
+
+constexpr int64_t kBlock = 4096;
+
+class PosixFileSystemTest : public testing::Test {
+ protected:
+  std::string path(const std::string& name) const { return directory_.file(name); }
+
+  PosixFileSystem fs_;
+  TempDirectory directory_;
+};
+
+TEST_F(PosixFileSystemTest, ReadsBackAWrittenFile) {
+  ASSERT_OK(write_file(fs_, path("a"), as_bytes("some bytes"), true));
+  ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs_, path("a")));
+  EXPECT_EQ(as_text(bytes), "some bytes");
+}
+
+TEST_F(PosixFileSystemTest, AnEmptyFileIsAFile) {
+  ASSERT_OK(write_file(fs_, path("a"), {}, false));
+  ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs_, path("a")));
+  EXPECT_TRUE(bytes.empty());
+}
+
+// "No checkpoint there" is told from a failed disk by its code.
+TEST_F(PosixFileSystemTest, WhatIsMissingIsNotFound) {
+  EXPECT_CODE(read_file(fs_, path("a")), StatusCode::kNotFound);
+  EXPECT_CODE(fs_.open(path("a"), OpenMode::kRead, Caching::kDirect), StatusCode::kNotFound);
+  EXPECT_CODE(fs_.remove(path("a")), StatusCode::kNotFound);
+  EXPECT_CODE(fs_.rename(path("a"), path("b")), StatusCode::kNotFound);
+  EXPECT_CODE(fs_.list_directory(path("a")), StatusCode::kNotFound);
+  EXPECT_CODE(fs_.sync_directory(path("a")), StatusCode::kNotFound);
+  EXPECT_THAT(read_file(fs_, path("a")).status().message(), HasSubstr(path("a")));
+}
+
+// Committed bytes are never written over: a name that is taken is an error.
+TEST_F(PosixFileSystemTest, CreatingAnExistingFileFailsAndLeavesItAlone) {
+  ASSERT_OK(write_file(fs_, path("a"), as_bytes("old"), false));
+  const Status status = write_file(fs_, path("a"), as_bytes("new"), false);
+  EXPECT_EQ(status.code(), StatusCode::kStorage);
+  EXPECT_EQ(status.error_number(), EEXIST);
+  const auto direct = fs_.open(path("a"), OpenMode::kCreate, Caching::kDirect);
+  EXPECT_EQ(direct.status().error_number(), EEXIST);
+  ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs_, path("a")));
+  EXPECT_EQ(as_text(bytes), "old");
+}
+
+TEST_F(PosixFileSystemTest, OpeningAFolderAsAFileFails) {
+  const auto file = fs_.open(directory_.path(), OpenMode::kRead, Caching::kDirect);
+  ASSERT_CODE(file, StatusCode::kStorage);
+  EXPECT_EQ(file.status().error_number(), EISDIR);
+}
+
+TEST_F(PosixFileSystemTest, ABufferedFileTakesAnyAlignmentWithoutExcuse) {
+  ASSERT_OK_AND_ASSIGN(const auto file, fs_.open(path("a"), OpenMode::kCreate, Caching::kBuffered));
+  EXPECT_EQ(file->alignment(), 1);
+  EXPECT_THAT(file->fallback_reason(), IsEmpty());
+  EXPECT_EQ(file->path(), path("a"));
+}
+
+TEST_F(PosixFileSystemTest, ADirectFileIsAlignedOrSaysWhyNot) {
+  ASSERT_OK_AND_ASSIGN(const auto file, fs_.open(path("a"), OpenMode::kCreate, Caching::kDirect));
+  EXPECT_EQ(file->alignment() == 1, !file->fallback_reason().empty());
+  EXPECT_TRUE(file->alignment() == 1 || file->alignment() == kBlock);
+}
+
+// /proc has no direct I/O on any kernel.
+TEST_F(PosixFileSystemTest, WhereODirectIsRefusedTheFileIsBufferedAndSaysWhy) {
+  ASSERT_OK_AND_ASSIGN(const auto file,
+                       fs_.open("/proc/version", OpenMode::kRead, Caching::kDirect));
+  EXPECT_EQ(file->alignment(), 1);
+  EXPECT_EQ(file->fallback_reason(), "O_DIRECT refused by the file system (EINVAL)");
+}
+
+// A training script starts other programs; they must not keep our files open.
+TEST_F(PosixFileSystemTest, DescriptorsAreClosedInOtherPrograms) {
+  ASSERT_OK_AND_ASSIGN(const auto file,
+                       PosixFile::open(path("a"), OpenMode::kCreate, Caching::kDirect));
+  EXPECT_TRUE(::fcntl(file->buffered_fd(), F_GETFD) & FD_CLOEXEC);
+  if (file->direct_fd() >= 0) {
+    EXPECT_TRUE(::fcntl(file->direct_fd(), F_GETFD) & FD_CLOEXEC);
+  }
+}
+
+// A save opens thousands of files over its life.
+TEST_F(PosixFileSystemTest, AFileGivesItsDescriptorsBack) {
+  ASSERT_OK(write_file(fs_, path("a"), as_bytes("x"), false));
+  const int before = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+  ::close(before);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_OK(fs_.open(path("a"), OpenMode::kRead, Caching::kDirect));
+    EXPECT_CODE(fs_.open(path("none"), OpenMode::kRead, Caching::kDirect), StatusCode::kNotFound);
+    EXPECT_OK(read_file(fs_, path("a")));
+    EXPECT_OK(fs_.sync_directory(directory_.path()));
+    EXPECT_OK(fs_.list_directory(directory_.path()));
+  }
+  const int after = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+  ::close(after);
+  EXPECT_EQ(after, before);  // The lowest free number is the same again.
+}
+
+TEST_F(PosixFileSystemTest, PreallocateSetsTheLengthUpAndDown) {
+  ASSERT_OK_AND_ASSIGN(const auto file, fs_.open(path("a"), OpenMode::kCreate, Caching::kDirect));
+  for (const int64_t nbytes : {int64_t{0}, 3 * kBlock + 1, kBlock, int64_t{0}}) {
+    ASSERT_OK(file->preallocate(nbytes));
+    EXPECT_EQ(*file->size(), nbytes);
+  }
+}
+
+// The point of it: running out of space is found out before the first byte is written.
+TEST_F(PosixFileSystemTest, PreallocateReservesRoomOnTheDisk) {
+  ASSERT_OK_AND_ASSIGN(const auto file, fs_.open(path("a"), OpenMode::kCreate, Caching::kDirect));
+  ASSERT_OK(file->preallocate(16 * kBlock));
+  struct stat stat = {};
+  ASSERT_EQ(::stat(path("a").c_str(), &stat), 0);
+  EXPECT_GE(stat.st_blocks * 512, 16 * kBlock);
+
+  const Status status = file->preallocate(int64_t{1} << 62);
+  EXPECT_EQ(status.code(), StatusCode::kStorage);
+  EXPECT_THAT(status.message(), HasSubstr(path("a")));
+}
+
+TEST_F(PosixFileSystemTest, TruncateSetsTheLength) {
+  ASSERT_OK_AND_ASSIGN(const auto file, fs_.open(path("a"), OpenMode::kCreate, Caching::kDirect));
+  ASSERT_OK(file->truncate(12345));
+  EXPECT_EQ(*file->size(), 12345);
+  ASSERT_OK_AND_ASSIGN(const auto reader, fs_.open(path("a"), OpenMode::kRead, Caching::kDirect));
+  EXPECT_CODE(reader->truncate(1), StatusCode::kStorage);
+}
+
+TEST_F(PosixFileSystemTest, CreatesWhateverFoldersAreMissing) {
+  ASSERT_OK(fs_.create_directories(path("a/b//c/")));
+  EXPECT_OK(fs_.list_directory(path("a/b/c")));
+  EXPECT_OK(fs_.create_directories(path("a/b/c")));  // Already there.
+  EXPECT_OK(fs_.create_directories("."));
+  EXPECT_OK(fs_.create_directories("/"));
+  EXPECT_CODE(fs_.create_directories(""), StatusCode::kInvalidArgument);
+}
+
+TEST_F(PosixFileSystemTest, AFileInTheWayOfAFolderIsAnError) {
+  ASSERT_OK(write_file(fs_, path("a"), {}, false));
+  for (const std::string& name : {path("a"), path("a/b")}) {
+    const Status status = fs_.create_directories(name);
+    EXPECT_EQ(status.code(), StatusCode::kStorage) << status.to_string();
+    EXPECT_EQ(status.error_number(), ENOTDIR);
+  }
+}
+
+TEST_F(PosixFileSystemTest, ListsNamesInOrder) {
+  for (const char* name : {"b", "a", ".metadata", "B"}) {
+    ASSERT_OK(write_file(fs_, path(name), {}, false));
+  }
+  ASSERT_OK_AND_ASSIGN(const auto names, fs_.list_directory(directory_.path()));
+  EXPECT_THAT(names, ElementsAre(".metadata", "B", "a", "b"));
+}
+
+TEST_F(PosixFileSystemTest, RenameReplaces) {
+  ASSERT_OK(write_file(fs_, path("a"), as_bytes("new"), false));
+  ASSERT_OK(write_file(fs_, path("b"), as_bytes("old"), false));
+  ASSERT_OK(fs_.rename(path("a"), path("b")));
+  ASSERT_OK(fs_.sync_directory(directory_.path()));
+  ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs_, path("b")));
+  EXPECT_EQ(as_text(bytes), "new");
+  EXPECT_CODE(read_file(fs_, path("a")), StatusCode::kNotFound);
+}
+
+TEST_F(PosixFileSystemTest, RemovesFilesAndOnlyEmptyFolders) {
+  ASSERT_OK(fs_.create_directories(path("a")));
+  ASSERT_OK(write_file(fs_, path("a/b"), {}, false));
+  const Status full = fs_.remove(path("a"));
+  EXPECT_EQ(full.error_number(), ENOTEMPTY) << full.to_string();
+  EXPECT_OK(fs_.remove(path("a/b")));
+  EXPECT_OK(fs_.remove(path("a")));
+}
+
+// For machines where io_uring is there but not to be used.
+TEST_F(PosixFileSystemTest, TheEnvironmentForcesThreads) {
+  ASSERT_EQ(::setenv("TORCH_CKPT_IO", "threads", 1), 0);
+  const auto queue = fs_.make_queue(4);
+  ASSERT_EQ(::unsetenv("TORCH_CKPT_IO"), 0);
+  EXPECT_EQ(queue->mode().name, "threads");
+  EXPECT_EQ(queue->mode().reason, "TORCH_CKPT_IO=threads is set");
+  EXPECT_EQ(queue->room(), 4);
+}
+
+class ResidencyTest : public PosixFileSystemTest {
+ protected:
+  static constexpr int64_t kLength = 8 * kBlock + 10;  // The last page is partial.
+
+  void SetUp() override {
+    ASSERT_OK(write_file(fs_, path("a"), std::vector<std::byte>(kLength), true));
+    auto file = PosixFile::open(path("a"), OpenMode::kRead, Caching::kDirect);
+    ASSERT_OK(file);
+    file_ = std::move(*file);
+  }
+
+  void drop_from_cache() {
+    // Else neither the kernel would read more than asked for, nor pages be kept.
+    ASSERT_EQ(::posix_fadvise(file_->buffered_fd(), 0, 0, POSIX_FADV_RANDOM), 0);
+    ASSERT_EQ(::posix_fadvise(file_->buffered_fd(), 0, 0, POSIX_FADV_DONTNEED), 0);
+  }
+  void read_page(int64_t page) {
+    std::byte byte;
+    ASSERT_EQ(::pread(file_->buffered_fd(), &byte, 1, page * kBlock), 1);
+  }
+
+  std::unique_ptr<PosixFile> file_;
+};
+
+TEST_F(ResidencyTest, WhatWasJustWrittenIsResident) {
+  EXPECT_TRUE(file_->is_resident(0, kLength));
+  EXPECT_TRUE(file_->is_resident(8 * kBlock, 10));  // The partial page alone.
+  EXPECT_TRUE(file_->is_resident(kBlock - 1, 2));   // Across a page boundary.
+}
+
+TEST_F(ResidencyTest, WhatWasDroppedIsNot) {
+  drop_from_cache();
+  EXPECT_FALSE(file_->is_resident(0, kLength));
+  EXPECT_FALSE(file_->is_resident(8 * kBlock, 10));
+}
+
+TEST_F(ResidencyTest, WhatABufferedReadBroughtInIsResident) {
+  drop_from_cache();
+  for (int64_t page = 0; page <= 8; ++page) read_page(page);
+  EXPECT_TRUE(file_->is_resident(0, kLength));
+}
+
+// One page away from the disk is still a read from the disk.
+TEST_F(ResidencyTest, EveryPageCounts) {
+  drop_from_cache();
+  for (const int64_t page : {0, 1, 3, 4, 8}) read_page(page);
+  EXPECT_FALSE(file_->is_resident(0, kLength));
+  EXPECT_TRUE(file_->is_resident(0, 2 * kBlock));
+  EXPECT_FALSE(file_->is_resident(0, 2 * kBlock + 1));
+  EXPECT_TRUE(file_->is_resident(3 * kBlock, 2 * kBlock));
+  EXPECT_FALSE(file_->is_resident(3 * kBlock - 1, 2 * kBlock));
+  EXPECT_TRUE(file_->is_resident(8 * kBlock, 10));
+}
+
+TEST_F(ResidencyTest, OddRangesHaveAnAnswer) {
+  EXPECT_TRUE(file_->is_resident(0, 0));
+  EXPECT_FALSE(file_->is_resident(-1, 10));
+  EXPECT_FALSE(file_->is_resident(0, -1));
+  EXPECT_FALSE(file_->is_resident(0, kLength + kBlock));  // Nothing is cached past the end.
+}
+
+// What serves kernels without `cachestat`.
+TEST_F(ResidencyTest, ProbesAgreeAtBothEnds) {
+  EXPECT_TRUE(probe_page_cache(file_->buffered_fd(), 0, kLength));
+  drop_from_cache();
+  EXPECT_FALSE(probe_page_cache(file_->buffered_fd(), 0, kLength));
+  drop_from_cache();
+  read_page(0);
+  EXPECT_FALSE(probe_page_cache(file_->buffered_fd(), 0, kLength));  // The last page is missing.
+}
+
+}  // namespace
+}  // namespace torch_ckpt

@@ -1,0 +1,88 @@
+// What io_uring has besides the contract of every queue (io_queue_test.cc).
+
+#include "io/uring_queue.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <memory>
+#include <vector>
+
+#include "base/memory.h"
+#include "io/posix_file_system.h"
+#include "support/status_matchers.h"
+
+#if TORCH_CKPT_HAVE_URING
+
+namespace torch_ckpt {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kBlock = 4096;
+constexpr int64_t kArena = 256 * kBlock;
+
+// RLIMIT_MEMLOCK is small on many machines. Memory that nobody may touch fails in the same place,
+// for root as well.
+TEST(UringQueueTest, GoesOnWithoutRegistrationWhenTheKernelRefusesTheMemory) {
+  void* address = ::mmap(nullptr, kBlock, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(address, MAP_FAILED);
+  const MutableBytes forbidden(static_cast<std::byte*>(address), kBlock);
+  Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(2, forbidden);
+  if (queue.status().code() == StatusCode::kUnsupported) GTEST_SKIP() << queue.status().message();
+  ASSERT_OK(queue);
+  EXPECT_FALSE((*queue)->mode().registered);
+  EXPECT_THAT((*queue)->mode().reason, HasSubstr("cannot register 4096 bytes of buffers: "));
+  ::munmap(address, kBlock);
+}
+
+// Registered memory counts against a limit until it is given back; jobs come one after another.
+TEST(UringQueueTest, TheSameMemoryIsRegisteredAgainAndAgain) {
+  ASSERT_OK_AND_ASSIGN(const Memory memory, HeapMemorySource().allocate(kArena));
+  for (int round = 0; round < 20; ++round) {
+    Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(2, memory.bytes());
+    if (queue.status().code() == StatusCode::kUnsupported) GTEST_SKIP() << queue.status().message();
+    ASSERT_OK(queue);
+    const QueueMode& mode = (*queue)->mode();
+    if (round == 0 && !mode.registered) GTEST_SKIP() << mode.reason;  // The limit is very low here.
+    EXPECT_TRUE(mode.registered) << mode.reason;
+  }
+}
+
+// A host program that closes every descriptor it does not know takes the ring away from under us.
+// Requests must then fail: one that counted as in flight for ever would hang the destructor.
+TEST(UringQueueTest, ALostRingGivesErrorsAndNoHang) {
+  ASSERT_OK_AND_ASSIGN(const Memory memory, HeapMemorySource().allocate(2 * kBlock));
+  PosixFileSystem fs;
+  ASSERT_OK_AND_ASSIGN(const auto file,
+                       fs.open("/proc/version", OpenMode::kRead, Caching::kBuffered));
+  const int ring_fd = ::open("/dev/null", O_RDONLY | O_CLOEXEC);  // The next number to be used.
+  ::close(ring_fd);
+  Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(2, {});
+  if (queue.status().code() == StatusCode::kUnsupported) GTEST_SKIP() << queue.status().message();
+  ASSERT_OK(queue);
+  const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+  ASSERT_EQ(::dup3(nothing, ring_fd, O_CLOEXEC), ring_fd);
+  ::close(nothing);
+
+  const IoRequest one{IoRequest::Kind::kRead,           file.get(),         0,
+                      slice(memory.bytes(), 0, kBlock), Caching::kBuffered, 1};
+  (*queue)->submit(std::vector<IoRequest>{one, one});
+  int done = 0;
+  while ((*queue)->in_flight() > 0) {
+    for (const IoDone& end : (*queue)->wait()) {
+      EXPECT_EQ(end.status.code(), StatusCode::kStorage);
+      EXPECT_THAT(end.status.message(), HasSubstr("cannot read 4096 bytes at 0 of /proc/version"));
+      ++done;
+    }
+  }
+  EXPECT_EQ(done, 2);
+}
+
+}  // namespace
+}  // namespace torch_ckpt
+
+#endif  // TORCH_CKPT_HAVE_URING

@@ -1,0 +1,64 @@
+"""torch_ckpt: a fast checkpoint engine behind torch.distributed.checkpoint.
+
+Public names load lazily, so that a program which needs no torch can import the package without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_ckpt.api import installed
+    from torch_ckpt.errors import (
+        CancelledError,
+        CheckpointError,
+        CorruptionError,
+        MismatchError,
+        NotFoundError,
+        StorageError,
+        UnsupportedError,
+    )
+    from torch_ckpt.options import IoMode, IoOptions
+    from torch_ckpt.reader import FastReader
+    from torch_ckpt.writer import FastWriter
+
+_HOMES = {
+    "CancelledError": "errors",
+    "CheckpointError": "errors",
+    "CorruptionError": "errors",
+    "FastReader": "reader",
+    "FastWriter": "writer",
+    "IoMode": "options",
+    "IoOptions": "options",
+    "MismatchError": "errors",
+    "NotFoundError": "errors",
+    "StorageError": "errors",
+    "UnsupportedError": "errors",
+    "installed": "api",
+}
+
+__all__ = [
+    "CancelledError",
+    "CheckpointError",
+    "CorruptionError",
+    "FastReader",
+    "FastWriter",
+    "IoMode",
+    "IoOptions",
+    "MismatchError",
+    "NotFoundError",
+    "StorageError",
+    "UnsupportedError",
+    "installed",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,70 @@
+"""The exceptions of torch_ckpt. Importing this module does not import torch.
+
+Each stands for one status code of the native engine. A message says what failed, on what, and why.
+All of them pickle, since DCP gathers exceptions across ranks; DCP raises them wrapped in a
+``CheckpointException`` that maps ranks to the exceptions here.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+
+__all__ = [
+    "CancelledError",
+    "CheckpointError",
+    "CorruptionError",
+    "MismatchError",
+    "NotFoundError",
+    "StorageError",
+    "UnsupportedError",
+]
+
+
+class CheckpointError(RuntimeError):
+    """A save or load failed. The base of all the others; by itself, a bug in torch_ckpt."""
+
+
+class _ErrnoError(CheckpointError, OSError):
+    """A :class:`CheckpointError` with the ``errno`` of the operating system."""
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+    def __reduce__(self) -> tuple[type[_ErrnoError], tuple[str, int | None]]:
+        return type(self), (self.args[0], self.errno)
+
+
+class NotFoundError(_ErrnoError, FileNotFoundError):
+    """There is no committed checkpoint, or no such file of one."""
+
+    def __init__(self, message: str, errno: int | None = _errno.ENOENT) -> None:
+        super().__init__(message, errno)
+
+
+class StorageError(_ErrnoError):
+    """The disk or store failed; :attr:`errno` says how."""
+
+    _RETRIABLE = frozenset({_errno.EAGAIN, _errno.EBUSY, _errno.EINTR, _errno.ETIMEDOUT})
+
+    @property
+    def retriable(self) -> bool:
+        """Whether the same save may succeed if it is simply tried again."""
+        return self.errno in self._RETRIABLE
+
+
+class MismatchError(CheckpointError):
+    """The checkpoint is sound, but an FQN, shape or dtype is not what was asked for."""
+
+
+class CorruptionError(CheckpointError):
+    """Bytes of the checkpoint cannot be what was written."""
+
+
+class UnsupportedError(CheckpointError, NotImplementedError):
+    """This build, platform or format cannot do what was asked."""
+
+
+class CancelledError(CheckpointError):
+    """Stopped because another part of the save or load failed."""
+

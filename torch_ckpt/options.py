@@ -1,0 +1,65 @@
+"""Tuning options. None of them changes which bytes are written or loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["IoMode", "IoOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IoOptions:
+    """How the engine moves bytes.
+
+    Attributes:
+        buffer_nbytes: Budget of buffers of one writer or reader on one rank, in bytes. Besides the
+            tensors themselves, memory in flight stays within it.
+        block_nbytes: Size of one buffer, and so of the longest single request, in bytes. Every
+            thread needs at least two.
+        threads: Threads that read. A writer uses one for each file (``thread_count``).
+        direct: Whether to go past the page cache (``O_DIRECT``) where the file system allows it.
+            Reading takes what the page cache holds from there in any case.
+
+    Raises:
+        ValueError: A value is not positive, or the budget does not hold two blocks.
+    """
+
+    buffer_nbytes: int = 64 << 20
+    block_nbytes: int = 4 << 20
+    threads: int = 2
+    direct: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_nbytes < 64 << 10:
+            raise ValueError(f"block_nbytes={self.block_nbytes} is less than 64 KiB")
+        if self.buffer_nbytes < 2 * self.block_nbytes:
+            raise ValueError(
+                f"buffer_nbytes={self.buffer_nbytes} does not hold two blocks of "
+                f"{self.block_nbytes} bytes"
+            )
+        if self.threads < 1:
+            raise ValueError(f"threads={self.threads} is not positive")
+
+
+@dataclass(frozen=True)
+class IoMode:
+    """How files were really written, fallbacks included. Prints as one line.
+
+    Attributes:
+        queue: ``"io_uring"`` or ``"threads"``.
+        direct: Whether writes went past the page cache.
+        registered_buffers: Whether the kernel had the buffers registered.
+        reasons: Why it is not the fastest mode; empty when it is.
+    """
+
+    queue: str
+    direct: bool
+    registered_buffers: bool
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [self.queue, "O_DIRECT" if self.direct else "page cache"]
+        if self.registered_buffers:
+            parts.append("registered buffers")
+        text = ", ".join(parts)
+        return f"{text} ({'; '.join(self.reasons)})" if self.reasons else text

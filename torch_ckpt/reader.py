@@ -1,0 +1,326 @@
+"""FastReader: stock DCP's storage reader, through the native engine."""
+
+from __future__ import annotations
+
+import io as _io
+import os
+import pickle
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    _StorageInfo,
+    _StorageReaderTransforms,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from torch_ckpt import _native
+from torch_ckpt.errors import CorruptionError, MismatchError, NotFoundError
+from torch_ckpt.options import IoOptions
+from torch_ckpt.tensors import DTYPE_CODES, gc_paused
+
+__all__ = ["FastReader"]
+
+_Slice = tuple[str, int, int, str]  # File, offset, length in bytes, FQN.
+
+
+class FastReader(StorageReader):
+    """Reads a checkpoint through the native engine: one of ours, or any that stock DCP has written.
+
+    Pass it to :func:`torch.distributed.checkpoint.load` in place of ``FileSystemReader``. Only the
+    byte ranges that this rank wants are read, many at a time, straight into the tensors where they
+    are contiguous. Tensors on other devices, of other dtypes than stored, or that only torch can
+    unpickle are loaded by way of a temporary, and cast as stock DCP casts.
+
+    Args:
+        path: Directory of the checkpoint.
+        _extension_registry: Where stream transforms are looked up; stock's own by default.
+        io: Tuning.
+        verify: Whether payloads that are read whole are checked against their CRC-32.
+
+    Raises:
+        NotFoundError: ``path`` holds no committed checkpoint, or a data file is missing.
+        CorruptionError: Bytes cannot be what was written: a short file, a broken frame, a wrong
+            checksum. Names the file, the offset and the FQN.
+        MismatchError: A tensor wants elements that the stored one does not have.
+        StorageError: The disk or store failed.
+
+    Example::
+
+        state = {"model": model.state_dict()}
+        dcp.load(state, storage_reader=FastReader("run/step-100"))
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: ExtensionRegistry | None = None,
+        *,
+        io: IoOptions | None = None,
+        verify: bool = True,
+    ) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self.io = io or IoOptions()
+        self.verify = verify
+        self.transforms = _StorageReaderTransforms(_extension_registry)
+        self.load_id = str(uuid.uuid4())
+        self.rank: int | None = None
+        self.use_collectives = True
+        self._metadata: Metadata | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this reader can read there."""
+        return FileSystem.validate_checkpoint_id(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The directory of the checkpoint."""
+        return self.path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Turns to another checkpoint, or to a new load of the same."""
+        if checkpoint_id:
+            self.path = Path(checkpoint_id)
+        self._metadata = None
+        self.load_id = str(uuid.uuid4())
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Reads what was committed.
+
+        Args:
+            *args: Unused; stock DCP probes for it.
+            **kwargs: ``rank`` asks for the metadata of a rank that saved without coordination.
+        """
+        rank = kwargs.get("rank")
+        path = self.path / (".metadata" if rank is None else f"__{rank}.metadata")
+        try:
+            pickled = _native.read_file(str(path))
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"no checkpoint is committed in {self.path}: there is no {path.name}"
+            ) from error
+        try:
+            with gc_paused():
+                metadata = pickle.loads(pickled)
+        except Exception as error:
+            raise CorruptionError(f"cannot read {path}: {error}") from error
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise CorruptionError(f"cannot read {path}: it does not hold DCP's Metadata")
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Begins a load on this rank."""
+        self._metadata = metadata
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Keeps the plan: nothing is decided here."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Keeps the plans: every rank reads what it wants."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads every item of the plan into place."""
+        if self._metadata is None:
+            raise RuntimeError("read_data was called before set_up_storage_reader")
+        with gc_paused():
+            _Load(self, self._metadata, planner).run(plan.items)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+class _Load:
+    """One call of ``read_data``."""
+
+    def __init__(self, reader: FastReader, metadata: Metadata, planner: LoadPlanner) -> None:
+        self.storage_data: dict[Any, _StorageInfo] = metadata.storage_data
+        self.state_dict_metadata = metadata.state_dict_metadata
+        self.planner = planner
+        self.transforms = reader.transforms
+        self.budget = reader.io.buffer_nbytes
+        self.job = _native.LoadJob(
+            str(reader.path),
+            reader.io.buffer_nbytes,
+            reader.io.block_nbytes,
+            reader.io.threads,
+            reader.verify,
+        )
+
+    def run(self, items: Iterable[ReadItem]) -> None:
+        """Loads tensors through the engine, then whatever is left through torch."""
+        tensors: list[tuple[ReadItem, _Slice]] = []
+        streams: list[tuple[ReadItem, _Slice]] = []
+        for item in items:
+            info = self._storage_info(item)
+            stored = (info.relative_path, info.offset, info.length, item.storage_index.fqn)
+            if (
+                item.type == LoadItemType.BYTE_IO
+                or getattr(info, "transform_descriptors", None)
+                or self._stored_dtype(item) not in DTYPE_CODES
+            ):
+                streams.append((item, stored))
+            else:
+                tensors.append((item, stored))
+        streams += self._load_tensors(tensors)
+        self._load_streams(streams)
+
+    def _storage_info(self, item: ReadItem) -> _StorageInfo:
+        try:
+            return self.storage_data[item.storage_index]
+        except KeyError:
+            raise CorruptionError(
+                f"metadata does not say where {item.storage_index} is stored"
+            ) from None
+
+    def _stored_dtype(self, item: ReadItem) -> torch.dtype | None:
+        stored = self.state_dict_metadata.get(item.storage_index.fqn)
+        return stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
+
+    def _load_tensors(
+        self, tensors: list[tuple[ReadItem, _Slice]]
+    ) -> list[tuple[ReadItem, _Slice]]:
+        """Loads tensors in one call of the engine, or in batches where temporaries are needed.
+
+        Returns:
+            Those that only torch can read; nothing was written to their targets.
+        """
+        left: list[tuple[ReadItem, _Slice]] = []
+        batch: list[tuple[ReadItem, _Slice, torch.Tensor, torch.Tensor]] = []
+        held_nbytes = 0
+        for item, stored in tensors:
+            resolved = self.planner.resolve_tensor(item)
+            temporary = _native.is_temporary(resolved)
+            target = resolved.detach()
+            if target.size() != item.lengths:
+                raise MismatchError(
+                    f"cannot load {item.dest_index.fqn!r}: the target has shape "
+                    f"{list(target.size())}, the plan reads {list(item.lengths)}"
+                )
+            destination = target
+            if not self._loads_in_place(item, target):
+                destination = torch.empty(item.lengths, dtype=self._stored_dtype(item))
+                temporary = True
+            batch.append((item, stored, target, destination))
+            if temporary:
+                held_nbytes += destination.nbytes
+            if held_nbytes >= self.budget:
+                left += self._load_batch(batch)
+                batch = []
+                held_nbytes = 0
+        return left + self._load_batch(batch)
+
+    def _loads_in_place(self, item: ReadItem, target: torch.Tensor) -> bool:
+        return (
+            target.dtype == self._stored_dtype(item)
+            and _native.tensor_kind(target) == _native.TensorKind.PLAIN
+            and not _is_expanded(target)
+        )
+
+    def _load_batch(
+        self, batch: list[tuple[ReadItem, _Slice, torch.Tensor, torch.Tensor]]
+    ) -> list[tuple[ReadItem, _Slice]]:
+        requests = [
+            (stored, item.storage_offsets, destination) for item, stored, _, destination in batch
+        ]
+        loaded, _ = self.job.run(requests, [])
+        left: list[tuple[ReadItem, _Slice]] = []
+        for done, (item, stored, target, destination) in zip(loaded, batch, strict=True):
+            if not done:
+                left.append((item, stored))
+                continue
+            if destination is not target:
+                target.copy_(destination)
+            self.planner.commit_tensor(item, target)
+        return left
+
+    def _load_streams(self, streams: list[tuple[ReadItem, _Slice]]) -> None:
+        """Loads objects, and tensors that torch must unpickle: each stored slice read once."""
+        wanted: dict[_Slice, list[ReadItem]] = {}
+        for item, stored in streams:
+            wanted.setdefault(stored, []).append(item)
+        for batch in _batches(wanted, self.budget):
+            _, slices = self.job.run([], batch)
+            for stored, data in zip(batch, slices, strict=True):
+                self._load_stream(stored, wanted[stored], data)
+
+    def _load_stream(
+        self, stored: _Slice, items: list[ReadItem], data: _native.LoadedBytes
+    ) -> None:
+        tensor: torch.Tensor | None = None
+        for item in items:
+            descriptors = getattr(self._storage_info(item), "transform_descriptors", None) or ()
+            if item.type == LoadItemType.BYTE_IO:
+                raw = _io.BytesIO(memoryview(data))
+                stream = self.transforms.transform_load_stream(item, descriptors, raw)
+                self.planner.load_bytes(item, _io.BytesIO(stream.read(-1)) if descriptors else raw)
+                continue
+            if tensor is None:
+                raw = _io.BytesIO(memoryview(data))
+                stream = self.transforms.transform_load_stream(item, descriptors, raw)
+                if descriptors:
+                    stream = _io.BytesIO(stream.read(-1))
+                tensor = _unpickle_tensor(stream, stored)
+            part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+            target = self.planner.resolve_tensor(item).detach()
+            if target.size() != part.size():
+                raise MismatchError(
+                    f"cannot load {item.dest_index.fqn!r}: the target has shape "
+                    f"{list(target.size())}, the stored part {list(part.size())}"
+                )
+            target.copy_(part)
+            self.planner.commit_tensor(item, target)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return 0 in tensor.stride() and any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.size(), strict=True)
+    )
+
+
+def _unpickle_tensor(stream: _io.BytesIO, stored: _Slice) -> torch.Tensor:
+    file, offset, nbytes, name = stored
+    try:
+        tensor = torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CorruptionError(
+            f"cannot unpickle {name!r} (bytes [{offset}, {offset + nbytes}) of {file}): {error}"
+        ) from error
+    if not isinstance(tensor, torch.Tensor):
+        raise CorruptionError(
+            f"{name!r} (bytes [{offset}, {offset + nbytes}) of {file}) is no tensor"
+        )
+    return tensor
+
+
+def _batches(slices: Iterable[_Slice], max_nbytes: int) -> Iterator[list[_Slice]]:
+    """Groups slices up to ``max_nbytes`` in all; a longer one goes alone."""
+    batch: list[_Slice] = []
+    total = 0
+    for stored in slices:
+        if batch and total + stored[2] > max_nbytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(stored)
+        total += stored[2]
+    if batch:
+        yield batch

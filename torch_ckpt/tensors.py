@@ -1,0 +1,37 @@
+"""What the engine and torch say to each other about tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import torch
+
+from torch_ckpt import _native
+
+__all__ = ["DTYPE_CODES", "gc_paused", "to_plain"]
+
+DTYPE_CODES: dict[torch.dtype, int] = {
+    getattr(torch, name): code
+    for code, name in enumerate(_native.DTYPE_NAMES)
+    if hasattr(torch, name)
+}
+"""The engine's number of every dtype that it stores; all others are torch's to write and read."""
+
+
+def to_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor of the same values whose memory holds them as they are."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg()
+
+
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Keeps the garbage collector from scanning the many small objects of a plan again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,312 @@
+"""FastWriter: stock DCP's storage writer, through the native engine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import heapq
+import math
+import os
+import pickle
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    FileSystem,
+    SerializationFormat,
+    _StoragePrefix,
+    _StorageWriterTransforms,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from torch_ckpt import _native
+from torch_ckpt.data_file import write_data_file
+from torch_ckpt.errors import StorageError, UnsupportedError
+from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.tensors import gc_paused
+
+__all__ = ["FastWriter"]
+
+_METADATA = ".metadata"
+_RANK_METADATA = re.compile(r"__\d+\.metadata")
+_STOCK_COPY_AHEAD = 10_000_000
+
+
+class FastWriter(BlockingAsyncStager, StorageWriter):
+    """Writes a checkpoint through the native engine, as files stock DCP can read.
+
+    Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save`` in place of
+    ``FileSystemWriter``, whose arguments it takes in the same order. Each rank packs its shards into
+    a bounded ring of buffers and streams them to its own ``.distcp`` files; the coordinator then
+    commits by publishing ``.metadata``. Until that moment ``path`` holds no new checkpoint, and a
+    crash leaves whatever was committed there before.
+
+    Args:
+        path: Directory of the checkpoint, on storage every rank can reach. Created if missing.
+        single_file_per_rank: Whether a rank writes ``thread_count`` files, or else one for each
+            tensor and object.
+        sync_files: Whether :func:`save` returns only when the bytes would survive a power cut.
+            Otherwise they survive the end of this process, and the commit is as atomic.
+        thread_count: Files that a rank writes at a time, each from a thread of its own. One fills
+            most disks.
+        per_thread_copy_ahead: Bytes that may be copied ahead of the disk by each thread. Other than
+            the default it takes the place of ``io.buffer_nbytes / thread_count``.
+        cache_staged_state_dict: Whether ``async_save`` keeps its staged copy for the next save.
+        overwrite: Whether a checkpoint already committed at ``path`` may be replaced. The old one
+            stays readable until the new one commits.
+        _extensions: Stream transforms such as ``ZStandard``, applied to each item as stock does.
+        serialization_format: Only ``SerializationFormat.TORCH_SAVE``.
+        io: Tuning. No field of it changes which bytes are written.
+
+    Raises:
+        FileExistsError: ``path`` is committed and ``overwrite`` is false.
+        StorageError: The disk or store failed. ``error.retriable`` tells whether the same save may
+            be tried again. DCP gathers it into a ``CheckpointException`` naming the rank.
+        UnsupportedError: ``path`` is a URL, or ``serialization_format`` is another one.
+
+    Example::
+
+        state = {"model": model.state_dict(), "step": 100}
+        dcp.save(state, storage_writer=FastWriter("run/step-100"))
+
+    Note:
+        One writer serves one save at a time. Saves one after another should share a writer: its
+        buffers are kept and reused.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = _STOCK_COPY_AHEAD,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *,
+        io: IoOptions | None = None,
+    ) -> None:
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        if thread_count < 1:
+            raise ValueError(f"{thread_count=} is not positive")
+        if per_thread_copy_ahead < 0:
+            raise ValueError(f"{per_thread_copy_ahead=} is negative")
+        if serialization_format != SerializationFormat.TORCH_SAVE:
+            raise UnsupportedError(
+                f"cannot write {path} as {serialization_format}: a .distcp file holds torch.save "
+                "slices (stock DCP uses SAFETENSORS for its Hugging Face writer only)"
+            )
+        self.path = _checkpoint_directory(path)
+        self.single_file_per_rank = single_file_per_rank
+        self.sync_files = sync_files
+        self.thread_count = thread_count
+        self.per_thread_copy_ahead = per_thread_copy_ahead
+        self.overwrite = overwrite
+        self.transforms = _StorageWriterTransforms(_extensions)
+        self.serialization_format = serialization_format
+        self.io = io or IoOptions()
+        self.io_mode: IoMode | None = None
+        """How the last save was written, fallbacks included; ``None`` before the first."""
+        self.save_id = _new_save_id()
+        self.rank: int | None = None
+        self.use_collectives = True
+        self._pools: list[_native.BufferPool] = []
+        self._found: frozenset[str] = frozenset()  # Names in the directory before this save.
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Travels to the process that saves in the background: without native handles, and without
+        # the staged state dict, which travels by itself.
+        return {**self.__dict__, "_pools": [], "state_dict_cache": None}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this writer can write there."""
+        return FileSystem.validate_checkpoint_id(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The directory of the checkpoint."""
+        return self.path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Turns to another checkpoint, or to a new save of the same."""
+        if checkpoint_id:
+            self.path = _checkpoint_directory(checkpoint_id)
+        self.save_id = _new_save_id()
+
+    def storage_meta(self) -> StorageMeta:
+        """What ``.metadata`` says of the storage."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begins a save on this rank."""
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+        # DCP resets a writer only when it is given a checkpoint id with it, and names of data files
+        # must never recur.
+        self.save_id = _new_save_id()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Creates the directory; refuses one that is committed unless ``overwrite``."""
+        _native.create_directories(str(self.path))
+        if not self.overwrite and (self.path / self._metadata_name()).exists():
+            raise FileExistsError(
+                f"a checkpoint is already committed in {self.path}, and overwrite is false"
+            )
+        self._found = frozenset(os.listdir(self.path))
+        if self.rank is not None and not self.use_collectives:
+            plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Gives every rank the prefix of its data files."""
+        return [
+            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
+            if plan.storage_data is None
+            else plan
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's items; returns when they are in the files (and synced)."""
+        if self.single_file_per_rank:
+            parts = _balance(plan.items, self.thread_count)
+        else:
+            parts = [[item] for item in plan.items]
+        prefix = plan.storage_data.prefix
+        workers = min(self.thread_count, max(len(parts), 1))
+        pools = self._buffer_pools(workers)
+
+        def write_every(first: int) -> list[WriteResult]:
+            results: list[WriteResult] = []
+            for number in range(first, len(parts), workers):
+                name = f"{prefix}{number}_{self.save_id}.distcp"
+                written, self.io_mode = write_data_file(
+                    self.path,
+                    name,
+                    parts[number],
+                    planner,
+                    pool=pools[first],
+                    io=self.io,
+                    sync=self.sync_files,
+                    transforms=self.transforms,
+                )
+                results += written
+            return results
+
+        with gc_paused():
+            if workers == 1:
+                results = write_every(0)
+            else:
+                with ThreadPoolExecutor(workers, "torch_ckpt-write") as executor:
+                    results = [r for part in executor.map(write_every, range(workers)) for r in part]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits: publishes ``.metadata``, then removes the files of the checkpoint it replaces."""
+        storage_data = {r.index: r.storage_data for rank in results for r in rank}
+        # In place: DCP returns and broadcasts the object that it passed.
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = storage_data
+        metadata.storage_meta = self.storage_meta()
+        files = {info.relative_path for info in storage_data.values()}
+        self._check_files_exist(files)
+        with gc_paused():
+            pickled = pickle.dumps(metadata)
+        _native.commit_metadata(
+            str(self.path), self._metadata_name(), pickled, self.save_id, self.sync_files
+        )
+        self._remove_stale_files(files)
+
+    def _metadata_name(self) -> str:
+        if self.use_collectives or self.rank is None:
+            return _METADATA
+        return f"__{self.rank}{_METADATA}"
+
+    def _buffer_pools(self, count: int) -> list[_native.BufferPool]:
+        """One pool of buffers for each thread, kept for the next save."""
+        if len(self._pools) != count:
+            self._pools = []
+            nbytes = self.io.buffer_nbytes // count
+            if self.per_thread_copy_ahead != _STOCK_COPY_AHEAD:
+                nbytes = self.per_thread_copy_ahead
+            # A thread needs two blocks, whatever the budget.
+            nbytes = max(nbytes, 2 * self.io.block_nbytes)
+            self._pools = [
+                _native.BufferPool(nbytes, self.io.block_nbytes) for _ in range(count)
+            ]
+        return self._pools
+
+    def _check_files_exist(self, files: Iterable[str]) -> None:
+        """Guards the commit against data files that another save has removed meanwhile."""
+        missing = set(files).difference(os.listdir(self.path))
+        if missing:
+            raise StorageError(
+                f"cannot commit {self.path}: {len(missing)} data files written by this save are "
+                f"gone, {min(missing)} among them; is another save writing to the same directory?"
+            )
+
+    def _remove_stale_files(self, referenced: set[str]) -> None:
+        """Removes what the commit has replaced, and what failed saves have left.
+
+        Only files that were there before this save began, so that a save that runs at the same
+        time is not robbed of its own.
+        """
+        if self.use_collectives:
+            pattern = r"__\d+_\d+(_[0-9a-f]{16})?\.distcp|\.metadata\.[0-9a-f]{16}\.tmp"
+            if any(_RANK_METADATA.fullmatch(name) for name in self._found):
+                return  # Committed without coordination as well: those refer to files of their own.
+        else:
+            pattern = rf"__{self.rank}_\d+(_[0-9a-f]{{16}})?\.distcp"
+            if _METADATA in self._found:
+                return
+        for name in self._found - referenced:
+            if re.fullmatch(pattern, name):
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path / name)
+
+
+def _new_save_id() -> str:
+    return secrets.token_hex(8)
+
+
+def _checkpoint_directory(path: str | os.PathLike[str]) -> Path:
+    if "://" in str(path):
+        raise UnsupportedError(f"cannot write to {path}: only directories of a file system are")
+    return Path(path)
+
+
+def _item_nbytes(item: WriteItem) -> int:
+    """Bytes of the item on this rank; 0 for an object, whose size only pickling tells."""
+    data = item.tensor_data
+    if data is None:
+        return 0
+    sizes = data.size if data.chunk is None else data.chunk.sizes
+    return math.prod(sizes) * data.properties.dtype.itemsize
+
+
+def _balance(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
+    """Splits items over files of about the same size: the largest first, each to the smallest."""
+    if count == 1:
+        return [items]
+    files: list[list[WriteItem]] = [[] for _ in range(count)]
+    heap = [(0, number) for number in range(count)]
+    for item in sorted(items, key=_item_nbytes, reverse=True):
+        nbytes, number = heapq.heappop(heap)
+        files[number].append(item)
+        heapq.heappush(heap, (nbytes + _item_nbytes(item), number))
+    return files
