@@ -1,7 +1,7 @@
-"""Builds the extension module torch_ckpt._native from csrc/; all other settings are in pyproject.toml.
+"""Builds the extension module torch_ckpt._native from csrc/; the rest is in pyproject.toml.
 
-Needs torch in the environment (build with ``--no-build-isolation``), a C++20 compiler and libdeflate;
-liburing where it is found.
+Needs torch in the environment (build with ``--no-build-isolation``), a C++20 compiler and
+libdeflate; uses liburing where it is found.
 """
 
 import os

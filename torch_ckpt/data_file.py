@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageWriterTransforms,
     _write_item,
 )
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _native
@@ -20,6 +20,8 @@ from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.tensors import DTYPE_CODES, to_plain
 
 __all__ = ["write_data_file"]
+
+_Planned = tuple[WriteItem, torch.dtype, torch.Size]
 
 
 def write_data_file(
@@ -45,29 +47,26 @@ def write_data_file(
     Raises:
         StorageError: The file could not be written; it is removed.
     """
-    laid_out: list[WriteItem] = []
-    shapes: list[tuple[int, torch.Size]] = []
+    laid_out: list[_Planned] = []
     pickled: list[WriteItem] = []
     for item in items:
         data = item.tensor_data
-        code = None if data is None else DTYPE_CODES.get(data.properties.dtype)
-        if data is None or data.chunk is None or code is None or transforms.extensions:
+        if data is None or data.properties.dtype not in DTYPE_CODES or transforms.extensions:
             pickled.append(item)
         else:
-            laid_out.append(item)
-            shapes.append((code, data.chunk.sizes))
+            laid_out.append((item, data.properties.dtype, data.chunk.sizes))
 
-    layout = _native.Layout(shapes)
+    layout = _native.Layout([(DTYPE_CODES[dtype], sizes) for _, dtype, sizes in laid_out])
     job = _native.SaveJob(str(directory / name), layout, pool, io.direct, sync)
     misfits = _write_laid_out(job, laid_out, planner, io.buffer_nbytes)
     results = [
         WriteResult(item.index, nbytes, _StorageInfo(name, offset, nbytes))
-        for number, (item, (offset, nbytes)) in enumerate(
+        for number, ((item, _, _), (offset, nbytes)) in enumerate(
             zip(laid_out, layout.extents, strict=True)
         )
         if number not in misfits
     ]
-    pickled += [laid_out[number] for number in misfits]
+    pickled += [laid_out[number][0] for number in misfits]
     for item in pickled:
         results.append(_append_pickled(job, name, item, planner, transforms))
     job.finish()
@@ -76,7 +75,7 @@ def write_data_file(
 
 
 def _write_laid_out(
-    job: _native.SaveJob, items: list[WriteItem], planner: SavePlanner, max_held_nbytes: int
+    job: _native.SaveJob, planned: list[_Planned], planner: SavePlanner, max_held_nbytes: int
 ) -> dict[int, None]:
     """Has the engine write tensors in the order of the layout.
 
@@ -89,27 +88,25 @@ def _write_laid_out(
     misfits: dict[int, None] = {}
     batch: list[tuple[int, torch.Tensor, str]] = []
     held_nbytes = 0
-    for number, item in enumerate(items):
+    for number, (item, dtype, sizes) in enumerate(planned):
         tensor = planner.resolve_data(item)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"the planner resolved {item.index.fqn!r} to a {type(tensor)}")
         kind = _native.tensor_kind(tensor)
-        temporary = kind == _native.TensorKind.NEEDS_COPY or _native.is_temporary(tensor)
+        temporary = _native.is_temporary(tensor)
         if kind == _native.TensorKind.NEEDS_COPY:
             tensor = to_plain(tensor)
-        planned = item.tensor_data
-        if (
-            kind == _native.TensorKind.TORCHS_OWN
-            or tensor.dtype != planned.properties.dtype
-            or tensor.size() != planned.chunk.sizes
-        ):
+            temporary = True
+        if kind == _native.TensorKind.TORCHS_OWN or tensor.dtype != dtype or tensor.size() != sizes:
             misfits[number] = None
             continue
         batch.append((number, tensor, item.index.fqn))
         if temporary:
             held_nbytes += tensor.nbytes
-        if held_nbytes >= max_held_nbytes:
-            job.write(batch)
-            batch = []
-            held_nbytes = 0
+            if held_nbytes >= max_held_nbytes:
+                job.write(batch)
+                batch = []
+                held_nbytes = 0
     job.write(batch)
     return misfits
 
@@ -123,7 +120,7 @@ def _append_pickled(
 ) -> WriteResult:
     """Appends an item as stock DCP serialises it."""
     data = planner.resolve_data(item)
-    if item.type != WriteItemType.BYTE_IO:
+    if isinstance(data, torch.Tensor):
         data = data.detach().cpu()
         if data.untyped_storage().size() != data.nbytes:
             data = data.clone()  # torch.save would write the whole storage.

@@ -67,4 +67,3 @@ class UnsupportedError(CheckpointError, NotImplementedError):
 
 class CancelledError(CheckpointError):
     """Stopped because another part of the save or load failed."""
-

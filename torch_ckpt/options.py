@@ -63,3 +63,11 @@ class IoMode:
             parts.append("registered buffers")
         text = ", ".join(parts)
         return f"{text} ({'; '.join(self.reasons)})" if self.reasons else text
+
+
+def useful_buffer_nbytes(data_nbytes: int, most_nbytes: int, block_nbytes: int) -> int:
+    """How large buffers for ``data_nbytes`` of data should be: at least two blocks.
+
+    Beyond a quarter of the data they would cost more time to prepare than they save.
+    """
+    return max(2 * block_nbytes, min(most_nbytes, data_nbytes // 4))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io as _io
 import os
-import pickle
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,12 +24,14 @@ from torch.futures import Future
 
 from torch_ckpt import _native
 from torch_ckpt.errors import CorruptionError, MismatchError, NotFoundError
-from torch_ckpt.options import IoOptions
+from torch_ckpt.metadata import load_metadata
+from torch_ckpt.options import IoOptions, useful_buffer_nbytes
 from torch_ckpt.tensors import DTYPE_CODES, gc_paused
 
 __all__ = ["FastReader"]
 
 _Slice = tuple[str, int, int, str]  # File, offset, length in bytes, FQN.
+_Destination = tuple[ReadItem, _Slice, torch.Tensor, torch.Tensor]  # Target, memory read into.
 
 
 class FastReader(StorageReader):
@@ -111,14 +112,10 @@ class FastReader(StorageReader):
                 f"no checkpoint is committed in {self.path}: there is no {path.name}"
             ) from error
         try:
-            with gc_paused():
-                metadata = pickle.loads(pickled)
-        except Exception as error:
+            metadata = load_metadata(pickled)
+        except ValueError as error:
             raise CorruptionError(f"cannot read {path}: {error}") from error
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise CorruptionError(f"cannot read {path}: it does not hold DCP's Metadata")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
@@ -153,34 +150,34 @@ class _Load:
     """One call of ``read_data``."""
 
     def __init__(self, reader: FastReader, metadata: Metadata, planner: LoadPlanner) -> None:
+        self.reader = reader
         self.storage_data: dict[Any, _StorageInfo] = metadata.storage_data
         self.state_dict_metadata = metadata.state_dict_metadata
         self.planner = planner
-        self.transforms = reader.transforms
         self.budget = reader.io.buffer_nbytes
-        self.job = _native.LoadJob(
-            str(reader.path),
-            reader.io.buffer_nbytes,
-            reader.io.block_nbytes,
-            reader.io.threads,
-            reader.verify,
-        )
 
     def run(self, items: Iterable[ReadItem]) -> None:
         """Loads tensors through the engine, then whatever is left through torch."""
-        tensors: list[tuple[ReadItem, _Slice]] = []
+        tensors: list[tuple[ReadItem, _Slice, torch.dtype]] = []
         streams: list[tuple[ReadItem, _Slice]] = []
+        nbytes = 0
         for item in items:
             info = self._storage_info(item)
             stored = (info.relative_path, info.offset, info.length, item.storage_index.fqn)
-            if (
-                item.type == LoadItemType.BYTE_IO
-                or getattr(info, "transform_descriptors", None)
-                or self._stored_dtype(item) not in DTYPE_CODES
-            ):
+            nbytes += info.length
+            dtype = self._stored_dtype(item)
+            if dtype is None or getattr(info, "transform_descriptors", None):
                 streams.append((item, stored))
             else:
-                tensors.append((item, stored))
+                tensors.append((item, stored, dtype))
+        io = self.reader.io
+        self.job = _native.LoadJob(
+            str(self.reader.path),
+            useful_buffer_nbytes(nbytes, io.buffer_nbytes, io.block_nbytes),
+            io.block_nbytes,
+            io.threads,
+            self.reader.verify,
+        )
         streams += self._load_tensors(tensors)
         self._load_streams(streams)
 
@@ -193,11 +190,17 @@ class _Load:
             ) from None
 
     def _stored_dtype(self, item: ReadItem) -> torch.dtype | None:
+        """The dtype of a tensor that the engine can read; ``None`` for all that is torch's."""
+        if item.type == LoadItemType.BYTE_IO:
+            return None
         stored = self.state_dict_metadata.get(item.storage_index.fqn)
-        return stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
+        if not isinstance(stored, TensorStorageMetadata):
+            return None
+        dtype = stored.properties.dtype
+        return dtype if dtype in DTYPE_CODES else None
 
     def _load_tensors(
-        self, tensors: list[tuple[ReadItem, _Slice]]
+        self, tensors: list[tuple[ReadItem, _Slice, torch.dtype]]
     ) -> list[tuple[ReadItem, _Slice]]:
         """Loads tensors in one call of the engine, or in batches where temporaries are needed.
 
@@ -205,51 +208,37 @@ class _Load:
             Those that only torch can read; nothing was written to their targets.
         """
         left: list[tuple[ReadItem, _Slice]] = []
-        batch: list[tuple[ReadItem, _Slice, torch.Tensor, torch.Tensor]] = []
+        batch: list[_Destination] = []
         held_nbytes = 0
-        for item, stored in tensors:
+        for item, stored, dtype in tensors:
             resolved = self.planner.resolve_tensor(item)
             temporary = _native.is_temporary(resolved)
             target = resolved.detach()
             if target.size() != item.lengths:
-                raise MismatchError(
-                    f"cannot load {item.dest_index.fqn!r}: the target has shape "
-                    f"{list(target.size())}, the plan reads {list(item.lengths)}"
-                )
-            destination = target
-            if not self._loads_in_place(item, target):
-                destination = torch.empty(item.lengths, dtype=self._stored_dtype(item))
+                raise _shape_mismatch(item, target, item.lengths)
+            memory = target
+            if target.dtype != dtype or not _native.is_loadable(target):
+                memory = torch.empty(item.lengths, dtype=dtype)
                 temporary = True
-            batch.append((item, stored, target, destination))
+            batch.append((item, stored, target, memory))
             if temporary:
-                held_nbytes += destination.nbytes
-            if held_nbytes >= self.budget:
-                left += self._load_batch(batch)
-                batch = []
-                held_nbytes = 0
+                held_nbytes += memory.nbytes
+                if held_nbytes >= self.budget:
+                    left += self._load_batch(batch)
+                    batch = []
+                    held_nbytes = 0
         return left + self._load_batch(batch)
 
-    def _loads_in_place(self, item: ReadItem, target: torch.Tensor) -> bool:
-        return (
-            target.dtype == self._stored_dtype(item)
-            and _native.tensor_kind(target) == _native.TensorKind.PLAIN
-            and not _is_expanded(target)
-        )
-
-    def _load_batch(
-        self, batch: list[tuple[ReadItem, _Slice, torch.Tensor, torch.Tensor]]
-    ) -> list[tuple[ReadItem, _Slice]]:
-        requests = [
-            (stored, item.storage_offsets, destination) for item, stored, _, destination in batch
-        ]
+    def _load_batch(self, batch: list[_Destination]) -> list[tuple[ReadItem, _Slice]]:
+        requests = [(stored, item.storage_offsets, memory) for item, stored, _, memory in batch]
         loaded, _ = self.job.run(requests, [])
         left: list[tuple[ReadItem, _Slice]] = []
-        for done, (item, stored, target, destination) in zip(loaded, batch, strict=True):
+        for done, (item, stored, target, memory) in zip(loaded, batch, strict=True):
             if not done:
                 left.append((item, stored))
                 continue
-            if destination is not target:
-                target.copy_(destination)
+            if memory is not target:
+                target.copy_(memory)
             self.planner.commit_tensor(item, target)
         return left
 
@@ -268,32 +257,32 @@ class _Load:
     ) -> None:
         tensor: torch.Tensor | None = None
         for item in items:
-            descriptors = getattr(self._storage_info(item), "transform_descriptors", None) or ()
             if item.type == LoadItemType.BYTE_IO:
-                raw = _io.BytesIO(memoryview(data))
-                stream = self.transforms.transform_load_stream(item, descriptors, raw)
-                self.planner.load_bytes(item, _io.BytesIO(stream.read(-1)) if descriptors else raw)
+                self.planner.load_bytes(item, self._open_stream(item, data))
                 continue
             if tensor is None:
-                raw = _io.BytesIO(memoryview(data))
-                stream = self.transforms.transform_load_stream(item, descriptors, raw)
-                if descriptors:
-                    stream = _io.BytesIO(stream.read(-1))
-                tensor = _unpickle_tensor(stream, stored)
+                tensor = _unpickle_tensor(self._open_stream(item, data), stored)
             part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
             target = self.planner.resolve_tensor(item).detach()
             if target.size() != part.size():
-                raise MismatchError(
-                    f"cannot load {item.dest_index.fqn!r}: the target has shape "
-                    f"{list(target.size())}, the stored part {list(part.size())}"
-                )
+                raise _shape_mismatch(item, target, part.size())
             target.copy_(part)
             self.planner.commit_tensor(item, target)
 
+    def _open_stream(self, item: ReadItem, data: _native.LoadedBytes) -> _io.BytesIO:
+        """The bytes of a slice, with stream transforms undone."""
+        stream = _io.BytesIO(memoryview(data))
+        descriptors = getattr(self._storage_info(item), "transform_descriptors", None)
+        if not descriptors:
+            return stream
+        transforms = self.reader.transforms
+        return _io.BytesIO(transforms.transform_load_stream(item, descriptors, stream).read(-1))
 
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    return 0 in tensor.stride() and any(
-        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.size(), strict=True)
+
+def _shape_mismatch(item: ReadItem, target: torch.Tensor, wanted: torch.Size) -> MismatchError:
+    return MismatchError(
+        f"cannot load {item.dest_index.fqn!r}: the target has shape {list(target.size())}, "
+        f"what the plan reads {list(wanted)}"
     )
 
 

@@ -27,7 +27,7 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Keeps the garbage collector from scanning the many small objects of a plan again and again."""
+    """Keeps the garbage collector from scanning the objects of a plan again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

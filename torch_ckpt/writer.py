@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import heapq
+import itertools
 import math
 import os
-import pickle
 import re
 import secrets
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,8 @@ from torch.futures import Future
 from torch_ckpt import _native
 from torch_ckpt.data_file import write_data_file
 from torch_ckpt.errors import StorageError, UnsupportedError
-from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.metadata import dump_metadata
+from torch_ckpt.options import IoMode, IoOptions, useful_buffer_nbytes
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["FastWriter"]
@@ -46,10 +47,10 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
     """Writes a checkpoint through the native engine, as files stock DCP can read.
 
     Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save`` in place of
-    ``FileSystemWriter``, whose arguments it takes in the same order. Each rank packs its shards into
-    a bounded ring of buffers and streams them to its own ``.distcp`` files; the coordinator then
-    commits by publishing ``.metadata``. Until that moment ``path`` holds no new checkpoint, and a
-    crash leaves whatever was committed there before.
+    ``FileSystemWriter``, whose arguments it takes in the same order. Each rank packs its shards
+    into a bounded ring of buffers and streams them to its own ``.distcp`` files; the coordinator
+    then commits by publishing ``.metadata``. Until that moment ``path`` holds no new checkpoint,
+    and a crash leaves whatever was committed there before.
 
     Args:
         path: Directory of the checkpoint, on storage every rank can reach. Created if missing.
@@ -187,15 +188,16 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             parts = [[item] for item in plan.items]
         prefix = plan.storage_data.prefix
         workers = min(self.thread_count, max(len(parts), 1))
-        pools = self._buffer_pools(workers)
+        pools = self._buffer_pools(workers, sum(map(_item_nbytes, plan.items)))
+
+        names = [f"{prefix}{number}_{self.save_id}.distcp" for number in range(len(parts))]
 
         def write_every(first: int) -> list[WriteResult]:
             results: list[WriteResult] = []
             for number in range(first, len(parts), workers):
-                name = f"{prefix}{number}_{self.save_id}.distcp"
                 written, self.io_mode = write_data_file(
                     self.path,
-                    name,
+                    names[number],
                     parts[number],
                     planner,
                     pool=pools[first],
@@ -206,18 +208,23 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
                 results += written
             return results
 
-        with gc_paused():
-            if workers == 1:
-                results = write_every(0)
-            else:
-                with ThreadPoolExecutor(workers, "torch_ckpt-write") as executor:
-                    results = [r for part in executor.map(write_every, range(workers)) for r in part]
+        try:
+            with gc_paused():
+                if workers == 1:
+                    results = write_every(0)
+                else:
+                    with ThreadPoolExecutor(workers, "torch_ckpt-write") as executor:
+                        written = executor.map(write_every, range(workers))
+                        results = list(itertools.chain.from_iterable(written))
+        except BaseException:
+            _remove_files(self.path, names)
+            raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits: publishes ``.metadata``, then removes the files of the checkpoint it replaces."""
+        """Commits: publishes ``.metadata``, then removes the files that it has replaced."""
         storage_data = {r.index: r.storage_data for rank in results for r in rank}
         # In place: DCP returns and broadcasts the object that it passed.
         metadata.version = CURRENT_DCP_VERSION
@@ -225,10 +232,12 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         metadata.storage_meta = self.storage_meta()
         files = {info.relative_path for info in storage_data.values()}
         self._check_files_exist(files)
-        with gc_paused():
-            pickled = pickle.dumps(metadata)
         _native.commit_metadata(
-            str(self.path), self._metadata_name(), pickled, self.save_id, self.sync_files
+            str(self.path),
+            self._metadata_name(),
+            dump_metadata(metadata),
+            self.save_id,
+            self.sync_files,
         )
         self._remove_stale_files(files)
 
@@ -237,17 +246,20 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             return _METADATA
         return f"__{self.rank}{_METADATA}"
 
-    def _buffer_pools(self, count: int) -> list[_native.BufferPool]:
-        """One pool of buffers for each thread, kept for the next save."""
-        if len(self._pools) != count:
-            self._pools = []
-            nbytes = self.io.buffer_nbytes // count
-            if self.per_thread_copy_ahead != _STOCK_COPY_AHEAD:
-                nbytes = self.per_thread_copy_ahead
-            # A thread needs two blocks, whatever the budget.
-            nbytes = max(nbytes, 2 * self.io.block_nbytes)
+    def _buffer_pools(self, count: int, nbytes: int) -> list[_native.BufferPool]:
+        """One pool of buffers for each of ``count`` threads, for ``nbytes`` of data in all.
+
+        Kept for the next save, which may find them larger than it needs.
+        """
+        if self.per_thread_copy_ahead != _STOCK_COPY_AHEAD:
+            most = self.per_thread_copy_ahead
+        else:
+            most = self.io.buffer_nbytes // count
+        pool_nbytes = useful_buffer_nbytes(nbytes // count, most, self.io.block_nbytes)
+        if len(self._pools) != count or any(pool.nbytes < pool_nbytes for pool in self._pools):
+            self._pools = []  # The old ones go before the new ones come.
             self._pools = [
-                _native.BufferPool(nbytes, self.io.block_nbytes) for _ in range(count)
+                _native.BufferPool(pool_nbytes, self.io.block_nbytes) for _ in range(count)
             ]
         return self._pools
 
@@ -274,10 +286,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             pattern = rf"__{self.rank}_\d+(_[0-9a-f]{{16}})?\.distcp"
             if _METADATA in self._found:
                 return
-        for name in self._found - referenced:
-            if re.fullmatch(pattern, name):
-                with contextlib.suppress(OSError):
-                    os.unlink(self.path / name)
+        stale = [name for name in self._found - referenced if re.fullmatch(pattern, name)]
+        _remove_files(self.path, stale)
 
 
 def _new_save_id() -> str:
@@ -288,6 +298,13 @@ def _checkpoint_directory(path: str | os.PathLike[str]) -> Path:
     if "://" in str(path):
         raise UnsupportedError(f"cannot write to {path}: only directories of a file system are")
     return Path(path)
+
+
+def _remove_files(directory: Path, names: Iterable[str]) -> None:
+    """Best effort: a file that stays is not referred to by any metadata."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            os.unlink(directory / name)
 
 
 def _item_nbytes(item: WriteItem) -> int:

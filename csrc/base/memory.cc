@@ -26,9 +26,8 @@ Result<Memory> HeapMemorySource::allocate(int64_t nbytes) {
   const int64_t size = align_up(nbytes, kPage);
   // Huge pages need a block that starts on one: map a little more and give back both ends.
   const int64_t mapped = size < kHugePage ? size : size + kHugePage;
-  void* address =
-      ::mmap(nullptr, static_cast<size_t>(mapped), PROT_READ | PROT_WRITE,
-             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* address = ::mmap(nullptr, static_cast<size_t>(mapped), PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (address == MAP_FAILED) {
     return errno_status(errno, str_cat("cannot allocate ", size, " bytes of buffers"));
   }

@@ -2,8 +2,8 @@
 
 // How the core says that something failed.
 //
-// Nothing in the core throws: a function that can fail returns a `Status`, or a `Result<T>` where it
-// also has a value. The codes are the ones users see; the bindings turn each into one Python
+// Nothing in the core throws: a function that can fail returns a `Status`, or a `Result<T>` where
+// it also has a value. The codes are the ones users see; the bindings turn each into one Python
 // exception (bindings/errors.cc).
 
 #include <cstdint>
@@ -94,7 +94,7 @@ Status errno_status(int error_number, const std::string& what);
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}  // NOLINT(google-explicit-constructor)
+  Result(T value) : value_(std::move(value)) {}         // NOLINT(google-explicit-constructor)
   Result(Status status) : status_(std::move(status)) {  // NOLINT(google-explicit-constructor)
     if (status_.ok()) status_ = internal_error("a Result was made from an OK status");
   }
@@ -114,10 +114,10 @@ class [[nodiscard]] Result {
 };
 
 // Returns from the enclosing function when `expr` is not OK.
-#define RETURN_IF_ERROR(expr)                        \
-  do {                                               \
-    ::torch_ckpt::Status status_macro_ = (expr);     \
-    if (!status_macro_.ok()) return status_macro_;   \
+#define RETURN_IF_ERROR(expr)                      \
+  do {                                             \
+    ::torch_ckpt::Status status_macro_ = (expr);   \
+    if (!status_macro_.ok()) return status_macro_; \
   } while (false)
 
 // `ASSIGN_OR_RETURN(auto file, fs.open(...))`: the value, or return its status.

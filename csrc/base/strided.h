@@ -34,8 +34,8 @@ struct StridedCopy {
   bool operator==(const StridedCopy&) const = default;
 };
 
-// The same copy in fewer dimensions: those of size 1 dropped, neighbours that are contiguous on both
-// sides merged. The last dimension stays the innermost.
+// The same copy in fewer dimensions: those of size 1 dropped, neighbours that are contiguous on
+// both sides merged. The last dimension stays the innermost.
 StridedCopy simplified(const StridedCopy& copy);
 
 }  // namespace torch_ckpt

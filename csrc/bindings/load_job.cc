@@ -62,8 +62,8 @@ void bind_load_job(py::module_& module) {
                                /*readonly=*/true);
       });
   py::class_<LoadJob>(module, "LoadJob")
-      .def(py::init(&make), py::arg("directory"), py::arg("buffer_nbytes"),
-           py::arg("block_nbytes"), py::arg("threads"), py::arg("verify"))
+      .def(py::init(&make), py::arg("directory"), py::arg("buffer_nbytes"), py::arg("block_nbytes"),
+           py::arg("threads"), py::arg("verify"))
       .def("run", &run, py::arg("tensors"), py::arg("slices"));
 }
 

@@ -1,5 +1,5 @@
-// The extension module torch_ckpt._native: what Python may ask of the engine. Private to the package,
-// which wraps it in torch's own terms; _native.pyi states the types.
+// The extension module torch_ckpt._native: what Python may ask of the engine. Private to the
+// package, which wraps it in torch's own terms; _native.pyi states the types.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -60,9 +60,10 @@ PYBIND11_MODULE(_native, module) {
       .value("TORCHS_OWN", TensorKind::kTorchsOwn);
   module.attr("DTYPE_NAMES") = dtype_names();
   module.def("tensor_kind", &tensor_kind, py::arg("tensor"));
+  module.def("is_loadable", &is_loadable, py::arg("tensor"));
   module.def("is_temporary", &is_temporary, py::arg("tensor"));
-  module.def("commit_metadata", &commit, py::arg("directory"), py::arg("name"),
-             py::arg("metadata"), py::arg("save_id"), py::arg("sync"));
+  module.def("commit_metadata", &commit, py::arg("directory"), py::arg("name"), py::arg("metadata"),
+             py::arg("save_id"), py::arg("sync"));
   module.def("create_directories", &create_directories, py::arg("path"));
   module.def("read_file", &read_whole_file, py::arg("path"));
   bind_save_job(module);

@@ -90,10 +90,11 @@ void bind_save_job(py::module_& module) {
       .def_readonly("nbytes", &Layout::nbytes)
       .def_property_readonly("extents", &extents);
   py::class_<BufferPool>(module, "BufferPool")
-      .def(py::init(&make_pool), py::arg("nbytes"), py::arg("block_nbytes"));
+      .def(py::init(&make_pool), py::arg("nbytes"), py::arg("block_nbytes"))
+      .def_property_readonly("nbytes", [](const BufferPool& pool) { return ssize(pool.arena()); });
   py::class_<SaveJob>(module, "SaveJob")
-      .def(py::init(&start), py::arg("path"), py::arg("layout"), py::arg("pool"),
-           py::arg("direct"), py::arg("sync"), py::keep_alive<1, 4>())
+      .def(py::init(&start), py::arg("path"), py::arg("layout"), py::arg("pool"), py::arg("direct"),
+           py::arg("sync"), py::keep_alive<1, 4>())
       .def("write", &write, py::arg("items"))
       .def("append", &append, py::arg("data"))
       .def("finish", &finish)

@@ -77,9 +77,21 @@ TensorKind kind_of(py::handle object, const at::Tensor& tensor) {
   return TensorKind::kPlain;
 }
 
+bool is_expanded(const at::Tensor& tensor) {
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.stride(d) == 0 && tensor.size(d) > 1) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 TensorKind tensor_kind(py::handle tensor) { return kind_of(tensor, unpack(tensor)); }
+
+bool is_loadable(py::handle object) {
+  const at::Tensor& tensor = unpack(object);
+  return kind_of(object, tensor) == TensorKind::kPlain && !is_expanded(tensor);
+}
 
 bool is_temporary(py::handle tensor) {
   // One reference is the caller's variable, one the argument list of the call that led here.
@@ -88,7 +100,7 @@ bool is_temporary(py::handle tensor) {
 
 HeldTensor hold_tensor(py::handle object, std::string name, bool writable) {
   const at::Tensor& tensor = unpack(object);
-  if (kind_of(object, tensor) != TensorKind::kPlain) {
+  if (writable ? !is_loadable(object) : kind_of(object, tensor) != TensorKind::kPlain) {
     throw py::value_error("tensor '" + name + "' is not a plain strided CPU tensor");
   }
   HeldTensor held;
@@ -97,12 +109,7 @@ HeldTensor hold_tensor(py::handle object, std::string name, bool writable) {
   live.dtype = *dtype_of(tensor);
   live.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
   live.strides.assign(tensor.strides().begin(), tensor.strides().end());
-  for (size_t d = 0; d < live.strides.size(); ++d) {
-    if (writable && live.strides[d] == 0 && live.sizes[d] > 1) {
-      throw py::value_error("tensor '" + live.name + "' is expanded: its elements share memory");
-    }
-    live.strides[d] *= itemsize(live.dtype);
-  }
+  for (int64_t& stride : live.strides) stride *= itemsize(live.dtype);
   // data_ptr of a const tensor: reading must not trigger copy-on-write materialisation.
   live.data = static_cast<std::byte*>(writable ? tensor.mutable_data_ptr()
                                                : const_cast<void*>(tensor.const_data_ptr()));

@@ -13,13 +13,17 @@ namespace torch_ckpt {
 
 // What must be done before the engine can read or write a tensor's memory.
 enum class TensorKind {
-  kPlain,       // Nothing: a strided CPU tensor whose memory holds its values.
-  kNeedsCopy,   // Copy it to a plain CPU tensor: on another device, or lazily conjugated or negated.
-  kTorchsOwn,   // Subclass, quantised, sparse, meta, or of a dtype the engine does not store.
+  kPlain,      // Nothing: a strided CPU tensor whose memory holds its values.
+  kNeedsCopy,  // Copy it to a plain CPU tensor: on another device, or lazily conjugated or negated.
+  kTorchsOwn,  // Subclass, quantised, sparse, meta, or of a dtype the engine does not store.
 };
 
 // Requires: the GIL is held. Throws py::type_error for anything but a torch.Tensor.
 TensorKind tensor_kind(pybind11::handle tensor);
+
+// Whether the engine can read into the tensor's memory: it is kPlain, and no two of its elements
+// share memory by a stride of 0.
+bool is_loadable(pybind11::handle tensor);
 
 // Whether nobody but the caller (through one variable) holds the tensor and its memory.
 bool is_temporary(pybind11::handle tensor);
@@ -30,8 +34,7 @@ struct HeldTensor {
   std::shared_ptr<void> storage;
 };
 
-// Throws py::value_error unless the tensor is kPlain. With `writable`, also where two of its elements
-// share memory.
+// Throws py::value_error unless the tensor is kPlain, and with `writable`, is_loadable.
 HeldTensor hold_tensor(pybind11::handle tensor, std::string name, bool writable);
 
 }  // namespace torch_ckpt

@@ -55,8 +55,8 @@ void copy_dims(const StridedCopy& copy, size_t dim, const std::byte* src, std::b
   }
 }
 
-// A transposed copy walks one side in long steps and misses the cache at every element. Tiles of the
-// two innermost dimensions keep both sides in it.
+// A transposed copy walks one side in long steps and misses the cache at every element. Tiles of
+// the two innermost dimensions keep both sides in it.
 constexpr int64_t kTile = 32;
 
 bool is_transposed(const StridedCopy& copy) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// A tensor of the training process, as the engine sees it: a view of memory that somebody else keeps
-// alive for as long as a job may touch it.
+// A tensor of the training process, as the engine sees it: a view of memory that somebody else
+// keeps alive for as long as a job may touch it.
 
 #include <string>
 

@@ -41,8 +41,8 @@ bool is_inside_directory(const std::string& path) {
 }
 
 std::string describe(const StoredSlice& slice) {
-  return str_cat("'", slice.name, "' (bytes [", slice.offset, ", ", slice.offset + slice.nbytes,
-                 ") of ", slice.file, ")");
+  return str_cat("'", slice.name, "' (", slice.nbytes, " bytes at ", slice.offset, " of ",
+                 slice.file, ")");
 }
 
 Status with_slice(const Status& status, const StoredSlice& slice) {
@@ -104,7 +104,9 @@ class Batch {
         verify_(verify),
         tensors_(tensors),
         bytes_(bytes),
-        result_(result) {}
+        result_(result),
+        whole_slice_nbytes_(std::min(kWholeSliceNbytes, stream.max_range_nbytes())),
+        max_head_nbytes_(std::min(kMaxHeadNbytes, stream.max_range_nbytes())) {}
 
   // `tensor_indices` and `byte_indices` are the requests of this batch.
   Status run(const std::vector<int64_t>& tensor_indices, const std::vector<int64_t>& byte_indices);
@@ -123,7 +125,9 @@ class Batch {
   Status consume_whole_slice(int64_t request, Bytes bytes);
   Status verify_payloads() const;
 
-  File* file_of(const StoredSlice& slice) const { return files_.find(slice.file)->second.file.get(); }
+  File* file_of(const StoredSlice& slice) const {
+    return files_.find(slice.file)->second.file.get();
+  }
   const TensorRequest& tensor(int64_t request) const {
     return tensors_[static_cast<size_t>(request)];
   }
@@ -137,6 +141,8 @@ class Batch {
   std::span<const TensorRequest> tensors_;
   std::span<const StoredSlice> bytes_;
   LoadResult& result_;
+  const int64_t whole_slice_nbytes_;
+  const int64_t max_head_nbytes_;
 
   std::map<FrameKey, std::optional<StoredTensor>> frames_;  // nullopt: torch's to read.
 
@@ -162,18 +168,18 @@ Status Batch::run(const std::vector<int64_t>& tensor_indices,
   RETURN_IF_ERROR(read_frames(tensor_indices));
 
   for (const int64_t i : tensor_indices) {
-    if (tensor(i).slice.nbytes > kWholeSliceNbytes) RETURN_IF_ERROR(plan_tensor(i));
+    if (tensor(i).slice.nbytes > whole_slice_nbytes_) RETURN_IF_ERROR(plan_tensor(i));
   }
   for (const int64_t i : tensor_indices) {
     const StoredSlice& slice = tensor(i).slice;
-    if (slice.nbytes > kWholeSliceNbytes) continue;
+    if (slice.nbytes > whole_slice_nbytes_) continue;
     whole_slices_.push_back(i);
     wanted_.push_back({file_of(slice), {slice.offset, slice.offset + slice.nbytes}, nullptr});
   }
   for (const int64_t i : byte_indices) RETURN_IF_ERROR(plan_bytes(i));
 
-  RETURN_IF_ERROR(stream_.run(
-      wanted_, [this](int64_t index, Bytes bytes) { return consume(index, bytes); }));
+  RETURN_IF_ERROR(
+      stream_.run(wanted_, [this](int64_t index, Bytes bytes) { return consume(index, bytes); }));
   return verify_payloads();
 }
 
@@ -182,7 +188,7 @@ Status Batch::read_frames(const std::vector<int64_t>& tensor_indices) {
   std::vector<PendingFrame> pending;
   for (const int64_t i : tensor_indices) {
     const StoredSlice& slice = tensor(i).slice;
-    if (slice.nbytes <= kWholeSliceNbytes) continue;
+    if (slice.nbytes <= whole_slice_nbytes_) continue;
     if (!frames_.emplace(FrameKey(slice.file, slice.offset), std::nullopt).second) continue;
     pending.push_back({.slice = &slice, .file = file_of(slice), .head = {}, .tail = {}});
     if (pending.size() == kFramesAtATime) {
@@ -212,7 +218,7 @@ Status Batch::read_some_frames(std::vector<PendingFrame> pending) {
     for (PendingFrame& frame : pending) {
       const int64_t nbytes = frame.slice->nbytes;
       const Result<int64_t> needed = frame_head_nbytes(frame.tail, nbytes);
-      if (needed.ok() && *needed > frame.head_nbytes && *needed <= kMaxHeadNbytes) {
+      if (needed.ok() && *needed > frame.head_nbytes && *needed <= max_head_nbytes_) {
         frame.head_nbytes = *needed;
         again.push_back(std::move(frame));
         continue;
@@ -257,9 +263,8 @@ Status Batch::plan_tensor(int64_t request) {
 
   const int64_t size = itemsize(stored.dtype);
   const int64_t payload = wanted.slice.offset + stored.payload_offset;
-  const StridedCopy copy =
-      copy_of_box(wanted.box, size, payload + stored.storage_offset * size,
-                  in_bytes(stored.strides, size), wanted.live.strides);
+  const StridedCopy copy = copy_of_box(wanted.box, size, payload + stored.storage_offset * size,
+                                       in_bytes(stored.strides, size), wanted.live.strides);
 
   const auto first = static_cast<int64_t>(pieces_.size());
   int64_t tiled_until = payload;  // How far the pieces cover the payload without a gap.
@@ -390,8 +395,7 @@ Result<std::unique_ptr<LoadJob>> LoadJob::make(FileSystem& fs, std::string direc
                                                const LoadOptions& options) {
   ASSIGN_OR_RETURN(auto stream, ReadStream::make(fs, options.buffer_nbytes, options.block_nbytes,
                                                  options.threads));
-  std::unique_ptr<State> state(
-      new State{fs, std::move(directory), options, std::move(stream)});
+  std::unique_ptr<State> state(new State{fs, std::move(directory), options, std::move(stream)});
   return std::unique_ptr<LoadJob>(new LoadJob(std::move(state)));
 }
 
@@ -409,8 +413,7 @@ Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
     wanted.first = &tensors[i].slice;
     if (tensors[i].box.sizes != tensors[i].live.sizes) {
       return mismatch("a destination of sizes ", to_string(tensors[i].live.sizes), " is not for ",
-                      to_string(tensors[i].box.sizes), " elements of ",
-                      describe(tensors[i].slice));
+                      to_string(tensors[i].box.sizes), " elements of ", describe(tensors[i].slice));
     }
   }
   for (size_t i = 0; i < bytes.size(); ++i) {

@@ -2,10 +2,10 @@
 
 // LoadJob: reads what is wanted from the data files of one checkpoint into live tensors.
 //
-// A job first learns where the payloads lie (from the frames, which it checks), then reads the wanted
-// byte ranges, coalesced where they are close, with many reads in flight, and scatters them into
-// place. A range that the page cache holds is read through it; all else is read directly. Aligned
-// contiguous destinations receive reads without a copy between.
+// A job first learns where the payloads lie (from the frames, which it checks), then reads the
+// wanted byte ranges, coalesced where they are close, with many reads in flight, and scatters them
+// into place. A range that the page cache holds is read through it; all else is read directly.
+// Aligned contiguous destinations receive reads without a copy between.
 //
 // FastReader keeps one job for a load and calls `run` once for each batch of requests.
 
@@ -69,11 +69,12 @@ class LoadJob {
                                                const LoadOptions& options);
   ~LoadJob();
 
-  // Reads tensors into place, and raw slices into memory of their own. Files, extents and the frames
-  // of large tensors are checked before anything is allocated or any `live` written (of more than
-  // 128 files: for 128 at a time); after a later error, what the live tensors hold is unspecified.
-  // Errors: kNotFound for a missing file; kCorruption for a slice that its file does not hold, a
-  // broken frame or a wrong checksum; kMismatch for a box outside the stored tensor; kStorage.
+  // Reads tensors into place, and raw slices into memory of their own. Files, extents and the
+  // frames of large tensors are checked before anything is allocated or any `live` written (of more
+  // than 128 files: for 128 at a time); after a later error, what the live tensors hold is
+  // unspecified. Errors: kNotFound for a missing file; kCorruption for a slice that its file does
+  // not hold, a broken frame or a wrong checksum; kMismatch for a box outside the stored tensor;
+  // kStorage.
   Result<LoadResult> run(std::span<const TensorRequest> tensors,
                          std::span<const StoredSlice> bytes);
 

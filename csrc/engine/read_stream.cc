@@ -134,8 +134,8 @@ Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& 
   return work.status;
 }
 
-// Nothing may escape from a thread: running out of memory is an error of this load, not the end of the
-// process. What is in flight is waited for, since it is read into memory of the caller.
+// Nothing may escape from a thread: running out of memory is an error of this load, not the end of
+// the process. What is in flight is waited for, since it is read into memory of the caller.
 void ReadStream::run_lane_to_end(Lane& lane, Work& work) {
   try {
     run_lane(lane, work);
@@ -177,8 +177,7 @@ void ReadStream::run_lane(Lane& lane, Work& work) {
       const int64_t grain = cached ? 1 : alignment;
       read.block = *pool.acquire();  // There are as many blocks as slots.
       read.offset = align_down(task.range.begin, grain);
-      read.memory =
-          slice(pool.block(read.block), 0, align_up(task.range.end, grain) - read.offset);
+      read.memory = slice(pool.block(read.block), 0, align_up(task.range.end, grain) - read.offset);
     }
     const size_t slot = free_slots.back();
     free_slots.pop_back();

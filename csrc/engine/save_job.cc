@@ -192,8 +192,8 @@ Result<MutableBytes> SaveJob::window_rest() {
 
 Status SaveJob::submit_window() {
   while (queue_->room() == 0) RETURN_IF_ERROR(wait_for_some());
-  // The last window ends where the data does: fill it up to what direct I/O needs; `finish` cuts the
-  // file back.
+  // The last window ends where the data does: fill it up to what direct I/O needs; `finish` cuts
+  // the file back.
   const int64_t nbytes = align_up(filled_, file_->alignment());
   const MutableBytes block = pool_.block(block_);
   std::memset(block.data() + filled_, 0, static_cast<size_t>(nbytes - filled_));

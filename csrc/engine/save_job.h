@@ -2,8 +2,8 @@
 
 // SaveJob: writes one data file.
 //
-// The layout says where every byte of the file belongs. Tensors are packed straight to their place in
-// page-aligned windows of the file, each window in one block of a bounded pool; a full window is
+// The layout says where every byte of the file belongs. Tensors are packed straight to their place
+// in page-aligned windows of the file, each window in one block of a bounded pool; a full window is
 // written while the next is being filled. Checksums are computed in the same pass over memory.
 // What cannot be laid out beforehand (pickled objects, whose size only pickling tells) is appended
 // behind the layout.
@@ -39,12 +39,12 @@ struct IoMode {
 // Errors: kInvalidArgument for sizes that no tensor has.
 Result<SliceNbytes> slice_nbytes(DType dtype, const Dims& sizes);
 
-// Owned and used by one thread at a time. After an error every further call fails with it too; unless
-// finish() has returned OK, the destructor waits for what is in flight and removes the file.
+// Owned and used by one thread at a time. After an error every further call fails with it too;
+// unless finish() has returned OK, the destructor waits for what is in flight and removes the file.
 class SaveJob {
  public:
-  // Creates the file at `path`, which must not exist, with room for the whole layout. `pool` outlives
-  // the job and serves no other meanwhile.
+  // Creates the file at `path`, which must not exist, with room for the whole layout. `pool`
+  // outlives the job and serves no other meanwhile.
   static Result<std::unique_ptr<SaveJob>> start(FileSystem& fs, const std::string& path,
                                                 Layout layout, BufferPool& pool,
                                                 const SaveOptions& options);
@@ -52,8 +52,8 @@ class SaveJob {
   SaveJob(const SaveJob&) = delete;
   SaveJob& operator=(const SaveJob&) = delete;
 
-  // Writes `tensor` as slice `index` of the layout. Indices ascend from call to call; a slice that is
-  // passed over stays zero and must not be referred to. The tensor is read before this returns.
+  // Writes `tensor` as slice `index` of the layout. Indices ascend from call to call; a slice that
+  // is passed over stays zero and must not be referred to. The tensor is read before this returns.
   // Errors: kInvalidArgument where index or tensor does not fit the layout; kStorage.
   Status write(int64_t index, const LiveTensor& tensor);
 
@@ -89,11 +89,11 @@ class SaveJob {
   std::unique_ptr<File> file_;
   std::unique_ptr<IoQueue> queue_;  // Destroyed before the file: it waits for what is in flight.
   int64_t next_index_ = 0;
-  int64_t end_ = 0;      // Behind the last byte laid out or appended.
-  int64_t cursor_ = 0;   // Next byte of the file to fill.
-  int block_ = -1;       // The window being filled; -1 between windows.
-  int64_t filled_ = 0;   // Bytes of it that are filled.
-  Status status_;        // The first error.
+  int64_t end_ = 0;     // Behind the last byte laid out or appended.
+  int64_t cursor_ = 0;  // Next byte of the file to fill.
+  int block_ = -1;      // The window being filled; -1 between windows.
+  int64_t filled_ = 0;  // Bytes of it that are filled.
+  Status status_;       // The first error.
   bool finished_ = false;
 };
 

@@ -21,8 +21,7 @@ struct Ends {
   int64_t nbytes;
 
   bool in_tail(int64_t offset) const { return offset >= nbytes - ssize(tail); }
-  bool sees(int64_t begin, int64_t end) const { return in_tail(begin) || end <= ssize(head); }
-  // Requires: 0 <= begin <= end <= nbytes, and sees(begin, end).
+  // Requires: [begin, end) lies in the tail, or in the head.
   Bytes bytes(int64_t begin, int64_t end) const {
     if (in_tail(begin)) return slice(tail, begin - (nbytes - ssize(tail)), end - begin);
     return slice(head, begin, end - begin);
@@ -83,7 +82,7 @@ Result<Records> read_records(Bytes tail, int64_t nbytes) {
 }
 
 // Where the data of a record begins. Its local header says so, and must agree with the directory.
-// Requires: ends.sees(entry.header_offset, entry.earliest_data()).
+// Requires: the ends hold the local header up to there, save for its extra fields.
 Result<int64_t> data_offset(const Ends& ends, const ZipEntry& entry) {
   const Bytes local = ends.bytes(entry.header_offset, entry.earliest_data());
   const int64_t name_nbytes = load_le<uint16_t>(local.data() + 26);

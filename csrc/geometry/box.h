@@ -20,8 +20,8 @@ struct Box {
 // "[2:4, 0:8]"
 std::string to_string(const Box& box);
 
-// Whether `box` is a region of a tensor of these sizes: as many dimensions, nothing negative, nothing
-// outside. Safe for any numbers.
+// Whether `box` is a region of a tensor of these sizes: as many dimensions, nothing negative,
+// nothing outside. Safe for any numbers.
 bool lies_within(const Box& box, const Dims& sizes);
 
 }  // namespace torch_ckpt

@@ -1,7 +1,7 @@
 #pragma once
 
-// Flat ranges: a run of elements of a tensor counted in row-major order. A window of a data file cuts
-// a payload at any element, and an irregular shard is one such run; either is a few boxes.
+// Flat ranges: a run of elements of a tensor counted in row-major order. A window of a data file
+// cuts a payload at any element, and an irregular shard is one such run; either is a few boxes.
 
 #include <cstdint>
 #include <vector>

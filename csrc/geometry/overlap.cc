@@ -11,9 +11,8 @@ namespace {
 StridedCopy ordered_by_source(const StridedCopy& copy) {
   std::vector<size_t> order(copy.sizes.size());
   std::iota(order.begin(), order.end(), size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    return copy.src_strides[a] > copy.src_strides[b];
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return copy.src_strides[a] > copy.src_strides[b]; });
   StridedCopy out = copy;
   for (size_t d = 0; d < order.size(); ++d) {
     out.sizes[d] = copy.sizes[order[d]];

@@ -36,7 +36,8 @@ ByteRange source_range(const StridedCopy& copy);
 //   - contains no gap of more than `max_gap` unwanted bytes, as far as splitting by whole rows
 //     can avoid it.
 // In ascending order of their first source byte where dimensions do not interleave.
-// Requires: as for source_range; max_nbytes > 0; max_gap >= 0. No copies where there are no elements.
+// Requires: as for source_range; max_nbytes > 0; max_gap >= 0. No copies where there are no
+// elements.
 std::vector<StridedCopy> split_by_source(const StridedCopy& copy, int64_t max_nbytes,
                                          int64_t max_gap);
 

@@ -23,8 +23,8 @@ struct Reads {
 };
 
 // Groups wanted ranges into reads: neighbours share one when it skips at most `max_gap` unwanted
-// bytes between them and stays within `max_nbytes`. A longer range is a read of its own. Every range
-// lies whole in the read that serves it.
+// bytes between them and stays within `max_nbytes`. A longer range is a read of its own. Every
+// range lies whole in the read that serves it.
 Reads coalesce(std::span<const ByteRange> wanted, int64_t max_nbytes, int64_t max_gap);
 
 }  // namespace torch_ckpt

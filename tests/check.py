@@ -1,0 +1,115 @@
+"""The one entry to all checks: ``python tests/check.py [fast|full|gpu]``.
+
+``fast`` (the default) checks format, lint, types and the arrows between rooms, and runs the C++
+tests and the Python tests, those of several processes included. ``full`` adds clang-tidy and the
+C++ tests under ASan with UBSan, and under TSan. ``gpu`` runs the tests that need a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+PYTHON_DIRECTORIES = ["torch_ckpt", "tests", "benchmarks", "examples", "setup.py"]
+
+
+def run(*command: str | Path, **env: str) -> None:
+    """Runs a command in the repository; ends the whole check if it fails."""
+    words = [str(word) for word in command]
+    shown = " ".join(words)
+    print(f"==> {shown if len(shown) < 160 else shown[:157] + '...'}", flush=True)
+    begin = time.monotonic()
+    status = subprocess.run(words, cwd=ROOT, env={**os.environ, **env}).returncode
+    if status:
+        sys.exit(f"failed ({status}): {words[0]}")
+    print(f"    {time.monotonic() - begin:.1f} s", flush=True)
+
+
+def tool(name: str) -> str:
+    """A program of this Python's environment, or of the system."""
+    local = Path(sys.executable).parent / name
+    found = str(local) if local.exists() else shutil.which(name)
+    if found is None:
+        sys.exit(f"{name} is missing: pip install -e '.[dev]', or apt-get install {name}")
+    return found
+
+
+def check_style() -> None:
+    """Format, lint, types, arrows."""
+    cpp = sorted(
+        p
+        for folder in ("csrc", "tests/cpp")
+        for p in (ROOT / folder).rglob("*")
+        if p.suffix in {".h", ".cc", ".cu"}
+    )
+    run(tool("clang-format"), "--dry-run", "-Werror", *cpp)
+    run(tool("ruff"), "format", "--check", *PYTHON_DIRECTORIES)
+    run(tool("ruff"), "check", *PYTHON_DIRECTORIES)
+    run(sys.executable, "-m", "mypy")
+    run(sys.executable, "tests/tidy.py")
+
+
+def build_cpp(name: str, *options: str) -> Path:
+    """Configures and builds the core and its tests in a folder of their own."""
+    folder = BUILD / name
+    run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *options)
+    run("cmake", "--build", folder)
+    return folder
+
+
+def test_cpp() -> None:
+    """The C++ tests."""
+    run(build_cpp("cpp") / "torch_ckpt_tests", "--gtest_brief=1")
+
+
+def test_cpp_sanitized() -> None:
+    """The C++ tests under sanitizers."""
+    for sanitizers in ("address,undefined", "thread"):
+        name = sanitizers.replace(",", "-")
+        options = [f"-DTORCH_CKPT_SANITIZE={sanitizers}", "-DCMAKE_BUILD_TYPE=Debug"]
+        folder = build_cpp(name, *options, "-DCMAKE_CXX_FLAGS=-O1")
+        run(
+            folder / "torch_ckpt_tests",
+            "--gtest_brief=1",
+            UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1",
+            TSAN_OPTIONS="halt_on_error=1",
+        )
+
+
+def check_clang_tidy() -> None:
+    """clang-tidy over the core; its checks are in .clang-tidy."""
+    folder = build_cpp("cpp")
+    sources = (ROOT / "csrc/sources.txt").read_text().split()
+    run(tool("clang-tidy"), "--quiet", "-p", folder, *(ROOT / "csrc" / name for name in sources))
+
+
+def test_python(*arguments: str) -> None:
+    """The Python tests; the last line of the output is pytest's summary."""
+    run(sys.executable, "-m", "pytest", "-q", "-ra", *arguments, OMP_NUM_THREADS="1")
+
+
+def main() -> None:
+    """Runs the checks that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="?", choices=["fast", "full", "gpu"], default="fast")
+    what = parser.parse_args().what
+    if what == "gpu":
+        test_python("tests/gpu")
+        return
+    check_style()
+    test_cpp()
+    if what == "full":
+        check_clang_tidy()
+        test_cpp_sanitized()
+    test_python()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+// The CPU device against an oracle that copies element by element.
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/crc.h"
+#include "device/device.h"
+#include "support/strided_oracle.h"
+#include "support/test_tensor.h"
+
+namespace torch_ckpt {
+namespace {
+
+// Runs a copy into memory with bytes of its own around every element, which must stay.
+void expect_same_as_oracle(const StridedCopy& copy) {
+  int64_t src_nbytes = 0;
+  int64_t dst_nbytes = 16;
+  const ElementPairs pairs = element_pairs(copy);
+  for (const auto& [from, to] : pairs) {
+    src_nbytes = std::max(src_nbytes, from + copy.itemsize);
+    dst_nbytes = std::max(dst_nbytes, to + copy.itemsize + 16);
+  }
+  const std::vector<std::byte> src = random_bytes(src_nbytes, 7);
+  std::vector<std::byte> expected = random_bytes(dst_nbytes, 8);
+  std::vector<std::byte> actual = expected;
+  for (const auto& [from, to] : pairs) {
+    std::memcpy(expected.data() + to, src.data() + from, static_cast<size_t>(copy.itemsize));
+  }
+  cpu_device().copy(copy, src.data(), actual.data());
+  ASSERT_TRUE(actual == expected) << "itemsize " << copy.itemsize << ", sizes "
+                                  << to_string(copy.sizes) << ", source "
+                                  << to_string(copy.src_strides) << ", destination "
+                                  << to_string(copy.dst_strides);
+}
+
+TEST(CpuDeviceTest, RandomCopiesMatchTheOracleForEveryItemsize) {
+  for (uint32_t seed = 0; seed < 2000; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const int64_t itemsizes[] = {1, 2, 3, 4, 8, 12, 16};
+    ASSERT_NO_FATAL_FAILURE(
+        expect_same_as_oracle(random_copy(random, itemsizes[random() % std::size(itemsizes)])));
+  }
+}
+
+// Sizes around the edge of a tile, with dimensions outside of the transposed two.
+TEST(CpuDeviceTest, TransposesMatchTheOracleAroundTileEdges) {
+  for (const int64_t itemsize : {1, 2, 4, 8, 16}) {
+    for (const int64_t rows : {2, 31, 32, 33, 70}) {
+      for (const int64_t columns : {2, 32, 65}) {
+        const Dims src = {rows * columns * itemsize + 5, itemsize, rows * itemsize};
+        const Dims dst = {rows * columns * itemsize, columns * itemsize, itemsize};
+        ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle({.itemsize = itemsize,
+                                                       .sizes = {3, rows, columns},
+                                                       .src_strides = src,
+                                                       .dst_strides = dst}));
+        ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle({.itemsize = itemsize,
+                                                       .sizes = {3, rows, columns},
+                                                       .src_strides = dst,
+                                                       .dst_strides = src}));
+      }
+    }
+  }
+}
+
+TEST(CpuDeviceTest, ACopyWithoutDimensionsMovesOneElement) {
+  expect_same_as_oracle({.itemsize = 8, .src_offset = 24, .dst_offset = 3});
+}
+
+TEST(CpuDeviceTest, ACopyWithoutElementsTouchesNothing) {
+  cpu_device().copy({.itemsize = 4, .sizes = {2, 0}, .src_strides = {4, 4}, .dst_strides = {4, 4}},
+                    nullptr, nullptr);
+}
+
+TEST(CpuDeviceTest, CopyAndChecksumCopiesAndContinuesTheCrc) {
+  for (const int64_t nbytes : {0, 1, 63, 131072, 131073, 400000}) {
+    const std::vector<std::byte> src = random_bytes(nbytes, 9);
+    std::vector<std::byte> dst(src.size());
+    EXPECT_EQ(cpu_device().copy_and_checksum(src, dst, 0), crc32(0, src));
+    EXPECT_EQ(dst, src);
+    const uint32_t before = crc32(0, as_bytes("before"));
+    EXPECT_EQ(cpu_device().copy_and_checksum(src, dst, before), crc32(before, src));
+  }
+}
+
+}  // namespace
+}  // namespace torch_ckpt

@@ -1,0 +1,62 @@
+#include "base/dtype.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+#include <string_view>
+
+namespace torch_ckpt {
+namespace {
+
+TEST(DTypeTest, EveryDtypeIsFoundByItsName) {
+  std::set<std::string_view> names;
+  for (int i = 0; i < kDTypeCount; ++i) {
+    const auto dtype = static_cast<DType>(i);
+    const DTypeInfo& info = dtype_info(dtype);
+    EXPECT_EQ(info.dtype, dtype);
+    EXPECT_EQ(dtype_from_name(info.name), dtype) << info.name;
+    EXPECT_TRUE(names.insert(info.name).second) << info.name;
+  }
+}
+
+TEST(DTypeTest, EveryTypedStorageNamesOneDtype) {
+  std::set<std::string_view> storages;
+  for (int i = 0; i < kDTypeCount; ++i) {
+    const DTypeInfo& info = dtype_info(static_cast<DType>(i));
+    if (info.storage.empty()) continue;
+    EXPECT_EQ(dtype_from_storage(info.storage), info.dtype) << info.storage;
+    EXPECT_TRUE(storages.insert(info.storage).second) << info.storage;
+  }
+}
+
+TEST(DTypeTest, ElementSizesAreThoseOfPytorch) {
+  EXPECT_EQ(itemsize(DType::kBool), 1);
+  EXPECT_EQ(itemsize(DType::kFloat8E4M3FN), 1);
+  EXPECT_EQ(itemsize(DType::kBFloat16), 2);
+  EXPECT_EQ(itemsize(DType::kComplex32), 4);
+  EXPECT_EQ(itemsize(DType::kUInt64), 8);
+  EXPECT_EQ(itemsize(DType::kComplex64), 8);
+  EXPECT_EQ(itemsize(DType::kComplex128), 16);
+}
+
+// The engine cuts payloads at multiples of 64 bytes, and never inside an element.
+TEST(DTypeTest, ElementSizesArePowersOfTwoUpToSixteen) {
+  for (int i = 0; i < kDTypeCount; ++i) {
+    const int64_t size = itemsize(static_cast<DType>(i));
+    EXPECT_TRUE(size > 0 && size <= 16 && (size & (size - 1)) == 0) << size;
+  }
+}
+
+TEST(DTypeTest, UnknownNamesAreNoDtype) {
+  EXPECT_EQ(dtype_from_name("qint8"), std::nullopt);
+  EXPECT_EQ(dtype_from_name("FloatStorage"), std::nullopt);
+  EXPECT_EQ(dtype_from_name(""), std::nullopt);
+  EXPECT_EQ(dtype_from_storage("QInt8Storage"), std::nullopt);
+  EXPECT_EQ(dtype_from_storage("float32"), std::nullopt);
+}
+
+// The empty text stands for "has none" in the table, and must not find those.
+TEST(DTypeTest, TheEmptyStorageIsNoDtype) { EXPECT_EQ(dtype_from_storage(""), std::nullopt); }
+
+}  // namespace
+}  // namespace torch_ckpt

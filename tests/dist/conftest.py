@@ -1,0 +1,16 @@
+"""The worlds of ranks that the tests of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ranks import Worlds
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """Worlds of gloo ranks, kept for the whole session."""
+    kept = Worlds()
+    yield kept
+    kept.close()

@@ -1,0 +1,217 @@
+"""Runs functions on gloo ranks, each a process of its own, and leaves no process behind.
+
+Starting a process that imports torch takes seconds, so a world outlives a call: `Worlds` keeps one
+of each size for the whole test session and replaces one in which a call went wrong. Linux only:
+ranks ask the kernel to die with the process that started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from types import TracebackType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankError", "Ranks", "Worlds", "run_ranks"]
+
+TIMEOUT_S = 60
+COLLECTIVE_TIMEOUT_S = 120  # Longer than any call may take: a hang is found by the call's deadline.
+GRACE_S = 5  # For the other ranks to fail on their own after the first one has.
+EXIT_TIMEOUT_S = 10
+PR_SET_PDEATHSIG = 1
+
+
+class RankError(AssertionError):
+    """A rank raised, ended or did not return in time. The message has each one's traceback."""
+
+
+class Ranks:
+    """A world of processes that run one call at a time. Owned by one thread.
+
+    After a call that raised, the world is gone: its ranks may have been left within a collective.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.alive = True
+        self._stack = contextlib.ExitStack()
+        self._pipes: list[connection.Connection] = []
+        self._processes: list[Any] = []
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="torch_ckpt-ranks-"))
+        context = get_context("spawn")
+        try:
+            with mock.patch.dict(os.environ, _environment()):
+                for rank in range(world_size):
+                    ours, theirs = context.Pipe()
+                    self._pipes.append(ours)
+                    process = context.Process(
+                        target=_serve, args=(rank, world_size, f"{folder}/store", os.getpid(), theirs)
+                    )
+                    process.start()
+                    theirs.close()
+                    self._processes.append(process)
+        except BaseException:
+            self.kill()
+            raise
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """Calls ``function(*args)`` on every rank and returns what each returned, in rank order.
+
+        ``function`` is one of a module, and it, the arguments and the results pickle.
+
+        Raises:
+            RankError: A rank raised, ended or was not done within ``timeout_s``. All are killed.
+        """
+        try:
+            call = pickle.dumps((function, args))
+            for pipe in self._pipes:
+                with contextlib.suppress(BrokenPipeError):  # It has ended: the reply will say so.
+                    pipe.send_bytes(call)
+            replies = self._replies(timeout_s)
+            bad = [f"rank {rank} {reply}" for rank, (ok, reply) in sorted(replies.items()) if not ok]
+            late = sorted(set(range(self.world_size)) - set(replies))
+            if late:
+                bad.append(f"ranks {late} were not done when they were killed")
+            if bad:
+                raise RankError(f"{function.__name__} on {self.world_size}:\n" + "\n".join(bad))
+        except BaseException:
+            self.kill()
+            raise
+        return [replies[rank][1] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """Ends the ranks, and kills what has not ended by itself soon."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        for process in self._processes:
+            process.join(max(deadline - time.monotonic(), 0))
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills the ranks and the processes that they started, and waits for their end."""
+        self.alive = False
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # Where it has not come to make a group of its own.
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._stack.close()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _replies(self, timeout_s: float) -> dict[int, tuple[bool, Any]]:
+        """Collects (whether it returned, what it returned or why not) of the ranks done in time."""
+        replies: dict[int, tuple[bool, Any]] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            ready = connection.wait(list(waiting), max(deadline - time.monotonic(), 0))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    replies[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(GRACE_S)
+                    replies[rank] = False, f"ended, exit code {self._processes[rank].exitcode}"
+                if not replies[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return replies
+
+
+class Worlds:
+    """Worlds by their size, started when first asked for."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, Ranks] = {}
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
+    ) -> list[Any]:
+        """Calls ``function(*args)`` on ``world_size`` ranks, as :meth:`Ranks.run` does."""
+        world = self._worlds.get(world_size)
+        if world is None or not world.alive:
+            world = self._worlds[world_size] = Ranks(world_size)
+        return world.run(function, *args, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Ends every world."""
+        with contextlib.ExitStack() as stack:
+            for world in self._worlds.values():
+                stack.callback(world.close)
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
+    """Calls ``function(*args)`` on every rank of a new world, which is gone when this returns."""
+    with Ranks(world_size) as ranks:
+        return ranks.run(function, *args, timeout_s=timeout_s)
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",  # Where DCP's background processes meet.
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _serve(
+    rank: int, world_size: int, store: str, parent: int, calls: connection.Connection
+) -> None:
+    """A rank: answers calls until the pipe is closed."""
+    os.setsid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return  # It died before it could take us with it.
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+    for call in _received(calls):
+        try:
+            function, args = pickle.loads(call)
+            reply = pickle.dumps((True, function(*args)))
+        except BaseException:  # CheckpointException is no Exception.
+            reply = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
+        calls.send_bytes(reply)
+    dist.destroy_process_group()
+
+
+def _received(calls: connection.Connection) -> Iterator[bytes]:
+    with contextlib.suppress(EOFError):
+        while True:
+            yield calls.recv_bytes()

@@ -1,0 +1,83 @@
+"""State dicts with known values, and their comparison bit for bit."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Shard
+
+from torch_ckpt import FastReader, FastWriter
+
+__all__ = ["READERS", "WRITERS", "assert_same", "flat", "full_value", "local_part", "sharded"]
+
+WRITERS: dict[str, type[StorageWriter]] = {"fast": FastWriter, "stock": FileSystemWriter}
+READERS: dict[str, type[StorageReader]] = {"fast": FastReader, "stock": FileSystemReader}
+
+
+def full_value(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The whole tensor of that name: random bits, the same in every process."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    nbytes = torch.empty(shape, dtype=dtype).nbytes
+    high = 2 if dtype == torch.bool else 256
+    bits = torch.randint(0, high, (nbytes,), dtype=torch.uint8, generator=generator)
+    return bits.view(dtype).reshape(shape)
+
+
+def local_part(
+    full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> torch.Tensor:
+    """The view of ``full`` that this rank holds; reckoned here, not by DTensor."""
+    part = full
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            chunks = part.chunk(mesh.size(mesh_dim), placement.dim)
+            rank = mesh.get_local_rank(mesh_dim)
+            empty = part.narrow(placement.dim, 0, 0)
+            part = chunks[rank] if rank < len(chunks) else empty
+    return part
+
+
+def sharded(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """A DTensor whose local tensor is a copy of this rank's part, strided as the view was."""
+    part = local_part(full.clone(), mesh, placements)
+    return DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=full.size(), stride=full.stride()
+    )
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested state dict as one of dotted names."""
+    if isinstance(state, dict):
+        parts = [flat(value, f"{prefix}{key}.") for key, value in state.items()]
+    elif isinstance(state, list):
+        parts = [flat(value, f"{prefix}{number}.") for number, value in enumerate(state)]
+    else:
+        return {prefix.rstrip("."): state}
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Asserts that two nested state dicts are equal, their tensors bit for bit."""
+    found, wanted = flat(actual), flat(expected)
+    assert found.keys() == wanted.keys()
+    for name, want in wanted.items():
+        got = found[name]
+        if not isinstance(want, torch.Tensor):
+            assert got == want, name
+            continue
+        assert (got.dtype, got.size()) == (want.dtype, want.size()), name
+        assert torch.equal(_bits(got), _bits(want)), f"{name}: {got} is not {want}"
+
+
+def data_files(path: Path) -> set[str]:
+    """Names of everything in a checkpoint's directory but its metadata."""
+    return {file.name for file in path.iterdir() if file.name != ".metadata"}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

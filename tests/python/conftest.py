@@ -1,0 +1,105 @@
+"""Fixtures of the single-process tests."""
+
+import logging
+import os
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.logger import _dcp_logger
+
+import torch_ckpt
+
+ROOT = Path(torch_ckpt.__file__).resolve().parents[1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes long, or much memory or disk")
+
+
+@pytest.fixture(autouse=True)
+def quiet_dcp() -> Iterator[None]:
+    """DCP warns of every save without a process group, and logs every missing metadata file."""
+    for name in ("torch.distributed.checkpoint", _dcp_logger.name):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is .*disabled")
+        warnings.filterwarnings("ignore", message="torch.distributed is unavailable")
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+        yield
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """A generator, seeded from TEST_SEED or at random; a failing test prints the seed."""
+    seed = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"TEST_SEED={seed}  # repeats {request.node.nodeid}")
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> Callable[..., str]:
+    """Runs a script in a process of its own and returns what it printed."""
+
+    def run(script: str, *arguments: object, **environment: str) -> str:
+        path = os.pathsep.join(
+            filter(None, [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+        )
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, f"exit status {done.returncode}:\n{done.stdout}"
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    """An initialised gloo group with this process as its only rank."""
+    store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 8 MiB."""
+    yield from _mounted(tmp_path / "small", "size=8m")
+
+
+@pytest.fixture
+def read_only_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs that was mounted read-only."""
+    yield from _mounted(tmp_path / "read-only", "ro,size=1m")
+
+
+def _mounted(path: Path, options: str) -> Iterator[Path]:
+    path.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a tmpfs")
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)

@@ -1,0 +1,135 @@
+"""Holds the arrows between rooms, and a few other rules that no compiler checks.
+
+Run by ``tests/check.py``; prints one line for each breach and exits 1 if there is any.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Which rooms of csrc/ a room may include, itself aside.
+ROOMS = {
+    "base": set(),
+    "geometry": {"base"},
+    "format": {"base"},
+    "io": {"base"},
+    "device": {"base"},
+    "plan": {"base", "geometry"},
+    "engine": {"base", "geometry", "format", "io", "device", "plan"},
+    "bindings": {"base", "geometry", "format", "io", "device", "plan", "engine"},
+}
+
+# Modules of torch_ckpt from the ground up: each imports only from rows above its own.
+LAYERS = [
+    {"errors", "options", "_native"},
+    {"tensors"},
+    {"metadata", "data_file"},
+    {"writer", "reader"},
+    {"api"},
+    {"__init__"},
+]
+WITHOUT_TORCH = {"errors", "options", "__init__"}
+
+VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")
+MAX_LINES = 450
+
+
+def cpp_files() -> list[Path]:
+    """Every C++ source and header of csrc/."""
+    return sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cc", ".cu"})
+
+
+def include_breaches() -> Iterator[str]:
+    """Includes against the arrows, and names that belong to one room only."""
+    for path in cpp_files():
+        room = path.relative_to(ROOT / "csrc").parts[0]
+        name = path.relative_to(ROOT)
+        if room not in ROOMS:
+            yield f"{name}: csrc/{room} is no room"
+            continue
+        text = path.read_text()
+        for target in re.findall(r'^#include "([^"/]+)/', text, re.M):
+            if target != room and target not in ROOMS[room]:
+                yield f"{name}: {room} must not include {target}"
+        for header in re.findall(r"^#include <([^>]+)>", text, re.M):
+            if re.match(r"(torch|ATen|c10|pybind11|Python)", header) and room != "bindings":
+                yield f"{name}: only bindings sees Python or torch, not {room} (<{header}>)"
+            if re.match(r"(liburing|fcntl|dirent|sys/stat)", header) and room != "io":
+                yield f"{name}: only io calls the OS for files, not {room} (<{header}>)"
+            if header.startswith("cuda") and room != "device":
+                yield f"{name}: only device names CUDA, not {room} (<{header}>)"
+
+
+def import_breaches() -> Iterator[str]:
+    """Imports against the layers of the Python package."""
+    layer_of = {module: number for number, layer in enumerate(LAYERS) for module in layer}
+    for path in sorted((ROOT / "torch_ckpt").glob("*.py")):
+        module = path.stem
+        if module not in layer_of:
+            yield f"torch_ckpt/{path.name}: stands in no layer of tests/tidy.py"
+            continue
+        tree = ast.parse(path.read_text())
+        for node in tree.body:  # Only what importing the module runs.
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+                if node.module == "torch_ckpt":
+                    names = [f"torch_ckpt.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            for name in names:
+                target = name.removeprefix("torch_ckpt.")
+                if name != target and layer_of.get(target, len(LAYERS)) >= layer_of[module]:
+                    yield f"torch_ckpt/{path.name}: must not import {target}"
+                if name.split(".")[0] == "torch" and module in WITHOUT_TORCH:
+                    yield f"torch_ckpt/{path.name}: must import without torch"
+
+
+def source_list_breaches() -> Iterator[str]:
+    """csrc/sources.txt against the sources there are."""
+    listed = (ROOT / "csrc/sources.txt").read_text().split()
+    found = [
+        p.relative_to(ROOT / "csrc").as_posix()
+        for p in cpp_files()
+        if p.suffix == ".cc" and p.parent.name != "bindings"
+    ]
+    if listed != sorted(listed):
+        yield "csrc/sources.txt: not sorted"
+    for name in sorted(set(listed) ^ set(found)):
+        yield f"csrc/sources.txt: {name} is {'missing' if name in found else 'not a source'}"
+
+
+def size_and_name_breaches() -> Iterator[str]:
+    """Files that may hold two things, and names that say nothing."""
+    for path in cpp_files() + sorted((ROOT / "torch_ckpt").rglob("*.py")):
+        name = path.relative_to(ROOT)
+        lines = len(path.read_text().splitlines())
+        if lines > MAX_LINES:
+            yield f"{name}: {lines} lines; do two things live there?"
+        if any(word in path.stem for word in VAGUE_WORDS):
+            yield f"{name}: a vague name"
+
+
+def main() -> int:
+    """Prints every breach; returns how the process should exit."""
+    breaches = [
+        *include_breaches(),
+        *import_breaches(),
+        *source_list_breaches(),
+        *size_and_name_breaches(),
+    ]
+    for breach in breaches:
+        print(breach)
+    print(f"tidy: {len(breaches)} breaches")
+    return 1 if breaches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
