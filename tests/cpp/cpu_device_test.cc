@@ -69,7 +69,12 @@ TEST(CpuDeviceTest, TransposesMatchTheOracleAroundTileEdges) {
 }
 
 TEST(CpuDeviceTest, ACopyWithoutDimensionsMovesOneElement) {
-  expect_same_as_oracle({.itemsize = 8, .src_offset = 24, .dst_offset = 3});
+  expect_same_as_oracle({.itemsize = 8,
+                         .sizes = {},
+                         .src_offset = 24,
+                         .src_strides = {},
+                         .dst_offset = 3,
+                         .dst_strides = {}});
 }
 
 TEST(CpuDeviceTest, ACopyWithoutElementsTouchesNothing) {

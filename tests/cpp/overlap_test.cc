@@ -160,7 +160,10 @@ TEST(OverlapTest, ATransposedSourceIsCutAlongItsOwnRows) {
 TEST(OverlapTest, AnElementLongerThanTheLimitIsAPartOfItsOwn) {
   const StridedCopy copy = {.itemsize = 16, .sizes = {3}, .src_strides = {16}, .dst_strides = {16}};
   EXPECT_EQ(split_by_source(copy, 1, 0).size(), 3u);
-  EXPECT_EQ(split_by_source({.itemsize = 16}, 1, 0).size(), 1u);
+  EXPECT_EQ(
+      split_by_source({.itemsize = 16, .sizes = {}, .src_strides = {}, .dst_strides = {}}, 1, 0)
+          .size(),
+      1u);
 }
 
 TEST(OverlapTest, NoElementsNeedNoBytes) {

@@ -94,24 +94,27 @@ class Ranks:
 
     def close(self) -> None:
         """Ends the ranks, and kills what has not ended by itself soon."""
-        for pipe in self._pipes:
-            pipe.close()
+        self.dismiss()
         deadline = time.monotonic() + EXIT_TIMEOUT_S
         for process in self._processes:
             process.join(max(deadline - time.monotonic(), 0))
         self.kill()
 
+    def dismiss(self) -> None:
+        """Tells the ranks to end, and returns at once."""
+        self.alive = False
+        for pipe in self._pipes:
+            pipe.close()
+
     def kill(self) -> None:
         """Kills the ranks and the processes that they started, and waits for their end."""
-        self.alive = False
+        self.dismiss()
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()  # Where it has not come to make a group of its own.
         for process in self._processes:
             process.join()
-        for pipe in self._pipes:
-            pipe.close()
         self._stack.close()
 
     def __enter__(self) -> Ranks:
@@ -166,6 +169,7 @@ class Worlds:
         with contextlib.ExitStack() as stack:
             for world in self._worlds.values():
                 stack.callback(world.close)
+                world.dismiss()  # So that they all end at the same time.
 
 
 def run_ranks(

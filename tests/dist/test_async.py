@@ -1,0 +1,154 @@
+"""Asynchronous saves hold the values of the moment they began, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import Worlds
+from states import assert_same, full_value, sharded
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from torch_ckpt import FastReader, FastWriter, StorageError
+
+pytestmark = pytest.mark.timeout(180)
+
+SAVE_TIMEOUT_S = 60
+STEPS = 3
+EXECUTORS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
+LARGE = (513, 4099)  # About 8 MB: its file is still being written when `async_save` returns.
+
+
+def state_at(step: int) -> dict[str, Any]:
+    """What is sharded, replicated and no tensor at all, of values that each step has its own."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        "model": {
+            "sharded": sharded(full_value(f"sharded {step}", LARGE, torch.float32), mesh, (Shard(0),)),
+            "replicated": full_value(f"replicated {step}", (33, 7), torch.bfloat16),
+        },
+        "step": step,
+    }
+
+
+def become(state: dict[str, Any], step: int) -> None:
+    """Overwrites the tensors of ``state`` in place, as an optimizer does."""
+    new = state_at(step)
+    for name, tensor in state["model"].items():
+        tensor.copy_(new["model"][name])
+    state["step"] = step
+
+
+def assert_saved(path: Path, step: int) -> None:
+    loaded = state_at(-1)
+    dcp.load(loaded, storage_reader=FastReader(path))
+    assert_same(local(loaded), local(state_at(step)))
+
+
+def local(state: dict[str, Any]) -> dict[str, Any]:
+    model = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state["model"].items()}
+    return {"model": model, "step": state["step"]}
+
+
+def save_while_training(path: Path, executor: str, writer_options: dict[str, Any]) -> None:
+    """Saves some steps, each while the next one overwrites the tensors and uses its own group."""
+    group = dist.new_group(backend="gloo")
+    writer = FastWriter(path / "0", **writer_options)
+    state = state_at(0)
+    for step in range(STEPS):
+        future = dcp.async_save(
+            state,
+            checkpoint_id=path / f"{step}",
+            storage_writer=writer,
+            process_group=group,
+            async_checkpointer_type=EXECUTORS[executor],
+        )
+        become(state, step + 1)
+        dist.all_reduce(torch.ones(1000))  # Training goes on with the group of its own.
+        assert isinstance(future.result(SAVE_TIMEOUT_S), Metadata)
+    for step in range(STEPS):
+        assert_saved(path / f"{step}", step)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_async_save_holds_the_values_of_when_it_was_called(
+    worlds: Worlds, tmp_path: Path, executor: str
+) -> None:
+    worlds.run(2, save_while_training, tmp_path, executor, {}, timeout_s=120)
+
+
+def test_async_save_through_several_threads_holds_the_values(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, save_while_training, tmp_path, "thread", {"thread_count": 2})
+
+
+def save_with_default_stager(path: Path, executor: str) -> None:
+    """Stages in the background; training waits for the staging only."""
+    group = dist.new_group(backend="gloo")
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    state = state_at(0)
+    for step in range(STEPS):
+        response = dcp.async_save(
+            state,
+            storage_writer=FastWriter(path / f"{step}"),
+            process_group=group,
+            async_checkpointer_type=EXECUTORS[executor],
+            async_stager=stager,
+        )
+        assert isinstance(response, AsyncSaveResponse)
+        response.staging_completion.result(SAVE_TIMEOUT_S)
+        become(state, step + 1)
+        response.upload_completion.result(SAVE_TIMEOUT_S)
+    stager.close()
+    for step in range(STEPS):
+        assert_saved(path / f"{step}", step)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_async_save_takes_a_stager_that_stages_in_the_background(
+    worlds: Worlds, tmp_path: Path, executor: str
+) -> None:
+    worlds.run(2, save_with_default_stager, tmp_path, executor, timeout_s=120)
+
+
+@contextmanager
+def full_disk(max_file_nbytes: int) -> Iterator[None]:
+    """Has every write past ``max_file_nbytes`` of a file fail with EFBIG, in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def save_onto_a_full_disk_of_rank_1(path: Path) -> dict[int, str]:
+    group = dist.new_group(backend="gloo")
+    with full_disk(1 << 20 if dist.get_rank() == 1 else resource.RLIM_INFINITY):
+        future = dcp.async_save(
+            state_at(0), storage_writer=FastWriter(path), process_group=group
+        )
+        error = future.exception(SAVE_TIMEOUT_S)
+    assert isinstance(error, CheckpointException)
+    return {rank: type(wrapped[0]).__name__ for rank, wrapped in error.failures.items()}
+
+
+def test_async_save_that_fails_on_one_rank_fails_its_future_on_every_rank(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    failures = worlds.run(2, save_onto_a_full_disk_of_rank_1, tmp_path)
+    assert failures == [{1: StorageError.__name__}] * 2
+    assert not (tmp_path / ".metadata").exists()

@@ -1,0 +1,342 @@
+"""What goes wrong on one rank reaches every rank, and harms no checkpoint that was committed."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import RankError, Worlds, run_ranks
+from states import assert_same, data_files, full_value, local_part, sharded
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from torch_ckpt import FastReader, FastWriter
+
+pytestmark = pytest.mark.timeout(120)
+
+DEADLINE_S = 30  # Within which a failure of one rank must have reached the others.
+SHAPES = {"small": (7, 5), "large": (1031, 1033)}  # The large one fills several buffers.
+PLACEMENTS = {"rows": (Shard(0),), "columns": (Shard(1),), "replicas": (Replicate(),)}
+
+
+class Failure(NamedTuple):
+    """What a rank saw of the failure of another, or of its own."""
+
+    kind: str
+    message: str
+    errno: int | None
+
+
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def state_of(version: str, placement: str) -> dict[str, Any]:
+    mesh, placements = mesh_of_all(), PLACEMENTS[placement]
+    return {
+        name: sharded(full_value(f"{name} {version}", shape, torch.float32), mesh, placements)
+        for name, shape in SHAPES.items()
+    }
+
+
+def save_version(path: Path, version: str, placement: str = "rows") -> None:
+    dcp.save(state_of(version, placement), storage_writer=FastWriter(path))
+
+
+def assert_holds(path: Path, version: str, placement: str = "rows") -> None:
+    """Loads, from values of no version."""
+    mesh, placements = mesh_of_all(), PLACEMENTS[placement]
+    loaded = state_of("of no version", placement)
+    dcp.load(loaded, storage_reader=FastReader(path))
+    expected = {
+        name: local_part(full_value(f"{name} {version}", shape, torch.float32), mesh, placements)
+        for name, shape in SHAPES.items()
+    }
+    assert_same({name: tensor.to_local() for name, tensor in loaded.items()}, expected)
+
+
+def failures_of(error: CheckpointException) -> dict[int, Failure]:
+    return {
+        rank: Failure(type(cause).__name__, str(cause), getattr(cause, "errno", None))
+        for rank, (cause, _) in error.failures.items()
+    }
+
+
+class LosingPlanner(DefaultSavePlanner):
+    """Cannot hand out one tensor."""
+
+    def __init__(self, lost: str | None) -> None:
+        super().__init__()
+        self.lost = lost
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.index.fqn == self.lost:
+            raise LookupError(f"{self.lost} is lost")
+        return super().resolve_data(write_item)
+
+
+def save_losing(path: Path, failing: int, lost: str) -> dict[int, Failure]:
+    planner = LosingPlanner(lost if dist.get_rank() == failing else None)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state_of("new", "rows"), storage_writer=FastWriter(path), planner=planner)
+    return failures_of(caught.value)
+
+
+@pytest.mark.parametrize("lost", SHAPES)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_planner_that_fails_on_one_rank_fails_every_rank_and_keeps_the_old_checkpoint(
+    worlds: Worlds, tmp_path: Path, failing: int, lost: str
+) -> None:
+    worlds.run(2, save_version, tmp_path, "old")
+    before = data_files(tmp_path)
+
+    seen = worlds.run(2, save_losing, tmp_path, failing, lost, timeout_s=DEADLINE_S)
+
+    assert seen == [{failing: Failure("LookupError", f"{lost} is lost", None)}] * 2
+    assert not [n for n in data_files(tmp_path) - before if n.startswith(f"__{failing}_")]
+    worlds.run(2, assert_holds, tmp_path, "old")
+    worlds.run(2, save_version, tmp_path, "newer")  # Nothing is left in the way of the next.
+    worlds.run(2, assert_holds, tmp_path, "newer")
+    assert len(data_files(tmp_path)) == 2
+
+
+def save_onto_a_full_disk(path: Path, failing: int, threads: int) -> dict[int, Failure]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    writer = FastWriter(path, thread_count=threads)
+    try:
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state_of("new", "rows"), storage_writer=writer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return failures_of(caught.value)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_full_disk_of_one_rank_fails_every_rank_and_keeps_the_old_checkpoint(
+    worlds: Worlds, tmp_path: Path, failing: int, threads: int
+) -> None:
+    worlds.run(2, save_version, tmp_path, "old")
+    before = data_files(tmp_path)
+
+    seen = worlds.run(2, save_onto_a_full_disk, tmp_path, failing, threads, timeout_s=DEADLINE_S)
+
+    assert seen[0] == seen[1]
+    assert seen[0].keys() == {failing}
+    failure = seen[0][failing]
+    assert (failure.kind, failure.errno) == ("StorageError", errno.EFBIG)
+    assert str(tmp_path) in failure.message
+    # The thread of the other file may well have finished it.
+    partial = [n for n in data_files(tmp_path) - before if n.startswith(f"__{failing}_")]
+    assert len(partial) < threads
+    worlds.run(2, assert_holds, tmp_path, "old")
+
+
+def load_failing(path: Path, placement: str) -> dict[int, Failure]:
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state_of("of no version", placement), storage_reader=FastReader(path))
+    return failures_of(caught.value)
+
+
+@pytest.mark.parametrize(("placement", "needing"), [("rows", {1}), ("columns", {0, 1})])
+def test_missing_data_file_fails_every_rank_and_names_those_that_need_it(
+    worlds: Worlds, tmp_path: Path, placement: str, needing: set[int]
+) -> None:
+    worlds.run(2, save_version, tmp_path, "old")
+    (missing,) = tmp_path.glob("__1_*.distcp")
+    missing.unlink()
+
+    seen = worlds.run(2, load_failing, tmp_path, placement, timeout_s=DEADLINE_S)
+
+    assert seen[0] == seen[1]
+    assert seen[0].keys() == needing
+    for failure in seen[0].values():
+        assert (failure.kind, failure.errno) == ("NotFoundError", errno.ENOENT)
+        assert missing.name in failure.message
+
+
+@pytest.mark.parametrize(("placement", "needing"), [("rows", {1}), ("columns", {0, 1})])
+def test_truncated_data_file_fails_every_rank_and_names_those_that_need_it(
+    worlds: Worlds, tmp_path: Path, placement: str, needing: set[int]
+) -> None:
+    worlds.run(2, save_version, tmp_path, "old")
+    (short,) = tmp_path.glob("__1_*.distcp")
+    with short.open("r+b") as file:
+        file.truncate(short.stat().st_size // 2)
+
+    seen = worlds.run(2, load_failing, tmp_path, placement, timeout_s=DEADLINE_S)
+
+    assert seen[0] == seen[1]
+    assert seen[0].keys() == needing
+    for failure in seen[0].values():
+        assert failure.kind == "CorruptionError"
+        assert short.name in failure.message
+
+
+def test_directory_without_a_checkpoint_fails_every_rank(worlds: Worlds, tmp_path: Path) -> None:
+    seen = worlds.run(2, load_failing, tmp_path / "empty", "rows", timeout_s=DEADLINE_S)
+    assert seen[0] == seen[1]
+    assert seen[0].keys() == {0, 1}
+    assert all("no checkpoint is committed" in failure.message for failure in seen[0].values())
+
+
+def refuse_overwrite(path: Path) -> dict[int, Failure]:
+    writer = FastWriter(path, overwrite=False)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state_of("new", "rows"), storage_writer=writer)
+    return failures_of(caught.value)
+
+
+def test_refused_overwrite_fails_every_rank_and_keeps_the_old_checkpoint(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, save_version, tmp_path, "old")
+    before = data_files(tmp_path)
+    seen = worlds.run(2, refuse_overwrite, tmp_path, timeout_s=DEADLINE_S)
+    assert seen[0] == seen[1]
+    assert {failure.kind for failure in seen[0].values()} == {"FileExistsError"}
+    assert data_files(tmp_path) == before
+    worlds.run(2, assert_holds, tmp_path, "old")
+
+
+@pytest.mark.parametrize("placement", ["rows", "replicas"])
+@pytest.mark.parametrize(("first", "second"), [(4, 2), (2, 4), (3, 1)])
+def test_overwriting_from_another_world_size_leaves_no_file_of_the_first(
+    worlds: Worlds, tmp_path: Path, first: int, second: int, placement: str
+) -> None:
+    worlds.run(first, save_version, tmp_path, "old", placement)
+    before = data_files(tmp_path)
+
+    worlds.run(second, save_version, tmp_path, "new", placement)
+
+    after = data_files(tmp_path)
+    assert not after & before
+    assert {name.split("_")[2] for name in after} <= {str(rank) for rank in range(second)}
+    worlds.run(3, assert_holds, tmp_path, "new")
+    worlds.run(2, assert_holds, tmp_path, "new", "columns")
+
+
+def own_state(rank: int, version: int) -> dict[str, Any]:
+    """Under the same names on each rank, other values and shapes."""
+    name = f"{rank} {version}"
+    return {
+        "tensor": full_value(name, (3 + rank, 5), torch.float32),
+        "note": {"of": name, "tags": ["a", name]},
+    }
+
+
+def save_uncoordinated(path: Path, version: int) -> None:
+    state = own_state(dist.get_rank(), version)
+    dcp.save(state, storage_writer=FastWriter(path), use_collectives=False)
+
+
+def load_uncoordinated(path: Path, version: int) -> None:
+    state = own_state(dist.get_rank(), -1)
+    dcp.load(state, storage_reader=FastReader(path))
+    assert_same(state, own_state(dist.get_rank(), version))
+
+
+def test_ranks_that_save_without_collectives_load_each_its_own(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    for version in range(2):
+        worlds.run(2, save_uncoordinated, tmp_path, version)
+        worlds.run(2, load_uncoordinated, tmp_path, version)
+        metadata = {name for name in data_files(tmp_path) if name.endswith(".metadata")}
+        assert metadata == {"__0.metadata", "__1.metadata"}
+        assert len(data_files(tmp_path) - metadata) == 2, "files of the version before are left"
+    assert not (tmp_path / ".metadata").exists()
+
+
+CACHED_SAVES = 3
+
+
+def save_with_cached_plans(paths: list[Path], reuse_writer: bool, changed: int | None) -> None:
+    """Saves to each path in turn; from save ``changed`` on, rank 1 has another tensor as well."""
+    forget_plans()
+    writer = FastWriter(paths[0])
+    for version, path in enumerate(paths):
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        state = cached_state(f"{version}", more=changed is not None and version >= changed)
+        if not reuse_writer:
+            writer = FastWriter(path)
+        dcp.save(state, checkpoint_id=path, storage_writer=writer, planner=planner)
+        assert_cached(path, version, changed)
+    for version, path in enumerate(paths):
+        assert_cached(path, paths.index(path) if len(set(paths)) > 1 else len(paths) - 1, changed)
+    forget_plans()
+
+
+def cached_state(version: str, *, more: bool) -> dict[str, Any]:
+    state = state_of(version, "rows")
+    state["common"] = full_value(f"common {version}", (9,), torch.int16)
+    state["version"] = version
+    if more and dist.get_rank() == 1:
+        state["more"] = full_value(f"more {version}", (4, 4), torch.float32)
+    return state
+
+
+def assert_cached(path: Path, version: int, changed: int | None) -> None:
+    more = changed is not None and version >= changed
+    loaded = cached_state("none", more=more)
+    dcp.load(loaded, storage_reader=FastReader(path))
+    expected = cached_state(f"{version}", more=more)
+    for state in (loaded, expected):
+        state |= {name: state[name].to_local() for name in SHAPES}
+    assert_same(loaded, expected)
+
+
+def forget_plans() -> None:
+    """Clears what stock planners cache for the life of a process."""
+    for name in (
+        "_cached_save_plan",
+        "_cached_final_save_plan",
+        "_cached_all_plans",
+        "_cached_global_plan",
+        "_cached_metadata",
+    ):
+        getattr(SavePlanner, name).clear()
+
+
+@pytest.mark.parametrize("reuse_writer", [False, True], ids=["new_writers", "one_writer"])
+@pytest.mark.parametrize("changed", [None, 1, 2], ids=lambda at: f"changed_{at}")
+@pytest.mark.parametrize("directories", [1, CACHED_SAVES])
+def test_cached_plans_save_the_values_of_each_save(
+    worlds: Worlds, tmp_path: Path, directories: int, changed: int | None, reuse_writer: bool
+) -> None:
+    paths = [tmp_path / f"{number % directories}" for number in range(CACHED_SAVES)]
+    worlds.run(2, save_with_cached_plans, paths, reuse_writer, changed)
+    for path in set(paths):
+        assert len(data_files(path)) == 2
+
+
+def fail_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise LookupError("rank 1 has lost something")
+    dist.barrier()
+
+
+def test_launcher_raises_the_traceback_of_a_rank_and_ends_those_that_wait_for_it() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1 raised.*in fail_on_rank_1.*lost something"):
+        run_ranks(2, fail_on_rank_1)
+
+
+def wait_for_rank_1() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def test_launcher_ends_ranks_that_run_out_of_time() -> None:
+    with pytest.raises(RankError, match=r"ranks \[0\] were not done"):
+        run_ranks(2, wait_for_rank_1, timeout_s=DEADLINE_S / 2)
