@@ -16,9 +16,7 @@
 #include <vector>
 
 #include "base/status.h"
-#include "engine/live_tensor.h"
-#include "engine/read_stream.h"
-#include "geometry/box.h"
+#include "engine/load_batch.h"
 #include "io/file_system.h"
 
 namespace torch_ckpt {
@@ -28,37 +26,6 @@ struct LoadOptions {
   int64_t block_nbytes = int64_t{4} << 20;    // The longest single read through a buffer.
   int threads = 2;
   bool verify = true;  // Whether payloads that are read whole are checked against their CRC.
-};
-
-// One slice of a data file; `name` is the FQN it belongs to, for messages.
-struct StoredSlice {
-  std::string file;  // Relative to the checkpoint's directory.
-  int64_t offset = 0;
-  int64_t nbytes = 0;
-  std::string name;
-};
-
-// `box` of the stored tensor is wanted in `live`, which has the box's sizes and the stored dtype.
-struct TensorRequest {
-  StoredSlice slice;
-  Box box;
-  LiveTensor live;
-};
-
-enum class Outcome : uint8_t {
-  kLoaded,
-  kNeedsTorch,  // Sound, but not a plain tensor of the live dtype: nothing was written to `live`.
-};
-
-// The raw bytes of one slice.
-struct LoadedBytes {
-  std::unique_ptr<std::byte[]> data;
-  int64_t nbytes = 0;
-};
-
-struct LoadResult {
-  std::vector<Outcome> outcomes;   // One for each tensor request.
-  std::vector<LoadedBytes> bytes;  // One for each slice that was asked for raw.
 };
 
 // Used by one thread at a time; runs threads of its own inside `run`.

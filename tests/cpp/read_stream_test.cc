@@ -145,7 +145,8 @@ TEST(ReadStreamTest, WhatThePageCacheHoldsIsReadThroughItAndAllElseDirectly) {
     ASSERT_OK(make_stream(fs)->run(wanted, a.checker(wanted, consumed)));
     EXPECT_EQ(fs.count(Operation::Kind::kRead), 2);
     for (const Operation& operation : fs.operations()) {
-      if (operation.kind == Operation::Kind::kRead) EXPECT_EQ(operation.direct, !resident);
+      const bool read = operation.kind == Operation::Kind::kRead;
+      EXPECT_EQ(operation.direct, read && !resident);
     }
   }
 }

@@ -236,7 +236,7 @@ TEST(SaveJobTest, AnyFailedOperationLeavesNoFileAndFreesEveryBlock) {
     if (!fs.clear_fault()) {
       ASSERT_OK(status);
       EXPECT_THAT(fs.paths(), ElementsAre(kPath));
-      EXPECT_GT(n, 20);  // The fault has been everywhere.
+      EXPECT_GT(n, 15);  // The fault has been everywhere.
       return;
     }
     EXPECT_CODE(status, StatusCode::kStorage);

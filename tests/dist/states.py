@@ -13,7 +13,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Shard
 
 from torch_ckpt import FastReader, FastWriter
 
-__all__ = ["READERS", "WRITERS", "assert_same", "flat", "full_value", "local_part", "sharded"]
+__all__ = ["READERS", "WRITERS", "assert_same", "data_files", "full_value", "local_part", "sharded"]
 
 WRITERS: dict[str, type[StorageWriter]] = {"fast": FastWriter, "stock": FileSystemWriter}
 READERS: dict[str, type[StorageReader]] = {"fast": FastReader, "stock": FileSystemReader}
@@ -42,28 +42,24 @@ def local_part(
     return part
 
 
-def sharded(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """A DTensor whose local tensor is a copy of this rank's part, strided as the view was."""
+def sharded(
+    full: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    *,
+    as_view: bool = True,
+) -> DTensor:
+    """A DTensor of this rank's part: a view into a copy of ``full``, or else a tensor by itself."""
     part = local_part(full.clone(), mesh, placements)
+    part = part if as_view else part.clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
         part, mesh, placements, run_check=False, shape=full.size(), stride=full.stride()
     )
 
 
-def flat(state: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested state dict as one of dotted names."""
-    if isinstance(state, dict):
-        parts = [flat(value, f"{prefix}{key}.") for key, value in state.items()]
-    elif isinstance(state, list):
-        parts = [flat(value, f"{prefix}{number}.") for number, value in enumerate(state)]
-    else:
-        return {prefix.rstrip("."): state}
-    return {name: value for part in parts for name, value in part.items()}
-
-
 def assert_same(actual: Any, expected: Any) -> None:
     """Asserts that two nested state dicts are equal, their tensors bit for bit."""
-    found, wanted = flat(actual), flat(expected)
+    found, wanted = _flat(actual), _flat(expected)
     assert found.keys() == wanted.keys()
     for name, want in wanted.items():
         got = found[name]
@@ -81,3 +77,14 @@ def data_files(path: Path) -> set[str]:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested state dict as one of dotted names."""
+    if isinstance(state, dict):
+        parts = [_flat(value, f"{prefix}{key}.") for key, value in state.items()]
+    elif isinstance(state, list):
+        parts = [_flat(value, f"{prefix}{number}.") for number, value in enumerate(state)]
+    else:
+        return {prefix.rstrip("."): state}
+    return {name: value for part in parts for name, value in part.items()}

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.serialization import config as serialization_config
 
-from torch_ckpt import FastReader, FastWriter
+from torch_ckpt import FastReader, FastWriter, IoOptions
 
 SMALL_ALIGNMENT = 64  # csrc/plan/layout.h
 LARGE_ALIGNMENT = 4096
@@ -277,6 +277,16 @@ def test_stock_checkpoints_of_other_alignments_load(
     loaded = load(blank(state["tensors"]), FastReader(tmp_path), planner=CuttingLoadPlanner(rng))
 
     assert differences(state["tensors"], loaded) == []
+
+
+def test_stock_frames_longer_than_a_block_load(tmp_path: Path, rng: random.Random) -> None:
+    state = {"large": torch.randn(300, 1000), "small": torch.randn(3), "medium": torch.randn(9000)}
+    with serialization_config.patch({"save.storage_alignment": 256 << 10}):
+        save(state, FileSystemWriter(tmp_path))
+
+    io = IoOptions(buffer_nbytes=128 << 10, block_nbytes=64 << 10)
+
+    assert differences(state, load(blank(state), FastReader(tmp_path, io=io))) == []
 
 
 def test_settings_of_torch_save_do_not_change_what_we_write(

@@ -682,3 +682,12 @@ def test_model_state_loads_in_place(tmp_path: Path, rng: random.Random) -> None:
     load(get_model_state_dict(other), FastReader(tmp_path))
 
     assert differences(dict(model.state_dict()), dict(other.state_dict())) == []
+
+
+def test_more_files_than_are_open_at_a_time_load(tmp_path: Path, rng: random.Random) -> None:
+    state = {str(i): random_tensor([rng.randrange(60_000)], torch.uint8) for i in range(300)}
+    writer = FastWriter(tmp_path, single_file_per_rank=False, thread_count=2, sync_files=False)
+    save(state, writer)
+
+    assert len(data_files(tmp_path)) == 300
+    assert loads(tmp_path, state) == []

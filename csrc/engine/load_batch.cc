@@ -1,0 +1,216 @@
+#include "engine/load_batch.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <new>
+#include <utility>
+
+#include "base/crc.h"
+#include "format/zip_frame.h"
+#include "geometry/overlap.h"
+
+namespace torch_ckpt {
+namespace {
+
+// Slices up to this long are read whole, frame and all; of longer ones the frame is read first.
+constexpr int64_t kWholeSliceNbytes = int64_t{128} << 10;
+
+// Rows of a stored tensor with a gap up to this between them are read as one range.
+constexpr int64_t kMaxRowGap = int64_t{32} << 10;
+
+Dims in_bytes(const std::vector<int64_t>& strides, int64_t itemsize) {
+  Dims out(strides.begin(), strides.end());
+  for (int64_t& stride : out) stride *= itemsize;
+  return out;
+}
+
+// Whether the copy is one run of bytes on both sides.
+bool is_one_run(const StridedCopy& copy) {
+  const StridedCopy simple = simplified(copy);
+  return simple.sizes.empty() ||
+         (simple.sizes.size() == 1 && simple.src_strides[0] == copy.itemsize &&
+          simple.dst_strides[0] == copy.itemsize);
+}
+
+}  // namespace
+
+LoadBatch::LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files, bool verify,
+                     std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
+                     LoadResult& result)
+    : stream_(stream),
+      files_(files),
+      verify_(verify),
+      tensors_(tensors),
+      bytes_(bytes),
+      result_(result),
+      whole_slice_nbytes_(std::min(kWholeSliceNbytes, stream.max_range_nbytes())) {}
+
+Status LoadBatch::check_extent(const StoredSlice& slice) const {
+  const int64_t file_nbytes = files_.find(slice.file)->second.nbytes;
+  if (range_within(slice.offset, slice.nbytes, file_nbytes)) return ok_status();
+  return corruption("cannot read ", describe(slice), ": the file is ", file_nbytes, " bytes long");
+}
+
+Status LoadBatch::run(const std::vector<int64_t>& tensor_indices,
+                      const std::vector<int64_t>& byte_indices) {
+  for (const int64_t i : tensor_indices) RETURN_IF_ERROR(check_extent(tensor(i).slice));
+  for (const int64_t i : byte_indices) {
+    RETURN_IF_ERROR(check_extent(bytes_[static_cast<size_t>(i)]));
+  }
+  std::vector<SliceInFile> framed;
+  for (const int64_t i : tensor_indices) {
+    const StoredSlice& slice = tensor(i).slice;
+    if (slice.nbytes > whole_slice_nbytes_) framed.push_back({&slice, file_of(slice)});
+  }
+  ASSIGN_OR_RETURN(frames_, read_frames(stream_, framed));
+
+  for (const int64_t i : tensor_indices) {
+    if (tensor(i).slice.nbytes > whole_slice_nbytes_) RETURN_IF_ERROR(plan_tensor(i));
+  }
+  for (const int64_t i : tensor_indices) {
+    const StoredSlice& slice = tensor(i).slice;
+    if (slice.nbytes > whole_slice_nbytes_) continue;
+    whole_slices_.push_back(i);
+    wanted_.push_back({file_of(slice), {slice.offset, slice.offset + slice.nbytes}, nullptr});
+  }
+  for (const int64_t i : byte_indices) RETURN_IF_ERROR(plan_bytes(i));
+
+  RETURN_IF_ERROR(
+      stream_.run(wanted_, [this](int64_t index, Bytes bytes) { return consume(index, bytes); }));
+  return verify_payloads();
+}
+
+// Whether this engine copies the stored tensor itself. False leaves the request to torch.
+Result<bool> LoadBatch::accepts(int64_t request, const StoredTensor& stored) {
+  const TensorRequest& wanted = tensor(request);
+  if (stored.dtype != wanted.live.dtype) {
+    leave_to_torch(request);
+    return false;
+  }
+  if (!lies_within(wanted.box, stored.sizes)) {
+    return mismatch("cannot read ", to_string(wanted.box), " of ", describe(wanted.slice),
+                    ": the stored tensor has sizes ", to_string(stored.sizes));
+  }
+  return true;
+}
+
+Status LoadBatch::plan_tensor(int64_t request) {
+  const TensorRequest& wanted = tensor(request);
+  const auto& frame = frames_.find({wanted.slice.file, wanted.slice.offset})->second;
+  if (!frame.has_value()) {
+    leave_to_torch(request);
+    return ok_status();
+  }
+  const StoredTensor& stored = *frame;
+  ASSIGN_OR_RETURN(const bool accepted, accepts(request, stored));
+  if (!accepted) return ok_status();
+
+  const int64_t size = itemsize(stored.dtype);
+  const int64_t payload = wanted.slice.offset + stored.payload_offset;
+  const StridedCopy copy = copy_of_box(wanted.box, size, payload + stored.storage_offset * size,
+                                       in_bytes(stored.strides, size), wanted.live.strides);
+
+  const auto first = static_cast<int64_t>(pieces_.size());
+  int64_t tiled_until = payload;  // How far the pieces cover the payload without a gap.
+  for (StridedCopy& part : split_by_source(copy, stream_.max_range_nbytes(), kMaxRowGap)) {
+    const ByteRange range = source_range(part);
+    if (range.begin == tiled_until) tiled_until = range.end;
+    const bool one_run = is_one_run(part);
+    std::byte* destination = one_run ? wanted.live.data + part.dst_offset : nullptr;
+    wanted_.push_back({file_of(wanted.slice), range, destination});
+    pieces_.push_back({request, std::move(part), one_run});
+  }
+  const auto last = static_cast<int64_t>(pieces_.size());
+  const bool whole = tiled_until == payload + stored.payload_nbytes;
+  // torch.save leaves 0 where it was told not to compute checksums.
+  if (verify_ && whole && stored.payload_crc != 0) {
+    whole_payloads_.push_back({first, last, stored.payload_crc});
+  }
+  return ok_status();
+}
+
+Status LoadBatch::plan_bytes(int64_t request) {
+  const StoredSlice& slice = bytes_[static_cast<size_t>(request)];
+  LoadedBytes& loaded = result_.bytes[static_cast<size_t>(request)];
+  loaded.data.reset(new (std::nothrow) std::byte[static_cast<size_t>(slice.nbytes)]);
+  if (loaded.data == nullptr) {
+    return with_slice(errno_status(ENOMEM, "cannot allocate its bytes"), slice);
+  }
+  loaded.nbytes = slice.nbytes;
+  const int64_t most = stream_.max_range_nbytes();
+  for (int64_t begin = 0; begin < slice.nbytes; begin += most) {
+    const int64_t end = std::min(begin + most, slice.nbytes);
+    wanted_.push_back(
+        {file_of(slice), {slice.offset + begin, slice.offset + end}, loaded.data.get() + begin});
+  }
+  return ok_status();
+}
+
+Status LoadBatch::consume(int64_t index, Bytes bytes) {
+  if (index < static_cast<int64_t>(pieces_.size())) {
+    return consume_piece(pieces_[static_cast<size_t>(index)], bytes);
+  }
+  const int64_t slice_index = index - static_cast<int64_t>(pieces_.size());
+  if (slice_index < static_cast<int64_t>(whole_slices_.size())) {
+    return consume_whole_slice(whole_slices_[static_cast<size_t>(slice_index)], bytes);
+  }
+  std::byte* destination = wanted_[static_cast<size_t>(index)].destination;
+  if (bytes.data() != destination) std::copy(bytes.begin(), bytes.end(), destination);
+  return ok_status();
+}
+
+Status LoadBatch::consume_piece(Piece& piece, Bytes bytes) const {
+  const LiveTensor& live = tensor(piece.request).live;
+  std::byte* destination = live.data + piece.copy.dst_offset;
+  if (piece.one_run && bytes.data() != destination) {
+    piece.crc = live.device->copy_and_checksum(bytes, {destination, bytes.size()}, 0);
+    return ok_status();
+  }
+  if (!piece.one_run) {
+    StridedCopy copy = piece.copy;
+    copy.src_offset = 0;  // The first source byte is the first of `bytes`.
+    live.device->copy(copy, bytes.data(), live.data);
+  }
+  if (verify_) piece.crc = crc32(0, bytes);
+  return ok_status();
+}
+
+Status LoadBatch::consume_whole_slice(int64_t request, Bytes bytes) {
+  const TensorRequest& wanted = tensor(request);
+  const Result<StoredTensor> parsed = parse_frame(bytes, bytes, ssize(bytes));
+  if (parsed.status().code() == StatusCode::kUnsupported) {
+    leave_to_torch(request);
+    return ok_status();
+  }
+  if (!parsed.ok()) return with_slice(parsed.status(), wanted.slice);
+  const StoredTensor& stored = *parsed;
+  ASSIGN_OR_RETURN(const bool accepted, accepts(request, stored));
+  if (!accepted) return ok_status();
+
+  const Bytes payload = slice(bytes, stored.payload_offset, stored.payload_nbytes);
+  if (verify_ && stored.payload_crc != 0 && crc32(0, payload) != stored.payload_crc) {
+    return corruption("cannot read ", describe(wanted.slice), ": its checksum does not match");
+  }
+  const int64_t size = itemsize(stored.dtype);
+  wanted.live.device->copy(copy_of_box(wanted.box, size, stored.storage_offset * size,
+                                       in_bytes(stored.strides, size), wanted.live.strides),
+                           payload.data(), wanted.live.data);
+  return ok_status();
+}
+
+Status LoadBatch::verify_payloads() const {
+  for (const WholePayload& whole : whole_payloads_) {
+    uint32_t crc = 0;
+    for (int64_t i = whole.first; i < whole.last; ++i) {
+      const Piece& piece = pieces_[static_cast<size_t>(i)];
+      crc = crc32_combine(crc, piece.crc, source_range(piece.copy).nbytes());
+    }
+    if (crc == whole.crc) continue;
+    const Piece& piece = pieces_[static_cast<size_t>(whole.first)];
+    return corruption("cannot read ", describe(tensor(piece.request).slice),
+                      ": its checksum does not match");
+  }
+  return ok_status();
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,111 @@
+#pragma once
+
+// What a load wants, and one batch of it: the requests whose files are open. LoadJob opens the
+// files, a batch at a time; everything between a request and its tensor's bytes happens here.
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/live_tensor.h"
+#include "engine/read_stream.h"
+#include "engine/stored_frames.h"
+#include "geometry/box.h"
+
+namespace torch_ckpt {
+
+// `box` of the stored tensor is wanted in `live`, which has the box's sizes and the stored dtype.
+struct TensorRequest {
+  StoredSlice slice;
+  Box box;
+  LiveTensor live;
+};
+
+enum class Outcome : uint8_t {
+  kLoaded,
+  kNeedsTorch,  // Sound, but not a plain tensor of the live dtype: nothing was written to `live`.
+};
+
+// The raw bytes of one slice.
+struct LoadedBytes {
+  std::unique_ptr<std::byte[]> data;
+  int64_t nbytes = 0;
+};
+
+struct LoadResult {
+  std::vector<Outcome> outcomes;   // One for each tensor request.
+  std::vector<LoadedBytes> bytes;  // One for each slice that was asked for raw.
+};
+
+struct OpenFile {
+  std::unique_ptr<File> file;
+  int64_t nbytes = 0;
+};
+
+// One run over files that are all open. Made, run once and dropped.
+class LoadBatch {
+ public:
+  LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files, bool verify,
+            std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
+            LoadResult& result);
+
+  // `tensor_indices` and `byte_indices` are the requests of this batch.
+  Status run(const std::vector<int64_t>& tensor_indices, const std::vector<int64_t>& byte_indices);
+
+ private:
+  // One cut of a large tensor request.
+  struct Piece {
+    int64_t request;
+    StridedCopy copy;  // Source offsets count from the start of the file.
+    bool one_run;      // Whether it is one run of bytes on both sides.
+    uint32_t crc = 0;
+  };
+
+  // The pieces [first, last) are the whole payload of a slice, in order.
+  struct WholePayload {
+    int64_t first;
+    int64_t last;
+    uint32_t crc;
+  };
+
+  Status check_extent(const StoredSlice& slice) const;
+  Status plan_tensor(int64_t request);
+  Status plan_bytes(int64_t request);
+  Result<bool> accepts(int64_t request, const StoredTensor& stored);
+  Status consume(int64_t index, Bytes bytes);
+  Status consume_piece(Piece& piece, Bytes bytes) const;
+  Status consume_whole_slice(int64_t request, Bytes bytes);
+  Status verify_payloads() const;
+
+  File* file_of(const StoredSlice& slice) const {
+    return files_.find(slice.file)->second.file.get();
+  }
+  const TensorRequest& tensor(int64_t request) const {
+    return tensors_[static_cast<size_t>(request)];
+  }
+  void leave_to_torch(int64_t request) {
+    result_.outcomes[static_cast<size_t>(request)] = Outcome::kNeedsTorch;
+  }
+
+  ReadStream& stream_;
+  const std::map<std::string, OpenFile>& files_;
+  const bool verify_;
+  std::span<const TensorRequest> tensors_;
+  std::span<const StoredSlice> bytes_;
+  LoadResult& result_;
+  const int64_t whole_slice_nbytes_;  // Slices up to this long are read whole.
+
+  Frames frames_;
+
+  // What is wanted, in the order of `wanted_`: pieces, then whole slices, then raw bytes.
+  std::vector<WantedRange> wanted_;
+  std::vector<Piece> pieces_;
+  std::vector<int64_t> whole_slices_;  // Requests.
+  std::vector<WholePayload> whole_payloads_;
+};
+
+}  // namespace torch_ckpt
