@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _native
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.tensors import DTYPE_CODES, to_plain
+from torch_ckpt.tensors import DTYPE_CODES, is_temporary, to_plain
 
 __all__ = ["write_data_file"]
 
@@ -93,7 +93,7 @@ def _write_laid_out(
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"the planner resolved {item.index.fqn!r} to a {type(tensor)}")
         kind = _native.tensor_kind(tensor)
-        temporary = _native.is_temporary(tensor)
+        temporary = is_temporary(tensor)
         if kind == _native.TensorKind.NEEDS_COPY:
             tensor = to_plain(tensor)
             temporary = True

@@ -7,7 +7,10 @@ All of them pickle, since DCP gathers exceptions across ranks; DCP raises them w
 
 from __future__ import annotations
 
+import contextlib
 import errno as _errno
+import pickle
+from collections.abc import Iterator
 
 __all__ = [
     "CancelledError",
@@ -17,6 +20,7 @@ __all__ = [
     "NotFoundError",
     "StorageError",
     "UnsupportedError",
+    "portable_errors",
 ]
 
 
@@ -67,3 +71,21 @@ class UnsupportedError(CheckpointError, NotImplementedError):
 
 class CancelledError(CheckpointError):
     """Stopped because another part of the save or load failed."""
+
+
+@contextlib.contextmanager
+def portable_errors() -> Iterator[None]:
+    """Lets an exception out only if it survives pickling, else a :class:`CheckpointError` for it.
+
+    DCP gathers a rank's exception by pickling; one that cannot be unpickled (of a class whose
+    arguments are not its ``args``) would fail the coordinator alone and leave the other ranks
+    waiting.
+    """
+    try:
+        yield
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            raise CheckpointError(f"{type(error).__qualname__}: {error}") from error
+        raise

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torch_ckpt import _native
-from torch_ckpt.errors import CorruptionError, MismatchError, NotFoundError
+from torch_ckpt.errors import CorruptionError, MismatchError, NotFoundError, portable_errors
 from torch_ckpt.metadata import load_metadata
 from torch_ckpt.options import IoOptions, useful_buffer_nbytes
-from torch_ckpt.tensors import DTYPE_CODES, gc_paused
+from torch_ckpt.tensors import DTYPE_CODES, gc_paused, is_temporary
 
 __all__ = ["FastReader"]
 
@@ -139,7 +139,7 @@ class FastReader(StorageReader):
         """Reads every item of the plan into place."""
         if self._metadata is None:
             raise RuntimeError("read_data was called before set_up_storage_reader")
-        with gc_paused():
+        with gc_paused(), portable_errors():
             _Load(self, self._metadata, planner).run(plan.items)
         future: Future[None] = Future()
         future.set_result(None)
@@ -212,7 +212,7 @@ class _Load:
         held_nbytes = 0
         for item, stored, dtype in tensors:
             resolved = self.planner.resolve_tensor(item)
-            temporary = _native.is_temporary(resolved)
+            temporary = is_temporary(resolved)
             target = resolved.detach()
             if target.size() != item.lengths:
                 raise _shape_mismatch(item, target, item.lengths)

@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from torch_ckpt import _native
 from torch_ckpt.data_file import write_data_file
-from torch_ckpt.errors import StorageError, UnsupportedError
+from torch_ckpt.errors import StorageError, UnsupportedError, portable_errors
 from torch_ckpt.metadata import dump_metadata
 from torch_ckpt.options import IoMode, IoOptions, useful_buffer_nbytes
 from torch_ckpt.tensors import gc_paused
@@ -187,40 +187,17 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         else:
             parts = [[item] for item in plan.items]
         prefix = plan.storage_data.prefix
-        workers = min(self.thread_count, max(len(parts), 1))
-        pools = self._buffer_pools(workers, sum(map(_item_nbytes, plan.items)))
-
-        names = [f"{prefix}{number}_{self.save_id}.distcp" for number in range(len(parts))]
-
-        def write_every(first: int) -> list[WriteResult]:
-            results: list[WriteResult] = []
-            for number in range(first, len(parts), workers):
-                written, self.io_mode = write_data_file(
-                    self.path,
-                    names[number],
-                    parts[number],
-                    planner,
-                    pool=pools[first],
-                    io=self.io,
-                    sync=self.sync_files,
-                    transforms=self.transforms,
-                )
-                results += written
-            return results
-
-        try:
-            with gc_paused():
-                if workers == 1:
-                    results = write_every(0)
-                else:
-                    with ThreadPoolExecutor(workers, "torch_ckpt-write") as executor:
-                        written = executor.map(write_every, range(workers))
-                        results = list(itertools.chain.from_iterable(written))
-        except BaseException:
-            _remove_files(self.path, names)
-            raise
+        files = {
+            f"{prefix}{number}_{self.save_id}.distcp": part
+            for number, part in enumerate(part for part in parts if part)
+        }
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        with gc_paused(), portable_errors():
+            try:
+                future.set_result(self._write_files(files, planner))
+            except BaseException:
+                _remove_files(self.path, files)
+                raise
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -240,6 +217,37 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             self.sync_files,
         )
         self._remove_stale_files(files)
+
+    def _write_files(
+        self, files: dict[str, list[WriteItem]], planner: SavePlanner
+    ) -> list[WriteResult]:
+        """Writes files of the given names and items, ``thread_count`` at a time."""
+        workers = min(self.thread_count, len(files))
+        if workers == 0:
+            return []
+        items = itertools.chain.from_iterable(files.values())
+        pools = self._buffer_pools(workers, sum(map(_item_nbytes, items)))
+
+        def write_every(first: int) -> list[WriteResult]:
+            results: list[WriteResult] = []
+            for name in list(files)[first::workers]:
+                written, self.io_mode = write_data_file(
+                    self.path,
+                    name,
+                    files[name],
+                    planner,
+                    pool=pools[first],
+                    io=self.io,
+                    sync=self.sync_files,
+                    transforms=self.transforms,
+                )
+                results += written
+            return results
+
+        if workers == 1:
+            return write_every(0)
+        with ThreadPoolExecutor(workers, "torch_ckpt-write") as executor:
+            return list(itertools.chain.from_iterable(executor.map(write_every, range(workers))))
 
     def _metadata_name(self) -> str:
         if self.use_collectives or self.rank is None:

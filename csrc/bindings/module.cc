@@ -61,7 +61,7 @@ PYBIND11_MODULE(_native, module) {
   module.attr("DTYPE_NAMES") = dtype_names();
   module.def("tensor_kind", &tensor_kind, py::arg("tensor"));
   module.def("is_loadable", &is_loadable, py::arg("tensor"));
-  module.def("is_temporary", &is_temporary, py::arg("tensor"));
+  module.def("has_own_storage", &has_own_storage, py::arg("tensor"));
   module.def("commit_metadata", &commit, py::arg("directory"), py::arg("name"), py::arg("metadata"),
              py::arg("save_id"), py::arg("sync"));
   module.def("create_directories", &create_directories, py::arg("path"));

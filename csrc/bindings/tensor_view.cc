@@ -93,10 +93,7 @@ bool is_loadable(py::handle object) {
   return kind_of(object, tensor) == TensorKind::kPlain && !is_expanded(tensor);
 }
 
-bool is_temporary(py::handle tensor) {
-  // One reference is the caller's variable, one the argument list of the call that led here.
-  return Py_REFCNT(tensor.ptr()) <= 2 && unpack(tensor).storage().use_count() == 1;
-}
+bool has_own_storage(py::handle tensor) { return unpack(tensor).storage().use_count() == 1; }
 
 HeldTensor hold_tensor(py::handle object, std::string name, bool writable) {
   const at::Tensor& tensor = unpack(object);

@@ -25,8 +25,8 @@ TensorKind tensor_kind(pybind11::handle tensor);
 // share memory by a stride of 0.
 bool is_loadable(pybind11::handle tensor);
 
-// Whether nobody but the caller (through one variable) holds the tensor and its memory.
-bool is_temporary(pybind11::handle tensor);
+// Whether no other tensor shares the tensor's memory.
+bool has_own_storage(pybind11::handle tensor);
 
 // A view of a plain tensor, which keeps its memory alive.
 struct HeldTensor {

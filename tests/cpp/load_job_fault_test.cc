@@ -101,11 +101,11 @@ TEST(LoadJobFaultTest, ThousandsOfFilesAreNotAllOpenAtOnce) {
 // Whichever operation fails, the load says so; and the job serves the next load.
 TEST(LoadJobFaultTest, AnyFailedOperationIsTheStatusAndTheJobCanBeUsedAgain) {
   MemoryFileSystem fs;
-  const auto small = TestTensor::random("small", DType::kFloat32, {50, 60}, 1);
+  const auto small = TestTensor::random("small", DType::kFloat32, {50, 20}, 1);
   const auto large = TestTensor::random("large", DType::kFloat32, {300, 130}, 2);
   const std::vector<StoredSlice> a = save_file(fs, "a", {small, large});
   const std::vector<StoredSlice> b = save_file(fs, "b", {small});
-  const auto to_small = TestTensor::random("small", DType::kFloat32, {50, 60}, 3);
+  const auto to_small = TestTensor::random("small", DType::kFloat32, {50, 20}, 3);
   const auto to_large = TestTensor::random("large", DType::kFloat32, {300, 130}, 4);
   const std::vector<TensorRequest> requests = {whole(a[0], to_small), whole(a[1], to_large)};
   ASSERT_OK_AND_ASSIGN(const auto job, LoadJob::make(fs, kCheckpoint, kTiny));

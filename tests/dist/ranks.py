@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 __all__ = ["RankError", "Ranks", "Worlds", "run_ranks"]
 
+START_TIMEOUT_S = 90  # Importing torch, on a machine that is busy.
 TIMEOUT_S = 60
 COLLECTIVE_TIMEOUT_S = 120  # Longer than any call may take: a hang is found by the call's deadline.
 GRACE_S = 5  # For the other ranks to fail on their own after the first one has.
@@ -58,7 +59,8 @@ class Ranks:
                     ours, theirs = context.Pipe()
                     self._pipes.append(ours)
                     process = context.Process(
-                        target=_serve, args=(rank, world_size, f"{folder}/store", os.getpid(), theirs)
+                        target=_serve,
+                        args=(rank, world_size, f"{folder}/store", os.getpid(), theirs),
                     )
                     process.start()
                     theirs.close()
@@ -66,8 +68,11 @@ class Ranks:
         except BaseException:
             self.kill()
             raise
+        self.run(dist.get_rank, timeout_s=START_TIMEOUT_S)  # Until all have met.
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
+    ) -> list[Any]:
         """Calls ``function(*args)`` on every rank and returns what each returned, in rank order.
 
         ``function`` is one of a module, and it, the arguments and the results pickle.
@@ -81,7 +86,9 @@ class Ranks:
                 with contextlib.suppress(BrokenPipeError):  # It has ended: the reply will say so.
                     pipe.send_bytes(call)
             replies = self._replies(timeout_s)
-            bad = [f"rank {rank} {reply}" for rank, (ok, reply) in sorted(replies.items()) if not ok]
+            bad = [
+                f"rank {rank} {reply}" for rank, (ok, reply) in sorted(replies.items()) if not ok
+            ]
             late = sorted(set(range(self.world_size)) - set(replies))
             if late:
                 bad.append(f"ranks {late} were not done when they were killed")
@@ -156,7 +163,11 @@ class Worlds:
         self._worlds: dict[int, Ranks] = {}
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = TIMEOUT_S,
     ) -> list[Any]:
         """Calls ``function(*args)`` on ``world_size`` ranks, as :meth:`Ranks.run` does."""
         world = self._worlds.get(world_size)

@@ -140,9 +140,7 @@ def full_disk(max_file_nbytes: int) -> Iterator[None]:
 def save_onto_a_full_disk_of_rank_1(path: Path) -> dict[int, str]:
     group = dist.new_group(backend="gloo")
     with full_disk(1 << 20 if dist.get_rank() == 1 else resource.RLIM_INFINITY):
-        future = dcp.async_save(
-            state_at(0), storage_writer=FastWriter(path), process_group=group
-        )
+        future = dcp.async_save(state_at(0), storage_writer=FastWriter(path), process_group=group)
         error = future.exception(SAVE_TIMEOUT_S)
     assert isinstance(error, CheckpointException)
     return {rank: type(wrapped[0]).__name__ for rank, wrapped in error.failures.items()}

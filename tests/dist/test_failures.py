@@ -21,9 +21,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from torch_ckpt import FastReader, FastWriter
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 DEADLINE_S = 30  # Within which a failure of one rank must have reached the others.
+ODD_DEADLINE_S = 10
 SHAPES = {"small": (7, 5), "large": (1031, 1033)}  # The large one fills several buffers.
 PLACEMENTS = {"rows": (Shard(0),), "columns": (Shard(1),), "replicas": (Replicate(),)}
 
@@ -109,6 +110,35 @@ def test_planner_that_fails_on_one_rank_fails_every_rank_and_keeps_the_old_check
     assert len(data_files(tmp_path)) == 2
 
 
+class OddError(Exception):
+    """Pickles, but cannot be unpickled: as many exceptions of many libraries."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(f"{what} at {where}")
+
+
+class OddPlanner(DefaultSavePlanner):
+    """Fails on rank 1."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if dist.get_rank() == 1:
+            raise OddError("lost", "sea")
+        return super().resolve_data(write_item)
+
+
+def save_oddly(path: Path) -> dict[int, Failure]:
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state_of("new", "rows"), storage_writer=FastWriter(path), planner=OddPlanner())
+    return failures_of(caught.value)
+
+
+def test_failure_that_does_not_unpickle_reaches_every_rank(worlds: Worlds, tmp_path: Path) -> None:
+    seen = worlds.run(2, save_oddly, tmp_path, timeout_s=ODD_DEADLINE_S)
+    assert seen[0] == seen[1]
+    assert seen[0].keys() == {1}
+    assert "lost at sea" in seen[0][1].message
+
+
 def save_onto_a_full_disk(path: Path, failing: int, threads: int) -> dict[int, Failure]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == failing:
@@ -191,6 +221,23 @@ def test_directory_without_a_checkpoint_fails_every_rank(worlds: Worlds, tmp_pat
     assert all("no checkpoint is committed" in failure.message for failure in seen[0].values())
 
 
+def fail_to_commit(path: Path) -> dict[int, Failure]:
+    with pytest.raises(CheckpointException) as caught:
+        save_version(path, "new")
+    return failures_of(caught.value)
+
+
+def test_commit_that_fails_on_the_coordinator_fails_every_rank(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    (tmp_path / ".metadata" / "in the way").mkdir(parents=True)
+    seen = worlds.run(2, fail_to_commit, tmp_path, timeout_s=DEADLINE_S)
+    assert seen[0] == seen[1]
+    assert {rank: failure.kind for rank, failure in seen[0].items()} == {0: "StorageError"}
+    assert seen[0][0].errno in (errno.EISDIR, errno.ENOTEMPTY)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 def refuse_overwrite(path: Path) -> dict[int, Failure]:
     writer = FastWriter(path, overwrite=False)
     with pytest.raises(CheckpointException) as caught:
@@ -259,6 +306,18 @@ def test_ranks_that_save_without_collectives_load_each_its_own(
     assert not (tmp_path / ".metadata").exists()
 
 
+def test_saves_with_and_without_collectives_share_a_directory(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, save_uncoordinated, tmp_path, 0)
+    worlds.run(2, save_version, tmp_path, "new")
+    worlds.run(2, assert_holds, tmp_path, "new")  # The coordinated one is found first.
+    worlds.run(2, save_uncoordinated, tmp_path, 1)
+    worlds.run(2, assert_holds, tmp_path, "new")
+    (tmp_path / ".metadata").unlink()
+    worlds.run(2, load_uncoordinated, tmp_path, 1)
+
+
 CACHED_SAVES = 3
 
 
@@ -273,8 +332,8 @@ def save_with_cached_plans(paths: list[Path], reuse_writer: bool, changed: int |
             writer = FastWriter(path)
         dcp.save(state, checkpoint_id=path, storage_writer=writer, planner=planner)
         assert_cached(path, version, changed)
-    for version, path in enumerate(paths):
-        assert_cached(path, paths.index(path) if len(set(paths)) > 1 else len(paths) - 1, changed)
+    for path, version in {path: version for version, path in enumerate(paths)}.items():
+        assert_cached(path, version, changed)  # Later saves have left it alone.
     forget_plans()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterable
@@ -38,12 +39,27 @@ from torch.distributed.checkpoint.planner import (
 from torch_ckpt import FastReader, FastWriter
 
 DTYPES = [
-    getattr(torch, name)
-    for name in (
-        "bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool "
-        "complex32 complex64 complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 "
-        "float8_e5m2fnuz float8_e8m0fnu"
-    ).split()
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
 ]
 
 WRITERS = {"ours": FastWriter, "stock": FileSystemWriter}
@@ -182,7 +198,7 @@ def cut(sizes: Iterable[int], rng: random.Random) -> list[tuple[list[int], list[
     boxes: list[tuple[list[int], list[int]]] = [([], [])]
     for size in sizes:
         marks = sorted({0, size, *(rng.randint(0, size) for _ in range(rng.randint(0, 2)))})
-        spans = [(a, b - a) for a, b in zip(marks, marks[1:], strict=False)] or [(0, 0)]
+        spans = [(a, b - a) for a, b in itertools.pairwise(marks)] or [(0, 0)]
         boxes = [([*o, begin], [*s, n]) for o, s in boxes for begin, n in spans]
     rng.shuffle(boxes)
     return boxes
@@ -242,8 +258,10 @@ class CuttingLoadPlanner(DefaultLoadPlanner):
                 items.append(item)
                 continue
             for offsets, sizes in cut(item.lengths, self.rng):
-                move = [torch.Size(a + b for a, b in zip(of, offsets, strict=True))
-                        for of in (item.dest_offsets, item.storage_offsets)]
+                move = [
+                    torch.Size(a + b for a, b in zip(of, offsets, strict=True))
+                    for of in (item.dest_offsets, item.storage_offsets)
+                ]
                 items.append(
                     dataclasses.replace(
                         item,

@@ -172,7 +172,7 @@ def test_a_flipped_payload_bit_is_corruption_and_named(
         flip(file, position, bit)
         error = failure_of(load, blank(state), FastReader(saved))
         assert isinstance(error, CorruptionError), position
-        for word in (file.name, fqn, str(info.offset), str(info.offset + info.length)):
+        for word in (file.name, repr(fqn), str(info.offset)):
             assert word in str(error)
         flip(file, position, bit)
     assert loads(saved, state) == []
@@ -201,18 +201,25 @@ def test_no_flipped_bit_of_a_tensor_goes_unnoticed(
         for _ in range(150):
             # Mostly in the frame, which is at both ends.
             position = info.offset + rng.choice(
-                [rng.randrange(700), info.length - 1 - rng.randrange(700), rng.randrange(info.length)]
+                [
+                    rng.randrange(700),
+                    info.length - 1 - rng.randrange(700),
+                    rng.randrange(info.length),
+                ]
             )
             bit = rng.randrange(8)
             flip(file, position, bit)
+            error: BaseException | None = None
+            loaded = tensors
             try:
                 loaded = load(blank(tensors), FastReader(saved))
-            except CheckpointException as error:
-                assert isinstance(error.failures[0][0], CheckpointError), (position, bit)
+            except CheckpointException as caught:
+                error = caught.failures[0][0]
                 noticed += 1
-            else:  # A bit that nobody reads.
-                assert differences(tensors, loaded) == [], (position, bit)
             flip(file, position, bit)
+            assert isinstance(error, CheckpointError | None), (position, bit)
+            # Where there was no error, it is a bit that nobody reads.
+            assert differences(tensors, loaded) == [], (position, bit)
     assert noticed > 100
 
 
@@ -418,7 +425,9 @@ class Breaks(DefaultSavePlanner):
 @pytest.mark.parametrize("first", [FastWriter, FileSystemWriter])
 @pytest.mark.parametrize("last", [0, 3, 6, 8])
 @pytest.mark.parametrize(
-    "options", [{}, {"thread_count": 3}, {"single_file_per_rank": False, "thread_count": 2}], ids=str
+    "options",
+    [{}, {"thread_count": 3}, {"single_file_per_rank": False, "thread_count": 2}],
+    ids=str,
 )
 def test_a_save_that_fails_midway_leaves_the_old_checkpoint_and_nothing_else(
     options: dict[str, Any], last: int, first: type, state: dict[str, Any], tmp_path: Path
@@ -538,35 +547,35 @@ def test_data_files_that_vanish_before_the_commit_fail_it(
 SAVE_ABOVE_THE_LIMIT = """
 import errno, resource, sys, torch
 from pathlib import Path
-from checkpoints import data_files, failure_of, files, loads, save
+from checkpoints import failure_of, files, loads, save
 from torch_ckpt import FastWriter, StorageError
-path, kind, thread_count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+path = Path(sys.argv[1])
 old = {"t": torch.arange(1000)}
 save(old, FastWriter(path))
 before = files(path)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-new = {str(i): torch.zeros(3 << 20, dtype=torch.uint8) if kind == "tensors" else bytes(3 << 20)
-       for i in range(3)}
-error = failure_of(save, new, FastWriter(path, thread_count=thread_count))
-assert isinstance(error, StorageError), repr(error)
-assert error.errno == errno.EFBIG, repr(error)
-assert not error.retriable
-assert ".distcp" in str(error), str(error)
-assert files(path) == before
-assert loads(path, old) == []
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+for kind in (bytes, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)):
+    for thread_count in (1, 3):
+        new = {str(i): kind(3 << 20) for i in range(3)}
+        error = failure_of(save, new, FastWriter(path, thread_count=thread_count))
+        assert isinstance(error, StorageError), repr(error)
+        assert error.errno == errno.EFBIG, repr(error)
+        assert not error.retriable
+        assert ".distcp" in str(error), str(error)
+        assert loads(path, old) == []
+        assert {name: files(path).get(name) for name in before} == before
+        assert len(files(path)) == len(before), f"left behind {sorted(files(path))}"
 print("held:", error)
 """
 
 
-@pytest.mark.parametrize("thread_count", [1, 3])
-@pytest.mark.parametrize("kind", ["tensors", "objects"])
 @pytest.mark.parametrize("queue", ["threads", "any"])
 def test_a_file_above_the_size_limit_is_a_storage_error(
-    queue: str, kind: str, thread_count: int, run_python: Callable[..., str], tmp_path: Path
+    queue: str, run_python: Callable[..., str], tmp_path: Path
 ) -> None:
-    printed = run_python(
-        SAVE_ABOVE_THE_LIMIT, tmp_path / "c", kind, thread_count, TORCH_CKPT_IO=queue
-    )
+    printed = run_python(SAVE_ABOVE_THE_LIMIT, tmp_path / "c", TORCH_CKPT_IO=queue)
 
     assert "held: " in printed
 

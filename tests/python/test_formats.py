@@ -1,4 +1,4 @@
-"""The bytes on disk: what we write is what stock tools accept, and we read all that stock writes."""
+"""The bytes on disk: stock tools accept what we write, and we read all that stock writes."""
 
 from __future__ import annotations
 
@@ -201,9 +201,7 @@ def test_metadata_says_what_stock_metadata_says(
     assert ours.storage_data.keys() == stock.storage_data.keys()
     for index, info in ours.storage_data.items():
         assert type(info) is type(stock.storage_data[index])
-        assert type(index.offset) is type(
-            next(i for i in stock.storage_data if i == index).offset
-        )
+        assert type(index.offset) is type(next(i for i in stock.storage_data if i == index).offset)
 
 
 def test_save_returns_the_metadata_it_published(saved: tuple[Path, Metadata]) -> None:
@@ -281,7 +279,7 @@ def test_stock_checkpoints_of_other_alignments_load(
 
 def test_stock_frames_longer_than_a_block_load(tmp_path: Path, rng: random.Random) -> None:
     state = {"large": torch.randn(300, 1000), "small": torch.randn(3), "medium": torch.randn(9000)}
-    with serialization_config.patch({"save.storage_alignment": 256 << 10}):
+    with serialization_config.patch({"save.storage_alignment": 64 << 10}):
         save(state, FileSystemWriter(tmp_path))
 
     io = IoOptions(buffer_nbytes=128 << 10, block_nbytes=64 << 10)

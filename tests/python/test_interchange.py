@@ -65,7 +65,9 @@ def test_every_dtype_and_layout_survives_random_cuts_on_both_sides(
 def test_tensors_load_the_same_through_the_smallest_buffers(
     thread_count: int, writer: str, reader: str, tmp_path: Path, rng: random.Random
 ) -> None:
-    state = {str(dtype): layouts(dtype) for dtype in (torch.uint8, torch.bfloat16, torch.complex128)}
+    state = {
+        str(dtype): layouts(dtype) for dtype in (torch.uint8, torch.bfloat16, torch.complex128)
+    }
     small = IoOptions(buffer_nbytes=128 << 10, block_nbytes=64 << 10, threads=thread_count)
     engines: dict[str, dict[str, Any]] = {"ours": {"io": small}, "stock": {}}
     save(state, WRITERS[writer](tmp_path, thread_count=thread_count, **engines[writer]))

@@ -324,9 +324,7 @@ def test_save_ids_never_recur(tmp_path: Path) -> None:
     assert len(ids) == 6
 
 
-def test_pickled_copies_of_writer_and_reader_work(
-    state: dict[str, Any], tmp_path: Path
-) -> None:
+def test_pickled_copies_of_writer_and_reader_work(state: dict[str, Any], tmp_path: Path) -> None:
     writer = FastWriter(
         tmp_path / "1", True, False, 2, cache_staged_state_dict=True, io=IoOptions(direct=False)
     )
@@ -349,9 +347,7 @@ def test_pickled_copies_of_writer_and_reader_work(
     assert loads(tmp_path / "2", state) == []
 
 
-def test_io_mode_says_how_the_last_save_was_written(
-    state: dict[str, Any], tmp_path: Path
-) -> None:
+def test_io_mode_says_how_the_last_save_was_written(state: dict[str, Any], tmp_path: Path) -> None:
     writer = FastWriter(tmp_path)
     assert writer.io_mode is None
     save(state, writer)
