@@ -108,6 +108,7 @@ def main() -> None:
     if what == "full":
         check_clang_tidy()
         test_cpp_sanitized()
+        test_python("-m", "slow")
     test_python()
 
 

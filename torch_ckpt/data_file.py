@@ -58,6 +58,25 @@ def write_data_file(
 
     layout = _native.Layout([(DTYPE_CODES[dtype], sizes) for _, dtype, sizes in laid_out])
     job = _native.SaveJob(str(directory / name), layout, pool, io.direct, sync)
+    try:
+        return _fill(job, name, layout, laid_out, pickled, planner, io, transforms)
+    except BaseException:
+        # Now, not when the job is collected: the traceback of the error would keep it, and with it
+        # the buffers that the next job waits for.
+        job.abort()
+        raise
+
+
+def _fill(
+    job: _native.SaveJob,
+    name: str,
+    layout: _native.Layout,
+    laid_out: list[_Planned],
+    pickled: list[WriteItem],
+    planner: SavePlanner,
+    io: IoOptions,
+    transforms: _StorageWriterTransforms,
+) -> tuple[list[WriteResult], IoMode]:
     misfits = _write_laid_out(job, laid_out, planner, io.buffer_nbytes)
     results = [
         WriteResult(item.index, nbytes, _StorageInfo(name, offset, nbytes))

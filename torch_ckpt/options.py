@@ -14,14 +14,14 @@ class IoOptions:
     Attributes:
         buffer_nbytes: Budget of buffers of one writer or reader on one rank, in bytes. Besides the
             tensors themselves, memory in flight stays within it.
-        block_nbytes: Size of one buffer, and so of the longest single request, in bytes. Every
-            thread needs at least two.
+        block_nbytes: Size of one buffer, and so of the longest single request, in bytes: a multiple
+            of 4096, at least 64 KiB. Every thread needs at least two.
         threads: Threads that read. A writer uses one for each file (``thread_count``).
         direct: Whether to go past the page cache (``O_DIRECT``) where the file system allows it.
             Reading takes what the page cache holds from there in any case.
 
     Raises:
-        ValueError: A value is not positive, or the budget does not hold two blocks.
+        ValueError: A value is out of range, or the budget does not hold two blocks.
     """
 
     buffer_nbytes: int = 64 << 20
@@ -30,8 +30,10 @@ class IoOptions:
     direct: bool = True
 
     def __post_init__(self) -> None:
-        if self.block_nbytes < 64 << 10:
-            raise ValueError(f"block_nbytes={self.block_nbytes} is less than 64 KiB")
+        if self.block_nbytes < 64 << 10 or self.block_nbytes % 4096:
+            raise ValueError(
+                f"block_nbytes={self.block_nbytes} is no multiple of 4096 of at least 64 KiB"
+            )
         if self.buffer_nbytes < 2 * self.block_nbytes:
             raise ValueError(
                 f"buffer_nbytes={self.buffer_nbytes} does not hold two blocks of "

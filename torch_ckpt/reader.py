@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io as _io
 import os
+import pickle
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,7 +24,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torch_ckpt import _native
-from torch_ckpt.errors import CorruptionError, MismatchError, NotFoundError, portable_errors
+from torch_ckpt.errors import (
+    CorruptionError,
+    MismatchError,
+    NotFoundError,
+    UnsupportedError,
+    portable_errors,
+)
 from torch_ckpt.metadata import load_metadata
 from torch_ckpt.options import IoOptions, useful_buffer_nbytes
 from torch_ckpt.tensors import DTYPE_CODES, gc_paused, is_temporary
@@ -178,6 +185,8 @@ class _Load:
             io.threads,
             self.reader.verify,
         )
+        # All extents before any target is written.
+        self.job.check([stored for _, stored, _ in tensors] + [stored for _, stored in streams])
         streams += self._load_tensors(tensors)
         self._load_streams(streams)
 
@@ -258,7 +267,7 @@ class _Load:
         tensor: torch.Tensor | None = None
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
-                self.planner.load_bytes(item, self._open_stream(item, data))
+                self._load_bytes(item, self._open_stream(item, data), stored)
                 continue
             if tensor is None:
                 tensor = _unpickle_tensor(self._open_stream(item, data), stored)
@@ -268,6 +277,15 @@ class _Load:
                 raise _shape_mismatch(item, target, part.size())
             target.copy_(part)
             self.planner.commit_tensor(item, target)
+
+    def _load_bytes(self, item: ReadItem, stream: _io.BytesIO, stored: _Slice) -> None:
+        is_archive = stream.getbuffer()[:4] == b"PK\3\4"
+        try:
+            self.planner.load_bytes(item, stream)
+        except Exception as error:
+            if is_archive:  # Its checksums hold: what failed is the planner's affair.
+                raise
+            raise CorruptionError(f"cannot load {_where(stored)}: {error}") from error
 
     def _open_stream(self, item: ReadItem, data: _native.LoadedBytes) -> _io.BytesIO:
         """The bytes of a slice, with stream transforms undone."""
@@ -286,18 +304,20 @@ def _shape_mismatch(item: ReadItem, target: torch.Tensor, wanted: torch.Size) ->
     )
 
 
-def _unpickle_tensor(stream: _io.BytesIO, stored: _Slice) -> torch.Tensor:
+def _where(stored: _Slice) -> str:
     file, offset, nbytes, name = stored
+    return f"{name!r} ({nbytes} bytes at {offset} of {file})"
+
+
+def _unpickle_tensor(stream: _io.BytesIO, stored: _Slice) -> torch.Tensor:
     try:
         tensor = torch.load(stream, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UnsupportedError(f"cannot unpickle {_where(stored)}: {error}") from error
     except Exception as error:
-        raise CorruptionError(
-            f"cannot unpickle {name!r} (bytes [{offset}, {offset + nbytes}) of {file}): {error}"
-        ) from error
+        raise CorruptionError(f"cannot unpickle {_where(stored)}: {error}") from error
     if not isinstance(tensor, torch.Tensor):
-        raise CorruptionError(
-            f"{name!r} (bytes [{offset}, {offset + nbytes}) of {file}) is no tensor"
-        )
+        raise CorruptionError(f"cannot load {_where(stored)}: it is no tensor")
     return tensor
 
 

@@ -21,6 +21,7 @@ uint32_t multiply(uint32_t a, uint32_t b) {
 }  // namespace
 
 uint32_t crc32(uint32_t crc, Bytes bytes) {
+  if (bytes.empty()) return crc;  // libdeflate takes a null pointer for a request to start over.
   return libdeflate_crc32(crc, bytes.data(), bytes.size());
 }
 

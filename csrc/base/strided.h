@@ -18,7 +18,8 @@ std::string to_string(const Dims& dims);
 // The number of elements, or nothing where a size is negative or the product does not fit.
 std::optional<int64_t> checked_numel(const Dims& sizes);
 
-// Strides of a row-major tensor, in elements. Requires: checked_numel(sizes) has a value.
+// Strides of a row-major tensor, in elements, a size of 0 counting as 1.
+// Requires: the product of the sizes, counted so, fits an int64_t.
 Dims contiguous_strides(const Dims& sizes);
 
 // Copy every element of an N-d region from one memory to another. Offsets and strides are in bytes,

@@ -29,6 +29,18 @@ std::unique_ptr<LoadJob> make(const std::string& directory, int64_t buffer_nbyte
   return value_or_raise(LoadJob::make(local_file_system(), directory, options));
 }
 
+std::vector<StoredSlice> to_slices(const std::vector<PySlice>& slices) {
+  std::vector<StoredSlice> out;
+  out.reserve(slices.size());
+  for (const PySlice& slice : slices) out.push_back(to_slice(slice));
+  return out;
+}
+
+void check(const LoadJob& job, const std::vector<PySlice>& slices) {
+  const std::vector<StoredSlice> stored = to_slices(slices);
+  raise_if_error(without_gil([&] { return job.check(stored); }));
+}
+
 // For each tensor whether it was loaded (False leaves it to torch), and the raw slices.
 std::pair<std::vector<bool>, std::vector<LoadedBytes>> run(
     LoadJob& job, const std::vector<PyTensorRequest>& tensors, const std::vector<PySlice>& bytes) {
@@ -42,10 +54,7 @@ std::pair<std::vector<bool>, std::vector<LoadedBytes>> run(
     Dims sizes = destination.live.sizes;
     requests.push_back({to_slice(slice), {offsets, std::move(sizes)}, std::move(destination.live)});
   }
-  std::vector<StoredSlice> slices;
-  slices.reserve(bytes.size());
-  for (const PySlice& slice : bytes) slices.push_back(to_slice(slice));
-
+  const std::vector<StoredSlice> slices = to_slices(bytes);
   LoadResult result = value_or_raise(without_gil([&] { return job.run(requests, slices); }));
   std::vector<bool> loaded;
   loaded.reserve(result.outcomes.size());
@@ -64,6 +73,7 @@ void bind_load_job(py::module_& module) {
   py::class_<LoadJob>(module, "LoadJob")
       .def(py::init(&make), py::arg("directory"), py::arg("buffer_nbytes"), py::arg("block_nbytes"),
            py::arg("threads"), py::arg("verify"))
+      .def("check", &check, py::arg("slices"))
       .def("run", &run, py::arg("tensors"), py::arg("slices"));
 }
 

@@ -98,6 +98,7 @@ void bind_save_job(py::module_& module) {
       .def("write", &write, py::arg("items"))
       .def("append", &append, py::arg("data"))
       .def("finish", &finish)
+      .def("abort", [](SaveJob& job) { without_gil([&] { job.abort(); }); })
       .def_property_readonly("mode", &mode);
 }
 

@@ -45,17 +45,15 @@ LoadBatch::LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& 
       result_(result),
       whole_slice_nbytes_(std::min(kWholeSliceNbytes, stream.max_range_nbytes())) {}
 
-Status LoadBatch::check_extent(const StoredSlice& slice) const {
-  const int64_t file_nbytes = files_.find(slice.file)->second.nbytes;
-  if (range_within(slice.offset, slice.nbytes, file_nbytes)) return ok_status();
-  return corruption("cannot read ", describe(slice), ": the file is ", file_nbytes, " bytes long");
+Status LoadBatch::check_slice(const StoredSlice& slice) const {
+  return check_extent(slice, files_.find(slice.file)->second.nbytes);
 }
 
 Status LoadBatch::run(const std::vector<int64_t>& tensor_indices,
                       const std::vector<int64_t>& byte_indices) {
-  for (const int64_t i : tensor_indices) RETURN_IF_ERROR(check_extent(tensor(i).slice));
+  for (const int64_t i : tensor_indices) RETURN_IF_ERROR(check_slice(tensor(i).slice));
   for (const int64_t i : byte_indices) {
-    RETURN_IF_ERROR(check_extent(bytes_[static_cast<size_t>(i)]));
+    RETURN_IF_ERROR(check_slice(bytes_[static_cast<size_t>(i)]));
   }
   std::vector<SliceInFile> framed;
   for (const int64_t i : tensor_indices) {
@@ -71,13 +69,16 @@ Status LoadBatch::run(const std::vector<int64_t>& tensor_indices,
     const StoredSlice& slice = tensor(i).slice;
     if (slice.nbytes > whole_slice_nbytes_) continue;
     whole_slices_.push_back(i);
-    wanted_.push_back({file_of(slice), {slice.offset, slice.offset + slice.nbytes}, nullptr});
+    const ByteRange range = {slice.offset, slice.offset + slice.nbytes};
+    wanted_.push_back({file_of(slice), range, nullptr, &slice.name});
   }
   for (const int64_t i : byte_indices) RETURN_IF_ERROR(plan_bytes(i));
 
   RETURN_IF_ERROR(
       stream_.run(wanted_, [this](int64_t index, Bytes bytes) { return consume(index, bytes); }));
-  return verify_payloads();
+  if (!verify_) return ok_status();
+  RETURN_IF_ERROR(verify_payloads());
+  return verify_bytes(byte_indices);
 }
 
 // Whether this engine copies the stored tensor itself. False leaves the request to torch.
@@ -111,19 +112,22 @@ Status LoadBatch::plan_tensor(int64_t request) {
                                        in_bytes(stored.strides, size), wanted.live.strides);
 
   const auto first = static_cast<int64_t>(pieces_.size());
-  int64_t tiled_until = payload;  // How far the pieces cover the payload without a gap.
+  // Pieces that follow one another from end to end sum to the payload's CRC.
+  int64_t tiled_until = payload;
+  bool tiled = true;
   for (StridedCopy& part : split_by_source(copy, stream_.max_range_nbytes(), kMaxRowGap)) {
     const ByteRange range = source_range(part);
-    if (range.begin == tiled_until) tiled_until = range.end;
+    tiled = tiled && range.begin == tiled_until;
+    tiled_until = range.end;
     const bool one_run = is_one_run(part);
     std::byte* destination = one_run ? wanted.live.data + part.dst_offset : nullptr;
-    wanted_.push_back({file_of(wanted.slice), range, destination});
+    wanted_.push_back({file_of(wanted.slice), range, destination, &wanted.slice.name});
     pieces_.push_back({request, std::move(part), one_run});
   }
   const auto last = static_cast<int64_t>(pieces_.size());
-  const bool whole = tiled_until == payload + stored.payload_nbytes;
+  const bool whole = tiled && tiled_until == payload + stored.payload_nbytes;
   // torch.save leaves 0 where it was told not to compute checksums.
-  if (verify_ && whole && stored.payload_crc != 0) {
+  if (whole && stored.payload_crc != 0) {
     whole_payloads_.push_back({first, last, stored.payload_crc});
   }
   return ok_status();
@@ -140,8 +144,8 @@ Status LoadBatch::plan_bytes(int64_t request) {
   const int64_t most = stream_.max_range_nbytes();
   for (int64_t begin = 0; begin < slice.nbytes; begin += most) {
     const int64_t end = std::min(begin + most, slice.nbytes);
-    wanted_.push_back(
-        {file_of(slice), {slice.offset + begin, slice.offset + end}, loaded.data.get() + begin});
+    const ByteRange range = {slice.offset + begin, slice.offset + end};
+    wanted_.push_back({file_of(slice), range, loaded.data.get() + begin, &slice.name});
   }
   return ok_status();
 }
@@ -162,11 +166,12 @@ Status LoadBatch::consume(int64_t index, Bytes bytes) {
 Status LoadBatch::consume_piece(Piece& piece, Bytes bytes) const {
   const LiveTensor& live = tensor(piece.request).live;
   std::byte* destination = live.data + piece.copy.dst_offset;
-  if (piece.one_run && bytes.data() != destination) {
+  const bool in_place = bytes.data() == destination;
+  if (verify_ && piece.one_run && !in_place) {
     piece.crc = live.device->copy_and_checksum(bytes, {destination, bytes.size()}, 0);
     return ok_status();
   }
-  if (!piece.one_run) {
+  if (!in_place) {
     StridedCopy copy = piece.copy;
     copy.src_offset = 0;  // The first source byte is the first of `bytes`.
     live.device->copy(copy, bytes.data(), live.data);
@@ -209,6 +214,16 @@ Status LoadBatch::verify_payloads() const {
     const Piece& piece = pieces_[static_cast<size_t>(whole.first)];
     return corruption("cannot read ", describe(tensor(piece.request).slice),
                       ": its checksum does not match");
+  }
+  return ok_status();
+}
+
+// What torch.save has pickled carries checksums of its own.
+Status LoadBatch::verify_bytes(const std::vector<int64_t>& byte_indices) const {
+  for (const int64_t i : byte_indices) {
+    const LoadedBytes& loaded = result_.bytes[static_cast<size_t>(i)];
+    const Status status = verify_archive({loaded.data.get(), static_cast<size_t>(loaded.nbytes)});
+    if (!status.ok()) return with_slice(status, bytes_[static_cast<size_t>(i)]);
   }
   return ok_status();
 }

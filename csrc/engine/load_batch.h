@@ -72,7 +72,7 @@ class LoadBatch {
     uint32_t crc;
   };
 
-  Status check_extent(const StoredSlice& slice) const;
+  Status check_slice(const StoredSlice& slice) const;
   Status plan_tensor(int64_t request);
   Status plan_bytes(int64_t request);
   Result<bool> accepts(int64_t request, const StoredTensor& stored);
@@ -80,6 +80,7 @@ class LoadBatch {
   Status consume_piece(Piece& piece, Bytes bytes) const;
   Status consume_whole_slice(int64_t request, Bytes bytes);
   Status verify_payloads() const;
+  Status verify_bytes(const std::vector<int64_t>& byte_indices) const;
 
   File* file_of(const StoredSlice& slice) const {
     return files_.find(slice.file)->second.file.get();

@@ -53,6 +53,19 @@ Result<std::unique_ptr<LoadJob>> LoadJob::make(FileSystem& fs, std::string direc
   return std::unique_ptr<LoadJob>(new LoadJob(std::move(state)));
 }
 
+Status LoadJob::check(std::span<const StoredSlice> slices) const {
+  std::map<std::string, int64_t> file_nbytes;
+  for (const StoredSlice& slice : slices) {
+    auto known = file_nbytes.find(slice.file);
+    if (known == file_nbytes.end()) {
+      ASSIGN_OR_RETURN(const OpenFile file, state_->open(slice));
+      known = file_nbytes.emplace(slice.file, file.nbytes).first;
+    }
+    RETURN_IF_ERROR(check_extent(slice, known->second));
+  }
+  return ok_status();
+}
+
 Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
                                 std::span<const StoredSlice> bytes) {
   struct Wanted {

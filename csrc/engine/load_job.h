@@ -36,6 +36,10 @@ class LoadJob {
                                                const LoadOptions& options);
   ~LoadJob();
 
+  // Checks that every slice lies in its file, without reading any.
+  // Errors: kNotFound for a missing file; kCorruption for a slice that its file does not hold.
+  Status check(std::span<const StoredSlice> slices) const;
+
   // Reads tensors into place, and raw slices into memory of their own. Files, extents and the
   // frames of large tensors are checked before anything is allocated or any `live` written (of more
   // than 128 files: for 128 at a time); after a later error, what the live tensors hold is

@@ -84,6 +84,15 @@ struct ReadStream::Work {
     stopped = true;
   }
 
+  // The status of a failed read, with the FQN of the first range that it was for.
+  Status with_name(const Task& task, const Status& error) const {
+    const std::string* name =
+        wanted[static_cast<size_t>(order[static_cast<size_t>(task.first)])].name;
+    if (name == nullptr) return error;
+    return Status(error.code(), str_cat("cannot load '", *name, "': ", error.message()),
+                  error.error_number());
+  }
+
   // Has every range of a task consumed, out of `bytes`, which begin at `offset` of the file.
   Status consume_task(const Task& task, Bytes bytes, int64_t offset) const {
     for (int64_t i = task.first; i < task.last; ++i) {
@@ -200,8 +209,10 @@ void ReadStream::run_lane(Lane& lane, Work& work) {
     if (lane.queue->in_flight() == 0) return;
     for (const IoDone& done : lane.queue->wait()) {
       const InFlight& read = slots[done.tag];
-      Status status = done.status;
-      if (status.ok() && !work.stopped) {
+      Status status;
+      if (!done.status.ok()) {
+        status = work.with_name(*read.task, done.status);
+      } else if (!work.stopped) {
         status = work.consume_task(*read.task, read.memory, read.offset);
       }
       if (!status.ok()) work.fail(status);

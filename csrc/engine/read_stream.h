@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/status.h"
@@ -25,6 +26,7 @@ struct WantedRange {
   // Where the bytes belong as they are, or nullptr. A hint: they are read in place if alignment
   // allows it, and `consume` sees which from the address it is given.
   std::byte* destination = nullptr;
+  const std::string* name = nullptr;  // FQN, for messages.
 };
 
 // Takes the bytes of wanted range `index`; unless they are in place they are gone when it returns.

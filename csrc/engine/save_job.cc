@@ -68,17 +68,19 @@ Status SaveJob::open() {
   return ok_status();
 }
 
-SaveJob::~SaveJob() {
+SaveJob::~SaveJob() { abort(); }
+
+void SaveJob::abort() {
   // Blocks in flight belong to the pool, which other jobs use next: none may still be written from.
-  while (queue_ && queue_->in_flight() > 0) {
-    for (const IoDone& done : queue_->wait()) pool_.release(static_cast<int>(done.tag));
-  }
+  while (queue_ && queue_->in_flight() > 0) (void)wait_for_some();
   if (block_ >= 0) pool_.release(block_);
+  block_ = -1;
   queue_.reset();
   const bool created = file_ != nullptr;
   file_.reset();
   // Best effort: a file that cannot be removed is not referred to by any metadata.
   if (created && !finished_) (void)fs_.remove(path_);
+  (void)fail(cancelled("the job of ", path_, " has been given up"));
 }
 
 Status SaveJob::fail(Status status) {
@@ -86,8 +88,12 @@ Status SaveJob::fail(Status status) {
   return status_;
 }
 
+Status SaveJob::check_open() {
+  return finished_ ? invalid_argument("the job of ", path_, " is finished") : status_;
+}
+
 Status SaveJob::write(int64_t index, const LiveTensor& tensor) {
-  if (!status_.ok()) return status_;
+  RETURN_IF_ERROR(check_open());
   if (index < next_index_ || index >= static_cast<int64_t>(layout_.slices.size())) {
     return fail(invalid_argument("slice ", index, " of ", path_, " is not the next of ",
                                  layout_.slices.size(), " slices"));
@@ -144,7 +150,7 @@ Result<uint32_t> SaveJob::put_payload(const LiveTensor& tensor, int64_t nbytes) 
 }
 
 Result<Slice> SaveJob::append(Bytes bytes) {
-  if (!status_.ok()) return status_;
+  RETURN_IF_ERROR(check_open());
   const SliceNbytes nbytes = {0, ssize(bytes), 0};
   const Slice slice = {next_slice_offset(end_, nbytes), nbytes};
   next_index_ = static_cast<int64_t>(layout_.slices.size());
@@ -209,6 +215,9 @@ Status SaveJob::submit_window() {
 }
 
 Status SaveJob::wait_for_some() {
+  if (queue_->in_flight() == 0) {
+    return internal_error("the buffers for ", path_, " are all held by another job");
+  }
   Status first;
   for (const IoDone& done : queue_->wait()) {
     pool_.release(static_cast<int>(done.tag));
@@ -218,7 +227,7 @@ Status SaveJob::wait_for_some() {
 }
 
 Status SaveJob::finish() {
-  if (!status_.ok()) return status_;
+  RETURN_IF_ERROR(check_open());
   RETURN_IF_ERROR(fail(put_zeros_until(end_)));
   if (block_ >= 0) RETURN_IF_ERROR(fail(submit_window()));
   while (queue_->in_flight() > 0) RETURN_IF_ERROR(fail(wait_for_some()));

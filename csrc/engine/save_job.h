@@ -39,8 +39,7 @@ struct IoMode {
 // Errors: kInvalidArgument for sizes that no tensor has.
 Result<SliceNbytes> slice_nbytes(DType dtype, const Dims& sizes);
 
-// Owned and used by one thread at a time. After an error every further call fails with it too;
-// unless finish() has returned OK, the destructor waits for what is in flight and removes the file.
+// Owned and used by one thread at a time. After an error every further call fails with it too.
 class SaveJob {
  public:
   // Creates the file at `path`, which must not exist, with room for the whole layout. `pool`
@@ -60,8 +59,13 @@ class SaveJob {
   // Appends opaque bytes behind all that was laid out or appended before; returns where they lie.
   Result<Slice> append(Bytes bytes);
 
-  // Returns when every byte has been written (and synced, as the options say).
+  // Returns when every byte has been written (and synced, as the options say). Nothing can be
+  // written afterwards.
   Status finish();
+
+  // Gives up, unless finish() has returned OK: waits for what is in flight, gives all blocks back
+  // to the pool and removes the file. The destructor does so too.
+  void abort();
 
   const IoMode& mode() const { return mode_; }
 
@@ -78,6 +82,7 @@ class SaveJob {
   Status submit_window();
   Status wait_for_some();
   Status fail(Status status);
+  Status check_open();
 
   FileSystem& fs_;
   const std::string path_;

@@ -27,8 +27,9 @@ Status read_ends(ReadStream& stream, std::span<PendingFrame> pending) {
   for (const PendingFrame& frame : pending) {
     const int64_t begin = frame.at.slice->offset;
     const int64_t end = begin + frame.at.slice->nbytes;
-    wanted.push_back({frame.at.file, {begin, begin + frame.head_nbytes}, nullptr});
-    wanted.push_back({frame.at.file, {end - kFrameTailNbytes, end}, nullptr});
+    const std::string* name = &frame.at.slice->name;
+    wanted.push_back({frame.at.file, {begin, begin + frame.head_nbytes}, nullptr, name});
+    wanted.push_back({frame.at.file, {end - kFrameTailNbytes, end}, nullptr, name});
   }
   return stream.run(wanted, [&](int64_t index, Bytes bytes) {
     PendingFrame& frame = pending[static_cast<size_t>(index / 2)];
@@ -73,6 +74,11 @@ std::string describe(const StoredSlice& slice) {
 Status with_slice(const Status& status, const StoredSlice& slice) {
   return Status(status.code(), str_cat("cannot read ", describe(slice), ": ", status.message()),
                 status.error_number());
+}
+
+Status check_extent(const StoredSlice& slice, int64_t file_nbytes) {
+  if (range_within(slice.offset, slice.nbytes, file_nbytes)) return ok_status();
+  return corruption("cannot read ", describe(slice), ": the file is ", file_nbytes, " bytes long");
 }
 
 Result<Frames> read_frames(ReadStream& stream, std::span<const SliceInFile> slices) {

@@ -30,6 +30,9 @@ std::string describe(const StoredSlice& slice);
 // The status with "cannot read <slice>: " before its message.
 Status with_slice(const Status& status, const StoredSlice& slice);
 
+// Errors: kCorruption where the slice does not lie in a file of `file_nbytes` bytes.
+Status check_extent(const StoredSlice& slice, int64_t file_nbytes);
+
 // A slice in a file that is open.
 struct SliceInFile {
   const StoredSlice* slice;

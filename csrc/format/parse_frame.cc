@@ -147,7 +147,26 @@ Status check_byte_order(const Ends& ends, const ZipEntry& entry) {
   return corruption("a stored tensor has an unknown byte order");
 }
 
+bool looks_like_archive(Bytes bytes) {
+  const int64_t end = ssize(bytes) - kZipEndNbytes;
+  return end >= 0 && (load_le<uint32_t>(bytes.data()) == kZipLocalSignature ||
+                      load_le<uint32_t>(bytes.data() + end) == kZipEndSignature);
+}
+
 }  // namespace
+
+Status verify_archive(Bytes archive) {
+  if (!looks_like_archive(archive)) return ok_status();
+  const Result<ZipDirectory> directory = read_zip_directory(archive, ssize(archive));
+  if (directory.status().code() == StatusCode::kUnsupported) return ok_status();
+  if (!directory.ok()) return directory.status();
+  const Ends ends{archive, archive, ssize(archive)};
+  for (const ZipEntry& entry : directory->entries) {
+    const Result<Bytes> data = record_data(ends, entry);
+    if (!data.ok()) return data.status();
+  }
+  return ok_status();
+}
 
 Result<int64_t> frame_head_nbytes(Bytes tail, int64_t nbytes) {
   ASSIGN_OR_RETURN(const Records records, read_records(tail, nbytes));

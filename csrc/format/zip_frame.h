@@ -78,4 +78,9 @@ Result<int64_t> frame_head_nbytes(Bytes tail, int64_t nbytes);
 // shorter than frame_head_nbytes; kInvalidArgument for a tail that is too short.
 Result<StoredTensor> parse_frame(Bytes head, Bytes tail, int64_t nbytes);
 
+// Checks every record of a whole zip archive against its CRC-32, and its headers against its
+// directory. Bytes that neither begin nor end like an archive pass, and so does a compressed one.
+// Errors: kCorruption.
+Status verify_archive(Bytes archive);
+
 }  // namespace torch_ckpt

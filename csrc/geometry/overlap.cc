@@ -87,7 +87,9 @@ StridedCopy copy_of_box(const Box& box, int64_t itemsize, int64_t src_offset,
   copy.itemsize = itemsize;
   copy.sizes = box.sizes;
   copy.src_offset = src_offset;
-  for (size_t d = 0; d < box.offsets.size(); ++d) {
+  // An empty box may begin where the tensor ends, at an offset that need not fit.
+  const bool empty = checked_numel(box.sizes) == 0;
+  for (size_t d = 0; d < box.offsets.size() && !empty; ++d) {
     copy.src_offset += box.offsets[d] * src_strides[d];
   }
   copy.src_strides = src_strides;

@@ -23,7 +23,8 @@ struct ByteRange {
 
 // Copies the elements of `box` of a stored tensor (source; strides in bytes, its element 0 at
 // `src_offset`) onto a live tensor of the box's sizes (destination; element 0 at offset 0).
-// Requires: the box lies within the stored tensor, and its extent in bytes fits an int64_t.
+// Requires: the box lies within the stored tensor, whose extent in bytes fits an int64_t, or is
+// empty.
 StridedCopy copy_of_box(const Box& box, int64_t itemsize, int64_t src_offset,
                         const Dims& src_strides, const Dims& dst_strides);
 

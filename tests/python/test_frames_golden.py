@@ -1,7 +1,8 @@
 """The golden frames, read by stock torch and by Python's zipfile.
 
-``tests/golden/frames`` holds frames as ``csrc/format`` writes them (tests/cpp/zip_frame_test.cc compares), and
-``tests/golden/stock`` what torch.save wrote, for that test to read. Run this file as a script to write the latter anew.
+``tests/golden/frames`` holds frames as ``csrc/format`` writes them (tests/cpp/zip_frame_test.cc
+compares), and ``tests/golden/stock`` what torch.save wrote, for that test to read. Run this file as
+a script to write the latter anew.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ def test_stock_torch_loads_frames(path: pathlib.Path, mmap: bool) -> None:
         pytest.skip(f"this torch has no {path.stem}")
     loaded = torch.load(path, weights_only=True, mmap=mmap)
     expected = expected_frame(path.stem)
-    assert (loaded.dtype, loaded.shape, loaded.stride()) == (expected.dtype, expected.shape, expected.stride())
+    assert (loaded.dtype, loaded.shape, loaded.stride()) == (
+        expected.dtype,
+        expected.shape,
+        expected.stride(),
+    )
     assert raw_bytes(loaded) == raw_bytes(expected)
 
 
@@ -48,7 +53,12 @@ def test_stock_torch_loads_frames(path: pathlib.Path, mmap: bool) -> None:
 def test_zipfile_finds_frames_sound(path: pathlib.Path) -> None:
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
-        assert archive.namelist() == ["archive/data.pkl", "archive/byteorder", "archive/version", "archive/data/0"]
+        assert archive.namelist() == [
+            "archive/data.pkl",
+            "archive/byteorder",
+            "archive/version",
+            "archive/data/0",
+        ]
 
 
 def write_stock() -> None:
@@ -63,7 +73,9 @@ def write_stock() -> None:
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 4),
         "transposed": grid.t(),
-        "channels_last": torch.arange(12.0).reshape(1, 2, 3, 2).contiguous(memory_format=torch.channels_last),
+        "channels_last": torch.arange(12.0)
+        .reshape(1, 2, 3, 2)
+        .contiguous(memory_format=torch.channels_last),
         "sliced": grid[1:, 1:],
         "empty_slice": grid[:, 2:2],
         "requires_grad": torch.ones(2, requires_grad=True),

@@ -107,7 +107,7 @@ def test_writer_is_a_stager_as_the_stock_one_is(tmp_path: Path) -> None:
         {"cache_staged_state_dict": True},
         {"io": IoOptions(direct=False)},
         {"io": IoOptions(buffer_nbytes=128 << 10, block_nbytes=64 << 10)},
-        {"io": IoOptions(buffer_nbytes=(128 << 10) + 5, block_nbytes=(64 << 10) + 1)},
+        {"io": IoOptions(buffer_nbytes=(136 << 10) + 5, block_nbytes=68 << 10)},
         {"io": IoOptions(threads=7)},
     ],
     ids=str,
@@ -125,7 +125,7 @@ def test_every_option_writes_a_checkpoint_that_loads(
     "io",
     [
         IoOptions(buffer_nbytes=128 << 10, block_nbytes=64 << 10, threads=1),
-        IoOptions(buffer_nbytes=(128 << 10) + 5, block_nbytes=(64 << 10) + 1),
+        IoOptions(buffer_nbytes=(136 << 10) + 5, block_nbytes=68 << 10),
         IoOptions(buffer_nbytes=128 << 10, block_nbytes=64 << 10, threads=9),
         IoOptions(threads=9),
         IoOptions(direct=False),
@@ -145,6 +145,7 @@ def test_every_tuning_of_the_reader_loads_the_same(
     "options",
     [
         {"block_nbytes": 1000},
+        {"block_nbytes": (64 << 10) + 1},
         {"buffer_nbytes": 1 << 20, "block_nbytes": 1 << 20},
         {"threads": 0},
         {"buffer_nbytes": -1},
