@@ -148,9 +148,12 @@ Status check_byte_order(const Ends& ends, const ZipEntry& entry) {
 }
 
 bool looks_like_archive(Bytes bytes) {
-  const int64_t end = ssize(bytes) - kZipEndNbytes;
-  return end >= 0 && (load_le<uint32_t>(bytes.data()) == kZipLocalSignature ||
-                      load_le<uint32_t>(bytes.data() + end) == kZipEndSignature);
+  const auto is_signed = [bytes](int64_t offset, uint32_t signature) {
+    return range_within(offset, 4, ssize(bytes)) &&
+           load_le<uint32_t>(bytes.data() + offset) == signature;
+  };
+  return is_signed(0, kZipLocalSignature) ||
+         is_signed(ssize(bytes) - kZipEndNbytes, kZipEndSignature);
 }
 
 }  // namespace
