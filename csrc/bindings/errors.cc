@@ -36,13 +36,19 @@ const char* exception_name(StatusCode code) {
 void raise_if_error(const Status& status) {
   if (status.ok()) return;
   const char* name = exception_name(status.code());
-  if (name == nullptr) throw py::value_error(status.message());
+  // A message may quote damaged bytes of a file, which need not be UTF-8.
+  const std::string& text = status.message();
+  const auto message = py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+  if (name == nullptr) {
+    PyErr_SetObject(PyExc_ValueError, message.ptr());
+    throw py::error_already_set();
+  }
 
   const py::object type = py::module_::import("torch_ckpt.errors").attr(name);
   const bool has_errno =
       status.code() == StatusCode::kStorage || status.code() == StatusCode::kNotFound;
-  const py::object error =
-      has_errno ? type(status.message(), status.error_number()) : type(status.message());
+  const py::object error = has_errno ? type(message, status.error_number()) : type(message);
   PyErr_SetObject(type.ptr(), error.ptr());
   throw py::error_already_set();
 }

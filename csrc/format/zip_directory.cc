@@ -98,6 +98,8 @@ Status widen(Bytes extra, uint64_t* nbytes, uint64_t* stored_nbytes, uint64_t* h
   return no_archive("a zip64 field is missing");
 }
 
+constexpr uint32_t kFolderAttribute = 0x10;
+
 // Takes one entry off the front of `directory`.
 Result<ZipEntry> take_entry(Bytes* directory) {
   if (ssize(*directory) < kZipEntryNbytes) return no_archive("its zip directory is cut off");
@@ -114,7 +116,8 @@ Result<ZipEntry> take_entry(Bytes* directory) {
   const int64_t name_nbytes = fields.u16();
   const int64_t extra_nbytes = fields.u16();
   const int64_t comment_nbytes = fields.u16();
-  fields.skip(2 + 2 + 4);
+  fields.skip(2 + 2);
+  const uint32_t attributes = fields.u32();
   uint64_t header_offset = fields.u32();
   const int64_t total = kZipEntryNbytes + name_nbytes + extra_nbytes + comment_nbytes;
   if (ssize(*directory) < total) return no_archive("its zip directory is cut off");
@@ -125,8 +128,16 @@ Result<ZipEntry> take_entry(Bytes* directory) {
   if (stored_nbytes == kZip32Limit || nbytes == kZip32Limit || header_offset == kZip32Limit) {
     RETURN_IF_ERROR(widen(extra, &nbytes, &stored_nbytes, &header_offset));
   }
+  // Nobody compresses to the very same size: there a stored record's method is damaged, and torch
+  // would inflate its bytes without a word.
+  if (method != 0 && nbytes == stored_nbytes) {
+    return no_archive("a record says it is compressed, but has the size of its contents");
+  }
   if ((flags & 1) != 0 || method != 0) {
     return unsupported("a record of the zip archive is compressed or encrypted");
+  }
+  if (nbytes > 0 && (attributes & kFolderAttribute) != 0) {
+    return no_archive("a record with contents says it is a folder");
   }
   if (nbytes != stored_nbytes) return no_archive("the sizes of a record contradict each other");
   if (nbytes > INT64_MAX || header_offset > INT64_MAX) return no_archive("a record is too large");
