@@ -190,6 +190,32 @@ def test_verification_can_be_turned_off(
     assert differences(state, loaded) == ["['large']: other bits", "['small']: other bits"]
 
 
+@pytest.mark.parametrize("fqn", ["large", "small", "step"])
+def test_no_flipped_bit_of_a_zip_directory_changes_a_value(
+    fqn: str, saved: Path, state: dict[str, Any]
+) -> None:
+    # Every bit of the directory's last entries and of the end record: a method, a size, an
+    # attribute that torch would act on without a word.
+    info = place_of(saved, fqn)
+    (file,) = data_files(saved)
+    end = info.offset + info.length
+    noticed = 0
+    for position in range(end - 160, end):
+        for bit in range(8):
+            flip(file, position, bit)
+            try:
+                loaded = load(blank({fqn: state[fqn]}), FastReader(saved))
+            except CheckpointException as caught:
+                error = caught.failures[0][0]
+                assert isinstance(error, CorruptionError), (position - end, bit, repr(error))
+                assert fqn in str(error)
+                noticed += 1
+            else:
+                assert differences({fqn: state[fqn]}, loaded) == [], (position - end, bit)
+            flip(file, position, bit)
+    assert noticed > 500
+
+
 def test_no_flipped_bit_of_a_tensor_goes_unnoticed(
     saved: Path, state: dict[str, Any], rng: random.Random
 ) -> None:
