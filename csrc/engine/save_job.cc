@@ -236,10 +236,8 @@ Status SaveJob::finish() {
     const IoRequest request = {.kind = IoRequest::Kind::kSync, .file = file_.get()};
     queue_->submit({&request, 1});
     for (const IoDone& done : queue_->wait()) RETURN_IF_ERROR(fail(done.status));
-    // The file's name must last too; the folder of a relative path may be the working directory.
-    const size_t slash = path_.rfind('/');
-    const std::string directory = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
-    RETURN_IF_ERROR(fail(fs_.sync_directory(directory)));
+    // The file's name must last too.
+    RETURN_IF_ERROR(fail(fs_.sync_directory(parent_directory(path_))));
   }
   finished_ = true;
   return ok_status();

@@ -1,5 +1,6 @@
 #include "io/file_system.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <exception>
 #include <utility>
@@ -15,6 +16,17 @@ Status run_one(IoQueue& queue, const IoRequest& request) {
 }
 
 }  // namespace
+
+std::string parent_directory(std::string_view path) {
+  const auto without_trailing_slashes = [](std::string_view text) {
+    while (text.size() > 1 && text.back() == '/') text.remove_suffix(1);
+    return text;
+  };
+  path = without_trailing_slashes(path);
+  const size_t slash = path.rfind('/');
+  if (slash == std::string_view::npos) return ".";
+  return std::string(without_trailing_slashes(path.substr(0, std::max<size_t>(slash, 1))));
+}
 
 Result<std::vector<std::byte>> read_file(FileSystem& fs, const std::string& path) {
   ASSIGN_OR_RETURN(const auto file, fs.open(path, OpenMode::kRead, Caching::kBuffered));

@@ -13,6 +13,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/bytes.h"
@@ -134,6 +135,9 @@ class FileSystem {
   // kernel; it outlives the queue.
   virtual std::unique_ptr<IoQueue> make_queue(int depth, MutableBytes registered = {}) = 0;
 };
+
+// The folder that holds `path`: "a" for "a/b" and "a/b/", "." for "b", "/" for "/b".
+std::string parent_directory(std::string_view path);
 
 // Whole small files, one request at a time.
 Result<std::vector<std::byte>> read_file(FileSystem& fs, const std::string& path);

@@ -22,18 +22,6 @@ namespace {
 
 constexpr mode_t kDirectoryMode = 0777;  // Less the umask of the process.
 
-// The folder that holds `path`: "a" for "a/b" and "a/b/", "." for "b", "/" for "/b".
-std::string parent_directory(std::string_view path) {
-  const auto without_trailing_slashes = [](std::string_view text) {
-    while (text.size() > 1 && text.back() == '/') text.remove_suffix(1);
-    return text;
-  };
-  path = without_trailing_slashes(path);
-  const size_t slash = path.rfind('/');
-  if (slash == std::string_view::npos) return ".";
-  return std::string(without_trailing_slashes(path.substr(0, std::max<size_t>(slash, 1))));
-}
-
 // OK when `path` is a folder; kNotFound when there is nothing.
 Status check_directory(const std::string& path) {
   struct stat stat = {};

@@ -192,7 +192,7 @@ TEST(SaveJobTest, FinishSyncsAfterTheLastChangeAndThenTheFolder) {
   EXPECT_EQ(kind_from_end(3), Operation::Kind::kTruncate);
   EXPECT_EQ(kind_from_end(2), Operation::Kind::kSync);
   EXPECT_EQ(kind_from_end(1), Operation::Kind::kSyncDirectory);
-  EXPECT_EQ(operations.back().path, "step-1/");
+  EXPECT_EQ(operations.back().path, "step-1");
   EXPECT_EQ(fs.count(Operation::Kind::kSync), 1);
 }
 
