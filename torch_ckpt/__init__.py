@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch_ckpt.api import installed
     from torch_ckpt.errors import (
+        AlreadyExistsError,
         CancelledError,
         CheckpointError,
         CorruptionError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch_ckpt.writer import FastWriter
 
 _HOMES = {
+    "AlreadyExistsError": "errors",
     "CancelledError": "errors",
     "CheckpointError": "errors",
     "CorruptionError": "errors",
@@ -39,6 +41,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AlreadyExistsError",
     "CancelledError",
     "CheckpointError",
     "CorruptionError",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io as _io
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,16 +14,24 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageWriterTransforms,
     _write_item,
 )
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _native
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.tensors import DTYPE_CODES, is_temporary, to_plain
+from torch_ckpt.tensors import DTYPE_CODES, gc_paused, held_nbytes_limit, is_temporary, to_plain
 
 __all__ = ["write_data_file"]
 
-_Planned = tuple[WriteItem, torch.dtype, torch.Size]
+
+@dataclass
+class _Sorted:
+    """Items of a file, by how they are written."""
+
+    laid_out: list[WriteItem]
+    shapes: list[tuple[int, torch.Size]]  # Dtype code and sizes of those, as resolved.
+    resolved: list[torch.Tensor | None]  # Those whose memory somebody else holds anyway.
+    pickled: list[WriteItem]
 
 
 def write_data_file(
@@ -37,7 +47,7 @@ def write_data_file(
 ) -> tuple[list[WriteResult], IoMode]:
     """Writes ``items`` to the new file ``directory / name``.
 
-    Tensors that the engine stores are laid out first, from their planned dtypes and shapes alone.
+    Tensors that the engine stores are laid out first, from their dtypes and shapes alone.
     Everything else (objects, quantised tensors and subclasses, whatever a stream transform changes)
     is serialised by torch, as stock DCP does, and appended.
 
@@ -47,87 +57,80 @@ def write_data_file(
     Raises:
         StorageError: The file could not be written; it is removed.
     """
-    laid_out: list[_Planned] = []
-    pickled: list[WriteItem] = []
-    for item in items:
-        data = item.tensor_data
-        if data is None or data.properties.dtype not in DTYPE_CODES or transforms.extensions:
-            pickled.append(item)
-        else:
-            laid_out.append((item, data.properties.dtype, data.chunk.sizes))
-
-    layout = _native.Layout([(DTYPE_CODES[dtype], sizes) for _, dtype, sizes in laid_out])
-    job = _native.SaveJob(str(directory / name), layout, pool, io.direct, sync)
+    with gc_paused():
+        sort = _sort(items, planner, transforms)
+        layout = _native.Layout(sort.shapes)
+    path = os.fsencode(directory / name)
+    job = _native.SaveJob(path, layout, pool, io.direct, sync)
     try:
-        return _fill(job, name, layout, laid_out, pickled, planner, io, transforms)
+        _write_laid_out(job, sort, planner, held_nbytes_limit(io))
+        with gc_paused():
+            results = [
+                WriteResult(item.index, nbytes, _StorageInfo(name, offset, nbytes))
+                for item, (offset, nbytes) in zip(sort.laid_out, layout.extents, strict=True)
+            ]
+        for item in sort.pickled:
+            results.append(_append_pickled(job, name, item, planner, transforms))
+        job.finish()
     except BaseException:
         # Now, not when the job is collected: the traceback of the error would keep it, and with it
         # the buffers that the next job waits for.
         job.abort()
         raise
-
-
-def _fill(
-    job: _native.SaveJob,
-    name: str,
-    layout: _native.Layout,
-    laid_out: list[_Planned],
-    pickled: list[WriteItem],
-    planner: SavePlanner,
-    io: IoOptions,
-    transforms: _StorageWriterTransforms,
-) -> tuple[list[WriteResult], IoMode]:
-    misfits = _write_laid_out(job, laid_out, planner, io.buffer_nbytes)
-    results = [
-        WriteResult(item.index, nbytes, _StorageInfo(name, offset, nbytes))
-        for number, ((item, _, _), (offset, nbytes)) in enumerate(
-            zip(laid_out, layout.extents, strict=True)
-        )
-        if number not in misfits
-    ]
-    pickled += [laid_out[number][0] for number in misfits]
-    for item in pickled:
-        results.append(_append_pickled(job, name, item, planner, transforms))
-    job.finish()
     queue, direct, registered, reasons = job.mode
     return results, IoMode(queue, direct, registered, tuple(reasons))
 
 
-def _write_laid_out(
-    job: _native.SaveJob, planned: list[_Planned], planner: SavePlanner, max_held_nbytes: int
-) -> dict[int, None]:
-    """Has the engine write tensors in the order of the layout.
+def _sort(
+    items: list[WriteItem], planner: SavePlanner, transforms: _StorageWriterTransforms
+) -> _Sorted:
+    """Resolves every tensor to see what it really is; a plan may say otherwise.
 
-    One call writes them all, unless resolving makes tensors that nobody else holds (copies from a
-    device, casts by the planner): these are written and let go in batches of ``max_held_nbytes``.
-
-    Returns:
-        The numbers of the items that turned out to be not what was planned, in order.
+    One that nobody else holds (a planner's cast, say) is let go again, and resolved anew when it is
+    its turn to be written: ``resolve_data`` is idempotent.
     """
-    misfits: dict[int, None] = {}
-    batch: list[tuple[int, torch.Tensor, str]] = []
-    held_nbytes = 0
-    for number, (item, dtype, sizes) in enumerate(planned):
+    sort = _Sorted([], [], [], [])
+    for item in items:
+        if item.type == WriteItemType.BYTE_IO or transforms.extensions:
+            sort.pickled.append(item)
+            continue
         tensor = planner.resolve_data(item)
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"the planner resolved {item.index.fqn!r} to a {type(tensor)}")
-        kind = _native.tensor_kind(tensor)
-        temporary = is_temporary(tensor)
-        if kind == _native.TensorKind.NEEDS_COPY:
+        if _native.tensor_kind(tensor) == _native.TensorKind.TORCHS_OWN:
+            sort.pickled.append(item)
+            continue
+        sort.laid_out.append(item)
+        sort.shapes.append((DTYPE_CODES[tensor.dtype], tensor.size()))
+        sort.resolved.append(None if is_temporary(tensor) else tensor)
+    return sort
+
+
+def _write_laid_out(
+    job: _native.SaveJob, sort: _Sorted, planner: SavePlanner, max_held_nbytes: int
+) -> None:
+    """Has the engine write tensors in the order of the layout.
+
+    One call writes them all, except that copies made for it (from a device, of a temporary) are
+    written and let go in batches of ``max_held_nbytes``.
+    """
+    batch: list[tuple[int, torch.Tensor, str]] = []
+    held_nbytes = 0
+    for number, (item, resolved) in enumerate(zip(sort.laid_out, sort.resolved, strict=True)):
+        tensor = planner.resolve_data(item) if resolved is None else resolved
+        assert isinstance(tensor, torch.Tensor)  # As in _sort.
+        if _native.tensor_kind(tensor) != _native.TensorKind.PLAIN:
             tensor = to_plain(tensor)
-            temporary = True
-        if kind == _native.TensorKind.TORCHS_OWN or tensor.dtype != dtype or tensor.size() != sizes:
-            misfits[number] = None
+        elif resolved is not None:
+            batch.append((number, tensor, item.index.fqn))
             continue
         batch.append((number, tensor, item.index.fqn))
-        if temporary:
-            held_nbytes += tensor.nbytes
-            if held_nbytes >= max_held_nbytes:
-                job.write(batch)
-                batch = []
-                held_nbytes = 0
+        held_nbytes += tensor.nbytes
+        if held_nbytes >= max_held_nbytes:
+            job.write(batch)
+            batch = []
+            held_nbytes = 0
     job.write(batch)
-    return misfits
 
 
 def _append_pickled(

@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Iterator
 
 __all__ = [
+    "AlreadyExistsError",
     "CancelledError",
     "CheckpointError",
     "CorruptionError",
@@ -43,6 +44,13 @@ class NotFoundError(_ErrnoError, FileNotFoundError):
     """There is no committed checkpoint, or no such file of one."""
 
     def __init__(self, message: str, errno: int | None = _errno.ENOENT) -> None:
+        super().__init__(message, errno)
+
+
+class AlreadyExistsError(_ErrnoError, FileExistsError):
+    """A checkpoint is committed there already, and may not be replaced."""
+
+    def __init__(self, message: str, errno: int | None = _errno.EEXIST) -> None:
         super().__init__(message, errno)
 
 

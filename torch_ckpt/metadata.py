@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from typing import Any
 
@@ -20,7 +21,8 @@ def dump_metadata(metadata: Metadata) -> bytes:
     no value: pickle then writes each once, at half the time and two thirds of the bytes.
     """
     with gc_paused():
-        _share_equal_parts(metadata)
+        with contextlib.suppress(TypeError):  # A planner's own idea of sizes: lists, say.
+            _share_equal_parts(metadata)
         return pickle.dumps(metadata)
 
 

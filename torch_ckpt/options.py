@@ -18,7 +18,7 @@ class IoOptions:
             of 4096, at least 64 KiB. Every thread needs at least two.
         threads: Threads that read. A writer uses one for each file (``thread_count``).
         direct: Whether to go past the page cache (``O_DIRECT``) where the file system allows it.
-            Reading takes what the page cache holds from there in any case.
+            What the page cache holds is read from there in any case.
 
     Raises:
         ValueError: A value is out of range, or the budget does not hold two blocks.
@@ -65,11 +65,3 @@ class IoMode:
             parts.append("registered buffers")
         text = ", ".join(parts)
         return f"{text} ({'; '.join(self.reasons)})" if self.reasons else text
-
-
-def useful_buffer_nbytes(data_nbytes: int, most_nbytes: int, block_nbytes: int) -> int:
-    """How large buffers for ``data_nbytes`` of data should be: at least two blocks.
-
-    Beyond a quarter of the data they would cost more time to prepare than they save.
-    """
-    return max(2 * block_nbytes, min(most_nbytes, data_nbytes // 4))

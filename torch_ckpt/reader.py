@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     _StorageInfo,
@@ -32,8 +33,15 @@ from torch_ckpt.errors import (
     portable_errors,
 )
 from torch_ckpt.metadata import load_metadata
-from torch_ckpt.options import IoOptions, useful_buffer_nbytes
-from torch_ckpt.tensors import DTYPE_CODES, gc_paused, is_temporary
+from torch_ckpt.options import IoOptions
+from torch_ckpt.tensors import (
+    DTYPE_CODES,
+    Destinations,
+    gc_paused,
+    held_nbytes_limit,
+    is_temporary,
+    useful_buffer_nbytes,
+)
 
 __all__ = ["FastReader"]
 
@@ -113,7 +121,7 @@ class FastReader(StorageReader):
         rank = kwargs.get("rank")
         path = self.path / (".metadata" if rank is None else f"__{rank}.metadata")
         try:
-            pickled = _native.read_file(str(path))
+            pickled = _native.read_file(os.fsencode(path))
         except NotFoundError as error:
             raise NotFoundError(
                 f"no checkpoint is committed in {self.path}: there is no {path.name}"
@@ -146,8 +154,8 @@ class FastReader(StorageReader):
         """Reads every item of the plan into place."""
         if self._metadata is None:
             raise RuntimeError("read_data was called before set_up_storage_reader")
-        with gc_paused(), portable_errors():
-            _Load(self, self._metadata, planner).run(plan.items)
+        with portable_errors():
+            _Load(self, self._metadata, planner, plan.items).run()
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -156,39 +164,53 @@ class FastReader(StorageReader):
 class _Load:
     """One call of ``read_data``."""
 
-    def __init__(self, reader: FastReader, metadata: Metadata, planner: LoadPlanner) -> None:
-        self.reader = reader
+    def __init__(
+        self, reader: FastReader, metadata: Metadata, planner: LoadPlanner, items: list[ReadItem]
+    ) -> None:
         self.storage_data: dict[Any, _StorageInfo] = metadata.storage_data
         self.state_dict_metadata = metadata.state_dict_metadata
         self.planner = planner
-        self.budget = reader.io.buffer_nbytes
-
-    def run(self, items: Iterable[ReadItem]) -> None:
-        """Loads tensors through the engine, then whatever is left through torch."""
-        tensors: list[tuple[ReadItem, _Slice, torch.dtype]] = []
-        streams: list[tuple[ReadItem, _Slice]] = []
+        self.transforms = reader.transforms
+        self.max_held_nbytes = held_nbytes_limit(reader.io)
+        # Another planner may have stored bytes of any kind.
+        self.objects_are_pickled = (
+            getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
+        )
+        self.tensors: list[tuple[ReadItem, _Slice, torch.dtype]] = []
+        self.streams: list[tuple[ReadItem, _Slice]] = []
         nbytes = 0
-        for item in items:
-            info = self._storage_info(item)
-            stored = (info.relative_path, info.offset, info.length, item.storage_index.fqn)
-            nbytes += info.length
-            dtype = self._stored_dtype(item)
-            if dtype is None or getattr(info, "transform_descriptors", None):
-                streams.append((item, stored))
-            else:
-                tensors.append((item, stored, dtype))
-        io = self.reader.io
+        transformed = False
+        with gc_paused():
+            for item in items:
+                info = self._storage_info(item)
+                stored = (info.relative_path, info.offset, info.length, item.storage_index.fqn)
+                nbytes += info.length
+                dtype = self._stored_dtype(item)
+                if getattr(info, "transform_descriptors", None):
+                    transformed = True
+                    self.streams.append((item, stored))
+                elif dtype is None:
+                    self.streams.append((item, stored))
+                else:
+                    self.tensors.append((item, stored, dtype))
+        io = reader.io
         self.job = _native.LoadJob(
-            str(self.reader.path),
+            os.fsencode(reader.path),
             useful_buffer_nbytes(nbytes, io.buffer_nbytes, io.block_nbytes),
             io.block_nbytes,
             io.threads,
-            self.reader.verify,
+            io.direct,
+            reader.verify,
+            self.objects_are_pickled and not transformed,
         )
+
+    def run(self) -> None:
+        """Loads tensors through the engine, then whatever is left through torch."""
         # All extents before any target is written.
-        self.job.check([stored for _, stored, _ in tensors] + [stored for _, stored in streams])
-        streams += self._load_tensors(tensors)
-        self._load_streams(streams)
+        slices = [stored for _, stored, _ in self.tensors]
+        self.job.check(slices + [stored for _, stored in self.streams])
+        left = self._load_tensors()
+        self._load_streams(self.streams + left)
 
     def _storage_info(self, item: ReadItem) -> _StorageInfo:
         try:
@@ -208,34 +230,36 @@ class _Load:
         dtype = stored.properties.dtype
         return dtype if dtype in DTYPE_CODES else None
 
-    def _load_tensors(
-        self, tensors: list[tuple[ReadItem, _Slice, torch.dtype]]
-    ) -> list[tuple[ReadItem, _Slice]]:
-        """Loads tensors in one call of the engine, or in batches where temporaries are needed.
+    def _load_tensors(self) -> list[tuple[ReadItem, _Slice]]:
+        """Loads tensors in one call of the engine, or in batches where they need temporaries.
 
         Returns:
             Those that only torch can read; nothing was written to their targets.
         """
         left: list[tuple[ReadItem, _Slice]] = []
         batch: list[_Destination] = []
+        taken = Destinations()
         held_nbytes = 0
-        for item, stored, dtype in tensors:
+        for item, stored, dtype in self.tensors:
             resolved = self.planner.resolve_tensor(item)
             temporary = is_temporary(resolved)
             target = resolved.detach()
             if target.size() != item.lengths:
                 raise _shape_mismatch(item, target, item.lengths)
+            if not taken.add(target, item.dest_index.fqn):
+                left += self._load_batch(batch)
+                batch, taken, held_nbytes = [], Destinations(), 0
+                taken.add(target, item.dest_index.fqn)
             memory = target
             if target.dtype != dtype or not _native.is_loadable(target):
-                memory = torch.empty(item.lengths, dtype=dtype)
+                memory = torch.empty(item.lengths, dtype=dtype, device="cpu")
                 temporary = True
             batch.append((item, stored, target, memory))
             if temporary:
                 held_nbytes += memory.nbytes
-                if held_nbytes >= self.budget:
+                if held_nbytes >= self.max_held_nbytes:
                     left += self._load_batch(batch)
-                    batch = []
-                    held_nbytes = 0
+                    batch, taken, held_nbytes = [], Destinations(), 0
         return left + self._load_batch(batch)
 
     def _load_batch(self, batch: list[_Destination]) -> list[tuple[ReadItem, _Slice]]:
@@ -256,7 +280,7 @@ class _Load:
         wanted: dict[_Slice, list[ReadItem]] = {}
         for item, stored in streams:
             wanted.setdefault(stored, []).append(item)
-        for batch in _batches(wanted, self.budget):
+        for batch in _batches(wanted, self.max_held_nbytes):
             _, slices = self.job.run([], batch)
             for stored, data in zip(batch, slices, strict=True):
                 self._load_stream(stored, wanted[stored], data)
@@ -267,10 +291,10 @@ class _Load:
         tensor: torch.Tensor | None = None
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
-                self._load_bytes(item, self._open_stream(item, data), stored)
+                self._load_bytes(item, self._open_stream(item, data, stored), stored)
                 continue
             if tensor is None:
-                tensor = _unpickle_tensor(self._open_stream(item, data), stored)
+                tensor = _unpickle_tensor(self._open_stream(item, data, stored), stored)
             part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
             target = self.planner.resolve_tensor(item).detach()
             if target.size() != part.size():
@@ -283,19 +307,27 @@ class _Load:
         try:
             self.planner.load_bytes(item, stream)
         except Exception as error:
-            # In an archive that torch can open, whose checksums hold, what failed is the planner's.
-            if is_archive and "PytorchStreamReader" not in str(error):
-                raise
-            raise CorruptionError(f"cannot load {_where(stored)}: {error}") from error
+            # What stock cannot open as an archive is damaged; in one whose checksums hold, it is
+            # the object that fails.
+            if self.objects_are_pickled and (not is_archive or "PytorchStreamReader" in str(error)):
+                raise CorruptionError(f"cannot load {_where(stored)}: {error}") from error
+            raise
 
-    def _open_stream(self, item: ReadItem, data: _native.LoadedBytes) -> _io.BytesIO:
+    def _open_stream(
+        self, item: ReadItem, data: _native.LoadedBytes, stored: _Slice
+    ) -> _io.BytesIO:
         """The bytes of a slice, with stream transforms undone."""
         stream = _io.BytesIO(memoryview(data))
         descriptors = getattr(self._storage_info(item), "transform_descriptors", None)
         if not descriptors:
             return stream
-        transforms = self.reader.transforms
-        return _io.BytesIO(transforms.transform_load_stream(item, descriptors, stream).read(-1))
+        transformed = self.transforms.transform_load_stream(item, descriptors, stream)
+        try:
+            return _io.BytesIO(transformed.read(-1))
+        except Exception as error:
+            raise CorruptionError(
+                f"cannot undo {list(descriptors)} of {_where(stored)}: {error}"
+            ) from error
 
 
 def _shape_mismatch(item: ReadItem, target: torch.Tensor, wanted: torch.Size) -> MismatchError:

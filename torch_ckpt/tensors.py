@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gc
 import sys
@@ -10,8 +11,17 @@ from collections.abc import Iterator
 import torch
 
 from torch_ckpt import _native
+from torch_ckpt.options import IoOptions
 
-__all__ = ["DTYPE_CODES", "gc_paused", "is_temporary", "to_plain"]
+__all__ = [
+    "DTYPE_CODES",
+    "Destinations",
+    "gc_paused",
+    "held_nbytes_limit",
+    "is_temporary",
+    "to_plain",
+    "useful_buffer_nbytes",
+]
 
 DTYPE_CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code
@@ -42,6 +52,53 @@ _ALONE = _count_references_of_fresh_tensor()
 def is_temporary(tensor: torch.Tensor) -> bool:
     """Whether nobody but the caller, through one variable, holds the tensor and its memory."""
     return sys.getrefcount(tensor) <= _ALONE and _native.has_own_storage(tensor)
+
+
+def useful_buffer_nbytes(data_nbytes: int, most_nbytes: int, block_nbytes: int) -> int:
+    """How large buffers for ``data_nbytes`` of data should be: at least two blocks.
+
+    Beyond a quarter of the data they would cost more time to prepare than they save.
+    """
+    return max(2 * block_nbytes, min(most_nbytes, data_nbytes // 4))
+
+
+def held_nbytes_limit(io: IoOptions) -> int:
+    """Bytes of temporary copies to hold besides the buffers, before they are used and let go."""
+    return io.buffer_nbytes // 4
+
+
+class Destinations:
+    """The memory that a batch of reads goes to, to find reads that would meet in it.
+
+    State dicts may name the same memory twice, and a planner may hand out one scratch tensor again
+    and again, expecting it to be read and committed before it is asked for the next.
+    """
+
+    def __init__(self) -> None:
+        # By storage: where a tensor begins, where it ends, its FQN; in ascending order. Those of
+        # different FQNs do not overlap; those of one are disjoint boxes of it.
+        self._extents: dict[int, list[tuple[int, int, str]]] = {}
+
+    def add(self, tensor: torch.Tensor, fqn: str) -> bool:
+        """Adds a tensor; false, and nothing is added, where its memory is taken."""
+        begin = tensor.data_ptr()
+        if begin == 0:  # It has no elements, or no memory (meta tensors).
+            return True
+        reach = sum(
+            (size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True)
+        )
+        end = begin + (reach + 1) * tensor.itemsize
+        extents = self._extents.setdefault(tensor.untyped_storage().data_ptr(), [])
+        at = bisect.bisect_left(extents, (begin,))
+        if at > 0 and extents[at - 1][1] > begin and extents[at - 1][2] != fqn:
+            return False
+        for other_begin, _, other in extents[at:]:
+            if other_begin >= end:
+                break
+            if other != fqn or other_begin == begin:
+                return False
+        extents.insert(at, (begin, end, fqn))
+        return True
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import secrets
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,16 +32,23 @@ from torch.futures import Future
 
 from torch_ckpt import _native
 from torch_ckpt.data_file import write_data_file
-from torch_ckpt.errors import StorageError, UnsupportedError, portable_errors
+from torch_ckpt.errors import (
+    AlreadyExistsError,
+    CheckpointError,
+    StorageError,
+    UnsupportedError,
+    portable_errors,
+)
 from torch_ckpt.metadata import dump_metadata
-from torch_ckpt.options import IoMode, IoOptions, useful_buffer_nbytes
-from torch_ckpt.tensors import gc_paused
+from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.tensors import useful_buffer_nbytes
 
 __all__ = ["FastWriter"]
 
 _METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 _STOCK_COPY_AHEAD = 10_000_000
+_LEAST_BLOCK = 64 << 10
 
 
 class FastWriter(BlockingAsyncStager, StorageWriter):
@@ -70,7 +78,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         io: Tuning. No field of it changes which bytes are written.
 
     Raises:
-        FileExistsError: ``path`` is committed and ``overwrite`` is false.
+        AlreadyExistsError: ``path`` is committed and ``overwrite`` is false.
         StorageError: The disk or store failed. ``error.retriable`` tells whether the same save may
             be tried again. DCP gathers it into a ``CheckpointException`` naming the rank.
         UnsupportedError: ``path`` is a URL, or ``serialization_format`` is another one.
@@ -119,8 +127,10 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         self.serialization_format = serialization_format
         self.io = io or IoOptions()
         self.io_mode: IoMode | None = None
-        """How the last save was written, fallbacks included; ``None`` before the first."""
+        """How this process last wrote, fallbacks included; ``None`` before that."""
         self.save_id = _new_save_id()
+        self._began = False  # Whether a save has begun under this id.
+        self._writing = threading.Lock()
         self.rank: int | None = None
         self.use_collectives = True
         self._pools: list[_native.BufferPool] = []
@@ -129,7 +139,10 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         # Travels to the process that saves in the background: without native handles, and without
         # the staged state dict, which travels by itself.
-        return {**self.__dict__, "_pools": [], "state_dict_cache": None}
+        return {**self.__dict__, "_pools": [], "_writing": None, "state_dict_cache": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _writing=threading.Lock())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -143,9 +156,11 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Turns to another checkpoint, or to a new save of the same."""
+        self._check_idle()
         if checkpoint_id:
             self.path = _checkpoint_directory(checkpoint_id)
         self.save_id = _new_save_id()
+        self._began = False
 
     def storage_meta(self) -> StorageMeta:
         """What ``.metadata`` says of the storage."""
@@ -153,17 +168,20 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save on this rank."""
+        self._check_idle()
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
-        # DCP resets a writer only when it is given a checkpoint id with it, and names of data files
-        # must never recur.
-        self.save_id = _new_save_id()
+        if self._began:
+            # DCP resets a writer only when it is given a checkpoint id with it, and names of data
+            # files must never recur.
+            self.save_id = _new_save_id()
+        self._began = True
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Creates the directory; refuses one that is committed unless ``overwrite``."""
-        _native.create_directories(str(self.path))
+        _native.create_directories(os.fsencode(self.path))
         if not self.overwrite and (self.path / self._metadata_name()).exists():
-            raise FileExistsError(
+            raise AlreadyExistsError(
                 f"a checkpoint is already committed in {self.path}, and overwrite is false"
             )
         self._found = frozenset(os.listdir(self.path))
@@ -191,13 +209,17 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             f"{prefix}{number}_{self.save_id}.distcp": part
             for number, part in enumerate(part for part in parts if part)
         }
+        self._check_idle()
         future: Future[list[WriteResult]] = Future()
-        with gc_paused(), portable_errors():
+        with self._writing, portable_errors():
             try:
-                future.set_result(self._write_files(files, planner))
+                results = self._write_files(files, planner)
+                if files and self.sync_files:
+                    _native.sync_directory(os.fsencode(self.path))
             except BaseException:
                 _remove_files(self.path, files)
                 raise
+        future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -210,7 +232,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         files = {info.relative_path for info in storage_data.values()}
         self._check_files_exist(files)
         _native.commit_metadata(
-            str(self.path),
+            os.fsencode(self.path),
             self._metadata_name(),
             dump_metadata(metadata),
             self.save_id,
@@ -249,6 +271,13 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         with ThreadPoolExecutor(workers, "torch_ckpt-write") as executor:
             return list(itertools.chain.from_iterable(executor.map(write_every, range(workers))))
 
+    def _check_idle(self) -> None:
+        if self._writing.locked():
+            raise CheckpointError(
+                f"this writer is still writing {self.path}: wait for that save, or use another "
+                "writer"
+            )
+
     def _metadata_name(self) -> str:
         if self.use_collectives or self.rank is None:
             return _METADATA
@@ -263,17 +292,19 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             most = self.per_thread_copy_ahead
         else:
             most = self.io.buffer_nbytes // count
-        pool_nbytes = useful_buffer_nbytes(nbytes // count, most, self.io.block_nbytes)
+        # A thread needs two blocks: many threads share the budget in smaller ones.
+        block_nbytes = max(_LEAST_BLOCK, min(self.io.block_nbytes, most // 2 // 4096 * 4096))
+        pool_nbytes = useful_buffer_nbytes(nbytes // count, most, block_nbytes)
         if len(self._pools) != count or any(pool.nbytes < pool_nbytes for pool in self._pools):
             self._pools = []  # The old ones go before the new ones come.
-            self._pools = [
-                _native.BufferPool(pool_nbytes, self.io.block_nbytes) for _ in range(count)
-            ]
+            self._pools = [_native.BufferPool(pool_nbytes, block_nbytes) for _ in range(count)]
         return self._pools
 
     def _check_files_exist(self, files: Iterable[str]) -> None:
         """Guards the commit against data files that another save has removed meanwhile."""
-        missing = set(files).difference(os.listdir(self.path))
+        listed = os.listdir(self.path)
+        # Asked for one by one as well: a network file system may list an old state of a folder.
+        missing = [f for f in set(files).difference(listed) if not (self.path / f).exists()]
         if missing:
             raise StorageError(
                 f"cannot commit {self.path}: {len(missing)} data files written by this save are "
@@ -291,7 +322,10 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             if any(_RANK_METADATA.fullmatch(name) for name in self._found):
                 return  # Committed without coordination as well: those refer to files of their own.
         else:
-            pattern = rf"__{self.rank}_\d+(_[0-9a-f]{{16}})?\.distcp"
+            pattern = (
+                rf"__{self.rank}_\d+(_[0-9a-f]{{16}})?\.distcp"
+                rf"|__{self.rank}\.metadata\.[0-9a-f]{{16}}\.tmp"
+            )
             if _METADATA in self._found:
                 return
         stale = [name for name in self._found - referenced if re.fullmatch(pattern, name)]

@@ -24,8 +24,14 @@ StoredSlice to_slice(const PySlice& slice) {
 }
 
 std::unique_ptr<LoadJob> make(const std::string& directory, int64_t buffer_nbytes,
-                              int64_t block_nbytes, int threads, bool verify) {
-  const LoadOptions options = {buffer_nbytes, block_nbytes, threads, verify};
+                              int64_t block_nbytes, int threads, bool direct, bool verify,
+                              bool slices_are_archives) {
+  const LoadOptions options = {.buffer_nbytes = buffer_nbytes,
+                               .block_nbytes = block_nbytes,
+                               .threads = threads,
+                               .caching = direct ? Caching::kDirect : Caching::kBuffered,
+                               .verify = verify,
+                               .slices_are_archives = slices_are_archives};
   return value_or_raise(LoadJob::make(local_file_system(), directory, options));
 }
 
@@ -72,7 +78,7 @@ void bind_load_job(py::module_& module) {
       });
   py::class_<LoadJob>(module, "LoadJob")
       .def(py::init(&make), py::arg("directory"), py::arg("buffer_nbytes"), py::arg("block_nbytes"),
-           py::arg("threads"), py::arg("verify"))
+           py::arg("threads"), py::arg("direct"), py::arg("verify"), py::arg("slices_are_archives"))
       .def("check", &check, py::arg("slices"))
       .def("run", &run, py::arg("tensors"), py::arg("slices"));
 }

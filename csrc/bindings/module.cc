@@ -36,6 +36,10 @@ void create_directories(const std::string& path) {
   raise_if_error(without_gil([&] { return local_file_system().create_directories(path); }));
 }
 
+void sync_directory(const std::string& path) {
+  raise_if_error(without_gil([&] { return local_file_system().sync_directory(path); }));
+}
+
 py::bytes read_whole_file(const std::string& path) {
   const std::vector<std::byte> bytes =
       value_or_raise(without_gil([&] { return read_file(local_file_system(), path); }));
@@ -65,6 +69,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("commit_metadata", &commit, py::arg("directory"), py::arg("name"), py::arg("metadata"),
              py::arg("save_id"), py::arg("sync"));
   module.def("create_directories", &create_directories, py::arg("path"));
+  module.def("sync_directory", &sync_directory, py::arg("path"));
   module.def("read_file", &read_whole_file, py::arg("path"));
   bind_save_job(module);
   bind_load_job(module);

@@ -77,6 +77,14 @@ TensorKind kind_of(py::handle object, const at::Tensor& tensor) {
   return TensorKind::kPlain;
 }
 
+// Where the last element ends, in bytes from the start of the storage. Requires: there are
+// elements.
+int64_t storage_end(const at::Tensor& tensor) {
+  int64_t last = tensor.storage_offset();
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  return (last + 1) * static_cast<int64_t>(tensor.itemsize());
+}
+
 bool is_expanded(const at::Tensor& tensor) {
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     if (tensor.stride(d) == 0 && tensor.size(d) > 1) return true;
@@ -100,6 +108,13 @@ HeldTensor hold_tensor(py::handle object, std::string name, bool writable) {
   if (writable ? !is_loadable(object) : kind_of(object, tensor) != TensorKind::kPlain) {
     throw py::value_error("tensor '" + name + "' is not a plain strided CPU tensor");
   }
+  const int64_t extent = tensor.numel() == 0 ? 0 : storage_end(tensor);
+  if (extent > static_cast<int64_t>(tensor.storage().nbytes())) {
+    throw py::value_error("tensor '" + name + "' reaches beyond its storage of " +
+                          std::to_string(tensor.storage().nbytes()) + " bytes");
+  }
+  // The engine writes behind autograd's back, which must know that the values change.
+  if (writable && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   HeldTensor held;
   LiveTensor& live = held.live;
   live.name = std::move(name);

@@ -35,11 +35,12 @@ bool is_one_run(const StridedCopy& copy) {
 }  // namespace
 
 LoadBatch::LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files, bool verify,
-                     std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
-                     LoadResult& result)
+                     bool slices_are_archives, std::span<const TensorRequest> tensors,
+                     std::span<const StoredSlice> bytes, LoadResult& result)
     : stream_(stream),
       files_(files),
       verify_(verify),
+      slices_are_archives_(slices_are_archives),
       tensors_(tensors),
       bytes_(bytes),
       result_(result),
@@ -222,7 +223,8 @@ Status LoadBatch::verify_payloads() const {
 Status LoadBatch::verify_bytes(const std::vector<int64_t>& byte_indices) const {
   for (const int64_t i : byte_indices) {
     const LoadedBytes& loaded = result_.bytes[static_cast<size_t>(i)];
-    const Status status = verify_archive({loaded.data.get(), static_cast<size_t>(loaded.nbytes)});
+    const Bytes raw(loaded.data.get(), static_cast<size_t>(loaded.nbytes));
+    const Status status = verify_archive(raw, slices_are_archives_);
     if (!status.ok()) return with_slice(status, bytes_[static_cast<size_t>(i)]);
   }
   return ok_status();

@@ -50,8 +50,8 @@ struct OpenFile {
 class LoadBatch {
  public:
   LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files, bool verify,
-            std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
-            LoadResult& result);
+            bool slices_are_archives, std::span<const TensorRequest> tensors,
+            std::span<const StoredSlice> bytes, LoadResult& result);
 
   // `tensor_indices` and `byte_indices` are the requests of this batch.
   Status run(const std::vector<int64_t>& tensor_indices, const std::vector<int64_t>& byte_indices);
@@ -95,6 +95,7 @@ class LoadBatch {
   ReadStream& stream_;
   const std::map<std::string, OpenFile>& files_;
   const bool verify_;
+  const bool slices_are_archives_;
   std::span<const TensorRequest> tensors_;
   std::span<const StoredSlice> bytes_;
   LoadResult& result_;

@@ -35,7 +35,7 @@ struct LoadJob::State {
     if (!is_inside_directory(slice.file)) {
       return corruption("cannot read ", describe(slice), ": the file is outside the checkpoint");
     }
-    auto file = fs.open(directory + "/" + slice.file, OpenMode::kRead, Caching::kDirect);
+    auto file = fs.open(directory + "/" + slice.file, OpenMode::kRead, options.caching);
     if (!file.ok()) return with_slice(file.status(), slice);
     ASSIGN_OR_RETURN(const int64_t nbytes, (*file)->size());
     return OpenFile{std::move(*file), nbytes};
@@ -103,7 +103,8 @@ Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
       tensor_indices.insert(tensor_indices.end(), wanted.tensors.begin(), wanted.tensors.end());
       byte_indices.insert(byte_indices.end(), wanted.bytes.begin(), wanted.bytes.end());
     }
-    LoadBatch batch(*state_->stream, files, state_->options.verify, tensors, bytes, result);
+    LoadBatch batch(*state_->stream, files, state_->options.verify,
+                    state_->options.slices_are_archives, tensors, bytes, result);
     RETURN_IF_ERROR(batch.run(tensor_indices, byte_indices));
   }
   return result;

@@ -25,7 +25,11 @@ struct LoadOptions {
   int64_t buffer_nbytes = int64_t{64} << 20;  // Budget of buffers, all threads together.
   int64_t block_nbytes = int64_t{4} << 20;    // The longest single read through a buffer.
   int threads = 2;
+  Caching caching = Caching::kDirect;  // For what the page cache does not hold.
   bool verify = true;  // Whether payloads that are read whole are checked against their CRC.
+  // Whether every raw slice is an archive as torch.save writes it, so that one which is not is
+  // damaged. Otherwise it may be anything, and only what looks like torch.save's is checked.
+  bool slices_are_archives = false;
 };
 
 // Used by one thread at a time; runs threads of its own inside `run`.

@@ -54,6 +54,9 @@ SaveJob::SaveJob(FileSystem& fs, std::string path, Layout layout, BufferPool& po
 Result<std::unique_ptr<SaveJob>> SaveJob::start(FileSystem& fs, const std::string& path,
                                                 Layout layout, BufferPool& pool,
                                                 const SaveOptions& options) {
+  if (!pool.claim()) {
+    return invalid_argument("cannot write ", path, ": another save is using the same buffers");
+  }
   std::unique_ptr<SaveJob> job(new SaveJob(fs, path, std::move(layout), pool, options));
   RETURN_IF_ERROR(job->open());
   return job;
@@ -75,12 +78,19 @@ void SaveJob::abort() {
   while (queue_ && queue_->in_flight() > 0) (void)wait_for_some();
   if (block_ >= 0) pool_.release(block_);
   block_ = -1;
-  queue_.reset();
+  let_go();
   const bool created = file_ != nullptr;
   file_.reset();
   // Best effort: a file that cannot be removed is not referred to by any metadata.
   if (created && !finished_) (void)fs_.remove(path_);
   (void)fail(cancelled("the job of ", path_, " has been given up"));
+}
+
+// The queue goes first: it may have registered the pool's memory.
+void SaveJob::let_go() {
+  queue_.reset();
+  if (holds_pool_) pool_.unclaim();
+  holds_pool_ = false;
 }
 
 Status SaveJob::fail(Status status) {
@@ -236,10 +246,9 @@ Status SaveJob::finish() {
     const IoRequest request = {.kind = IoRequest::Kind::kSync, .file = file_.get()};
     queue_->submit({&request, 1});
     for (const IoDone& done : queue_->wait()) RETURN_IF_ERROR(fail(done.status));
-    // The file's name must last too.
-    RETURN_IF_ERROR(fail(fs_.sync_directory(parent_directory(path_))));
   }
   finished_ = true;
+  let_go();
   return ok_status();
 }
 

@@ -43,7 +43,8 @@ Result<SliceNbytes> slice_nbytes(DType dtype, const Dims& sizes);
 class SaveJob {
  public:
   // Creates the file at `path`, which must not exist, with room for the whole layout. `pool`
-  // outlives the job and serves no other meanwhile.
+  // outlives the job, which reserves it until it has finished or given up.
+  // Errors: kInvalidArgument where another job has the pool; kStorage.
   static Result<std::unique_ptr<SaveJob>> start(FileSystem& fs, const std::string& path,
                                                 Layout layout, BufferPool& pool,
                                                 const SaveOptions& options);
@@ -59,8 +60,8 @@ class SaveJob {
   // Appends opaque bytes behind all that was laid out or appended before; returns where they lie.
   Result<Slice> append(Bytes bytes);
 
-  // Returns when every byte has been written (and synced, as the options say). Nothing can be
-  // written afterwards.
+  // Returns when every byte has been written (and synced, as the options say; the file's name is
+  // for the caller to sync). Nothing can be written afterwards.
   Status finish();
 
   // Gives up, unless finish() has returned OK: waits for what is in flight, gives all blocks back
@@ -83,6 +84,7 @@ class SaveJob {
   Status wait_for_some();
   Status fail(Status status);
   Status check_open();
+  void let_go();
 
   FileSystem& fs_;
   const std::string path_;
@@ -99,6 +101,7 @@ class SaveJob {
   int block_ = -1;      // The window being filled; -1 between windows.
   int64_t filled_ = 0;  // Bytes of it that are filled.
   Status status_;       // The first error.
+  bool holds_pool_ = true;
   bool finished_ = false;
 };
 

@@ -158,11 +158,15 @@ bool looks_like_archive(Bytes bytes) {
 
 }  // namespace
 
-Status verify_archive(Bytes archive) {
+Status verify_archive(Bytes archive, bool strict) {
   if (!looks_like_archive(archive)) return ok_status();
   const Result<ZipDirectory> directory = read_zip_directory(archive, ssize(archive));
   if (directory.status().code() == StatusCode::kUnsupported) return ok_status();
-  if (!directory.ok()) return directory.status();
+  if (!directory.ok()) return strict ? directory.status() : ok_status();
+  const auto is_pickle = [](const ZipEntry& entry) { return entry.name.ends_with("/data.pkl"); };
+  const bool is_torchs =
+      std::any_of(directory->entries.begin(), directory->entries.end(), is_pickle);
+  if (!is_torchs && !strict) return ok_status();
   const Ends ends{archive, archive, ssize(archive)};
   for (const ZipEntry& entry : directory->entries) {
     const Result<Bytes> data = record_data(ends, entry);

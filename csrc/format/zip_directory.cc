@@ -128,8 +128,8 @@ Result<ZipEntry> take_entry(Bytes* directory) {
   if (stored_nbytes == kZip32Limit || nbytes == kZip32Limit || header_offset == kZip32Limit) {
     RETURN_IF_ERROR(widen(extra, &nbytes, &stored_nbytes, &header_offset));
   }
-  // Nobody compresses to the very same size: there a stored record's method is damaged, and torch
-  // would inflate its bytes without a word.
+  // torch.save never compresses, and who does hardly to the very same size: there the method of a
+  // stored record is damaged, and torch would inflate its bytes without a word.
   if (method != 0 && nbytes == stored_nbytes) {
     return no_archive("a record says it is compressed, but has the size of its contents");
   }

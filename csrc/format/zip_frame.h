@@ -80,7 +80,8 @@ Result<StoredTensor> parse_frame(Bytes head, Bytes tail, int64_t nbytes);
 
 // Checks every record of a whole zip archive against its CRC-32, and its headers against its
 // directory. Bytes that neither begin nor end like an archive pass, and so does a compressed one.
+// Unless `strict`, so does any that torch.save cannot have written: it is somebody else's.
 // Errors: kCorruption.
-Status verify_archive(Bytes archive);
+Status verify_archive(Bytes archive, bool strict);
 
 }  // namespace torch_ckpt

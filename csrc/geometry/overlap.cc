@@ -62,8 +62,9 @@ void append_split(const StridedCopy& copy, size_t dim, int64_t max_nbytes, int64
   const int64_t row = inner_extent(copy, dim + 1);
   const int64_t stride = copy.src_strides[dim];
   const bool row_is_dense = largest_gap(copy, dim + 1) <= max_gap;
+  const bool rows_are_close = stride - row <= std::min(max_gap, std::max(row, kSmallGap));
   int64_t rows_together = 1;
-  if (row_is_dense && row <= max_nbytes && stride - row <= max_gap) {
+  if (row_is_dense && row <= max_nbytes && rows_are_close) {
     rows_together = stride == 0 ? copy.sizes[dim] : 1 + (max_nbytes - row) / stride;
   }
 

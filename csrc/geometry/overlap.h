@@ -32,10 +32,13 @@ StridedCopy copy_of_box(const Box& box, int64_t itemsize, int64_t src_offset,
 // Requires: the copy has elements, and no negative source stride.
 ByteRange source_range(const StridedCopy& copy);
 
+// Unwanted bytes up to this many are not worth a request of their own: a disk reads whole blocks.
+inline constexpr int64_t kSmallGap = 4096;
+
 // Cuts a copy into copies that together do the same, each of whose source range
 //   - is at most `max_nbytes` long (or one element), and
-//   - contains no gap of more than `max_gap` unwanted bytes, as far as splitting by whole rows
-//     can avoid it.
+//   - contains no gap of more than `max_gap` unwanted bytes, nor one longer than both the rows
+//     beside it and kSmallGap, as far as splitting by whole rows can avoid it.
 // In ascending order of their first source byte where dimensions do not interleave.
 // Requires: as for source_range; max_nbytes > 0; max_gap >= 0. No copies where there are no
 // elements.

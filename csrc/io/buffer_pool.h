@@ -4,6 +4,7 @@
 // are filled, written and used again. One block, so that a queue can register it with the kernel
 // once; kept from job to job, because making and registering memory costs more than a small job.
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -26,6 +27,12 @@ class BufferPool {
                                                   int64_t block_nbytes);
 
   // All blocks, for `FileSystem::make_queue`. Lives as long as the pool.
+  // Reserves the pool for one job; false where another has it. Safe to call from any thread.
+  bool claim() { return !claimed_.test_and_set(); }
+
+  // Ends the reservation. Requires: every block has been given back.
+  void unclaim() { claimed_.clear(); }
+
   MutableBytes arena() const { return arena_; }
 
   int block_count() const { return static_cast<int>(held_.size()); }
@@ -48,6 +55,7 @@ class BufferPool {
  private:
   BufferPool(Memory memory, int block_count, int64_t block_nbytes);
 
+  std::atomic_flag claimed_;
   const Memory memory_;
   const int64_t block_nbytes_;
   const MutableBytes arena_;

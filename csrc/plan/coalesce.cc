@@ -18,13 +18,15 @@ Reads coalesce(std::span<const ByteRange> wanted, int64_t max_nbytes, int64_t ma
     if (!out.reads.empty()) {
       Read& last = out.reads.back();
       const int64_t end = std::max(last.range.end, range.end);
-      if (range.begin - last.range.end <= max_gap && end - last.range.begin <= max_nbytes) {
+      const int64_t worthwhile = std::min(max_gap, std::max(last.wanted_nbytes, kSmallGap));
+      if (range.begin - last.range.end <= worthwhile && end - last.range.begin <= max_nbytes) {
+        last.wanted_nbytes += end - std::max(last.range.end, std::min(range.begin, end));
         last.range.end = end;
         last.last = i + 1;
         continue;
       }
     }
-    out.reads.push_back({range, i, i + 1});
+    out.reads.push_back({range, i, i + 1, range.nbytes()});
   }
   return out;
 }

@@ -15,6 +15,7 @@ struct Read {
   ByteRange range;
   int64_t first = 0;
   int64_t last = 0;
+  int64_t wanted_nbytes = 0;  // Of `range`.
 };
 
 struct Reads {
@@ -23,8 +24,9 @@ struct Reads {
 };
 
 // Groups wanted ranges into reads: neighbours share one when it skips at most `max_gap` unwanted
-// bytes between them and stays within `max_nbytes`. A longer range is a read of its own. Every
-// range lies whole in the read that serves it.
+// bytes between them, no more than it has wanted so far (or kSmallGap), and stays within
+// `max_nbytes`. A longer range is a read of its own. Every range lies whole in the read that serves
+// it.
 Reads coalesce(std::span<const ByteRange> wanted, int64_t max_nbytes, int64_t max_gap);
 
 }  // namespace torch_ckpt

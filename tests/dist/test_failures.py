@@ -252,7 +252,7 @@ def test_refused_overwrite_fails_every_rank_and_keeps_the_old_checkpoint(
     before = data_files(tmp_path)
     seen = worlds.run(2, refuse_overwrite, tmp_path, timeout_s=DEADLINE_S)
     assert seen[0] == seen[1]
-    assert {failure.kind for failure in seen[0].values()} == {"FileExistsError"}
+    assert {failure.kind for failure in seen[0].values()} == {"AlreadyExistsError"}
     assert data_files(tmp_path) == before
     worlds.run(2, assert_holds, tmp_path, "old")
 

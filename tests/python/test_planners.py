@@ -1,0 +1,238 @@
+"""Planners and targets that do what DCP's contracts allow, beyond what the default planner does."""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from torch_ckpt import CheckpointError, FastReader, FastWriter, IoOptions
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def save(state: dict[str, Any], writer: Any, planner: Any = None) -> None:
+    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def load(state: dict[str, Any], reader: Any, planner: Any = None) -> dict[str, Any]:
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    return state
+
+
+def numbered(count: int, numel: int = 1000) -> dict[str, torch.Tensor]:
+    return {f"t{i}": torch.full((numel,), float(i + 1)) for i in range(count)}
+
+
+class ScratchPlanner(DefaultLoadPlanner):
+    """Hands out one scratch tensor for every read, and copies out of it on commit."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.scratch = torch.zeros(numel)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.scratch
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.lookup_tensor(read_item.dest_index).copy_(tensor)
+
+
+@pytest.mark.parametrize("numel", [1000, 1 << 20])
+def test_a_planner_may_hand_out_one_scratch_tensor_for_every_read(numel: int, tmp_path: Path):
+    state = numbered(8, numel)
+    save(state, FastWriter(tmp_path))
+
+    loaded = load(numbered(8, numel), FastReader(tmp_path), ScratchPlanner(numel))
+    for tensor in loaded.values():
+        tensor.mul_(1)  # The targets are the planner's own copies.
+
+    assert all(torch.equal(loaded[fqn], tensor) for fqn, tensor in state.items())
+
+
+def test_one_tensor_under_two_names_gets_the_values_of_one_of_them(tmp_path: Path):
+    save({"a": torch.ones(1 << 20), "b": torch.full((1 << 20,), 2.0)}, FastWriter(tmp_path))
+    shared = torch.zeros(1 << 20)
+
+    load({"a": shared, "b": shared}, FastReader(tmp_path))
+    theirs = torch.zeros(1 << 20)
+    load({"a": theirs, "b": theirs}, FileSystemReader(tmp_path))
+
+    assert torch.equal(shared, theirs)
+
+
+def test_views_of_one_buffer_load_in_one_go(tmp_path: Path):
+    state = numbered(50)
+    save(state, FastWriter(tmp_path))
+    buffer = torch.zeros(50 * 1000)
+
+    load({f"t{i}": buffer[i * 1000 : (i + 1) * 1000] for i in range(50)}, FastReader(tmp_path))
+
+    assert torch.equal(buffer, torch.cat(list(state.values())))
+
+
+class CastingPlanner(DefaultSavePlanner):
+    """Casts in resolve_data what it planned in another dtype, into a tensor nobody else holds."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        return data.bfloat16() if isinstance(data, torch.Tensor) else data
+
+
+@pytest.mark.parametrize("reader", [FastReader, FileSystemReader])
+def test_a_planner_that_casts_costs_the_bytes_of_what_it_casts_to(reader: Any, tmp_path: Path):
+    state = {f"t{i}": torch.randn(1 << 18) for i in range(8)}
+    io_options = IoOptions(buffer_nbytes=1 << 20, block_nbytes=256 << 10)
+    save({**state, "step": 7}, FastWriter(tmp_path, io=io_options), CastingPlanner())
+
+    (file,) = tmp_path.glob("*.distcp")
+    assert file.stat().st_size < 1.02 * 8 * (1 << 19)
+    assert file.stat().st_blocks * 512 < 1.02 * 8 * (1 << 19)
+    loaded = load({fqn: torch.zeros(1 << 18) for fqn in state} | {"step": 0}, reader(tmp_path))
+    assert all(torch.equal(loaded[fqn], state[fqn].bfloat16().float()) for fqn in state)
+    assert loaded["step"] == 7
+
+
+def archive_with_comment() -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("five", b"aaaaa")  # Deflates to five bytes.
+        archive.comment = b"of a planner"
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("stored", [b"", b"anything", archive_with_comment()])
+def test_a_planner_may_store_bytes_of_any_kind(stored: bytes, tmp_path: Path):
+    class Saves(DefaultSavePlanner):
+        def transform_object(self, write_item: Any, object: Any) -> Any:
+            return io.BytesIO(object)
+
+    class Loads(DefaultLoadPlanner):
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+            found[read_item.dest_index.fqn] = value.read()
+
+    found: dict[str, bytes] = {}
+    save({"object": stored}, FastWriter(tmp_path), Saves())
+    load({"object": None}, FastReader(tmp_path), Loads())
+    assert found == {"object": stored}
+
+
+def test_an_error_of_the_planner_stays_what_it_is(tmp_path: Path):
+    class Fails(DefaultLoadPlanner):
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+            raise KeyError("planner")
+
+    save({"object": 1}, FastWriter(tmp_path))
+    with pytest.raises(dcp.CheckpointException) as caught:
+        load({"object": 0}, FastReader(tmp_path), Fails())
+    assert isinstance(caught.value.failures[0][0], KeyError)
+
+
+def test_autograd_sees_that_a_loaded_tensor_has_changed(tmp_path: Path):
+    save({"w": torch.ones(4)}, FastWriter(tmp_path))
+    weight = torch.full((4,), 3.0)
+    x = torch.ones(4, requires_grad=True)
+    y = (x * weight).sum()
+    load({"w": weight}, FastReader(tmp_path))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_the_default_device_does_not_matter(tmp_path: Path):
+    save({"w": torch.arange(10.0)}, FastWriter(tmp_path))
+    target = torch.zeros(10, dtype=torch.float64)
+    with torch.device("meta"):
+        load({"w": target}, FastReader(tmp_path))
+    assert torch.equal(target, torch.arange(10.0, dtype=torch.float64))
+
+
+def test_a_tensor_whose_storage_was_freed_is_an_error_not_a_crash(tmp_path: Path):
+    freed = torch.ones(1000)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(dcp.CheckpointException, match="beyond its storage"):
+        save({"w": freed}, FastWriter(tmp_path))
+    assert not list(tmp_path.glob("*.distcp"))
+
+
+def test_many_threads_share_the_buffer_budget(tmp_path: Path):
+    state = numbered(64, 1 << 16)
+    writer = FastWriter(tmp_path, thread_count=32)
+    save(state, writer)
+    assert sum(pool.nbytes for pool in writer._pools) <= writer.io.buffer_nbytes
+    loaded = load(numbered(64, 1 << 16), FastReader(tmp_path))
+    assert all(torch.equal(loaded[fqn], tensor) for fqn, tensor in state.items())
+
+
+def test_a_writer_refuses_a_second_save_while_it_is_writing(tmp_path: Path):
+    class Nested(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            with pytest.raises(CheckpointError, match="still writing"):
+                writer.reset(tmp_path / "second")
+            return super().resolve_data(write_item)
+
+    writer = FastWriter(tmp_path / "first")
+    save({"w": torch.ones(3)}, writer, Nested())
+    assert torch.equal(
+        load({"w": torch.zeros(3)}, FastReader(tmp_path / "first"))["w"], torch.ones(3)
+    )
+
+
+class BoxPlanner(DefaultLoadPlanner):
+    """Reads one box of the only chunk of ``w``."""
+
+    def __init__(self, offsets: list[int], target: torch.Tensor) -> None:
+        super().__init__()
+        self.offsets = offsets
+        self.target = target
+
+    def create_local_plan(self) -> LoadPlan:
+        item = ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex("w"),
+            dest_offsets=torch.Size([0, 0]),
+            storage_index=MetadataIndex("w", torch.Size([0, 0])),
+            storage_offsets=torch.Size(self.offsets),
+            lengths=self.target.size(),
+        )
+        return LoadPlan([item])
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.target
+
+
+@pytest.mark.parametrize("columns", [1024, 256, 16])
+@pytest.mark.parametrize("writer", [FastWriter, FileSystemWriter])
+def test_a_column_slice_reads_little_more_than_it_wants(writer: Any, columns: int, tmp_path: Path):
+    rows, width = 512, 16 << 10
+    full = torch.randn(rows, width)
+    save({"w": full}, writer(tmp_path))
+    for file in tmp_path.glob("*.distcp"):
+        # What is not dirty leaves the page cache, so that reading it shows in the counter.
+        with open(file, "rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    target = torch.zeros(rows, columns)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
+    load({"w": torch.zeros(1)}, FastReader(tmp_path), BoxPlanner([0, 4096], target))
+    read_nbytes = (resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before) * 512
+
+    assert torch.equal(target, full[:, 4096 : 4096 + columns])
+    # Twice what is wanted, or two blocks of the disk for each row.
+    wanted = target.nbytes
+    assert read_nbytes <= max(2 * wanted, rows * 8192) + (64 << 10)
