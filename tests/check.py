@@ -1,8 +1,9 @@
 """The one entry to all checks: ``python tests/check.py [fast|full|gpu]``.
 
 ``fast`` (the default) checks format, lint, types and the arrows between rooms, and runs the C++
-tests and the Python tests, those of several processes included. ``full`` adds clang-tidy and the
-C++ tests under ASan with UBSan, and under TSan. ``gpu`` runs the tests that need a CUDA device.
+tests and the Python tests, those of several processes included. ``full`` adds clang-tidy, the C++
+tests under ASan with UBSan, under TSan, and built without liburing, and the slow Python tests.
+``gpu`` runs the tests that need a CUDA device.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def main() -> None:
     if what == "full":
         check_clang_tidy()
         test_cpp_sanitized()
+        run(build_cpp("no-uring", "-DTORCH_CKPT_URING=OFF") / "torch_ckpt_tests", "--gtest_brief=1")
         test_python("-m", "slow")
     test_python()
 

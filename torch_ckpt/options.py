@@ -26,7 +26,7 @@ class IoOptions:
 
     buffer_nbytes: int = 64 << 20
     block_nbytes: int = 4 << 20
-    threads: int = 2
+    threads: int = 4
     direct: bool = True
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io as _io
+import itertools
 import os
 import pickle
 import uuid
@@ -46,6 +47,7 @@ from torch_ckpt.tensors import (
 __all__ = ["FastReader"]
 
 _Slice = tuple[str, int, int, str]  # File, offset, length in bytes, FQN.
+_Tensor = tuple[ReadItem, _Slice, torch.dtype]  # Dtype as stored.
 _Destination = tuple[ReadItem, _Slice, torch.Tensor, torch.Tensor]  # Target, memory read into.
 
 
@@ -154,7 +156,7 @@ class FastReader(StorageReader):
         """Reads every item of the plan into place."""
         if self._metadata is None:
             raise RuntimeError("read_data was called before set_up_storage_reader")
-        with portable_errors():
+        with gc_paused(), portable_errors():
             _Load(self, self._metadata, planner, plan.items).run()
         future: Future[None] = Future()
         future.set_result(None)
@@ -176,23 +178,22 @@ class _Load:
         self.objects_are_pickled = (
             getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
         )
-        self.tensors: list[tuple[ReadItem, _Slice, torch.dtype]] = []
+        self.tensors: list[_Tensor] = []
         self.streams: list[tuple[ReadItem, _Slice]] = []
         nbytes = 0
         transformed = False
-        with gc_paused():
-            for item in items:
-                info = self._storage_info(item)
-                stored = (info.relative_path, info.offset, info.length, item.storage_index.fqn)
-                nbytes += info.length
-                dtype = self._stored_dtype(item)
-                if getattr(info, "transform_descriptors", None):
-                    transformed = True
-                    self.streams.append((item, stored))
-                elif dtype is None:
-                    self.streams.append((item, stored))
-                else:
-                    self.tensors.append((item, stored, dtype))
+        for item in items:
+            info = self._storage_info(item)
+            stored = (info.relative_path, info.offset, info.length, item.storage_index.fqn)
+            nbytes += info.length
+            dtype = self._stored_dtype(item)
+            if getattr(info, "transform_descriptors", None):
+                transformed = True
+                self.streams.append((item, stored))
+            elif dtype is None:
+                self.streams.append((item, stored))
+            else:
+                self.tensors.append((item, stored, dtype))
         io = reader.io
         self.job = _native.LoadJob(
             os.fsencode(reader.path),
@@ -237,19 +238,33 @@ class _Load:
             Those that only torch can read; nothing was written to their targets.
         """
         left: list[tuple[ReadItem, _Slice]] = []
+        waiting = iter(self.tensors)
+        pending: _Tensor | None = next(waiting, None)
+        while pending is not None:
+            batch, pending = self._next_batch(pending, waiting)
+            left += self._load_batch(batch)
+        return left
+
+    def _next_batch(
+        self, first: _Tensor, waiting: Iterator[_Tensor]
+    ) -> tuple[list[_Destination], _Tensor | None]:
+        """Resolves tensors as long as they can be read together.
+
+        Returns:
+            What to read, and the tensor that must wait for it, if there is one.
+        """
         batch: list[_Destination] = []
         taken = Destinations()
         held_nbytes = 0
-        for item, stored, dtype in self.tensors:
+        for tensor in itertools.chain([first], waiting):
+            item, stored, dtype = tensor
             resolved = self.planner.resolve_tensor(item)
             temporary = is_temporary(resolved)
             target = resolved.detach()
             if target.size() != item.lengths:
                 raise _shape_mismatch(item, target, item.lengths)
             if not taken.add(target, item.dest_index.fqn):
-                left += self._load_batch(batch)
-                batch, taken, held_nbytes = [], Destinations(), 0
-                taken.add(target, item.dest_index.fqn)
+                return batch, tensor
             memory = target
             if target.dtype != dtype or not _native.is_loadable(target):
                 memory = torch.empty(item.lengths, dtype=dtype, device="cpu")
@@ -258,9 +273,8 @@ class _Load:
             if temporary:
                 held_nbytes += memory.nbytes
                 if held_nbytes >= self.max_held_nbytes:
-                    left += self._load_batch(batch)
-                    batch, taken, held_nbytes = [], Destinations(), 0
-        return left + self._load_batch(batch)
+                    return batch, next(waiting, None)
+        return batch, None
 
     def _load_batch(self, batch: list[_Destination]) -> list[tuple[ReadItem, _Slice]]:
         requests = [(stored, item.storage_offsets, memory) for item, stored, _, memory in batch]

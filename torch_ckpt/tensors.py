@@ -75,20 +75,19 @@ class Destinations:
     """
 
     def __init__(self) -> None:
-        # By storage: where a tensor begins, where it ends, its FQN; in ascending order. Those of
-        # different FQNs do not overlap; those of one are disjoint boxes of it.
+        # By storage: where in it a tensor begins, where it ends, its FQN; in ascending order. Those
+        # of different FQNs do not overlap; those of one are disjoint boxes of it.
         self._extents: dict[int, list[tuple[int, int, str]]] = {}
 
     def add(self, tensor: torch.Tensor, fqn: str) -> bool:
         """Adds a tensor; false, and nothing is added, where its memory is taken."""
-        begin = tensor.data_ptr()
-        if begin == 0:  # It has no elements, or no memory (meta tensors).
+        storage, begin, end = _native.extent(tensor)
+        if begin == end:
             return True
-        reach = sum(
-            (size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True)
-        )
-        end = begin + (reach + 1) * tensor.itemsize
-        extents = self._extents.setdefault(tensor.untyped_storage().data_ptr(), [])
+        extents = self._extents.get(storage)
+        if extents is None:
+            self._extents[storage] = [(begin, end, fqn)]
+            return True
         at = bisect.bisect_left(extents, (begin,))
         if at > 0 and extents[at - 1][1] > begin and extents[at - 1][2] != fqn:
             return False

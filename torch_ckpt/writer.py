@@ -142,7 +142,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         return {**self.__dict__, "_pools": [], "_writing": None, "state_dict_cache": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _writing=threading.Lock())
+        # A copy's data files must not meet those of the original, or of other copies.
+        self.__dict__.update(state, _writing=threading.Lock(), save_id=_new_save_id())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -211,13 +212,14 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         }
         self._check_idle()
         future: Future[list[WriteResult]] = Future()
+        finished: list[str] = []
         with self._writing, portable_errors():
             try:
-                results = self._write_files(files, planner)
+                results = self._write_files(files, planner, finished)
                 if files and self.sync_files:
                     _native.sync_directory(os.fsencode(self.path))
             except BaseException:
-                _remove_files(self.path, files)
+                _remove_files(self.path, finished)
                 raise
         future.set_result(results)
         return future
@@ -241,9 +243,12 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         self._remove_stale_files(files)
 
     def _write_files(
-        self, files: dict[str, list[WriteItem]], planner: SavePlanner
+        self, files: dict[str, list[WriteItem]], planner: SavePlanner, finished: list[str]
     ) -> list[WriteResult]:
-        """Writes files of the given names and items, ``thread_count`` at a time."""
+        """Writes files of the given names and items, ``thread_count`` at a time.
+
+        Adds to ``finished`` the name of each that is whole; one that fails removes itself.
+        """
         workers = min(self.thread_count, len(files))
         if workers == 0:
             return []
@@ -263,6 +268,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
                     sync=self.sync_files,
                     transforms=self.transforms,
                 )
+                finished.append(name)
                 results += written
             return results
 

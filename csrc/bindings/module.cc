@@ -65,6 +65,13 @@ PYBIND11_MODULE(_native, module) {
   module.attr("DTYPE_NAMES") = dtype_names();
   module.def("tensor_kind", &tensor_kind, py::arg("tensor"));
   module.def("is_loadable", &is_loadable, py::arg("tensor"));
+  module.def(
+      "extent",
+      [](py::handle tensor) {
+        const TensorExtent extent = tensor_extent(tensor);
+        return py::make_tuple(extent.storage, extent.begin, extent.end);
+      },
+      py::arg("tensor"));
   module.def("has_own_storage", &has_own_storage, py::arg("tensor"));
   module.def("commit_metadata", &commit, py::arg("directory"), py::arg("name"), py::arg("metadata"),
              py::arg("save_id"), py::arg("sync"));

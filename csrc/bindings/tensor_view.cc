@@ -101,6 +101,14 @@ bool is_loadable(py::handle object) {
   return kind_of(object, tensor) == TensorKind::kPlain && !is_expanded(tensor);
 }
 
+TensorExtent tensor_extent(py::handle object) {
+  const at::Tensor& tensor = unpack(object);
+  if (!tensor.has_storage() || tensor.numel() == 0) return {0, 0, 0};
+  const int64_t begin = tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
+  const void* storage = tensor.storage().unsafeGetStorageImpl();
+  return {reinterpret_cast<uintptr_t>(storage), begin, storage_end(tensor)};
+}
+
 bool has_own_storage(py::handle tensor) { return unpack(tensor).storage().use_count() == 1; }
 
 HeldTensor hold_tensor(py::handle object, std::string name, bool writable) {

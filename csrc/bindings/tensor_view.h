@@ -25,6 +25,15 @@ TensorKind tensor_kind(pybind11::handle tensor);
 // share memory by a stride of 0.
 bool is_loadable(pybind11::handle tensor);
 
+// Which storage a tensor lies in, and where in it, in bytes: [begin, end). Empty where it has no
+// elements or no memory.
+struct TensorExtent {
+  uintptr_t storage;
+  int64_t begin;
+  int64_t end;
+};
+TensorExtent tensor_extent(pybind11::handle tensor);
+
 // Whether no other tensor shares the tensor's memory.
 bool has_own_storage(pybind11::handle tensor);
 

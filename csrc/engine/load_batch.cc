@@ -116,7 +116,10 @@ Status LoadBatch::plan_tensor(int64_t request) {
   // Pieces that follow one another from end to end sum to the payload's CRC.
   int64_t tiled_until = payload;
   bool tiled = true;
-  for (StridedCopy& part : split_by_source(copy, stream_.max_range_nbytes(), kMaxRowGap)) {
+  // One long run that begins where direct reads may begin is read in whole blocks.
+  const bool aligned = is_one_run(copy) && copy.src_offset % kReadAlignment == 0;
+  const int64_t most = aligned ? stream_.max_aligned_range_nbytes() : stream_.max_range_nbytes();
+  for (StridedCopy& part : split_by_source(copy, most, kMaxRowGap)) {
     const ByteRange range = source_range(part);
     tiled = tiled && range.begin == tiled_until;
     tiled_until = range.end;

@@ -24,7 +24,7 @@ namespace torch_ckpt {
 struct LoadOptions {
   int64_t buffer_nbytes = int64_t{64} << 20;  // Budget of buffers, all threads together.
   int64_t block_nbytes = int64_t{4} << 20;    // The longest single read through a buffer.
-  int threads = 2;
+  int threads = 4;
   Caching caching = Caching::kDirect;  // For what the page cache does not hold.
   bool verify = true;  // Whether payloads that are read whole are checked against their CRC.
   // Whether every raw slice is an archive as torch.save writes it, so that one which is not is

@@ -14,10 +14,6 @@
 namespace torch_ckpt {
 namespace {
 
-// What direct I/O may ask of offsets, lengths and addresses; a range of any alignment then takes up
-// to this much more on either side.
-constexpr int64_t kMaxAlignment = 4096;
-
 // Unwanted bytes that are cheaper to read than to make another request for.
 constexpr int64_t kMaxGap = int64_t{32} << 10;
 
@@ -106,8 +102,8 @@ struct ReadStream::Work {
 
 Result<std::unique_ptr<ReadStream>> ReadStream::make(FileSystem& fs, int64_t buffer_nbytes,
                                                      int64_t block_nbytes, int threads) {
-  if (block_nbytes < 4 * kMaxAlignment) {
-    return invalid_argument("block size ", block_nbytes, " is less than ", 4 * kMaxAlignment);
+  if (block_nbytes < 4 * kReadAlignment) {
+    return invalid_argument("block size ", block_nbytes, " is less than ", 4 * kReadAlignment);
   }
   // Every lane needs two blocks to overlap reading and copying.
   const int64_t most_lanes = std::max<int64_t>(buffer_nbytes / (2 * block_nbytes), 1);
@@ -124,8 +120,10 @@ Result<std::unique_ptr<ReadStream>> ReadStream::make(FileSystem& fs, int64_t buf
 }
 
 int64_t ReadStream::max_range_nbytes() const {
-  return lanes_.front().pool->block_nbytes() - 2 * kMaxAlignment;
+  return max_aligned_range_nbytes() - 2 * kReadAlignment;
 }
+
+int64_t ReadStream::max_aligned_range_nbytes() const { return lanes_.front().pool->block_nbytes(); }
 
 Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& consume) {
   Work work(wanted, consume, max_range_nbytes());

@@ -20,9 +20,12 @@
 
 namespace torch_ckpt {
 
+// What direct I/O may ask of offsets, lengths and addresses.
+inline constexpr int64_t kReadAlignment = 4096;
+
 struct WantedRange {
   File* file = nullptr;
-  ByteRange range;  // Within the file, at most ReadStream::max_range_nbytes() long.
+  ByteRange range;  // Within the file, no longer than the stream's max_*_nbytes().
   // Where the bytes belong as they are, or nullptr. A hint: they are read in place if alignment
   // allows it, and `consume` sees which from the address it is given.
   std::byte* destination = nullptr;
@@ -38,8 +41,10 @@ class ReadStream {
   static Result<std::unique_ptr<ReadStream>> make(FileSystem& fs, int64_t buffer_nbytes,
                                                   int64_t block_nbytes, int threads);
 
-  // The longest range that a buffer takes at any alignment.
+  // The longest range that a buffer takes: at any alignment, and one that begins at a multiple of
+  // kReadAlignment.
   int64_t max_range_nbytes() const;
+  int64_t max_aligned_range_nbytes() const;
 
   // Reads every range and has it consumed. On an error the rest is not read; ranges in flight are
   // waited for, so no memory is touched after this returns. After a kInternal error the stream must

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import resource
 import zipfile
 from pathlib import Path
@@ -190,6 +191,19 @@ def test_a_writer_refuses_a_second_save_while_it_is_writing(tmp_path: Path):
     assert torch.equal(
         load({"w": torch.zeros(3)}, FastReader(tmp_path / "first"))["w"], torch.ones(3)
     )
+
+
+def test_copies_of_a_writer_never_share_the_names_of_data_files(tmp_path: Path):
+    # As the process executor makes them, one for each save.
+    writer = FastWriter(tmp_path)
+    names: set[str] = set()
+    for value in range(3):
+        save({"w": torch.full((3,), float(value))}, pickle.loads(pickle.dumps(writer)))
+        (file,) = tmp_path.glob("*.distcp")
+        names.add(file.name)
+        loaded = load({"w": torch.zeros(3)}, FastReader(tmp_path))
+        assert torch.equal(loaded["w"], torch.full((3,), float(value)))
+    assert len(names) == 3
 
 
 class BoxPlanner(DefaultLoadPlanner):
