@@ -251,7 +251,7 @@ Status PickleMachine::step(uint8_t op) {
     case kTuple1:
     case kTuple2:
     case kTuple3:
-      return push_parent(Kind::kTuple, static_cast<size_t>(op - kTuple1 + 1));
+      return push_parent(Kind::kTuple, static_cast<size_t>(op - kTuple1) + 1);
     case kTuple:
       return push_tuple_from_mark();
     case kBinPersId:

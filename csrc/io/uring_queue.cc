@@ -19,7 +19,7 @@ constexpr int64_t kMaxRegisteredBuffer = int64_t{1} << 30;  // The kernel's limi
 constexpr int kMaxDepth = 32768;                            // As well.
 constexpr int kMaxSubmitRetries = 10000;
 
-class UringQueue : public IoQueue {
+class UringQueue final : public IoQueue {
  public:
   UringQueue() { mode_.name = "io_uring"; }
 
