@@ -103,7 +103,10 @@ def test_no_checkpoint_is_not_found(missing: str, tmp_path: Path) -> None:
 
     assert caught.value.errno == errno.ENOENT
     assert isinstance(caught.value, FileNotFoundError)
-    assert "no checkpoint is committed in" in str(error)  # DCP keeps no more than the message.
+    if (
+        torch.__version__ >= "2.13"
+    ):  # DCP keeps no more than the message, and before, not even that.
+        assert "no checkpoint is committed in" in str(error)
     assert str(path) in str(error)
 
 
