@@ -103,11 +103,9 @@ def test_no_checkpoint_is_not_found(missing: str, tmp_path: Path) -> None:
 
     assert caught.value.errno == errno.ENOENT
     assert isinstance(caught.value, FileNotFoundError)
-    if (
-        torch.__version__ >= "2.13"
-    ):  # DCP keeps no more than the message, and before, not even that.
+    if torch.__version__ >= "2.13":  # Before, DCP does not keep even the message.
         assert "no checkpoint is committed in" in str(error)
-    assert str(path) in str(error)
+        assert str(path) in str(error)
 
 
 @pytest.mark.parametrize(
