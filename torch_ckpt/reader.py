@@ -187,10 +187,9 @@ class _Load:
             stored = (info.relative_path, info.offset, info.length, item.storage_index.fqn)
             nbytes += info.length
             dtype = self._stored_dtype(item)
-            if getattr(info, "transform_descriptors", None):
-                transformed = True
-                self.streams.append((item, stored))
-            elif dtype is None:
+            descriptors = getattr(info, "transform_descriptors", None)
+            transformed = transformed or bool(descriptors)
+            if descriptors or dtype is None:
                 self.streams.append((item, stored))
             else:
                 self.tensors.append((item, stored, dtype))

@@ -51,8 +51,6 @@ class ReadStream {
   // not be used again.
   Status run(std::span<const WantedRange> wanted, const ConsumeRange& consume);
 
-  const QueueMode& mode() const { return lanes_.front().queue->mode(); }
-
  private:
   // One thread's share of the buffers, with its own queue.
   struct Lane {
