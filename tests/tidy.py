@@ -27,9 +27,10 @@ ROOMS = {
 
 # Modules of torch_ckpt from the ground up: each imports only from rows above its own.
 LAYERS = [
-    {"errors", "options", "_native"},
+    {"errors", "options", "_native", "_tensor_view"},
     {"tensors"},
-    {"metadata", "data_file"},
+    {"index", "metadata"},
+    {"data_file"},
     {"writer", "reader"},
     {"api"},
     {"__init__"},

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_ckpt import _native
+from torch_ckpt import _native, _tensor_view
+from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.tensors import DTYPE_CODES, gc_paused, held_nbytes_limit, is_temporary, to_plain
 
@@ -31,6 +32,7 @@ class _Sorted:
     laid_out: list[WriteItem]
     shapes: list[tuple[int, torch.Size]]  # Dtype code and sizes of those, as resolved.
     resolved: list[torch.Tensor | None]  # Those whose memory somebody else holds anyway.
+    as_planned: list[bool]  # Whether they are what the plan, and so the metadata, says of them.
     pickled: list[WriteItem]
 
 
@@ -40,11 +42,12 @@ def write_data_file(
     items: list[WriteItem],
     planner: SavePlanner,
     *,
+    fs: _native.FileSystem,
     pool: _native.BufferPool,
     io: IoOptions,
     sync: bool,
     transforms: _StorageWriterTransforms,
-) -> tuple[list[WriteResult], IoMode]:
+) -> tuple[list[WriteResult], WrittenFile, IoMode]:
     """Writes ``items`` to the new file ``directory / name``.
 
     Tensors that the engine stores are laid out first, from their dtypes and shapes alone.
@@ -52,7 +55,7 @@ def write_data_file(
     is serialised by torch, as stock DCP does, and appended.
 
     Returns:
-        One result for each item, and how the file was written.
+        One result for each item, what the index must know of the file, and how it was written.
 
     Raises:
         StorageError: The file could not be written; it is removed.
@@ -61,7 +64,7 @@ def write_data_file(
         sort = _sort(items, planner, transforms)
         layout = _native.Layout(sort.shapes)
     path = os.fsencode(directory / name)
-    job = _native.SaveJob(path, layout, pool, io.direct, sync)
+    job = _native.SaveJob(fs, path, layout, pool, io.direct, sync)
     try:
         _write_laid_out(job, sort, planner, held_nbytes_limit(io))
         with gc_paused():
@@ -69,8 +72,14 @@ def write_data_file(
                 WriteResult(item.index, nbytes, _StorageInfo(name, offset, nbytes))
                 for item, (offset, nbytes) in zip(sort.laid_out, layout.extents, strict=True)
             ]
+        opaque = {
+            offset
+            for planned, (offset, _) in zip(sort.as_planned, layout.extents, strict=True)
+            if not planned
+        }
         for item in sort.pickled:
             results.append(_append_pickled(job, name, item, planner, transforms))
+            opaque.add(results[-1].storage_data.offset)
         job.finish()
     except BaseException:
         # Now, not when the job is collected: the traceback of the error would keep it, and with it
@@ -78,7 +87,8 @@ def write_data_file(
         job.abort()
         raise
     queue, direct, registered, reasons = job.mode
-    return results, IoMode(queue, direct, registered, tuple(reasons))
+    file = WrittenFile(name, *job.sums, opaque=frozenset(opaque))
+    return results, file, IoMode(queue, direct, registered, tuple(reasons))
 
 
 def _sort(
@@ -89,7 +99,7 @@ def _sort(
     One that nobody else holds (a planner's cast, say) is let go again, and resolved anew when it is
     its turn to be written: ``resolve_data`` is idempotent.
     """
-    sort = _Sorted([], [], [], [])
+    sort = _Sorted([], [], [], [], [])
     for item in items:
         if item.type == WriteItemType.BYTE_IO or transforms.extensions:
             sort.pickled.append(item)
@@ -97,13 +107,24 @@ def _sort(
         tensor = planner.resolve_data(item)
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"the planner resolved {item.index.fqn!r} to a {type(tensor)}")
-        if _native.tensor_kind(tensor) == _native.TensorKind.TORCHS_OWN:
+        if _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.TORCHS_OWN:
             sort.pickled.append(item)
             continue
         sort.laid_out.append(item)
         sort.shapes.append((DTYPE_CODES[tensor.dtype], tensor.size()))
         sort.resolved.append(None if is_temporary(tensor) else tensor)
+        sort.as_planned.append(_is_as_planned(item, tensor))
     return sort
+
+
+def _is_as_planned(item: WriteItem, tensor: torch.Tensor) -> bool:
+    planned = item.tensor_data
+    return (
+        planned is not None
+        and planned.chunk is not None
+        and planned.chunk.sizes == tensor.size()
+        and planned.properties.dtype == tensor.dtype
+    )
 
 
 def _write_laid_out(
@@ -114,17 +135,17 @@ def _write_laid_out(
     One call writes them all, except that copies made for it (from a device, of a temporary) are
     written and let go in batches of ``max_held_nbytes``.
     """
-    batch: list[tuple[int, torch.Tensor, str]] = []
+    batch: list[tuple[int, _native.TensorView]] = []
     held_nbytes = 0
     for number, (item, resolved) in enumerate(zip(sort.laid_out, sort.resolved, strict=True)):
         tensor = planner.resolve_data(item) if resolved is None else resolved
         assert isinstance(tensor, torch.Tensor)  # As in _sort.
-        if _native.tensor_kind(tensor) != _native.TensorKind.PLAIN:
+        is_plain = _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.PLAIN
+        if not is_plain:
             tensor = to_plain(tensor)
-        elif resolved is not None:
-            batch.append((number, tensor, item.index.fqn))
+        batch.append((number, _tensor_view.view(tensor, item.index.fqn, writable=False)))
+        if is_plain and resolved is not None:
             continue
-        batch.append((number, tensor, item.index.fqn))
         held_nbytes += tensor.nbytes
         if held_nbytes >= max_held_nbytes:
             job.write(batch)

@@ -15,7 +15,7 @@ class IoOptions:
         buffer_nbytes: Budget of buffers of one writer or reader on one rank, in bytes. Besides the
             tensors themselves, memory in flight stays within it.
         block_nbytes: Size of one buffer, and so of the longest single request, in bytes: a multiple
-            of 4096, at least 64 KiB. Every thread needs at least two.
+            of 4096, at least 256 KiB. Every thread needs at least two.
         threads: Threads that read. A writer uses one for each file (``thread_count``).
         direct: Whether to go past the page cache (``O_DIRECT``) where the file system allows it.
             What the page cache holds is read from there in any case.
@@ -30,9 +30,9 @@ class IoOptions:
     direct: bool = True
 
     def __post_init__(self) -> None:
-        if self.block_nbytes < 64 << 10 or self.block_nbytes % 4096:
+        if self.block_nbytes < 256 << 10 or self.block_nbytes % 4096:
             raise ValueError(
-                f"block_nbytes={self.block_nbytes} is no multiple of 4096 of at least 64 KiB"
+                f"block_nbytes={self.block_nbytes} is no multiple of 4096 of at least 256 KiB"
             )
         if self.buffer_nbytes < 2 * self.block_nbytes:
             raise ValueError(

@@ -25,14 +25,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torch_ckpt import _native
+from torch_ckpt import _native, _tensor_view
 from torch_ckpt.errors import (
+    CheckpointError,
     CorruptionError,
     MismatchError,
     NotFoundError,
     UnsupportedError,
     portable_errors,
 )
+from torch_ckpt.index import check_index_is_not_lost, to_metadata
 from torch_ckpt.metadata import load_metadata
 from torch_ckpt.options import IoOptions
 from torch_ckpt.tensors import (
@@ -45,6 +47,9 @@ from torch_ckpt.tensors import (
 )
 
 __all__ = ["FastReader"]
+
+# Stands for metadata that cannot be read, until DCP comes to a call whose error it lets through.
+_NOTHING = Metadata(state_dict_metadata={})
 
 _Slice = tuple[str, int, int, str]  # File, offset, length in bytes, FQN.
 _Tensor = tuple[ReadItem, _Slice, torch.dtype]  # Dtype as stored.
@@ -94,7 +99,10 @@ class FastReader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self.rank: int | None = None
         self.use_collectives = True
+        self._file_system = _native.local_file_system()
         self._metadata: Metadata | None = None
+        self._index: _native.Index | None = None
+        self._failure: CheckpointError | None = None  # Of reading the coordinator's metadata.
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -110,7 +118,7 @@ class FastReader(StorageReader):
         """Turns to another checkpoint, or to a new load of the same."""
         if checkpoint_id:
             self.path = Path(checkpoint_id)
-        self._metadata = None
+        self._metadata = self._index = self._failure = None
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -121,28 +129,54 @@ class FastReader(StorageReader):
             **kwargs: ``rank`` asks for the metadata of a rank that saved without coordination.
         """
         rank = kwargs.get("rank")
-        path = self.path / (".metadata" if rank is None else f"__{rank}.metadata")
+        if rank is None:
+            self._failure = None
+        elif self._failure is not None and not isinstance(self._failure, NotFoundError):
+            # Metadata are there and are damaged: nothing that a rank has saved by itself, perhaps
+            # long ago, takes their place.
+            return _NOTHING
         try:
-            pickled = _native.read_file(os.fsencode(path))
-        except NotFoundError as error:
-            raise NotFoundError(
-                f"no checkpoint is committed in {self.path}: there is no {path.name}"
-            ) from error
-        try:
-            metadata = load_metadata(pickled)
-        except ValueError as error:
-            raise CorruptionError(f"cannot read {path}: {error}") from error
+            metadata = self._read_metadata("" if rank is None else f"__{rank}")
+        except CheckpointError as error:
+            if self._failure is not None:
+                return _NOTHING
+            self._failure = error if rank is None else None
+            raise
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
+        self._failure = None
         return metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Begins a load on this rank."""
+        if metadata is _NOTHING and self._failure is not None:
+            raise self._failure
         self._metadata = metadata
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
+
+    def _read_metadata(self, prefix: str) -> Metadata:
+        """Reads metadata whose name has this prefix, from the index wherever there is one."""
+        path = self.path / f"{prefix}.metadata"
+        try:
+            pickled, self._index, other, why = _native.open_checkpoint(
+                self._file_system, os.fsencode(self.path), path.name, f"{prefix}.index"
+            )
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"no checkpoint is committed in {self.path}: there is no {path.name}"
+            ) from error
+        if self._index is not None and self._index.has_entries:
+            return to_metadata(self._index, checkpoint_id=self.path)
+        try:
+            metadata = load_metadata(pickled)
+        except ValueError as error:
+            raise CorruptionError(f"cannot read {path}: {error}") from error
+        if self._index is None and self.verify:
+            check_index_is_not_lost(metadata, other, why=why, where=str(path))
+        return metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Keeps the plan: nothing is decided here."""
@@ -157,7 +191,7 @@ class FastReader(StorageReader):
         if self._metadata is None:
             raise RuntimeError("read_data was called before set_up_storage_reader")
         with gc_paused(), portable_errors():
-            _Load(self, self._metadata, planner, plan.items).run()
+            _Load(self, self._metadata, self._index, planner, plan.items).run()
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -167,7 +201,12 @@ class _Load:
     """One call of ``read_data``."""
 
     def __init__(
-        self, reader: FastReader, metadata: Metadata, planner: LoadPlanner, items: list[ReadItem]
+        self,
+        reader: FastReader,
+        metadata: Metadata,
+        index: _native.Index | None,
+        planner: LoadPlanner,
+        items: list[ReadItem],
     ) -> None:
         self.storage_data: dict[Any, _StorageInfo] = metadata.storage_data
         self.state_dict_metadata = metadata.state_dict_metadata
@@ -195,7 +234,9 @@ class _Load:
                 self.tensors.append((item, stored, dtype))
         io = reader.io
         self.job = _native.LoadJob(
+            reader._file_system,
             os.fsencode(reader.path),
+            index,
             useful_buffer_nbytes(nbytes, io.buffer_nbytes, io.block_nbytes),
             io.block_nbytes,
             io.threads,
@@ -265,7 +306,7 @@ class _Load:
             if not taken.add(target, item.dest_index.fqn):
                 return batch, tensor
             memory = target
-            if target.dtype != dtype or not _native.is_loadable(target):
+            if target.dtype != dtype or not _tensor_view.is_loadable(target):
                 memory = torch.empty(item.lengths, dtype=dtype, device="cpu")
                 temporary = True
             batch.append((item, stored, target, memory))
@@ -276,7 +317,10 @@ class _Load:
         return batch, None
 
     def _load_batch(self, batch: list[_Destination]) -> list[tuple[ReadItem, _Slice]]:
-        requests = [(stored, item.storage_offsets, memory) for item, stored, _, memory in batch]
+        requests = [
+            (stored, item.storage_offsets, _tensor_view.view(memory, stored[3], writable=True))
+            for item, stored, _, memory in batch
+        ]
         loaded, _ = self.job.run(requests, [])
         left: list[tuple[ReadItem, _Slice]] = []
         for done, (item, stored, target, memory) in zip(loaded, batch, strict=True):

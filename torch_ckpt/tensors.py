@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torch_ckpt import _native
+from torch_ckpt import _native, _tensor_view
 from torch_ckpt.options import IoOptions
 
 __all__ = [
@@ -51,7 +51,7 @@ _ALONE = _count_references_of_fresh_tensor()
 
 def is_temporary(tensor: torch.Tensor) -> bool:
     """Whether nobody but the caller, through one variable, holds the tensor and its memory."""
-    return sys.getrefcount(tensor) <= _ALONE and _native.has_own_storage(tensor)
+    return sys.getrefcount(tensor) <= _ALONE and _tensor_view.has_own_storage(tensor)
 
 
 def useful_buffer_nbytes(data_nbytes: int, most_nbytes: int, block_nbytes: int) -> int:
@@ -81,7 +81,7 @@ class Destinations:
 
     def add(self, tensor: torch.Tensor, fqn: str) -> bool:
         """Adds a tensor; false, and nothing is added, where its memory is taken."""
-        storage, begin, end = _native.extent(tensor)
+        storage, begin, end = _tensor_view.extent(tensor)
         if begin == end:
             return True
         extents = self._extents.get(storage)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StoragePrefix,
     _StorageWriterTransforms,
 )
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -39,6 +39,7 @@ from torch_ckpt.errors import (
     UnsupportedError,
     portable_errors,
 )
+from torch_ckpt.index import INDEX_MARK, WrittenFile, make_index
 from torch_ckpt.metadata import dump_metadata
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.tensors import useful_buffer_nbytes
@@ -46,6 +47,7 @@ from torch_ckpt.tensors import useful_buffer_nbytes
 __all__ = ["FastWriter"]
 
 _METADATA = ".metadata"
+_INDEX = ".index"
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 _STOCK_COPY_AHEAD = 10_000_000
 _LEAST_BLOCK = 64 << 10
@@ -133,17 +135,29 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         self._writing = threading.Lock()
         self.rank: int | None = None
         self.use_collectives = True
+        self._file_system = _native.local_file_system()
         self._pools: list[_native.BufferPool] = []
         self._found: frozenset[str] = frozenset()  # Names in the directory before this save.
 
     def __getstate__(self) -> dict[str, Any]:
         # Travels to the process that saves in the background: without native handles, and without
         # the staged state dict, which travels by itself.
-        return {**self.__dict__, "_pools": [], "_writing": None, "state_dict_cache": None}
+        return {
+            **self.__dict__,
+            "_pools": [],
+            "_file_system": None,
+            "_writing": None,
+            "state_dict_cache": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy's data files must not meet those of the original, or of other copies.
-        self.__dict__.update(state, _writing=threading.Lock(), save_id=_new_save_id())
+        self.__dict__.update(
+            state,
+            _writing=threading.Lock(),
+            _file_system=_native.local_file_system(),
+            save_id=_new_save_id(),
+        )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -165,7 +179,9 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """What ``.metadata`` says of the storage."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+        return StorageMeta(
+            checkpoint_id=self.checkpoint_id, save_id=self.save_id, modules=[INDEX_MARK]
+        )
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save on this rank."""
@@ -180,12 +196,12 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Creates the directory; refuses one that is committed unless ``overwrite``."""
-        _native.create_directories(os.fsencode(self.path))
-        if not self.overwrite and (self.path / self._metadata_name()).exists():
+        self._file_system.create_directories(os.fsencode(self.path))
+        self._found = frozenset(self._list_directory())
+        if not self.overwrite and self._own_name(_METADATA) in self._found:
             raise AlreadyExistsError(
                 f"a checkpoint is already committed in {self.path}, and overwrite is false"
             )
-        self._found = frozenset(os.listdir(self.path))
         if self.rank is not None and not self.use_collectives:
             plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
         return plan
@@ -217,26 +233,35 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             try:
                 results = self._write_files(files, planner, finished)
                 if files and self.sync_files:
-                    _native.sync_directory(os.fsencode(self.path))
+                    self._file_system.sync_directory(os.fsencode(self.path))
             except BaseException:
-                _remove_files(self.path, finished)
+                self._remove_files(finished)
                 raise
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits: publishes ``.metadata``, then removes the files that it has replaced."""
-        storage_data = {r.index: r.storage_data for rank in results for r in rank}
+        """Commits: publishes ``.metadata`` and its index, then removes what they have replaced."""
+        storage_data: dict[MetadataIndex, Any] = {}
+        written: list[WrittenFile] = []
+        for result in itertools.chain.from_iterable(results):
+            if isinstance(result.storage_data, WrittenFile):
+                written.append(result.storage_data)
+            else:
+                storage_data[result.index] = result.storage_data
         # In place: DCP returns and broadcasts the object that it passed.
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = storage_data
         metadata.storage_meta = self.storage_meta()
-        files = {info.relative_path for info in storage_data.values()}
+        files = {file.name for file in written}
         self._check_files_exist(files)
-        _native.commit_metadata(
+        pickled = dump_metadata(metadata)
+        self._file_system.commit(
             os.fsencode(self.path),
-            self._metadata_name(),
-            dump_metadata(metadata),
+            self._own_name(_METADATA),
+            self._own_name(_INDEX),
+            pickled,
+            make_index(metadata, pickled, written, save_id=self.save_id),
             self.save_id,
             self.sync_files,
         )
@@ -258,11 +283,12 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         def write_every(first: int) -> list[WriteResult]:
             results: list[WriteResult] = []
             for name in list(files)[first::workers]:
-                written, self.io_mode = write_data_file(
+                written, file, self.io_mode = write_data_file(
                     self.path,
                     name,
                     files[name],
                     planner,
+                    fs=self._file_system,
                     pool=pools[first],
                     io=self.io,
                     sync=self.sync_files,
@@ -270,6 +296,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
                 )
                 finished.append(name)
                 results += written
+                # Travels to the coordinator with the rest.
+                results.append(WriteResult(MetadataIndex(name), 0, file))
             return results
 
         if workers == 1:
@@ -284,10 +312,12 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
                 "writer"
             )
 
-    def _metadata_name(self) -> str:
-        if self.use_collectives or self.rank is None:
-            return _METADATA
-        return f"__{self.rank}{_METADATA}"
+    def _own_name(self, name: str) -> str:
+        """``.metadata`` or ``.index``, which every rank has of its own if none coordinates."""
+        return name if self.use_collectives or self.rank is None else f"__{self.rank}{name}"
+
+    def _list_directory(self) -> list[str]:
+        return [os.fsdecode(n) for n in self._file_system.list_directory(os.fsencode(self.path))]
 
     def _buffer_pools(self, count: int, nbytes: int) -> list[_native.BufferPool]:
         """One pool of buffers for each of ``count`` threads, for ``nbytes`` of data in all.
@@ -308,9 +338,10 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
 
     def _check_files_exist(self, files: Iterable[str]) -> None:
         """Guards the commit against data files that another save has removed meanwhile."""
-        listed = os.listdir(self.path)
+        unlisted = set(files).difference(self._list_directory())
         # Asked for one by one as well: a network file system may list an old state of a folder.
-        missing = [f for f in set(files).difference(listed) if not (self.path / f).exists()]
+        exists = self._file_system.exists
+        missing = [name for name in unlisted if not exists(os.fsencode(self.path / name))]
         if missing:
             raise StorageError(
                 f"cannot commit {self.path}: {len(missing)} data files written by this save are "
@@ -324,18 +355,27 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         time is not robbed of its own.
         """
         if self.use_collectives:
-            pattern = r"__\d+_\d+(_[0-9a-f]{16})?\.distcp|\.metadata\.[0-9a-f]{16}\.tmp"
+            pattern = (
+                r"__\d+_\d+(_[0-9a-f]{16})?\.distcp"
+                r"|\.metadata\.[0-9a-f]{16}\.tmp|\.index\.[0-9a-f]{16}"
+            )
             if any(_RANK_METADATA.fullmatch(name) for name in self._found):
                 return  # Committed without coordination as well: those refer to files of their own.
         else:
             pattern = (
                 rf"__{self.rank}_\d+(_[0-9a-f]{{16}})?\.distcp"
-                rf"|__{self.rank}\.metadata\.[0-9a-f]{{16}}\.tmp"
+                rf"|__{self.rank}\.(metadata\.[0-9a-f]{{16}}\.tmp|index\.[0-9a-f]{{16}})"
             )
             if _METADATA in self._found:
                 return
         stale = [name for name in self._found - referenced if re.fullmatch(pattern, name)]
-        _remove_files(self.path, stale)
+        self._remove_files(stale)
+
+    def _remove_files(self, names: Iterable[str]) -> None:
+        """Best effort: a file that stays is not referred to by any metadata."""
+        for name in names:
+            with contextlib.suppress(CheckpointError):
+                self._file_system.remove(os.fsencode(self.path / name))
 
 
 def _new_save_id() -> str:
@@ -346,13 +386,6 @@ def _checkpoint_directory(path: str | os.PathLike[str]) -> Path:
     if "://" in str(path):
         raise UnsupportedError(f"cannot write to {path}: only directories of a file system are")
     return Path(path)
-
-
-def _remove_files(directory: Path, names: Iterable[str]) -> None:
-    """Best effort: a file that stays is not referred to by any metadata."""
-    for name in names:
-        with contextlib.suppress(OSError):
-            os.unlink(directory / name)
 
 
 def _item_nbytes(item: WriteItem) -> int:

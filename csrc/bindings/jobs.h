@@ -6,6 +6,9 @@
 
 #include <utility>
 
+#include "base/block_sums.h"
+#include "bindings/tensor_view.h"
+#include "engine/live_tensor.h"
 #include "io/file_system.h"
 
 namespace torch_ckpt {
@@ -17,10 +20,21 @@ auto without_gil(Work&& work) {
   return std::forward<Work>(work)();
 }
 
-// The file system of the machine. Lives as long as the process.
-FileSystem& local_file_system();
+inline LiveTensor to_live(const TensorView& view) {
+  return {.name = view.name,
+          .dtype = view.dtype,
+          .sizes = view.sizes,
+          .strides = view.strides,
+          .data = view.data};
+}
 
+// The sums of a file's blocks, as 8 bytes each.
+pybind11::bytes to_bytes(const BlockSums& sums);
+
+void bind_file_system(pybind11::module_& module);
+void bind_index(pybind11::module_& module);
 void bind_save_job(pybind11::module_& module);
 void bind_load_job(pybind11::module_& module);
+void bind_verify_job(pybind11::module_& module);
 
 }  // namespace torch_ckpt

@@ -5,7 +5,6 @@
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
-#include "bindings/tensor_view.h"
 
 namespace py = pybind11;
 
@@ -16,14 +15,15 @@ namespace {
 using PySlice = std::tuple<std::string, int64_t, int64_t, std::string>;
 
 // Slice, offsets of the wanted box in the stored tensor, destination.
-using PyTensorRequest = std::tuple<PySlice, Dims, py::handle>;
+using PyTensorRequest = std::tuple<PySlice, Dims, const TensorView*>;
 
 StoredSlice to_slice(const PySlice& slice) {
   const auto& [file, offset, nbytes, name] = slice;
   return {file, offset, nbytes, name};
 }
 
-std::unique_ptr<LoadJob> make(const std::string& directory, int64_t buffer_nbytes,
+std::unique_ptr<LoadJob> make(FileSystem& fs, const std::string& directory,
+                              std::shared_ptr<Index> index, int64_t buffer_nbytes,
                               int64_t block_nbytes, int threads, bool direct, bool verify,
                               bool slices_are_archives) {
   const LoadOptions options = {.buffer_nbytes = buffer_nbytes,
@@ -32,7 +32,7 @@ std::unique_ptr<LoadJob> make(const std::string& directory, int64_t buffer_nbyte
                                .caching = direct ? Caching::kDirect : Caching::kBuffered,
                                .verify = verify,
                                .slices_are_archives = slices_are_archives};
-  return value_or_raise(LoadJob::make(local_file_system(), directory, options));
+  return value_or_raise(LoadJob::make(fs, directory, options, std::move(index)));
 }
 
 std::vector<StoredSlice> to_slices(const std::vector<PySlice>& slices) {
@@ -51,14 +51,10 @@ void check(const LoadJob& job, const std::vector<PySlice>& slices) {
 std::pair<std::vector<bool>, std::vector<LoadedBytes>> run(
     LoadJob& job, const std::vector<PyTensorRequest>& tensors, const std::vector<PySlice>& bytes) {
   std::vector<TensorRequest> requests;
-  std::vector<std::shared_ptr<void>> held;
   requests.reserve(tensors.size());
-  held.reserve(tensors.size());
-  for (const auto& [slice, offsets, tensor] : tensors) {
-    HeldTensor destination = hold_tensor(tensor, std::get<3>(slice), /*writable=*/true);
-    held.push_back(std::move(destination.storage));
-    Dims sizes = destination.live.sizes;
-    requests.push_back({to_slice(slice), {offsets, std::move(sizes)}, std::move(destination.live)});
+  for (const auto& [slice, offsets, destination] : tensors) {
+    if (!destination->writable) throw py::value_error("a destination is a view for reading");
+    requests.push_back({to_slice(slice), {offsets, destination->sizes}, to_live(*destination)});
   }
   const std::vector<StoredSlice> slices = to_slices(bytes);
   LoadResult result = value_or_raise(without_gil([&] { return job.run(requests, slices); }));
@@ -77,8 +73,9 @@ void bind_load_job(py::module_& module) {
                                /*readonly=*/true);
       });
   py::class_<LoadJob>(module, "LoadJob")
-      .def(py::init(&make), py::arg("directory"), py::arg("buffer_nbytes"), py::arg("block_nbytes"),
-           py::arg("threads"), py::arg("direct"), py::arg("verify"), py::arg("slices_are_archives"))
+      .def(py::init(&make), py::arg("fs"), py::arg("directory"), py::arg("index"),
+           py::arg("buffer_nbytes"), py::arg("block_nbytes"), py::arg("threads"), py::arg("direct"),
+           py::arg("verify"), py::arg("slices_are_archives"), py::keep_alive<1, 2>())
       .def("check", &check, py::arg("slices"))
       .def("run", &run, py::arg("tensors"), py::arg("slices"));
 }

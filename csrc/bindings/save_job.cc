@@ -6,7 +6,6 @@
 #include "base/memory.h"
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
-#include "bindings/tensor_view.h"
 
 namespace py = pybind11;
 
@@ -37,24 +36,19 @@ std::unique_ptr<BufferPool> make_pool(int64_t nbytes, int64_t block_nbytes) {
   return value_or_raise(BufferPool::make(heap, nbytes, block_nbytes));
 }
 
-// The pool is kept alive by pybind11 (keep_alive below) for as long as the job.
-std::unique_ptr<SaveJob> start(const std::string& path, const Layout& layout, BufferPool& pool,
-                               bool direct, bool sync) {
+// File system and pool are kept alive by pybind11 (keep_alive below) for as long as the job.
+std::unique_ptr<SaveJob> start(FileSystem& fs, const std::string& path, const Layout& layout,
+                               BufferPool& pool, bool direct, bool sync) {
   const SaveOptions options = {direct ? Caching::kDirect : Caching::kBuffered, sync};
-  return value_or_raise(without_gil(
-      [&] { return SaveJob::start(local_file_system(), path, layout, pool, options); }));
+  return value_or_raise(
+      without_gil([&] { return SaveJob::start(fs, path, layout, pool, options); }));
 }
 
-void write(SaveJob& job, const std::vector<std::tuple<int64_t, py::handle, std::string>>& items) {
-  std::vector<HeldTensor> held;
-  held.reserve(items.size());
-  for (const auto& [index, tensor, name] : items) {
-    held.push_back(hold_tensor(tensor, name, /*writable=*/false));
-  }
+void write(SaveJob& job, const std::vector<std::pair<int64_t, const TensorView*>>& items) {
   raise_if_error(without_gil([&] {
     Status status;
     for (size_t i = 0; i < items.size() && status.ok(); ++i) {
-      status = job.write(std::get<0>(items[i]), held[i].live);
+      status = job.write(items[i].first, to_live(*items[i].second));
     }
     return status;
   }));
@@ -93,11 +87,15 @@ void bind_save_job(py::module_& module) {
       .def(py::init(&make_pool), py::arg("nbytes"), py::arg("block_nbytes"))
       .def_property_readonly("nbytes", [](const BufferPool& pool) { return ssize(pool.arena()); });
   py::class_<SaveJob>(module, "SaveJob")
-      .def(py::init(&start), py::arg("path"), py::arg("layout"), py::arg("pool"), py::arg("direct"),
-           py::arg("sync"), py::keep_alive<1, 4>())
+      .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("layout"), py::arg("pool"),
+           py::arg("direct"), py::arg("sync"), py::keep_alive<1, 2>(), py::keep_alive<1, 5>())
       .def("write", &write, py::arg("items"))
       .def("append", &append, py::arg("data"))
       .def("finish", &finish)
+      .def_property_readonly("sums",
+                             [](const SaveJob& job) {
+                               return py::make_tuple(job.sums().file_nbytes, to_bytes(job.sums()));
+                             })
       .def("abort", [](SaveJob& job) { without_gil([&] { job.abort(); }); })
       .def_property_readonly("mode", &mode);
 }

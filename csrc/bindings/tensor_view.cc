@@ -1,6 +1,10 @@
+// The extension module torch_ckpt._tensor_view: the only door to libtorch. Everything else that is
+// native (torch_ckpt._native) does without it, and so loads in programs that do without torch.
+
 #include "bindings/tensor_view.h"
 
 #include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
@@ -9,6 +13,13 @@ namespace py = pybind11;
 
 namespace torch_ckpt {
 namespace {
+
+// What must be done before the engine can read or write a tensor's memory.
+enum class TensorKind {
+  kPlain,      // Nothing: a strided CPU tensor whose memory holds its values.
+  kNeedsCopy,  // Copy it to a plain CPU tensor: on another device, or lazily conjugated or negated.
+  kTorchsOwn,  // Subclass, quantised, sparse, meta, or of a dtype the engine does not store.
+};
 
 const at::Tensor& unpack(py::handle tensor) {
   if (!THPVariable_Check(tensor.ptr())) {
@@ -92,26 +103,31 @@ bool is_expanded(const at::Tensor& tensor) {
   return false;
 }
 
-}  // namespace
-
 TensorKind tensor_kind(py::handle tensor) { return kind_of(tensor, unpack(tensor)); }
 
+// Whether the engine can read into the tensor's memory: it is plain, and no two of its elements
+// share memory by a stride of 0.
 bool is_loadable(py::handle object) {
   const at::Tensor& tensor = unpack(object);
   return kind_of(object, tensor) == TensorKind::kPlain && !is_expanded(tensor);
 }
 
-TensorExtent tensor_extent(py::handle object) {
+// Which storage a tensor lies in, and where in it, in bytes: [begin, end). Empty where it has no
+// elements or no memory.
+py::tuple tensor_extent(py::handle object) {
   const at::Tensor& tensor = unpack(object);
-  if (!tensor.has_storage() || tensor.numel() == 0) return {0, 0, 0};
+  if (!tensor.has_storage() || tensor.numel() == 0) return py::make_tuple(0, 0, 0);
   const int64_t begin = tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
   const void* storage = tensor.storage().unsafeGetStorageImpl();
-  return {reinterpret_cast<uintptr_t>(storage), begin, storage_end(tensor)};
+  return py::make_tuple(reinterpret_cast<uintptr_t>(storage), begin, storage_end(tensor));
 }
 
+// Whether no other tensor shares the tensor's memory.
 bool has_own_storage(py::handle tensor) { return unpack(tensor).storage().use_count() == 1; }
 
-HeldTensor hold_tensor(py::handle object, std::string name, bool writable) {
+// A view of a tensor for the engine. Raises ValueError unless the tensor is plain, and for one that
+// is to be written, loadable.
+TensorView view(py::handle object, std::string name, bool writable) {
   const at::Tensor& tensor = unpack(object);
   if (writable ? !is_loadable(object) : kind_of(object, tensor) != TensorKind::kPlain) {
     throw py::value_error("tensor '" + name + "' is not a plain strided CPU tensor");
@@ -123,18 +139,34 @@ HeldTensor hold_tensor(py::handle object, std::string name, bool writable) {
   }
   // The engine writes behind autograd's back, which must know that the values change.
   if (writable && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  HeldTensor held;
-  LiveTensor& live = held.live;
-  live.name = std::move(name);
-  live.dtype = *dtype_of(tensor);
-  live.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
-  live.strides.assign(tensor.strides().begin(), tensor.strides().end());
-  for (int64_t& stride : live.strides) stride *= itemsize(live.dtype);
+  TensorView out;
+  out.name = std::move(name);
+  out.dtype = *dtype_of(tensor);
+  out.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
+  out.strides.assign(tensor.strides().begin(), tensor.strides().end());
+  for (int64_t& stride : out.strides) stride *= static_cast<int64_t>(tensor.itemsize());
   // data_ptr of a const tensor: reading must not trigger copy-on-write materialisation.
-  live.data = static_cast<std::byte*>(writable ? tensor.mutable_data_ptr()
-                                               : const_cast<void*>(tensor.const_data_ptr()));
-  held.storage = std::make_shared<c10::Storage>(tensor.storage());
-  return held;
+  out.data = static_cast<std::byte*>(writable ? tensor.mutable_data_ptr()
+                                              : const_cast<void*>(tensor.const_data_ptr()));
+  out.writable = writable;
+  out.storage = std::make_shared<c10::Storage>(tensor.storage());
+  return out;
 }
 
+}  // namespace
 }  // namespace torch_ckpt
+
+PYBIND11_MODULE(_tensor_view, module) {
+  using namespace torch_ckpt;
+  module.doc() = "What the native engine of torch_ckpt needs to know of a torch.Tensor.";
+  py::module_::import("torch_ckpt._native");  // It registers TensorView.
+  py::enum_<TensorKind>(module, "TensorKind")
+      .value("PLAIN", TensorKind::kPlain)
+      .value("NEEDS_COPY", TensorKind::kNeedsCopy)
+      .value("TORCHS_OWN", TensorKind::kTorchsOwn);
+  module.def("tensor_kind", &tensor_kind, py::arg("tensor"));
+  module.def("is_loadable", &is_loadable, py::arg("tensor"));
+  module.def("extent", &tensor_extent, py::arg("tensor"));
+  module.def("has_own_storage", &has_own_storage, py::arg("tensor"));
+  module.def("view", &view, py::arg("tensor"), py::arg("name"), py::arg("writable"));
+}

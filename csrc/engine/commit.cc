@@ -1,18 +1,34 @@
 #include "engine/commit.h"
 
 namespace torch_ckpt {
+namespace {
 
-Status commit_metadata(FileSystem& fs, const std::string& directory, const std::string& name,
-                       Bytes metadata, const std::string& save_id, bool sync) {
-  const std::string temporary = str_cat(directory, "/", name, ".", save_id, ".tmp");
-  Status status = write_file(fs, temporary, metadata, sync);
-  if (status.ok()) status = fs.rename(temporary, directory + "/" + name);
+Status prepare(FileSystem& fs, const Commit& what, const std::string& index,
+               const std::string& metadata) {
+  RETURN_IF_ERROR(write_file(fs, index, what.index, what.sync));
+  RETURN_IF_ERROR(write_file(fs, metadata, what.metadata, what.sync));
+  // The rename may become durable before the entry of a file that was created earlier.
+  return what.sync ? fs.sync_directory(what.directory) : ok_status();
+}
+
+}  // namespace
+
+Status commit(FileSystem& fs, const Commit& what) {
+  const auto path = [&](const std::string& name) { return what.directory + "/" + name; };
+  const std::string index = path(what.names.pending_index(what.save_id));
+  const std::string metadata = path(what.names.pending_metadata(what.save_id));
+  Status status = prepare(fs, what, index, metadata);
+  if (status.ok()) status = fs.rename(metadata, path(what.names.metadata));
   if (!status.ok()) {
-    // Best effort: a temporary that stays is never read.
-    (void)fs.remove(temporary);
+    // Best effort: what stays is never read, and the next save removes it.
+    (void)fs.remove(metadata);
+    (void)fs.remove(index);
     return status;
   }
-  return sync ? fs.sync_directory(directory) : ok_status();
+  if (what.sync) RETURN_IF_ERROR(fs.sync_directory(what.directory));
+  // Best effort: it is found under its pending name as well, only not as fast.
+  (void)fs.rename(index, path(what.names.index));
+  return ok_status();
 }
 
 }  // namespace torch_ckpt

@@ -11,13 +11,43 @@
 
 namespace torch_ckpt {
 
-// Publishes `metadata` as `name` (".metadata") in `directory`, replacing what was there in one
-// step: a temporary file, synced; a rename; a sync of the directory. With `sync` false it is as
-// atomic, but a power cut may undo it. `save_id` keeps temporaries of different saves apart.
+// The names of one checkpoint's metadata and index. Ranks that save without coordination have names
+// of their own.
+struct CommitNames {
+  std::string metadata = ".metadata";
+  std::string index = ".index";
+
+  // An index that is complete but has not come to its usual name yet, and one that never will
+  // because its save failed.
+  std::string pending_index(const std::string& save_id) const { return index + "." + save_id; }
+
+  // `.metadata` that is not committed yet, or never was.
+  std::string pending_metadata(const std::string& save_id) const {
+    return metadata + "." + save_id + ".tmp";
+  }
+};
+
+struct Commit {
+  std::string directory;
+  CommitNames names;
+  Bytes metadata;
+  Bytes index;          // Sealed to `metadata`.
+  std::string save_id;  // Keeps what different saves write apart.
+  bool sync = true;     // Without, it is as atomic, but a power cut may undo or mix it.
+};
+
+// Publishes metadata and index, in place of those that were there, in one step. The data files that
+// they refer to are durable, entries of the directory included, before this is called.
 //
-// On an error the former metadata is still in place, except that after a failed sync of the
-// directory either may be found. The temporary is removed.
-Status commit_metadata(FileSystem& fs, const std::string& directory, const std::string& name,
-                       Bytes metadata, const std::string& save_id, bool sync);
+//   1. The index is written under its pending name, and the metadata under its own; both are
+//   synced,
+//      and then the directory.
+//   2. The metadata is renamed to its usual name: the commit. The directory is synced again.
+//   3. The index is renamed to its usual name. A reader finds it under either.
+//
+// On an error the former checkpoint is still in place and what was written is removed, except that
+// after a failed sync of the directory in 2 either checkpoint may be found: then nothing is
+// removed.
+Status commit(FileSystem& fs, const Commit& what);
 
 }  // namespace torch_ckpt

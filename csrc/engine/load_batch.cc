@@ -24,21 +24,20 @@ Dims in_bytes(const std::vector<int64_t>& strides, int64_t itemsize) {
   return out;
 }
 
-// Whether the copy is one run of bytes on both sides.
-bool is_one_run(const StridedCopy& copy) {
-  const StridedCopy simple = simplified(copy);
-  return simple.sizes.empty() ||
-         (simple.sizes.size() == 1 && simple.src_strides[0] == copy.itemsize &&
-          simple.dst_strides[0] == copy.itemsize);
+// What ranges of a file must begin and end at to be checked, or read directly.
+int64_t grain_of(const BlockSums* sums) {
+  return sums == nullptr ? kReadAlignment : sums->block_nbytes;
 }
 
 }  // namespace
 
-LoadBatch::LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files, bool verify,
-                     bool slices_are_archives, std::span<const TensorRequest> tensors,
-                     std::span<const StoredSlice> bytes, LoadResult& result)
+LoadBatch::LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files,
+                     const IndexLookup* index, bool verify, bool slices_are_archives,
+                     std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
+                     LoadResult& result)
     : stream_(stream),
       files_(files),
+      index_(index),
       verify_(verify),
       slices_are_archives_(slices_are_archives),
       tensors_(tensors),
@@ -47,7 +46,7 @@ LoadBatch::LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& 
       whole_slice_nbytes_(std::min(kWholeSliceNbytes, stream.max_range_nbytes())) {}
 
 Status LoadBatch::check_slice(const StoredSlice& slice) const {
-  return check_extent(slice, files_.find(slice.file)->second.nbytes);
+  return check_extent(slice, file_of(slice).nbytes);
 }
 
 Status LoadBatch::run(const std::vector<int64_t>& tensor_indices,
@@ -56,23 +55,7 @@ Status LoadBatch::run(const std::vector<int64_t>& tensor_indices,
   for (const int64_t i : byte_indices) {
     RETURN_IF_ERROR(check_slice(bytes_[static_cast<size_t>(i)]));
   }
-  std::vector<SliceInFile> framed;
-  for (const int64_t i : tensor_indices) {
-    const StoredSlice& slice = tensor(i).slice;
-    if (slice.nbytes > whole_slice_nbytes_) framed.push_back({&slice, file_of(slice)});
-  }
-  ASSIGN_OR_RETURN(frames_, read_frames(stream_, framed));
-
-  for (const int64_t i : tensor_indices) {
-    if (tensor(i).slice.nbytes > whole_slice_nbytes_) RETURN_IF_ERROR(plan_tensor(i));
-  }
-  for (const int64_t i : tensor_indices) {
-    const StoredSlice& slice = tensor(i).slice;
-    if (slice.nbytes > whole_slice_nbytes_) continue;
-    whole_slices_.push_back(i);
-    const ByteRange range = {slice.offset, slice.offset + slice.nbytes};
-    wanted_.push_back({file_of(slice), range, nullptr, &slice.name});
-  }
+  RETURN_IF_ERROR(find_tensors(tensor_indices));
   for (const int64_t i : byte_indices) RETURN_IF_ERROR(plan_bytes(i));
 
   RETURN_IF_ERROR(
@@ -80,6 +63,37 @@ Status LoadBatch::run(const std::vector<int64_t>& tensor_indices,
   if (!verify_) return ok_status();
   RETURN_IF_ERROR(verify_payloads());
   return verify_bytes(byte_indices);
+}
+
+// Finds out where the wanted tensors lie: from the index, or else from their frames, of which those
+// of short slices are read with them.
+Status LoadBatch::find_tensors(const std::vector<int64_t>& requests) {
+  if (index_ != nullptr) {
+    for (const int64_t i : requests) {
+      ASSIGN_OR_RETURN(const auto found, index_->tensor(tensor(i).slice));
+      RETURN_IF_ERROR(plan_tensor(i, found));
+    }
+    return ok_status();
+  }
+  std::vector<SliceInFile> framed;
+  for (const int64_t i : requests) {
+    const StoredSlice& slice = tensor(i).slice;
+    const OpenFile& file = file_of(slice);
+    if (slice.nbytes > whole_slice_nbytes_) framed.push_back({&slice, file.file.get(), file.sums});
+  }
+  ASSIGN_OR_RETURN(const Frames frames, read_frames(stream_, framed));
+  for (const int64_t i : requests) {
+    const StoredSlice& slice = tensor(i).slice;
+    if (slice.nbytes <= whole_slice_nbytes_) continue;
+    RETURN_IF_ERROR(plan_tensor(i, frames.find({slice.file, slice.offset})->second));
+  }
+  for (const int64_t i : requests) {
+    const StoredSlice& slice = tensor(i).slice;
+    if (slice.nbytes > whole_slice_nbytes_) continue;
+    whole_slices_.push_back(i);
+    wanted_.push_back(want(slice, {slice.offset, slice.offset + slice.nbytes}, nullptr));
+  }
+  return ok_status();
 }
 
 // Whether this engine copies the stored tensor itself. False leaves the request to torch.
@@ -96,14 +110,13 @@ Result<bool> LoadBatch::accepts(int64_t request, const StoredTensor& stored) {
   return true;
 }
 
-Status LoadBatch::plan_tensor(int64_t request) {
+Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>& found) {
   const TensorRequest& wanted = tensor(request);
-  const auto& frame = frames_.find({wanted.slice.file, wanted.slice.offset})->second;
-  if (!frame.has_value()) {
+  if (!found.has_value()) {
     leave_to_torch(request);
     return ok_status();
   }
-  const StoredTensor& stored = *frame;
+  const StoredTensor& stored = *found;
   ASSIGN_OR_RETURN(const bool accepted, accepts(request, stored));
   if (!accepted) return ok_status();
 
@@ -112,29 +125,55 @@ Status LoadBatch::plan_tensor(int64_t request) {
   const StridedCopy copy = copy_of_box(wanted.box, size, payload + stored.storage_offset * size,
                                        in_bytes(stored.strides, size), wanted.live.strides);
 
+  const BlockSums* sums = file_of(wanted.slice).sums;
+  // torch.save leaves 0 where it was told not to compute checksums.
+  const bool has_crc = sums == nullptr && verify_ && stored.payload_crc != 0;
   const auto first = static_cast<int64_t>(pieces_.size());
   // Pieces that follow one another from end to end sum to the payload's CRC.
   int64_t tiled_until = payload;
   bool tiled = true;
-  // One long run that begins where direct reads may begin is read in whole blocks.
-  const bool aligned = is_one_run(copy) && copy.src_offset % kReadAlignment == 0;
-  const int64_t most = aligned ? stream_.max_aligned_range_nbytes() : stream_.max_range_nbytes();
-  for (StridedCopy& part : split_by_source(copy, most, kMaxRowGap)) {
+  for (StridedCopy& part : cut(copy, sums)) {
     const ByteRange range = source_range(part);
     tiled = tiled && range.begin == tiled_until;
     tiled_until = range.end;
     const bool one_run = is_one_run(part);
     std::byte* destination = one_run ? wanted.live.data + part.dst_offset : nullptr;
-    wanted_.push_back({file_of(wanted.slice), range, destination, &wanted.slice.name});
-    pieces_.push_back({request, std::move(part), one_run});
+    wanted_.push_back(want(wanted.slice, range, destination));
+    pieces_.push_back({request, std::move(part), one_run, has_crc});
   }
   const auto last = static_cast<int64_t>(pieces_.size());
   const bool whole = tiled && tiled_until == payload + stored.payload_nbytes;
-  // torch.save leaves 0 where it was told not to compute checksums.
-  if (whole && stored.payload_crc != 0) {
-    whole_payloads_.push_back({first, last, stored.payload_crc});
-  }
+  if (whole && has_crc) whole_payloads_.push_back({first, last, stored.payload_crc});
   return ok_status();
+}
+
+// Cuts a copy into pieces that buffers hold. A run of bytes is cut so that as much as possible can
+// be read in place: whole blocks where those are checked, from where direct reads may begin where
+// not.
+std::vector<StridedCopy> LoadBatch::cut(const StridedCopy& copy, const BlockSums* sums) const {
+  const int64_t grain = grain_of(sums);
+  const int64_t most = stream_.max_range_nbytes(grain);
+  if (checked_numel(copy.sizes) == 0 || !is_one_run(copy)) {
+    return split_by_source(copy, most, kMaxRowGap);
+  }
+  const int64_t most_aligned = stream_.max_aligned_range_nbytes(grain);
+  const ByteRange run = source_range(copy);
+  if (run.begin % copy.itemsize != 0) {  // Elements might lie across the ends of blocks.
+    return split_by_source(copy, most, kMaxRowGap);
+  }
+  if (sums == nullptr) {
+    const bool aligned = run.begin % kReadAlignment == 0;
+    return split_by_source(copy, aligned ? most_aligned : most, kMaxRowGap);
+  }
+  std::vector<StridedCopy> pieces;
+  const int64_t body = std::min(align_up(run.begin, grain), run.end);
+  const int64_t rest = std::max(body, align_down(run.end, grain));
+  for (const ByteRange& part : {ByteRange{run.begin, body}, {body, rest}, {rest, run.end}}) {
+    for (int64_t begin = part.begin; begin < part.end; begin += most_aligned) {
+      pieces.push_back(part_of_run(copy, {begin, std::min(part.end, begin + most_aligned)}));
+    }
+  }
+  return pieces;
 }
 
 Status LoadBatch::plan_bytes(int64_t request) {
@@ -145,11 +184,11 @@ Status LoadBatch::plan_bytes(int64_t request) {
     return with_slice(errno_status(ENOMEM, "cannot allocate its bytes"), slice);
   }
   loaded.nbytes = slice.nbytes;
-  const int64_t most = stream_.max_range_nbytes();
+  const int64_t most = stream_.max_range_nbytes(grain_of(file_of(slice).sums));
   for (int64_t begin = 0; begin < slice.nbytes; begin += most) {
     const int64_t end = std::min(begin + most, slice.nbytes);
     const ByteRange range = {slice.offset + begin, slice.offset + end};
-    wanted_.push_back({file_of(slice), range, loaded.data.get() + begin, &slice.name});
+    wanted_.push_back(want(slice, range, loaded.data.get() + begin));
   }
   return ok_status();
 }
@@ -171,7 +210,7 @@ Status LoadBatch::consume_piece(Piece& piece, Bytes bytes) const {
   const LiveTensor& live = tensor(piece.request).live;
   std::byte* destination = live.data + piece.copy.dst_offset;
   const bool in_place = bytes.data() == destination;
-  if (verify_ && piece.one_run && !in_place) {
+  if (piece.to_be_summed && piece.one_run && !in_place) {
     piece.crc = live.device->copy_and_checksum(bytes, {destination, bytes.size()}, 0);
     return ok_status();
   }
@@ -180,7 +219,7 @@ Status LoadBatch::consume_piece(Piece& piece, Bytes bytes) const {
     copy.src_offset = 0;  // The first source byte is the first of `bytes`.
     live.device->copy(copy, bytes.data(), live.data);
   }
-  if (verify_) piece.crc = crc32(0, bytes);
+  if (piece.to_be_summed) piece.crc = crc32(0, bytes);
   return ok_status();
 }
 
@@ -225,6 +264,7 @@ Status LoadBatch::verify_payloads() const {
 // What torch.save has pickled carries checksums of its own.
 Status LoadBatch::verify_bytes(const std::vector<int64_t>& byte_indices) const {
   for (const int64_t i : byte_indices) {
+    if (file_of(bytes_[static_cast<size_t>(i)]).sums != nullptr) continue;
     const LoadedBytes& loaded = result_.bytes[static_cast<size_t>(i)];
     const Bytes raw(loaded.data.get(), static_cast<size_t>(loaded.nbytes));
     const Status status = verify_archive(raw, slices_are_archives_);

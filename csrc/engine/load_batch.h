@@ -10,7 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "base/block_sums.h"
 #include "base/status.h"
+#include "engine/index_lookup.h"
 #include "engine/live_tensor.h"
 #include "engine/read_stream.h"
 #include "engine/stored_frames.h"
@@ -44,14 +46,17 @@ struct LoadResult {
 struct OpenFile {
   std::unique_ptr<File> file;
   int64_t nbytes = 0;
+  const BlockSums* sums = nullptr;  // Where its blocks are to be checked.
 };
 
 // One run over files that are all open. Made, run once and dropped.
 class LoadBatch {
  public:
-  LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files, bool verify,
-            bool slices_are_archives, std::span<const TensorRequest> tensors,
-            std::span<const StoredSlice> bytes, LoadResult& result);
+  // `index` is nullptr where there is none that says what is in the slices.
+  LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files,
+            const IndexLookup* index, bool verify, bool slices_are_archives,
+            std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
+            LoadResult& result);
 
   // `tensor_indices` and `byte_indices` are the requests of this batch.
   Status run(const std::vector<int64_t>& tensor_indices, const std::vector<int64_t>& byte_indices);
@@ -60,8 +65,9 @@ class LoadBatch {
   // One cut of a large tensor request.
   struct Piece {
     int64_t request;
-    StridedCopy copy;  // Source offsets count from the start of the file.
-    bool one_run;      // Whether it is one run of bytes on both sides.
+    StridedCopy copy;   // Source offsets count from the start of the file.
+    bool one_run;       // Whether it is one run of bytes on both sides.
+    bool to_be_summed;  // Whether `crc` is asked for.
     uint32_t crc = 0;
   };
 
@@ -73,7 +79,9 @@ class LoadBatch {
   };
 
   Status check_slice(const StoredSlice& slice) const;
-  Status plan_tensor(int64_t request);
+  Status find_tensors(const std::vector<int64_t>& requests);
+  Status plan_tensor(int64_t request, const std::optional<StoredTensor>& found);
+  std::vector<StridedCopy> cut(const StridedCopy& copy, const BlockSums* sums) const;
   Status plan_bytes(int64_t request);
   Result<bool> accepts(int64_t request, const StoredTensor& stored);
   Status consume(int64_t index, Bytes bytes);
@@ -82,8 +90,13 @@ class LoadBatch {
   Status verify_payloads() const;
   Status verify_bytes(const std::vector<int64_t>& byte_indices) const;
 
-  File* file_of(const StoredSlice& slice) const {
-    return files_.find(slice.file)->second.file.get();
+  const OpenFile& file_of(const StoredSlice& slice) const {
+    return files_.find(slice.file)->second;
+  }
+  // What is to be read of a slice's file.
+  WantedRange want(const StoredSlice& slice, const ByteRange& range, std::byte* destination) const {
+    const OpenFile& file = file_of(slice);
+    return {file.file.get(), range, destination, &slice.name, file.sums};
   }
   const TensorRequest& tensor(int64_t request) const {
     return tensors_[static_cast<size_t>(request)];
@@ -94,14 +107,13 @@ class LoadBatch {
 
   ReadStream& stream_;
   const std::map<std::string, OpenFile>& files_;
+  const IndexLookup* const index_;
   const bool verify_;
   const bool slices_are_archives_;
   std::span<const TensorRequest> tensors_;
   std::span<const StoredSlice> bytes_;
   LoadResult& result_;
   const int64_t whole_slice_nbytes_;  // Slices up to this long are read whole.
-
-  Frames frames_;
 
   // What is wanted, in the order of `wanted_`: pieces, then whole slices, then raw bytes.
   std::vector<WantedRange> wanted_;

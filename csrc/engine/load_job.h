@@ -2,10 +2,10 @@
 
 // LoadJob: reads what is wanted from the data files of one checkpoint into live tensors.
 //
-// A job first learns where the payloads lie (from the frames, which it checks), then reads the
-// wanted byte ranges, coalesced where they are close, with many reads in flight, and scatters them
-// into place. A range that the page cache holds is read through it; all else is read directly.
-// Aligned contiguous destinations receive reads without a copy between.
+// A job first learns where the payloads lie (from the index, or from the frames, which it checks),
+// then reads the wanted byte ranges, coalesced where they are close, with many reads in flight, and
+// scatters them into place. A range that the page cache holds is read through it; all else is read
+// directly. Aligned contiguous destinations receive reads without a copy between.
 //
 // FastReader keeps one job for a load and calls `run` once for each batch of requests.
 
@@ -17,6 +17,7 @@
 
 #include "base/status.h"
 #include "engine/load_batch.h"
+#include "format/index_file.h"
 #include "io/file_system.h"
 
 namespace torch_ckpt {
@@ -26,7 +27,9 @@ struct LoadOptions {
   int64_t block_nbytes = int64_t{4} << 20;    // The longest single read through a buffer.
   int threads = 4;
   Caching caching = Caching::kDirect;  // For what the page cache does not hold.
-  bool verify = true;  // Whether payloads that are read whole are checked against their CRC.
+  // Whether bytes are checked: against the index by blocks, or without one against the CRC of
+  // payloads that are read whole.
+  bool verify = true;
   // Whether every raw slice is an archive as torch.save writes it, so that one which is not is
   // damaged. Otherwise it may be anything, and only what looks like torch.save's is checked.
   bool slices_are_archives = false;
@@ -35,9 +38,11 @@ struct LoadOptions {
 // Used by one thread at a time; runs threads of its own inside `run`.
 class LoadJob {
  public:
-  // `directory` is the checkpoint's. Opens nothing yet.
+  // `directory` is the checkpoint's, `index` its own, where it has one. Opens nothing yet.
+  // Errors: kInvalidArgument for blocks too short to read through.
   static Result<std::unique_ptr<LoadJob>> make(FileSystem& fs, std::string directory,
-                                               const LoadOptions& options);
+                                               const LoadOptions& options,
+                                               std::shared_ptr<const Index> index = nullptr);
   ~LoadJob();
 
   // Checks that every slice lies in its file, without reading any.

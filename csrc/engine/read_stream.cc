@@ -51,7 +51,8 @@ struct ReadStream::Work {
     std::map<File*, std::vector<int64_t>> shared;  // Ranges that may share a read.
     for (int64_t i = 0; i < static_cast<int64_t>(wanted.size()); ++i) {
       const WantedRange& want = wanted[static_cast<size_t>(i)];
-      if (want.destination == nullptr || want.range.nbytes() < kInPlaceNbytes) {
+      if (want.destination == nullptr || want.range.nbytes() < kInPlaceNbytes ||
+          checkable_range(want) != want.range) {
         shared[want.file].push_back(i);
         continue;
       }
@@ -65,7 +66,9 @@ struct ReadStream::Work {
   void add_shared(File* file, const std::vector<int64_t>& indices, int64_t max_nbytes) {
     std::vector<ByteRange> ranges;
     ranges.reserve(indices.size());
-    for (const int64_t i : indices) ranges.push_back(wanted[static_cast<size_t>(i)].range);
+    for (const int64_t i : indices) {
+      ranges.push_back(checkable_range(wanted[static_cast<size_t>(i)]));
+    }
     const Reads reads = coalesce(ranges, max_nbytes, kMaxGap);
     const auto base = static_cast<int64_t>(order.size());
     for (const int64_t i : reads.order) order.push_back(indices[static_cast<size_t>(i)]);
@@ -89,8 +92,33 @@ struct ReadStream::Work {
                   error.error_number());
   }
 
-  // Has every range of a task consumed, out of `bytes`, which begin at `offset` of the file.
+  // What must be read to have a wanted range, and to check it.
+  static ByteRange checkable_range(const WantedRange& want) {
+    if (want.sums == nullptr) return want.range;
+    return {want.sums->block_begin(want.range.begin), want.sums->block_end(want.range.end)};
+  }
+
+  // Checks what a task has read against the sums of its blocks.
+  Status check_task(const Task& task, Bytes bytes) const {
+    const WantedRange& first = wanted[static_cast<size_t>(order[static_cast<size_t>(task.first)])];
+    if (first.sums == nullptr) return ok_status();
+    const int64_t mismatch = first.sums->first_mismatch(task.range.begin, bytes);
+    if (mismatch < 0) return ok_status();
+    const int64_t end = first.sums->block_end(mismatch + 1);
+    const std::string* name = first.name;
+    for (int64_t i = task.last; i-- > task.first;) {
+      const WantedRange& want = wanted[static_cast<size_t>(order[static_cast<size_t>(i)])];
+      if (want.range.begin < end && want.range.end > mismatch) name = want.name;
+    }
+    return corruption("cannot load '", name == nullptr ? "" : *name, "': the ", end - mismatch,
+                      " bytes at ", mismatch, " of ", task.file->path(),
+                      " do not have the checksum that the index states");
+  }
+
+  // Has every range of a task checked and consumed, out of `bytes`, which begin at `offset` of the
+  // file.
   Status consume_task(const Task& task, Bytes bytes, int64_t offset) const {
+    RETURN_IF_ERROR(check_task(task, slice(bytes, task.range.begin - offset, task.range.nbytes())));
     for (int64_t i = task.first; i < task.last; ++i) {
       const int64_t index = order[static_cast<size_t>(i)];
       const ByteRange& range = wanted[static_cast<size_t>(index)].range;
@@ -119,11 +147,13 @@ Result<std::unique_ptr<ReadStream>> ReadStream::make(FileSystem& fs, int64_t buf
   return std::unique_ptr<ReadStream>(new ReadStream(std::move(lanes)));
 }
 
-int64_t ReadStream::max_range_nbytes() const {
-  return max_aligned_range_nbytes() - 2 * kReadAlignment;
+int64_t ReadStream::max_aligned_range_nbytes(int64_t grain) const {
+  return align_down(lanes_.front().pool->block_nbytes(), grain);
 }
 
-int64_t ReadStream::max_aligned_range_nbytes() const { return lanes_.front().pool->block_nbytes(); }
+int64_t ReadStream::max_range_nbytes(int64_t grain) const {
+  return max_aligned_range_nbytes(grain) - 2 * grain;
+}
 
 Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& consume) {
   Work work(wanted, consume, max_range_nbytes());

@@ -4,7 +4,9 @@
 //
 // The one read loop of the engine. The caller says which ranges it wants and what to do with the
 // bytes of each; the stream coalesces, chooses between page cache and direct I/O, keeps the queue
-// full and the memory bounded, and stops everything at the first error.
+// full and the memory bounded, and stops everything at the first error. Where a file's blocks have
+// known sums, it reads whole blocks and lets nobody see bytes that fail them (in place, where they
+// are seen to fail too late, it is an error as well).
 
 #include <cstdint>
 #include <functional>
@@ -13,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "base/block_sums.h"
 #include "base/status.h"
 #include "geometry/overlap.h"
 #include "io/buffer_pool.h"
@@ -30,6 +33,7 @@ struct WantedRange {
   // allows it, and `consume` sees which from the address it is given.
   std::byte* destination = nullptr;
   const std::string* name = nullptr;  // FQN, for messages.
+  const BlockSums* sums = nullptr;    // Of the file, where it is to be checked.
 };
 
 // Takes the bytes of wanted range `index`; unless they are in place they are gone when it returns.
@@ -41,10 +45,10 @@ class ReadStream {
   static Result<std::unique_ptr<ReadStream>> make(FileSystem& fs, int64_t buffer_nbytes,
                                                   int64_t block_nbytes, int threads);
 
-  // The longest range that a buffer takes: at any alignment, and one that begins at a multiple of
-  // kReadAlignment.
-  int64_t max_range_nbytes() const;
-  int64_t max_aligned_range_nbytes() const;
+  // The longest range that a buffer takes: one that begins at a multiple of `grain` (and so do
+  // blocks, where it is checked), and any. `grain` is a multiple of kReadAlignment.
+  int64_t max_aligned_range_nbytes(int64_t grain = kReadAlignment) const;
+  int64_t max_range_nbytes(int64_t grain = kReadAlignment) const;
 
   // Reads every range and has it consumed. On an error the rest is not read; ranges in flight are
   // waited for, so no memory is touched after this returns. After a kInternal error the stream must

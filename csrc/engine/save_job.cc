@@ -12,8 +12,8 @@
 namespace torch_ckpt {
 namespace {
 
-// Strided tensors are packed and then summed in chunks that stay in the second-level cache. A
-// multiple of every element size.
+// Tensors are packed and then summed in chunks that stay in the second-level cache. A multiple of
+// every element size.
 constexpr int64_t kPackChunk = int64_t{128} << 10;
 
 static_assert(kSmallAlignment % kFrameAlignment == 0, "a slice must start where frames expect");
@@ -49,7 +49,12 @@ Result<SliceNbytes> slice_nbytes(DType dtype, const Dims& sizes) {
 
 SaveJob::SaveJob(FileSystem& fs, std::string path, Layout layout, BufferPool& pool,
                  const SaveOptions& options)
-    : fs_(fs), path_(std::move(path)), layout_(std::move(layout)), pool_(pool), options_(options) {}
+    : fs_(fs),
+      path_(std::move(path)),
+      layout_(std::move(layout)),
+      pool_(pool),
+      options_(options),
+      summer_(options.sum_block_nbytes) {}
 
 Result<std::unique_ptr<SaveJob>> SaveJob::start(FileSystem& fs, const std::string& path,
                                                 Layout layout, BufferPool& pool,
@@ -142,19 +147,17 @@ Result<uint32_t> SaveJob::put_payload(const LiveTensor& tensor, int64_t nbytes) 
   for (int64_t done = 0; done < nbytes;) {
     // A window holds whole elements: payload and windows both begin at multiples of 64.
     ASSIGN_OR_RETURN(const MutableBytes rest, window_rest());
-    int64_t part = std::min(nbytes - done, ssize(rest));
+    const int64_t part = std::min({nbytes - done, ssize(rest), kPackChunk});
     if (contiguous) {
       const Bytes from(tensor.data + done, static_cast<size_t>(part));
       crc = tensor.device->copy_and_checksum(from, slice(rest, 0, part), crc);
     } else {
-      part = std::min(part, kPackChunk);
       const MutableBytes out = slice(rest, 0, part);
       pack_elements(tensor, done / size, (done + part) / size, out);
       crc = crc32(crc, out);
     }
     done += part;
-    filled_ += part;
-    cursor_ += part;
+    fill(part);
   }
   return crc;
 }
@@ -175,8 +178,7 @@ Status SaveJob::put(Bytes bytes) {
     ASSIGN_OR_RETURN(const MutableBytes rest, window_rest());
     const int64_t part = std::min(ssize(bytes), ssize(rest));
     std::memcpy(rest.data(), bytes.data(), static_cast<size_t>(part));
-    filled_ += part;
-    cursor_ += part;
+    fill(part);
     bytes = bytes.subspan(static_cast<size_t>(part));
   }
   return ok_status();
@@ -187,8 +189,7 @@ Status SaveJob::put_zeros_until(int64_t offset) {
     ASSIGN_OR_RETURN(const MutableBytes rest, window_rest());
     const int64_t part = std::min(offset - cursor_, ssize(rest));
     std::memset(rest.data(), 0, static_cast<size_t>(part));
-    filled_ += part;
-    cursor_ += part;
+    fill(part);
   }
   return ok_status();
 }
@@ -204,6 +205,13 @@ Result<MutableBytes> SaveJob::window_rest() {
     filled_ = 0;
   }
   return slice(pool_.block(block_), filled_, pool_.block_nbytes() - filled_);
+}
+
+// Counts the next bytes of the window as filled.
+void SaveJob::fill(int64_t nbytes) {
+  summer_.append(slice(pool_.block(block_), filled_, nbytes));
+  filled_ += nbytes;
+  cursor_ += nbytes;
 }
 
 Status SaveJob::submit_window() {
@@ -247,6 +255,7 @@ Status SaveJob::finish() {
     queue_->submit({&request, 1});
     for (const IoDone& done : queue_->wait()) RETURN_IF_ERROR(fail(done.status));
   }
+  sums_ = summer_.finish();
   finished_ = true;
   let_go();
   return ok_status();

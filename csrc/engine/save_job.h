@@ -4,7 +4,8 @@
 //
 // The layout says where every byte of the file belongs. Tensors are packed straight to their place
 // in page-aligned windows of the file, each window in one block of a bounded pool; a full window is
-// written while the next is being filled. Checksums are computed in the same pass over memory.
+// written while the next is being filled. Checksums, of payloads and of the file's blocks, are
+// computed in the same pass over memory.
 // What cannot be laid out beforehand (pickled objects, whose size only pickling tells) is appended
 // behind the layout.
 //
@@ -15,6 +16,7 @@
 #include <span>
 #include <string>
 
+#include "base/block_sums.h"
 #include "base/status.h"
 #include "engine/live_tensor.h"
 #include "io/buffer_pool.h"
@@ -26,6 +28,7 @@ namespace torch_ckpt {
 struct SaveOptions {
   Caching caching = Caching::kDirect;
   bool sync = true;  // Whether finish() makes the file survive a power cut.
+  int64_t sum_block_nbytes = kSumBlockNbytes;
 };
 
 // How a file was really written, for people to read.
@@ -64,6 +67,9 @@ class SaveJob {
   // for the caller to sync). Nothing can be written afterwards.
   Status finish();
 
+  // The sums of the file's blocks. Requires: finish() has returned OK.
+  const BlockSums& sums() const { return sums_; }
+
   // Gives up, unless finish() has returned OK: waits for what is in flight, gives all blocks back
   // to the pool and removes the file. The destructor does so too.
   void abort();
@@ -80,6 +86,7 @@ class SaveJob {
   Status put(Bytes bytes);
   Status put_zeros_until(int64_t offset);
   Result<MutableBytes> window_rest();
+  void fill(int64_t nbytes);
   Status submit_window();
   Status wait_for_some();
   Status fail(Status status);
@@ -100,7 +107,9 @@ class SaveJob {
   int64_t cursor_ = 0;  // Next byte of the file to fill.
   int block_ = -1;      // The window being filled; -1 between windows.
   int64_t filled_ = 0;  // Bytes of it that are filled.
-  Status status_;       // The first error.
+  BlockSummer summer_;
+  BlockSums sums_;
+  Status status_;  // The first error.
   bool holds_pool_ = true;
   bool finished_ = false;
 };

@@ -28,8 +28,11 @@ Status read_ends(ReadStream& stream, std::span<PendingFrame> pending) {
     const int64_t begin = frame.at.slice->offset;
     const int64_t end = begin + frame.at.slice->nbytes;
     const std::string* name = &frame.at.slice->name;
-    wanted.push_back({frame.at.file, {begin, begin + frame.head_nbytes}, nullptr, name});
-    wanted.push_back({frame.at.file, {end - kFrameTailNbytes, end}, nullptr, name});
+    const auto want = [&](int64_t from, int64_t to) {
+      wanted.push_back({frame.at.file, {from, to}, nullptr, name, frame.at.sums});
+    };
+    want(begin, begin + frame.head_nbytes);
+    want(end - kFrameTailNbytes, end);
   }
   return stream.run(wanted, [&](int64_t index, Bytes bytes) {
     PendingFrame& frame = pending[static_cast<size_t>(index / 2)];

@@ -102,6 +102,23 @@ ByteRange source_range(const StridedCopy& copy) {
   return {copy.src_offset, copy.src_offset + inner_extent(copy, 0)};
 }
 
+bool is_one_run(const StridedCopy& copy) {
+  const StridedCopy simple = simplified(copy);
+  return simple.sizes.empty() ||
+         (simple.sizes.size() == 1 && simple.src_strides[0] == copy.itemsize &&
+          simple.dst_strides[0] == copy.itemsize);
+}
+
+StridedCopy part_of_run(const StridedCopy& run, const ByteRange& part) {
+  const int64_t begin = part.begin - run.src_offset;
+  return {.itemsize = run.itemsize,
+          .sizes = {part.nbytes() / run.itemsize},
+          .src_offset = part.begin,
+          .src_strides = {run.itemsize},
+          .dst_offset = run.dst_offset + begin,
+          .dst_strides = {run.itemsize}};
+}
+
 std::vector<StridedCopy> split_by_source(const StridedCopy& copy, int64_t max_nbytes,
                                          int64_t max_gap) {
   std::vector<StridedCopy> out;

@@ -32,6 +32,13 @@ StridedCopy copy_of_box(const Box& box, int64_t itemsize, int64_t src_offset,
 // Requires: the copy has elements, and no negative source stride.
 ByteRange source_range(const StridedCopy& copy);
 
+// Whether the copy is one run of bytes on both sides.
+bool is_one_run(const StridedCopy& copy);
+
+// The elements of such a copy whose source bytes lie in `part`.
+// Requires: `part` begins and ends between elements, within the source range.
+StridedCopy part_of_run(const StridedCopy& run, const ByteRange& part);
+
 // Unwanted bytes up to this many are not worth a request of their own: a disk reads whole blocks.
 inline constexpr int64_t kSmallGap = 4096;
 

@@ -28,9 +28,14 @@ std::string parent_directory(std::string_view path) {
   return std::string(without_trailing_slashes(path.substr(0, std::max<size_t>(slash, 1))));
 }
 
-Result<std::vector<std::byte>> read_file(FileSystem& fs, const std::string& path) {
+Result<std::vector<std::byte>> read_file(FileSystem& fs, const std::string& path,
+                                         int64_t max_nbytes) {
   ASSIGN_OR_RETURN(const auto file, fs.open(path, OpenMode::kRead, Caching::kBuffered));
   ASSIGN_OR_RETURN(const int64_t nbytes, file->size());
+  if (nbytes > max_nbytes) {
+    return corruption("cannot read ", path, ": it is ", nbytes, " bytes long, and at most ",
+                      max_nbytes, " are expected");
+  }
   std::vector<std::byte> bytes;
   try {
     bytes.resize(static_cast<size_t>(nbytes));

@@ -529,7 +529,7 @@ class Breaks(DefaultSavePlanner):
         return super().resolve_data(item).clone()  # A temporary: written in small batches.
 
 path, threads = Path(sys.argv[1]), int(sys.argv[2])
-small = IoOptions(buffer_nbytes=128 << 10, block_nbytes=64 << 10)
+small = IoOptions(buffer_nbytes=512 << 10, block_nbytes=256 << 10)
 writer = FastWriter(path, thread_count=threads, io=small)
 state = {str(i): torch.randn(1 << 14) for i in range(8)}
 held = []

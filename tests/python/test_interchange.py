@@ -68,7 +68,7 @@ def test_tensors_load_the_same_through_the_smallest_buffers(
     state = {
         str(dtype): layouts(dtype) for dtype in (torch.uint8, torch.bfloat16, torch.complex128)
     }
-    small = IoOptions(buffer_nbytes=128 << 10, block_nbytes=64 << 10, threads=thread_count)
+    small = IoOptions(buffer_nbytes=512 << 10, block_nbytes=256 << 10, threads=thread_count)
     engines: dict[str, dict[str, Any]] = {"ours": {"io": small}, "stock": {}}
     save(state, WRITERS[writer](tmp_path, thread_count=thread_count, **engines[writer]))
 

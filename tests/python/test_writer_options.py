@@ -106,8 +106,8 @@ def test_writer_is_a_stager_as_the_stock_one_is(tmp_path: Path) -> None:
         {"per_thread_copy_ahead": 1, "thread_count": 2},
         {"cache_staged_state_dict": True},
         {"io": IoOptions(direct=False)},
-        {"io": IoOptions(buffer_nbytes=128 << 10, block_nbytes=64 << 10)},
-        {"io": IoOptions(buffer_nbytes=(136 << 10) + 5, block_nbytes=68 << 10)},
+        {"io": IoOptions(buffer_nbytes=512 << 10, block_nbytes=256 << 10)},
+        {"io": IoOptions(buffer_nbytes=(520 << 10) + 5, block_nbytes=260 << 10)},
         {"io": IoOptions(threads=7)},
     ],
     ids=str,
@@ -124,9 +124,9 @@ def test_every_option_writes_a_checkpoint_that_loads(
 @pytest.mark.parametrize(
     "io",
     [
-        IoOptions(buffer_nbytes=128 << 10, block_nbytes=64 << 10, threads=1),
-        IoOptions(buffer_nbytes=(136 << 10) + 5, block_nbytes=68 << 10),
-        IoOptions(buffer_nbytes=128 << 10, block_nbytes=64 << 10, threads=9),
+        IoOptions(buffer_nbytes=512 << 10, block_nbytes=256 << 10, threads=1),
+        IoOptions(buffer_nbytes=(520 << 10) + 5, block_nbytes=260 << 10),
+        IoOptions(buffer_nbytes=512 << 10, block_nbytes=256 << 10, threads=9),
         IoOptions(threads=9),
         IoOptions(direct=False),
     ],

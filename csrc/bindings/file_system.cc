@@ -1,0 +1,82 @@
+#include "io/file_system.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/errors.h"
+#include "bindings/jobs.h"
+#include "engine/commit.h"
+#include "io/posix_file_system.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt {
+namespace {
+
+FileSystem& local_file_system() {
+  static PosixFileSystem file_system;
+  return file_system;
+}
+
+py::bytes read_whole_file(FileSystem& fs, const std::string& path) {
+  const std::vector<std::byte> bytes =
+      value_or_raise(without_gil([&] { return read_file(fs, path); }));
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+// Names need not be UTF-8.
+std::vector<py::bytes> list_directory(FileSystem& fs, const std::string& path) {
+  const std::vector<std::string> names =
+      value_or_raise(without_gil([&] { return fs.list_directory(path); }));
+  return {names.begin(), names.end()};
+}
+
+bool exists(FileSystem& fs, const std::string& path) {
+  return without_gil([&] { return fs.open(path, OpenMode::kRead, Caching::kBuffered).ok(); });
+}
+
+void commit_checkpoint(FileSystem& fs, const std::string& directory,
+                       const std::string& metadata_name, const std::string& index_name,
+                       const py::bytes& metadata, const py::bytes& index,
+                       const std::string& save_id, bool sync) {
+  const Commit what = {.directory = directory,
+                       .names = {metadata_name, index_name},
+                       .metadata = as_bytes(static_cast<std::string_view>(metadata)),
+                       .index = as_bytes(static_cast<std::string_view>(index)),
+                       .save_id = save_id,
+                       .sync = sync};
+  raise_if_error(without_gil([&] { return commit(fs, what); }));
+}
+
+}  // namespace
+
+void bind_file_system(py::module_& module) {
+  py::class_<FileSystem>(module, "FileSystem")
+      .def(
+          "create_directories",
+          [](FileSystem& fs, const std::string& path) {
+            raise_if_error(without_gil([&] { return fs.create_directories(path); }));
+          },
+          py::arg("path"))
+      .def(
+          "sync_directory",
+          [](FileSystem& fs, const std::string& path) {
+            raise_if_error(without_gil([&] { return fs.sync_directory(path); }));
+          },
+          py::arg("path"))
+      .def(
+          "remove",
+          [](FileSystem& fs, const std::string& path) {
+            raise_if_error(without_gil([&] { return fs.remove(path); }));
+          },
+          py::arg("path"))
+      .def("list_directory", &list_directory, py::arg("path"))
+      .def("exists", &exists, py::arg("path"))
+      .def("read_file", &read_whole_file, py::arg("path"))
+      .def("commit", &commit_checkpoint, py::arg("directory"), py::arg("metadata_name"),
+           py::arg("index_name"), py::arg("metadata"), py::arg("index"), py::arg("save_id"),
+           py::arg("sync"));
+  module.def("local_file_system", &local_file_system, py::return_value_policy::reference);
+}
+
+}  // namespace torch_ckpt

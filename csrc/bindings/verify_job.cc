@@ -1,0 +1,44 @@
+#include "engine/verify_job.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/errors.h"
+#include "bindings/jobs.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt {
+namespace {
+
+std::unique_ptr<VerifyJob> make(FileSystem& fs, const std::string& directory,
+                                std::shared_ptr<Index> index, int64_t buffer_nbytes,
+                                int64_t block_nbytes, int threads, bool direct) {
+  const LoadOptions options = {.buffer_nbytes = buffer_nbytes,
+                               .block_nbytes = block_nbytes,
+                               .threads = threads,
+                               .caching = direct ? Caching::kDirect : Caching::kBuffered};
+  return value_or_raise(VerifyJob::make(fs, directory, std::move(index), options));
+}
+
+std::vector<std::pair<int64_t, int64_t>> check(VerifyJob& job, int64_t file, int64_t begin,
+                                               int64_t end) {
+  std::vector<std::pair<int64_t, int64_t>> out;
+  for (const ByteRange& range :
+       value_or_raise(without_gil([&] { return job.check(file, begin, end); }))) {
+    out.emplace_back(range.begin, range.end);
+  }
+  return out;
+}
+
+}  // namespace
+
+void bind_verify_job(py::module_& module) {
+  py::class_<VerifyJob>(module, "VerifyJob")
+      .def(py::init(&make), py::arg("fs"), py::arg("directory"), py::arg("index"),
+           py::arg("buffer_nbytes"), py::arg("block_nbytes"), py::arg("threads"), py::arg("direct"),
+           py::keep_alive<1, 2>())
+      .def("check", &check, py::arg("file"), py::arg("begin"), py::arg("end"));
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,112 @@
+#pragma once
+
+// `.index`: what `.metadata` says, in a form that is read without unpickling anything, and
+// checksums of every block of every data file (FORMAT.md states every byte).
+//
+// The writer of a checkpoint builds an `Index` and publishes its bytes with `.metadata`
+// (engine/commit); readers, `torch-ckpt verify` and `torch-ckpt inspect` parse them. A value that
+// `parse_index` returns is sound: every number in it has been checked against the others, so that
+// nobody downstream needs to.
+
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "base/block_sums.h"
+#include "base/bytes.h"
+#include "base/status.h"
+#include "base/strided.h"
+
+namespace torch_ckpt {
+
+// What tells one state of a file from any other.
+struct Seal {
+  int64_t nbytes = 0;
+  uint64_t sum = 0;  // XXH3.
+
+  static Seal of(Bytes bytes) { return {ssize(bytes), xxh3(bytes)}; }
+  bool operator==(const Seal&) const = default;
+};
+
+struct IndexedFile {
+  std::string name;  // In the checkpoint's directory itself.
+  BlockSums sums;
+
+  bool operator==(const IndexedFile&) const = default;
+};
+
+// One stored box of a tensor, or the one slice of an object.
+struct IndexedBox {
+  Dims offsets;
+  Dims sizes;
+  int64_t file = 0;  // In Index::files.
+  int64_t offset = 0;
+  int64_t nbytes = 0;
+  // Whether the slice is a frame of ours (zip_frame.h) around the box's elements in the tensor's
+  // dtype; otherwise only torch can read it.
+  bool plain = false;
+  // Stream transforms that were applied, in DCP's names.
+  std::vector<std::string> transforms;
+
+  bool operator==(const IndexedBox&) const = default;
+};
+
+// One FQN. Words are torch's: a dtype is "bfloat16", a memory format "contiguous_format".
+struct IndexedEntry {
+  std::string fqn;
+  bool is_tensor = false;  // Otherwise an object, with one box of no dimensions.
+  std::string dtype;
+  std::string memory_format;
+  bool requires_grad = false;
+  bool pin_memory = false;
+  Dims sizes;
+  std::vector<IndexedBox> boxes;
+
+  bool operator==(const IndexedEntry&) const = default;
+};
+
+// Where an FQN stood in the nested state dict: keys and positions, from the root.
+struct IndexedPath {
+  std::string fqn;
+  std::vector<std::variant<std::string, int64_t>> keys;
+
+  bool operator==(const IndexedPath&) const = default;
+};
+
+struct Index {
+  std::string save_id;
+  Seal metadata;  // Of the `.metadata` that this index belongs to.
+  std::vector<IndexedFile> files;
+
+  // Whether what follows is there. It is not where a planner has put something into `.metadata`
+  // that has no form here; then that alone says what is stored.
+  bool has_entries = false;
+  std::string version;                // Metadata.version.
+  std::vector<IndexedEntry> entries;  // In the order of Metadata.state_dict_metadata.
+  bool has_paths = false;             // Whether Metadata.planner_data is a dict of paths.
+  std::vector<IndexedPath> paths;
+
+  bool operator==(const Index&) const = default;
+};
+
+// What an index says of itself first, for choosing among several.
+struct IndexIdentity {
+  std::string save_id;
+  Seal metadata;
+  int64_t nbytes = 0;  // Of the whole file.
+};
+
+inline constexpr int64_t kSaveIdNbytes = 16;
+
+// Errors: kInvalidArgument for an index that parse_index would refuse.
+Result<std::vector<std::byte>> write_index(const Index& index);
+
+// Errors: kCorruption for bytes that write_index did not write; kUnsupported for a newer version.
+Result<Index> parse_index(Bytes bytes);
+
+// Reads the header alone. Errors: as parse_index.
+inline constexpr int64_t kIndexHeaderNbytes = 256;
+Result<IndexIdentity> parse_index_identity(Bytes header);
+
+}  // namespace torch_ckpt

@@ -1,0 +1,221 @@
+"""DCP's ``Metadata`` as the engine's index, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torch_ckpt import _native
+from torch_ckpt.errors import CorruptionError
+from torch_ckpt.tensors import gc_paused
+
+__all__ = ["INDEX_MARK", "WrittenFile", "check_index_is_not_lost", "make_index", "to_metadata"]
+
+INDEX_MARK = "torch_ckpt.index"
+"""Stands in ``storage_meta.modules`` of metadata that were committed with an index."""
+
+_MEMORY_FORMATS = {
+    "contiguous_format": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "preserve_format": torch.preserve_format,
+}
+_MEMORY_FORMAT_NAMES = {value: name for name, value in _MEMORY_FORMATS.items()}
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """One data file of a save, as the rank that wrote it reports it to the coordinator.
+
+    Attributes:
+        name: Within the checkpoint's directory.
+        nbytes: Its length in bytes.
+        sums: Checksums of its blocks, as the engine gives them.
+        opaque: Offsets of the slices that are no frame of what was planned: only torch reads them.
+    """
+
+    name: str
+    nbytes: int
+    sums: bytes
+    opaque: frozenset[int]
+
+
+def make_index(
+    metadata: Metadata, pickled: bytes, files: Sequence[WrittenFile], *, save_id: str
+) -> bytes:
+    """The bytes of the index that belongs to ``pickled``, which holds ``metadata``.
+
+    What a planner has put into the metadata may have no form there. The index then has the files
+    and their checksums only, and readers learn from the metadata what is stored.
+    """
+    listed = [(file.name, file.nbytes, file.sums) for file in files]
+    with gc_paused():
+        entries, paths = _entries(metadata, files), _paths(metadata)
+        if entries is not None and (paths is not None or metadata.planner_data is None):
+            try:
+                return _native.make_index(
+                    save_id, pickled, listed, metadata.version or "", entries, paths
+                )
+            except (ValueError, TypeError, OverflowError):
+                pass  # A number or a name that it cannot hold.
+        return _native.make_index(save_id, pickled, listed, "", None, None)
+
+
+def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) -> Metadata:
+    """What was committed with ``index``, which has entries.
+
+    Raises:
+        CorruptionError: The index names a dtype or memory format that torch does not know.
+    """
+    with gc_paused():
+        return _to_metadata(index, checkpoint_id)
+
+
+def check_index_is_not_lost(
+    metadata: Metadata, other: _native.Index | None, *, why: str, where: str
+) -> None:
+    """Tells metadata that never had an index from those whose index is damaged or gone.
+
+    Args:
+        metadata: As unpickled.
+        other: An index found in its place, sealed to other metadata.
+        why: Why there is none, for the message.
+        where: The metadata's path, for the message.
+
+    Raises:
+        CorruptionError: It had one, so that bytes could not be checked as they should be.
+    """
+    way_out = "FastReader(verify=False) loads what metadata alone can tell, unchecked"
+    if other is not None:
+        # A data file's name never recurs, so metadata that share one with the index are its own:
+        # either of the two has changed since.
+        names = {name for name, _ in other.files}
+        if any(info.relative_path in names for info in metadata.storage_data.values()):
+            raise CorruptionError(f"{where} and its index contradict each other; {way_out}")
+    if INDEX_MARK in (getattr(metadata.storage_meta, "modules", None) or ()):
+        raise CorruptionError(f"the index of {where} is missing or damaged: {why}; {way_out}")
+
+
+def _entries(metadata: Metadata, files: Sequence[WrittenFile]) -> list[_native.IndexEntry] | None:
+    numbers = {file.name: number for number, file in enumerate(files)}
+    entries: list[_native.IndexEntry] = []
+    boxes_in_all = 0
+
+    def box(info: _StorageInfo, offsets: Sequence[int], sizes: Sequence[int]) -> _native.IndexBox:
+        number = numbers[info.relative_path]
+        plain = info.offset not in files[number].opaque
+        transforms = list(getattr(info, "transform_descriptors", None) or ())
+        return (offsets, sizes, number, info.offset, info.length, plain, transforms)
+
+    try:
+        for fqn, stored in metadata.state_dict_metadata.items():
+            if type(stored) is BytesStorageMetadata:
+                boxes = [box(metadata.storage_data[MetadataIndex(fqn)], (), ())]
+                entries.append((fqn, None, boxes))
+            elif type(stored) is TensorStorageMetadata:
+                boxes = [
+                    box(
+                        metadata.storage_data[MetadataIndex(fqn, chunk.offsets)],
+                        chunk.offsets,
+                        chunk.sizes,
+                    )
+                    for chunk in stored.chunks
+                ]
+                entries.append((fqn, _properties(stored), boxes))
+            else:
+                return None
+            boxes_in_all += len(boxes)
+    except (KeyError, AttributeError, TypeError):
+        return None  # A planner's own idea of metadata.
+    # Else it would lose some.
+    return entries if boxes_in_all == len(metadata.storage_data) else None
+
+
+def _properties(stored: TensorStorageMetadata) -> tuple[str, str, bool, bool, Sequence[int]]:
+    properties = stored.properties
+    if properties.layout != torch.strided:
+        raise TypeError(f"{properties.layout} has no form in an index")
+    return (
+        str(properties.dtype).removeprefix("torch."),
+        _MEMORY_FORMAT_NAMES[properties.memory_format],
+        properties.requires_grad,
+        properties.pin_memory,
+        stored.size,
+    )
+
+
+def _paths(metadata: Metadata) -> list[tuple[str, list[str | int]]] | None:
+    if not isinstance(metadata.planner_data, dict):
+        return None
+    paths: list[tuple[str, list[str | int]]] = []
+    for fqn, path in metadata.planner_data.items():
+        if type(path) is not tuple or any(type(key) not in (str, int) for key in path):
+            return None
+        paths.append((fqn, list(path)))
+    return paths
+
+
+def _to_metadata(index: _native.Index, checkpoint_id: str | os.PathLike[str]) -> Metadata:
+    entries, paths = index.entries, index.paths
+    assert entries is not None
+    names = [name for name, _ in index.files]
+    state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage_data: dict[MetadataIndex, _StorageInfo] = {}
+    properties_of: dict[tuple[str, str, bool, bool], TensorProperties] = {}
+    for fqn, tensor, boxes in entries:
+        chunks: list[ChunkStorageMetadata] = []
+        for number, (offsets, sizes, file, offset, nbytes, _, transforms) in enumerate(boxes):
+            info = _StorageInfo(names[file], offset, nbytes)
+            if transforms:
+                info = dataclasses.replace(info, transform_descriptors=transforms)
+            if tensor is None:
+                storage_data[MetadataIndex(fqn)] = info
+                continue
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            chunks.append(chunk)
+            storage_data[MetadataIndex(fqn, chunk.offsets, number)] = info
+        if tensor is None:
+            state_dict_metadata[fqn] = BytesStorageMetadata()
+            continue
+        properties, size = tensor[:4], tensor[4]
+        if properties not in properties_of:
+            properties_of[properties] = _to_properties(*properties)
+        state_dict_metadata[fqn] = TensorStorageMetadata(
+            properties_of[properties], torch.Size(size), chunks
+        )
+    return Metadata(
+        state_dict_metadata=state_dict_metadata,
+        planner_data=None if paths is None else {fqn: tuple(keys) for fqn, keys in paths},
+        storage_data=storage_data,
+        storage_meta=StorageMeta(
+            checkpoint_id=checkpoint_id, save_id=index.save_id, modules=[INDEX_MARK]
+        ),
+        version=index.version or None,
+    )
+
+
+def _to_properties(
+    dtype: str, memory_format: str, requires_grad: bool, pin_memory: bool
+) -> TensorProperties:
+    known = getattr(torch, dtype, None)
+    if not isinstance(known, torch.dtype) or memory_format not in _MEMORY_FORMATS:
+        raise CorruptionError(f"the index names a tensor of {dtype}, {memory_format}")
+    return TensorProperties(
+        dtype=known,
+        requires_grad=requires_grad,
+        memory_format=_MEMORY_FORMATS[memory_format],
+        pin_memory=pin_memory,
+    )
