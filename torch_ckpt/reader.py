@@ -104,6 +104,13 @@ class FastReader(StorageReader):
         self._index: _native.Index | None = None
         self._failure: CheckpointError | None = None  # Of reading the coordinator's metadata.
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what it has read: a copy reads for itself.
+        return {**self.__dict__, "_file_system": None, "_metadata": None, "_index": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _file_system=_native.local_file_system())
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this reader can read there."""

@@ -5,6 +5,7 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <set>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -105,14 +106,20 @@ struct ReadStream::Work {
     const int64_t mismatch = first.sums->first_mismatch(task.range.begin, bytes);
     if (mismatch < 0) return ok_status();
     const int64_t end = first.sums->block_end(mismatch + 1);
-    const std::string* name = first.name;
-    for (int64_t i = task.last; i-- > task.first;) {
+    // Any of those that have bytes in the block may be the one that is damaged.
+    constexpr size_t kMostNames = 8;
+    std::set<std::string> names;
+    for (int64_t i = task.first; i < task.last; ++i) {
       const WantedRange& want = wanted[static_cast<size_t>(order[static_cast<size_t>(i)])];
-      if (want.range.begin < end && want.range.end > mismatch) name = want.name;
+      if (want.range.begin < end && want.range.end > mismatch && want.name != nullptr &&
+          names.size() < kMostNames) {
+        names.insert(*want.name);
+      }
     }
-    return corruption("cannot load '", name == nullptr ? "" : *name, "': the ", end - mismatch,
-                      " bytes at ", mismatch, " of ", task.file->path(),
-                      " do not have the checksum that the index states");
+    std::string who;
+    for (const std::string& name : names) who += str_cat(who.empty() ? "'" : ", '", name, "'");
+    return corruption("cannot load ", who, ": the ", end - mismatch, " bytes at ", mismatch, " of ",
+                      task.file->path(), " do not have the checksum that the index states");
   }
 
   // Has every range of a task checked and consumed, out of `bytes`, which begin at `offset` of the

@@ -71,8 +71,8 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 def data_files(path: Path) -> set[str]:
-    """Names of everything in a checkpoint's directory but its metadata."""
-    return {file.name for file in path.iterdir() if file.name != ".metadata"}
+    """Names of everything in a checkpoint's directory but its metadata and its index."""
+    return {file.name for file in path.iterdir()} - {".metadata", ".index"}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

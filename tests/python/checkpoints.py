@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import pickle
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -151,6 +152,13 @@ def files(path: Path) -> dict[str, bytes]:
     """Every file below a directory, with its content."""
     found = (file for file in path.rglob("*") if file.is_file())
     return {str(file.relative_to(path)): file.read_bytes() for file in found}
+
+
+def commit_without_index(metadata: Metadata, path: Path) -> None:
+    """Puts metadata in place of a checkpoint's own, which then is one that never had an index."""
+    metadata.storage_meta.modules = []
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (path / ".index").unlink(missing_ok=True)
 
 
 def stored_slice(path: Path, metadata: Metadata, fqn: str) -> bytes:

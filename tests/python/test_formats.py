@@ -22,6 +22,7 @@ from checkpoints import (
     CuttingLoadPlanner,
     CuttingSavePlanner,
     blank,
+    commit_without_index,
     data_files,
     differences,
     layouts,
@@ -224,7 +225,7 @@ def test_data_files_are_named_with_rank_number_and_save_id(
 
     assert names == {f"__0_{number}_{save_id}.distcp" for number in range(thread_count)}
     assert names == {info.relative_path for info in metadata.storage_data.values()}
-    assert {path.name for path in tmp_path.iterdir()} == names | {".metadata"}
+    assert {path.name for path in tmp_path.iterdir()} == names | {".metadata", ".index"}
 
 
 @pairs
@@ -317,7 +318,7 @@ def test_tensors_whose_slice_holds_a_larger_storage_load(
             info.relative_path, info.offset = name, file.tell()
             torch.save(state[index.fqn], file)
             info.length = file.tell() - info.offset
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    commit_without_index(metadata, tmp_path)
 
     for reader in (FastReader, FileSystemReader):
         assert loads(tmp_path, state, reader) == []
@@ -337,7 +338,7 @@ def test_archives_without_alignment_or_byte_order_load(tmp_path: Path, rng: rand
             torch.save(state[index.fqn], stream)
             file.write(_without_byte_order(stream).getvalue())
             info.length = file.tell() - info.offset
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    commit_without_index(metadata, tmp_path)
 
     for reader in (FileSystemReader, FastReader):
         assert loads(tmp_path, state, reader) == []
