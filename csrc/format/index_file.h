@@ -31,15 +31,15 @@ struct Seal {
 
 struct IndexedFile {
   std::string name;  // In the checkpoint's directory itself.
-  BlockSums sums;
+  BlockSums sums = {};
 
   bool operator==(const IndexedFile&) const = default;
 };
 
 // One stored box of a tensor, or the one slice of an object.
 struct IndexedBox {
-  Dims offsets;
-  Dims sizes;
+  Dims offsets = {};
+  Dims sizes = {};
   int64_t file = 0;  // In Index::files.
   int64_t offset = 0;
   int64_t nbytes = 0;
@@ -47,7 +47,7 @@ struct IndexedBox {
   // dtype; otherwise only torch can read it.
   bool plain = false;
   // Stream transforms that were applied, in DCP's names.
-  std::vector<std::string> transforms;
+  std::vector<std::string> transforms = {};
 
   bool operator==(const IndexedBox&) const = default;
 };
@@ -56,12 +56,12 @@ struct IndexedBox {
 struct IndexedEntry {
   std::string fqn;
   bool is_tensor = false;  // Otherwise an object, with one box of no dimensions.
-  std::string dtype;
-  std::string memory_format;
+  std::string dtype = {};
+  std::string memory_format = {};
   bool requires_grad = false;
   bool pin_memory = false;
-  Dims sizes;
-  std::vector<IndexedBox> boxes;
+  Dims sizes = {};
+  std::vector<IndexedBox> boxes = {};
 
   bool operator==(const IndexedEntry&) const = default;
 };
@@ -76,16 +76,16 @@ struct IndexedPath {
 
 struct Index {
   std::string save_id;
-  Seal metadata;  // Of the `.metadata` that this index belongs to.
-  std::vector<IndexedFile> files;
+  Seal metadata = {};  // Of the `.metadata` that this index belongs to.
+  std::vector<IndexedFile> files = {};
 
   // Whether what follows is there. It is not where a planner has put something into `.metadata`
   // that has no form here; then that alone says what is stored.
   bool has_entries = false;
-  std::string version;                // Metadata.version.
-  std::vector<IndexedEntry> entries;  // In the order of Metadata.state_dict_metadata.
-  bool has_paths = false;             // Whether Metadata.planner_data is a dict of paths.
-  std::vector<IndexedPath> paths;
+  std::string version = {};                // Metadata.version.
+  std::vector<IndexedEntry> entries = {};  // In the order of Metadata.state_dict_metadata.
+  bool has_paths = false;                  // Whether Metadata.planner_data is a dict of paths.
+  std::vector<IndexedPath> paths = {};
 
   bool operator==(const Index&) const = default;
 };

@@ -20,9 +20,15 @@ namespace {
 using ::testing::ElementsAre;
 
 constexpr char kMetadata[] = "step-1/.metadata";
+constexpr char kIndex[] = "step-1/.index";
 
-Status commit(FileSystem& fs, const std::string& text, bool sync = true) {
-  return commit_metadata(fs, "step-1", ".metadata", as_bytes(text), "id-2", sync);
+Commit what(const std::string& text, bool sync = true) {
+  return {.directory = "step-1",
+          .names = {},
+          .metadata = as_bytes(text),
+          .index = as_bytes(text),
+          .save_id = "id-2",
+          .sync = sync};
 }
 
 std::vector<Operation::Kind> kinds(const MemoryFileSystem& fs) {
@@ -33,58 +39,71 @@ std::vector<Operation::Kind> kinds(const MemoryFileSystem& fs) {
 
 TEST(CommitTest, PublishesNewMetadataInPlaceOfTheOld) {
   MemoryFileSystem fs;
-  ASSERT_OK(commit(fs, "old"));
+  ASSERT_OK(commit(fs, what("old")));
   EXPECT_EQ(fs.contents(kMetadata), "old");
-  ASSERT_OK(commit(fs, "new"));
+  ASSERT_OK(commit(fs, what("new")));
   EXPECT_EQ(fs.contents(kMetadata), "new");
-  EXPECT_THAT(fs.paths(), ElementsAre(kMetadata));
+  EXPECT_EQ(fs.contents(kIndex), "new");
+  EXPECT_THAT(fs.paths(), ElementsAre(kIndex, kMetadata));
 }
 
 TEST(CommitTest, PublishesOnARealDisk) {
   TempDirectory directory;
   PosixFileSystem fs;
   for (const std::string text : {"old", "new"}) {
-    ASSERT_OK(commit_metadata(fs, directory.path(), ".metadata", as_bytes(text), "id", true));
+    Commit commit_here = what(text);
+    commit_here.directory = directory.path();
+    ASSERT_OK(commit(fs, commit_here));
     ASSERT_OK_AND_ASSIGN(const auto found, read_file(fs, directory.file(".metadata")));
     EXPECT_EQ(as_text(found), text);
   }
-  EXPECT_THAT(*fs.list_directory(directory.path()), ElementsAre(".metadata"));
+  EXPECT_THAT(*fs.list_directory(directory.path()), ElementsAre(".index", ".metadata"));
 }
 
-// The bytes must be on the disk before their name is, and the name before commit returns.
-TEST(CommitTest, SyncsTheBytesThenRenamesThenSyncsTheFolder) {
+// Bytes must be on the disk before their name is, the index before the metadata, and the new name
+// before commit returns.
+TEST(CommitTest, SyncsBytesAndEntriesThenRenamesThenSyncsTheFolder) {
   using enum Operation::Kind;
   MemoryFileSystem fs;
-  ASSERT_OK(commit(fs, "new"));
-  EXPECT_THAT(kinds(fs), ElementsAre(kOpen, kWrite, kSync, kRename, kSyncDirectory));
-  EXPECT_EQ(fs.operations().back().path, "step-1");
+  ASSERT_OK(commit(fs, what("new")));
+  EXPECT_THAT(kinds(fs), ElementsAre(kOpen, kWrite, kSync, kOpen, kWrite, kSync, kSyncDirectory,
+                                     kRename, kSyncDirectory, kRename));
+  EXPECT_EQ(fs.operations()[0].path, "step-1/.index.id-2");
+  EXPECT_EQ(fs.operations()[7].path, "step-1/.metadata.id-2.tmp");
 }
 
 TEST(CommitTest, WithoutSyncItStillRenames) {
   using enum Operation::Kind;
   MemoryFileSystem fs;
-  ASSERT_OK(commit(fs, "new", /*sync=*/false));
-  EXPECT_THAT(kinds(fs), ElementsAre(kOpen, kWrite, kRename));
+  ASSERT_OK(commit(fs, what("new", /*sync=*/false)));
+  EXPECT_THAT(kinds(fs), ElementsAre(kOpen, kWrite, kOpen, kWrite, kRename, kRename));
 }
 
-TEST(CommitTest, AnyFailedOperationLeavesTheOldMetadataAndNoTemporary) {
+TEST(CommitTest, AnyFailedOperationLeavesTheOldCheckpointAndNothingElse) {
   for (const bool sync : {true, false}) {
-    for (int64_t n = 0;; ++n) {
+    const int64_t publishing = sync ? 7 : 4;  // The rename of the metadata.
+    const int64_t last = sync ? 9 : 5;        // The rename of the index.
+    for (int64_t n = 0; n <= last + 1; ++n) {
       SCOPED_TRACE("operation " + std::to_string(n) + " fails");
       MemoryFileSystem fs;
       fs.put(kMetadata, "old");
+      fs.put(kIndex, "old");
       fs.fail_operation(n, errno_status(EIO, "cannot go on"));
-      const Status status = commit(fs, "new", sync);
-      const bool syncing_folder = fs.operations().back().kind == Operation::Kind::kSyncDirectory;
-      EXPECT_THAT(fs.paths(), ElementsAre(kMetadata));
-      if (!fs.clear_fault()) {
+      const Status status = commit(fs, what("new", sync));
+      EXPECT_EQ(fs.clear_fault(), n <= last);
+      if (n >= last) {  // The index that keeps its pending name is as good.
         ASSERT_OK(status);
-        EXPECT_EQ(n, sync ? 5 : 3);
-        break;
+      } else {
+        EXPECT_CODE(status, StatusCode::kStorage);
       }
-      EXPECT_CODE(status, StatusCode::kStorage);
-      // Renamed already; whether that lasts is what the failed sync leaves open.
-      EXPECT_EQ(fs.contents(kMetadata), syncing_folder ? "new" : "old");
+      EXPECT_EQ(fs.contents(kMetadata), n > publishing ? "new" : "old");
+      EXPECT_EQ(fs.contents(kIndex), n > last ? "new" : "old");
+      if (n <= publishing || n > last) {
+        EXPECT_THAT(fs.paths(), ElementsAre(kIndex, kMetadata));
+      } else {
+        // Whether the new metadata last is open; their index stays.
+        EXPECT_EQ(fs.contents("step-1/.index.id-2"), "new");
+      }
     }
   }
 }
@@ -92,7 +111,7 @@ TEST(CommitTest, AnyFailedOperationLeavesTheOldMetadataAndNoTemporary) {
 TEST(CommitTest, ATemporaryOfAnotherSaveIsLeftAlone) {
   MemoryFileSystem fs;
   fs.put("step-1/.metadata.id-1.tmp", "of another save");
-  ASSERT_OK(commit(fs, "new"));
+  ASSERT_OK(commit(fs, what("new")));
   EXPECT_EQ(fs.contents("step-1/.metadata.id-1.tmp"), "of another save");
 }
 

@@ -1,0 +1,227 @@
+#include "format/index_file.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "format/index_records.h"
+#include "support/status_matchers.h"
+#include "support/test_tensor.h"
+
+namespace torch_ckpt {
+namespace {
+
+using ::testing::HasSubstr;
+
+namespace records = index_records;
+
+IndexedFile file(const std::string& name, int64_t nbytes) {
+  BlockSummer summer(kSumBlockNbytes);
+  summer.append(random_bytes(nbytes, static_cast<uint32_t>(nbytes)));
+  return {name, summer.finish()};
+}
+
+Index sample() {
+  Index index;
+  index.save_id = "0123456789abcdef";
+  index.metadata = {1234, 0xFEDCBA9876543210};
+  index.files = {file("__0_0_a.distcp", 200000), file("__1_0_b.distcp", 70000), file("empty", 0)};
+  index.has_entries = true;
+  index.version = "1.0.0";
+  index.entries = {
+      {.fqn = "model.w",
+       .is_tensor = true,
+       .dtype = "bfloat16",
+       .memory_format = "contiguous_format",
+       .requires_grad = true,
+       .sizes = {10, 6},
+       .boxes = {{{0, 0}, {4, 6}, 0, 64, 1000, true, {}}, {{4, 0}, {6, 6}, 1, 0, 800, true, {}}}},
+      {.fqn = "step", .boxes = {{{}, {}, 0, 4096, 500, false, {"zstd", "x"}}}},
+      {.fqn = "scalar",
+       .is_tensor = true,
+       .dtype = "float32",
+       .memory_format = "preserve_format",
+       .pin_memory = true,
+       .boxes = {{{}, {}, 1, 1024, 600, false, {}}}},
+      {.fqn = "no chunks", .is_tensor = true, .dtype = "int8", .sizes = {0}},
+  };
+  index.has_paths = true;
+  index.paths = {{"model.w", {std::string("model"), std::string("w")}},
+                 {"list.-7", {std::string("list"), int64_t{-7}}}};
+  return index;
+}
+
+std::vector<std::byte> written(const Index& index) {
+  const auto bytes = write_index(index);
+  EXPECT_OK(bytes);
+  return *bytes;
+}
+
+// Recomputes every checksum, as somebody would who wants to do harm.
+void reseal(std::vector<std::byte>& bytes) {
+  records::Header header;
+  std::memcpy(&header, bytes.data(), sizeof(header));
+  if (header.table.offset <= bytes.size() &&
+      header.table.nbytes <= bytes.size() - header.table.offset &&
+      header.table.offset >= sizeof(header)) {
+    BlockSummer summer(records::kTableBlockNbytes);
+    summer.append(Bytes(bytes).subspan(sizeof(header), header.table.offset - sizeof(header)));
+    const BlockSums sums = summer.finish();
+    const Bytes table = std::as_bytes(std::span(sums.sums));
+    std::copy_n(table.begin(), std::min(table.size(), size_t{header.table.nbytes}),
+                bytes.begin() + static_cast<std::ptrdiff_t>(header.table.offset));
+    header.table_sum = xxh3(Bytes(bytes).subspan(header.table.offset, header.table.nbytes));
+  }
+  std::memcpy(bytes.data(), &header, sizeof(header));
+  header.header_sum = xxh3(Bytes(bytes).first(offsetof(records::Header, header_sum)));
+  std::memcpy(bytes.data(), &header, sizeof(header));
+}
+
+TEST(IndexFileTest, WhatIsWrittenIsRead) {
+  for (const bool has_entries : {true, false}) {
+    Index index = sample();
+    if (!has_entries) {
+      index.has_entries = index.has_paths = false;
+      index.version.clear();
+      index.entries.clear();
+      index.paths.clear();
+    }
+    ASSERT_OK_AND_ASSIGN(const Index read, parse_index(written(index)));
+    EXPECT_EQ(read, index);
+  }
+  ASSERT_OK_AND_ASSIGN(const Index empty, parse_index(written({.save_id = "0123456789abcdef"})));
+  EXPECT_EQ(empty, Index{.save_id = "0123456789abcdef"});
+}
+
+TEST(IndexFileTest, TheHeaderAloneTellsWhichSaveItIsAndHowLong) {
+  const std::vector<std::byte> bytes = written(sample());
+  ASSERT_OK_AND_ASSIGN(const IndexIdentity identity,
+                       parse_index_identity(Bytes(bytes).first(kIndexHeaderNbytes)));
+  EXPECT_EQ(identity.save_id, sample().save_id);
+  EXPECT_EQ(identity.metadata, sample().metadata);
+  EXPECT_EQ(identity.nbytes, ssize(bytes));
+}
+
+TEST(IndexFileTest, AnyFlippedBitIsCorruption) {
+  const std::vector<std::byte> bytes = written(sample());
+  for (size_t at = 0; at < bytes.size(); ++at) {
+    std::vector<std::byte> damaged = bytes;
+    damaged[at] ^= std::byte{1} << at % 8;
+    ASSERT_CODE(parse_index(damaged), StatusCode::kCorruption) << "byte " << at;
+  }
+}
+
+TEST(IndexFileTest, AnyOtherLengthIsCorruption) {
+  std::vector<std::byte> bytes = written(sample());
+  for (size_t nbytes = 0; nbytes < bytes.size(); ++nbytes) {
+    ASSERT_CODE(parse_index(Bytes(bytes).first(nbytes)), StatusCode::kCorruption) << nbytes;
+  }
+  bytes.resize(bytes.size() + 8);
+  EXPECT_CODE(parse_index(bytes), StatusCode::kCorruption);
+}
+
+TEST(IndexFileTest, ANewerVersionIsUnsupported) {
+  std::vector<std::byte> bytes = written(sample());
+  const uint32_t version = records::kVersion + 1;
+  std::memcpy(bytes.data() + offsetof(records::Header, version), &version, sizeof(version));
+  reseal(bytes);
+  EXPECT_CODE(parse_index(bytes), StatusCode::kUnsupported);
+}
+
+// With true checksums, whatever stands in a record: an error, or a value that is sound.
+TEST(IndexFileTest, NoSealedNonsenseIsBelieved) {
+  const std::vector<std::byte> bytes = written(sample());
+  int64_t refused = 0;
+  for (uint32_t seed = 0; seed < 20000; ++seed) {
+    std::mt19937 random(seed);
+    std::vector<std::byte> odd = bytes;
+    for (int64_t change = 1 + pick(random, 3); change > 0; --change) {
+      const auto at = static_cast<size_t>(pick(random, ssize(odd)));
+      constexpr uint8_t kBytes[] = {0x00, 0x01, 0x7F, 0x80, 0xFF};
+      odd[at] = static_cast<std::byte>(kBytes[random() % 5]);
+    }
+    reseal(odd);
+    const auto parsed = parse_index(odd);
+    if (!parsed.ok()) {
+      ++refused;
+      continue;
+    }
+    for (const IndexedEntry& entry : parsed->entries) {
+      for (const IndexedBox& box : entry.boxes) {
+        const IndexedFile& in = parsed->files[static_cast<size_t>(box.file)];
+        ASSERT_TRUE(range_within(box.offset, box.nbytes, in.sums.file_nbytes)) << "seed " << seed;
+        for (size_t d = 0; d < box.sizes.size(); ++d) {
+          ASSERT_TRUE(range_within(box.offsets[d], box.sizes[d], entry.sizes[d]));
+        }
+      }
+    }
+  }
+  EXPECT_GT(refused, 5000);
+}
+
+TEST(IndexFileTest, WhatCannotBeTrueIsNotWritten) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  const std::vector<std::pair<std::string, std::function<void(Index&)>>> breaches = {
+      {"short save id", [](Index& i) { i.save_id = "x"; }},
+      {"file in a folder", [](Index& i) { i.files[0].name = "a/b"; }},
+      {"file above", [](Index& i) { i.files[0].name = ".."; }},
+      {"nameless file", [](Index& i) { i.files[0].name = ""; }},
+      {"file with a zero byte", [](Index& i) { i.files[0].name = std::string("a\0b", 3); }},
+      {"file twice", [](Index& i) { i.files[1].name = i.files[0].name; }},
+      {"missing sum", [](Index& i) { i.files[0].sums.sums.pop_back(); }},
+      {"sum too many", [](Index& i) { i.files[0].sums.sums.push_back(1); }},
+      {"negative length", [](Index& i) { i.files[2].sums.file_nbytes = -1; }},
+      {"FQN twice", [](Index& i) { i.entries[0].fqn = "step"; }},
+      {"negative size", [](Index& i) { i.entries[3].sizes = {-1}; }},
+      {"box outside",
+       [](Index& i) {
+         i.entries[0].boxes[1].offsets = {5, 0};
+       }},
+      {"negative offset",
+       [](Index& i) {
+         i.entries[0].boxes[1].offsets = {-1, 0};
+       }},
+      {"box of other rank", [](Index& i) { i.entries[0].boxes[1].offsets = {0}; }},
+      {"too many elements",
+       [](Index& i) {
+         i.entries[0].sizes = {kMost, kMost};
+       }},
+      {"no such file", [](Index& i) { i.entries[1].boxes[0].file = 3; }},
+      {"negative file", [](Index& i) { i.entries[1].boxes[0].file = -1; }},
+      {"slice beyond its file", [](Index& i) { i.entries[1].boxes[0].offset = 199999; }},
+      {"slice of any length", [](Index& i) { i.entries[1].boxes[0].nbytes = kMost; }},
+      {"slice before its file", [](Index& i) { i.entries[1].boxes[0].offset = -1; }},
+      {"slices that overlap", [](Index& i) { i.entries[1].boxes[0].offset = 1063; }},
+      {"object of two boxes",
+       [](Index& i) {
+         i.entries[1].boxes.push_back({{}, {}, 2, 0, 0, false, {}});
+       }},
+      {"object of no box", [](Index& i) { i.entries[1].boxes.clear(); }},
+      {"long word", [](Index& i) { i.entries[0].dtype = std::string(65, 'x'); }},
+      {"many dimensions", [](Index& i) { i.entries[3].sizes = Dims(65, 1); }},
+  };
+  for (const auto& [what, breach] : breaches) {
+    Index index = sample();
+    breach(index);
+    EXPECT_CODE(write_index(index), StatusCode::kInvalidArgument) << what;
+  }
+}
+
+// A text is stored once and may be named by every record, which must not multiply it without bound.
+TEST(IndexFileTest, TextThatIsUsedTooOftenIsRefused) {
+  Index index = sample();
+  const std::string key(100000, 'k');
+  index.paths.clear();
+  for (int i = 0; i < 1000; ++i) index.paths.push_back({std::to_string(i), {key}});
+  const auto bytes = write_index(index);
+  EXPECT_CODE(bytes, StatusCode::kInvalidArgument);
+  EXPECT_THAT(bytes.status().message(), HasSubstr("text"));
+}
+
+}  // namespace
+}  // namespace torch_ckpt

@@ -1,0 +1,253 @@
+// Loading a checkpoint that has an index: everything that is read is checked by blocks, and nothing
+// is learnt from frames. Blocks and buffers are small, so that every edge is met.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+#include <string>
+#include <vector>
+
+#include "engine/load_job.h"
+#include "support/memory_file_system.h"
+#include "support/saved_checkpoint.h"
+#include "support/status_matchers.h"
+#include "support/test_tensor.h"
+
+namespace torch_ckpt {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+constexpr int64_t kBlock = 4096;
+
+// Tensors of many lengths in one file, and its index. Objects lie behind them.
+struct Indexed {
+  MemoryFileSystem fs;
+  std::vector<TestTensor> saved;
+  std::vector<StoredSlice> slices;
+  StoredSlice object;
+  std::shared_ptr<Index> index = std::make_shared<Index>();
+
+  explicit Indexed(const MemoryOptions& options = {}) : fs(options) {
+    const std::vector<Dims> shapes = {{},     {7, 5},     {3},       {300, 400}, {0, 3},
+                                      {1000}, {60000, 2}, {40, 128}, {33, 1, 9}};
+    for (const Dims& sizes : shapes) {
+      const auto seed = static_cast<uint32_t>(saved.size());
+      saved.push_back(TestTensor::random("t" + std::to_string(seed), DType::kFloat32, sizes, seed));
+    }
+    const auto pool = make_pool(1 << 20, 64 << 10);
+    const SaveOptions save = {.sum_block_nbytes = kBlock};
+    const Layout layout = layout_of(saved);
+    auto job = std::move(*SaveJob::start(fs, "step-1/a", layout, *pool, save));
+    IndexedFile file = {.name = "a"};
+    for (size_t i = 0; i < saved.size(); ++i) {
+      EXPECT_OK(job->write(static_cast<int64_t>(i), saved[i].live));
+      const Slice& slice = layout.slices[i];
+      slices.push_back({"a", slice.offset, slice.total_nbytes(), saved[i].live.name});
+      const Dims zeros(shapes[i].size(), 0);
+      index->entries.push_back(
+          {.fqn = saved[i].live.name,
+           .is_tensor = true,
+           .dtype = "float32",
+           .sizes = shapes[i],
+           .boxes = {{zeros, shapes[i], 0, slice.offset, slice.total_nbytes(), true}}});
+    }
+    const std::vector<std::byte> bytes = random_bytes(50000, 99);
+    const Slice appended = *job->append(bytes);
+    object = {"a", appended.offset, appended.total_nbytes(), "object"};
+    index->entries.push_back(
+        {.fqn = "object", .boxes = {{{}, {}, 0, object.offset, object.nbytes}}});
+    EXPECT_OK(job->finish());
+    file.sums = job->sums();
+    index->files = {file};
+    index->has_entries = true;
+    index->save_id = "0123456789abcdef";
+    // It is one that could have been read from a file.
+    EXPECT_OK(write_index(*index));
+  }
+
+  static LoadOptions options(bool verify = true) {
+    return {.buffer_nbytes = 192 << 10, .block_nbytes = 48 << 10, .threads = 2, .verify = verify};
+  }
+  Result<LoadResult> load(const std::vector<TensorRequest>& tensors,
+                          const std::vector<StoredSlice>& bytes = {},
+                          const LoadOptions& options = Indexed::options()) {
+    ASSIGN_OR_RETURN(const auto job, LoadJob::make(fs, kCheckpoint, options, index));
+    return job->run(tensors, bytes);
+  }
+  TestTensor destination(size_t i) const {
+    return TestTensor::random(saved[i].live.name, DType::kFloat32, saved[i].live.sizes, 100);
+  }
+};
+
+TEST(IndexedLoadTest, WholeTensorsAndObjectsComeBack) {
+  for (const int64_t alignment : {1, 4096}) {
+    for (const bool resident : {false, true}) {
+      Indexed a({.alignment = alignment, .resident = resident});
+      std::vector<TestTensor> loaded;
+      std::vector<TensorRequest> requests;
+      for (size_t i = 0; i < a.saved.size(); ++i) {
+        loaded.push_back(a.destination(i));
+        requests.push_back(whole(a.slices[i], loaded[i]));
+      }
+      ASSERT_OK_AND_ASSIGN(const LoadResult result, a.load(requests, {a.object}));
+      EXPECT_THAT(result.outcomes, Each(Outcome::kLoaded));
+      for (size_t i = 0; i < a.saved.size(); ++i) {
+        EXPECT_TRUE(loaded[i].packed() == a.saved[i].packed()) << to_string(loaded[i].live.sizes);
+      }
+      const std::string file = *a.fs.contents("step-1/a");
+      EXPECT_TRUE(as_text({result.bytes[0].data.get(), 50000}) ==
+                  std::string_view(file).substr(static_cast<size_t>(a.object.offset), 50000));
+    }
+  }
+}
+
+TEST(IndexedLoadTest, LargeBuffersReadInPlace) {
+  Indexed a;
+  const TestTensor loaded = a.destination(3);
+  ASSERT_OK(a.load({whole(a.slices[3], loaded)}, {},
+                   {.buffer_nbytes = 4 << 20, .block_nbytes = 1 << 20, .threads = 1}));
+  EXPECT_TRUE(loaded.packed() == a.saved[3].packed());
+}
+
+TEST(IndexedLoadTest, FramesAreNotAsked) {
+  Indexed a;
+  std::string contents = *a.fs.contents("step-1/a");
+  // Every byte of the file but the payload wanted, in blocks of their own.
+  const TestTensor loaded = a.destination(6);
+  const int64_t begin = payload_offset(a.fs, a.slices[6]);
+  const int64_t end = begin + 60000 * 2 * 4;
+  for (int64_t at = 0; at < static_cast<int64_t>(contents.size()); ++at) {
+    if (at < align_down(begin, kBlock) || at >= align_up(end, kBlock)) {
+      contents[static_cast<size_t>(at)] = 'x';
+    }
+  }
+  a.fs.put("step-1/a", contents);
+  ASSERT_OK(a.load({whole(a.slices[6], loaded)}));
+  EXPECT_TRUE(loaded.packed() == a.saved[6].packed());
+}
+
+// Flips bits anywhere and loads random boxes: either an error, or exactly the saved values.
+TEST(IndexedLoadTest, NoDamagedByteIsEverLoaded) {
+  Indexed a;
+  const int64_t file_nbytes = static_cast<int64_t>(a.fs.contents("step-1/a")->size());
+  int found = 0;
+  int missed = 0;
+  for (uint32_t seed = 0; seed < 400; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const auto i = static_cast<size_t>(pick(random, static_cast<int64_t>(a.saved.size())));
+    Dims offsets;
+    Dims sizes;
+    for (const int64_t size : a.saved[i].live.sizes) {
+      offsets.push_back(pick(random, size + 1));
+      sizes.push_back(pick(random, size - offsets.back() + 1));
+    }
+    const TestTensor loaded = TestTensor::random("w", DType::kFloat32, sizes, seed);
+    const int64_t at = pick(random, 2) == 0 ? pick(random, file_nbytes)
+                                            : a.slices[i].offset + pick(random, a.slices[i].nbytes);
+    flip_bit(a.fs, "a", at);
+    const auto result = a.load({part(a.slices[i], offsets, loaded)});
+    if (result.ok()) {
+      ++missed;
+      EXPECT_TRUE(loaded.packed() == a.saved[i].narrowed(offsets, sizes).packed());
+    } else {
+      ++found;
+      EXPECT_CODE(result, StatusCode::kCorruption);
+      EXPECT_THAT(result.status().message(),
+                  AllOf(HasSubstr(a.saved[i].live.name), HasSubstr("step-1/a"),
+                        HasSubstr(std::to_string(at / kBlock * kBlock))));
+    }
+    flip_bit(a.fs, "a", at);
+  }
+  EXPECT_GT(found, 50);
+  EXPECT_GT(missed, 50);
+}
+
+TEST(IndexedLoadTest, AFlippedBitOfAnObjectIsFound) {
+  Indexed a;
+  for (int64_t at = 0; at < a.object.nbytes; at += 997) {
+    flip_bit(a.fs, "a", a.object.offset + at);
+    EXPECT_CODE(a.load({}, {a.object}), StatusCode::kCorruption);
+    EXPECT_OK(a.load({}, {a.object}, Indexed::options(/*verify=*/false)));
+    flip_bit(a.fs, "a", a.object.offset + at);
+  }
+}
+
+TEST(IndexedLoadTest, WithoutEntriesFramesAreReadAndCheckedToo) {
+  Indexed a;
+  a.index->has_entries = false;
+  a.index->entries.clear();
+  for (size_t i = 0; i < a.saved.size(); ++i) {
+    const TestTensor loaded = a.destination(i);
+    ASSERT_OK(a.load({whole(a.slices[i], loaded)}));
+    EXPECT_TRUE(loaded.packed() == a.saved[i].packed());
+    // A field that no reader looks at: only the sums tell.
+    const int64_t version_made_by = a.slices[i].offset + a.slices[i].nbytes - 22 - 60 + 4;
+    flip_bit(a.fs, "a", version_made_by);
+    const auto result = a.load({whole(a.slices[i], a.destination(i))});
+    EXPECT_CODE(result, StatusCode::kCorruption);
+    EXPECT_THAT(result.status().message(), HasSubstr(a.saved[i].live.name));
+    flip_bit(a.fs, "a", version_made_by);
+  }
+}
+
+TEST(IndexedLoadTest, AFileOfAnotherLengthIsFoundBeforeAnythingIsWritten) {
+  Indexed a;
+  const std::string contents = *a.fs.contents("step-1/a");
+  for (const std::string& other :
+       {contents + "x", contents.substr(0, contents.size() - 1), std::string()}) {
+    a.fs.put("step-1/a", other);
+    const TestTensor loaded = a.destination(1);
+    const std::string before = loaded.packed();
+    const auto result = a.load({whole(a.slices[1], loaded)});
+    EXPECT_CODE(result, StatusCode::kCorruption);
+    EXPECT_THAT(result.status().message(),
+                AllOf(HasSubstr("t1"), HasSubstr(std::to_string(other.size()))));
+    EXPECT_TRUE(loaded.packed() == before);
+  }
+}
+
+TEST(IndexedLoadTest, WhatTheIndexDoesNotKnowIsCorruptionBeforeAnythingIsWritten) {
+  Indexed a;
+  a.fs.put("step-1/b", *a.fs.contents("step-1/a"));
+  const TestTensor loaded = a.destination(1);
+  const std::string before = loaded.packed();
+  for (const StoredSlice& odd :
+       {StoredSlice{"b", a.slices[1].offset, a.slices[1].nbytes, "t1"},
+        StoredSlice{"a", a.slices[1].offset + 64, a.slices[1].nbytes, "t1"},
+        StoredSlice{"a", a.slices[1].offset, a.slices[1].nbytes - 1, "t1"}}) {
+    EXPECT_CODE(a.load({whole(odd, loaded)}), StatusCode::kCorruption);
+    EXPECT_TRUE(loaded.packed() == before);
+  }
+}
+
+TEST(IndexedLoadTest, AnOpaqueTensorIsLeftToTorch) {
+  Indexed a;
+  a.index->entries[1].boxes[0].plain = false;
+  a.index->entries[2].dtype = "float4_e2m1fn_x2";
+  const TestTensor first = a.destination(1);
+  const TestTensor second = a.destination(2);
+  ASSERT_OK_AND_ASSIGN(const LoadResult result,
+                       a.load({whole(a.slices[1], first), whole(a.slices[2], second)}));
+  EXPECT_THAT(result.outcomes, Each(Outcome::kNeedsTorch));
+}
+
+TEST(IndexedLoadTest, AnIndexWhoseDtypeDoesNotFitTheSliceIsCorruption) {
+  Indexed a;
+  a.index->entries[1].dtype = "float64";
+  EXPECT_CODE(a.load({whole(a.slices[1], a.destination(1))}), StatusCode::kCorruption);
+}
+
+TEST(IndexedLoadTest, BuffersThatHoldNoBlocksAreRefused) {
+  Indexed a;
+  EXPECT_CODE(LoadJob::make(a.fs, kCheckpoint,
+                            {.buffer_nbytes = 1 << 20, .block_nbytes = 4 * kBlock - 1}, a.index),
+              StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace torch_ckpt
