@@ -32,10 +32,10 @@ LAYERS = [
     {"index", "metadata"},
     {"data_file"},
     {"writer", "reader"},
-    {"api"},
+    {"api", "cli"},
     {"__init__"},
 ]
-WITHOUT_TORCH = {"errors", "options", "__init__"}
+WITHOUT_TORCH = {"errors", "options", "cli", "__init__"}
 
 VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")
 MAX_LINES = 450

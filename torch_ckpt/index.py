@@ -23,7 +23,14 @@ from torch_ckpt import _native
 from torch_ckpt.errors import CorruptionError
 from torch_ckpt.tensors import gc_paused
 
-__all__ = ["INDEX_MARK", "WrittenFile", "check_index_is_not_lost", "make_index", "to_metadata"]
+__all__ = [
+    "INDEX_MARK",
+    "WrittenFile",
+    "check_index_is_not_lost",
+    "make_index",
+    "to_entries",
+    "to_metadata",
+]
 
 INDEX_MARK = "torch_ckpt.index"
 """Stands in ``storage_meta.modules`` of metadata that were committed with an index."""
@@ -63,7 +70,8 @@ def make_index(
     """
     listed = [(file.name, file.nbytes, file.sums) for file in files]
     with gc_paused():
-        entries, paths = _entries(metadata, files), _paths(metadata)
+        entries = to_entries(metadata, [f.name for f in files], [f.opaque for f in files])
+        paths = _paths(metadata)
         if entries is not None and (paths is not None or metadata.planner_data is None):
             try:
                 return _native.make_index(
@@ -109,14 +117,26 @@ def check_index_is_not_lost(
         raise CorruptionError(f"the index of {where} is missing or damaged: {why}; {way_out}")
 
 
-def _entries(metadata: Metadata, files: Sequence[WrittenFile]) -> list[_native.IndexEntry] | None:
-    numbers = {file.name: number for number, file in enumerate(files)}
+def to_entries(
+    metadata: Metadata, files: Sequence[str], opaque: Sequence[frozenset[int]] | None = None
+) -> list[_native.IndexEntry] | None:
+    """What metadata say is stored, in the index's terms.
+
+    Args:
+        metadata: As committed, or about to be.
+        files: Names of the data files, which the entries refer to by number.
+        opaque: For each file the offsets of slices that only torch can read; all where omitted.
+
+    Returns:
+        One entry for each FQN, or ``None`` where a planner has put in what has no form there.
+    """
+    numbers = {name: number for number, name in enumerate(files)}
     entries: list[_native.IndexEntry] = []
     boxes_in_all = 0
 
     def box(info: _StorageInfo, offsets: Sequence[int], sizes: Sequence[int]) -> _native.IndexBox:
         number = numbers[info.relative_path]
-        plain = info.offset not in files[number].opaque
+        plain = opaque is not None and info.offset not in opaque[number]
         transforms = list(getattr(info, "transform_descriptors", None) or ())
         return (offsets, sizes, number, info.offset, info.length, plain, transforms)
 
