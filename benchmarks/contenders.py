@@ -29,6 +29,7 @@ R = TypeVar("R")
 State = dict[str, torch.Tensor]
 
 OURS = "torch-ckpt"
+OURS_UNVERIFIED = "torch-ckpt-unverified"  # The same, without checking what it reads.
 
 
 @dataclass
@@ -96,7 +97,7 @@ class DcpContender(Contender):
     name: str
     loaders: tuple[str, ...]
     make_writer: Callable[[Path], StorageWriter]
-    make_reader: Callable[[Path], StorageReader]
+    make_reader: Callable[[Path, str], StorageReader]  # For one of `loaders`.
     counts_share: bool = field(default=True, init=False)
     reads_slices: bool = field(default=True, init=False)
 
@@ -117,7 +118,7 @@ class DcpContender(Contender):
         planner: LoadPlanner | None = None,
     ) -> None:
         """Loads through a new reader; `share` clocks its `read_metadata` and `read_data`."""
-        reader = self.make_reader(directory)
+        reader = self.make_reader(directory, loader)
         if share is not None:
             share.clock(reader, "read_metadata", "read_data")
         dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
@@ -181,7 +182,7 @@ def _stock(name: str, loaders: tuple[str, ...], *, threads: int, sync: bool) -> 
     def make_writer(path: Path) -> FileSystemWriter:
         return FileSystemWriter(path, thread_count=threads, sync_files=sync)
 
-    return DcpContender(name, loaders, make_writer, FileSystemReader)
+    return DcpContender(name, loaders, make_writer, lambda path, _: FileSystemReader(path))
 
 
 def _ours() -> Contender:
@@ -195,7 +196,11 @@ def _ours() -> Contender:
             f"cannot import FastWriter and FastReader from torch_ckpt: {error}\n"
             f"Build and install the package first, or measure only the others: --contenders {names}"
         ) from error
-    return DcpContender(OURS, (OURS,), FastWriter, FastReader)
+
+    def make_reader(path: Path, loader: str) -> StorageReader:
+        return FastReader(path, verify=loader == OURS)
+
+    return DcpContender(OURS, (OURS, OURS_UNVERIFIED), FastWriter, make_reader)
 
 
 def silence() -> None:

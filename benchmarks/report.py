@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from contenders import MMAP_LOADER, OURS, STOCK_DEFAULT, STOCK_LOADERS, STOCK_SAVERS
+from contenders import (
+    MMAP_LOADER,
+    OURS,
+    OURS_UNVERIFIED,
+    STOCK_DEFAULT,
+    STOCK_LOADERS,
+    STOCK_SAVERS,
+)
 from machine import MIB
 from workloads import ALL_SLICES, COLD, FIO, SAVE, SMALL_COUNT, WARM, Sample
 
@@ -200,6 +207,10 @@ def _large_bars(samples: Sequence[Sample]) -> list[Bar]:
         found = ratio(samples, "large-bf16", phase, FIO)
         return None if found is None else 100 * found
 
+    def percent_for_verifying(phase: str) -> float | None:
+        found = ratio(samples, "large-bf16", phase, OURS_UNVERIFIED)
+        return None if found is None else 100 * (1 / found - 1)
+
     saved, loaded = percent_of_fio(SAVE), percent_of_fio(COLD)
     cpu_s = _median(s.usage.cpu_s for s in _select(samples, "large-bf16", SAVE, OURS))
     mmap = ratio(samples, "large-bf16", COLD, MMAP_LOADER)
@@ -211,6 +222,8 @@ def _large_bars(samples: Sequence[Sample]) -> list[Bar]:
         *_stock_bars(samples, COLD, 2),
         Bar(f"cold load, times as fast as {MMAP_LOADER} plus copy", mmap, 1, "more than", "x"),
         *_stock_bars(samples, WARM, 3),
+        Bar("cold load, time that verifying adds", percent_for_verifying(COLD), 5, "at most", "%"),
+        Bar("warm load, time that verifying adds", percent_for_verifying(WARM), 5, "at most", "%"),
     ]
 
 
