@@ -28,8 +28,8 @@ ROOMS = {
 # Modules of torch_ckpt from the ground up: each imports only from rows above its own.
 LAYERS = [
     {"errors", "options", "_native"},
-    {"tensors"},
-    {"metadata", "data_file"},
+    {"tensors", "roll_call"},
+    {"metadata", "data_file", "deadline"},
     {"writer", "reader"},
     {"api"},
     {"__init__"},

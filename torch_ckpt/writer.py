@@ -41,6 +41,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.metadata import dump_metadata
 from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.roll_call import claim_commit
 from torch_ckpt.tensors import useful_buffer_nbytes
 
 __all__ = ["FastWriter"]
@@ -233,10 +234,12 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         metadata.storage_meta = self.storage_meta()
         files = {info.relative_path for info in storage_data.values()}
         self._check_files_exist(files)
+        pickled = dump_metadata(metadata)
+        claim_commit()
         _native.commit_metadata(
             os.fsencode(self.path),
             self._metadata_name(),
-            dump_metadata(metadata),
+            pickled,
             self.save_id,
             self.sync_files,
         )
