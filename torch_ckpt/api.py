@@ -30,7 +30,6 @@ from torch_ckpt.deadline import (
     DEFAULT_TIMEOUT_S,
     bounded_call,
     bounded_everywhere,
-    take_part_in_dcp,
 )
 from torch_ckpt.reader import FastReader
 from torch_ckpt.writer import FastWriter
@@ -80,7 +79,6 @@ def save(
 
         torch_ckpt.save(state, checkpoint_id="run/step-100", timeout_s=600)
     """
-    take_part_in_dcp()
     with bounded_call(timeout_s, group=process_group, no_dist=no_dist):
         metadata: Metadata = state_dict_saver.save(
             state_dict,
@@ -135,7 +133,6 @@ def async_save(
         future = torch_ckpt.async_save(state, checkpoint_id="run/step-100", process_group=group)
         future.result()
     """
-    take_part_in_dcp()
     with bounded_call(timeout_s, group=process_group, no_dist=no_dist):
         return state_dict_saver.async_save(
             state_dict,
@@ -181,14 +178,7 @@ def load(
 
         torch_ckpt.load(state, checkpoint_id="run/step-100", timeout_s=600)
     """
-    take_part_in_dcp()
-    if (
-        storage_reader is None
-        and checkpoint_id
-        and FastReader.validate_checkpoint_id(checkpoint_id)
-    ):
-        storage_reader = FastReader(checkpoint_id)
-    with bounded(timeout_s):
+    with bounded_call(timeout_s, group=process_group, no_dist=no_dist):
         state_dict_loader.load(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -218,7 +208,6 @@ def installed(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[None]:
         with torch_ckpt.installed():
             dcp.save(state, checkpoint_id="run/step-100")
     """
-    take_part_in_dcp()
     with contextlib.ExitStack() as stack:
         stack.enter_context(bounded_everywhere(timeout_s))
         stack.enter_context(mock.patch.object(_storage_utils, "FileSystemWriter", FastWriter))

@@ -37,7 +37,6 @@ __all__ = [
     "BoundedExchange",
     "bounded_call",
     "bounded_everywhere",
-    "take_part_in_dcp",
 ]
 
 T = TypeVar("T")
@@ -92,6 +91,7 @@ def bounded_call(
         with bounded_call(600):
             dcp.save(state, storage_writer=FastWriter("run/step-100"))
     """
+    _take_part_in_dcp()
     outer = _call.get()
     if timeout_s is None and (outer is not None or not _process_timeouts_s):
         yield
@@ -123,6 +123,7 @@ def bounded_everywhere(timeout_s: float) -> Iterator[None]:
         with bounded_everywhere(600):
             dcp.load(state, storage_reader=FastReader("run/step-100"))
     """
+    _take_part_in_dcp()
     _process_timeouts_s.append(_checked(timeout_s))
     try:
         yield
@@ -295,22 +296,16 @@ class _BoundedRequest(_async_process_executor._AsyncCheckpointRequest):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        take_part_in_dcp()
+        _take_part_in_dcp()
         _call.set(None if self.timeout_s is None else _Call(self.timeout_s, name=self.name))
 
 
 @functools.cache
-def take_part_in_dcp() -> None:
+def _take_part_in_dcp() -> None:
     """Puts this module's classes in the place of those that they extend, in this process.
 
     Once and for good: with no deadline they do what DCP's own do, and saves that go on in the
     background would miss what is put back.
-
-    Example::
-
-        take_part_in_dcp()
-        with bounded_call(600):
-            dcp.load(state, storage_reader=FastReader("run/step-100"))
     """
     for module in (state_dict_saver, state_dict_loader, _async_process_executor):
         vars(module)["_DistWrapper"] = BoundedExchange

@@ -227,8 +227,8 @@ class RollCalls:
         late = [r for r in self._ranks if not self._store.check([f"{self._key}/{r}"])]
         names = f"rank {late[0]} is" if len(late) == 1 else f"ranks {_listed(late)} are"
         message = (
-            f"{names} late: not done {self._phase} {waited:.1f} s after rank {self._rank}, which waits "
-            f"for {self._timeout_s:g} s at most; slow, stuck or gone"
+            f"{names} slow, stuck or gone: not done {self._phase} {waited:.1f} s after rank "
+            f"{self._rank}, which waits for {self._timeout_s:g} s at most"
         )
         error = RankTimeoutError(message, late, self._phase, waited)
         after_claim = f"{message}. It had begun to publish the checkpoint, which may yet appear"
