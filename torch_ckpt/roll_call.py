@@ -180,7 +180,6 @@ class RollCalls:
         key, ledger, store = self._key, self._ledger, self._store
         if ledger.is_host and not ledger.introduced:
             store.set("host", str(self._rank))
-        earlier = len(ledger.written)
         if store.add(f"{key}/answers", 1) == len(self._ranks):
             ledger.written.append(f"{key}/answers")
             outcome = self._settle(_ALL_HERE)
@@ -191,9 +190,10 @@ class RollCalls:
         self._held += 1
         if outcome == _ALL_HERE:
             # All are here, and so nobody looks at earlier roll calls any more.
-            for name in ledger.written[:earlier]:
+            earlier = [name for name in ledger.written if not name.startswith(f"{key}/")]
+            for name in earlier:
                 store.delete_key(name)
-            del ledger.written[:earlier]
+                ledger.written.remove(name)
             if not ledger.introduced and store.check(["host"]):
                 ledger.host = int(store.get("host"))
             ledger.introduced = True
