@@ -261,9 +261,11 @@ def test_load_with_a_rank_past_the_deadline_is_given_up_by_all(
 def load_from_a_disk_that_hangs(path: Path, file: Path) -> Failure:
     with pytest.raises(RankTimeoutError) as caught:
         torch_ckpt.load(state_of("of no version"), checkpoint_id=path, timeout_s=DEADLINE_S)
-    if dist.get_rank() == 0:
-        release(file)
-    train()
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 0:
+            # For as long as the other may open it, which it may more than once.
+            stack.callback(os.close, os.open(file, os.O_RDWR))
+        train()
     return failure_of(caught.value)
 
 
