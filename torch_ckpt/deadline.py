@@ -16,6 +16,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
+from traceback import StackSummary
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -264,12 +265,18 @@ def _portable(value: T) -> T:
         return cast(T, CheckpointException(value.args[0], failures))
     if not _is_wrapped_exception(value):
         return value
-    error, trace = cast(tuple[BaseException, Any], value)
+    error, trace = cast(tuple[BaseException, StackSummary], value)
+    if not _travels(error):
+        error = CheckpointError(f"{type(error).__qualname__}: {error}")
+    return cast(T, (error, trace if _travels(trace) else StackSummary()))
+
+
+def _travels(value: object) -> bool:
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.loads(pickle.dumps(value))
     except Exception:
-        return cast(T, (CheckpointError(f"{type(error).__qualname__}: {error}"), trace))
-    return value
+        return False
+    return True
 
 
 class _ContextThreadPool(ThreadPoolExecutor):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -91,6 +92,7 @@ class _Ledger:
 
 
 _ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ledger] = weakref.WeakKeyDictionary()
+_first_use = threading.Lock()
 
 
 class RollCalls:
@@ -123,9 +125,10 @@ class RollCalls:
         self._phase = "beginning"
         self._held = 0
         try:
-            ledger = _ledgers.get(group)
-            if ledger is None:
-                ledger = _ledgers[group] = _Ledger(group)
+            with _first_use:
+                ledger = _ledgers.get(group)
+                if ledger is None:
+                    ledger = _ledgers[group] = _Ledger(group)
         except RuntimeError as error:
             raise _lost_store(self._phase, None, error) from error
         self._ledger = ledger

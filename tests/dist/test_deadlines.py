@@ -245,6 +245,42 @@ def test_save_given_up_while_the_checkpoint_is_being_published_says_that_it_may_
     worlds.run(3, assert_holds, path, "new")
 
 
+class Ending(NamedTuple):
+    """How a save ended on a rank."""
+
+    returned: bool
+    may_be_committed: bool
+    committed: bool
+
+
+def commit_about_when_the_deadline_ends(path: Path, offsets_s: list[float]) -> list[Ending]:
+    endings = []
+    for number, offset_s in enumerate(offsets_s):
+        folder, error = path / f"{number}", None
+        late = Detour("finish", 0, time.sleep, DEADLINE_S / 2 + offset_s)
+        state = state_of(f"{number}")
+        dist.barrier()
+        try:
+            save(state, folder, late, DEADLINE_S / 2)
+        except RankTimeoutError as caught:
+            error = caught
+        dist.barrier()
+        committed = (folder / ".metadata").exists()
+        may_be_committed = error is not None and error.may_be_committed
+        endings.append(Ending(error is None, may_be_committed, committed))
+    return endings
+
+
+def test_save_that_commits_about_when_the_deadline_ends_ends_in_the_same_way_on_every_rank(
+    worlds: Worlds, path: Path
+) -> None:
+    offsets_s = [step * 0.003 for step in range(-6, 6)]
+    first, *others = worlds.run(3, commit_about_when_the_deadline_ends, path, offsets_s)
+    assert others == [first] * 2
+    for ending in first:
+        assert ending.committed == (ending.returned or ending.may_be_committed)
+
+
 @pytest.mark.parametrize(
     ("late", "where", "phase"), [(1, "local plan", "planning"), (2, "read", "reading")]
 )
@@ -328,6 +364,36 @@ def test_rank_that_raises_fails_the_save_on_all_at_once_and_training_goes_on(
     assert seen == [seen[0]] * 3
     assert seen[0].keys() == {failing}
     assert "a tensor is lost" in seen[0][failing]
+    worlds.run(3, assert_holds, path, "old")
+
+
+def save_interrupted(path: Path, fifo: Path) -> Failure | None:
+    """Rank 1 is interrupted as it waits for rank 0."""
+    state = state_of("new")
+    held = Detour("global plan", 0, hold, fifo)
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)
+        with pytest.raises(KeyboardInterrupt):
+            save(state, path, held, AMPLE_S)
+        release(fifo)
+        train()
+        return None
+    with pytest.raises(RankTimeoutError) as caught:
+        save(state, path, held, AMPLE_S)
+    train()
+    return failure_of(caught.value)
+
+
+def test_interrupt_of_a_rank_that_waits_is_told_to_the_others_at_once(
+    worlds: Worlds, path: Path, fifo: Path
+) -> None:
+    worlds.run(3, save_version, path, "old")
+    first, second, third = worlds.run(3, save_interrupted, path, fifo, timeout_s=LIMIT_S)
+    assert second is None
+    assert first == third
+    assert first[:3] == ((1,), "planning", False)
+    assert "KeyboardInterrupt" in first.message
     worlds.run(3, assert_holds, path, "old")
 
 
