@@ -32,8 +32,10 @@ COMMITTING = "committing"
 _ALL_HERE = "all here"
 _CLAIMED = "claimed by the coordinator"
 
+# How long a rank pauses before it looks for the outcome again.
 _LONGEST_PAUSE_S = 1.0
 _SHORTEST_PAUSE_S = 0.001
+_LOOKS_PER_S = 50_000  # Of all ranks together, at most: what one store can well answer.
 
 _committing: ContextVar[RollCalls | None] = ContextVar("torch_ckpt_committing", default=None)
 
@@ -208,6 +210,7 @@ class RollCalls:
         It looks instead of letting the store wait, which would keep signals from being handled.
         """
         key = f"{self._key}/outcome"
+        shortest = max(_SHORTEST_PAUSE_S, len(self._ranks) / _LOOKS_PER_S)
         try:
             while True:
                 if self._store.check([key]):
@@ -217,7 +220,7 @@ class RollCalls:
                 waited = time.monotonic() - begin
                 if waited >= self._timeout_s:
                     return self._give_up(waited)
-                pause = min(max(waited / 50, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+                pause = min(max(waited / 50, shortest), _LONGEST_PAUSE_S)
                 time.sleep(min(pause, self._timeout_s - waited))
         except RuntimeError:
             raise
