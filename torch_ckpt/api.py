@@ -63,7 +63,8 @@ def save(
         planner: DCP's default if ``None``.
         process_group: The ranks that save; all if ``None``. Its first rank coordinates.
         no_dist: Whether this process saves by itself.
-        use_collectives: Whether ranks coordinate what they write.
+        use_collectives: Whether ranks coordinate what they write. Otherwise each commits its own
+            part, whatever becomes of the others.
         timeout_s: Seconds that the first rank to come to an exchange waits there for the last.
             Every rank must make the same calls in the same order.
 

@@ -522,7 +522,7 @@ def test_installed_bounds_what_is_called_of_dcp_itself(
 
 
 def keys_of_store_after_each_save(path: Path) -> list[int]:
-    """Rank 1 fails the second save, and is late for the third."""
+    """Rank 1 fails the second save."""
     counts = []
     store = _get_process_group_store(_get_default_group())
     for number in range(6):
