@@ -28,8 +28,8 @@ ROOMS = {
 # Modules of torch_ckpt from the ground up: each imports only from rows above its own.
 LAYERS = [
     {"errors", "options", "_native", "_tensor_view"},
-    {"tensors"},
-    {"index", "metadata"},
+    {"tensors", "roll_call"},
+    {"index", "metadata", "deadline"},
     {"data_file"},
     {"writer", "reader"},
     {"api", "cli"},

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_ckpt.api import installed
+    from torch_ckpt.api import async_save, installed, load, save
     from torch_ckpt.errors import (
         AlreadyExistsError,
         CancelledError,
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CorruptionError,
         MismatchError,
         NotFoundError,
+        RankTimeoutError,
         StorageError,
         UnsupportedError,
     )
@@ -35,9 +36,13 @@ _HOMES = {
     "IoOptions": "options",
     "MismatchError": "errors",
     "NotFoundError": "errors",
+    "RankTimeoutError": "errors",
     "StorageError": "errors",
     "UnsupportedError": "errors",
+    "async_save": "api",
     "installed": "api",
+    "load": "api",
+    "save": "api",
 }
 
 __all__ = [
@@ -51,9 +56,13 @@ __all__ = [
     "IoOptions",
     "MismatchError",
     "NotFoundError",
+    "RankTimeoutError",
     "StorageError",
     "UnsupportedError",
+    "async_save",
     "installed",
+    "load",
+    "save",
 ]
 
 

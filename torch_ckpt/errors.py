@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno as _errno
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 __all__ = [
     "AlreadyExistsError",
@@ -19,6 +19,7 @@ __all__ = [
     "CorruptionError",
     "MismatchError",
     "NotFoundError",
+    "RankTimeoutError",
     "StorageError",
     "UnsupportedError",
     "portable_errors",
@@ -79,6 +80,41 @@ class UnsupportedError(CheckpointError, NotImplementedError):
 
 class CancelledError(CheckpointError):
     """Stopped because another part of the save or load failed."""
+
+
+class RankTimeoutError(CancelledError, TimeoutError):
+    """Given up on every rank, because one was late, stuck or gone. Raised as it is, not wrapped.
+
+    Args:
+        message: What happened.
+        ranks: The ranks that the others waited for, as ``dist.get_rank()`` numbers them; none if
+            nobody knows.
+        phase: What they had still to finish, such as ``"planning"``, ``"writing"``,
+            ``"committing"`` or ``"reading"``.
+        seconds: How long the others waited, in seconds.
+        may_be_committed: Whether the checkpoint may appear all the same: the coordinator was
+            publishing it when the others gave up. In all other cases it never will.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        ranks: Iterable[int] = (),
+        phase: str = "",
+        seconds: float = 0.0,
+        may_be_committed: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.phase = phase
+        self.seconds = seconds
+        self.may_be_committed = may_be_committed
+
+    def __reduce__(
+        self,
+    ) -> tuple[type[RankTimeoutError], tuple[str, tuple[int, ...], str, float, bool]]:
+        arguments = self.args[0], self.ranks, self.phase, self.seconds, self.may_be_committed
+        return type(self), arguments
 
 
 @contextlib.contextmanager

@@ -42,6 +42,7 @@ from torch_ckpt.errors import (
 from torch_ckpt.index import INDEX_MARK, WrittenFile, make_index
 from torch_ckpt.metadata import dump_metadata
 from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.roll_call import claim_commit
 from torch_ckpt.tensors import useful_buffer_nbytes
 
 __all__ = ["FastWriter"]
@@ -256,12 +257,14 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         files = {file.name for file in written}
         self._check_files_exist(files)
         pickled = dump_metadata(metadata)
+        index = make_index(metadata, pickled, written, save_id=self.save_id)
+        claim_commit()
         self._file_system.commit(
             os.fsencode(self.path),
             self._own_name(_METADATA),
             self._own_name(_INDEX),
             pickled,
-            make_index(metadata, pickled, written, save_id=self.save_id),
+            index,
             self.save_id,
             self.sync_files,
         )

@@ -1,0 +1,656 @@
+"""No rank hangs because another raised, died or is slow, and no checkpoint comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import PR_SET_PDEATHSIG, Worlds
+from states import assert_same, full_value, local_part, sharded
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.distributed.tensor import Shard
+
+import torch_ckpt
+from torch_ckpt import FastWriter, RankTimeoutError, writer
+
+pytestmark = pytest.mark.timeout(120)
+
+DEADLINE_S = 1.0
+MARGIN_S = 10.0  # For a machine that is busy.
+AMPLE_S = (
+    100.0  # A rank that waits for this long has not been told: the call's own limit is shorter.
+)
+LIMIT_S = 40.0
+COLLECTIVE_TIMEOUT_S = 300
+SHAPES = {"first": (7, 5), "second": (61, 33)}
+
+
+class Failure(NamedTuple):
+    """What a rank saw of a call that was given up."""
+
+    ranks: tuple[int, ...]
+    phase: str
+    may_be_committed: bool
+    message: str
+
+
+def failure_of(error: BaseException | None) -> Failure:
+    assert type(error) is RankTimeoutError, repr(error)
+    assert error.seconds <= DEADLINE_S + MARGIN_S
+    return Failure(error.ranks, error.phase, error.may_be_committed, str(error))
+
+
+def state_of(version: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: sharded(
+            full_value(f"{name} {version}", shape, torch.float32), mesh, (Shard(0),), as_view=False
+        )
+        for name, shape in SHAPES.items()
+    }
+
+
+def save_version(path: Path, version: str) -> None:
+    torch_ckpt.save(state_of(version), checkpoint_id=path, timeout_s=AMPLE_S)
+
+
+def assert_holds(path: Path, version: str) -> None:
+    """Loads, from values of no version."""
+    loaded = state_of("of no version")
+    torch_ckpt.load(loaded, checkpoint_id=path, timeout_s=AMPLE_S)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    expected = {
+        name: local_part(full_value(f"{name} {version}", shape, torch.float32), mesh, (Shard(0),))
+        for name, shape in SHAPES.items()
+    }
+    assert_same({name: tensor.to_local() for name, tensor in loaded.items()}, expected)
+
+
+def train() -> None:
+    """What training would do next, with the group that the call has used."""
+    ones = torch.ones(1000)
+    dist.all_reduce(ones)
+    assert ones.eq(dist.get_world_size()).all()
+
+
+def hold(fifo: Path) -> None:
+    """Blocks until another process calls :func:`release`."""
+    fifo.open().close()
+
+
+def release(fifo: Path) -> None:
+    fifo.open("w").close()
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Path:
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoint"
+
+
+class Detour:
+    """Calls a function at one point of a save or load, on one rank."""
+
+    def __init__(self, where: str, rank: int, function: Callable[..., None], *args: Any) -> None:
+        self.where, self.rank, self.function, self.args = where, rank, function, args
+
+    def __call__(self, where: str) -> None:
+        if (where, dist.get_rank()) == (self.where, self.rank):
+            self.function(*self.args)
+
+
+class SavePlanner(DefaultSavePlanner):
+    def __init__(self, detour: Detour) -> None:
+        super().__init__()
+        self.detour = detour
+        self.resolved = 0
+
+    def create_local_plan(self) -> SavePlan:
+        self.detour("local plan")
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self.detour("global plan")
+        return super().create_global_plan(all_plans)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        self.resolved += 1
+        if self.resolved == len(SHAPES):
+            self.detour("write")
+        return super().resolve_data(write_item)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, detour: Detour) -> None:
+        super().__init__()
+        self.detour = detour
+
+    def create_local_plan(self) -> LoadPlan:
+        self.detour("local plan")
+        return super().create_local_plan()
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        self.detour("read")
+        return super().finish_plan(new_plan)
+
+
+class Writer(FastWriter):
+    def __init__(self, path: Path, detour: Detour) -> None:
+        super().__init__(path)
+        self.detour = detour
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        self.detour("finish")
+        commit = writer._native.commit_metadata
+
+        def detouring(*args: Any) -> None:
+            self.detour("publish")
+            commit(*args)
+
+        with mock.patch.object(writer._native, "commit_metadata", detouring):
+            super().finish(*args, **kwargs)
+
+
+def save(state: dict[str, Any], path: Path, detour: Detour, timeout_s: float = DEADLINE_S) -> None:
+    torch_ckpt.save(
+        state,
+        storage_writer=Writer(path, detour),
+        planner=SavePlanner(detour),
+        timeout_s=timeout_s,
+    )
+
+
+def load(state: dict[str, Any], path: Path, detour: Detour, timeout_s: float = DEADLINE_S) -> None:
+    torch_ckpt.load(state, checkpoint_id=path, planner=LoadPlanner(detour), timeout_s=timeout_s)
+
+
+def call_with_a_late_rank(
+    call: Callable[..., None], path: Path, fifo: Path, late: int, where: str
+) -> Failure:
+    state = state_of("new")
+    dist.barrier()
+    begin = time.monotonic()
+    with pytest.raises(RankTimeoutError) as caught:
+        call(state, path, Detour(where, late, hold, fifo))
+    if dist.get_rank() != late:
+        assert time.monotonic() - begin < DEADLINE_S + MARGIN_S
+    if dist.get_rank() == (late + 1) % dist.get_world_size():
+        release(fifo)
+    train()
+    return failure_of(caught.value)
+
+
+LATE = {
+    "a_rank_in_planning": (1, "local plan", "planning"),
+    "the_coordinator_in_planning_for_all": (0, "global plan", "planning"),
+    "a_rank_in_writing": (2, "write", "writing"),
+    "the_coordinator_in_writing": (0, "write", "writing"),
+    "the_coordinator_in_committing": (0, "finish", "committing"),
+}
+
+
+@pytest.mark.parametrize(("late", "where", "phase"), LATE.values(), ids=LATE.keys())
+def test_save_with_a_rank_past_the_deadline_is_given_up_by_all_and_commits_nothing(
+    worlds: Worlds, path: Path, fifo: Path, late: int, where: str, phase: str
+) -> None:
+    worlds.run(3, save_version, path, "old")
+    metadata = (path / ".metadata").read_bytes()
+
+    seen = worlds.run(3, call_with_a_late_rank, save, path, fifo, late, where, timeout_s=LIMIT_S)
+
+    assert seen == [seen[0]] * 3
+    assert seen[0][:3] == ((late,), phase, False)
+    assert f"rank {late} " in seen[0].message
+    assert (path / ".metadata").read_bytes() == metadata
+    worlds.run(3, assert_holds, path, "old")
+    worlds.run(3, save_version, path, "newer")
+    worlds.run(3, assert_holds, path, "newer")
+
+
+def test_save_given_up_while_the_checkpoint_is_being_published_says_that_it_may_appear(
+    worlds: Worlds, path: Path, fifo: Path
+) -> None:
+    worlds.run(3, save_version, path, "old")
+    seen = worlds.run(3, call_with_a_late_rank, save, path, fifo, 0, "publish", timeout_s=LIMIT_S)
+    assert seen == [seen[0]] * 3
+    assert seen[0][:3] == ((0,), "committing", True)
+    assert "may yet appear" in seen[0].message
+    worlds.run(3, assert_holds, path, "new")
+
+
+class Ending(NamedTuple):
+    """How a save ended on a rank."""
+
+    returned: bool
+    may_be_committed: bool
+    committed: bool
+
+
+def commit_about_when_the_deadline_ends(path: Path, offsets_s: list[float]) -> list[Ending]:
+    endings = []
+    for number, offset_s in enumerate(offsets_s):
+        folder, error = path / f"{number}", None
+        late = Detour("finish", 0, time.sleep, DEADLINE_S / 2 + offset_s)
+        state = state_of(f"{number}")
+        dist.barrier()
+        try:
+            save(state, folder, late, DEADLINE_S / 2)
+        except RankTimeoutError as caught:
+            error = caught
+        dist.barrier()
+        committed = (folder / ".metadata").exists()
+        may_be_committed = error is not None and error.may_be_committed
+        endings.append(Ending(error is None, may_be_committed, committed))
+    return endings
+
+
+def test_save_that_commits_about_when_the_deadline_ends_ends_in_the_same_way_on_every_rank(
+    worlds: Worlds, path: Path
+) -> None:
+    offsets_s = [step * 0.003 for step in range(-6, 6)]
+    first, *others = worlds.run(3, commit_about_when_the_deadline_ends, path, offsets_s)
+    assert others == [first] * 2
+    for ending in first:
+        assert ending.committed == (ending.returned or ending.may_be_committed)
+
+
+@pytest.mark.parametrize(
+    ("late", "where", "phase"), [(1, "local plan", "planning"), (2, "read", "reading")]
+)
+def test_load_with_a_rank_past_the_deadline_is_given_up_by_all(
+    worlds: Worlds, path: Path, fifo: Path, late: int, where: str, phase: str
+) -> None:
+    worlds.run(3, save_version, path, "old")
+    seen = worlds.run(3, call_with_a_late_rank, load, path, fifo, late, where, timeout_s=LIMIT_S)
+    assert seen == [seen[0]] * 3
+    assert seen[0][:3] == ((late,), phase, False)
+    worlds.run(3, assert_holds, path, "old")
+
+
+def load_from_a_disk_that_hangs(path: Path, file: Path) -> Failure:
+    with pytest.raises(RankTimeoutError) as caught:
+        torch_ckpt.load(state_of("of no version"), checkpoint_id=path, timeout_s=DEADLINE_S)
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 0:
+            # For as long as the other may open it, which it may more than once.
+            stack.callback(os.close, os.open(file, os.O_RDWR))
+        train()
+    return failure_of(caught.value)
+
+
+def test_load_in_which_the_disk_of_one_rank_hangs_is_given_up_by_all(
+    worlds: Worlds, path: Path
+) -> None:
+    worlds.run(3, save_version, path, "old")
+    (file,) = path.glob("__1_*.distcp")
+    file.unlink()
+    os.mkfifo(file)  # Opening it blocks, as on a file server that does not answer.
+    seen = worlds.run(3, load_from_a_disk_that_hangs, path, file, timeout_s=LIMIT_S)
+    assert seen == [seen[0]] * 3
+    assert seen[0][:3] == ((1,), "reading", False)
+
+
+def save_with_a_slow_rank(path: Path, where: str) -> None:
+    save(state_of("new"), path, Detour(where, 1, time.sleep, DEADLINE_S), 10 * DEADLINE_S)
+
+
+@pytest.mark.parametrize("where", ["local plan", "write"])
+def test_save_with_a_slow_rank_within_the_deadline_succeeds(
+    worlds: Worlds, path: Path, where: str
+) -> None:
+    worlds.run(2, save_with_a_slow_rank, path, where)
+    worlds.run(2, assert_holds, path, "new")
+
+
+class StickyError(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+def lose_a_tensor(kind: type[Exception]) -> None:
+    raise kind("a tensor is lost")
+
+
+def save_with_a_rank_that_raises(
+    path: Path, failing: int, where: str, kind: type[Exception]
+) -> dict[int, str]:
+    with pytest.raises(CheckpointException) as caught:
+        save(state_of("new"), path, Detour(where, failing, lose_a_tensor, kind), AMPLE_S)
+    train()
+    return {rank: repr(cause) for rank, (cause, _) in caught.value.failures.items()}
+
+
+@pytest.mark.parametrize(
+    ("failing", "where"), [(1, "local plan"), (0, "global plan"), (0, "finish")]
+)
+@pytest.mark.parametrize("kind", [LookupError, StickyError])
+def test_rank_that_raises_fails_the_save_on_all_at_once_and_training_goes_on(
+    worlds: Worlds, path: Path, failing: int, where: str, kind: type[Exception]
+) -> None:
+    worlds.run(3, save_version, path, "old")
+    seen = worlds.run(
+        3, save_with_a_rank_that_raises, path, failing, where, kind, timeout_s=LIMIT_S
+    )
+    assert seen == [seen[0]] * 3
+    assert seen[0].keys() == {failing}
+    assert "a tensor is lost" in seen[0][failing]
+    worlds.run(3, assert_holds, path, "old")
+
+
+def save_interrupted(path: Path, fifo: Path) -> Failure | None:
+    """Rank 1 is interrupted as it waits for rank 0."""
+    state = state_of("new")
+    held = Detour("global plan", 0, hold, fifo)
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)
+        with pytest.raises(KeyboardInterrupt):
+            save(state, path, held, AMPLE_S)
+        release(fifo)
+        train()
+        return None
+    with pytest.raises(RankTimeoutError) as caught:
+        save(state, path, held, AMPLE_S)
+    train()
+    return failure_of(caught.value)
+
+
+def test_interrupt_of_a_rank_that_waits_is_told_to_the_others_at_once(
+    worlds: Worlds, path: Path, fifo: Path
+) -> None:
+    worlds.run(3, save_version, path, "old")
+    first, second, third = worlds.run(3, save_interrupted, path, fifo, timeout_s=LIMIT_S)
+    assert second is None
+    assert first == third
+    assert first[:3] == ((1,), "planning", False)
+    assert "KeyboardInterrupt" in first.message
+    worlds.run(3, assert_holds, path, "old")
+
+
+class Model:
+    """Fails to give its state on one rank: before that rank meets the others."""
+
+    def __init__(self, failing: int) -> None:
+        self.failing = failing
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == self.failing:
+            lose_a_tensor(LookupError)
+        return {"weight": torch.ones(3)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def save_and_wait(state: dict[str, Any], **options: Any) -> None:
+    torch_ckpt.async_save(state, **options).result(LIMIT_S)
+
+
+def leave_before_the_first_exchange(path: Path, failing: int, call: str) -> Failure | None:
+    group = dist.new_group(backend="gloo")
+    state = {"model": Model(failing)}
+    options: dict[str, Any] = {
+        "checkpoint_id": path,
+        "process_group": group,
+        "timeout_s": AMPLE_S,
+    }
+    function = {"save": torch_ckpt.save, "load": torch_ckpt.load, "async_save": save_and_wait}[call]
+    expected = LookupError if dist.get_rank() == failing else RankTimeoutError
+    with pytest.raises(expected) as caught:
+        function(state, **options)
+    train()
+    torch_ckpt.save(state_of("new"), checkpoint_id=path, process_group=group, timeout_s=AMPLE_S)
+    return None if dist.get_rank() == failing else failure_of(caught.value)
+
+
+@pytest.mark.parametrize("call", ["save", "async_save", "load"])
+def test_rank_that_raises_before_it_meets_the_others_is_named_to_them_at_once(
+    worlds: Worlds, path: Path, call: str
+) -> None:
+    worlds.run(3, save_version, path, "old")
+    seen = worlds.run(3, leave_before_the_first_exchange, path, 1, call, timeout_s=LIMIT_S)
+    assert seen[1] is None
+    assert seen[0] == seen[2]
+    assert seen[0].ranks == (1,)
+    assert "LookupError: a tensor is lost" in seen[0].message
+    worlds.run(3, assert_holds, path, "new")
+
+
+def save_in_the_background(path: Path, fifo: Path, executor: str) -> Failure:
+    """Rank 1 is held in the first of two saves."""
+    group = dist.new_group(backend="gloo")
+    options: dict[str, Any] = {
+        "process_group": group,
+        "async_checkpointer_type": AsyncCheckpointerType(executor),
+    }
+    first = torch_ckpt.async_save(
+        state_of("new"),
+        checkpoint_id=path,
+        planner=SavePlanner(Detour("write", 1, hold, fifo)),
+        timeout_s=3 * DEADLINE_S,
+        **options,
+    )
+    train()
+    if dist.get_rank() == 0:
+        first.exception(LIMIT_S)
+        release(fifo)
+    failure = failure_of(first.exception(LIMIT_S))
+    second = torch_ckpt.async_save(
+        state_of("newer"), checkpoint_id=path, timeout_s=AMPLE_S, **options
+    )
+    second.result(LIMIT_S)
+    return failure
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_background_save_with_a_rank_past_the_deadline_fails_its_future_on_every_rank(
+    worlds: Worlds, path: Path, fifo: Path, executor: str
+) -> None:
+    seen = worlds.run(2, save_in_the_background, path, fifo, executor, timeout_s=90)
+    assert seen == [seen[0]] * 2
+    assert seen[0][:3] == ((1,), "writing", False)
+    worlds.run(2, assert_holds, path, "newer")
+
+
+def use_plain_dcp(path: Path, fifo: Path) -> list[Failure]:
+    """Rank 1 is late for a save, for one in the background and for a load."""
+    group = dist.new_group(backend="gloo")
+    detour = Detour("local plan", 1, hold, fifo)
+    failures = []
+
+    def note(error: BaseException | None) -> None:
+        failures.append(failure_of(error))
+        if dist.get_rank() == 0:
+            release(fifo)
+        train()
+
+    with torch_ckpt.installed(timeout_s=AMPLE_S), torch_ckpt.installed(timeout_s=DEADLINE_S):
+        with pytest.raises(RankTimeoutError) as caught:
+            dcp.save(state_of("new"), checkpoint_id=path, planner=SavePlanner(detour))
+        note(caught.value)
+        with pytest.raises(RankTimeoutError) as caught:
+            dcp.load(state_of("new"), checkpoint_id=path, planner=LoadPlanner(detour))
+        note(caught.value)
+        future = dcp.async_save(
+            state_of("new"), checkpoint_id=path, planner=SavePlanner(detour), process_group=group
+        )
+    if dist.get_rank() == 0:
+        future.exception(LIMIT_S)
+        release(fifo)
+    failures.append(failure_of(future.exception(LIMIT_S)))
+    return failures
+
+
+def test_installed_bounds_what_is_called_of_dcp_itself(
+    worlds: Worlds, path: Path, fifo: Path
+) -> None:
+    worlds.run(2, save_version, path, "old")
+    seen = worlds.run(2, use_plain_dcp, path, fifo, timeout_s=LIMIT_S)
+    assert seen[0] == seen[1]
+    assert [failure[:3] for failure in seen[0]] == [((1,), "planning", False)] * 3
+    worlds.run(2, assert_holds, path, "old")
+
+
+def keys_of_store_after_each_save(path: Path) -> list[int]:
+    """Rank 1 fails the second save."""
+    counts = []
+    store = _get_process_group_store(_get_default_group())
+    for number in range(6):
+        if number == 1:
+            with pytest.raises(CheckpointException):
+                save(state_of("new"), path, Detour("write", 1, lose_a_tensor, LookupError))
+        else:
+            save_version(path, f"{number}")
+            assert_holds(path, f"{number}")
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_saves_do_not_fill_the_store(worlds: Worlds, path: Path) -> None:
+    for counts in worlds.run(2, keys_of_store_after_each_save, path):
+        assert max(counts[1:]) <= counts[0] + 1
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
+def test_deadline_that_is_none_is_refused(tmp_path: Path, timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="no positive number of seconds"):
+        torch_ckpt.save({}, checkpoint_id=tmp_path, no_dist=True, timeout_s=timeout_s)
+    with pytest.raises(ValueError, match="no positive number of seconds"):
+        torch_ckpt.installed(timeout_s=timeout_s).__enter__()
+
+
+def own_state(rank: int, version: str) -> dict[str, Any]:
+    """As many tensors on each rank, under names of its own."""
+    return {
+        f"{name} of {rank}": full_value(f"{name} {rank} {version}", shape, torch.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def call_with_a_rank_that_dies(path: Path, victim: int, call: str, where: str) -> Failure:
+    rank = dist.get_rank()
+    torch_ckpt.save(own_state(rank, "old"), checkpoint_id=path, timeout_s=AMPLE_S)
+    function = {"save": save, "load": load}[call]
+    begin = time.monotonic()
+    with pytest.raises(RankTimeoutError) as caught:
+        function(own_state(rank, "new"), path, Detour(where, victim, die))
+    assert time.monotonic() - begin < DEADLINE_S + MARGIN_S
+    return failure_of(caught.value)
+
+
+def be_rank(
+    rank: int, size: int, port: int, serves: bool, replies: connection.Connection, *args: Any
+) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=serves, wait_for_workers=False)
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    function, *rest = args
+    replies.send(function(*rest))
+    replies.recv()  # Serves the store until all are done.
+
+
+@contextlib.contextmanager
+def mortal_ranks(size: int, store_on: int | None, *args: Any) -> Iterator[list[Any]]:
+    """Processes that call a function each, and die as they like; yields their pipes.
+
+    The store is served by this process, as a launcher does, or by one of them.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch_ckpt.api"])
+    port = get_free_port()
+    if store_on is None:
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    try:
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=be_rank, args=(rank, size, port, rank == store_on, theirs, *args)
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        yield pipes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        if store_on is None:
+            del store
+
+
+DEATHS = {
+    "a_rank_in_writing": (2, "save", "write", None, ("writing", False)),
+    "the_coordinator_in_writing": (0, "save", "write", None, ("writing", False)),
+    "the_coordinator_in_committing": (0, "save", "finish", None, ("committing", False)),
+    "the_coordinator_in_publishing": (0, "save", "publish", None, ("committing", True)),
+    "the_rank_that_serves_the_store": (0, "save", "write", 0, ("writing", False)),
+    "a_rank_in_loading": (1, "load", "read", None, ("reading", False)),
+}
+
+
+@pytest.mark.parametrize(
+    ("victim", "call", "where", "store_on", "expected"), DEATHS.values(), ids=DEATHS.keys()
+)
+def test_death_of_a_rank_is_told_to_the_others_and_keeps_the_old_checkpoint(
+    path: Path,
+    victim: int,
+    call: str,
+    where: str,
+    store_on: int | None,
+    expected: tuple[str, bool],
+) -> None:
+    survivors = set(range(3)) - {victim}
+    args = call_with_a_rank_that_dies, path, victim, call, where
+    with mortal_ranks(3, store_on, *args) as pipes:
+        seen = {}
+        for rank in survivors:
+            assert pipes[rank].poll(LIMIT_S), f"rank {rank} hangs"
+            seen[rank] = pipes[rank].recv()
+    for failure in seen.values():
+        assert failure[:3] == ((victim,), *expected)
+        assert f"rank {victim}" in failure.message
+    for rank in range(3):
+        loaded = own_state(rank, "of no version")
+        torch_ckpt.load(loaded, checkpoint_id=path, no_dist=True)
+        assert_same(loaded, own_state(rank, "old"))

@@ -1,0 +1,321 @@
+"""Bounds how long a rank waits for another in DCP, and says which one it was.
+
+DCP's ranks meet in collectives, where a rank waits for as long as the process group allows, for
+nobody knows whom; and a group of which some ranks are in a collective and others are not is lost to
+training. So each collective of a bounded call begins with a roll call: a rank enters when all are
+there. When one is not in time, all raise the same error, and so does that one when it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from traceback import StackSummary
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import (
+    _async_process_executor,
+    _async_thread_executor,
+    state_dict_loader,
+    state_dict_saver,
+)
+from torch.distributed.checkpoint.api import CheckpointException, _is_wrapped_exception
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.distributed_c10d import _get_default_group
+
+from torch_ckpt.errors import CheckpointError, RankTimeoutError
+from torch_ckpt.roll_call import COMMITTING, RollCalls, claimable
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "BoundedExchange",
+    "bounded_call",
+    "bounded_everywhere",
+]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""As long as torch's own process groups wait by default: what succeeds without does so with it."""
+
+_WRITING = "writing"
+_PHASES = {"plan": "planning", "write": _WRITING, "read": "reading"}
+
+
+@dataclasses.dataclass
+class _Call:
+    """A bounded save or load of this thread, or of a background thread that it has begun."""
+
+    timeout_s: float
+    roll_calls: RollCalls | None = None
+    name: str | None = None
+    """That of the roll calls, where they are not known yet."""
+    taken: bool = False
+    """Whether an exchange has taken the roll calls or the name for its own."""
+
+
+_call: ContextVar[_Call | None] = ContextVar("torch_ckpt_call", default=None)
+_process_timeouts_s: list[float] = []
+
+
+@contextlib.contextmanager
+def bounded_call(
+    timeout_s: float | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> Iterator[None]:
+    """Bounds one save or load of this thread, or a background save that it begins.
+
+    An error of this rank alone, wherever in the call, is told to the others at once.
+
+    Args:
+        timeout_s: Seconds that one rank waits for another; ``None`` for those of the call around
+            this, or of :func:`bounded_everywhere`.
+        group: The ranks of the call; all if ``None``.
+        no_dist: Whether the call is this rank's alone.
+
+    Raises:
+        RankTimeoutError: The store of the group is gone.
+        ValueError: ``timeout_s`` is no positive number of seconds.
+
+    Example::
+
+        with bounded_call(600):
+            dcp.save(state, storage_writer=FastWriter("run/step-100"))
+    """
+    _take_part_in_dcp()
+    outer = _call.get()
+    if timeout_s is None and (outer is not None or not _process_timeouts_s):
+        yield
+        return
+    timeout_s = _process_timeouts_s[-1] if timeout_s is None else _checked(timeout_s)
+    call = _Call(timeout_s)
+    if not no_dist and dist.is_available() and dist.is_initialized():
+        call.roll_calls = _roll_calls(group, timeout_s)
+    token = _call.set(call)
+    try:
+        with _telling_others(call):
+            yield
+    finally:
+        _call.reset(token)
+
+
+@contextlib.contextmanager
+def bounded_everywhere(timeout_s: float) -> Iterator[None]:
+    """Bounds what any thread calls of DCP meanwhile; the innermost of several counts.
+
+    Args:
+        timeout_s: Seconds that one rank waits for another.
+
+    Raises:
+        ValueError: ``timeout_s`` is no positive number of seconds.
+
+    Example::
+
+        with bounded_everywhere(600):
+            dcp.load(state, storage_reader=FastReader("run/step-100"))
+    """
+    _take_part_in_dcp()
+    _process_timeouts_s.append(_checked(timeout_s))
+    try:
+        yield
+    finally:
+        _process_timeouts_s.remove(timeout_s)
+
+
+@contextlib.contextmanager
+def _telling_others(call: _Call | None) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointException, RankTimeoutError):
+        raise  # Known to all.
+    except BaseException as error:
+        if call is not None and call.roll_calls is not None:
+            call.roll_calls.call_off(error)
+        raise
+
+
+def _roll_calls(
+    group: dist.ProcessGroup | None, timeout_s: float, name: str | None = None
+) -> RollCalls | None:
+    """Those of a call of the group; ``None`` where there is nobody to wait for."""
+    if dist.get_rank(group) < 0 or dist.get_world_size(group) == 1:
+        return None
+    return RollCalls(_get_default_group() if group is None else group, timeout_s, name)
+
+
+def _roll_calls_of_exchange(group: dist.ProcessGroup | None) -> RollCalls | None:
+    """What an exchange begun here and now takes for its own; ``None`` if it is not bounded."""
+    call = _call.get()
+    if call is None:
+        return _roll_calls(group, _process_timeouts_s[-1]) if _process_timeouts_s else None
+    known = call.roll_calls
+    if call.taken or (known is not None and known.group is not (group or _get_default_group())):
+        return _roll_calls(group, call.timeout_s)
+    call.taken = True
+    if known is None:
+        call.roll_calls = _roll_calls(group, call.timeout_s, call.name)
+    return call.roll_calls
+
+
+class BoundedExchange(_DistWrapper):
+    """DCP's exchanges between ranks, each after a roll call where the current call is bounded."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, use_dist: bool, coordinator_rank: int
+    ) -> None:
+        super().__init__(group, use_dist, coordinator_rank)
+        self._calls = _roll_calls_of_exchange(group) if use_dist else None
+        self._phase = "finishing"
+
+    def gather_object(self, object: T) -> list[T] | None:
+        """Waits for all ranks, then gathers."""
+        object = _portable(object)
+        with self._all_here(self._phase):
+            return super().gather_object(object)
+
+    def all_gather_object(self, object: T) -> list[T]:
+        """Waits for all ranks, then gathers on each of them."""
+        object = _portable(object)
+        with self._all_here(self._phase):
+            return super().all_gather_object(object)
+
+    def scatter_object(self, object_list: list[T] | None) -> T:
+        """Waits for all ranks, then scatters."""
+        if object_list is not None:
+            object_list = [_portable(part) for part in object_list]
+        with self._all_here(self._phase):
+            return super().scatter_object(object_list)
+
+    def broadcast_object(self, object: T | None) -> T:
+        """Waits for all ranks, then broadcasts."""
+        object = _portable(object)
+        with self._all_here(COMMITTING if self._phase == _WRITING else self._phase):
+            return super().broadcast_object(object)
+
+    def barrier(self) -> None:
+        """Waits for all ranks, then for all of them to have done so."""
+        with self._all_here("finishing"):
+            super().barrier()
+
+    def reduce_scatter(
+        self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], list[R]]
+    ) -> R:
+        """As DCP's."""
+        self._phase = _PHASES.get(step, step)
+        return super().reduce_scatter(step, map_fun, reduce_fun)
+
+    def all_reduce(
+        self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], R]
+    ) -> R:
+        """As DCP's; what ``reduce_fun`` commits can be claimed."""
+        self._phase = _PHASES.get(step, step)
+
+        def reduce(results: list[T]) -> R:
+            with claimable(self._calls):
+                return reduce_fun(results)
+
+        return super().all_reduce(step, map_fun, reduce)
+
+    def all_gather(self, step: str, map_fun: Callable[[], T]) -> list[T]:
+        """As DCP's."""
+        self._phase = _PHASES.get(step, step)
+        return super().all_gather(step, map_fun)
+
+    def broadcast(self, step: str, map_fun: Callable[[], T]) -> T:
+        """As DCP's."""
+        self._phase = _PHASES.get(step, step)
+        return super().broadcast(step, map_fun)
+
+    @contextlib.contextmanager
+    def _all_here(self, phase: str) -> Iterator[None]:
+        """Has the body run on all ranks or on none."""
+        if self._calls is None:
+            yield
+            return
+        self._calls.wait_for_all(phase)
+        try:
+            yield
+        except Exception as error:
+            raise self._calls.call_off(error) from error
+
+
+def _checked(timeout_s: float) -> float:
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ValueError(f"{timeout_s=} is no positive number of seconds")
+    return timeout_s
+
+
+def _portable(value: T) -> T:
+    """The value, with an exception that cannot travel between ranks replaced by one that can.
+
+    Pickling it would raise within the collective, where the other ranks already wait.
+    """
+    if isinstance(value, CheckpointException):
+        failures = {rank: _portable(failure) for rank, failure in value.failures.items()}
+        return cast(T, CheckpointException(value.args[0], failures))
+    if not _is_wrapped_exception(value):
+        return value
+    error, trace = cast(tuple[BaseException, StackSummary], value)
+    if not _travels(error):
+        error = CheckpointError(f"{type(error).__qualname__}: {error}")
+    return cast(T, (error, trace if _travels(trace) else StackSummary()))
+
+
+def _travels(value: object) -> bool:
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return False
+    return True
+
+
+class _ContextThreadPool(ThreadPoolExecutor):
+    """Runs what is submitted as a part of the bounded call that submits it."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        def run() -> T:
+            with _telling_others(_call.get()):
+                return fn(*args, **kwargs)
+
+        return super().submit(copy_context().run, run)
+
+
+class _BoundedRequest(_async_process_executor._AsyncCheckpointRequest):
+    """An order to save that takes the deadline along, to the process that is to save."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        call = _call.get()
+        self.timeout_s = None if call is None else call.timeout_s
+        # All ranks give this order under the same name, even if some have given fewer of them.
+        calls = None if call is None else call.roll_calls
+        self.name = None if calls is None else f"order {calls.name}"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _take_part_in_dcp()
+        _call.set(None if self.timeout_s is None else _Call(self.timeout_s, name=self.name))
+
+
+@functools.cache
+def _take_part_in_dcp() -> None:
+    """Puts this module's classes in the place of those that they extend, in this process.
+
+    Once and for good: with no deadline they do what DCP's own do, and saves that go on in the
+    background would miss what is put back.
+    """
+    for module in (state_dict_saver, state_dict_loader, _async_process_executor):
+        vars(module)["_DistWrapper"] = BoundedExchange
+    for module in (_async_thread_executor, _async_process_executor):
+        vars(module)["ThreadPoolExecutor"] = _ContextThreadPool
+    vars(_async_process_executor)["_AsyncCheckpointRequest"] = _BoundedRequest
