@@ -7,6 +7,7 @@
 #include "base/dtype.h"
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "bindings/metadata_unpickler.h"
 #include "bindings/tensor_view.h"
 #include "engine/commit.h"
 #include "io/posix_file_system.h"
@@ -46,6 +47,15 @@ py::bytes read_whole_file(const std::string& path) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
+py::object unpickle(const py::bytes& pickle, const py::dict& vocabulary) {
+  Status status;
+  PyObject* value =
+      unpickle_metadata(as_bytes(static_cast<std::string_view>(pickle)), vocabulary.ptr(), &status);
+  if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  raise_if_error(status);
+  return py::reinterpret_steal<py::object>(value);
+}
+
 }  // namespace
 
 FileSystem& local_file_system() {
@@ -78,6 +88,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("create_directories", &create_directories, py::arg("path"));
   module.def("sync_directory", &sync_directory, py::arg("path"));
   module.def("read_file", &read_whole_file, py::arg("path"));
+  module.def("unpickle_metadata", &unpickle, py::arg("pickle"), py::arg("vocabulary"));
   bind_save_job(module);
   bind_load_job(module);
 }
