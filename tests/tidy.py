@@ -28,7 +28,7 @@ ROOMS = {
 # Modules of torch_ckpt from the ground up: each imports only from rows above its own.
 LAYERS = [
     {"errors", "options", "_native"},
-    {"tensors"},
+    {"tensors", "pickles"},
     {"metadata", "data_file"},
     {"writer", "reader"},
     {"api"},

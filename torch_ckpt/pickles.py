@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -133,7 +132,9 @@ def _named(entries: Iterable[tuple[type, _Entry]]) -> dict[tuple[str, str], _Ent
 
 
 def _torch_values(kind: type) -> dict[str, object]:
-    return {name: value for name, value in vars(torch).items() if type(value) is kind}
+    """By the names that pickle uses; ``torch`` has others besides, as ``half``."""
+    values = {value for value in vars(torch).values() if type(value) is kind}
+    return {str(value).removeprefix("torch."): value for value in values}
 
 
 _PATHS: dict[str, type[pathlib.PurePath]] = {
@@ -217,7 +218,7 @@ _VOCABULARY: dict[tuple[str, str], _Entry] = {
                 {
                     "index": (MetadataIndex,),
                     "type": (WriteItemType,),
-                    "bytes_io_data": (BytesIOWriteData, NoneType),
+                    "bytes_io_data": (NoneType,),
                     "tensor_data": (TensorWriteData, NoneType),
                 },
                 required=2,
@@ -231,7 +232,6 @@ _VOCABULARY: dict[tuple[str, str], _Entry] = {
                 },
                 required=3,
             ),
-            _record(BytesIOWriteData, {"nbytes": (int,)}, required=1),
             _record(_StoragePrefix, {"prefix": (str,)}, required=1),
             (WriteItemType, ("choice", {member.value: member for member in WriteItemType})),
         ]

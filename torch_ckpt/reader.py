@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
@@ -27,14 +28,16 @@ from torch.futures import Future
 
 from torch_ckpt import _native
 from torch_ckpt.errors import (
+    CheckpointError,
     CorruptionError,
     MismatchError,
     NotFoundError,
     UnsupportedError,
     portable_errors,
 )
-from torch_ckpt.metadata import load_metadata
+from torch_ckpt.metadata import UnreadableMetadata, load_metadata
 from torch_ckpt.options import IoOptions
+from torch_ckpt.pickles import ForbiddenPickleError, load_object
 from torch_ckpt.tensors import (
     DTYPE_CODES,
     Destinations,
@@ -64,6 +67,12 @@ class FastReader(StorageReader):
         _extension_registry: Where stream transforms are looked up; stock's own by default.
         io: Tuning.
         verify: Whether payloads that are read whole are checked against their CRC-32.
+        trust_pickle: Whether to unpickle whatever the checkpoint asks for, as stock DCP does: this
+            can run any code. By default ``.metadata`` may hold only what stock DCP writes, and
+            objects only what ``torch.load(weights_only=True)`` allows (register your own classes
+            with ``torch.serialization.add_safe_globals``). A planner with a ``load_bytes`` of its
+            own is given the bytes as they are stored in either case, and decides what to do with
+            them; ``super().load_bytes`` would unpickle them without restriction.
 
     Raises:
         NotFoundError: ``path`` holds no committed checkpoint, or a data file is missing.
@@ -71,6 +80,7 @@ class FastReader(StorageReader):
             checksum. Names the file, the offset and the FQN.
         MismatchError: A tensor wants elements that the stored one does not have.
         StorageError: The disk or store failed.
+        UnsupportedError: A pickle asks for more than it may have. Names the global.
 
     Example::
 
@@ -85,16 +95,19 @@ class FastReader(StorageReader):
         *,
         io: IoOptions | None = None,
         verify: bool = True,
+        trust_pickle: bool = False,
     ) -> None:
         super().__init__()
         self.path = Path(path)
         self.io = io or IoOptions()
         self.verify = verify
+        self.trust_pickle = trust_pickle
         self.transforms = _StorageReaderTransforms(_extension_registry)
         self.load_id = str(uuid.uuid4())
         self.rank: int | None = None
         self.use_collectives = True
         self._metadata: Metadata | None = None
+        self._unreadable: CheckpointError | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -111,6 +124,7 @@ class FastReader(StorageReader):
         if checkpoint_id:
             self.path = Path(checkpoint_id)
         self._metadata = None
+        self._unreadable = None
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -123,23 +137,42 @@ class FastReader(StorageReader):
         rank = kwargs.get("rank")
         path = self.path / (".metadata" if rank is None else f"__{rank}.metadata")
         try:
+            metadata = self._read_metadata(path)
+        except NotFoundError:
+            # After any failure DCP asks for the rank's own, and forgets what failed.
+            if rank is not None and self._unreadable is not None:
+                return UnreadableMetadata(self._unreadable)
+            raise
+        except CheckpointError as error:
+            self._unreadable = error
+            raise
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def _read_metadata(self, path: Path) -> Metadata:
+        try:
             pickled = _native.read_file(os.fsencode(path))
         except NotFoundError as error:
             raise NotFoundError(
                 f"no checkpoint is committed in {self.path}: there is no {path.name}"
             ) from error
         try:
-            metadata = load_metadata(pickled)
+            return load_metadata(pickled, trust_pickle=self.trust_pickle)
+        except ForbiddenPickleError as error:
+            raise UnsupportedError(
+                f"cannot read {path}: {error}. It may run code; if you trust who wrote it, "
+                "FastReader(trust_pickle=True) lets it"
+            ) from error
         except ValueError as error:
             raise CorruptionError(f"cannot read {path}: {error}") from error
-        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Begins a load on this rank."""
+        if isinstance(metadata, UnreadableMetadata):
+            raise metadata.error
         self._metadata = metadata
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
@@ -176,8 +209,9 @@ class _Load:
         self.max_held_nbytes = held_nbytes_limit(reader.io)
         # Another planner may have stored bytes of any kind.
         self.objects_are_pickled = (
-            getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
+            getattr(planner.load_bytes, "__func__", None) is DefaultLoadPlanner.load_bytes
         )
+        self.trust_pickle = reader.trust_pickle
         self.tensors: list[_Tensor] = []
         self.streams: list[tuple[ReadItem, _Slice]] = []
         nbytes = 0
@@ -316,13 +350,25 @@ class _Load:
             self.planner.commit_tensor(item, target)
 
     def _load_bytes(self, item: ReadItem, stream: _io.BytesIO, stored: _Slice) -> None:
+        if not self.objects_are_pickled:
+            self.planner.load_bytes(item, stream)
+            return
         is_archive = bytes(stream.getbuffer()[:4]) == b"PK\3\4"
         try:
-            self.planner.load_bytes(item, stream)
+            if self.trust_pickle:
+                self.planner.load_bytes(item, stream)
+            else:
+                _store_object(self.planner, item, load_object(stream))
+        except ForbiddenPickleError as error:
+            raise UnsupportedError(
+                f"cannot load {_where(stored)}: {error} is refused. It may run code; if you trust "
+                "who wrote it, torch.serialization.add_safe_globals([...]) allows it, and "
+                "FastReader(trust_pickle=True) anything"
+            ) from error
         except Exception as error:
             # What stock cannot open as an archive is damaged; in one whose checksums hold, it is
             # the object that fails.
-            if self.objects_are_pickled and (not is_archive or "PytorchStreamReader" in str(error)):
+            if not is_archive or "PytorchStreamReader" in str(error):
                 raise CorruptionError(f"cannot load {_where(stored)}: {error}") from error
             raise
 
@@ -341,6 +387,19 @@ class _Load:
             raise CorruptionError(
                 f"cannot undo {list(descriptors)} of {_where(stored)}: {error}"
             ) from error
+
+
+def _store_object(planner: Any, item: ReadItem, value: object) -> None:
+    """What ``DefaultLoadPlanner.load_bytes`` does with the object that it has unpickled.
+
+    Its own unpickling is without restriction, and to have checked the bytes before would not do: it
+    has other parsers for archives and pickles, and may see another object in the same bytes.
+    """
+    fqn = item.dest_index.fqn
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[fqn], value)
+    else:
+        planner.state_dict[fqn] = value
 
 
 def _shape_mismatch(item: ReadItem, target: torch.Tensor, wanted: torch.Size) -> MismatchError:

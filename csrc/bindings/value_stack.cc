@@ -46,24 +46,33 @@ Status ValueStack::take_mark(size_t* begin) {
   return ok_status();
 }
 
+// Ends the filling of a container or record.
+Status ValueStack::seal(Value& value) {
+  if (!value.is_complete) return broken("a record has no fields");
+  if (value.kind == Kind::kDict && !value.object) {
+    value.object = PyRef::steal(PyDict_New());
+    if (!value.object) return python_error();
+  }
+  if (!value.is_open) return ok_status();
+  value.is_open = false;
+  if (value.memo != kNoMemo) {
+    Memory& memory = memo_[value.memo];
+    memory.object = PyRef::share(value.object.get());
+    memory.weight_or_place = value.weight;
+    memory.depth = value.depth;
+    memory.is_open = false;
+    memory.is_hashable = value.is_hashable;
+  }
+  return ok_status();
+}
+
+void ValueStack::forget(const Value& dict) {
+  if (dict.memo != kNoMemo) memo_[dict.memo].is_open = false;
+}
+
 Status ValueStack::close(Value& child, Value* parent) {
   if (child.kind == Kind::kGlobal) return refused("a global as a value");
-  if (!child.is_complete) return broken("a record has no fields");
-  if (child.kind == Kind::kDict && !child.object) {
-    child.object = PyRef::steal(PyDict_New());
-    if (!child.object) return python_error();
-  }
-  if (child.is_open) {
-    child.is_open = false;
-    if (child.memo != kNoMemo) {
-      Memory& memory = memo_[child.memo];
-      memory.object = PyRef::share(child.object.get());
-      memory.weight = child.weight;
-      memory.depth = child.depth;
-      memory.is_open = false;
-      memory.is_hashable = child.is_hashable;
-    }
-  }
+  RETURN_IF_ERROR(seal(child));
   if (child.depth >= kMaxDepth) return refused("values that are nested too deeply");
   parent->depth = std::max<uint8_t>(parent->depth, child.depth + 1);
   if (child.weight >= max_weight_ - parent->weight) {
@@ -133,7 +142,7 @@ Status ValueStack::remember(uint64_t key) {
   }
   Memory& memory = memo_.emplace_back();
   memory.object = PyRef::share(value.object.get());
-  memory.weight = value.weight;
+  memory.weight_or_place = value.is_open ? static_cast<uint32_t>(stack_.size() - 1) : value.weight;
   memory.depth = value.depth;
   memory.kind = value.kind;
   memory.global = value.global;
@@ -145,10 +154,12 @@ Status ValueStack::remember(uint64_t key) {
 Status ValueStack::recall(uint64_t key) {
   if (key >= memo_.size()) return broken("it recalls a value that it never had");
   const Memory& memory = memo_[static_cast<size_t>(key)];
-  if (memory.is_open) return refused("a value that holds itself");
+  // One that is put into itself is so before it is filled, which then fails.
+  if (memory.is_open) RETURN_IF_ERROR(seal(stack_[memory.weight_or_place]));
+  if (!memory.object) return refused("the state of a record as a value");
   Value& value = stack_.emplace_back();
   value.object = PyRef::share(memory.object.get());
-  value.weight = memory.weight;
+  value.weight = memory.weight_or_place;
   value.depth = memory.depth;
   value.kind = memory.kind;
   value.global = memory.global;

@@ -110,6 +110,9 @@ class ValueStack {
   // Makes `child` part of `parent`: from now on it stays as it is.
   Status close(Value& child, Value* parent);
 
+  // Makes sure that a dict which is never made, only its items used, is not recalled.
+  void forget(const Value& dict);
+
   Status remember(uint64_t key);
   Status remember() { return remember(memo_.size()); }
   Status recall(uint64_t key);
@@ -120,16 +123,18 @@ class ValueStack {
  private:
   static constexpr uint32_t kNoMemo = std::numeric_limits<uint32_t>::max();
 
-  // What of a Value is remembered.
+  // What of a Value is remembered; of an open one, where it is on the stack.
   struct Memory {
     PyRef object;
-    uint32_t weight;
+    uint32_t weight_or_place;
     uint8_t depth;
     Kind kind;
     uint8_t global;
     bool is_open : 1;
     bool is_hashable : 1;
   };
+
+  Status seal(Value& value);
 
   uint32_t max_weight_;
   std::vector<Value> stack_;
