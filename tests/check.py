@@ -58,11 +58,11 @@ def check_style() -> None:
     run(sys.executable, "tests/tidy.py")
 
 
-def build_cpp(name: str, *options: str) -> Path:
+def build_cpp(name: str, *options: str, target: str = "all") -> Path:
     """Configures and builds the core and its tests in a folder of their own."""
     folder = BUILD / name
     run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *options)
-    run("cmake", "--build", folder)
+    run("cmake", "--build", folder, "--target", target)
     return folder
 
 
@@ -78,9 +78,8 @@ def fuzz_targets(folder: Path) -> list[Path]:
 
 def build_fuzz(name: str, *options: str) -> Path:
     """Builds the fuzz targets."""
-    return build_cpp(
-        name, "-DTORCH_CKPT_FUZZ=ON", f"-DPython3_EXECUTABLE={sys.executable}", *options
-    )
+    python = f"-DPython3_EXECUTABLE={sys.executable}"
+    return build_cpp(name, "-DTORCH_CKPT_FUZZ=ON", python, *options, target="fuzzers")
 
 
 def test_seeds() -> None:
