@@ -1,9 +1,10 @@
-"""The one entry to all checks: ``python tests/check.py [fast|full|gpu]``.
+"""The one entry to all checks: ``python tests/check.py [fast|full|gpu|fuzz]``.
 
 ``fast`` (the default) checks format, lint, types and the arrows between rooms, and runs the C++
-tests and the Python tests, those of several processes included. ``full`` adds clang-tidy, the C++
-tests under ASan with UBSan, under TSan, and built without liburing, and the slow Python tests.
-``gpu`` runs the tests that need a CUDA device.
+tests, the seeds of the fuzz targets, and the Python tests, those of several processes included.
+``full`` adds clang-tidy, the C++ tests under ASan with UBSan, under TSan, and built without
+liburing, and the slow Python tests. ``fuzz`` runs each fuzz target under libFuzzer for
+``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-PYTHON_DIRECTORIES = ["torch_ckpt", "tests", "benchmarks", "examples", "setup.py"]
+PYTHON_DIRECTORIES = ["torch_ckpt", "tests", "benchmarks", "examples", "fuzz", "setup.py"]
 
 
 def run(*command: str | Path, **env: str) -> None:
@@ -46,7 +47,7 @@ def check_style() -> None:
     """Format, lint, types, arrows."""
     cpp = sorted(
         p
-        for folder in ("csrc", "tests/cpp")
+        for folder in ("csrc", "tests/cpp", "fuzz")
         for p in (ROOT / folder).rglob("*")
         if p.suffix in {".h", ".cc", ".cu"}
     )
@@ -57,17 +58,55 @@ def check_style() -> None:
     run(sys.executable, "tests/tidy.py")
 
 
-def build_cpp(name: str, *options: str) -> Path:
+def build_cpp(name: str, *options: str, target: str = "all") -> Path:
     """Configures and builds the core and its tests in a folder of their own."""
     folder = BUILD / name
     run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *options)
-    run("cmake", "--build", folder)
+    run("cmake", "--build", folder, "--target", target)
     return folder
 
 
 def test_cpp() -> None:
     """The C++ tests."""
     run(build_cpp("cpp") / "torch_ckpt_tests", "--gtest_brief=1")
+
+
+def fuzz_targets(folder: Path) -> list[Path]:
+    """The fuzz targets that were built."""
+    return sorted(path for path in (folder / "fuzz").glob("*_fuzzer") if path.is_file())
+
+
+def build_fuzz(name: str, *options: str) -> Path:
+    """Builds the fuzz targets."""
+    python = f"-DPython3_EXECUTABLE={sys.executable}"
+    return build_cpp(name, "-DTORCH_CKPT_FUZZ=ON", python, *options, target="fuzzers")
+
+
+def test_seeds() -> None:
+    """The seeds of every fuzz target, and some mutations of them."""
+    for target in fuzz_targets(build_fuzz("cpp")):
+        run(target, "-runs=20000", f"fuzz/seeds/{target.name}")
+
+
+def fuzz(seconds: int) -> None:
+    """Every fuzz target under libFuzzer; what it learns stays in build/corpus."""
+    folder = build_fuzz("fuzz", "-DCMAKE_CXX_COMPILER=clang++")
+    for target in fuzz_targets(folder):
+        corpus = BUILD / "corpus" / target.name
+        corpus.mkdir(parents=True, exist_ok=True)
+        dictionary = ROOT / "fuzz" / f"{target.name}.dict"
+        run(
+            target,
+            *([f"-dict={dictionary}"] if dictionary.exists() else []),
+            f"-max_total_time={seconds}",
+            "-max_len=8192",
+            "-timeout=20",
+            "-print_final_stats=1",
+            f"-artifact_prefix={BUILD}/",
+            corpus,
+            f"fuzz/seeds/{target.name}",
+            ASAN_OPTIONS="detect_leaks=0",  # Python lets go of little when it ends.
+        )
 
 
 def test_cpp_sanitized() -> None:
@@ -99,13 +138,19 @@ def test_python(*arguments: str) -> None:
 def main() -> None:
     """Runs the checks that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="?", choices=["fast", "full", "gpu"], default="fast")
-    what = parser.parse_args().what
+    parser.add_argument("what", nargs="?", choices=["fast", "full", "gpu", "fuzz"], default="fast")
+    parser.add_argument("--seconds", type=int, default=600, help="of each fuzz target")
+    arguments = parser.parse_args()
+    what = arguments.what
+    if what == "fuzz":
+        fuzz(arguments.seconds)
+        return
     if what == "gpu":
         test_python("tests/gpu")
         return
     check_style()
     test_cpp()
+    test_seeds()
     if what == "full":
         check_clang_tidy()
         test_cpp_sanitized()

@@ -1,6 +1,6 @@
 """Types of the native engine (csrc/bindings/module.cc). Private: use the package's own classes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from typing_extensions import Buffer
 
@@ -36,6 +36,9 @@ class FileSystem:
     ) -> None: ...
 
 def local_file_system() -> FileSystem: ...
+def unpickle_metadata(
+    pickle: bytes, vocabulary: Mapping[tuple[str, str], tuple[object, ...]]
+) -> object: ...
 
 class Index:
     @property

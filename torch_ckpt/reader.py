@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
@@ -35,8 +36,9 @@ from torch_ckpt.errors import (
     portable_errors,
 )
 from torch_ckpt.index import check_index_is_not_lost, to_metadata
-from torch_ckpt.metadata import load_metadata
+from torch_ckpt.metadata import UnreadableMetadata, load_metadata
 from torch_ckpt.options import IoOptions
+from torch_ckpt.pickles import ForbiddenPickleError, load_object
 from torch_ckpt.tensors import (
     DTYPE_CODES,
     Destinations,
@@ -47,9 +49,6 @@ from torch_ckpt.tensors import (
 )
 
 __all__ = ["FastReader"]
-
-# Stands for metadata that cannot be read, until DCP comes to a call whose error it lets through.
-_NOTHING = Metadata(state_dict_metadata={})
 
 _Slice = tuple[str, int, int, str]  # File, offset, length in bytes, FQN.
 _Tensor = tuple[ReadItem, _Slice, torch.dtype]  # Dtype as stored.
@@ -68,7 +67,14 @@ class FastReader(StorageReader):
         path: Directory of the checkpoint.
         _extension_registry: Where stream transforms are looked up; stock's own by default.
         io: Tuning.
-        verify: Whether payloads that are read whole are checked against their CRC-32.
+        verify: Whether what is read is checked: against the index, or where stock DCP has written
+            none, against the CRC-32 of payloads that are read whole.
+        trust_pickle: Whether to unpickle whatever the checkpoint asks for, as stock DCP does: this
+            can run any code. By default ``.metadata`` may hold only what stock DCP writes, and
+            objects only what ``torch.load(weights_only=True)`` allows (register your own classes
+            with ``torch.serialization.add_safe_globals``). A planner with a ``load_bytes`` of its
+            own is given the bytes as they are stored in either case, and decides what to do with
+            them; ``super().load_bytes`` would unpickle them without restriction.
 
     Raises:
         NotFoundError: ``path`` holds no committed checkpoint, or a data file is missing.
@@ -76,6 +82,7 @@ class FastReader(StorageReader):
             checksum. Names the file, the offset and the FQN.
         MismatchError: A tensor wants elements that the stored one does not have.
         StorageError: The disk or store failed.
+        UnsupportedError: A pickle asks for more than it may have. Names the global.
 
     Example::
 
@@ -90,11 +97,13 @@ class FastReader(StorageReader):
         *,
         io: IoOptions | None = None,
         verify: bool = True,
+        trust_pickle: bool = False,
     ) -> None:
         super().__init__()
         self.path = Path(path)
         self.io = io or IoOptions()
         self.verify = verify
+        self.trust_pickle = trust_pickle
         self.transforms = _StorageReaderTransforms(_extension_registry)
         self.load_id = str(uuid.uuid4())
         self.rank: int | None = None
@@ -102,7 +111,7 @@ class FastReader(StorageReader):
         self._file_system = _native.local_file_system()
         self._metadata: Metadata | None = None
         self._index: _native.Index | None = None
-        self._failure: CheckpointError | None = None  # Of reading the coordinator's metadata.
+        self._unreadable: CheckpointError | None = None  # Why the coordinator's metadata are.
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what it has read: a copy reads for itself.
@@ -125,7 +134,7 @@ class FastReader(StorageReader):
         """Turns to another checkpoint, or to a new load of the same."""
         if checkpoint_id:
             self.path = Path(checkpoint_id)
-        self._metadata = self._index = self._failure = None
+        self._metadata = self._index = self._unreadable = None
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -136,30 +145,30 @@ class FastReader(StorageReader):
             **kwargs: ``rank`` asks for the metadata of a rank that saved without coordination.
         """
         rank = kwargs.get("rank")
+        # After any failure DCP asks for the rank's own metadata, and forgets what failed. But where
+        # the coordinator's are damaged, what a rank may once have saved is not what was asked for.
         if rank is None:
-            self._failure = None
-        elif self._failure is not None and not isinstance(self._failure, NotFoundError):
-            # Metadata are there and are damaged: nothing that a rank has saved by itself, perhaps
-            # long ago, takes their place.
-            return _NOTHING
+            self._unreadable = None
+        elif self._unreadable is not None and not isinstance(self._unreadable, NotFoundError):
+            return UnreadableMetadata(self._unreadable)
         try:
             metadata = self._read_metadata("" if rank is None else f"__{rank}")
         except CheckpointError as error:
-            if self._failure is not None:
-                return _NOTHING
-            self._failure = error if rank is None else None
+            if rank is not None and self._unreadable is not None:
+                lost = isinstance(error, NotFoundError)
+                return UnreadableMetadata(self._unreadable if lost else error)
+            self._unreadable = error if rank is None else None
             raise
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        self._failure = None
         return metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Begins a load on this rank."""
-        if metadata is _NOTHING and self._failure is not None:
-            raise self._failure
+        if isinstance(metadata, UnreadableMetadata):
+            raise metadata.error
         self._metadata = metadata
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
@@ -178,7 +187,12 @@ class FastReader(StorageReader):
         if self._index is not None and self._index.has_entries:
             return to_metadata(self._index, checkpoint_id=self.path)
         try:
-            metadata = load_metadata(pickled)
+            metadata = load_metadata(pickled, trust_pickle=self.trust_pickle)
+        except ForbiddenPickleError as error:
+            raise UnsupportedError(
+                f"cannot read {path}: {error}. It may run code; if you trust who wrote it, "
+                "FastReader(trust_pickle=True) lets it"
+            ) from error
         except ValueError as error:
             raise CorruptionError(f"cannot read {path}: {error}") from error
         if self._index is None and self.verify:
@@ -222,8 +236,9 @@ class _Load:
         self.max_held_nbytes = held_nbytes_limit(reader.io)
         # Another planner may have stored bytes of any kind.
         self.objects_are_pickled = (
-            getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
+            getattr(planner.load_bytes, "__func__", None) is DefaultLoadPlanner.load_bytes
         )
+        self.trust_pickle = reader.trust_pickle
         self.tensors: list[_Tensor] = []
         self.streams: list[tuple[ReadItem, _Slice]] = []
         nbytes = 0
@@ -367,13 +382,25 @@ class _Load:
             self.planner.commit_tensor(item, target)
 
     def _load_bytes(self, item: ReadItem, stream: _io.BytesIO, stored: _Slice) -> None:
+        if not self.objects_are_pickled:
+            self.planner.load_bytes(item, stream)
+            return
         is_archive = bytes(stream.getbuffer()[:4]) == b"PK\3\4"
         try:
-            self.planner.load_bytes(item, stream)
+            if self.trust_pickle:
+                self.planner.load_bytes(item, stream)
+            else:
+                _store_object(self.planner, item, load_object(stream))
+        except ForbiddenPickleError as error:
+            raise UnsupportedError(
+                f"cannot load {_where(stored)}: {error} is refused. It may run code; if you trust "
+                "who wrote it, torch.serialization.add_safe_globals([...]) allows it, and "
+                "FastReader(trust_pickle=True) anything"
+            ) from error
         except Exception as error:
             # What stock cannot open as an archive is damaged; in one whose checksums hold, it is
             # the object that fails.
-            if self.objects_are_pickled and (not is_archive or "PytorchStreamReader" in str(error)):
+            if not is_archive or "PytorchStreamReader" in str(error):
                 raise CorruptionError(f"cannot load {_where(stored)}: {error}") from error
             raise
 
@@ -392,6 +419,19 @@ class _Load:
             raise CorruptionError(
                 f"cannot undo {list(descriptors)} of {_where(stored)}: {error}"
             ) from error
+
+
+def _store_object(planner: Any, item: ReadItem, value: object) -> None:
+    """What ``DefaultLoadPlanner.load_bytes`` does with the object that it has unpickled.
+
+    Its own unpickling is without restriction, and to have checked the bytes before would not do: it
+    has other parsers for archives and pickles, and may see another object in the same bytes.
+    """
+    fqn = item.dest_index.fqn
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[fqn], value)
+    else:
+        planner.state_dict[fqn] = value
 
 
 def _shape_mismatch(item: ReadItem, target: torch.Tensor, wanted: torch.Size) -> MismatchError:

@@ -5,7 +5,9 @@
 #include <pybind11/stl.h>
 
 #include "base/dtype.h"
+#include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "bindings/metadata_unpickler.h"
 
 namespace py = pybind11;
 
@@ -20,6 +22,15 @@ std::vector<std::string> dtype_names() {
   return names;
 }
 
+py::object unpickle(const py::bytes& pickle, const py::dict& vocabulary) {
+  Status status;
+  PyObject* value =
+      unpickle_metadata(as_bytes(static_cast<std::string_view>(pickle)), vocabulary.ptr(), &status);
+  if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  raise_if_error(status);
+  return py::reinterpret_steal<py::object>(value);
+}
+
 }  // namespace
 }  // namespace torch_ckpt
 
@@ -27,6 +38,7 @@ PYBIND11_MODULE(_native, module) {
   using namespace torch_ckpt;
   module.doc() = "The native engine of torch_ckpt. Does without torch.";
   module.attr("DTYPE_NAMES") = dtype_names();
+  module.def("unpickle_metadata", &unpickle, py::arg("pickle"), py::arg("vocabulary"));
   py::class_<TensorView>(module, "TensorView");
   bind_file_system(module);
   bind_index(module);

@@ -297,7 +297,9 @@ def test_nested_containers_and_objects_come_back(
     }
     save(state, WRITERS[writer](tmp_path))
 
-    assert differences(state, load(blank(state), READERS[reader](tmp_path))) == []
+    with torch.serialization.safe_globals([Thing]):
+        loaded = load(blank(state), READERS[reader](tmp_path))
+    assert differences(state, loaded) == []
 
 
 @pairs
@@ -309,7 +311,8 @@ def test_stateful_objects_are_saved_and_loaded_in_place(
 
     loaded = Counter(0, torch.zeros(4))
     module = nn.Linear(3, 2)
-    load({"counter": loaded, "module": module}, READERS[reader](tmp_path))
+    with torch.serialization.safe_globals([Thing]):
+        load({"counter": loaded, "module": module}, READERS[reader](tmp_path))
 
     assert loaded.count == 3
     assert bits(loaded.weight) == bits(saved.weight)

@@ -1,0 +1,356 @@
+#include "bindings/metadata_unpickler.h"
+
+#include <algorithm>
+#include <bit>
+#include <string>
+
+#include "bindings/global_calls.h"
+#include "bindings/value_stack.h"
+
+namespace torch_ckpt {
+namespace {
+
+// Opcodes, by the names in Python's pickletools.
+enum : uint8_t {
+  kMark = '(',
+  kEmptyTuple = ')',
+  kStop = '.',
+  kBinBytes = 'B',
+  kShortBinBytes = 'C',
+  kBinFloat = 'G',
+  kBinInt = 'J',
+  kBinInt1 = 'K',
+  kBinInt2 = 'M',
+  kNone = 'N',
+  kReduce = 'R',
+  kBinUnicode = 'X',
+  kEmptyList = ']',
+  kAppend = 'a',
+  kBuild = 'b',
+  kGlobal = 'c',
+  kAppends = 'e',
+  kBinGet = 'h',
+  kLongBinGet = 'j',
+  kBinPut = 'q',
+  kLongBinPut = 'r',
+  kSetItem = 's',
+  kTuple = 't',
+  kSetItems = 'u',
+  kEmptyDict = '}',
+  kProto = 0x80,
+  kNewObj = 0x81,
+  kTuple1 = 0x85,
+  kTuple2 = 0x86,
+  kTuple3 = 0x87,
+  kNewTrue = 0x88,
+  kNewFalse = 0x89,
+  kLong1 = 0x8a,
+  kShortBinUnicode = 0x8c,
+  kBinUnicode8 = 0x8d,
+  kBinBytes8 = 0x8e,
+  kStackGlobal = 0x93,
+  kMemoize = 0x94,
+  kFrame = 0x95,
+};
+
+constexpr uint8_t kNewestProtocol = 5;
+
+// How many values a walk of the result may meet for each byte of the pickle, and besides. The
+// longest sizes that torch has, 64 of them, are recalled by two bytes.
+constexpr uint64_t kMaxWeightPerByte = 64;
+constexpr uint64_t kMaxWeightBesides = 4096;
+
+// Whether Python's pickle knows the opcode.
+bool is_opcode(uint8_t op) {
+  constexpr std::string_view kTextOpcodes = "(.012BCFGIJKLMNPQRSTUVX])abcdeghijlopqrstu}";
+  return (op >= kProto && op <= 0x98) ||
+         kTextOpcodes.find(static_cast<char>(op)) != std::string_view::npos;
+}
+
+using Kind = ValueStack::Kind;
+
+class MetadataUnpickler {
+ public:
+  MetadataUnpickler(Bytes pickle, PyObject* vocabulary)
+      : pickle_(pickle),
+        stack_(static_cast<uint32_t>(
+            std::min<uint64_t>(kMaxWeightBesides + kMaxWeightPerByte * pickle.size(), UINT32_MAX))),
+        globals_(vocabulary, &stack_) {}
+
+  Status run(PyRef* result) {
+    const Status status = run_to_end(result);
+    if (status.ok() || status.code() == StatusCode::kInternal) return status;
+    return Status(status.code(), str_cat(status.message(), ", at byte ", position_));
+  }
+
+ private:
+  Status run_to_end(PyRef* result) {
+    while (true) {
+      uint8_t op = 0;
+      RETURN_IF_ERROR(read(&op));
+      if (op == kStop) break;
+      RETURN_IF_ERROR(step(op));
+    }
+    if (position_ != pickle_.size()) return broken("bytes follow its end");
+    return stack_.finish(result);
+  }
+
+  static Status broken(std::string_view why) { return corruption(why); }
+  static Status refused(const std::string& what) { return unsupported("the pickle holds ", what); }
+
+  template <typename T>
+  Status read(T* value) {
+    if (pickle_.size() - position_ < sizeof(T)) return broken("it is cut off");
+    *value = load_le<T>(pickle_.data() + position_);
+    position_ += sizeof(T);
+    return ok_status();
+  }
+
+  Status read_bytes(uint64_t nbytes, std::string_view* bytes) {
+    if (pickle_.size() - position_ < nbytes) return broken("it is cut off");
+    *bytes = as_text(pickle_).substr(position_, static_cast<size_t>(nbytes));
+    position_ += static_cast<size_t>(nbytes);
+    return ok_status();
+  }
+
+  Status read_line(std::string_view* line) {
+    const size_t end = as_text(pickle_).find('\n', position_);
+    if (end == std::string_view::npos) return broken("it is cut off");
+    *line = as_text(pickle_).substr(position_, end - position_);
+    position_ = end + 1;
+    return ok_status();
+  }
+
+  // Each of the following reads its argument: a number, or a length and so many bytes.
+
+  template <typename Number>
+  Status push_int() {
+    Number number = 0;
+    RETURN_IF_ERROR(read(&number));
+    return stack_.push(Kind::kInt, PyLong_FromLongLong(number));
+  }
+
+  Status push_long() {
+    uint8_t nbytes = 0;
+    std::string_view digits;
+    RETURN_IF_ERROR(read(&nbytes));
+    RETURN_IF_ERROR(read_bytes(nbytes, &digits));
+    if (nbytes > sizeof(int64_t)) return refused("a number beyond 64 bits");
+    const bool negative = nbytes > 0 && (static_cast<uint8_t>(digits.back()) & 0x80) != 0;
+    int64_t number = negative ? -1 : 0;
+    if (nbytes > 0) std::memcpy(&number, digits.data(), nbytes);
+    return stack_.push(Kind::kInt, PyLong_FromLongLong(number));
+  }
+
+  Status push_float() {
+    uint64_t bits = 0;
+    RETURN_IF_ERROR(read(&bits));
+    return stack_.push(Kind::kPlain,
+                       PyFloat_FromDouble(std::bit_cast<double>(__builtin_bswap64(bits))));
+  }
+
+  template <typename Length>
+  Status push_text() {
+    Length nbytes = 0;
+    std::string_view text;
+    RETURN_IF_ERROR(read(&nbytes));
+    RETURN_IF_ERROR(read_bytes(nbytes, &text));
+    return push_text(text);
+  }
+
+  template <typename Length>
+  Status push_bytes() {
+    Length nbytes = 0;
+    std::string_view bytes;
+    RETURN_IF_ERROR(read(&nbytes));
+    RETURN_IF_ERROR(read_bytes(nbytes, &bytes));
+    return stack_.push(Kind::kPlain, PyBytes_FromStringAndSize(
+                                         bytes.data(), static_cast<Py_ssize_t>(bytes.size())));
+  }
+
+  Status push_text(std::string_view utf8) {
+    PyObject* text =
+        PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "surrogatepass");
+    if (text == nullptr && PyErr_ExceptionMatches(PyExc_UnicodeDecodeError)) {
+      PyErr_Clear();
+      return broken("a text is not UTF-8");
+    }
+    return stack_.push(Kind::kText, text);
+  }
+
+  Status push_constant(PyObject* object) {
+    return stack_.push(Kind::kPlain, PyRef::share(object).release());
+  }
+
+  Status push_line_global() {
+    std::string_view module;
+    std::string_view name;
+    RETURN_IF_ERROR(read_line(&module));
+    RETURN_IF_ERROR(read_line(&name));
+    RETURN_IF_ERROR(push_text(module));
+    RETURN_IF_ERROR(push_text(name));
+    return globals_.push();
+  }
+
+  template <typename Number>
+  Status remember() {
+    Number key = 0;
+    RETURN_IF_ERROR(read(&key));
+    return stack_.remember(key);
+  }
+
+  template <typename Number>
+  Status recall() {
+    Number key = 0;
+    RETURN_IF_ERROR(read(&key));
+    return stack_.recall(key);
+  }
+
+  bool next_is(uint8_t op) const {
+    return position_ < pickle_.size() && static_cast<uint8_t>(pickle_[position_]) == op;
+  }
+
+  Status step(uint8_t op);
+  Status step_in_tree(uint8_t op);
+  Status set_items(size_t begin);
+
+  Bytes pickle_;
+  size_t position_ = 0;
+  bool has_protocol_ = false;
+  ValueStack stack_;
+  GlobalCalls globals_;
+};
+
+// A dict that is nothing but the state of a record is never made.
+Status MetadataUnpickler::set_items(size_t begin) {
+  RETURN_IF_ERROR(stack_.need_below(begin, 1));
+  const ValueStack::Value& dict = stack_.at(begin - 1);
+  if (dict.kind == Kind::kDict && dict.is_open && !dict.object && next_is(kBuild)) {
+    ++position_;
+    return globals_.build_from_items(begin);
+  }
+  return stack_.set_items(begin);
+}
+
+Status MetadataUnpickler::step(uint8_t op) {
+  switch (op) {
+    case kProto: {
+      uint8_t version = 0;
+      RETURN_IF_ERROR(read(&version));
+      has_protocol_ = true;
+      return version <= kNewestProtocol ? ok_status() : refused("a protocol that is too new");
+    }
+    case kFrame: {
+      uint64_t nbytes = 0;
+      return read(&nbytes);
+    }
+    case kNone:
+      return push_constant(Py_None);
+    case kNewTrue:
+      return push_constant(Py_True);
+    case kNewFalse:
+      return push_constant(Py_False);
+    case kBinInt:
+      return push_int<int32_t>();
+    case kBinInt1:
+      return push_int<uint8_t>();
+    case kBinInt2:
+      return push_int<uint16_t>();
+    case kLong1:
+      return push_long();
+    case kBinFloat:
+      return push_float();
+    case kShortBinUnicode:
+      return push_text<uint8_t>();
+    case kBinUnicode:
+      return push_text<uint32_t>();
+    case kBinUnicode8:
+      return push_text<uint64_t>();
+    case kShortBinBytes:
+      return push_bytes<uint8_t>();
+    case kBinBytes:
+      return push_bytes<uint32_t>();
+    case kBinBytes8:
+      return push_bytes<uint64_t>();
+    case kBinPut:
+      return remember<uint8_t>();
+    case kLongBinPut:
+      return remember<uint32_t>();
+    case kMemoize:
+      return stack_.remember();
+    case kBinGet:
+      return recall<uint8_t>();
+    case kLongBinGet:
+      return recall<uint32_t>();
+    default:
+      return step_in_tree(op);
+  }
+}
+
+Status MetadataUnpickler::step_in_tree(uint8_t op) {
+  size_t begin = 0;
+  switch (op) {
+    case kMark:
+      stack_.push_mark();
+      return ok_status();
+    case kEmptyTuple:
+      return stack_.make_tuple(stack_.size());
+    case kTuple1:
+    case kTuple2:
+    case kTuple3: {
+      const size_t count = static_cast<size_t>(op - kTuple1) + 1;
+      RETURN_IF_ERROR(stack_.need(count));
+      return stack_.make_tuple(stack_.size() - count);
+    }
+    case kTuple:
+      RETURN_IF_ERROR(stack_.take_mark(&begin));
+      return stack_.make_tuple(begin);
+    case kEmptyList:
+      return stack_.push(Kind::kList, PyList_New(0));
+    case kAppend:
+      RETURN_IF_ERROR(stack_.need(2));
+      return stack_.append(stack_.size() - 1);
+    case kAppends:
+      RETURN_IF_ERROR(stack_.take_mark(&begin));
+      return stack_.append(begin);
+    case kEmptyDict:
+      stack_.push_empty_dict();
+      return ok_status();
+    case kSetItem:
+      RETURN_IF_ERROR(stack_.need(3));
+      return set_items(stack_.size() - 2);
+    case kSetItems:
+      RETURN_IF_ERROR(stack_.take_mark(&begin));
+      return set_items(begin);
+    case kGlobal:
+      return push_line_global();
+    case kStackGlobal:
+      return globals_.push();
+    case kReduce:
+      return globals_.call();
+    case kNewObj:
+      return globals_.make_record();
+    case kBuild:
+      return globals_.build_from_tuple();
+    default: {
+      constexpr std::string_view kDigits = "0123456789abcdef";
+      const std::string code = {'0', 'x', kDigits[op >> 4], kDigits[op & 15]};
+      // Without a protocol, any other bytes may look like opcodes.
+      if (is_opcode(op) && has_protocol_) {
+        return refused("the opcode " + code + ", which plain data does not need");
+      }
+      return broken("it has the opcode " + code);
+    }
+  }
+}
+
+}  // namespace
+
+PyObject* unpickle_metadata(Bytes pickle, PyObject* vocabulary, Status* status) {
+  PyRef result;
+  *status = MetadataUnpickler(pickle, vocabulary).run(&result);
+  if (!status->ok() || PyErr_Occurred() != nullptr) return nullptr;
+  return result.release();
+}
+
+}  // namespace torch_ckpt

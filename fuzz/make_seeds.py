@@ -1,0 +1,87 @@
+"""Writes the seeds of the fuzz targets; run it again when a target reads something new.
+
+Usage: ``python fuzz/make_seeds.py``
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ZStandard
+
+SEEDS = Path(__file__).parent / "seeds"
+GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
+
+
+def write(target: str, name: str, data: bytes) -> None:
+    """One seed of a target."""
+    folder = SEEDS / target
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(data)
+
+
+def saved(value: Any) -> bytes:
+    """What ``torch.save`` writes."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def make_zip_seeds() -> None:
+    """Frames of ours and of torch, plain and odd; three bytes before each say how to cut it."""
+    cut = bytes(3)
+    for name in ("float32", "float8_e5m2", "empty", "scalar"):
+        write("zip_frame_fuzzer", f"ours_{name}", cut + (GOLDEN / f"frames/{name}.pt").read_bytes())
+    values = {
+        "transposed": torch.arange(6, dtype=torch.int16).reshape(2, 3).t(),
+        "view": torch.arange(8)[2:4],
+        "channels_last": torch.zeros(1, 2, 2, 2).to(memory_format=torch.channels_last),
+        "parameter": torch.nn.Parameter(torch.zeros(2)),
+        "two": [torch.zeros(1), torch.zeros(2)],
+        "object": {"step": 1, "name": "x"},
+    }
+    for name, value in values.items():
+        write("zip_frame_fuzzer", f"torch_{name}", cut + saved(value))
+    # Without checksums, what the fuzzer changes inside a record is not refused at once.
+    torch.serialization.set_crc32_options(False)
+    for name, value in values.items():
+        write("zip_frame_fuzzer", f"unchecked_{name}", cut + saved(value))
+    write("zip_frame_fuzzer", "unseen_payload", b"\x80\0\1" + saved(values["view"]))
+
+
+def make_pickle_seeds() -> None:
+    """Metadata that stock DCP has written, in each protocol."""
+    state = {
+        "weight": torch.zeros(2, 3),
+        "half": torch.zeros(2, dtype=torch.bfloat16),
+        "optimizer": {"step": 3, "param_groups": [{"lr": 0.5, "betas": (0.9, 0.99)}]},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        extensions = {"plain": None, "zstd": [ZStandard()]}
+        for name, found in extensions.items():
+            writer = dcp.FileSystemWriter(Path(folder) / name, _extensions=found)
+            dcp.save(state, storage_writer=writer, no_dist=True)
+            pickled = (Path(folder) / name / ".metadata").read_bytes()
+            write("pickle_fuzzer", name, pickled)
+        metadata = pickle.loads(pickled)
+    for protocol in range(6):
+        write("pickle_fuzzer", f"protocol_{protocol}", pickle.dumps(metadata, protocol))
+    plain = [None, True, 1, -(2**40), 2**70, 0.5, "\u00e9", b"bytes", {"a": [()], 1: {}}, {1}]
+    write("pickle_fuzzer", "plain_data", pickle.dumps(plain, 5))
+    looped: list[Any] = []
+    looped.append((looped, looped))
+    write("pickle_fuzzer", "cycle", pickle.dumps(looped, 4))
+    write("pickle_fuzzer", "forbidden", pickle.dumps(print, 4))
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    make_zip_seeds()
+    make_pickle_seeds()
