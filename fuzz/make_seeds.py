@@ -16,6 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 
+from torch_ckpt import _native
+
 SEEDS = Path(__file__).parent / "seeds"
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 
@@ -56,6 +58,25 @@ def make_zip_seeds() -> None:
     write("zip_frame_fuzzer", "unseen_payload", b"\x80\0\1" + saved(values["view"]))
 
 
+def make_index_seeds() -> None:
+    """Indexes as they are, behind a byte that says whether checksums are to be made true again."""
+    file = ("__0_0_0123456789abcdef.distcp", 1000, bytes(8))
+    box = ([0, 0], [2, 3], 0, 64, 700, True, [])
+    object_box = ([], [], 0, 800, 100, False, ["zstd", "x"])
+    properties = ("bfloat16", "contiguous_format", True, False, [2, 3])
+    entries = [("model.weight", properties, [box]), ("step", None, [object_box])]
+    paths = [("model.weight", ["model", "weight"]), ("step", ["step", -1])]
+    facts: dict[str, tuple[Any, Any, Any]] = {
+        "whole": ([file], entries, paths),
+        "sums": ([file], None, None),
+        "empty": ([], [], []),
+    }
+    for name, (files, listed, places) in facts.items():
+        index = _native.make_index("0123456789abcdef", b"metadata", files, "1.0.0", listed, places)
+        for sealed in (0, 1):
+            write("index_fuzzer", f"{name}_{sealed}", bytes([sealed]) + index)
+
+
 def make_pickle_seeds() -> None:
     """Metadata that stock DCP has written, in each protocol."""
     state = {
@@ -84,4 +105,5 @@ def make_pickle_seeds() -> None:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     make_zip_seeds()
+    make_index_seeds()
     make_pickle_seeds()

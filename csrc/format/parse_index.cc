@@ -118,7 +118,7 @@ class IndexParser {
                            BlockSums::block_count(sums.file_nbytes, sums.block_nbytes))) {
       return unsound("it has too few checksums of its own, or too many");
     }
-    std::memcpy(sums.sums.data(), table.data(), table.size());
+    if (!table.empty()) std::memcpy(sums.sums.data(), table.data(), table.size());
     const int64_t mismatch = sums.first_mismatch(0, body);
     if (mismatch < 0) return ok_status();
     return corruption("the index fails its checksum in the ", sums.block_nbytes, " bytes at ",

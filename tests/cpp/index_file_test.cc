@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "format/index_records.h"
+#include "support/sealed_index.h"
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
@@ -62,26 +63,6 @@ std::vector<std::byte> written(const Index& index) {
   return *bytes;
 }
 
-// Recomputes every checksum, as somebody would who wants to do harm.
-void reseal(std::vector<std::byte>& bytes) {
-  records::Header header;
-  std::memcpy(&header, bytes.data(), sizeof(header));
-  if (header.table.offset <= bytes.size() &&
-      header.table.nbytes <= bytes.size() - header.table.offset &&
-      header.table.offset >= sizeof(header)) {
-    BlockSummer summer(records::kTableBlockNbytes);
-    summer.append(Bytes(bytes).subspan(sizeof(header), header.table.offset - sizeof(header)));
-    const BlockSums sums = summer.finish();
-    const Bytes table = std::as_bytes(std::span(sums.sums));
-    std::copy_n(table.begin(), std::min(table.size(), size_t{header.table.nbytes}),
-                bytes.begin() + static_cast<std::ptrdiff_t>(header.table.offset));
-    header.table_sum = xxh3(Bytes(bytes).subspan(header.table.offset, header.table.nbytes));
-  }
-  std::memcpy(bytes.data(), &header, sizeof(header));
-  header.header_sum = xxh3(Bytes(bytes).first(offsetof(records::Header, header_sum)));
-  std::memcpy(bytes.data(), &header, sizeof(header));
-}
-
 TEST(IndexFileTest, WhatIsWrittenIsRead) {
   for (const bool has_entries : {true, false}) {
     Index index = sample();
@@ -131,6 +112,21 @@ TEST(IndexFileTest, ANewerVersionIsUnsupported) {
   std::memcpy(bytes.data() + offsetof(records::Header, version), &version, sizeof(version));
   reseal(bytes);
   EXPECT_CODE(parse_index(bytes), StatusCode::kUnsupported);
+}
+
+TEST(IndexFileTest, AHeaderAloneIsAnIndexOfNothing) {
+  records::Header header = {};
+  header.magic = records::kMagic;
+  header.version = records::kVersion;
+  header.block_nbytes = kSumBlockNbytes;
+  for (records::Section& section : header.sections) section = {sizeof(header), 0};
+  header.table = {sizeof(header), 0};
+  header.table_sum = xxh3({});
+  std::vector<std::byte> bytes(sizeof(header));
+  std::memcpy(bytes.data(), &header, sizeof(header));
+  reseal(bytes);
+  ASSERT_OK_AND_ASSIGN(const Index index, parse_index(bytes));
+  EXPECT_TRUE(index.files.empty());
 }
 
 // With true checksums, whatever stands in a record: an error, or a value that is sound.
