@@ -115,6 +115,7 @@ TEST_F(PowerCutTest, ANewFileThatWasNotSyncedMayBeAnything) {
   create("a", "xy", /*sync=*/false);
   EXPECT_THAT(states(), UnorderedElementsAre("", "a=", "a=..", "a=xy"));
   EXPECT_TRUE(exhaustive_);
+  EXPECT_THAT(states(/*instant=*/1), UnorderedElementsAre("", "a=", "a=..", "a=xy")) << "in flight";
 }
 
 TEST_F(PowerCutTest, SyncingAFileDoesNotKeepItsName) {

@@ -170,6 +170,7 @@ inline PowerCuts::Disk PowerCuts::replay(int64_t instant) const {
     } else if (change.kind == Kind::kSyncDirectory) {
       sync_directory(disk, change.path);
     } else {
+      if (change.kind == Kind::kCreate) disk.files[change.file];
       disk.unsynced_names.push_back(&change);
     }
   }
