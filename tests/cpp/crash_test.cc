@@ -6,206 +6,23 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <functional>
 #include <iostream>
-#include <map>
+#include <random>
 #include <set>
-#include <sstream>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "engine/commit.h"
-#include "engine/load_job.h"
-#include "engine/save_job.h"
 #include "support/memory_file_system.h"
 #include "support/power_cut.h"
 #include "support/recording_file_system.h"
-#include "support/saved_file.h"
+#include "support/saved_version.h"
 #include "support/status_matchers.h"
-#include "support/test_tensor.h"
 
 namespace torch_ckpt {
 namespace {
 
 using ::testing::AnyOf;
 using ::testing::UnorderedElementsAreArray;
-
-constexpr char kDirectory[] = "run/step-1";
-constexpr char kMetadata[] = ".metadata";
-
-std::string path_of(const std::string& name) { return std::string(kDirectory) + "/" + name; }
-
-// ---- What is saved.
-
-// One rank's share of a checkpoint: one data file.
-struct Rank {
-  std::string file;
-  std::vector<TestTensor> tensors;
-  std::unique_ptr<BufferPool> pool = make_pool(16 << 10, 8 << 10);  // Several writes to a file.
-};
-
-// A checkpoint of two ranks. All versions have the same names and shapes, so that nothing but
-// their bytes tells them apart.
-struct Version {
-  std::string save_id;
-  std::vector<Rank> ranks;
-
-  explicit Version(std::string id) : save_id(std::move(id)) {
-    const auto seed = static_cast<uint32_t>(std::hash<std::string>()(save_id) % 1000);
-    for (uint32_t r = 0; r < 2; ++r) {
-      const std::string rank = std::to_string(r);
-      ranks.push_back({"__" + rank + "_0_" + save_id + ".distcp", {}});
-      const auto add = [&](const std::string& name, DType dtype, Dims sizes) {
-        const auto number = static_cast<uint32_t>(ranks[r].tensors.size());
-        ranks[r].tensors.push_back(TestTensor::random("model.layers." + rank + ".attention." + name,
-                                                      dtype, std::move(sizes),
-                                                      seed + 10 * r + number));
-      };
-      add("weight", DType::kFloat32, {60, 40 + r});
-      add("bias", DType::kBFloat16, {300});
-      add("exp_avg", DType::kFloat32, {30, 50});
-      add("exp_avg_sq", DType::kFloat32, {20, 50});
-      add("step", DType::kInt64, {});
-    }
-  }
-
-  // Stands for DCP's: which version it is, how many tensors follow, and where each one lies.
-  std::string metadata() const {
-    std::string lines;
-    size_t count = 0;
-    for (const Rank& rank : ranks) {
-      const Layout layout = layout_of(rank.tensors);
-      for (size_t i = 0; i < rank.tensors.size(); ++i, ++count) {
-        const Slice& slice = layout.slices[i];
-        lines += str_cat(rank.tensors[i].live.name, " ", rank.file, " ", slice.offset, " ",
-                         slice.total_nbytes(), "\n");
-      }
-    }
-    return str_cat(save_id, " ", count, "\n", lines);
-  }
-
-  // All that a directory holds that holds this version alone.
-  std::vector<std::string> paths() const {
-    std::vector<std::string> paths = {path_of(kMetadata)};
-    for (const Rank& rank : ranks) paths.push_back(path_of(rank.file));
-    return paths;
-  }
-};
-
-// Both ranks at the same time. A rank that fails removes its file.
-Status write_data(FileSystem& fs, const Version& version) {
-  std::vector<std::unique_ptr<SaveJob>> jobs;
-  for (const Rank& rank : version.ranks) {
-    ASSIGN_OR_RETURN(auto job, SaveJob::start(fs, path_of(rank.file), layout_of(rank.tensors),
-                                              *rank.pool, SaveOptions()));
-    jobs.push_back(std::move(job));
-  }
-  for (size_t i = 0; i < version.ranks[0].tensors.size(); ++i) {
-    for (size_t r = 0; r < jobs.size(); ++r) {
-      RETURN_IF_ERROR(jobs[r]->write(static_cast<int64_t>(i), version.ranks[r].tensors[i].live));
-    }
-  }
-  for (size_t r = 0; r < jobs.size(); ++r) {
-    RETURN_IF_ERROR(jobs[r]->finish());
-    const Status status = fs.sync_directory(kDirectory);
-    if (!status.ok()) {
-      (void)fs.remove(path_of(version.ranks[r].file));
-      return status;
-    }
-  }
-  return ok_status();
-}
-
-// A whole save, step by step as torch_ckpt/writer.py has it.
-Status save(FileSystem& fs, const Version& version) {
-  RETURN_IF_ERROR(fs.create_directories(kDirectory));
-  ASSIGN_OR_RETURN(const std::vector<std::string> found, fs.list_directory(kDirectory));
-  RETURN_IF_ERROR(write_data(fs, version));
-  RETURN_IF_ERROR(commit_metadata(fs, kDirectory, kMetadata, as_bytes(version.metadata()),
-                                  version.save_id, /*sync=*/true));
-  // Best effort: a file that stays is not referred to by any metadata.
-  for (const std::string& name : found) {
-    if (name != kMetadata) (void)fs.remove(path_of(name));
-  }
-  return ok_status();
-}
-
-// ---- What is found.
-
-// What a directory holds: the save id of one of `versions`, whole and exact; "nothing"; or a text
-// that says what is broken.
-std::string load(const DiskTree& tree, const std::vector<const Version*>& versions) {
-  const auto metadata = tree.find(path_of(kMetadata));
-  if (metadata == tree.end()) return "nothing";
-  std::istringstream text(*metadata->second);
-  std::string save_id;
-  size_t count = 0;
-  text >> save_id >> count;
-  const auto version = std::ranges::find_if(
-      versions, [&](const Version* candidate) { return candidate->save_id == save_id; });
-  if (version == versions.end()) return "metadata of no save";
-
-  std::vector<TestTensor> loaded;
-  std::vector<TensorRequest> requests;
-  std::string expected;
-  std::string found;
-  for (const Rank& rank : (*version)->ranks) {
-    for (const TestTensor& tensor : rank.tensors) {
-      const LiveTensor& live = tensor.live;
-      StoredSlice slice;
-      text >> slice.name >> slice.file >> slice.offset >> slice.nbytes;
-      if (!text || slice.name != live.name) return "torn metadata";
-      loaded.push_back(TestTensor::random(live.name, live.dtype, live.sizes, /*seed=*/12345));
-      requests.push_back({slice, {Dims(live.sizes.size(), 0), live.sizes}, loaded.back().live});
-      expected += tensor.packed();
-    }
-  }
-  if (requests.size() != count || text.get() != '\n') return "torn metadata";
-
-  MemoryFileSystem fs;
-  fs.put(tree);
-  const auto job = LoadJob::make(
-      fs, kDirectory, {.buffer_nbytes = 96 << 10, .block_nbytes = 16 << 10, .threads = 1});
-  if (!job.ok()) return job.status().to_string();
-  const auto result = (*job)->run(requests, {});
-  if (!result.ok()) return result.status().to_string();
-  for (const TestTensor& tensor : loaded) found += tensor.packed();
-  return found == expected ? save_id : "tensors of another version than " + save_id;
-}
-
-// Loads from each tree once: a tree is known by the files that its metadata names.
-class Judge {
- public:
-  explicit Judge(std::vector<const Version*> versions) : versions_(std::move(versions)) {}
-
-  std::string operator()(const DiskTree& tree) {
-    ++states_;
-    DiskTree read;
-    const auto metadata = tree.find(path_of(kMetadata));
-    if (metadata != tree.end()) {
-      read.insert(*metadata);
-      for (const auto& [path, bytes] : tree) {
-        const std::string name = path.substr(std::string(kDirectory).size() + 1);
-        if (metadata->second->find(name) != std::string::npos) read.emplace(path, bytes);
-      }
-    }
-    const auto [known, is_new] = verdicts_.try_emplace(std::move(read));
-    if (is_new) known->second = load(tree, versions_);
-    return known->second;
-  }
-
-  void report(const std::string& what) const {
-    std::cout << "[  STATES  ] " << what << ": " << states_ << " states, " << verdicts_.size()
-              << " loads that differ\n";
-    testing::Test::RecordProperty("states", std::to_string(states_));
-  }
-
- private:
-  const std::vector<const Version*> versions_;
-  std::map<DiskTree, std::string> verdicts_;  // Its keys share their bytes: see PowerCuts.
-  int64_t states_ = 0;
-};
 
 std::string listing(const DiskTree& tree) {
   std::string text;
@@ -222,14 +39,12 @@ std::string history(const DiskJournal& journal, int64_t instant) {
   return text;
 }
 
-// ---- The scenarios.
-
 // Saves into a disk that holds `initial`, and returns all that happened.
 DiskJournal journal_of_save(const DiskTree& initial, const Version& version, uint32_t seed = 1) {
   MemoryFileSystem disk({.seed = seed});
   disk.put(initial);
   RecordingFileSystem fs(disk, initial);
-  EXPECT_OK(save(fs, version));
+  EXPECT_OK(save_version(fs, version));
   EXPECT_THAT(disk.paths(), UnorderedElementsAreArray(version.paths()));
   return fs.journal();
 }
@@ -253,15 +68,51 @@ class CrashTest : public testing::Test {
  protected:
   CrashTest() {
     MemoryFileSystem fs;
-    EXPECT_OK(save(fs, old_));
+    EXPECT_OK(save_version(fs, old_));
     old_tree_ = fs.tree();
   }
 
-  const Version old_{"old0"};
-  const Version new_{"new1"};
-  const Version next_{"next2"};
+  bool survives_failure(int64_t n, int error, Judge& judge);
+
+  const Version old_{"old0", 100};
+  const Version new_{"new1", 200};
+  const Version next_{"next2", 300};
   DiskTree old_tree_;
 };
+
+// Fails operation `n` of an overwrite and checks what is left; false when there is no such
+// operation.
+bool CrashTest::survives_failure(int64_t n, int error, Judge& judge) {
+  MemoryFileSystem disk;
+  disk.put(old_tree_);
+  RecordingFileSystem fs(disk, old_tree_);
+  disk.fail_operation(n, errno_status(error, "cannot go on"));
+  const Status status = save_version(fs, new_);
+  const bool has_failed = disk.clear_fault();
+  const std::vector<Operation> operations = disk.operations();
+  const auto renamed = std::ranges::find(operations, Operation::Kind::kRename, &Operation::kind);
+  const bool is_committed = renamed - operations.begin() < n;
+
+  EXPECT_EQ(load_version(disk.tree(), {&old_, &new_}), is_committed ? new_.save_id : old_.save_id);
+  std::set<std::string> allowed = {old_.save_id};
+  if (is_committed) allowed.insert(new_.save_id);
+  if (status.ok()) allowed = {new_.save_id};
+  const DiskJournal journal = fs.journal();
+  expect_found(journal, journal.last_instant(), allowed, /*seed=*/1, judge);
+
+  // Only cleaning up may fail unnoticed.
+  if (!status.ok()) {
+    EXPECT_TRUE(has_failed);
+    EXPECT_CODE(status, StatusCode::kStorage);
+    EXPECT_EQ(status.error_number(), error);
+  } else if (has_failed) {
+    EXPECT_EQ(operations[static_cast<size_t>(n)].kind, Operation::Kind::kRemove);
+  }
+  EXPECT_OK(save_version(fs, next_));
+  EXPECT_THAT(disk.paths(), UnorderedElementsAreArray(next_.paths()));
+  EXPECT_EQ(load_version(disk.tree(), {&next_}), next_.save_id);
+  return has_failed;
+}
 
 constexpr uint32_t kSeeds[] = {1, 2, 3, 4, 5};
 
@@ -296,18 +147,18 @@ TEST_F(CrashTest, PowerCutAfterTheSaveReturnedLeavesNew) {
 
 TEST_F(CrashTest, TheJudgeTellsVersionsApart) {
   const std::vector<const Version*> versions = {&old_, &new_};
-  EXPECT_EQ(load({}, versions), "nothing");
-  EXPECT_EQ(load(old_tree_, versions), "old0");
+  EXPECT_EQ(load_version({}, versions), "nothing");
+  EXPECT_EQ(load_version(old_tree_, versions), "old0");
   const DiskJournal journal = journal_of_save(old_tree_, new_);
   const DiskTree new_tree = PowerCuts(journal).tree_after_kill(journal.last_instant());
-  EXPECT_EQ(load(new_tree, versions), "new1");
+  EXPECT_EQ(load_version(new_tree, versions), "new1");
   // A mix that every checksum holds for.
   DiskTree mixed = new_tree;
   mixed[path_of(new_.ranks[1].file)] = old_tree_[path_of(old_.ranks[1].file)];
-  EXPECT_EQ(load(mixed, versions), "tensors of another version than new1");
+  EXPECT_EQ(load_version(mixed, versions), "tensors of another version than new1");
   DiskTree torn = new_tree;
   torn[path_of(kMetadata)] = contents_of(new_.metadata().substr(0, 512));
-  EXPECT_EQ(load(torn, versions), "torn metadata");
+  EXPECT_EQ(load_version(torn, versions), "torn metadata");
 }
 
 // The leftovers of a crash neither stand in the way of the next save nor outlive it.
@@ -323,9 +174,9 @@ TEST_F(CrashTest, TheNextSaveAfterAPowerCutSucceedsAndLeavesItselfAlone) {
     for (const DiskTree& tree : trees) {
       MemoryFileSystem disk;
       disk.put(tree);
-      ASSERT_OK(save(disk, next_));
+      ASSERT_OK(save_version(disk, next_));
       ASSERT_THAT(disk.paths(), UnorderedElementsAreArray(next_.paths()));
-      ASSERT_EQ(load(disk.tree(), {&next_}), "next2");
+      ASSERT_EQ(load_version(disk.tree(), {&next_}), "next2");
     }
   }
 }
@@ -337,8 +188,8 @@ TEST_F(CrashTest, KillAtAnyOperationLeavesOldOrNewAndTheNextSaveSucceeds) {
     MemoryFileSystem disk;
     disk.put(old_tree_);
     disk.kill_at(killed);
-    const Status status = save(disk, new_);
-    const std::string verdict = load(disk.tree(), {&old_, &new_});
+    const Status status = save_version(disk, new_);
+    const std::string verdict = load_version(disk.tree(), {&old_, &new_});
     if (!disk.was_killed()) {
       EXPECT_OK(status);
       EXPECT_EQ(verdict, "new1");
@@ -347,49 +198,12 @@ TEST_F(CrashTest, KillAtAnyOperationLeavesOldOrNewAndTheNextSaveSucceeds) {
     ASSERT_THAT(verdict, AnyOf("old0", "new1"));
     MemoryFileSystem rebooted;
     rebooted.put(disk.tree());
-    ASSERT_OK(save(rebooted, next_));
+    ASSERT_OK(save_version(rebooted, next_));
     ASSERT_THAT(rebooted.paths(), UnorderedElementsAreArray(next_.paths()));
-    ASSERT_EQ(load(rebooted.tree(), {&next_}), "next2");
+    ASSERT_EQ(load_version(rebooted.tree(), {&next_}), "next2");
   }
   EXPECT_GT(killed, 20);  // Death has been everywhere.
   std::cout << "[  STATES  ] kills: " << killed << " states\n";
-}
-
-// Fails operation `n` of an overwrite and checks what is left; false when there is no such
-// operation.
-bool survives_failure(const DiskTree& old_tree, const Version& old_version,
-                      const Version& new_version, const Version& next, int64_t n, int error,
-                      Judge& judge) {
-  MemoryFileSystem disk;
-  disk.put(old_tree);
-  RecordingFileSystem fs(disk, old_tree);
-  disk.fail_operation(n, errno_status(error, "cannot go on"));
-  const Status status = save(fs, new_version);
-  const bool has_failed = disk.clear_fault();
-  const std::vector<Operation> operations = disk.operations();
-  const auto renamed = std::ranges::find(operations, Operation::Kind::kRename, &Operation::kind);
-  const bool is_committed = renamed - operations.begin() < n;
-
-  EXPECT_EQ(load(disk.tree(), {&old_version, &new_version}),
-            is_committed ? new_version.save_id : old_version.save_id);
-  std::set<std::string> allowed = {old_version.save_id};
-  if (is_committed) allowed.insert(new_version.save_id);
-  if (status.ok()) allowed = {new_version.save_id};
-  const DiskJournal journal = fs.journal();
-  expect_found(journal, journal.last_instant(), allowed, /*seed=*/1, judge);
-
-  // Only cleaning up may fail unnoticed.
-  if (!status.ok()) {
-    EXPECT_TRUE(has_failed);
-    EXPECT_CODE(status, StatusCode::kStorage);
-    EXPECT_EQ(status.error_number(), error);
-  } else if (has_failed) {
-    EXPECT_EQ(operations[static_cast<size_t>(n)].kind, Operation::Kind::kRemove);
-  }
-  EXPECT_OK(save(fs, next));
-  EXPECT_THAT(disk.paths(), UnorderedElementsAreArray(next.paths()));
-  EXPECT_EQ(load(disk.tree(), {&next}), next.save_id);
-  return has_failed;
 }
 
 TEST_F(CrashTest, AnyFailedOperationLeavesOldOrNewAndTheNextSaveSucceeds) {
@@ -398,7 +212,7 @@ TEST_F(CrashTest, AnyFailedOperationLeavesOldOrNewAndTheNextSaveSucceeds) {
     int64_t n = 0;
     for (bool has_failed = true; has_failed && !HasFailure(); ++n) {
       SCOPED_TRACE(str_cat("operation ", n, " fails with errno ", error));
-      has_failed = survives_failure(old_tree_, old_, new_, next_, n, error, judge);
+      has_failed = survives_failure(n, error, judge);
     }
     EXPECT_GT(n, 20);  // The fault has been everywhere.
   }

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <iostream>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <utility>

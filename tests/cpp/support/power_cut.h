@@ -37,12 +37,11 @@
 #include <cstdint>
 #include <limits>
 #include <map>
-#include <memory>
 #include <random>
 #include <set>
 #include <string>
 #include <string_view>
-#include <unordered_set>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -130,23 +129,18 @@ class PowerCuts {
   FileContents share(std::string bytes);
 
   template <typename Visit>
-  bool for_each_answer(const std::vector<Choice>& choices, int64_t limit, Visit visit);
-
-  struct HashContents {
-    size_t operator()(const FileContents& c) const { return std::hash<std::string>()(*c); }
-  };
-  struct EqualContents {
-    bool operator()(const FileContents& a, const FileContents& b) const { return *a == *b; }
-  };
+  bool for_each_answer(const std::vector<Choice>& choices, int64_t limit, bool deviate,
+                       Visit visit);
 
   const DiskJournal journal_;
   const PowerCutOptions options_;
   std::mt19937 random_;
-  std::unordered_set<FileContents, HashContents, EqualContents> shared_;
+  std::unordered_map<std::string_view, FileContents> shared_;  // By the bytes themselves.
 };
 
 inline FileContents PowerCuts::share(std::string bytes) {
-  return *shared_.insert(contents_of(std::move(bytes))).first;
+  FileContents contents = contents_of(std::move(bytes));
+  return shared_.try_emplace(*contents, contents).first->second;
 }
 
 // ---- What is durable at an instant, and what is not.
@@ -287,7 +281,7 @@ inline PowerCuts::PossibleContents PowerCuts::possible_contents(const FileState&
   add(std::vector<size_t>(choices.size(), 0));
   add(std::vector<size_t>(choices.size(), 1));
   possible.undone = possible.contents.size() - 1;
-  possible.exhaustive = for_each_answer(choices, options_.limit, add);
+  possible.exhaustive = for_each_answer(choices, options_.limit, true, add);
   return possible;
 }
 
@@ -322,7 +316,8 @@ inline PowerCuts::Names PowerCuts::visible_names(const Disk& disk,
 
 // Calls `visit` with one answer to every choice; returns whether it did so with every combination.
 template <typename Visit>
-bool PowerCuts::for_each_answer(const std::vector<Choice>& choices, int64_t limit, Visit visit) {
+bool PowerCuts::for_each_answer(const std::vector<Choice>& choices, int64_t limit, bool deviate,
+                                Visit visit) {
   int64_t combinations = 1;
   for (const Choice& choice : choices) {
     const auto product = checked_mul(combinations, static_cast<int64_t>(choice.count));
@@ -344,7 +339,7 @@ bool PowerCuts::for_each_answer(const std::vector<Choice>& choices, int64_t limi
   for (const bool done : {true, false}) {
     for (size_t i = 0; i < choices.size(); ++i) answers[i] = done ? 0 : choices[i].undone;
     visit(answers);
-    for (size_t i = 0; i < choices.size(); ++i) {
+    for (size_t i = 0; i < choices.size() && deviate; ++i) {
       const size_t before = answers[i];
       for (answers[i] = 0; answers[i] < choices[i].count; ++answers[i]) visit(answers);
       answers[i] = before;
@@ -362,7 +357,7 @@ inline PowerCutTrees PowerCuts::trees_after(int64_t instant) {
   PowerCutTrees out;
   std::vector<Names> all_names;
   const std::vector<Choice> done_or_not(disk.unsynced_names.size(), {2, 1});
-  out.exhaustive = for_each_answer(done_or_not, options_.limit, [&](const auto& answers) {
+  out.exhaustive = for_each_answer(done_or_not, options_.limit, true, [&](const auto& answers) {
     Names names = visible_names(disk, answers);
     if (std::ranges::find(all_names, names) == all_names.end()) all_names.push_back(names);
   });
@@ -370,6 +365,7 @@ inline PowerCutTrees PowerCuts::trees_after(int64_t instant) {
   std::map<int64_t, PossibleContents> possible;
   std::set<DiskTree> found;
   const int64_t limit = options_.limit / static_cast<int64_t>(all_names.size());
+  int deviations = 16;
   for (const Names& names : all_names) {
     std::vector<Choice> choices;
     for (const auto& [path, file] : names) {
@@ -380,15 +376,15 @@ inline PowerCutTrees PowerCuts::trees_after(int64_t instant) {
       choices.push_back({known->second.contents.size(), known->second.undone});
       out.exhaustive = out.exhaustive && known->second.exhaustive;
     }
-    const bool all = for_each_answer(choices, limit, [&](const std::vector<size_t>& answers) {
+    const auto add = [&](const std::vector<size_t>& answers) {
       DiskTree tree;
       size_t i = 0;
       for (const auto& [path, file] : names) {
         tree.emplace_hint(tree.end(), path, possible[file].contents[answers[i++]]);
       }
       if (found.insert(tree).second) out.trees.push_back(std::move(tree));
-    });
-    out.exhaustive = out.exhaustive && all;
+    };
+    if (!for_each_answer(choices, limit, deviations-- > 0, add)) out.exhaustive = false;
   }
   return out;
 }
