@@ -2,10 +2,11 @@
 
 // A disk in memory that tests can look into and break.
 //
-// Files are byte vectors. Every operation is counted and recorded; a chosen one fails. A queue
-// carries a request out only when `wait` reports it, in a seeded random order: a buffer that is
-// used again too early shows as wrong bytes. What io/file_system.h asks of its callers (alignment,
-// room, lifetimes) is checked at every request; a breach fails the test.
+// Files are byte vectors. Every operation is counted and recorded; a chosen one fails, or is the
+// last before the process is killed. A queue carries a request out only when `wait` reports it, in
+// a seeded random order: a buffer that is used again too early shows as wrong bytes. What
+// io/file_system.h asks of its callers (alignment, room, lifetimes) is checked at every request; a
+// breach fails the test.
 //
 // Folders are not kept: a file may be created under any name.
 
@@ -24,6 +25,7 @@
 #include <vector>
 
 #include "io/file_system.h"
+#include "support/disk_journal.h"
 
 namespace torch_ckpt {
 
@@ -106,6 +108,17 @@ class MemoryFileSystem : public FileSystem {
     return std::exchange(has_failed_, false);
   }
 
+  // From operation number `n` on, counting as above, the process is dead: every operation fails
+  // with kCancelled and has no effect, those that would clean up included.
+  void kill_at(int64_t n) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    killed_from_ = std::ssize(operations_) + n;
+  }
+  bool was_killed() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return killed();
+  }
+
   // What was asked for so far, in order.
   std::vector<Operation> operations() const {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -135,6 +148,14 @@ class MemoryFileSystem : public FileSystem {
     for (const auto& [path, data] : files_) paths.push_back(path);
     return paths;
   }
+  void put(const DiskTree& tree) {
+    for (const auto& [path, bytes] : tree) put(path, *bytes);
+  }
+  DiskTree tree() const {
+    DiskTree tree;
+    for (const std::string& path : paths()) tree[path] = contents_of(*contents(path));
+    return tree;
+  }
   int most_open_files() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return most_open_files_;
@@ -149,10 +170,13 @@ class MemoryFileSystem : public FileSystem {
   Status begin(Operation operation) {
     const std::lock_guard<std::mutex> lock(mutex_);
     operations_.push_back(std::move(operation));
+    if (killed()) return cancelled("the process has been killed");
     if (until_fault_ < 0 || until_fault_-- > 0) return ok_status();
     has_failed_ = true;
     return fault_;
   }
+
+  bool killed() const { return killed_from_ >= 0 && std::ssize(operations_) > killed_from_; }
 
   const MemoryOptions options_;
   mutable std::mutex mutex_;  // Guards everything below, and the bytes of all files.
@@ -164,6 +188,7 @@ class MemoryFileSystem : public FileSystem {
   int64_t until_fault_ = -1;  // Operations that still succeed; -1 where no fault is to come.
   bool has_failed_ = false;
   Status fault_;
+  int64_t killed_from_ = -1;  // The first operation of a dead process; -1 where it lives on.
 };
 
 class MemoryFile : public File {
@@ -275,6 +300,7 @@ class MemoryQueue : public IoQueue {
                                     request.offset, ssize(request.memory), is_direct(request)});
     const std::lock_guard<std::mutex> lock(fs_.mutex_);
     --file.in_flight_;
+    if (fs_.killed()) return fault;
     Status status;
     if (request.kind == IoRequest::Kind::kRead) {
       status = read(request, *file.data_);

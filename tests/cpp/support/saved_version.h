@@ -1,0 +1,205 @@
+#pragma once
+
+// A small checkpoint of two ranks, in versions that only their bytes tell apart: saved the way
+// torch_ckpt/writer.py does it, and recognised in whatever tree a crash has left. For crash tests.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/commit.h"
+#include "engine/load_job.h"
+#include "engine/save_job.h"
+#include "support/disk_journal.h"
+#include "support/memory_file_system.h"
+#include "support/saved_file.h"
+#include "support/status_matchers.h"
+#include "support/test_tensor.h"
+
+namespace torch_ckpt {
+
+inline constexpr char kDirectory[] = "run/step-1";
+inline constexpr char kMetadata[] = ".metadata";
+
+inline std::string path_of(const std::string& name) { return std::string(kDirectory) + "/" + name; }
+
+// ---- What is saved.
+
+// One rank's share of a checkpoint: one data file.
+struct Rank {
+  std::string file;
+  std::vector<TestTensor> tensors;
+  std::unique_ptr<BufferPool> pool = make_pool(16 << 10, 8 << 10);  // Several writes to a file.
+};
+
+// A checkpoint of two ranks. All versions have the same names and shapes, so that nothing but
+// their bytes tells them apart.
+struct Version {
+  std::string save_id;
+  std::vector<Rank> ranks;
+
+  // Seeds of different versions are 100 apart.
+  Version(std::string id, uint32_t seed) : save_id(std::move(id)) {
+    for (uint32_t r = 0; r < 2; ++r) {
+      const std::string rank = std::to_string(r);
+      ranks.push_back({"__" + rank + "_0_" + save_id + ".distcp", {}});
+      const auto add = [&](const std::string& name, DType dtype, Dims sizes) {
+        const auto number = static_cast<uint32_t>(ranks[r].tensors.size());
+        ranks[r].tensors.push_back(TestTensor::random("model.layers." + rank + ".attention." + name,
+                                                      dtype, std::move(sizes),
+                                                      seed + 10 * r + number));
+      };
+      add("weight", DType::kFloat32, {60, 40 + r});
+      add("bias", DType::kBFloat16, {300});
+      add("exp_avg", DType::kFloat32, {30, 50});
+      add("exp_avg_sq", DType::kFloat32, {20, 50});
+      add("step", DType::kInt64, {});
+    }
+  }
+
+  // Stands for DCP's: which version it is, how many tensors follow, and where each one lies.
+  std::string metadata() const {
+    std::string lines;
+    size_t count = 0;
+    for (const Rank& rank : ranks) {
+      const Layout layout = layout_of(rank.tensors);
+      for (size_t i = 0; i < rank.tensors.size(); ++i, ++count) {
+        const Slice& slice = layout.slices[i];
+        lines += str_cat(rank.tensors[i].live.name, " ", rank.file, " ", slice.offset, " ",
+                         slice.total_nbytes(), "\n");
+      }
+    }
+    return str_cat(save_id, " ", count, "\n", lines);
+  }
+
+  // All that a directory holds that holds this version alone.
+  std::vector<std::string> paths() const {
+    std::vector<std::string> paths = {path_of(kMetadata)};
+    for (const Rank& rank : ranks) paths.push_back(path_of(rank.file));
+    return paths;
+  }
+};
+
+// Both ranks at the same time. A rank that fails removes its file.
+inline Status write_data(FileSystem& fs, const Version& version) {
+  std::vector<std::unique_ptr<SaveJob>> jobs;
+  for (const Rank& rank : version.ranks) {
+    ASSIGN_OR_RETURN(auto job, SaveJob::start(fs, path_of(rank.file), layout_of(rank.tensors),
+                                              *rank.pool, SaveOptions()));
+    jobs.push_back(std::move(job));
+  }
+  for (size_t i = 0; i < version.ranks[0].tensors.size(); ++i) {
+    for (size_t r = 0; r < jobs.size(); ++r) {
+      RETURN_IF_ERROR(jobs[r]->write(static_cast<int64_t>(i), version.ranks[r].tensors[i].live));
+    }
+  }
+  for (size_t r = 0; r < jobs.size(); ++r) {
+    RETURN_IF_ERROR(jobs[r]->finish());
+    const Status status = fs.sync_directory(kDirectory);
+    if (!status.ok()) {
+      (void)fs.remove(path_of(version.ranks[r].file));
+      return status;
+    }
+  }
+  return ok_status();
+}
+
+// A whole save, step by step as torch_ckpt/writer.py has it.
+inline Status save_version(FileSystem& fs, const Version& version) {
+  RETURN_IF_ERROR(fs.create_directories(kDirectory));
+  ASSIGN_OR_RETURN(const std::vector<std::string> found, fs.list_directory(kDirectory));
+  RETURN_IF_ERROR(write_data(fs, version));
+  RETURN_IF_ERROR(commit_metadata(fs, kDirectory, kMetadata, as_bytes(version.metadata()),
+                                  version.save_id, /*sync=*/true));
+  // Best effort: a file that stays is not referred to by any metadata.
+  for (const std::string& name : found) {
+    if (name != kMetadata) (void)fs.remove(path_of(name));
+  }
+  return ok_status();
+}
+
+// ---- What is found.
+
+// What a directory holds: the save id of one of `versions`, whole and exact; "nothing"; or a text
+// that says what is broken.
+inline std::string load_version(const DiskTree& tree, const std::vector<const Version*>& versions) {
+  const auto metadata = tree.find(path_of(kMetadata));
+  if (metadata == tree.end()) return "nothing";
+  std::istringstream text(*metadata->second);
+  std::string save_id;
+  size_t count = 0;
+  text >> save_id >> count;
+  const auto version = std::ranges::find_if(
+      versions, [&](const Version* candidate) { return candidate->save_id == save_id; });
+  if (version == versions.end()) return "metadata of no save";
+
+  std::vector<TestTensor> loaded;
+  std::vector<TensorRequest> requests;
+  std::string expected;
+  std::string found;
+  for (const Rank& rank : (*version)->ranks) {
+    for (const TestTensor& tensor : rank.tensors) {
+      const LiveTensor& live = tensor.live;
+      StoredSlice slice;
+      text >> slice.name >> slice.file >> slice.offset >> slice.nbytes;
+      if (!text || slice.name != live.name) return "torn metadata";
+      loaded.push_back(TestTensor::random(live.name, live.dtype, live.sizes, /*seed=*/12345));
+      requests.push_back({slice, {Dims(live.sizes.size(), 0), live.sizes}, loaded.back().live});
+      expected += tensor.packed();
+    }
+  }
+  if (requests.size() != count || text.get() != '\n') return "torn metadata";
+
+  MemoryFileSystem fs;
+  fs.put(tree);
+  const auto job = LoadJob::make(
+      fs, kDirectory, {.buffer_nbytes = 96 << 10, .block_nbytes = 16 << 10, .threads = 1});
+  if (!job.ok()) return job.status().to_string();
+  const auto result = (*job)->run(requests, {});
+  if (!result.ok()) return result.status().to_string();
+  for (const TestTensor& tensor : loaded) found += tensor.packed();
+  return found == expected ? save_id : "tensors of another version than " + save_id;
+}
+
+// Loads from each tree once: a tree is known by the files that its metadata names.
+class Judge {
+ public:
+  explicit Judge(std::vector<const Version*> versions) : versions_(std::move(versions)) {}
+
+  std::string operator()(const DiskTree& tree) {
+    ++states_;
+    DiskTree read;
+    const auto metadata = tree.find(path_of(kMetadata));
+    if (metadata != tree.end()) {
+      read.insert(*metadata);
+      for (const auto& [path, bytes] : tree) {
+        const std::string name = path.substr(std::string(kDirectory).size() + 1);
+        if (metadata->second->find(name) != std::string::npos) read.emplace(path, bytes);
+      }
+    }
+    const auto [known, is_new] = verdicts_.try_emplace(std::move(read));
+    if (is_new) known->second = load_version(tree, versions_);
+    return known->second;
+  }
+
+  void report(const std::string& what) const {
+    std::cout << "[  STATES  ] " << what << ": " << states_ << " states, " << verdicts_.size()
+              << " loads that differ\n";
+    testing::Test::RecordProperty("states", std::to_string(states_));
+  }
+
+ private:
+  const std::vector<const Version*> versions_;
+  std::map<DiskTree, std::string> verdicts_;  // Its keys share their bytes: see PowerCuts.
+  int64_t states_ = 0;
+};
+
+}  // namespace torch_ckpt
