@@ -68,7 +68,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         single_file_per_rank: Whether a rank writes ``thread_count`` files, or else one for each
             tensor and object.
         sync_files: Whether :func:`save` returns only when the bytes would survive a power cut.
-            Otherwise they survive the end of this process, and the commit is as atomic.
+            Otherwise they survive the end of this process and the commit is as atomic, but a power
+            cut soon after may cost the new checkpoint and the one that it replaced.
         thread_count: Files that a rank writes at a time, each from a thread of its own. One fills
             most disks.
         per_thread_copy_ahead: Bytes that may be copied ahead of the disk by each thread. Other than

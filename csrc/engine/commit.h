@@ -33,7 +33,8 @@ struct Commit {
   Bytes metadata;
   Bytes index;          // Sealed to `metadata`.
   std::string save_id;  // Keeps what different saves write apart.
-  bool sync = true;     // Without, it is as atomic, but a power cut may undo or mix it.
+  bool sync = true;     // Without, the end of the process cannot harm it, but a power cut may lose
+                        // both it and what it replaces.
 };
 
 // Publishes metadata and index, in place of those that were there, in one step. The data files that

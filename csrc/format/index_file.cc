@@ -36,7 +36,7 @@ class IndexWriter {
       header_.flags |= records::kHasPaths;
       for (const IndexedPath& path : index.paths) add_path(path);
     }
-    if (!fits_) return invalid_argument("the index has more text or numbers than it can hold");
+    if (!fits_) return invalid_argument("the index has texts or numbers that it cannot hold");
     return assemble();
   }
 
@@ -110,6 +110,8 @@ class IndexWriter {
       add_dims(box.sizes);
       std::string transforms;
       for (const std::string& transform : box.transforms) {
+        fits_ = fits_ && !transform.empty() &&
+                transform.find(records::kTransformSeparator) == std::string::npos;
         if (!transforms.empty()) transforms += records::kTransformSeparator;
         transforms += transform;
       }

@@ -55,7 +55,7 @@ class IndexParser {
     RETURN_IF_ERROR(parse_files());
     index_.has_entries = (header_.flags & records::kHasEntries) != 0;
     index_.has_paths = (header_.flags & records::kHasPaths) != 0;
-    RETURN_IF_ERROR(text(header_.metadata_version, &index_.version));
+    if (index_.has_entries) RETURN_IF_ERROR(text(header_.metadata_version, &index_.version));
     RETURN_IF_ERROR(parse_entries());
     RETURN_IF_ERROR(check_overlap());
     RETURN_IF_ERROR(parse_paths());
@@ -265,6 +265,7 @@ class IndexParser {
     for (size_t begin = 0; begin < transforms.size();) {
       const size_t end =
           std::min(transforms.find(records::kTransformSeparator, begin), transforms.size());
+      if (end == begin) return unsound("a transform of ", entry.fqn, " has no name");
       out->transforms.push_back(transforms.substr(begin, end - begin));
       begin = end + 1;
     }

@@ -198,6 +198,10 @@ TEST(IndexFileTest, WhatCannotBeTrueIsNotWritten) {
          i.entries[1].boxes.push_back({{}, {}, 2, 0, 0, false, {}});
        }},
       {"object of no box", [](Index& i) { i.entries[1].boxes.clear(); }},
+      {"transform without a name",
+       [](Index& i) {
+         i.entries[1].boxes[0].transforms = {"", "x"};
+       }},
       {"long word", [](Index& i) { i.entries[0].dtype = std::string(65, 'x'); }},
       {"many dimensions", [](Index& i) { i.entries[3].sizes = Dims(65, 1); }},
   };

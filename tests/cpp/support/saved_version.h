@@ -17,7 +17,9 @@
 
 #include "engine/commit.h"
 #include "engine/load_job.h"
+#include "engine/open_checkpoint.h"
 #include "engine/save_job.h"
+#include "format/index_file.h"
 #include "support/disk_journal.h"
 #include "support/memory_file_system.h"
 #include "support/saved_file.h"
@@ -28,6 +30,8 @@ namespace torch_ckpt {
 
 inline constexpr char kDirectory[] = "run/step-1";
 inline constexpr char kMetadata[] = ".metadata";
+inline constexpr char kIndex[] = ".index";
+inline constexpr int64_t kSumBlock = 4096;  // Small enough for several in a file.
 
 inline std::string path_of(const std::string& name) { return std::string(kDirectory) + "/" + name; }
 
@@ -80,20 +84,46 @@ struct Version {
     return str_cat(save_id, " ", count, "\n", lines);
   }
 
+  // The index of these metadata. `sums` are those of the data files.
+  std::string index(const std::vector<BlockSums>& sums) const {
+    Index index;
+    index.save_id = save_id + std::string(kSaveIdNbytes - std::ssize(save_id), '.');
+    index.metadata = Seal::of(as_bytes(metadata()));
+    index.has_entries = true;
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      index.files.push_back({ranks[r].file, sums[r]});
+      const Layout layout = layout_of(ranks[r].tensors);
+      for (size_t i = 0; i < ranks[r].tensors.size(); ++i) {
+        const LiveTensor& live = ranks[r].tensors[i].live;
+        const Slice& slice = layout.slices[i];
+        index.entries.push_back(
+            {.fqn = live.name,
+             .is_tensor = true,
+             .dtype = std::string(dtype_info(live.dtype).name),
+             .sizes = live.sizes,
+             .boxes = {{Dims(live.sizes.size(), 0), live.sizes, static_cast<int64_t>(r),
+                        slice.offset, slice.total_nbytes(), true}}});
+      }
+    }
+    const auto bytes = write_index(index);
+    EXPECT_OK(bytes);
+    return std::string(as_text(*bytes));
+  }
+
   // All that a directory holds that holds this version alone.
   std::vector<std::string> paths() const {
-    std::vector<std::string> paths = {path_of(kMetadata)};
+    std::vector<std::string> paths = {path_of(kMetadata), path_of(kIndex)};
     for (const Rank& rank : ranks) paths.push_back(path_of(rank.file));
     return paths;
   }
 };
 
-// Both ranks at the same time. A rank that fails removes its file.
-inline Status write_data(FileSystem& fs, const Version& version) {
+// Both ranks at the same time. A rank that fails removes its file. Returns the sums of the files.
+inline Result<std::vector<BlockSums>> write_data(FileSystem& fs, const Version& version) {
   std::vector<std::unique_ptr<SaveJob>> jobs;
   for (const Rank& rank : version.ranks) {
     ASSIGN_OR_RETURN(auto job, SaveJob::start(fs, path_of(rank.file), layout_of(rank.tensors),
-                                              *rank.pool, SaveOptions()));
+                                              *rank.pool, {.sum_block_nbytes = kSumBlock}));
     jobs.push_back(std::move(job));
   }
   for (size_t i = 0; i < version.ranks[0].tensors.size(); ++i) {
@@ -101,27 +131,34 @@ inline Status write_data(FileSystem& fs, const Version& version) {
       RETURN_IF_ERROR(jobs[r]->write(static_cast<int64_t>(i), version.ranks[r].tensors[i].live));
     }
   }
+  std::vector<BlockSums> sums;
   for (size_t r = 0; r < jobs.size(); ++r) {
     RETURN_IF_ERROR(jobs[r]->finish());
+    sums.push_back(jobs[r]->sums());
     const Status status = fs.sync_directory(kDirectory);
     if (!status.ok()) {
       (void)fs.remove(path_of(version.ranks[r].file));
       return status;
     }
   }
-  return ok_status();
+  return sums;
 }
 
 // A whole save, step by step as torch_ckpt/writer.py has it.
 inline Status save_version(FileSystem& fs, const Version& version) {
   RETURN_IF_ERROR(fs.create_directories(kDirectory));
   ASSIGN_OR_RETURN(const std::vector<std::string> found, fs.list_directory(kDirectory));
-  RETURN_IF_ERROR(write_data(fs, version));
-  RETURN_IF_ERROR(commit_metadata(fs, kDirectory, kMetadata, as_bytes(version.metadata()),
-                                  version.save_id, /*sync=*/true));
+  ASSIGN_OR_RETURN(const std::vector<BlockSums> sums, write_data(fs, version));
+  const std::string metadata = version.metadata();
+  const std::string index = version.index(sums);
+  RETURN_IF_ERROR(commit(fs, {.directory = kDirectory,
+                              .names = {},
+                              .metadata = as_bytes(metadata),
+                              .index = as_bytes(index),
+                              .save_id = version.save_id}));
   // Best effort: a file that stays is not referred to by any metadata.
   for (const std::string& name : found) {
-    if (name != kMetadata) (void)fs.remove(path_of(name));
+    if (name != kMetadata && name != kIndex) (void)fs.remove(path_of(name));
   }
   return ok_status();
 }
@@ -131,9 +168,12 @@ inline Status save_version(FileSystem& fs, const Version& version) {
 // What a directory holds: the save id of one of `versions`, whole and exact; "nothing"; or a text
 // that says what is broken.
 inline std::string load_version(const DiskTree& tree, const std::vector<const Version*>& versions) {
-  const auto metadata = tree.find(path_of(kMetadata));
-  if (metadata == tree.end()) return "nothing";
-  std::istringstream text(*metadata->second);
+  MemoryFileSystem fs;
+  fs.put(tree);
+  const auto opened = open_checkpoint(fs, kDirectory);
+  if (opened.status().code() == StatusCode::kNotFound) return "nothing";
+  if (!opened.ok()) return opened.status().to_string();
+  std::istringstream text{std::string(as_text(opened->metadata))};
   std::string save_id;
   size_t count = 0;
   text >> save_id >> count;
@@ -158,10 +198,10 @@ inline std::string load_version(const DiskTree& tree, const std::vector<const Ve
   }
   if (requests.size() != count || text.get() != '\n') return "torn metadata";
 
-  MemoryFileSystem fs;
-  fs.put(tree);
+  if (opened->index == nullptr) return "metadata that have lost their index";
   const auto job = LoadJob::make(
-      fs, kDirectory, {.buffer_nbytes = 96 << 10, .block_nbytes = 16 << 10, .threads = 1});
+      fs, kDirectory, {.buffer_nbytes = 96 << 10, .block_nbytes = 16 << 10, .threads = 1},
+      opened->index);
   if (!job.ok()) return job.status().to_string();
   const auto result = (*job)->run(requests, {});
   if (!result.ok()) return result.status().to_string();
@@ -169,7 +209,7 @@ inline std::string load_version(const DiskTree& tree, const std::vector<const Ve
   return found == expected ? save_id : "tensors of another version than " + save_id;
 }
 
-// Loads from each tree once: a tree is known by the files that its metadata names.
+// Loads from each tree once: a tree is known by its indexes and the files that its metadata name.
 class Judge {
  public:
   explicit Judge(std::vector<const Version*> versions) : versions_(std::move(versions)) {}
@@ -182,7 +222,9 @@ class Judge {
       read.insert(*metadata);
       for (const auto& [path, bytes] : tree) {
         const std::string name = path.substr(std::string(kDirectory).size() + 1);
-        if (metadata->second->find(name) != std::string::npos) read.emplace(path, bytes);
+        if (name.starts_with(kIndex) || metadata->second->find(name) != std::string::npos) {
+          read.emplace(path, bytes);
+        }
       }
     }
     const auto [known, is_new] = verdicts_.try_emplace(std::move(read));
