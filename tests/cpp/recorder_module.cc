@@ -1,0 +1,76 @@
+// The Python module `recorder`: records what a save does to a real directory, and rebuilds every
+// legal tree after a power cut (power_cut.h), for tests that load them with stock DCP as well.
+// Built by CMake where it is told of a Python; never a part of the package.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "io/posix_file_system.h"
+#include "support/power_cut.h"
+#include "support/recording_file_system.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt {
+namespace {
+
+using PyTree = std::map<std::string, py::bytes>;  // Path to bytes.
+
+PyTree to_python(const DiskTree& tree) {
+  PyTree out;
+  for (const auto& [path, bytes] : tree) out.emplace(path, py::bytes(*bytes));
+  return out;
+}
+
+// The disk of the machine.
+PosixFileSystem& disk() {
+  static PosixFileSystem file_system;
+  return file_system;
+}
+
+std::unique_ptr<RecordingFileSystem> record(const std::map<std::string, std::string>& initial,
+                                            const std::string& folder) {
+  DiskTree tree;
+  for (const auto& [path, bytes] : initial) tree.emplace(path, contents_of(bytes));
+  return std::make_unique<RecordingFileSystem>(disk(), std::move(tree), folder);
+}
+
+std::vector<PyTree> trees_after(PowerCuts& cuts, int64_t instant) {
+  std::vector<PyTree> out;
+  for (const DiskTree& tree : cuts.trees_after(instant).trees) out.push_back(to_python(tree));
+  return out;
+}
+
+std::string change_before(const PowerCuts& cuts, int64_t instant) {
+  return instant == 0 ? "nothing"
+                      : to_string(cuts.journal().changes[static_cast<size_t>(instant - 1)]);
+}
+
+}  // namespace
+}  // namespace torch_ckpt
+
+PYBIND11_MODULE(recorder, module) {
+  using namespace torch_ckpt;
+  py::module_::import("torch_ckpt._native");  // It registers FileSystem.
+  py::class_<RecordingFileSystem, FileSystem>(module, "RecordingFileSystem")
+      .def(py::init(&record), py::arg("initial"), py::arg("folder"));
+  py::class_<PowerCuts>(module, "PowerCuts")
+      .def(py::init([](const RecordingFileSystem& fs, int64_t limit, int64_t samples,
+                       uint32_t seed) {
+             return std::make_unique<PowerCuts>(
+                 fs.journal(), PowerCutOptions{.limit = limit, .samples = samples, .seed = seed});
+           }),
+           py::arg("fs"), py::arg("limit"), py::arg("samples"), py::arg("seed"))
+      .def_property_readonly("last_instant",
+                             [](const PowerCuts& cuts) { return cuts.journal().last_instant(); })
+      .def("change_before", &change_before, py::arg("instant"))
+      .def("trees_after", &trees_after, py::arg("instant"))
+      .def(
+          "tree_after_kill",
+          [](PowerCuts& cuts, int64_t instant) { return to_python(cuts.tree_after_kill(instant)); },
+          py::arg("instant"));
+}
