@@ -27,6 +27,7 @@ __all__ = [
     "INDEX_MARK",
     "WrittenFile",
     "check_index_is_not_lost",
+    "check_metadata_are_whole",
     "make_index",
     "to_entries",
     "to_metadata",
@@ -34,6 +35,8 @@ __all__ = [
 
 INDEX_MARK = "torch_ckpt.index"
 """Stands in ``storage_meta.modules`` of metadata that were committed with an index."""
+
+_WAY_OUT = "FastReader(verify=False) loads what metadata alone can tell, unchecked"
 
 _MEMORY_FORMATS = {
     "contiguous_format": torch.contiguous_format,
@@ -92,6 +95,24 @@ def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) 
         return _to_metadata(index, checkpoint_id)
 
 
+def check_metadata_are_whole(pickled: bytes, other: _native.Index | None, *, where: str) -> None:
+    """Tells metadata that have changed since they were committed, before they are unpickled.
+
+    A damaged pickle may ask for any amount of memory.
+
+    Args:
+        pickled: The metadata, which no index is sealed to.
+        other: An index found in its place, sealed to other metadata.
+        where: The metadata's path, for the message.
+
+    Raises:
+        CorruptionError: The two are of the same save, so that one of them is not what it was.
+    """
+    # A data file's name never recurs: none of an older save's is in the metadata of a newer one.
+    if other is not None and any(os.fsencode(name) in pickled for name, _ in other.files):
+        raise CorruptionError(f"{where} and its index contradict each other; {_WAY_OUT}")
+
+
 def check_index_is_not_lost(
     metadata: Metadata, other: _native.Index | None, *, why: str, where: str
 ) -> None:
@@ -106,15 +127,12 @@ def check_index_is_not_lost(
     Raises:
         CorruptionError: It had one, so that bytes could not be checked as they should be.
     """
-    way_out = "FastReader(verify=False) loads what metadata alone can tell, unchecked"
+    modules = getattr(metadata.storage_meta, "modules", None)
+    if not isinstance(modules, list) or INDEX_MARK not in modules:
+        return
     if other is not None:
-        # A data file's name never recurs, so metadata that share one with the index are its own:
-        # either of the two has changed since.
-        names = {name for name, _ in other.files}
-        if any(info.relative_path in names for info in metadata.storage_data.values()):
-            raise CorruptionError(f"{where} and its index contradict each other; {way_out}")
-    if INDEX_MARK in (getattr(metadata.storage_meta, "modules", None) or ()):
-        raise CorruptionError(f"the index of {where} is missing or damaged: {why}; {way_out}")
+        why = f"the one in its place is of another save, {other.save_id}"
+    raise CorruptionError(f"the index of {where} is missing or damaged: {why}; {_WAY_OUT}")
 
 
 def to_entries(

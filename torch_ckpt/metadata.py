@@ -7,7 +7,12 @@ import pickle
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from torch_ckpt.tensors import gc_paused
 
@@ -37,7 +42,12 @@ def load_metadata(pickled: bytes) -> Metadata:
             metadata = pickle.loads(pickled)
     except Exception as error:
         raise ValueError(f"it cannot be unpickled: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    if (
+        not isinstance(metadata, Metadata)
+        or not isinstance(metadata.storage_data, dict)
+        or not isinstance(metadata.state_dict_metadata, dict)
+        or not isinstance(getattr(metadata, "storage_meta", None), StorageMeta | None)
+    ):
         raise ValueError("it does not hold DCP's Metadata")
     return metadata
 

@@ -34,7 +34,7 @@ from torch_ckpt.errors import (
     UnsupportedError,
     portable_errors,
 )
-from torch_ckpt.index import check_index_is_not_lost, to_metadata
+from torch_ckpt.index import check_index_is_not_lost, check_metadata_are_whole, to_metadata
 from torch_ckpt.metadata import load_metadata
 from torch_ckpt.options import IoOptions
 from torch_ckpt.tensors import (
@@ -172,11 +172,19 @@ class FastReader(StorageReader):
                 self._file_system, os.fsencode(self.path), path.name, f"{prefix}.index"
             )
         except NotFoundError as error:
+            if self._file_system.exists(os.fsencode(self.path / f"{prefix}.index")):
+                # A commit gives it that name after that of the metadata.
+                raise CorruptionError(
+                    f"the checkpoint in {self.path} has lost its metadata: {prefix}.index is "
+                    f"there, {path.name} is not"
+                ) from error
             raise NotFoundError(
                 f"no checkpoint is committed in {self.path}: there is no {path.name}"
             ) from error
         if self._index is not None and self._index.has_entries:
             return to_metadata(self._index, checkpoint_id=self.path)
+        if self._index is None and self.verify:
+            check_metadata_are_whole(pickled, other, where=str(path))
         try:
             metadata = load_metadata(pickled)
         except ValueError as error:
