@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _find(directory: Path) -> list[str]:
-    """Prefixes of the metadata in a directory: none of a whole checkpoint's, ``__0`` of rank 0's."""
+    """Prefixes of the metadata in a directory: ``__0`` of rank 0's own, else an empty one."""
     fs = _native.local_file_system()
     names = [os.fsdecode(name) for name in fs.list_directory(os.fsencode(directory))]
     found = {match[1] for match in map(_METADATA.fullmatch, names) if match}

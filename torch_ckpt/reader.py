@@ -27,7 +27,6 @@ from torch.futures import Future
 
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.errors import (
-    CheckpointError,
     CorruptionError,
     MismatchError,
     NotFoundError,
@@ -102,7 +101,7 @@ class FastReader(StorageReader):
         self._file_system = _native.local_file_system()
         self._metadata: Metadata | None = None
         self._index: _native.Index | None = None
-        self._failure: CheckpointError | None = None  # Of reading the coordinator's metadata.
+        self._failure: Exception | None = None  # Of reading the coordinator's metadata.
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what it has read: a copy reads for itself.
@@ -144,11 +143,13 @@ class FastReader(StorageReader):
             return _NOTHING
         try:
             metadata = self._read_metadata("" if rank is None else f"__{rank}")
-        except CheckpointError as error:
-            if self._failure is not None:
-                return _NOTHING
-            self._failure = error if rank is None else None
-            raise
+        except Exception as error:  # Of any kind: none may end in the metadata of a rank.
+            if self._failure is None:
+                self._failure = error if rank is None else None
+                raise
+            if not isinstance(error, NotFoundError):
+                self._failure = error  # The rank's own are there.
+            return _NOTHING
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         self._failure = None

@@ -249,7 +249,8 @@ def test_no_damage_to_any_region_of_any_file_loads_other_values(
 def test_no_random_damage_loads_other_values(
     buffer_nbytes: int, direct: bool, checkpoint: Checkpoint, rng: random.Random
 ) -> None:
-    io = IoOptions(buffer_nbytes, min(buffer_nbytes // 2, 4 << 20), direct=direct)
+    block_nbytes = min(buffer_nbytes // 2, 4 << 20)
+    io = IoOptions(buffer_nbytes=buffer_nbytes, block_nbytes=block_nbytes, direct=direct)
 
     outcomes = run_campaign(
         (random_damage(checkpoint.before, rng) for _ in range(2000)),
