@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from torch_ckpt import _native
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.options import IoOptions
+from torch_ckpt.seal import check_unsealed
 
 __all__ = ["main"]
 
@@ -105,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _find(directory: Path) -> list[str]:
-    """Prefixes of the metadata in a directory: ``__0`` of rank 0's own, else an empty one."""
+    """Prefixes of the metadata in a directory: none, or ``__0`` of those of rank 0 alone."""
     fs = _native.local_file_system()
     names = [os.fsdecode(name) for name in fs.list_directory(os.fsencode(directory))]
     found = {match[1] for match in map(_METADATA.fullmatch, names) if match}
@@ -138,17 +139,15 @@ def _open_pickled(
     why: str,
 ) -> _Checkpoint:
     """Only metadata say what is stored: torch's classes are needed to read them."""
-    from torch_ckpt.index import check_index_is_not_lost, check_metadata_are_whole, to_entries
+    if index is None:
+        check_unsealed(pickled, other, why=why, where=str(path))
+    from torch_ckpt.index import to_entries
     from torch_ckpt.metadata import load_metadata
 
-    if index is None:
-        check_metadata_are_whole(pickled, other, where=str(path))
     try:
         metadata = load_metadata(pickled)
     except ValueError as error:
         raise CorruptionError(f"cannot read {path}: {error}") from error
-    if index is None:
-        check_index_is_not_lost(metadata, other, why=why, where=str(path))
     if index is not None:
         files = index.files
     else:

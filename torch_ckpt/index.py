@@ -21,22 +21,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_ckpt import _native
 from torch_ckpt.errors import CorruptionError
+from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.tensors import gc_paused
 
 __all__ = [
-    "INDEX_MARK",
     "WrittenFile",
-    "check_index_is_not_lost",
-    "check_metadata_are_whole",
     "make_index",
     "to_entries",
     "to_metadata",
 ]
-
-INDEX_MARK = "torch_ckpt.index"
-"""Stands in ``storage_meta.modules`` of metadata that were committed with an index."""
-
-_WAY_OUT = "FastReader(verify=False) loads what metadata alone can tell, unchecked"
 
 _MEMORY_FORMATS = {
     "contiguous_format": torch.contiguous_format,
@@ -93,46 +86,6 @@ def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) 
     """
     with gc_paused():
         return _to_metadata(index, checkpoint_id)
-
-
-def check_metadata_are_whole(pickled: bytes, other: _native.Index | None, *, where: str) -> None:
-    """Tells metadata that have changed since they were committed, before they are unpickled.
-
-    A damaged pickle may ask for any amount of memory.
-
-    Args:
-        pickled: The metadata, which no index is sealed to.
-        other: An index found in its place, sealed to other metadata.
-        where: The metadata's path, for the message.
-
-    Raises:
-        CorruptionError: The two are of the same save, so that one of them is not what it was.
-    """
-    # A data file's name never recurs: none of an older save's is in the metadata of a newer one.
-    if other is not None and any(os.fsencode(name) in pickled for name, _ in other.files):
-        raise CorruptionError(f"{where} and its index contradict each other; {_WAY_OUT}")
-
-
-def check_index_is_not_lost(
-    metadata: Metadata, other: _native.Index | None, *, why: str, where: str
-) -> None:
-    """Tells metadata that never had an index from those whose index is damaged or gone.
-
-    Args:
-        metadata: As unpickled.
-        other: An index found in its place, sealed to other metadata.
-        why: Why there is none, for the message.
-        where: The metadata's path, for the message.
-
-    Raises:
-        CorruptionError: It had one, so that bytes could not be checked as they should be.
-    """
-    modules = getattr(metadata.storage_meta, "modules", None)
-    if not isinstance(modules, list) or INDEX_MARK not in modules:
-        return
-    if other is not None:
-        why = f"the one in its place is of another save, {other.save_id}"
-    raise CorruptionError(f"the index of {where} is missing or damaged: {why}; {_WAY_OUT}")
 
 
 def to_entries(

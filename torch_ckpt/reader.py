@@ -33,9 +33,10 @@ from torch_ckpt.errors import (
     UnsupportedError,
     portable_errors,
 )
-from torch_ckpt.index import check_index_is_not_lost, check_metadata_are_whole, to_metadata
+from torch_ckpt.index import to_metadata
 from torch_ckpt.metadata import load_metadata
 from torch_ckpt.options import IoOptions
+from torch_ckpt.seal import check_unsealed
 from torch_ckpt.tensors import (
     DTYPE_CODES,
     Destinations,
@@ -185,14 +186,11 @@ class FastReader(StorageReader):
         if self._index is not None and self._index.has_entries:
             return to_metadata(self._index, checkpoint_id=self.path)
         if self._index is None and self.verify:
-            check_metadata_are_whole(pickled, other, where=str(path))
+            check_unsealed(pickled, other, why=why, where=str(path))
         try:
-            metadata = load_metadata(pickled)
+            return load_metadata(pickled)
         except ValueError as error:
             raise CorruptionError(f"cannot read {path}: {error}") from error
-        if self._index is None and self.verify:
-            check_index_is_not_lost(metadata, other, why=why, where=str(path))
-        return metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Keeps the plan: nothing is decided here."""
