@@ -28,14 +28,14 @@ ROOMS = {
 # Modules of torch_ckpt from the ground up: each imports only from rows above its own.
 LAYERS = [
     {"errors", "options", "_native", "_tensor_view"},
-    {"tensors", "roll_call", "pickles"},
+    {"tensors", "roll_call", "pickles", "seal"},
     {"index", "metadata", "deadline"},
-    {"data_file"},
+    {"data_file", "loading"},
     {"writer", "reader"},
     {"api", "cli"},
     {"__init__"},
 ]
-WITHOUT_TORCH = {"errors", "options", "cli", "__init__"}
+WITHOUT_TORCH = {"errors", "options", "seal", "cli", "__init__"}
 
 VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")
 MAX_LINES = 450

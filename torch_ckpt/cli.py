@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from torch_ckpt import _native
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.options import IoOptions
+from torch_ckpt.seal import check_unsealed
 
 __all__ = ["main"]
 
@@ -28,7 +29,7 @@ SOUND, DAMAGED, UNKNOWN, FAILED = 0, 1, 2, 3
 """How the command exits."""
 
 _STEP_NBYTES = 256 << 20  # Checked between two looks at the clock.
-_METADATA = re.compile(r"(__\d+)?\.metadata")
+_METADATA = re.compile(r"((?:__\d+)?)\.(metadata|index)")
 _RANK = re.compile(r"__(\d+)_\d+")
 
 
@@ -104,23 +105,27 @@ def _parser() -> argparse.ArgumentParser:
 # Opening
 
 
-def _open(directory: Path) -> list[_Checkpoint]:
+def _find(directory: Path) -> list[str]:
+    """Prefixes of the metadata in a directory: none, or ``__0`` of those of rank 0 alone."""
     fs = _native.local_file_system()
     names = [os.fsdecode(name) for name in fs.list_directory(os.fsencode(directory))]
-    found = sorted(name for name in names if _METADATA.fullmatch(name))
+    found = {match[1] for match in map(_METADATA.fullmatch, names) if match}
     if not found:
         raise NotFoundError(f"no checkpoint is committed in {directory}")
-    return [_open_one(directory, name) for name in found]
+    return sorted(found)
 
 
-def _open_one(directory: Path, name: str) -> _Checkpoint:
-    path = directory / name
-    pickled, index, other, why = _native.open_checkpoint(
-        _native.local_file_system(),
-        os.fsencode(directory),
-        name,
-        name.removesuffix(".metadata") + ".index",
-    )
+def _open(directory: Path, prefix: str) -> _Checkpoint:
+    path = directory / f"{prefix}.metadata"
+    try:
+        pickled, index, other, why = _native.open_checkpoint(
+            _native.local_file_system(), os.fsencode(directory), path.name, f"{prefix}.index"
+        )
+    except NotFoundError as error:
+        raise CorruptionError(
+            f"the checkpoint in {directory} has lost its metadata: {prefix}.index is there, "
+            f"{path.name} is not"
+        ) from error
     if index is not None and index.entries is not None:
         return _Checkpoint(path, index, index.files, index.entries, index.save_id)
     return _open_pickled(path, pickled, index, other, why)
@@ -134,25 +139,17 @@ def _open_pickled(
     why: str,
 ) -> _Checkpoint:
     """Only metadata say what is stored: torch's classes are needed to read them."""
-    from torch_ckpt.index import check_index_is_not_lost, to_entries
-    from torch_ckpt.metadata import load_metadata
-
-    try:
-        metadata = load_metadata(pickled)
-    except ValueError as error:
-        raise CorruptionError(f"cannot read {path}: {error}") from error
     if index is None:
-        check_index_is_not_lost(metadata, other, why=why, where=str(path))
-    names = sorted({info.relative_path for info in metadata.storage_data.values()})
-    files = [(name, 0) for name in names]
+        check_unsealed(pickled, other, why=why, where=str(path))
+    from torch_ckpt.index import to_entries
+    from torch_ckpt.metadata import load_committed
+
+    metadata = load_committed(pickled, where=str(path))
     if index is not None:
         files = index.files
     else:
-        for number, name in enumerate(names):
-            try:
-                files[number] = name, os.stat(path.parent / name).st_size
-            except OSError as error:
-                raise NotFoundError(f"cannot find {path.parent / name}: {error}") from error
+        names = {str(getattr(info, "relative_path", "")) for info in metadata.storage_data.values()}
+        files = [(name, _size_of(path.parent / name)) for name in sorted(names)]
     entries = to_entries(metadata, [name for name, _ in files])
     if entries is None:
         raise CorruptionError(f"{path} describes its tensors in a way of its own")
@@ -160,16 +157,25 @@ def _open_pickled(
     return _Checkpoint(path, index, files, entries, save_id)
 
 
+def _size_of(path: Path) -> int:
+    """The length of a file; 0 where it is missing, which whoever reads it will find out."""
+    try:
+        return os.stat(path).st_size
+    except (OSError, ValueError):
+        return 0
+
+
 # verify
 
 
 def _verify(options: argparse.Namespace) -> int:
     report = _Report()
-    try:
-        checkpoints = _open(options.path)
-    except CorruptionError as error:
-        print(f"damaged: {error}")
-        return DAMAGED
+    checkpoints: list[_Checkpoint] = []
+    for prefix in _find(options.path):
+        try:
+            checkpoints.append(_open(options.path, prefix))
+        except CorruptionError as error:
+            report.damage.append(str(error))
     total = sum(nbytes for checkpoint in checkpoints for _, nbytes in checkpoint.files)
     progress = _Progress(total, shown=not options.quiet and sys.stderr.isatty())
     begin = time.monotonic()
@@ -182,13 +188,14 @@ def _verify(options: argparse.Namespace) -> int:
     seconds = max(time.monotonic() - begin, 1e-9)
     speed = f"{report.nbytes} bytes in {seconds:.2f} s, {report.nbytes / seconds / 1e9:.2f} GB/s"
     for line in report.damage:
-        print(f"damaged: {line}")
+        print(_shown(f"damaged: {line}"))
     if report.damage:
-        print(f"{len(report.fqns)} FQNs are damaged: {', '.join(sorted(report.fqns))}")
+        if report.fqns:
+            print(_shown(f"{len(report.fqns)} FQNs are damaged: {', '.join(sorted(report.fqns))}"))
         print(f"damaged ({speed})")
         return DAMAGED
     for line in report.doubts:
-        print(f"cannot tell: {line}")
+        print(_shown(f"cannot tell: {line}"))
     print(f"{'no damage found' if report.doubts else 'sound'} ({speed})")
     return UNKNOWN if report.doubts else SOUND
 
@@ -310,7 +317,7 @@ class _Progress:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    summaries = [_summary(checkpoint) for checkpoint in _open(options.path)]
+    summaries = [_summary(_open(options.path, prefix)) for prefix in _find(options.path)]
     if options.json:
         json.dump(summaries[0] if len(summaries) == 1 else summaries, sys.stdout, indent=1)
         print()
@@ -390,10 +397,16 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    rows = [[_shown(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = itertools.starmap(str.ljust, zip(row, widths, strict=True))
         print("  " + "  ".join(cells).rstrip())
+
+
+def _shown(name: str) -> str:
+    """A name from a file, without what a terminal would act on."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
 def _size(nbytes: int) -> str:

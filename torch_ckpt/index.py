@@ -21,19 +21,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_ckpt import _native
 from torch_ckpt.errors import CorruptionError
+from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.tensors import gc_paused
 
 __all__ = [
-    "INDEX_MARK",
     "WrittenFile",
-    "check_index_is_not_lost",
     "make_index",
     "to_entries",
     "to_metadata",
 ]
-
-INDEX_MARK = "torch_ckpt.index"
-"""Stands in ``storage_meta.modules`` of metadata that were committed with an index."""
 
 _MEMORY_FORMATS = {
     "contiguous_format": torch.contiguous_format,
@@ -90,31 +86,6 @@ def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) 
     """
     with gc_paused():
         return _to_metadata(index, checkpoint_id)
-
-
-def check_index_is_not_lost(
-    metadata: Metadata, other: _native.Index | None, *, why: str, where: str
-) -> None:
-    """Tells metadata that never had an index from those whose index is damaged or gone.
-
-    Args:
-        metadata: As unpickled.
-        other: An index found in its place, sealed to other metadata.
-        why: Why there is none, for the message.
-        where: The metadata's path, for the message.
-
-    Raises:
-        CorruptionError: It had one, so that bytes could not be checked as they should be.
-    """
-    way_out = "FastReader(verify=False) loads what metadata alone can tell, unchecked"
-    if other is not None:
-        # A data file's name never recurs, so metadata that share one with the index are its own:
-        # either of the two has changed since.
-        names = {name for name, _ in other.files}
-        if any(info.relative_path in names for info in metadata.storage_data.values()):
-            raise CorruptionError(f"{where} and its index contradict each other; {way_out}")
-    if INDEX_MARK in (getattr(metadata.storage_meta, "modules", None) or ()):
-        raise CorruptionError(f"the index of {where} is missing or damaged: {why}; {way_out}")
 
 
 def to_entries(

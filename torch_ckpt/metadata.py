@@ -18,11 +18,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_ckpt.errors import CheckpointError
-from torch_ckpt.pickles import load_allowed
+from torch_ckpt.errors import CorruptionError, UnsupportedError
+from torch_ckpt.pickles import ForbiddenPickleError, load_allowed
 from torch_ckpt.tensors import gc_paused
 
-__all__ = ["UnreadableMetadata", "check_metadata", "dump_metadata", "load_metadata"]
+__all__ = [
+    "UnreadableMetadata",
+    "check_metadata",
+    "dump_metadata",
+    "load_committed",
+    "load_metadata",
+]
 
 _INT64_MAX = torch.iinfo(torch.int64).max
 
@@ -64,6 +70,24 @@ def load_metadata(pickled: bytes, *, trust_pickle: bool = False) -> Metadata:
         return metadata
 
 
+def load_committed(pickled: bytes, *, where: str, trust_pickle: bool = False) -> Metadata:
+    """As :func:`load_metadata`, of the file ``where``, with the errors that users see.
+
+    Raises:
+        CorruptionError: The bytes are no sound metadata.
+        UnsupportedError: They ask for more than stock DCP's metadata needs.
+    """
+    try:
+        return load_metadata(pickled, trust_pickle=trust_pickle)
+    except ForbiddenPickleError as error:
+        raise UnsupportedError(
+            f"cannot read {where}: {error}. It may run code; if you trust who wrote it, "
+            "FastReader(trust_pickle=True) lets it"
+        ) from error
+    except ValueError as error:
+        raise CorruptionError(f"cannot read {where}: {error}") from error
+
+
 def check_metadata(value: object) -> Metadata:
     """The value, if it is metadata in which every part is of its type and inside the whole.
 
@@ -102,7 +126,7 @@ class UnreadableMetadata(Metadata):
 
     # DCP drops what read_metadata raises, and raises an AssertionError of its own.
 
-    def __init__(self, error: CheckpointError) -> None:
+    def __init__(self, error: Exception) -> None:
         self.error = error
 
     def __getattribute__(self, name: str) -> Any:

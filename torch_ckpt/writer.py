@@ -39,10 +39,11 @@ from torch_ckpt.errors import (
     UnsupportedError,
     portable_errors,
 )
-from torch_ckpt.index import INDEX_MARK, WrittenFile, make_index
+from torch_ckpt.index import WrittenFile, make_index
 from torch_ckpt.metadata import dump_metadata
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.roll_call import claim_commit
+from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.tensors import useful_buffer_nbytes
 
 __all__ = ["FastWriter"]

@@ -5,9 +5,18 @@
 namespace torch_ckpt {
 namespace {
 
+constexpr int kAttempts = 4;  // Of a directory that others save into.
+
 Result<std::shared_ptr<const Index>> read_index(FileSystem& fs, const std::string& path) {
-  ASSIGN_OR_RETURN(const std::vector<std::byte> bytes, read_file(fs, path));
-  Result<Index> index = parse_index(bytes);
+  // The header says how long it is: a file of another length is not read, however long it claims to
+  // be.
+  ASSIGN_OR_RETURN(const std::vector<std::byte> header, read_start(fs, path, kIndexHeaderNbytes));
+  const Result<IndexIdentity> identity = parse_index_identity(header);
+  Result<Index> index = identity.status();
+  if (identity.ok()) {
+    ASSIGN_OR_RETURN(const std::vector<std::byte> bytes, read_file(fs, path, identity->nbytes));
+    index = parse_index(bytes);
+  }
   if (!index.ok()) {
     return Status(index.status().code(),
                   str_cat("cannot read ", path, ": ", index.status().message()));
@@ -30,10 +39,8 @@ std::shared_ptr<const Index> find_pending_index(FileSystem& fs, const std::strin
   return nullptr;
 }
 
-}  // namespace
-
-Result<OpenedCheckpoint> open_checkpoint(FileSystem& fs, const std::string& directory,
-                                         const CommitNames& names) {
+Result<OpenedCheckpoint> open_once(FileSystem& fs, const std::string& directory,
+                                   const CommitNames& names) {
   OpenedCheckpoint opened;
   ASSIGN_OR_RETURN(opened.metadata, read_file(fs, directory + "/" + names.metadata));
   const Seal seal = Seal::of(opened.metadata);
@@ -46,6 +53,22 @@ Result<OpenedCheckpoint> open_checkpoint(FileSystem& fs, const std::string& dire
   if (opened.index != nullptr) return opened;
   opened.index_status = index.status();
   if (index.ok()) opened.other_index = *index;
+  return opened;
+}
+
+}  // namespace
+
+Result<OpenedCheckpoint> open_checkpoint(FileSystem& fs, const std::string& directory,
+                                         const CommitNames& names) {
+  ASSIGN_OR_RETURN(OpenedCheckpoint opened, open_once(fs, directory, names));
+  // A save may have committed between the reading of the two: then they are another pair by now.
+  for (int attempt = 0; attempt < kAttempts && opened.index == nullptr &&
+                        opened.index_status.code() != StatusCode::kNotFound;
+       ++attempt) {
+    ASSIGN_OR_RETURN(OpenedCheckpoint again, open_once(fs, directory, names));
+    if (again.index == nullptr && again.metadata == opened.metadata) break;
+    opened = std::move(again);
+  }
   return opened;
 }
 

@@ -145,6 +145,9 @@ inline constexpr int64_t kMaxSmallFileNbytes = int64_t{8} << 30;
 Result<std::vector<std::byte>> read_file(FileSystem& fs, const std::string& path,
                                          int64_t max_nbytes = kMaxSmallFileNbytes);
 
+// The first `nbytes` bytes of a file, or all of a shorter one.
+Result<std::vector<std::byte>> read_start(FileSystem& fs, const std::string& path, int64_t nbytes);
+
 // Creates `path` with these bytes, and syncs it when `sync` is set. On an error the file may exist
 // with some of the bytes.
 Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool sync);

@@ -70,6 +70,40 @@ TEST(OpenCheckpointTest, ADamagedIndexIsReportedWithItsName) {
   EXPECT_THAT(opened.index_status.message(), HasSubstr("c/.index"));
 }
 
+// A hole costs a disk nothing, and memory as much as it claims.
+TEST(OpenCheckpointTest, AnIndexOfAnotherLengthThanItsHeaderStatesIsNotRead) {
+  MemoryFileSystem fs;
+  fs.put("c/.metadata", "m");
+  fs.put("c/.index", index_of("m") + std::string(1 << 20, '\0'));
+  ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
+  EXPECT_CODE(opened.index_status, StatusCode::kCorruption);
+  for (const Operation& operation : fs.operations()) EXPECT_LE(operation.nbytes, 4096);
+}
+
+// Commits another checkpoint at the moment when the index of the first is asked for.
+class OvertakenFileSystem : public MemoryFileSystem {
+ public:
+  Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode,
+                                     Caching caching) override {
+    if (path == "c/.index" && saves_left > 0) {
+      const std::string text = "metadata " + std::to_string(saves_left--);
+      put("c/.metadata", text);
+      put("c/.index", index_of(text));
+    }
+    return MemoryFileSystem::open(path, mode, caching);
+  }
+  int saves_left = 2;
+};
+
+TEST(OpenCheckpointTest, ASaveThatCommitsMeanwhileIsNoDamage) {
+  OvertakenFileSystem fs;
+  fs.put("c/.metadata", "old");
+  fs.put("c/.index", index_of("old"));
+  ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
+  ASSERT_NE(opened.index, nullptr);
+  EXPECT_EQ(opened.index->metadata, Seal::of(opened.metadata));
+}
+
 TEST(OpenCheckpointTest, WithoutMetadataThereIsNoCheckpoint) {
   MemoryFileSystem fs;
   fs.put("c/.index", index_of("m"));

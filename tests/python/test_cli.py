@@ -1,0 +1,328 @@
+"""The command ``torch-ckpt``, run as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import data_files, random_tensor, save
+from conftest import ROOT
+from damage import BLOCK, slices_of
+from torch.distributed.checkpoint import FileSystemWriter
+
+from torch_ckpt import FastWriter
+
+SOUND, DAMAGED, UNKNOWN, FAILED = 0, 1, 2, 3
+MODULE = [sys.executable, "-m", "torch_ckpt.cli"]
+
+
+def run(*arguments: object, command: list[str] = MODULE, **options: Any) -> tuple[int, str]:
+    """How the command exits, and what it prints."""
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        **options,
+    )
+    assert "Traceback" not in done.stdout
+    return done.returncode, done.stdout
+
+
+@pytest.fixture
+def state(rng: random.Random) -> dict[str, Any]:
+    return {
+        "model": {
+            "wide": random_tensor([300, 500], torch.float32),
+            "medium": random_tensor([200, 300], torch.bfloat16),
+            "none": torch.zeros(0, 3),
+            "scalar": torch.tensor(2.5),
+        },
+        "step": 7,
+        "object": "x" * 1000,
+    }
+
+
+@pytest.fixture
+def saved(state: dict[str, Any], tmp_path: Path) -> Path:
+    """A checkpoint of ``state`` in two data files."""
+    save(state, FastWriter(tmp_path / "saved", thread_count=2))
+    return tmp_path / "saved"
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def fqns_in(path: Path, file: str, begin: int, end: int) -> list[str]:
+    """The FQNs that have bytes in a range, in the order in which they lie."""
+    mine = [s for s in slices_of(path) if s.file == file and s.begin < end and s.end > begin]
+    return [s.fqn for s in sorted(mine, key=lambda s: s.begin)]
+
+
+def damaged_line(path: Path, file: str, begin: int, end: int) -> str:
+    """How the command lists a damaged range."""
+    fqns = fqns_in(path, file, begin, end)
+    return f"damaged: {file} [{begin}, {end}): {', '.join(fqns) or 'no tensor or object'}"
+
+
+def damage_lines(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.startswith("damaged: ")]
+
+
+# verify
+
+
+def test_a_sound_checkpoint_exits_0_and_all_of_it_was_read(saved: Path) -> None:
+    status, printed = run("verify", saved)
+
+    assert status == SOUND
+    nbytes = sum(file.stat().st_size for file in data_files(saved))
+    assert printed.startswith(f"sound ({nbytes} bytes in ")
+    assert printed.rstrip().endswith("GB/s)")
+
+
+def test_the_installed_command_is_the_module(saved: Path) -> None:
+    command = shutil.which("torch-ckpt", path=str(Path(sys.executable).parent))
+    if command is None:
+        pytest.skip("the package is not installed, only on the path")
+    assert run("verify", saved, command=[command])[0] == SOUND
+    assert run("verify", saved.parent, command=[command])[0] == FAILED
+
+
+def test_every_damaged_range_is_listed_with_its_fqns(saved: Path) -> None:
+    one, two = data_files(saved)
+    nbytes = one.stat().st_size
+    assert nbytes > 5 * BLOCK
+    expected = []
+    for file, at in [(one, 0), (one, 2 * BLOCK + 5), (one, nbytes - 1), (two, 100)]:
+        flip(file, at)
+        begin = at // BLOCK * BLOCK
+        end = min(begin + BLOCK, file.stat().st_size)
+        expected.append(damaged_line(saved, file.name, begin, end))
+
+    status, printed = run("verify", saved)
+
+    assert status == DAMAGED
+    assert damage_lines(printed) == expected
+    fqns = {fqn for line in expected for fqn in line.split("): ")[1].split(", ")}
+    assert f"{len(fqns)} FQNs are damaged: {', '.join(sorted(fqns))}" in printed
+
+
+def test_damage_in_neighbouring_blocks_is_one_range(saved: Path) -> None:
+    file = data_files(saved)[0]
+    for block in (1, 2, 3):
+        flip(file, block * BLOCK)
+
+    status, printed = run("verify", saved)
+
+    assert status == DAMAGED
+    assert damage_lines(printed) == [damaged_line(saved, file.name, BLOCK, 4 * BLOCK)]
+
+
+@pytest.mark.parametrize("cut", [1, BLOCK, 3 * BLOCK + 17])
+def test_a_file_that_was_cut_off_is_damaged_from_the_block_of_the_cut_on(
+    cut: int, saved: Path
+) -> None:
+    file = data_files(saved)[0]
+    nbytes = file.stat().st_size
+    os.truncate(file, nbytes - cut)
+
+    status, printed = run("verify", saved)
+
+    assert status == DAMAGED
+    begin = (nbytes - cut) // BLOCK * BLOCK
+    assert damage_lines(printed) == [damaged_line(saved, file.name, begin, nbytes)]
+
+
+@pytest.mark.parametrize("more", [1, 5 * BLOCK])
+def test_a_file_that_became_longer_is_damaged_where_nothing_lies(more: int, saved: Path) -> None:
+    file = data_files(saved)[0]
+    nbytes = file.stat().st_size
+    file.write_bytes(file.read_bytes() + bytes(more))
+
+    status, printed = run("verify", saved)
+
+    assert status == DAMAGED
+    line = f"damaged: {file.name} [{nbytes}, {nbytes + more}): no tensor or object"
+    assert damage_lines(printed) == [line]
+
+
+def test_missing_empty_and_replaced_files_are_listed_with_all_they_held(saved: Path) -> None:
+    one, two = data_files(saved)
+    whole = two.read_bytes()
+    missing, nbytes = one.name, one.stat().st_size
+    one.unlink()
+    for content in (b"", bytes(len(whole))):
+        two.write_bytes(content)
+
+        status, printed = run("verify", saved)
+
+        assert status == DAMAGED
+        first, second = damage_lines(printed)
+        assert first.startswith(f"damaged: {missing} [0, {nbytes}): ")
+        assert second == damaged_line(saved, two.name, 0, len(whole))
+        fqns = {s.fqn for s in slices_of(saved)}
+        assert f"{len(fqns)} FQNs are damaged: {', '.join(sorted(fqns))}" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        (".index", "missing", "the index of {path}/.metadata is missing or damaged"),
+        (".index", "flipped", "the header of the index fails its checksum"),
+        (".metadata", "missing", "has lost its metadata: .index is there"),
+        (".metadata", "flipped", "{path}/.metadata and its index contradict each other"),
+    ],
+)
+def test_damaged_metadata_or_index_are_damage(
+    name: str, damage: str, said: str, saved: Path
+) -> None:
+    whole = (saved / name).read_bytes()
+    (saved / name).unlink()
+    if damage != "missing":
+        flipped = bytearray(whole)
+        flipped[200] ^= 1
+        (saved / name).write_bytes(flipped)
+
+    for command, prefix in (("verify", "damaged: "), ("inspect", "torch-ckpt: ")):
+        status, printed = run(command, saved)
+        assert status == DAMAGED
+        assert said.format(path=saved) in printed
+        assert printed.startswith(prefix)
+
+
+def test_a_stock_checkpoint_exits_2_as_long_as_nothing_contradicts_it(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
+    save(state, FileSystemWriter(tmp_path))
+    status, printed = run("verify", tmp_path)
+    assert status == UNKNOWN
+    assert f"cannot tell: {tmp_path / '.metadata'} has no index" in printed
+    assert "no damage found" in printed
+
+    (file,) = data_files(tmp_path)
+    whole = file.read_bytes()
+    wide = next(s for s in slices_of(tmp_path) if s.fqn == "model.wide")
+    step = next(s for s in slices_of(tmp_path) if s.fqn == "step")
+    flip(file, whole.index(state["model"]["wide"].numpy().tobytes()) + 1000)
+    flip(file, step.begin + 67)  # In the pickle, behind the header of its record.
+    status, printed = run("verify", tmp_path)
+    assert status == DAMAGED
+    hit = sorted([wide, step], key=lambda s: s.begin)
+    for line, at in zip(damage_lines(printed), hit, strict=True):
+        assert line.startswith(f"damaged: {file.name} [{at.begin}, {at.end}): {at.fqn}: ")
+    assert "2 FQNs are damaged: model.wide, step" in printed
+
+    file.unlink()
+    status, printed = run("verify", tmp_path)
+    assert status == DAMAGED
+    assert {s.fqn for s in slices_of(tmp_path)} == {
+        line.split("): ")[1].split(": ")[0] for line in damage_lines(printed)
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["verify", "{empty}"], "no checkpoint is committed in {empty}"),
+        (["inspect", "{empty}"], "no checkpoint is committed in {empty}"),
+        (["verify", "{empty}/nowhere"], "{empty}/nowhere"),
+        (["verify", "{empty}/file"], "{empty}/file"),
+        (["verify"], "path"),
+        (["verify", "--fast", "{empty}"], "--fast"),
+        (["inspect", "--jsn", "{empty}"], "--jsn"),
+        (["repair", "{empty}"], "repair"),
+        ([], "COMMAND"),
+    ],
+)
+def test_what_cannot_be_done_exits_3_and_says_why(
+    arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "__0_0_0123456789abcdef.distcp").write_bytes(b"of a save that did not commit")
+
+    status, printed = run(*(argument.format(empty=tmp_path) for argument in arguments))
+
+    assert status == FAILED
+    assert said.format(empty=tmp_path) in printed
+
+
+def test_checkpoints_of_single_ranks_are_checked_one_by_one(
+    world_of_one: None, state: dict[str, Any], tmp_path: Path
+) -> None:
+    dcp.save(state, storage_writer=FastWriter(tmp_path), use_collectives=False)
+    save(state, FastWriter(tmp_path))
+    assert run("verify", tmp_path)[0] == SOUND
+    alone = {s.file for s in slices_of(tmp_path)}
+    (of_rank,) = (file for file in data_files(tmp_path) if file.name not in alone)
+    flip(of_rank, 0)
+    flip(tmp_path / ".index", 100)
+
+    status, printed = run("verify", tmp_path)
+
+    assert status == DAMAGED
+    assert any(line.startswith(f"damaged: {of_rank.name} [0, ") for line in damage_lines(printed))
+    assert any("the index of" in line for line in damage_lines(printed))
+
+
+def on_terminal(*arguments: object) -> str:
+    """What the command writes to a terminal that is its standard error."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [*MODULE, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=slave,
+    )
+    os.close(slave)
+    written = b""
+    try:
+        while part := os.read(master, 65536):
+            written += part
+    except OSError:  # Linux has no other end of file for a terminal.
+        pass
+    os.close(master)
+    assert process.wait(60) == SOUND
+    return written.decode()
+
+
+def test_progress_is_shown_on_a_terminal_and_nowhere_else(saved: Path) -> None:
+    shown = on_terminal("verify", saved)
+
+    assert "100%" in shown
+    assert "GB/s" in shown
+    assert data_files(saved)[0].name in shown
+    assert shown.endswith("\r\x1b[K"), "the bar stays behind"
+    assert on_terminal("verify", "--quiet", saved) == ""
+    assert "\r" not in run("verify", saved)[1]
+
+
+def test_verify_reads_fast(tmp_path: Path) -> None:
+    state = {str(i): torch.randint(0, 256, [64 << 20], dtype=torch.uint8) for i in range(4)}
+    save(state, FastWriter(tmp_path))
+    speeds = []
+    for cached in (False, True):
+        for file in data_files(tmp_path):
+            if not cached:
+                with open(file, "rb") as stream:
+                    os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                file.read_bytes()
+        status, printed = run("verify", tmp_path)
+        assert status == SOUND
+        speeds.append(printed.strip())
+    print(f"256 MiB from the disk: {speeds[0]}; from the page cache: {speeds[1]}")

@@ -1,0 +1,370 @@
+"""Metadata and index that are damaged, lost, changed, stale, or of somebody else's save."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import (
+    blank,
+    data_files,
+    differences,
+    failure_of,
+    files,
+    load,
+    loads,
+    random_tensor,
+    save,
+)
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+
+from torch_ckpt import CorruptionError, FastReader, FastWriter, NotFoundError
+
+
+def random_state(rng: random.Random) -> dict[str, Any]:
+    return {
+        "large": random_tensor([300, 500], torch.float32),
+        "small": random_tensor([100], torch.bfloat16),
+        "step": rng.randrange(1 << 24, 1 << 30),
+    }
+
+
+@pytest.fixture
+def state(rng: random.Random) -> dict[str, Any]:
+    return random_state(rng)
+
+
+@pytest.fixture
+def saved(state: dict[str, Any], tmp_path: Path) -> Path:
+    """A checkpoint of ``state`` in two data files."""
+    save(state, FastWriter(tmp_path / "saved", thread_count=2))
+    return tmp_path / "saved"
+
+
+def refusal(path: Path, state: dict[str, Any], **options: Any) -> str:
+    """What the error says that keeps a load from altering any target."""
+    targets = blank(state)
+    error = failure_of(dcp.load, targets, storage_reader=FastReader(path), **options)
+    assert isinstance(error, CorruptionError), repr(error)
+    assert differences(blank(state), targets) == []
+    return str(error)
+
+
+# The index
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "flipped", "of another save"])
+def test_without_its_index_a_checkpoint_is_refused_with_a_way_out(
+    damage: str, saved: Path, state: dict[str, Any], tmp_path: Path
+) -> None:
+    index = saved / ".index"
+    whole = index.read_bytes()
+    if damage == "of another save":
+        save(state, FastWriter(tmp_path / "other"))
+        index.write_bytes((tmp_path / "other" / ".index").read_bytes())
+    elif damage == "missing":
+        index.unlink()
+    else:
+        index.write_bytes(b"" if damage == "empty" else whole[:99] + b"\xff" + whole[100:])
+
+    said = refusal(saved, state, no_dist=True)
+
+    assert "index" in said
+    assert str(saved / ".metadata") in said
+    assert "FastReader(verify=False)" in said
+    assert ": ;" not in said, "no reason is given"
+    unchecked = load(blank(state), FastReader(saved, verify=False))
+    assert differences(state, unchecked) == []
+    assert loads(saved, state, FileSystemReader) == []
+
+
+def test_an_index_of_any_length_is_refused_and_not_read_whole(
+    saved: Path, state: dict[str, Any]
+) -> None:
+    for name in (".index", ".metadata"):
+        before = (saved / name).read_bytes()
+        with open(saved / name, "r+b") as file:
+            file.truncate(1 << 43)  # 8 TiB, of which none is on the disk.
+        targets = blank(state)
+        error = failure_of(load, targets, FastReader(saved))
+        assert isinstance(error, OSError | CorruptionError), repr(error)
+        assert name in str(error) or "index" in str(error)
+        assert differences(blank(state), targets) == []
+        (saved / name).write_bytes(before)
+    assert loads(saved, state) == []
+
+
+# Metadata that unpickle and are not what was committed
+
+
+def _edit_place(**changes: Any) -> Callable[[Metadata], None]:
+    def edit(metadata: Metadata) -> None:
+        index = next(index for index in metadata.storage_data if index.fqn == "large")
+        info = metadata.storage_data[index]
+        changed = {k: v(info) if callable(v) else v for k, v in changes.items()}
+        metadata.storage_data[index] = dataclasses.replace(info, **changed)
+
+    return edit
+
+
+def _edit_size(metadata: Metadata) -> None:
+    large = metadata.state_dict_metadata["large"]
+    large.size = large.chunks[0].sizes = torch.Size([150, 1000])
+
+
+def _edit_dtype(metadata: Metadata) -> None:
+    properties = TensorProperties(dtype=torch.int32)
+    metadata.state_dict_metadata["large"].properties = properties
+
+
+def _forget_the_mark(metadata: Metadata) -> None:
+    metadata.storage_meta.modules = []
+
+
+def _forget_storage_meta(metadata: Metadata) -> None:
+    metadata.storage_meta = None
+
+
+def _swap_places(metadata: Metadata) -> None:
+    one, two = (
+        next(index for index in metadata.storage_data if index.fqn == fqn)
+        for fqn in ("large", "small")
+    )
+    places = metadata.storage_data
+    places[one], places[two] = places[two], places[one]
+
+
+EDITS: dict[str, Callable[[Metadata], None]] = {
+    "an offset": _edit_place(offset=lambda info: info.offset + 64),
+    "a length": _edit_place(length=lambda info: info.length - 4),
+    "a file that is not there": _edit_place(relative_path="__0_9.distcp"),
+    "a file outside": _edit_place(relative_path="../saved/x.distcp"),
+    "a size": _edit_size,
+    "a dtype": _edit_dtype,
+    "places swapped": _swap_places,
+    "the mark of the index": _forget_the_mark,
+    "storage_meta": _forget_storage_meta,
+    "nothing but the pickle's bytes": lambda metadata: None,
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_metadata_that_were_changed_and_still_unpickle_are_refused(
+    edit: str, saved: Path, state: dict[str, Any]
+) -> None:
+    path = saved / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    EDITS[edit](metadata)
+    path.write_bytes(pickle.dumps(metadata, protocol=3))
+
+    said = refusal(saved, state, no_dist=True)
+
+    assert "contradict each other" in said
+    assert str(path) in said
+
+
+EVERY_FLIP = """
+import resource, sys
+from pathlib import Path
+from torch_ckpt import CorruptionError, FastReader
+
+resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+unpickled = []
+sys.addaudithook(lambda event, _: event == "pickle.find_class" and unpickled.append(event))
+path = Path(sys.argv[1])
+whole = (path / ".metadata").read_bytes()
+refused = 0
+for at in range(len(whole)):
+    damaged = bytearray(whole)
+    damaged[at] ^= 1 << at % 8
+    (path / ".metadata").write_bytes(damaged)
+    try:
+        FastReader(path).read_metadata()
+    except CorruptionError:
+        refused += 1
+print("refused:", refused, "unpickled:", len(unpickled))
+"""
+
+
+def test_metadata_with_a_flipped_bit_are_never_unpickled(
+    saved: Path, run_python: Callable[..., str]
+) -> None:
+    # One flip in fifty would have pickle reserve gigabytes.
+    flips = (saved / ".metadata").stat().st_size
+    assert run_python(EVERY_FLIP, saved) == f"refused: {flips} unpickled: 0\n"
+
+
+# Metadata of ranks, which DCP falls back to
+
+
+def lose(path: Path, how: str, other: Path) -> None:
+    """Damages a checkpoint's metadata in one way."""
+    metadata = path / ".metadata"
+    whole = metadata.read_bytes()
+    if how == "missing":
+        metadata.unlink()
+        return
+    if how == "index missing":
+        (path / ".index").unlink()
+        return
+    middle = len(whole) // 2
+    metadata.write_bytes(
+        {
+            "empty": b"",
+            "cut off": whole[:middle],
+            "flipped": whole[:middle] + bytes([whole[middle] ^ 16]) + whole[middle + 1 :],
+            "another object": pickle.dumps({"not": "metadata"}),
+            "of another save": (other / ".metadata").read_bytes(),
+        }[how]
+    )
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "missing",
+        "empty",
+        "cut off",
+        "flipped",
+        "another object",
+        "of another save",
+        "index missing",
+    ],
+)
+def test_metadata_of_a_rank_never_stand_in_for_damaged_metadata(
+    how: str, world_of_one: None, state: dict[str, Any], rng: random.Random, tmp_path: Path
+) -> None:
+    old, path = random_state(rng), tmp_path / "saved"
+    dcp.save(old, storage_writer=FastWriter(path), use_collectives=False)
+    save(state, FastWriter(path, thread_count=2))
+    save(old, FastWriter(tmp_path / "other"))
+    assert (path / "__0.metadata").exists()
+    assert loads(path, state) == []
+    lose(path, how, tmp_path / "other")
+
+    said = refusal(path, state)
+
+    assert ".metadata" in said
+    assert "__0" not in said
+
+
+def test_metadata_of_a_rank_never_stand_in_for_damaged_metadata_of_stock_dcp(
+    world_of_one: None, state: dict[str, Any], rng: random.Random, tmp_path: Path
+) -> None:
+    dcp.save(random_state(rng), storage_writer=FastWriter(tmp_path), use_collectives=False)
+    save(state, FileSystemWriter(tmp_path))
+    whole = (tmp_path / ".metadata").read_bytes()
+    odd = []
+    for field, value in [("storage_meta", "x"), ("storage_data", [1]), ("state_dict_metadata", 5)]:
+        metadata = pickle.loads(whole)
+        setattr(metadata, field, value)
+        odd.append(pickle.dumps(metadata))
+
+    for damaged in [b"", whole[:-10], b"garbage", *odd]:
+        (tmp_path / ".metadata").write_bytes(damaged)
+        assert str(tmp_path / ".metadata") in refusal(tmp_path, state)
+
+
+def test_metadata_of_a_rank_are_found_where_there_never_were_others(
+    world_of_one: None, state: dict[str, Any], tmp_path: Path
+) -> None:
+    dcp.save(state, storage_writer=FastWriter(tmp_path), use_collectives=False)
+    targets = blank(state)
+
+    dcp.load(targets, storage_reader=FastReader(tmp_path))
+
+    assert differences(state, targets) == []
+
+
+@pytest.mark.parametrize("name", ["__0.index", "__0.metadata", "data"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut off", "flipped"])
+def test_checkpoints_of_single_ranks_have_an_index_of_their_own(
+    damage: str, name: str, world_of_one: None, state: dict[str, Any], tmp_path: Path
+) -> None:
+    dcp.save(state, storage_writer=FastWriter(tmp_path), use_collectives=False)
+    file = data_files(tmp_path)[0] if name == "data" else tmp_path / name
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    file.unlink()
+    if damage != "missing":
+        flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        file.write_bytes({"empty": b"", "cut off": whole[:-1], "flipped": flipped}[damage])
+
+    # DCP wraps no error of a rank that loads by itself: they arrive as they are.
+    targets = blank(state)
+    with pytest.raises((CorruptionError, NotFoundError, dcp.CheckpointException)) as caught:
+        dcp.load(targets, storage_reader=FastReader(tmp_path))
+
+    assert file.name.removeprefix("__0.") in str(caught.value)
+    if name != "data":
+        assert differences(blank(state), targets) == []
+
+
+# Two writers, one directory
+
+
+def test_a_checkpoint_that_stock_dcp_saves_over_ours_loads(saved: Path, rng: random.Random) -> None:
+    new = random_state(rng)
+    index = (saved / ".index").read_bytes()
+    save(new, FileSystemWriter(saved))
+
+    assert (saved / ".index").read_bytes() == index
+    assert loads(saved, new) == []
+    assert loads(saved, new, FileSystemReader) == []
+
+
+def test_a_checkpoint_that_we_save_over_stock_dcps_loads(
+    state: dict[str, Any], rng: random.Random, tmp_path: Path
+) -> None:
+    for new in (random_state(rng), state):
+        save(random_state(rng), FileSystemWriter(tmp_path))
+        save(new, FastWriter(tmp_path))
+        assert loads(tmp_path, new) == []
+        assert loads(tmp_path, new, FileSystemReader) == []
+    assert len(files(tmp_path)) == 3
+
+
+def test_stale_data_of_ours_are_not_what_a_stock_checkpoint_is_made_of(
+    saved: Path, rng: random.Random
+) -> None:
+    new = random_state(rng)
+    stale = data_files(saved)
+    save(new, FileSystemWriter(saved))
+    for file in stale:
+        file.write_bytes(b"garbage")
+
+    assert loads(saved, new) == []
+
+
+# What stock DCP wrote: its archives have checksums of what they hold
+
+
+@pytest.mark.parametrize("fqn", ["large", "small", "step"])
+def test_a_flipped_bit_of_a_stock_payload_that_is_read_whole_is_corruption(
+    fqn: str, state: dict[str, Any], rng: random.Random, tmp_path: Path
+) -> None:
+    metadata = save(state, FileSystemWriter(tmp_path))
+    (file,) = data_files(tmp_path)
+    whole = file.read_bytes()
+    (info,) = (info for index, info in metadata.storage_data.items() if index.fqn == fqn)
+    if isinstance(state[fqn], torch.Tensor):
+        raw = state[fqn].view(torch.uint8).numpy().tobytes()
+        begin, nbytes = whole.index(raw, info.offset), len(raw)
+    else:  # Anywhere in the record of the pickle, after its header and name.
+        begin, nbytes = info.offset + 64, 8
+    for at in [begin, begin + nbytes - 1, *(begin + rng.randrange(nbytes) for _ in range(10))]:
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
+        error = failure_of(load, blank({fqn: state[fqn]}), FastReader(tmp_path))
+        assert isinstance(error, CorruptionError), f"byte {at - info.offset} of {fqn}"
+        assert file.name in str(error)
+        assert repr(fqn) in str(error)
+    file.write_bytes(whole)
+    assert loads(tmp_path, state) == []

@@ -1,0 +1,48 @@
+"""Metadata that no index is sealed to: they never had one, or something is damaged.
+
+Importing this module does not import torch, and nothing here unpickles: a damaged pickle may ask
+for any amount of memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from torch_ckpt import _native
+from torch_ckpt.errors import CorruptionError
+
+__all__ = ["INDEX_MARK", "check_unsealed"]
+
+INDEX_MARK = "torch_ckpt.index"
+"""Stands in ``storage_meta.modules`` of metadata that were committed with an index."""
+
+_NAMES_TRIED = 8  # Against damage to the name itself.
+
+# As pickle writes it, whole: with its length, in one byte or four.
+_PICKLED_MARK = re.compile(
+    rb"(\x8c%c|X%c\0\0\0)%s" % (len(INDEX_MARK), len(INDEX_MARK), re.escape(INDEX_MARK.encode()))
+)
+
+
+def check_unsealed(pickled: bytes, other: _native.Index | None, *, why: str, where: str) -> None:
+    """Tells metadata that never had an index from those whose index is damaged or gone.
+
+    Args:
+        pickled: The metadata, which no index is sealed to.
+        other: An index found in its place, sealed to other metadata.
+        why: Why no index can be read, for the message.
+        where: The metadata's path, for the message.
+
+    Raises:
+        CorruptionError: They had one, so that bytes could not be checked as they should be.
+    """
+    way_out = "FastReader(verify=False) loads what metadata alone can tell, unchecked"
+    if other is not None:
+        # A data file's name never recurs: the metadata of a newer save have none of an older one's,
+        # and those of the same save have all.
+        if any(os.fsencode(name) in pickled for name, _ in other.files[:_NAMES_TRIED]):
+            raise CorruptionError(f"{where} and its index contradict each other; {way_out}")
+        why = f"the one in its place is of another save, {other.save_id}"
+    if _PICKLED_MARK.search(pickled):
+        raise CorruptionError(f"the index of {where} is missing or damaged: {why}; {way_out}")
