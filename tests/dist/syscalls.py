@@ -1,4 +1,4 @@
-"""Stops a process before each system call that changes files, while another decides what follows.
+"""Stops a process before each system call that changes files: another lets it through, or not.
 
 A seccomp filter with a listener: no tracer, no other program and no privilege is needed, and a
 process that is killed while it is stopped has not made the call. Linux 5.5 or later, x86-64.
@@ -99,8 +99,15 @@ class Listener:
 
     def let_through(self, stop: Stop) -> None:
         """Has the thread make its call."""
+        self._reply(stop, 0, _CONTINUE)
+
+    def fail(self, stop: Stop, number: int) -> None:
+        """Has the call fail with this ``errno`` without being made."""
+        self._reply(stop, -number, 0)
+
+    def _reply(self, stop: Stop, error: int, flags: int) -> None:
         with contextlib.suppress(FileNotFoundError):  # Killed meanwhile.
-            fcntl.ioctl(self._fd, _SEND, bytearray(_REPLY.pack(stop.ticket, 0, 0, _CONTINUE)))
+            fcntl.ioctl(self._fd, _SEND, bytearray(_REPLY.pack(stop.ticket, 0, error, flags)))
 
     def close(self) -> None:
         """Stops listening: a call that would be stopped from now on fails."""

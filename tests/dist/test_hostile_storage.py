@@ -25,7 +25,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt import FastReader, FastWriter
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+]
 
 HANG_S = 30
 NOBODY = 65534
