@@ -130,7 +130,9 @@ def draw_case(rng: random.Random, moment: str | None, victims: str) -> Case:
         "coordinator": [0],
         "another": [rng.randrange(1, world_size)],
     }
-    victims = rng.choice([*doomed]) if victims == "any" else victims
+    if victims == "any":
+        weights = [2, 2, 1] if moment in COORDINATOR_MOMENTS else [1, 1, 1]
+        (victims,) = rng.choices([*doomed], weights)
     return Case(
         world_size,
         tensors,
