@@ -35,6 +35,7 @@ from torch_ckpt.data_file import write_data_file
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
+    NotFoundError,
     StorageError,
     UnsupportedError,
     portable_errors,
@@ -257,19 +258,26 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         metadata.storage_data = storage_data
         metadata.storage_meta = self.storage_meta()
         files = {file.name for file in written}
-        self._check_files_exist(files)
-        pickled = dump_metadata(metadata)
-        index = make_index(metadata, pickled, written, save_id=self.save_id)
-        claim_commit()
-        self._file_system.commit(
-            os.fsencode(self.path),
-            self._own_name(_METADATA),
-            self._own_name(_INDEX),
-            pickled,
-            index,
-            self.save_id,
-            self.sync_files,
-        )
+        pickled = b""
+        try:
+            self._check_files_exist(files)
+            pickled = dump_metadata(metadata)
+            index = make_index(metadata, pickled, written, save_id=self.save_id)
+            claim_commit()
+            self._file_system.commit(
+                os.fsencode(self.path),
+                self._own_name(_METADATA),
+                self._own_name(_INDEX),
+                pickled,
+                index,
+                self.save_id,
+                self.sync_files,
+            )
+        except BaseException:
+            # On a disk that is full they would be in the way of every save to come.
+            if not self._may_be_committed(pickled):
+                self._remove_files(files)
+            raise
         self._remove_stale_files(files)
 
     def _write_files(
@@ -352,6 +360,16 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
                 f"cannot commit {self.path}: {len(missing)} data files written by this save are "
                 f"gone, {min(missing)} among them; is another save writing to the same directory?"
             )
+
+    def _may_be_committed(self, pickled: bytes) -> bool:
+        """Whether readers may find these metadata although the commit has failed."""
+        path = os.fsencode(self.path / self._own_name(_METADATA))
+        try:
+            return self._file_system.read_file(path) == pickled
+        except NotFoundError:
+            return False
+        except CheckpointError:
+            return True
 
     def _remove_stale_files(self, referenced: set[str]) -> None:
         """Removes what the commit has replaced, and what failed saves have left.

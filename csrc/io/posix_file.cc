@@ -34,6 +34,31 @@ std::string direct_transfer_problem(int fd) {
   return "";
 }
 
+const char* kind_name(mode_t mode) {
+  if (S_ISFIFO(mode)) return "a FIFO";
+  if (S_ISSOCK(mode)) return "a socket";
+  return S_ISCHR(mode) || S_ISBLK(mode) ? "a device" : "of an unknown kind";
+}
+
+// OK for regular files, by way of symbolic links too: caches keep the files of a folder elsewhere.
+Status check_regular(const struct stat& stat, const std::string& path) {
+  if (S_ISREG(stat.st_mode)) return ok_status();
+  if (S_ISDIR(stat.st_mode)) return errno_status(EISDIR, str_cat("cannot open ", path));
+  return Status(StatusCode::kStorage,
+                str_cat("cannot open ", path, ": it is ", kind_name(stat.st_mode),
+                        ", and not a regular file"),
+                EINVAL);
+}
+
+// Opens a file for reading without waiting for anybody: opening a FIFO waits for its writer. What
+// it is remains to be checked; io_uring would give up on files that stay non-blocking.
+Descriptor open_to_read(const std::string& path, int flags) {
+  flags |= O_RDONLY | O_CLOEXEC;
+  Descriptor file(retry_interrupted([&] { return ::open(path.c_str(), flags | O_NONBLOCK); }));
+  if (file.valid() && ::fcntl(file.get(), F_SETFL, flags & O_DIRECT) != 0) return Descriptor(-1);
+  return file;
+}
+
 }  // namespace
 
 Descriptor::~Descriptor() {
@@ -57,9 +82,11 @@ Result<std::unique_ptr<PosixFile>> PosixFile::open(const std::string& path, Open
 
 Status PosixFile::open_descriptors(OpenMode mode, Caching caching) {
   const bool create = mode == OpenMode::kCreate;
-  const int flags = O_CLOEXEC | (create ? O_RDWR | O_CREAT | O_EXCL : O_RDONLY);
+  const int flags = O_CLOEXEC | O_RDWR | O_CREAT | O_EXCL;
   buffered_ =
-      Descriptor(retry_interrupted([&] { return ::open(path_.c_str(), flags, kFileMode); }));
+      create
+          ? Descriptor(retry_interrupted([&] { return ::open(path_.c_str(), flags, kFileMode); }))
+          : open_to_read(path_, 0);
   if (!buffered_.valid()) {
     return errno_status(errno, str_cat("cannot ", create ? "create " : "open ", path_));
   }
@@ -67,7 +94,7 @@ Status PosixFile::open_descriptors(OpenMode mode, Caching caching) {
   if (::fstat(buffered_.get(), &stat) != 0) {
     return errno_status(errno, str_cat("cannot read the attributes of ", path_));
   }
-  if (S_ISDIR(stat.st_mode)) return errno_status(EISDIR, str_cat("cannot open ", path_));
+  RETURN_IF_ERROR(check_regular(stat, path_));
   if (caching == Caching::kBuffered) return ok_status();
 
   const Status status = open_direct(mode);
@@ -77,8 +104,11 @@ Status PosixFile::open_descriptors(OpenMode mode, Caching caching) {
 }
 
 Status PosixFile::open_direct(OpenMode mode) {
-  const int flags = O_CLOEXEC | O_DIRECT | (mode == OpenMode::kCreate ? O_RDWR : O_RDONLY);
-  Descriptor direct(retry_interrupted([&] { return ::open(path_.c_str(), flags); }));
+  const int flags = O_CLOEXEC | O_RDWR | O_DIRECT;
+  Descriptor direct =
+      mode == OpenMode::kCreate
+          ? Descriptor(retry_interrupted([&] { return ::open(path_.c_str(), flags); }))
+          : open_to_read(path_, O_DIRECT);
   if (!direct.valid()) {
     if (errno == EINVAL || errno == EOPNOTSUPP) {
       fallback_reason_ = str_cat("O_DIRECT refused by the file system (",

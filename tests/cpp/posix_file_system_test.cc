@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "io/page_cache.h"
@@ -74,6 +75,47 @@ TEST_F(PosixFileSystemTest, OpeningAFolderAsAFileFails) {
   const auto file = fs_.open(directory_.path(), OpenMode::kRead, Caching::kDirect);
   ASSERT_CODE(file, StatusCode::kStorage);
   EXPECT_EQ(file.status().error_number(), EISDIR);
+}
+
+// Opening a FIFO as a file is opened would wait for a writer that may never come.
+TEST_F(PosixFileSystemTest, WhatIsNoRegularFileIsRefusedAtOnceAndByName) {
+  ASSERT_EQ(::mkfifo(path("fifo").c_str(), 0600), 0);
+  ASSERT_EQ(::symlink("fifo", path("link").c_str()), 0);
+  const std::vector<std::pair<std::string, std::string>> names = {
+      {path("fifo"), "a FIFO"}, {path("link"), "a FIFO"}, {"/dev/zero", "a device"}};
+  for (const auto& [name, kind] : names) {
+    for (const Caching caching : {Caching::kBuffered, Caching::kDirect}) {
+      const auto file = fs_.open(name, OpenMode::kRead, caching);
+      ASSERT_CODE(file, StatusCode::kStorage);
+      EXPECT_EQ(file.status().message(),
+                "cannot open " + name + ": it is " + kind + ", and not a regular file");
+    }
+  }
+}
+
+// Caches of models keep their files elsewhere, behind links.
+TEST_F(PosixFileSystemTest, LinksAreFollowed) {
+  ASSERT_OK(write_file(fs_, path("a"), as_bytes("some bytes"), false));
+  ASSERT_EQ(::symlink("a", path("link").c_str()), 0);
+  ASSERT_EQ(::symlink("none", path("dangling").c_str()), 0);
+  ASSERT_EQ(::symlink("loop", path("loop").c_str()), 0);
+  ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs_, path("link")));
+  EXPECT_EQ(as_text(bytes), "some bytes");
+  EXPECT_CODE(read_file(fs_, path("dangling")), StatusCode::kNotFound);
+  EXPECT_EQ(read_file(fs_, path("loop")).status().error_number(), ELOOP);
+  const Status taken = write_file(fs_, path("dangling"), as_bytes("new"), false);
+  EXPECT_EQ(taken.error_number(), EEXIST);
+}
+
+// io_uring would report EAGAIN where it could wait.
+TEST_F(PosixFileSystemTest, FilesAreReadWithoutTheFlagTheyAreOpenedWith) {
+  ASSERT_OK(write_file(fs_, path("a"), as_bytes("x"), false));
+  ASSERT_OK_AND_ASSIGN(const auto file,
+                       PosixFile::open(path("a"), OpenMode::kRead, Caching::kDirect));
+  EXPECT_EQ(::fcntl(file->buffered_fd(), F_GETFL) & (O_NONBLOCK | O_DIRECT), 0);
+  if (file->direct_fd() >= 0) {
+    EXPECT_EQ(::fcntl(file->direct_fd(), F_GETFL) & (O_NONBLOCK | O_DIRECT), O_DIRECT);
+  }
 }
 
 TEST_F(PosixFileSystemTest, ABufferedFileTakesAnyAlignmentWithoutExcuse) {

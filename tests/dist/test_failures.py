@@ -300,9 +300,10 @@ def test_ranks_that_save_without_collectives_load_each_its_own(
     for version in range(2):
         worlds.run(2, save_uncoordinated, tmp_path, version)
         worlds.run(2, load_uncoordinated, tmp_path, version)
-        metadata = {name for name in data_files(tmp_path) if name.endswith(".metadata")}
-        assert metadata == {"__0.metadata", "__1.metadata"}
-        assert len(data_files(tmp_path) - metadata) == 2, "files of the version before are left"
+        files = data_files(tmp_path)
+        committed = {name for name in files if not name.endswith(".distcp")}
+        assert committed == {"__0.metadata", "__0.index", "__1.metadata", "__1.index"}
+        assert len(files - committed) == 2, "files of the version before are left"
     assert not (tmp_path / ".metadata").exists()
 
 

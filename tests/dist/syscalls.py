@@ -1,0 +1,153 @@
+"""Stops a process before each system call that changes files: another lets it through, or not.
+
+A seccomp filter with a listener: no tracer, no other program and no privilege is needed, and a
+process that is killed while it is stopped has not made the call. Linux 5.5 or later, x86-64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import select
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Listener", "Stop", "can_stop", "stop_before_changes"]
+
+_SECCOMP, _OPENAT, _IO_URING_ENTER = 317, 257, 426
+_BY_DESCRIPTOR = {18: "pwrite64", 74: "fsync", 77: "ftruncate", 285: "fallocate"}
+_BY_PATH = {82: "rename", 83: "mkdir", 87: "unlink"}
+_CALLS = {**_BY_DESCRIPTOR, **_BY_PATH, _OPENAT: "create", _IO_URING_ENTER: "io_uring_enter"}
+_RENAME = 82
+
+_AUDIT_ARCH_X86_64 = 0xC000003E
+_PR_SET_NO_NEW_PRIVS = 38
+_SET_MODE_FILTER, _NEW_LISTENER = 1, 8
+_ALLOW, _NOTIFY = 0x7FFF0000, 0x7FC00000
+_LOAD, _JUMP_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
+_NUMBER_AT, _ARCH_AT, _OPEN_FLAGS_AT = 0, 4, 32  # In `struct seccomp_data`.
+_RECEIVE, _SEND = 0xC0502100, 0xC0182101
+_CONTINUE = 1
+_NOTICE = struct.Struct("QIIiIQ6Q")
+_REPLY = struct.Struct("QqiI")
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (
+        ("code", ctypes.c_ushort),
+        ("if_true", ctypes.c_ubyte),
+        ("if_false", ctypes.c_ubyte),
+        ("k", ctypes.c_uint),
+    )
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.POINTER(_Instruction)))
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A thread that is about to make a system call.
+
+    Attributes:
+        call: What it is; ``create`` for opening with ``O_CREAT``.
+        path: Of the file; where a file is renamed, its new one. Empty for ``io_uring_enter``.
+        ticket: Tells it from other stops.
+    """
+
+    call: str
+    path: str
+    ticket: int
+
+
+class Listener:
+    """What hears of the stops of one process. Poll it like a file."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
+
+    def fileno(self) -> int:
+        """Returns the descriptor to poll."""
+        return self._fd
+
+    def receive(self) -> Stop | None:
+        """Returns one stop, or ``None`` where there is none: the process may have been killed."""
+        if not any(event & select.POLLIN for _, event in self._poll.poll(0)):
+            return None
+        notice = bytearray(_NOTICE.size)
+        try:
+            fcntl.ioctl(self._fd, _RECEIVE, notice)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EINTR):
+                return None
+            raise
+        ticket, pid, _, number, _, _, *args = _NOTICE.unpack(notice)
+        path = ""
+        with contextlib.suppress(OSError):  # Killed meanwhile.
+            if number in _BY_DESCRIPTOR:
+                path = os.readlink(f"/proc/{pid}/fd/{args[0]}")
+            elif number in _CALLS and number != _IO_URING_ENTER:
+                path = _text_at(pid, args[1 if number in (_OPENAT, _RENAME) else 0])
+        return Stop(_CALLS[number], path, ticket)
+
+    def let_through(self, stop: Stop) -> None:
+        """Has the thread make its call."""
+        self._reply(stop, 0, _CONTINUE)
+
+    def fail(self, stop: Stop, number: int) -> None:
+        """Has the call fail with this ``errno`` without being made."""
+        self._reply(stop, -number, 0)
+
+    def _reply(self, stop: Stop, error: int, flags: int) -> None:
+        with contextlib.suppress(FileNotFoundError):  # Killed meanwhile.
+            fcntl.ioctl(self._fd, _SEND, bytearray(_REPLY.pack(stop.ticket, 0, error, flags)))
+
+    def close(self) -> None:
+        """Stops listening: a call that would be stopped from now on fails."""
+        os.close(self._fd)
+
+
+def can_stop() -> bool:
+    """Whether this machine can stop its processes so."""
+    return platform.machine() == "x86_64" and Path("/proc/sys/kernel/seccomp").is_dir()
+
+
+def stop_before_changes() -> int:
+    """Has this thread, and all that it starts, stop from now on before such calls.
+
+    Returns:
+        The descriptor to make a :class:`Listener` of, in another process.
+    """
+    steps = [(_LOAD, 0, 0, _ARCH_AT), (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH_X86_64), _return(_ALLOW)]
+    steps.append((_LOAD, 0, 0, _NUMBER_AT))
+    for number in _CALLS:
+        if number != _OPENAT:
+            steps += [(_JUMP_EQUAL, 0, 1, number), _return(_NOTIFY)]
+    steps += [(_JUMP_EQUAL, 0, 3, _OPENAT), (_LOAD, 0, 0, _OPEN_FLAGS_AT)]
+    steps += [(_JUMP_SET, 0, 1, os.O_CREAT), _return(_NOTIFY), _return(_ALLOW)]
+    filter_ = (_Instruction * len(steps))(*(_Instruction(*step) for step in steps))
+    program = _Program(len(steps), filter_)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "no_new_privs is refused")
+    fd: int = libc.syscall(_SECCOMP, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.byref(program))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), "a seccomp listener is refused")
+    return fd
+
+
+def _return(what: int) -> tuple[int, int, int, int]:
+    return _RETURN, 0, 0, what
+
+
+def _text_at(pid: int, address: int) -> str:
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        memory.seek(address)
+        return os.fsdecode(memory.read(4096).split(b"\0", 1)[0])

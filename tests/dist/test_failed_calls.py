@@ -1,0 +1,145 @@
+"""Each system call of a save fails once: a typed error, and the old checkpoint or the new one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from multiprocessing import connection, reduction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from forks import Forks
+from states import READERS, assert_same, full_value
+from syscalls import Listener, can_stop, stop_before_changes
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_ckpt import FastWriter
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+    pytest.mark.skipif(not can_stop(), reason="no system calls can be stopped here"),
+]
+
+TIMEOUT_S = 30
+SHAPES = {"small": (7, 5), "large": (300, 1000)}
+# What the save can do without: the index has another name, and the next save removes the rest.
+BEST_EFFORT = ["rename .index", "unlink data"]
+
+
+class Saved(NamedTuple):
+    """How a save went."""
+
+    calls: list[str]  # As "fsync data", in order.
+    error: BaseException | None
+
+
+def state_of(version: int) -> dict[str, Any]:
+    tensors = {n: full_value(f"{n} {version}", shape, torch.int32) for n, shape in SHAPES.items()}
+    return {**tensors, "version": version}
+
+
+def save_watched(pipe: connection.Connection, path: Path, version: int) -> None:
+    os.environ["TORCH_CKPT_IO"] = "threads"  # io_uring makes calls that nobody sees.
+    state = state_of(version)
+    listener = stop_before_changes()
+    reduction.send_handle(pipe, listener, None)
+    os.close(listener)
+    try:
+        dcp.save(state, storage_writer=FastWriter(path), no_dist=True)
+    except CheckpointException as error:
+        pipe.send(error.failures[0][0])
+    else:
+        pipe.send(None)
+
+
+def save(forks: Forks, path: Path, version: int, *, fail: int = -1, error: int = 0) -> Saved:
+    """Saves in a process whose call number ``fail`` that concerns ``path`` fails."""
+    process, pipe = forks.start(save_watched, path, version)
+    listener = None
+    calls: list[str] = []
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        assert pipe.poll(TIMEOUT_S)
+        listener = Listener(reduction.recv_handle(pipe))
+        while pipe not in (ready := connection.wait([pipe, listener], TIMEOUT_S)):
+            assert ready, f"hangs after {calls}"
+            assert time.monotonic() < deadline, f"hangs after {calls}"
+            stop = listener.receive()
+            if stop is None:
+                continue
+            if not f"{stop.path}/".startswith(f"{path}/"):
+                listener.let_through(stop)
+                continue
+            name = stop.path.removeprefix(str(path)).removeprefix("/")
+            kind = "data" if name.endswith(".distcp") else ".".join(name.split(".")[:2])
+            calls.append(f"{stop.call} {kind or 'folder'}")
+            if len(calls) - 1 == fail:
+                listener.fail(stop, error)
+            else:
+                listener.let_through(stop)
+        return Saved(calls, pipe.recv())
+    finally:
+        process.kill()
+        process.join()
+        pipe.close()
+        if listener is not None:
+            listener.close()
+
+
+def assert_holds(path: Path, version: int) -> None:
+    for reader in READERS.values():
+        state: dict[str, Any] = {n: torch.zeros(s, dtype=torch.int32) for n, s in SHAPES.items()}
+        state["version"] = -1
+        dcp.load(state, storage_reader=reader(path), no_dist=True)
+        assert_same(state, state_of(version))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
+def test_every_call_that_fails_leaves_the_old_checkpoint_or_the_new(
+    tmp_path: Path, number: int
+) -> None:
+    forks = Forks()
+    old = tmp_path / "old"
+    save(forks, old, 1)
+    whole = save(forks, shutil.copytree(old, tmp_path / "whole"), 2)
+    assert whole.error is None
+    commit = whole.calls.index("rename .metadata")
+    for fail, call in enumerate(whole.calls):
+        path = shutil.copytree(old, tmp_path / f"{fail}")
+        seen = save(forks, path, 2, fail=fail, error=number)
+        assert seen.calls[fail] == call
+        if call in BEST_EFFORT:
+            assert seen.error is None, call
+        else:
+            assert type(seen.error).__name__ == "StorageError", call
+            assert getattr(seen.error, "errno", None) == number, call
+            assert str(path) in str(seen.error), call
+        assert_holds(path, 1 if fail <= commit else 2)
+        if fail <= commit:
+            files = {file.name: file.read_bytes() for file in path.iterdir()}
+            before = {file.name: file.read_bytes() for file in old.iterdir()}
+            assert files == before, f"{call} leaves something behind"
+        else:
+            assert save(forks, path, 3).error is None
+            assert_holds(path, 3)
+            assert len(list(path.iterdir())) == 3, f"{call} leaves something for good"
+    assert {call.split()[0] for call in whole.calls} >= {"create", "pwrite64", "fsync", "rename"}
+
+
+@pytest.mark.parametrize("call", ["create", "pwrite64", "fallocate", "ftruncate", "rename"])
+def test_a_call_that_a_signal_interrupts_is_made_again(tmp_path: Path, call: str) -> None:
+    forks = Forks()
+    save(forks, tmp_path, 1)
+    whole = save(forks, tmp_path, 2)
+    numbers = [number for number, made in enumerate(whole.calls) if made.startswith(f"{call} ")]
+    assert numbers, f"no {call} among {whole.calls}"
+    for number in numbers:
+        seen = save(forks, tmp_path, 3, fail=number, error=errno.EINTR)
+        assert seen.error is None, whole.calls[number]
+        assert_holds(tmp_path, 3)

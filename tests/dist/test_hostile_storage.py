@@ -1,0 +1,398 @@
+"""Storage that is full, read-only, linked or holds what is no file: typed errors and no harm."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+import re
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from forks import Forks
+from ranks import Worlds
+from states import READERS, assert_same, data_files, full_value
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_ckpt import FastReader, FastWriter
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+]
+
+HANG_S = 30
+NOBODY = 65534
+SHAPE = (64, 33)
+
+
+class Failure(NamedTuple):
+    """The error of one rank."""
+
+    kind: str
+    errno: int | None
+    message: str
+
+    def file(self) -> str:
+        """Whose the message names: data, index or metadata."""
+        named = re.search(r"/(?:\.(index|metadata)|__\d+_\d+_\w+\.distcp)", self.message)
+        assert named, self.message
+        return named[1] or "data"
+
+
+def part_of(version: int, rank: int) -> dict[str, Any]:
+    """What a rank saves: a tensor of its own, and what all ranks have."""
+    return {f"of {rank}": value_of(version, rank), "version": version}
+
+
+def value_of(version: int, rank: int) -> torch.Tensor:
+    return full_value(f"{rank} {version}", SHAPE, torch.float32)
+
+
+def assert_holds(path: Path, version: int, world_size: int = 1) -> None:
+    """Loads as one process, by either reader."""
+    expected = {f"of {rank}": value_of(version, rank) for rank in range(world_size)}
+    for reader in READERS.values():
+        state: dict[str, Any] = {name: torch.zeros(SHAPE) for name in expected} | {"version": -1}
+        dcp.load(state, storage_reader=reader(path), no_dist=True)
+        assert_same(state, expected | {"version": version})
+
+
+def save_alone(path: Path, version: int) -> None:
+    dcp.save(part_of(version, 0), storage_writer=FastWriter(path), no_dist=True)
+
+
+def failures_of(call: Callable[[], object]) -> dict[int, Failure]:
+    """The error of every rank that failed; none where the call returned."""
+    try:
+        call()
+    except CheckpointException as error:
+        return {
+            rank: Failure(type(cause).__name__, getattr(cause, "errno", None), str(cause))
+            for rank, (cause, _) in error.failures.items()
+        }
+    return {}
+
+
+def save_by_rank(path: Path, version: int) -> dict[int, Failure]:
+    state = part_of(version, dist.get_rank())
+    return failures_of(lambda: dcp.save(state, storage_writer=FastWriter(path)))
+
+
+@contextlib.contextmanager
+def mounted(path: Path, options: str) -> Iterator[Path]:
+    """A tmpfs."""
+    path.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a tmpfs")
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def leave_blocks(disk: Path, count: int) -> None:
+    """Has a file of ballast take all the room but so many blocks."""
+    ballast = disk / "ballast"
+    ballast.unlink(missing_ok=True)
+    room = os.statvfs(disk)
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, (room.f_bavail - count) * room.f_bsize)
+    assert os.statvfs(disk).f_bavail == count
+
+
+def leave_inodes(disk: Path, count: int) -> None:
+    """Has empty files take all inodes but so many."""
+    for file in disk.glob("ballast*"):
+        file.unlink()
+    for number in range(os.statvfs(disk).f_favail - count):
+        (disk / f"ballast {number}").touch()
+    assert os.statvfs(disk).f_favail == count
+
+
+ROOM = {"blocks": ("size=2m", leave_blocks), "inodes": ("size=2m,nr_inodes=100", leave_inodes)}
+
+
+def save_with_ever_more_room(
+    disk: Path, leave: Callable[[Path, int], None]
+) -> list[dict[int, Failure]]:
+    """Saves until there is room for it; returns how each save before has failed."""
+    path = disk / "checkpoint"
+    seen: list[dict[int, Failure]] = []
+    assert not save_by_rank(path, 0)
+    before = data_files(path)
+    while True:
+        version = len(seen) + 1
+        if dist.get_rank() == 0:
+            leave(disk, len(seen))
+        dist.barrier()
+        failures = save_by_rank(path, version)
+        dist.barrier()
+        assert_holds(path, version if not failures else 0, world_size=2)
+        if not failures:
+            return seen
+        if failures[min(failures)].file() != "data":
+            assert not data_files(path) - before, "what the commit has failed for is left behind"
+        dist.barrier()
+        if dist.get_rank() == 0:  # What one rank has written while the other has failed.
+            for name in data_files(path) - before:
+                (path / name).unlink()
+        seen.append(failures)
+
+
+@pytest.mark.parametrize("what", ROOM)
+def test_every_way_to_run_out_of_room_fails_every_rank_and_keeps_the_old_checkpoint(
+    worlds: Worlds, tmp_path: Path, what: str
+) -> None:
+    options, leave = ROOM[what]
+    with mounted(tmp_path / "disk", options) as disk:
+        ranks = worlds.run(2, save_with_ever_more_room, disk, leave)
+    assert ranks[0] == ranks[1]
+    failures = [failure for failed in ranks[0] for failure in failed.values()]
+    assert {(failure.kind, failure.errno) for failure in failures} == {
+        ("StorageError", errno.ENOSPC)
+    }
+    found = [failed[min(failed)].file() for failed in ranks[0]]
+    assert list(dict.fromkeys(found)) == ["data", "index", "metadata"], found
+
+
+def test_read_only_disk_fails_a_save_on_every_rank_and_loads(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    with mounted(tmp_path / "disk", "size=1m") as disk:
+        assert worlds.run(2, save_by_rank, disk, 1) == [{}, {}]
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        seen = worlds.run(2, save_by_rank, disk, 2)
+        assert seen[0] == seen[1]
+        assert {failure[:2] for failure in seen[0].values()} == {("StorageError", errno.EROFS)}
+        assert seen[0].keys() == {0, 1}
+        assert_holds(disk, 1, world_size=2)
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        assert worlds.run(2, save_by_rank, disk, 3) == [{}, {}]
+        assert_holds(disk, 3, world_size=2)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Forks:
+    return Forks()
+
+
+def save_and_load_as_nobody(path: Path) -> dict[int, Failure]:
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    failures = failures_of(lambda: save_alone(path, 2))
+    assert_holds(path, 1)
+    return failures
+
+
+def test_directory_that_may_only_be_read_fails_a_save_and_loads(forks: Forks) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is closed to other users.
+        path = Path(folder, "checkpoint")
+        save_alone(path, 1)
+        Path(folder).chmod(0o755)
+        path.chmod(0o555)
+        failures = forks.call(save_and_load_as_nobody, path)
+    assert failures[0].kind == "StorageError"
+    assert failures[0].errno == errno.EACCES
+    assert str(path) in failures[0].message
+
+
+def test_directory_behind_a_link_is_saved_to_and_loaded_from(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("real")
+    for version in (1, 2):
+        save_alone(link, version)
+        assert_holds(link, version)
+        assert_holds(tmp_path / "real", version)
+    assert link.is_symlink()
+    assert len(data_files(link)) == 1, "files of the version before are left"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """The directory of version 1, saved by one process."""
+    save_alone(tmp_path / "saved", 1)
+    return tmp_path / "saved"
+
+
+@pytest.fixture
+def linked(saved: Path) -> Path:
+    """The same with all of its files elsewhere, behind links, as a cache of models keeps them."""
+    blobs = saved.parent / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(saved.iterdir())):
+        file.rename(blobs / f"{number}")
+        file.symlink_to(Path("../blobs", f"{number}"))
+    return saved
+
+
+def test_files_behind_links_load(linked: Path) -> None:
+    assert_holds(linked, 1)
+
+
+def test_a_save_replaces_links_and_leaves_alone_what_they_lead_to(linked: Path) -> None:
+    blobs = {file: file.read_bytes() for file in (linked.parent / "blobs").iterdir()}
+    save_alone(linked, 2)
+    assert_holds(linked, 2)
+    assert len(blobs) == 3
+    assert {file: file.read_bytes() for file in blobs} == blobs
+    assert len(data_files(linked)) == 1
+    assert not any(file.is_symlink() for file in linked.iterdir())
+
+
+def load_over_ones(path: Path, verify: bool = True) -> Failure:
+    """The error of a load, which has touched no target."""
+    state = {"of 0": torch.ones(SHAPE), "version": -1}
+    reader = FastReader(path, verify=verify)
+    failures = failures_of(lambda: dcp.load(state, storage_reader=reader, no_dist=True))
+    assert_same(state, {"of 0": torch.ones(SHAPE), "version": -1})
+    return failures[0]
+
+
+def test_link_to_nowhere_is_not_found_and_named(linked: Path) -> None:
+    (data,) = data_files(linked)
+    (linked / data).resolve().unlink()
+    failure = load_over_ones(linked)
+    assert (failure.kind, failure.errno) == ("NotFoundError", errno.ENOENT)
+    assert data in failure.message
+
+
+# What it is in the file's place, how it is made, and what the error says.
+NO_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "FIFO": (os.mkfifo, "it is a FIFO"),
+    "socket": (lambda path: os.mknod(path, stat.S_IFSOCK | 0o600), "ENXIO"),
+    "device": (lambda path: os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5)), "a device"),
+    "link to itself": (lambda path: path.symlink_to(path.name), "ELOOP"),
+    "link to a FIFO": (
+        lambda path: (os.mkfifo(f"{path}.fifo"), path.symlink_to(f"{path}.fifo")),
+        "it is a FIFO",
+    ),
+    "folder": (os.mkdir, "EISDIR"),
+}
+
+
+def put_in_place(path: Path, file: str, kind: str) -> tuple[str, str]:
+    """Puts what is no file in place of one; returns that one's name and what to expect."""
+    name = file if file != "data" else data_files(path).pop()
+    (path / name).unlink()
+    make, says = NO_FILES[kind]
+    try:
+        make(path / name)
+    except PermissionError:
+        pytest.skip(f"may not make a {kind} here")
+    return name, says
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+@pytest.mark.parametrize("file", [".metadata", "data"])
+def test_what_is_no_file_is_a_storage_error_at_once_and_named(
+    forks: Forks, saved: Path, file: str, kind: str
+) -> None:
+    name, says = put_in_place(saved, file, kind)
+    failure = forks.call(load_over_ones, saved, timeout_s=HANG_S)
+    assert failure.kind == "StorageError"
+    assert name in failure.message
+    assert says in failure.message
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_in_place_of_the_index_is_as_good_as_a_lost_index(
+    forks: Forks, saved: Path, kind: str
+) -> None:
+    name, says = put_in_place(saved, ".index", kind)
+    failure = forks.call(load_over_ones, saved, timeout_s=HANG_S)
+    assert failure.kind == "CorruptionError"
+    assert name in failure.message
+    assert says in failure.message
+
+    forks.call(save_alone, saved, 2, timeout_s=HANG_S)
+    forks.call(assert_holds, saved, 2, timeout_s=HANG_S)  # Where it stays, from its other name.
+
+
+def load_by_rank(path: Path) -> dict[int, Failure]:
+    """The errors of a load of everything by every rank; no rank's targets are touched."""
+    ranks = range(dist.get_world_size())
+    state: dict[str, Any] = {f"of {rank}": torch.ones(SHAPE) for rank in ranks} | {"version": -1}
+    failures = failures_of(lambda: dcp.load(state, storage_reader=FastReader(path)))
+    expected = {f"of {rank}": torch.ones(SHAPE) for rank in ranks} | {"version": -1}
+    assert_same(state, expected)
+    return failures
+
+
+@pytest.mark.parametrize("damage", ["torn", "empty", "garbage"])
+def test_damaged_metadata_are_corruption_on_every_rank_and_touch_no_target(
+    worlds: Worlds, tmp_path: Path, damage: str
+) -> None:
+    worlds.run(2, save_by_rank, tmp_path, 1)
+    metadata = tmp_path / ".metadata"
+    whole = metadata.read_bytes()
+    metadata.write_bytes({"torn": whole[: len(whole) // 2], "empty": b"", "garbage": b"?"}[damage])
+    seen = worlds.run(2, load_by_rank, tmp_path, timeout_s=HANG_S)
+    assert seen[0] == seen[1]
+    assert seen[0].keys() == {0, 1}
+    for failure in seen[0].values():
+        assert failure.kind == "CorruptionError"
+        assert str(metadata) in failure.message
+
+
+def test_metadata_of_a_data_file_that_never_was_fail_every_rank_and_touch_no_target(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, save_by_rank, tmp_path, 1)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.storage_meta.modules = []
+    for index, info in metadata.storage_data.items():
+        if index.fqn == "of 1":
+            info.relative_path = "__7_0.distcp"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / ".index").unlink()
+    seen = worlds.run(2, load_by_rank, tmp_path, timeout_s=HANG_S)
+    assert seen[0] == seen[1]
+    assert seen[0].keys() == {0, 1}
+    for failure in seen[0].values():
+        assert failure.kind == "NotFoundError"
+        assert "__7_0.distcp" in failure.message
+
+
+def bare_state(kind: str, rank: int, *, blank: bool) -> dict[str, Any]:
+    if kind == "empty" or (kind == "rank 1 empty" and rank == 1):
+        return {}
+    fill = torch.zeros if blank else torch.ones
+    if kind == "0 elements":
+        return {"none": fill(0), f"of {rank}": fill(3, 0, 2)}
+    return {"of 0": fill(5, 3), "step": 0 if blank else 7}
+
+
+def save_and_load_bare(path: Path, kind: str) -> None:
+    rank = dist.get_rank()
+    dcp.save(bare_state(kind, rank, blank=False), storage_writer=FastWriter(path, thread_count=2))
+    for reader in READERS.values():
+        state = bare_state(kind, rank, blank=True)
+        dcp.load(state, storage_reader=reader(path))
+        assert_same(state, bare_state(kind, rank, blank=False))
+
+
+@pytest.mark.parametrize("kind", ["empty", "0 elements", "rank 1 empty"])
+def test_ranks_with_next_to_nothing_save_and_load(
+    worlds: Worlds, tmp_path: Path, kind: str
+) -> None:
+    for _ in range(2):  # The second replaces the first.
+        worlds.run(2, save_and_load_bare, tmp_path, kind)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    assert data_files(tmp_path) == {i.relative_path for i in metadata.storage_data.values()}

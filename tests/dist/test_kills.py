@@ -1,0 +1,61 @@
+"""Kills at any moment of a save leave exactly the old checkpoint or exactly the new one."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from killed_saves import MOMENTS
+from kills import Campaign
+from syscalls import can_stop
+
+needs_stops = pytest.mark.skipif(not can_stop(), reason="no system calls can be stopped here")
+
+
+@pytest.fixture
+def seed() -> int:
+    return int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**32)))
+
+
+@pytest.mark.timeout(300)
+def test_a_few_kills_find_the_old_checkpoint_or_the_new(tmp_path: Path, seed: int) -> None:
+    campaign = Campaign(tmp_path, seed)
+    campaign.run(20)
+    assert not campaign.breaches, campaign.report()
+    assert campaign.tally.total() == 20
+
+
+@needs_stops
+@pytest.mark.timeout(120)
+def test_kills_around_the_commit_are_told_apart(tmp_path: Path, seed: int) -> None:
+    campaign = Campaign(tmp_path, seed, victims="all")
+    campaign.run(4, ["remove data", "commit", "sync folder of commit", "rename index"])
+    assert not campaign.breaches, campaign.report()
+    assert campaign.tally["commit", "new"] == 0
+    for after in ("sync folder of commit", "rename index", "remove data"):
+        assert campaign.tally[after, "new"] == 1, campaign.report()
+
+
+@needs_stops
+@pytest.mark.timeout(120)
+def test_the_campaign_notices_a_writer_that_removes_the_old_checkpoint_first(
+    tmp_path: Path, seed: int
+) -> None:
+    campaign = Campaign(tmp_path, seed, writer="careless", victims="all")
+    campaign.run(2, ["remove data", "commit"])
+    assert len(campaign.breaches) == 1, campaign.report()
+    assert "None" in campaign.breaches[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_200_kills_find_the_old_checkpoint_or_the_new(tmp_path: Path, seed: int) -> None:
+    campaign = Campaign(tmp_path, seed)
+    campaign.run(200)
+    print(campaign.report())
+    assert not campaign.breaches, campaign.report()
+    assert {outcome for _, outcome in campaign.tally} == {"nothing", "old", "new"}
+    if can_stop():
+        assert set(MOMENTS) <= {where for where, _ in campaign.tally}, campaign.report()
