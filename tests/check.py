@@ -47,7 +47,7 @@ def check_style() -> None:
     """Format, lint, types, arrows."""
     cpp = sorted(
         p
-        for folder in ("csrc", "tests/cpp", "fuzz")
+        for folder in ("csrc", "tests/cpp", "fuzz", "benchmarks")
         for p in (ROOT / folder).rglob("*")
         if p.suffix in {".h", ".cc", ".cu"}
     )
@@ -66,9 +66,16 @@ def build_cpp(name: str, *options: str, target: str = "all") -> Path:
     return folder
 
 
+def python_options() -> list[str]:
+    """For what CMake builds to be loaded into this Python."""
+    from torch.utils.cpp_extension import include_paths
+
+    return [f"-DPython3_EXECUTABLE={sys.executable}", f"-DTORCH_CKPT_PYBIND11={include_paths()[0]}"]
+
+
 def test_cpp() -> None:
-    """The C++ tests."""
-    run(build_cpp("cpp") / "torch_ckpt_tests", "--gtest_brief=1")
+    """The C++ tests; builds what the Python tests of power cuts need as well."""
+    run(build_cpp("cpp", *python_options()) / "torch_ckpt_tests", "--gtest_brief=1")
 
 
 def fuzz_targets(folder: Path) -> list[Path]:

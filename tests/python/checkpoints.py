@@ -39,6 +39,8 @@ from torch.distributed.checkpoint.planner import (
 
 from torch_ckpt import FastReader, FastWriter
 
+ROOT = Path(__file__).resolve().parents[2]  # Of the repository.
+
 DTYPES = [
     torch.bfloat16,
     torch.float16,

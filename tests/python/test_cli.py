@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import data_files, random_tensor, save
-from conftest import ROOT
+from checkpoints import ROOT, data_files, random_tensor, save
 from damage import BLOCK, slices_of
 from torch.distributed.checkpoint import FileSystemWriter
 

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import blank, differences, load, save
+from checkpoints import ROOT, blank, differences, load, save
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from torch_ckpt import FastReader, FastWriter, NotFoundError
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT, SAMPLES, SEED = 600, 150, 7
 
 
