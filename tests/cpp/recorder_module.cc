@@ -1,10 +1,12 @@
 // The Python module `recorder`: records what a save does to a real directory, and rebuilds every
 // legal tree after a power cut (power_cut.h), for tests that load them with stock DCP as well.
-// Built by CMake where it is told of a Python; never a part of the package.
+// It has a disk that hangs, too. Built by CMake where it is told of a Python; never a part of the
+// package.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <fstream>
 #include <map>
 #include <string>
 #include <vector>
@@ -25,6 +27,22 @@ PyTree to_python(const DiskTree& tree) {
   for (const auto& [path, bytes] : tree) out.emplace(path, py::bytes(*bytes));
   return out;
 }
+
+// Opens no file before somebody has opened a FIFO for writing: a file server that does not answer.
+class HangingFileSystem : public PosixFileSystem {
+ public:
+  explicit HangingFileSystem(std::string fifo) : fifo_(std::move(fifo)) {}
+
+  Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode,
+                                     Caching caching) override {
+    // Metadata are small and in some cache.
+    if (path.ends_with(".distcp")) std::ifstream wait(fifo_);
+    return PosixFileSystem::open(path, mode, caching);
+  }
+
+ private:
+  const std::string fifo_;
+};
 
 // The disk of the machine.
 PosixFileSystem& disk() {
@@ -58,6 +76,8 @@ PYBIND11_MODULE(recorder, module) {
   py::module_::import("torch_ckpt._native");  // It registers FileSystem.
   py::class_<RecordingFileSystem, FileSystem>(module, "RecordingFileSystem")
       .def(py::init(&record), py::arg("initial"), py::arg("folder"));
+  py::class_<HangingFileSystem, FileSystem>(module, "HangingFileSystem")
+      .def(py::init<std::string>(), py::arg("fifo"));
   py::class_<PowerCuts>(module, "PowerCuts")
       .def(py::init([](const RecordingFileSystem& fs, int64_t limit, int64_t samples,
                        uint32_t seed) {

@@ -315,7 +315,8 @@ def test_saves_with_and_without_collectives_share_a_directory(
     worlds.run(2, assert_holds, tmp_path, "new")  # The coordinated one is found first.
     worlds.run(2, save_uncoordinated, tmp_path, 1)
     worlds.run(2, assert_holds, tmp_path, "new")
-    (tmp_path / ".metadata").unlink()
+    for name in (".metadata", ".index"):
+        (tmp_path / name).unlink()
     worlds.run(2, load_uncoordinated, tmp_path, 1)
 
 

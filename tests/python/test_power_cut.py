@@ -7,7 +7,7 @@ that saves, so that its own steps are under test, and stock DCP that loads.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,13 @@ from torch_ckpt import FastReader, FastWriter, NotFoundError
 LIMIT, SAMPLES, SEED = 600, 150, 7
 
 
-def recorder() -> Any:
-    built = sorted(ROOT.glob("build/cpp/recorder*.so"))
-    if not built:
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that records: of C++, for tests alone."""
+    if not list(ROOT.glob("build/cpp/recorder*.so")):
         pytest.skip("the module recorder is built by tests/check.py")
-    spec = importlib.util.spec_from_file_location("recorder", built[0])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(ROOT / "build/cpp")
+    return importlib.import_module("recorder")
 
 
 def version(number: int) -> dict[str, Any]:
@@ -45,15 +42,14 @@ def version(number: int) -> dict[str, Any]:
     }
 
 
-def record_save(path: Path, state: dict[str, Any]) -> Any:
+def record_save(recorder: Any, path: Path, state: dict[str, Any]) -> Any:
     """Saves into ``path``; returns what the disk may hold after each of its changes."""
-    module = recorder()
     path.mkdir(exist_ok=True)
     initial = {str(file): file.read_bytes() for file in path.iterdir()}
     writer = FastWriter(path, thread_count=2)
-    writer._file_system = module.RecordingFileSystem(initial, str(path))
+    writer._file_system = recorder.RecordingFileSystem(initial, str(path))
     save(state, writer)
-    return module.PowerCuts(writer._file_system, LIMIT, SAMPLES, SEED)
+    return recorder.PowerCuts(writer._file_system, LIMIT, SAMPLES, SEED)
 
 
 def read_part(tree: dict[str, bytes], path: Path) -> tuple[tuple[str, bytes], ...]:
@@ -80,7 +76,7 @@ def found_by(reader: type, path: Path, versions: dict[str, dict[str, Any]]) -> s
 
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_power_cut_at_any_instant_leaves_one_whole_checkpoint(
-    overwrite: bool, tmp_path: Path
+    overwrite: bool, recorder: Any, tmp_path: Path
 ) -> None:
     path, rebuilt = tmp_path / "saved", tmp_path / "rebuilt"
     versions = {"new": version(2)}
@@ -90,7 +86,7 @@ def test_power_cut_at_any_instant_leaves_one_whole_checkpoint(
         before = "old"
         save(versions["old"], FastWriter(path, thread_count=2))
 
-    cuts = record_save(path, versions["new"])
+    cuts = record_save(recorder, path, versions["new"])
 
     verdicts: dict[tuple[tuple[str, bytes], ...], tuple[str, str]] = {}
     states = 0
