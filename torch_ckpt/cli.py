@@ -118,7 +118,7 @@ def _find(directory: Path) -> list[str]:
 def _open(directory: Path, prefix: str) -> _Checkpoint:
     path = directory / f"{prefix}.metadata"
     try:
-        pickled, index, other, why = _native.open_checkpoint(
+        pickled, index, other, newer, why = _native.open_checkpoint(
             _native.local_file_system(), os.fsencode(directory), path.name, f"{prefix}.index"
         )
     except NotFoundError as error:
@@ -126,21 +126,20 @@ def _open(directory: Path, prefix: str) -> _Checkpoint:
             f"the checkpoint in {directory} has lost its metadata: {prefix}.index is there, "
             f"{path.name} is not"
         ) from error
-    if index is not None and index.entries is not None:
-        return _Checkpoint(path, index, index.files, index.entries, index.save_id)
-    return _open_pickled(path, pickled, index, other, why)
+    entries = None if index is None else index.entries
+    if index is not None and entries is not None:
+        return _Checkpoint(path, index, index.files, entries, index.save_id)
+    if index is None:
+        check_unsealed(pickled, other, newer=newer, why=why, where=str(path))
+    return _open_pickled(path, pickled, index)
 
 
 def _open_pickled(
     path: Path,
     pickled: bytes,
     index: _native.Index | None,
-    other: _native.Index | None,
-    why: str,
 ) -> _Checkpoint:
     """Only metadata say what is stored: torch's classes are needed to read them."""
-    if index is None:
-        check_unsealed(pickled, other, why=why, where=str(path))
     from torch_ckpt.index import to_entries
     from torch_ckpt.metadata import load_committed
 

@@ -72,14 +72,15 @@ def write_data_file(
                 WriteResult(item.index, nbytes, _StorageInfo(name, offset, nbytes))
                 for item, (offset, nbytes) in zip(sort.laid_out, layout.extents, strict=True)
             ]
-        opaque = {
-            offset
-            for planned, (offset, _) in zip(sort.as_planned, layout.extents, strict=True)
-            if not planned
+        dtypes = {
+            offset: _native.DTYPE_NAMES[dtype]
+            for (dtype, _), planned, (offset, _) in zip(
+                sort.shapes, sort.as_planned, layout.extents, strict=True
+            )
+            if planned
         }
         for item in sort.pickled:
             results.append(_append_pickled(job, name, item, planner, transforms))
-            opaque.add(results[-1].storage_data.offset)
         job.finish()
     except BaseException:
         # Now, not when the job is collected: the traceback of the error would keep it, and with it
@@ -87,7 +88,7 @@ def write_data_file(
         job.abort()
         raise
     queue, direct, registered, reasons = job.mode
-    file = WrittenFile(name, *job.sums, opaque=frozenset(opaque))
+    file = WrittenFile(name, *job.sums, dtypes=dtypes)
     return results, file, IoMode(queue, direct, registered, tuple(reasons))
 
 

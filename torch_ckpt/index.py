@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,8 @@ __all__ = [
     "to_metadata",
 ]
 
+_KNOWN_FIELDS = frozenset(Metadata.__dataclass_fields__)
+
 _MEMORY_FORMATS = {
     "contiguous_format": torch.contiguous_format,
     "channels_last": torch.channels_last,
@@ -47,13 +49,14 @@ class WrittenFile:
         name: Within the checkpoint's directory.
         nbytes: Its length in bytes.
         sums: Checksums of its blocks, as the engine gives them.
-        opaque: Offsets of the slices that are no frame of what was planned: only torch reads them.
+        dtypes: By offset, the dtypes of the slices that are frames of ours, in torch's words, and
+            of the sizes that were planned. Only torch reads the others.
     """
 
     name: str
     nbytes: int
     sums: bytes
-    opaque: frozenset[int]
+    dtypes: Mapping[int, str]
 
 
 def make_index(
@@ -66,7 +69,7 @@ def make_index(
     """
     listed = [(file.name, file.nbytes, file.sums) for file in files]
     with gc_paused():
-        entries = to_entries(metadata, [f.name for f in files], [f.opaque for f in files])
+        entries = to_entries(metadata, [f.name for f in files], [f.dtypes for f in files])
         paths = _paths(metadata)
         if entries is not None and (paths is not None or metadata.planner_data is None):
             try:
@@ -89,14 +92,14 @@ def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) 
 
 
 def to_entries(
-    metadata: Metadata, files: Sequence[str], opaque: Sequence[frozenset[int]] | None = None
+    metadata: Metadata, files: Sequence[str], dtypes: Sequence[Mapping[int, str]] | None = None
 ) -> list[_native.IndexEntry] | None:
     """What metadata say is stored, in the index's terms.
 
     Args:
         metadata: As committed, or about to be.
         files: Names of the data files, which the entries refer to by number.
-        opaque: For each file the offsets of slices that only torch can read; all where omitted.
+        dtypes: For each file those of :attr:`WrittenFile.dtypes`; none where omitted.
 
     Returns:
         One entry for each FQN, or ``None`` where a planner has put in what has no form there.
@@ -105,27 +108,34 @@ def to_entries(
     entries: list[_native.IndexEntry] = []
     boxes_in_all = 0
 
-    def box(info: _StorageInfo, offsets: Sequence[int], sizes: Sequence[int]) -> _native.IndexBox:
+    def box(
+        info: _StorageInfo, dtype: str, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> _native.IndexBox:
         number = numbers[info.relative_path]
-        plain = opaque is not None and info.offset not in opaque[number]
+        # Ranks may have written parts of one tensor in dtypes of their own.
+        plain = dtypes is not None and dtypes[number].get(info.offset) == dtype
         transforms = list(getattr(info, "transform_descriptors", None) or ())
         return (offsets, sizes, number, info.offset, info.length, plain, transforms)
 
+    if not _KNOWN_FIELDS.issuperset(k for k, v in vars(metadata).items() if v is not None):
+        return None  # As Megatron's plans: they would be lost.
     try:
         for fqn, stored in metadata.state_dict_metadata.items():
             if type(stored) is BytesStorageMetadata:
-                boxes = [box(metadata.storage_data[MetadataIndex(fqn)], (), ())]
+                boxes = [box(metadata.storage_data[MetadataIndex(fqn)], "", (), ())]
                 entries.append((fqn, None, boxes))
             elif type(stored) is TensorStorageMetadata:
+                properties = _properties(stored)
                 boxes = [
                     box(
                         metadata.storage_data[MetadataIndex(fqn, chunk.offsets)],
+                        properties[0],
                         chunk.offsets,
                         chunk.sizes,
                     )
                     for chunk in stored.chunks
                 ]
-                entries.append((fqn, _properties(stored), boxes))
+                entries.append((fqn, properties, boxes))
             else:
                 return None
             boxes_in_all += len(boxes)

@@ -157,7 +157,7 @@ class FastReader(StorageReader):
         """Reads metadata whose name has this prefix, from the index wherever there is one."""
         path = self.path / f"{prefix}.metadata"
         try:
-            pickled, self._index, other, why = _native.open_checkpoint(
+            pickled, self._index, other, newer, why = _native.open_checkpoint(
                 self._file_system, os.fsencode(self.path), path.name, f"{prefix}.index"
             )
         except NotFoundError as error:
@@ -173,7 +173,7 @@ class FastReader(StorageReader):
         if self._index is not None and self._index.has_entries:
             return to_metadata(self._index, checkpoint_id=self.path)
         if self._index is None and self.verify:
-            check_unsealed(pickled, other, why=why, where=str(path))
+            check_unsealed(pickled, other, newer=newer, why=why, where=str(path))
         return load_committed(pickled, where=str(path), trust_pickle=self.trust_pickle)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

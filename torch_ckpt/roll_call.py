@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any
 
@@ -35,6 +37,7 @@ _CLAIMED = "claimed by the coordinator"
 # How long a rank pauses before it looks for the outcome again.
 _LONGEST_PAUSE_S = 1.0
 _SHORTEST_PAUSE_S = 0.001
+_LEAST_PATIENCE_S = 2.0  # For what is left to say when the deadline has passed.
 _LOOKS_PER_S = 50_000  # Of all ranks together, at most: what one store can well answer.
 
 _committing: ContextVar[RollCalls | None] = ContextVar("torch_ckpt_committing", default=None)
@@ -75,13 +78,44 @@ def claim_commit() -> None:
         calls.claim_commit()
 
 
+class _PromptStore:
+    """A store whose every call ends in time: one that is frozen or cut off would block for ever."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._orders: queue.SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]]] = (
+            queue.SimpleQueue()
+        )
+        self._silent = False
+        threading.Thread(target=self._serve, name="torch_ckpt-store", daemon=True).start()
+
+    def call(self, name: str, *args: Any, timeout_s: float) -> Any:
+        """Calls a method of the store; raises ``RuntimeError`` if it does not answer."""
+        answer: Future[Any] = Future()
+        if not self._silent:
+            self._orders.put((answer, name, args))
+            try:
+                return answer.result(timeout_s)
+            except TimeoutError:
+                self._silent = True  # The thread is in that call for as long as it takes.
+        raise RuntimeError("it does not answer")
+
+    def _serve(self) -> None:
+        while True:
+            answer, name, args = self._orders.get()
+            try:
+                answer.set_result(getattr(self._store, name)(*args))
+            except BaseException as error:
+                answer.set_exception(error)
+
+
 class _Ledger:
     """What this process remembers of a group from one call of DCP to the next."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         store: Any = _get_process_group_store(group)
         # A connection of its own, so as not to queue up behind another thread's long wait.
-        self.store: Store = PrefixStore("torch_ckpt", store.clone())
+        self.store = _PromptStore(PrefixStore("torch_ckpt", store.clone()))
         self.calls = itertools.count()
         self.written: list[str] = []
         """Keys of this rank that others may still read: until all have answered another call."""
@@ -134,7 +168,7 @@ class RollCalls:
         except RuntimeError as error:
             raise _lost_store(self._phase, None, error) from error
         self._ledger = ledger
-        self._store = ledger.store
+        self._deadline = time.monotonic() + timeout_s
         self.name = f"{next(ledger.calls)}" if name is None else name
 
     def wait_for_all(self, phase: str) -> None:
@@ -147,6 +181,7 @@ class RollCalls:
             RankTimeoutError: One has not within the deadline, or somebody has given the call up.
         """
         self._phase = phase
+        self._deadline = time.monotonic() + self._timeout_s
         try:
             outcome = self._answer()
         except RuntimeError as error:
@@ -156,6 +191,7 @@ class RollCalls:
 
     def claim_commit(self) -> None:
         """Takes the right to commit away from those that wait for it, unless they have given up."""
+        self._deadline = time.monotonic() + self._timeout_s
         try:
             outcome = self._settle(_CLAIMED)
         except RuntimeError as error:
@@ -175,6 +211,11 @@ class RollCalls:
             self._settle(_text_of(error))
         return error
 
+    def _ask(self, name: str, *args: Any) -> Any:
+        """A call of the store, which has until the deadline to answer, or a moment after it."""
+        patience_s = max(self._deadline - time.monotonic(), _LEAST_PATIENCE_S)
+        return self._ledger.store.call(name, *args, timeout_s=patience_s)
+
     @property
     def _key(self) -> str:
         return f"{self.name}/{self._held}"
@@ -182,25 +223,25 @@ class RollCalls:
     def _answer(self) -> str:
         """Answers this roll call; returns its outcome."""
         begin = time.monotonic()
-        key, ledger, store = self._key, self._ledger, self._store
+        key, ledger, ask = self._key, self._ledger, self._ask
         if ledger.is_host and not ledger.introduced:
-            store.set("host", str(self._rank))
-        if store.add(f"{key}/answers", 1) == len(self._ranks):
+            ask("set", "host", str(self._rank))
+        if ask("add", f"{key}/answers", 1) == len(self._ranks):
             ledger.written.append(f"{key}/answers")
             outcome = self._settle(_ALL_HERE)
         else:
             ledger.written.append(f"{key}/{self._rank}")
-            store.set(f"{key}/{self._rank}", "")
+            ask("set", f"{key}/{self._rank}", "")
             outcome = self._wait(begin)
         self._held += 1
         if outcome == _ALL_HERE:
             # All are here, and so nobody looks at earlier roll calls any more.
             earlier = [name for name in ledger.written if not name.startswith(f"{key}/")]
             for name in earlier:
-                store.delete_key(name)
+                ask("delete_key", name)
                 ledger.written.remove(name)
-            if not ledger.introduced and store.check(["host"]):
-                ledger.host = int(store.get("host"))
+            if not ledger.introduced and ask("check", ["host"]):
+                ledger.host = int(ask("get", "host"))
             ledger.introduced = True
         return outcome
 
@@ -213,8 +254,8 @@ class RollCalls:
         shortest = max(_SHORTEST_PAUSE_S, len(self._ranks) / _LOOKS_PER_S)
         try:
             while True:
-                if self._store.check([key]):
-                    outcome: str = self._store.get(key).decode()
+                if self._ask("check", [key]):
+                    outcome: str = self._ask("get", key).decode()
                     if outcome != _CLAIMED:
                         return outcome
                 waited = time.monotonic() - begin
@@ -230,7 +271,7 @@ class RollCalls:
 
     def _give_up(self, waited: float) -> str:
         """Ends the call for all ranks unless all have come after all; returns the outcome."""
-        late = [r for r in self._ranks if not self._store.check([f"{self._key}/{r}"])]
+        late = [r for r in self._ranks if not self._ask("check", [f"{self._key}/{r}"])]
         names = f"rank {late[0]} is" if len(late) == 1 else f"ranks {_listed(late)} are"
         message = (
             f"{names} slow, stuck or gone: not done {self._phase} {waited:.1f} s after rank "
@@ -247,10 +288,10 @@ class RollCalls:
         A claim gives way to ``after_claim``, or else to ``outcome`` as well.
         """
         key = f"{self._key}/outcome"
-        standing: str = self._store.compare_set(key, "", outcome).decode()
+        standing: str = self._ask("compare_set", key, "", outcome).decode()
         if standing == _CLAIMED != outcome:
             outcome = after_claim or outcome
-            standing = self._store.compare_set(key, _CLAIMED, outcome).decode()
+            standing = self._ask("compare_set", key, _CLAIMED, outcome).decode()
         if standing == outcome:
             self._ledger.written.append(key)
         return standing

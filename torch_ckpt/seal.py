@@ -10,11 +10,11 @@ import os
 import re
 
 from torch_ckpt import _native
-from torch_ckpt.errors import CorruptionError
+from torch_ckpt.errors import CorruptionError, UnsupportedError
 
 __all__ = ["INDEX_MARK", "check_unsealed"]
 
-INDEX_MARK = "torch_ckpt.index"
+INDEX_MARK = "torch_ckpt: sealed by an index"
 """Stands in ``storage_meta.modules`` of metadata that were committed with an index."""
 
 _NAMES_TRIED = 8  # Against damage to the name itself.
@@ -25,17 +25,21 @@ _PICKLED_MARK = re.compile(
 )
 
 
-def check_unsealed(pickled: bytes, other: _native.Index | None, *, why: str, where: str) -> None:
+def check_unsealed(
+    pickled: bytes, other: _native.Index | None, *, newer: bool, why: str, where: str
+) -> None:
     """Tells metadata that never had an index from those whose index is damaged or gone.
 
     Args:
         pickled: The metadata, which no index is sealed to.
         other: An index found in its place, sealed to other metadata.
+        newer: Whether the index there is of a version that this build does not read.
         why: Why no index can be read, for the message.
         where: The metadata's path, for the message.
 
     Raises:
         CorruptionError: They had one, so that bytes could not be checked as they should be.
+        UnsupportedError: They have one that a newer version of this package has written.
     """
     way_out = "FastReader(verify=False) loads what metadata alone can tell, unchecked"
     if other is not None:
@@ -45,4 +49,6 @@ def check_unsealed(pickled: bytes, other: _native.Index | None, *, why: str, whe
             raise CorruptionError(f"{where} and its index contradict each other; {way_out}")
         why = f"the one in its place is of another save, {other.save_id}"
     if _PICKLED_MARK.search(pickled):
+        if newer:
+            raise UnsupportedError(f"cannot use the index of {where}: {why}; {way_out}")
         raise CorruptionError(f"the index of {where} is missing or damaged: {why}; {way_out}")

@@ -95,6 +95,9 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         dcp.save(state, storage_writer=FastWriter("run/step-100"))
 
     Note:
+        Saves into one directory must not overlap: the later one to end takes the files of the other
+        for leftovers. The other then raises, but what it replaced is gone.
+
         One writer serves one save at a time. Saves one after another should share a writer: its
         buffers are kept and reused.
     """
@@ -260,10 +263,10 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         files = {file.name for file in written}
         pickled = b""
         try:
-            self._check_files_exist(files)
             pickled = dump_metadata(metadata)
             index = make_index(metadata, pickled, written, save_id=self.save_id)
             claim_commit()
+            self._check_files_exist(files)
             self._file_system.commit(
                 os.fsencode(self.path),
                 self._own_name(_METADATA),
@@ -278,6 +281,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             if not self._may_be_committed(pickled):
                 self._remove_files(files)
             raise
+        # Another save may have begun while this one was going on, and have removed its files.
+        self._check_files_exist(files)
         self._remove_stale_files(files)
 
     def _write_files(

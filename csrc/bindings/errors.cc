@@ -33,13 +33,15 @@ const char* exception_name(StatusCode code) {
 
 }  // namespace
 
+py::str to_text(const std::string& text) {
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
 void raise_if_error(const Status& status) {
   if (status.ok()) return;
   const char* name = exception_name(status.code());
-  // A message may quote damaged bytes of a file, which need not be UTF-8.
-  const std::string& text = status.message();
-  const auto message = py::reinterpret_steal<py::str>(
-      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+  const py::str message = to_text(status.message());
   if (name == nullptr) {
     PyErr_SetObject(PyExc_ValueError, message.ptr());
     throw py::error_already_set();

@@ -2,9 +2,16 @@
 
 // The one place where a Status becomes a Python exception.
 
+#include <pybind11/pybind11.h>
+
+#include <string>
+
 #include "base/status.h"
 
 namespace torch_ckpt {
+
+// Text that may quote bytes of a file or a path, which need not be UTF-8.
+pybind11::str to_text(const std::string& text);
 
 // Raises the exception of torch_ckpt.errors that stands for `status`; returns only when it is OK.
 // Requires: the GIL is held.

@@ -110,7 +110,7 @@ std::optional<std::vector<PyPath>> paths(const Index& index) {
 }
 
 // Metadata's bytes, the index that belongs to them or None; else one of the usual name that does
-// not, or None, and why it cannot be read.
+// not, or None, whether that is of a newer version, and why it cannot be read.
 py::tuple open_one(FileSystem& fs, const std::string& directory, const std::string& metadata_name,
                    const std::string& index_name) {
   const OpenedCheckpoint opened = value_or_raise(without_gil([&] {
@@ -121,7 +121,9 @@ py::tuple open_one(FileSystem& fs, const std::string& directory, const std::stri
   };
   return py::make_tuple(
       py::bytes(reinterpret_cast<const char*>(opened.metadata.data()), opened.metadata.size()),
-      shared(opened.index), shared(opened.other_index), opened.index_status.message());
+      shared(opened.index), shared(opened.other_index),
+      opened.index_status.code() == StatusCode::kUnsupported,
+      to_text(opened.index_status.message()));
 }
 
 }  // namespace

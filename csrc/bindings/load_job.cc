@@ -53,7 +53,8 @@ std::pair<std::vector<bool>, std::vector<LoadedBytes>> run(
   std::vector<TensorRequest> requests;
   requests.reserve(tensors.size());
   for (const auto& [slice, offsets, destination] : tensors) {
-    if (!destination->writable) throw py::value_error("a destination is a view for reading");
+    if (destination == nullptr || !destination->writable)
+      throw py::value_error("a destination is a view for reading");
     requests.push_back({to_slice(slice), {offsets, destination->sizes}, to_live(*destination)});
   }
   const std::vector<StoredSlice> slices = to_slices(bytes);

@@ -45,6 +45,9 @@ std::unique_ptr<SaveJob> start(FileSystem& fs, const std::string& path, const La
 }
 
 void write(SaveJob& job, const std::vector<std::pair<int64_t, const TensorView*>>& items) {
+  for (const auto& [index, tensor] : items) {
+    if (tensor == nullptr) throw py::value_error("there is no tensor to write");
+  }
   raise_if_error(without_gil([&] {
     Status status;
     for (size_t i = 0; i < items.size() && status.ok(); ++i) {

@@ -40,9 +40,8 @@ struct Commit {
 // Publishes metadata and index, in place of those that were there, in one step. The data files that
 // they refer to are durable, entries of the directory included, before this is called.
 //
-//   1. The index is written under its pending name, and the metadata under its own; both are
-//   synced,
-//      and then the directory.
+//   1. The index is written under its pending name and the metadata under theirs. Both are synced.
+//      Then the directory is.
 //   2. The metadata is renamed to its usual name: the commit. The directory is synced again.
 //   3. The index is renamed to its usual name. A reader finds it under either.
 //

@@ -8,6 +8,7 @@ namespace torch_ckpt {
 IndexLookup::IndexLookup(std::shared_ptr<const Index> index) : index_(std::move(index)) {
   for (const IndexedFile& file : index_->files) files_.emplace(file.name, &file);
   for (const IndexedEntry& entry : index_->entries) {
+    if (!entry.is_tensor) continue;
     for (const IndexedBox& box : entry.boxes) {
       const IndexedFile* file = &index_->files[static_cast<size_t>(box.file)];
       places_.emplace(std::pair(file, box.offset), Place{&entry, &box});

@@ -7,13 +7,18 @@ namespace {
 
 constexpr int kAttempts = 4;  // Of a directory that others save into.
 
-Result<std::shared_ptr<const Index>> read_index(FileSystem& fs, const std::string& path) {
+// Null where it is sealed to other metadata than `only_of`, if that is given.
+Result<std::shared_ptr<const Index>> read_index(FileSystem& fs, const std::string& path,
+                                                const Seal* only_of = nullptr) {
   // The header says how long it is: a file of another length is not read, however long it claims to
   // be.
   ASSIGN_OR_RETURN(const std::vector<std::byte> header, read_start(fs, path, kIndexHeaderNbytes));
   const Result<IndexIdentity> identity = parse_index_identity(header);
   Result<Index> index = identity.status();
   if (identity.ok()) {
+    if (only_of != nullptr && identity->metadata != *only_of) {
+      return std::shared_ptr<const Index>();
+    }
     ASSIGN_OR_RETURN(const std::vector<std::byte> bytes, read_file(fs, path, identity->nbytes));
     index = parse_index(bytes);
   }
@@ -33,8 +38,8 @@ std::shared_ptr<const Index> find_pending_index(FileSystem& fs, const std::strin
   const std::string prefix = names.pending_index("");
   for (const std::string& name : *listed) {
     if (!name.starts_with(prefix)) continue;
-    const auto index = read_index(fs, directory + "/" + name);
-    if (index.ok() && (*index)->metadata == metadata) return *index;
+    const auto index = read_index(fs, directory + "/" + name, &metadata);
+    if (index.ok() && *index != nullptr) return *index;
   }
   return nullptr;
 }

@@ -221,7 +221,13 @@ void ReadStream::run_lane(Lane& lane, Work& work) {
       const int64_t grain = cached ? 1 : alignment;
       read.block = *pool.acquire();  // There are as many blocks as slots.
       read.offset = align_down(task.range.begin, grain);
-      read.memory = slice(pool.block(read.block), 0, align_up(task.range.end, grain) - read.offset);
+      const int64_t nbytes = align_up(task.range.end, grain) - read.offset;
+      if (nbytes > pool.block_nbytes()) {
+        pool.release(read.block);
+        work.fail(internal_error("a read of ", nbytes, " bytes does not fit its buffer"));
+        return false;
+      }
+      read.memory = slice(pool.block(read.block), 0, nbytes);
     }
     const size_t slot = free_slots.back();
     free_slots.pop_back();

@@ -1,6 +1,7 @@
 // The reading half of index_file.h.
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <string_view>
 #include <unordered_set>
@@ -16,6 +17,29 @@ namespace {
 namespace records = index_records;
 
 constexpr uint16_t kMaxNdim = 64;
+constexpr int64_t kMaxItemsize = 16;
+constexpr uint32_t kMinBlockNbytes = 4096;  // What direct reads ask for.
+constexpr uint32_t kMaxBlockNbytes = 1 << 20;
+
+static_assert(kIndexHeaderNbytes == sizeof(records::Header));
+
+bool is_utf8(std::string_view text) {
+  for (size_t i = 0; i < text.size();) {
+    const auto lead = static_cast<uint8_t>(text[i++]);
+    if (lead < 0x80) continue;
+    const int more = lead >= 0xF0 ? 3 : lead >= 0xE0 ? 2 : 1;
+    if (lead < 0xC2 || lead > 0xF4 || text.size() - i < static_cast<size_t>(more)) return false;
+    uint32_t code = lead & (0x3Fu >> more);
+    for (int k = 0; k < more; ++k, ++i) {
+      const auto byte = static_cast<uint8_t>(text[i]);
+      if ((byte & 0xC0) != 0x80) return false;
+      code = code << 6 | (byte & 0x3F);
+    }
+    constexpr uint32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
+    if (code < kLeast[more] || code > 0x10FFFF || (code >= 0xD800 && code < 0xE000)) return false;
+  }
+  return true;
+}
 
 Result<records::Header> read_header(Bytes bytes) {
   records::Header header;
@@ -149,7 +173,7 @@ class IndexParser {
     text_left_ -= where.nbytes;
     if (text_left_ < 0) return unsound("it uses too much text");
     out->assign(as_text(all.subspan(where.offset, where.nbytes)));
-    return ok_status();
+    return is_utf8(*out) ? ok_status() : unsound("a text is not UTF-8");
   }
 
   Status word(const records::Text& where, std::string* out) {
@@ -161,7 +185,10 @@ class IndexParser {
     std::unordered_set<std::string> names;
     uint64_t next_sum = 0;
     const uint64_t sum_count = count<uint64_t>(records::kSumSection);
-    if (header_.block_nbytes == 0) return unsound("its blocks have no length");
+    if (!std::has_single_bit(header_.block_nbytes) || header_.block_nbytes < kMinBlockNbytes ||
+        header_.block_nbytes > kMaxBlockNbytes) {
+      return unsound("its blocks are ", header_.block_nbytes, " bytes long");
+    }
     for (uint64_t i = 0; i < count<records::File>(records::kFileSection); ++i) {
       const auto file = record<records::File>(records::kFileSection, i);
       IndexedFile out;
@@ -231,7 +258,10 @@ class IndexParser {
     out->requires_grad = (from.flags & records::kRequiresGrad) != 0;
     out->pin_memory = (from.flags & records::kPinMemory) != 0;
     RETURN_IF_ERROR(dims(from.ndim, &out->sizes));
-    if (!checked_numel(out->sizes)) return unsound(out->fqn, " has too many elements");
+    const auto numel = checked_numel(out->sizes);
+    if (!numel || !checked_mul(*numel, kMaxItemsize)) {
+      return unsound(out->fqn, " has too many elements");
+    }
     for (uint32_t i = 0; i < from.box_count; ++i) {
       IndexedBox box;
       RETURN_IF_ERROR(parse_box(*out, &box));

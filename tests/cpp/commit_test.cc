@@ -108,6 +108,23 @@ TEST(CommitTest, AnyFailedOperationLeavesTheOldCheckpointAndNothingElse) {
   }
 }
 
+// As a file server may that has lost its own answer.
+class LyingFileSystem : public MemoryFileSystem {
+ public:
+  Status rename(const std::string& from, const std::string& to) override {
+    RETURN_IF_ERROR(MemoryFileSystem::rename(from, to));
+    return errno_status(EIO, "cannot tell that it is renamed");
+  }
+};
+
+TEST(CommitTest, MetadataThatWereRenamedAfterAllKeepTheirIndex) {
+  LyingFileSystem fs;
+  fs.put(kMetadata, "old");
+  EXPECT_CODE(commit(fs, what("new")), StatusCode::kStorage);
+  EXPECT_EQ(fs.contents(kMetadata), "new");
+  EXPECT_EQ(fs.contents("step-1/.index.id-2"), "new");
+}
+
 TEST(CommitTest, ATemporaryOfAnotherSaveIsLeftAlone) {
   MemoryFileSystem fs;
   fs.put("step-1/.metadata.id-1.tmp", "of another save");

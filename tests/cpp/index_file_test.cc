@@ -202,6 +202,18 @@ TEST(IndexFileTest, WhatCannotBeTrueIsNotWritten) {
        [](Index& i) {
          i.entries[1].boxes[0].transforms = {"", "x"};
        }},
+      {"name that is not UTF-8", [](Index& i) { i.entries[0].fqn = "a\xC0\x80"; }},
+      {"key of half a surrogate",
+       [](Index& i) { i.paths[0].keys = {std::string("\xED\xA0\x80")}; }},
+      {"bytes that cannot be counted", [](Index& i) { i.entries[3].sizes = {kMost / 8}; }},
+      {"odd blocks",
+       [](Index& i) {
+         for (IndexedFile& f : i.files) f.sums.block_nbytes = 12345;
+       }},
+      {"long blocks",
+       [](Index& i) {
+         for (IndexedFile& f : i.files) f.sums.block_nbytes = 2 << 20;
+       }},
       {"long word", [](Index& i) { i.entries[0].dtype = std::string(65, 'x'); }},
       {"many dimensions", [](Index& i) { i.entries[3].sizes = Dims(65, 1); }},
   };

@@ -12,6 +12,7 @@
 #include "support/memory_file_system.h"
 #include "support/saved_checkpoint.h"
 #include "support/status_matchers.h"
+#include "support/strided_frame.h"
 #include "support/test_tensor.h"
 
 namespace torch_ckpt {
@@ -192,6 +193,34 @@ TEST(IndexedLoadTest, WithoutEntriesFramesAreReadAndCheckedToo) {
     EXPECT_CODE(result, StatusCode::kCorruption);
     EXPECT_THAT(result.status().message(), HasSubstr(a.saved[i].live.name));
     flip_bit(a.fs, "a", version_made_by);
+  }
+}
+
+// What must be read to check a head is longer than the head: it must fit a buffer as well.
+TEST(IndexedLoadTest, HeadsThatDoNotFitABufferWithTheirBlocksAreLeftToTorch) {
+  constexpr int64_t kLongBlock = 16 << 10;
+  for (int64_t head = 20 << 10; head < 70 << 10; head += 3001) {
+    const std::string payload(as_text(random_bytes(400000, 5)));
+    const std::string extra(as_text(random_bytes(head, 6)));
+    const std::string frame = strided_frame({100000}, {1}, 0, payload, extra);
+    MemoryFileSystem fs;
+    const std::string contents = std::string(kLongBlock - 1, 'x') + frame;
+    fs.put("step-1/a", contents);
+    BlockSummer summer(kLongBlock);
+    summer.append(as_bytes(contents));
+    const auto index = std::make_shared<Index>();
+    index->files = {{"a", summer.finish()}};
+    const TestTensor loaded = TestTensor::random("w", DType::kFloat32, {100000}, 100);
+    const StoredSlice slice = {"a", kLongBlock - 1, static_cast<int64_t>(frame.size()), "w"};
+    ASSERT_OK_AND_ASSIGN(
+        const auto job,
+        LoadJob::make(fs, kCheckpoint,
+                      {.buffer_nbytes = 128 << 10, .block_nbytes = 4 * kLongBlock, .threads = 1},
+                      index));
+    const TensorRequest request = whole(slice, loaded);
+    ASSERT_OK_AND_ASSIGN(const LoadResult result, job->run({&request, 1}, {}));
+    if (result.outcomes[0] == Outcome::kLoaded) EXPECT_TRUE(loaded.packed() == payload);
+    EXPECT_EQ(result.outcomes[0] == Outcome::kLoaded, head < 30 << 10) << head;
   }
 }
 

@@ -574,18 +574,21 @@ def own_state(rank: int, version: str) -> dict[str, Any]:
     }
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def take(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
 
 
-def call_with_a_rank_that_dies(path: Path, victim: int, call: str, where: str) -> Failure:
+def call_with_a_rank_that_dies(
+    path: Path, victim: int, call: str, where: str, number: signal.Signals
+) -> Failure:
     rank = dist.get_rank()
     torch_ckpt.save(own_state(rank, "old"), checkpoint_id=path, timeout_s=AMPLE_S)
     function = {"save": save, "load": load}[call]
     begin = time.monotonic()
     with pytest.raises(RankTimeoutError) as caught:
-        function(own_state(rank, "new"), path, Detour(where, victim, die))
-    assert time.monotonic() - begin < DEADLINE_S + MARGIN_S
+        function(own_state(rank, "new"), path, Detour(where, victim, take, number))
+    patience_s = 2 * MARGIN_S if number == signal.SIGSTOP else MARGIN_S
+    assert time.monotonic() - begin < DEADLINE_S + patience_s
     return failure_of(caught.value)
 
 
@@ -640,6 +643,7 @@ DEATHS = {
     "the_coordinator_in_committing": (0, "save", "finish", None, ("committing", False)),
     "the_coordinator_in_publishing": (0, "save", "publish", None, ("committing", True)),
     "the_rank_that_serves_the_store": (0, "save", "write", 0, ("writing", False)),
+    "the_rank_that_serves_the_store_by_freezing": (0, "save", "write", 0, ("writing", False)),
     "a_rank_in_loading": (1, "load", "read", None, ("reading", False)),
 }
 
@@ -648,6 +652,7 @@ DEATHS = {
     ("victim", "call", "where", "store_on", "expected"), DEATHS.values(), ids=DEATHS.keys()
 )
 def test_death_of_a_rank_is_told_to_the_others_and_keeps_the_old_checkpoint(
+    request: pytest.FixtureRequest,
     path: Path,
     victim: int,
     call: str,
@@ -656,7 +661,9 @@ def test_death_of_a_rank_is_told_to_the_others_and_keeps_the_old_checkpoint(
     expected: tuple[str, bool],
 ) -> None:
     survivors = set(range(3)) - {victim}
-    args = call_with_a_rank_that_dies, path, victim, call, where
+    freezes = "freezing" in request.node.callspec.id
+    number = signal.SIGSTOP if freezes else signal.SIGKILL
+    args = call_with_a_rank_that_dies, path, victim, call, where, number
     with mortal_ranks(3, store_on, *args) as pipes:
         seen = {}
         for rank in survivors:

@@ -12,9 +12,10 @@
 
 namespace torch_ckpt {
 
-// A float32 tensor over the storage `payload`. Strides and offset are in elements.
+// A float32 tensor over the storage `payload`, behind a record `extra` unless that is empty.
+// Strides and offset are in elements.
 inline std::string strided_frame(const Dims& sizes, const Dims& strides, int64_t storage_offset,
-                                 const std::string& payload) {
+                                 const std::string& payload, const std::string& extra = "") {
   using namespace pickle_text;  // NOLINT(google-build-using-namespace)
   const auto numbers = [](const Dims& dims) {
     std::string out;
@@ -38,6 +39,7 @@ inline std::string strided_frame(const Dims& sizes, const Dims& strides, int64_t
                  bytes_of(out.size(), 4) + name;
     out += "PK\x03\x04" + fields + name + data;
   };
+  if (!extra.empty()) add("r/extra", extra);
   add("r/data.pkl", tensor.pickle());
   add("r/data/0", payload);
   return out + directory + "PK\x05\x06" + bytes_of(0, 4) + bytes_of(2, 2) + bytes_of(2, 2) +
