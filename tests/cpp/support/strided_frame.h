@@ -39,10 +39,11 @@ inline std::string strided_frame(const Dims& sizes, const Dims& strides, int64_t
                  bytes_of(out.size(), 4) + name;
     out += "PK\x03\x04" + fields + name + data;
   };
+  const int64_t count = extra.empty() ? 2 : 3;
   if (!extra.empty()) add("r/extra", extra);
   add("r/data.pkl", tensor.pickle());
   add("r/data/0", payload);
-  return out + directory + "PK\x05\x06" + bytes_of(0, 4) + bytes_of(2, 2) + bytes_of(2, 2) +
+  return out + directory + "PK\x05\x06" + bytes_of(0, 4) + bytes_of(count, 2) + bytes_of(count, 2) +
          bytes_of(directory.size(), 4) + bytes_of(out.size(), 4) + bytes_of(0, 2);
 }
 
