@@ -18,19 +18,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torch_ckpt import _native
-from torch_ckpt.errors import (
-    CorruptionError,
-    NotFoundError,
-    portable_errors,
-)
+from torch_ckpt.errors import NotFoundError, portable_errors
 from torch_ckpt.index import to_metadata
 from torch_ckpt.loading import Load
 from torch_ckpt.metadata import UnreadableMetadata, load_committed
 from torch_ckpt.options import IoOptions
-from torch_ckpt.seal import check_unsealed
-from torch_ckpt.tensors import (
-    gc_paused,
-)
+from torch_ckpt.seal import open_committed
+from torch_ckpt.tensors import gc_paused
 
 __all__ = ["FastReader"]
 
@@ -86,8 +80,6 @@ class FastReader(StorageReader):
         self.trust_pickle = trust_pickle
         self.transforms = _StorageReaderTransforms(_extension_registry)
         self.load_id = str(uuid.uuid4())
-        self.rank: int | None = None
-        self.use_collectives = True
         self._file_system = _native.local_file_system()
         self._metadata: Metadata | None = None
         self._index: _native.Index | None = None
@@ -150,31 +142,17 @@ class FastReader(StorageReader):
         if isinstance(metadata, UnreadableMetadata):
             raise metadata.error
         self._metadata = metadata
-        self.rank = kwargs.get("rank")
-        self.use_collectives = kwargs.get("use_collectives", True)
 
     def _read_metadata(self, prefix: str) -> Metadata:
         """Reads metadata whose name has this prefix, from the index wherever there is one."""
-        path = self.path / f"{prefix}.metadata"
-        try:
-            pickled, self._index, other, newer, why = _native.open_checkpoint(
-                self._file_system, os.fsencode(self.path), path.name, f"{prefix}.index"
-            )
-        except NotFoundError as error:
-            if self._file_system.exists(os.fsencode(self.path / f"{prefix}.index")):
-                # A commit gives it that name after that of the metadata.
-                raise CorruptionError(
-                    f"the checkpoint in {self.path} has lost its metadata: {prefix}.index is "
-                    f"there, {path.name} is not"
-                ) from error
-            raise NotFoundError(
-                f"no checkpoint is committed in {self.path}: there is no {path.name}"
-            ) from error
+        pickled, self._index = open_committed(
+            self._file_system, self.path, prefix, verify=self.verify
+        )
         if self._index is not None and self._index.has_entries:
             return to_metadata(self._index, checkpoint_id=self.path)
-        if self._index is None and self.verify:
-            check_unsealed(pickled, other, newer=newer, why=why, where=str(path))
-        return load_committed(pickled, where=str(path), trust_pickle=self.trust_pickle)
+        return load_committed(
+            pickled, where=str(self.path / f"{prefix}.metadata"), trust_pickle=self.trust_pickle
+        )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Keeps the plan: nothing is decided here."""

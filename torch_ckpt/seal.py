@@ -1,4 +1,4 @@
-"""Metadata that no index is sealed to: they never had one, or something is damaged.
+"""Opens the committed metadata of a checkpoint, and the index that is sealed to them.
 
 Importing this module does not import torch, and nothing here unpickles: a damaged pickle may ask
 for any amount of memory.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 from torch_ckpt import _native
-from torch_ckpt.errors import CorruptionError, UnsupportedError
+from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 
-__all__ = ["INDEX_MARK", "check_unsealed"]
+__all__ = ["INDEX_MARK", "open_committed"]
 
 INDEX_MARK = "torch_ckpt: sealed by an index"
 """Stands in ``storage_meta.modules`` of metadata that were committed with an index."""
@@ -25,7 +26,46 @@ _PICKLED_MARK = re.compile(
 )
 
 
-def check_unsealed(
+def open_committed(
+    fs: _native.FileSystem, directory: Path, prefix: str, *, verify: bool = True
+) -> tuple[bytes, _native.Index | None]:
+    """Opens the metadata of this prefix: none, or ``__0`` for those that rank 0 saved alone.
+
+    Args:
+        fs: Where the checkpoint lies.
+        directory: The checkpoint.
+        prefix: What the names of the metadata and of their index begin with.
+        verify: Whether metadata that have lost their index are refused.
+
+    Returns:
+        The metadata, pickled, and the index that is sealed to them, if there is one.
+
+    Raises:
+        NotFoundError: Nothing is committed there.
+        CorruptionError: The metadata or their index are damaged, or one of them is gone.
+        UnsupportedError: Their index is of a newer version of this package.
+    """
+    path = directory / f"{prefix}.metadata"
+    try:
+        pickled, index, other, newer, why = _native.open_checkpoint(
+            fs, os.fsencode(directory), path.name, f"{prefix}.index"
+        )
+    except NotFoundError as error:
+        if fs.exists(os.fsencode(directory / f"{prefix}.index")):
+            # A commit gives it that name after that of the metadata.
+            raise CorruptionError(
+                f"the checkpoint in {directory} has lost its metadata: {prefix}.index is there, "
+                f"{path.name} is not"
+            ) from error
+        raise NotFoundError(
+            f"no checkpoint is committed in {directory}: there is no {path.name}"
+        ) from error
+    if index is None and verify:
+        _check_unsealed(pickled, other, newer=newer, why=why, where=str(path))
+    return pickled, index
+
+
+def _check_unsealed(
     pickled: bytes, other: _native.Index | None, *, newer: bool, why: str, where: str
 ) -> None:
     """Tells metadata that never had an index from those whose index is damaged or gone.

@@ -32,7 +32,8 @@ std::unique_ptr<LoadJob> make(FileSystem& fs, const std::string& directory,
                                .caching = direct ? Caching::kDirect : Caching::kBuffered,
                                .verify = verify,
                                .slices_are_archives = slices_are_archives};
-  return value_or_raise(LoadJob::make(fs, directory, options, std::move(index)));
+  return value_or_raise(
+      without_gil([&] { return LoadJob::make(fs, directory, options, std::move(index)); }));
 }
 
 std::vector<StoredSlice> to_slices(const std::vector<PySlice>& slices) {

@@ -6,73 +6,24 @@
 
 #include "bindings/global_calls.h"
 #include "bindings/value_stack.h"
+#include "format/pickle_reader.h"
 
 namespace torch_ckpt {
 namespace {
 
-// Opcodes, by the names in Python's pickletools.
-enum : uint8_t {
-  kMark = '(',
-  kEmptyTuple = ')',
-  kStop = '.',
-  kBinBytes = 'B',
-  kShortBinBytes = 'C',
-  kBinFloat = 'G',
-  kBinInt = 'J',
-  kBinInt1 = 'K',
-  kBinInt2 = 'M',
-  kNone = 'N',
-  kReduce = 'R',
-  kBinUnicode = 'X',
-  kEmptyList = ']',
-  kAppend = 'a',
-  kBuild = 'b',
-  kGlobal = 'c',
-  kAppends = 'e',
-  kBinGet = 'h',
-  kLongBinGet = 'j',
-  kBinPut = 'q',
-  kLongBinPut = 'r',
-  kSetItem = 's',
-  kTuple = 't',
-  kSetItems = 'u',
-  kEmptyDict = '}',
-  kProto = 0x80,
-  kNewObj = 0x81,
-  kTuple1 = 0x85,
-  kTuple2 = 0x86,
-  kTuple3 = 0x87,
-  kNewTrue = 0x88,
-  kNewFalse = 0x89,
-  kLong1 = 0x8a,
-  kShortBinUnicode = 0x8c,
-  kBinUnicode8 = 0x8d,
-  kBinBytes8 = 0x8e,
-  kStackGlobal = 0x93,
-  kMemoize = 0x94,
-  kFrame = 0x95,
-};
-
-constexpr uint8_t kNewestProtocol = 5;
+using namespace pickle_opcodes;
 
 // How many values a walk of the result may meet for each byte of the pickle, and besides. The
 // longest sizes that torch has, 64 of them, are recalled by two bytes.
 constexpr uint64_t kMaxWeightPerByte = 64;
 constexpr uint64_t kMaxWeightBesides = 4096;
 
-// Whether Python's pickle knows the opcode.
-bool is_opcode(uint8_t op) {
-  constexpr std::string_view kTextOpcodes = "(.012BCFGIJKLMNPQRSTUVX])abcdeghijlopqrstu}";
-  return (op >= kProto && op <= 0x98) ||
-         kTextOpcodes.find(static_cast<char>(op)) != std::string_view::npos;
-}
-
 using Kind = ValueStack::Kind;
 
 class MetadataUnpickler {
  public:
   MetadataUnpickler(Bytes pickle, PyObject* vocabulary)
-      : pickle_(pickle),
+      : reader_(pickle),
         stack_(static_cast<uint32_t>(
             std::min<uint64_t>(kMaxWeightBesides + kMaxWeightPerByte * pickle.size(), UINT32_MAX))),
         globals_(vocabulary, &stack_) {}
@@ -80,7 +31,7 @@ class MetadataUnpickler {
   Status run(PyRef* result) {
     const Status status = run_to_end(result);
     if (status.ok() || status.code() == StatusCode::kInternal) return status;
-    return Status(status.code(), str_cat(status.message(), ", at byte ", position_));
+    return Status(status.code(), str_cat(status.message(), ", at byte ", reader_.position()));
   }
 
  private:
@@ -91,7 +42,7 @@ class MetadataUnpickler {
       if (op == kStop) break;
       RETURN_IF_ERROR(step(op));
     }
-    if (position_ != pickle_.size()) return broken("bytes follow its end");
+    if (!reader_.at_end()) return broken("bytes follow its end");
     return stack_.finish(result);
   }
 
@@ -100,25 +51,13 @@ class MetadataUnpickler {
 
   template <typename T>
   Status read(T* value) {
-    if (pickle_.size() - position_ < sizeof(T)) return broken("it is cut off");
-    *value = load_le<T>(pickle_.data() + position_);
-    position_ += sizeof(T);
-    return ok_status();
+    return reader_.read(value) ? ok_status() : broken("it is cut off");
   }
-
   Status read_bytes(uint64_t nbytes, std::string_view* bytes) {
-    if (pickle_.size() - position_ < nbytes) return broken("it is cut off");
-    *bytes = as_text(pickle_).substr(position_, static_cast<size_t>(nbytes));
-    position_ += static_cast<size_t>(nbytes);
-    return ok_status();
+    return reader_.read_bytes(nbytes, bytes) ? ok_status() : broken("it is cut off");
   }
-
   Status read_line(std::string_view* line) {
-    const size_t end = as_text(pickle_).find('\n', position_);
-    if (end == std::string_view::npos) return broken("it is cut off");
-    *line = as_text(pickle_).substr(position_, end - position_);
-    position_ = end + 1;
-    return ok_status();
+    return reader_.read_line(line) ? ok_status() : broken("it is cut off");
   }
 
   // Each of the following reads its argument: a number, or a length and so many bytes.
@@ -136,10 +75,7 @@ class MetadataUnpickler {
     RETURN_IF_ERROR(read(&nbytes));
     RETURN_IF_ERROR(read_bytes(nbytes, &digits));
     if (nbytes > sizeof(int64_t)) return refused("a number beyond 64 bits");
-    const bool negative = nbytes > 0 && (static_cast<uint8_t>(digits.back()) & 0x80) != 0;
-    int64_t number = negative ? -1 : 0;
-    if (nbytes > 0) std::memcpy(&number, digits.data(), nbytes);
-    return stack_.push(Kind::kInt, PyLong_FromLongLong(number));
+    return stack_.push(Kind::kInt, PyLong_FromLongLong(pickled_long(digits)));
   }
 
   Status push_float() {
@@ -206,16 +142,11 @@ class MetadataUnpickler {
     return stack_.recall(key);
   }
 
-  bool next_is(uint8_t op) const {
-    return position_ < pickle_.size() && static_cast<uint8_t>(pickle_[position_]) == op;
-  }
-
   Status step(uint8_t op);
   Status step_in_tree(uint8_t op);
   Status set_items(size_t begin);
 
-  Bytes pickle_;
-  size_t position_ = 0;
+  PickleReader reader_;
   bool has_protocol_ = false;
   ValueStack stack_;
   GlobalCalls globals_;
@@ -225,8 +156,7 @@ class MetadataUnpickler {
 Status MetadataUnpickler::set_items(size_t begin) {
   RETURN_IF_ERROR(stack_.need_below(begin, 1));
   const ValueStack::Value& dict = stack_.at(begin - 1);
-  if (dict.kind == Kind::kDict && dict.is_open && !dict.object && next_is(kBuild)) {
-    ++position_;
+  if (dict.kind == Kind::kDict && dict.is_open && !dict.object && reader_.skip(kBuild)) {
     return globals_.build_from_items(begin);
   }
   return stack_.set_items(begin);
@@ -238,7 +168,7 @@ Status MetadataUnpickler::step(uint8_t op) {
       uint8_t version = 0;
       RETURN_IF_ERROR(read(&version));
       has_protocol_ = true;
-      return version <= kNewestProtocol ? ok_status() : refused("a protocol that is too new");
+      return version <= kNewestPickleProtocol ? ok_status() : refused("a protocol that is too new");
     }
     case kFrame: {
       uint64_t nbytes = 0;
@@ -336,7 +266,7 @@ Status MetadataUnpickler::step_in_tree(uint8_t op) {
       constexpr std::string_view kDigits = "0123456789abcdef";
       const std::string code = {'0', 'x', kDigits[op >> 4], kDigits[op & 15]};
       // Without a protocol, any other bytes may look like opcodes.
-      if (is_opcode(op) && has_protocol_) {
+      if (is_pickle_opcode(op) && has_protocol_) {
         return refused("the opcode " + code + ", which plain data does not need");
       }
       return broken("it has the opcode " + code);

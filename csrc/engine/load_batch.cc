@@ -24,11 +24,6 @@ Dims in_bytes(const std::vector<int64_t>& strides, int64_t itemsize) {
   return out;
 }
 
-// What ranges of a file must begin and end at to be checked, or read directly.
-int64_t grain_of(const BlockSums* sums) {
-  return sums == nullptr ? kReadAlignment : sums->block_nbytes;
-}
-
 }  // namespace
 
 LoadBatch::LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files,
@@ -151,12 +146,11 @@ Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>
 // be read in place: whole blocks where those are checked, from where direct reads may begin where
 // not.
 std::vector<StridedCopy> LoadBatch::cut(const StridedCopy& copy, const BlockSums* sums) const {
-  const int64_t grain = grain_of(sums);
-  const int64_t most = stream_.max_range_nbytes(grain);
+  const int64_t most = stream_.max_range_nbytes(sums);
   if (checked_numel(copy.sizes) == 0 || !is_one_run(copy)) {
     return split_by_source(copy, most, kMaxRowGap);
   }
-  const int64_t most_aligned = stream_.max_aligned_range_nbytes(grain);
+  const int64_t most_aligned = stream_.max_aligned_range_nbytes(sums);
   const ByteRange run = source_range(copy);
   if (run.begin % copy.itemsize != 0) {  // Elements might lie across the ends of blocks.
     return split_by_source(copy, most, kMaxRowGap);
@@ -166,8 +160,8 @@ std::vector<StridedCopy> LoadBatch::cut(const StridedCopy& copy, const BlockSums
     return split_by_source(copy, aligned ? most_aligned : most, kMaxRowGap);
   }
   std::vector<StridedCopy> pieces;
-  const int64_t body = std::min(align_up(run.begin, grain), run.end);
-  const int64_t rest = std::max(body, align_down(run.end, grain));
+  const int64_t body = std::min(align_up(run.begin, sums->block_nbytes), run.end);
+  const int64_t rest = std::max(body, align_down(run.end, sums->block_nbytes));
   for (const ByteRange& part : {ByteRange{run.begin, body}, {body, rest}, {rest, run.end}}) {
     for (int64_t begin = part.begin; begin < part.end; begin += most_aligned) {
       pieces.push_back(part_of_run(copy, {begin, std::min(part.end, begin + most_aligned)}));
@@ -184,7 +178,7 @@ Status LoadBatch::plan_bytes(int64_t request) {
     return with_slice(errno_status(ENOMEM, "cannot allocate its bytes"), slice);
   }
   loaded.nbytes = slice.nbytes;
-  const int64_t most = stream_.max_range_nbytes(grain_of(file_of(slice).sums));
+  const int64_t most = stream_.max_range_nbytes(file_of(slice).sums);
   for (int64_t begin = 0; begin < slice.nbytes; begin += most) {
     const int64_t end = std::min(begin + most, slice.nbytes);
     const ByteRange range = {slice.offset + begin, slice.offset + end};

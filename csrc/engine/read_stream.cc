@@ -25,6 +25,11 @@ bool is_aligned(const std::byte* address, int64_t alignment) {
   return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(alignment) == 0;
 }
 
+// What must begin and end at multiples of it: what is checked, or else what is read directly.
+int64_t grain_of(const BlockSums* sums) {
+  return sums == nullptr ? kReadAlignment : sums->block_nbytes;
+}
+
 // One request: it serves the wanted ranges order[first, last) of the work.
 struct Task {
   File* file;
@@ -154,12 +159,12 @@ Result<std::unique_ptr<ReadStream>> ReadStream::make(FileSystem& fs, int64_t buf
   return std::unique_ptr<ReadStream>(new ReadStream(std::move(lanes)));
 }
 
-int64_t ReadStream::max_aligned_range_nbytes(int64_t grain) const {
-  return align_down(lanes_.front().pool->block_nbytes(), grain);
+int64_t ReadStream::max_aligned_range_nbytes(const BlockSums* sums) const {
+  return align_down(lanes_.front().pool->block_nbytes(), grain_of(sums));
 }
 
-int64_t ReadStream::max_range_nbytes(int64_t grain) const {
-  return max_aligned_range_nbytes(grain) - 2 * grain;
+int64_t ReadStream::max_range_nbytes(const BlockSums* sums) const {
+  return max_aligned_range_nbytes(sums) - 2 * grain_of(sums);
 }
 
 Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& consume) {

@@ -45,10 +45,10 @@ class ReadStream {
   static Result<std::unique_ptr<ReadStream>> make(FileSystem& fs, int64_t buffer_nbytes,
                                                   int64_t block_nbytes, int threads);
 
-  // The longest range that a buffer takes: one that begins at a multiple of `grain` (and so do
-  // blocks, where it is checked), and any. `grain` is a multiple of kReadAlignment.
-  int64_t max_aligned_range_nbytes(int64_t grain = kReadAlignment) const;
-  int64_t max_range_nbytes(int64_t grain = kReadAlignment) const;
+  // The longest range that a buffer takes of a file whose blocks are checked against `sums`, or of
+  // one that is not checked: one that begins where a block may, or a direct read; and any.
+  int64_t max_aligned_range_nbytes(const BlockSums* sums = nullptr) const;
+  int64_t max_range_nbytes(const BlockSums* sums = nullptr) const;
 
   // Reads every range and has it consumed. On an error the rest is not read; ranges in flight are
   // waited for, so no memory is touched after this returns. After a kInternal error the stream must

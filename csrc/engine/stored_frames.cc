@@ -48,8 +48,8 @@ Status read_some_frames(ReadStream& stream, std::vector<PendingFrame> pending, F
     for (PendingFrame& frame : pending) {
       const StoredSlice& slice = *frame.at.slice;
       const Result<int64_t> needed = frame_head_nbytes(frame.tail, slice.nbytes);
-      const int64_t grain = frame.at.sums == nullptr ? kReadAlignment : frame.at.sums->block_nbytes;
-      const int64_t max_head_nbytes = std::min(kMaxHeadNbytes, stream.max_range_nbytes(grain));
+      const int64_t max_head_nbytes =
+          std::min(kMaxHeadNbytes, stream.max_range_nbytes(frame.at.sums));
       if (needed.ok() && *needed > frame.head_nbytes && *needed <= max_head_nbytes) {
         frame.head_nbytes = *needed;
         again.push_back(std::move(frame));

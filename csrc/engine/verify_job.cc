@@ -39,7 +39,7 @@ Result<std::unique_ptr<VerifyJob>> VerifyJob::make(FileSystem& fs, std::string d
   ASSIGN_OR_RETURN(auto stream, ReadStream::make(fs, options.buffer_nbytes, options.block_nbytes,
                                                  options.threads));
   for (const IndexedFile& file : index->files) {
-    if (stream->max_range_nbytes(file.sums.block_nbytes) <= 0) {
+    if (stream->max_range_nbytes(&file.sums) <= 0) {
       return invalid_argument("cannot check blocks of ", file.sums.block_nbytes,
                               " bytes in buffers of ", options.block_nbytes);
     }
@@ -70,7 +70,7 @@ Result<std::vector<ByteRange>> VerifyJob::check(int64_t file, int64_t begin, int
   if (readable < end) damaged.push_back({std::max(begin, readable), end});
 
   std::vector<WantedRange> wanted;
-  const int64_t step = stream_->max_aligned_range_nbytes(sums.block_nbytes);
+  const int64_t step = stream_->max_aligned_range_nbytes(&sums);
   for (int64_t from = begin; from < readable; from += step) {
     wanted.push_back({opened.get(), {from, std::min(from + step, readable)}});
   }

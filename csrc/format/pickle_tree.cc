@@ -2,52 +2,14 @@
 
 #include <algorithm>
 
+#include "format/pickle_reader.h"
+
 namespace torch_ckpt {
 namespace {
 
 using Kind = PickleNode::Kind;
 
-// Opcodes, by the names in Python's pickletools.
-enum : uint8_t {
-  kMark = '(',
-  kStop = '.',
-  kBinInt = 'J',
-  kBinInt1 = 'K',
-  kBinInt2 = 'M',
-  kNoneOp = 'N',
-  kBinPersId = 'Q',
-  kReduce = 'R',
-  kBinUnicode = 'X',
-  kGlobal = 'c',
-  kEmptyDictOp = '}',
-  kBinGet = 'h',
-  kLongBinGet = 'j',
-  kBinPut = 'q',
-  kLongBinPut = 'r',
-  kTuple = 't',
-  kEmptyTuple = ')',
-  kProto = 0x80,
-  kTuple1 = 0x85,
-  kTuple2 = 0x86,
-  kTuple3 = 0x87,
-  kNewTrue = 0x88,
-  kNewFalse = 0x89,
-  kLong1 = 0x8a,
-  kShortBinUnicode = 0x8c,
-  kBinUnicode8 = 0x8d,
-  kStackGlobal = 0x93,
-  kMemoize = 0x94,
-  kFrame = 0x95,
-};
-
-constexpr uint8_t kNewestProtocol = 5;
-
-// Whether Python's pickle knows the opcode, used or not by tensors.
-bool is_opcode(uint8_t op) {
-  constexpr std::string_view kTextOpcodes = "(.012BCFGIJKLMNPQRSTUVX])abcdeghijlopqrstu}";
-  return (op >= kProto && op <= 0x98) ||
-         kTextOpcodes.find(static_cast<char>(op)) != std::string_view::npos;
-}
+using namespace pickle_opcodes;
 
 }  // namespace
 
@@ -55,7 +17,7 @@ bool is_opcode(uint8_t op) {
 // vector here.
 class PickleMachine {
  public:
-  explicit PickleMachine(Bytes pickle) : pickle_(pickle) {
+  explicit PickleMachine(Bytes pickle) : reader_(pickle) {
     tree_.nodes_.reserve(32);
     tree_.children_.reserve(32);
     stack_.reserve(32);
@@ -65,13 +27,13 @@ class PickleMachine {
   Result<PickleTree> run() {
     while (true) {
       uint8_t op;
-      if (!read(&op)) return broken("it is cut off");
+      if (!reader_.read(&op)) return broken("it is cut off");
       if (op == kStop) break;
       const Status status = step(op);
       if (!status.ok()) return status;
     }
     if (stack_.size() != 1 || stack_[0] == kMarkId) return broken("it does not end in one value");
-    if (position_ != pickle_.size()) return broken("bytes follow its end");
+    if (!reader_.at_end()) return broken("bytes follow its end");
     tree_.root_ = stack_[0];
     return std::move(tree_);
   }
@@ -80,30 +42,7 @@ class PickleMachine {
   static constexpr int32_t kMarkId = -1;
 
   Status broken(std::string_view why) const {
-    return corruption("not a pickle: ", why, ", at byte ", position_);
-  }
-
-  template <typename T>
-  bool read(T* value) {
-    if (pickle_.size() - position_ < sizeof(T)) return false;
-    *value = load_le<T>(pickle_.data() + position_);
-    position_ += sizeof(T);
-    return true;
-  }
-
-  bool read_text(uint64_t nbytes, std::string_view* text) {
-    if (pickle_.size() - position_ < nbytes) return false;
-    *text = as_text(pickle_).substr(position_, static_cast<size_t>(nbytes));
-    position_ += static_cast<size_t>(nbytes);
-    return true;
-  }
-
-  bool read_line(std::string_view* text) {
-    const size_t end = as_text(pickle_).find('\n', position_);
-    if (end == std::string_view::npos) return false;
-    *text = as_text(pickle_).substr(position_, end - position_);
-    position_ = end + 1;
-    return true;
+    return corruption("not a pickle: ", why, ", at byte ", reader_.position());
   }
 
   Status push(const PickleNode& node) {
@@ -171,36 +110,33 @@ class PickleMachine {
   template <typename T, typename Use>
   Status with(Use use) {
     T argument;
-    if (!read(&argument)) return broken("it is cut off");
+    if (!reader_.read(&argument)) return broken("it is cut off");
     return use(argument);
   }
 
   Status push_text(uint64_t nbytes) {
     PickleNode node{.kind = Kind::kText};
-    if (!read_text(nbytes, &node.text)) return broken("it is cut off");
+    if (!reader_.read_bytes(nbytes, &node.text)) return broken("it is cut off");
     return push(node);
   }
 
   Status push_long(uint8_t nbytes) {
     std::string_view digits;
-    if (!read_text(nbytes, &digits)) return broken("it is cut off");
+    if (!reader_.read_bytes(nbytes, &digits)) return broken("it is cut off");
     if (nbytes > sizeof(int64_t)) return unsupported("the pickle holds a number beyond 64 bits");
-    const bool negative = nbytes > 0 && (static_cast<uint8_t>(digits.back()) & 0x80) != 0;
-    int64_t number = negative ? -1 : 0;
-    if (nbytes > 0) std::memcpy(&number, digits.data(), nbytes);
-    return push_number(Kind::kInt, number);
+    return push_number(Kind::kInt, pickled_long(digits));
   }
 
   Status push_global() {
     PickleNode node{.kind = Kind::kGlobal};
-    if (!read_line(&node.text) || !read_line(&node.name)) return broken("it is cut off");
+    if (!reader_.read_line(&node.text) || !reader_.read_line(&node.name))
+      return broken("it is cut off");
     return push(node);
   }
 
   Status step(uint8_t op);
 
-  Bytes pickle_;
-  size_t position_ = 0;
+  PickleReader reader_;
   PickleTree tree_;
   std::vector<int32_t> stack_;  // Node numbers, or kMarkId.
   std::vector<int32_t> memo_;   // Node numbers, or kMarkId where nothing was put.
@@ -214,14 +150,15 @@ Status PickleMachine::step(uint8_t op) {
   switch (op) {
     case kProto:
       return with<uint8_t>([this](uint8_t version) {
-        return version <= kNewestProtocol ? ok_status() : broken("its protocol does not exist");
+        return version <= kNewestPickleProtocol ? ok_status()
+                                                : broken("its protocol does not exist");
       });
     case kFrame:
       return with<uint64_t>([](uint64_t) { return ok_status(); });
     case kMark:
       stack_.push_back(kMarkId);
       return ok_status();
-    case kNoneOp:
+    case kNone:
       return push({.kind = Kind::kNone});
     case kNewTrue:
     case kNewFalse:
@@ -244,7 +181,7 @@ Status PickleMachine::step(uint8_t op) {
       return push_global();
     case kStackGlobal:
       return push_stack_global();
-    case kEmptyDictOp:
+    case kEmptyDict:
       return push({.kind = Kind::kEmptyDict});
     case kEmptyTuple:
       return push_parent(Kind::kTuple, 0);
@@ -270,7 +207,8 @@ Status PickleMachine::step(uint8_t op) {
     case kLongBinGet:
       return with<uint32_t>(get_at);
     default:
-      if (is_opcode(op)) return unsupported("the pickle describes more than one plain tensor");
+      if (is_pickle_opcode(op))
+        return unsupported("the pickle describes more than one plain tensor");
       return broken("it has an opcode that does not exist");
   }
 }

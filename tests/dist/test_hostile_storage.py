@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import pickle
@@ -88,22 +87,6 @@ def save_by_rank(path: Path, version: int) -> dict[int, Failure]:
     return failures_of(lambda: dcp.save(state, storage_writer=FastWriter(path)))
 
 
-@contextlib.contextmanager
-def mounted(path: Path, options: str) -> Iterator[Path]:
-    """A tmpfs."""
-    path.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a tmpfs")
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
-    done = subprocess.run(mount, capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
 def leave_blocks(disk: Path, count: int) -> None:
     """Has a file of ballast take all the room but so many blocks."""
     ballast = disk / "ballast"
@@ -155,11 +138,10 @@ def save_with_ever_more_room(
 
 @pytest.mark.parametrize("what", ROOM)
 def test_every_way_to_run_out_of_room_fails_every_rank_and_keeps_the_old_checkpoint(
-    worlds: Worlds, tmp_path: Path, what: str
+    worlds: Worlds, mount_tmpfs: Callable[[str], Path], what: str
 ) -> None:
     options, leave = ROOM[what]
-    with mounted(tmp_path / "disk", options) as disk:
-        ranks = worlds.run(2, save_with_ever_more_room, disk, leave)
+    ranks = worlds.run(2, save_with_ever_more_room, mount_tmpfs(options), leave)
     assert ranks[0] == ranks[1]
     failures = [failure for failed in ranks[0] for failure in failed.values()]
     assert {(failure.kind, failure.errno) for failure in failures} == {
@@ -170,19 +152,19 @@ def test_every_way_to_run_out_of_room_fails_every_rank_and_keeps_the_old_checkpo
 
 
 def test_read_only_disk_fails_a_save_on_every_rank_and_loads(
-    worlds: Worlds, tmp_path: Path
+    worlds: Worlds, mount_tmpfs: Callable[[str], Path]
 ) -> None:
-    with mounted(tmp_path / "disk", "size=1m") as disk:
-        assert worlds.run(2, save_by_rank, disk, 1) == [{}, {}]
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        seen = worlds.run(2, save_by_rank, disk, 2)
-        assert seen[0] == seen[1]
-        assert {failure[:2] for failure in seen[0].values()} == {("StorageError", errno.EROFS)}
-        assert seen[0].keys() == {0, 1}
-        assert_holds(disk, 1, world_size=2)
-        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-        assert worlds.run(2, save_by_rank, disk, 3) == [{}, {}]
-        assert_holds(disk, 3, world_size=2)
+    disk = mount_tmpfs("size=1m")
+    assert worlds.run(2, save_by_rank, disk, 1) == [{}, {}]
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    seen = worlds.run(2, save_by_rank, disk, 2)
+    assert seen[0] == seen[1]
+    assert {failure[:2] for failure in seen[0].values()} == {("StorageError", errno.EROFS)}
+    assert seen[0].keys() == {0, 1}
+    assert_holds(disk, 1, world_size=2)
+    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    assert worlds.run(2, save_by_rank, disk, 3) == [{}, {}]
+    assert_holds(disk, 3, world_size=2)
 
 
 @pytest.fixture(scope="module")

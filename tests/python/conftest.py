@@ -12,11 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import ROOT
 from torch.distributed.checkpoint.logger import _dcp_logger
-
-import torch_ckpt
-
-ROOT = Path(torch_ckpt.__file__).resolve().parents[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -80,26 +77,12 @@ def world_of_one() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(mount_tmpfs: Callable[[str], Path]) -> Path:
     """A tmpfs of 8 MiB."""
-    yield from _mounted(tmp_path / "small", "size=8m")
+    return mount_tmpfs("size=8m")
 
 
 @pytest.fixture
-def read_only_disk(tmp_path: Path) -> Iterator[Path]:
+def read_only_disk(mount_tmpfs: Callable[[str], Path]) -> Path:
     """A tmpfs that was mounted read-only."""
-    yield from _mounted(tmp_path / "read-only", "ro,size=1m")
-
-
-def _mounted(path: Path, options: str) -> Iterator[Path]:
-    path.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a tmpfs")
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
-    done = subprocess.run(mount, capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
+    return mount_tmpfs("ro,size=1m")

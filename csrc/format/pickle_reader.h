@@ -1,0 +1,124 @@
+#pragma once
+
+// What the two machines for pickles share, that of tensors (pickle_tree.cc) and that of metadata
+// (bindings/metadata_unpickler.cc): the opcodes, and the walk over the bytes. What an opcode does
+// is each machine's own, for neither does more than it needs.
+
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+
+#include "base/bytes.h"
+
+namespace torch_ckpt {
+
+// Opcodes, by the names in Python's pickletools.
+namespace pickle_opcodes {
+enum : uint8_t {
+  kMark = '(',
+  kEmptyTuple = ')',
+  kStop = '.',
+  kBinBytes = 'B',
+  kShortBinBytes = 'C',
+  kBinFloat = 'G',
+  kBinInt = 'J',
+  kBinInt1 = 'K',
+  kBinInt2 = 'M',
+  kNone = 'N',
+  kBinPersId = 'Q',
+  kReduce = 'R',
+  kBinUnicode = 'X',
+  kEmptyList = ']',
+  kAppend = 'a',
+  kBuild = 'b',
+  kGlobal = 'c',
+  kAppends = 'e',
+  kBinGet = 'h',
+  kLongBinGet = 'j',
+  kBinPut = 'q',
+  kLongBinPut = 'r',
+  kSetItem = 's',
+  kTuple = 't',
+  kSetItems = 'u',
+  kEmptyDict = '}',
+  kProto = 0x80,
+  kNewObj = 0x81,
+  kTuple1 = 0x85,
+  kTuple2 = 0x86,
+  kTuple3 = 0x87,
+  kNewTrue = 0x88,
+  kNewFalse = 0x89,
+  kLong1 = 0x8a,
+  kShortBinUnicode = 0x8c,
+  kBinUnicode8 = 0x8d,
+  kBinBytes8 = 0x8e,
+  kStackGlobal = 0x93,
+  kMemoize = 0x94,
+  kFrame = 0x95,
+};
+}  // namespace pickle_opcodes
+
+inline constexpr uint8_t kNewestPickleProtocol = 5;
+
+// Whether Python's pickle knows the opcode, wherever it is used.
+inline bool is_pickle_opcode(uint8_t op) {
+  constexpr std::string_view kTextOpcodes = "(.012BCFGIJKLMNPQRSTUVX])abcdeghijlopqrstu}";
+  return (op >= pickle_opcodes::kProto && op <= 0x98) ||
+         kTextOpcodes.find(static_cast<char>(op)) != std::string_view::npos;
+}
+
+// The number that up to 8 little-endian bytes of two's complement make, as LONG1 has them.
+inline int64_t pickled_long(std::string_view digits) {
+  const bool negative = !digits.empty() && (static_cast<uint8_t>(digits.back()) & 0x80) != 0;
+  int64_t number = negative ? -1 : 0;
+  std::memcpy(&number, digits.data(), digits.size());
+  return number;
+}
+
+// Walks over the bytes of a pickle. Every read returns false, and moves nothing, where they end too
+// early. Views of them are valid as long as they are.
+class PickleReader {
+ public:
+  explicit PickleReader(Bytes pickle) : pickle_(pickle) {}
+
+  size_t position() const { return position_; }
+  size_t nbytes() const { return pickle_.size(); }
+  bool at_end() const { return position_ == pickle_.size(); }
+
+  template <typename T>
+  bool read(T* value) {
+    if (pickle_.size() - position_ < sizeof(T)) return false;
+    *value = load_le<T>(pickle_.data() + position_);
+    position_ += sizeof(T);
+    return true;
+  }
+
+  bool read_bytes(uint64_t nbytes, std::string_view* bytes) {
+    if (pickle_.size() - position_ < nbytes) return false;
+    *bytes = as_text(pickle_).substr(position_, static_cast<size_t>(nbytes));
+    position_ += static_cast<size_t>(nbytes);
+    return true;
+  }
+
+  // Up to a newline, without it.
+  bool read_line(std::string_view* line) {
+    const size_t end = as_text(pickle_).find('\n', position_);
+    if (end == std::string_view::npos) return false;
+    *line = as_text(pickle_).substr(position_, end - position_);
+    position_ = end + 1;
+    return true;
+  }
+
+  // Passes the opcode if it is the next.
+  bool skip(uint8_t op) {
+    if (at_end() || static_cast<uint8_t>(pickle_[position_]) != op) return false;
+    ++position_;
+    return true;
+  }
+
+ private:
+  Bytes pickle_;
+  size_t position_ = 0;
+};
+
+}  // namespace torch_ckpt

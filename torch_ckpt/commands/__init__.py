@@ -1,0 +1,1 @@
+"""What the command ``torch-ckpt`` can do: a module for each of its commands."""
