@@ -32,6 +32,7 @@ class FileSystem:
         metadata: bytes,
         index: bytes,
         save_id: str,
+        data_files: list[str],
         sync: bool,
     ) -> None: ...
 

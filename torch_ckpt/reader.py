@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import uuid
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torch_ckpt import _native
-from torch_ckpt.errors import NotFoundError, portable_errors
+from torch_ckpt.errors import CheckpointError, NotFoundError, portable_errors
 from torch_ckpt.index import to_metadata
 from torch_ckpt.loading import Load
 from torch_ckpt.metadata import UnreadableMetadata, load_committed
@@ -83,6 +84,7 @@ class FastReader(StorageReader):
         self._file_system = _native.local_file_system()
         self._metadata: Metadata | None = None
         self._index: _native.Index | None = None
+        self._shared_save_id: str | None = None  # Of the save that all ranks are to load.
         self._unreadable: Exception | None = None  # Why the coordinator's metadata are.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,6 +125,7 @@ class FastReader(StorageReader):
             self._unreadable = None
         elif self._unreadable is not None and not isinstance(self._unreadable, NotFoundError):
             return UnreadableMetadata(self._unreadable)
+        self._shared_save_id = None
         try:
             metadata = self._read_metadata("" if rank is None else f"__{rank}")
         except Exception as error:  # Of any kind: none may end in the metadata of a rank.
@@ -133,6 +136,8 @@ class FastReader(StorageReader):
             raise
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
+        if rank is None:
+            self._shared_save_id = metadata.storage_meta.save_id
         return metadata
 
     def set_up_storage_reader(
@@ -155,11 +160,23 @@ class FastReader(StorageReader):
         )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Keeps the plan: nothing is decided here."""
-        return plan
+        """Says in the plan which checkpoint this rank has opened, unless it is one of its own."""
+        return dataclasses.replace(plan, storage_data=self._shared_save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Keeps the plans: every rank reads what it wants."""
+        """Keeps the plans: every rank reads what it wants.
+
+        Raises:
+            CheckpointError: The ranks have opened different checkpoints, because one was saved
+                over the other meanwhile.
+        """
+        opened = [plan.storage_data for plan in plans]
+        others = [rank for rank, save_id in enumerate(opened) if save_id != opened[0]]
+        if others:
+            raise CheckpointError(
+                f"cannot load {self.path}: rank {others[0]} has opened save {opened[others[0]]}, "
+                f"rank 0 save {opened[0]}; was it saved over just now?"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -46,20 +46,26 @@ def open_committed(
         UnsupportedError: Their index is of a newer version of this package.
     """
     path = directory / f"{prefix}.metadata"
+
+    def open_them() -> tuple[bytes, _native.Index | None, _native.Index | None, bool, str]:
+        return _native.open_checkpoint(fs, os.fsencode(directory), path.name, f"{prefix}.index")
+
     try:
-        pickled, index, other, newer, why = _native.open_checkpoint(
-            fs, os.fsencode(directory), path.name, f"{prefix}.index"
-        )
+        opened = open_them()
     except NotFoundError as error:
-        if fs.exists(os.fsencode(directory / f"{prefix}.index")):
-            # A commit gives it that name after that of the metadata.
+        if not fs.exists(os.fsencode(directory / f"{prefix}.index")):
+            raise NotFoundError(
+                f"no checkpoint is committed in {directory}: there is no {path.name}"
+            ) from error
+        # A commit gives it that name after that of the metadata, perhaps only just now.
+        try:
+            opened = open_them()
+        except NotFoundError:
             raise CorruptionError(
                 f"the checkpoint in {directory} has lost its metadata: {prefix}.index is there, "
                 f"{path.name} is not"
             ) from error
-        raise NotFoundError(
-            f"no checkpoint is committed in {directory}: there is no {path.name}"
-        ) from error
+    pickled, index, other, newer, why = opened
     if index is None and verify:
         _check_unsealed(pickled, other, newer=newer, why=why, where=str(path))
     return pickled, index

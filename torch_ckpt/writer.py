@@ -35,7 +35,6 @@ from torch_ckpt.data_file import write_data_file
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
-    NotFoundError,
     StorageError,
     UnsupportedError,
     portable_errors,
@@ -261,28 +260,30 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         metadata.storage_data = storage_data
         metadata.storage_meta = self.storage_meta()
         files = {file.name for file in written}
-        pickled = b""
         try:
             pickled = dump_metadata(metadata)
             index = make_index(metadata, pickled, written, save_id=self.save_id)
             claim_commit()
-            self._check_files_exist(files)
-            self._file_system.commit(
-                os.fsencode(self.path),
-                self._own_name(_METADATA),
-                self._own_name(_INDEX),
-                pickled,
-                index,
-                self.save_id,
-                self.sync_files,
-            )
+            self._raise_if_missing(self._missing_files(files))
         except BaseException:
             # On a disk that is full they would be in the way of every save to come.
-            if not self._may_be_committed(pickled):
-                self._remove_files(files)
+            self._remove_files(files)
             raise
+        self._file_system.commit(
+            os.fsencode(self.path),
+            self._own_name(_METADATA),
+            self._own_name(_INDEX),
+            pickled,
+            index,
+            self.save_id,
+            sorted(files),
+            self.sync_files,
+        )
         # Another save may have begun while this one was going on, and have removed its files.
-        self._check_files_exist(files)
+        missing: list[str] = []
+        with contextlib.suppress(CheckpointError):  # Nobody can tell: what is committed stands.
+            missing = self._missing_files(files)
+        self._raise_if_missing(missing)
         self._remove_stale_files(files)
 
     def _write_files(
@@ -354,27 +355,19 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             self._pools = [_native.BufferPool(pool_nbytes, block_nbytes) for _ in range(count)]
         return self._pools
 
-    def _check_files_exist(self, files: Iterable[str]) -> None:
-        """Guards the commit against data files that another save has removed meanwhile."""
+    def _missing_files(self, files: Iterable[str]) -> list[str]:
+        """Data files of this save that another one has removed meanwhile."""
         unlisted = set(files).difference(self._list_directory())
         # Asked for one by one as well: a network file system may list an old state of a folder.
         exists = self._file_system.exists
-        missing = [name for name in unlisted if not exists(os.fsencode(self.path / name))]
+        return sorted(name for name in unlisted if not exists(os.fsencode(self.path / name)))
+
+    def _raise_if_missing(self, missing: list[str]) -> None:
         if missing:
             raise StorageError(
                 f"cannot commit {self.path}: {len(missing)} data files written by this save are "
-                f"gone, {min(missing)} among them; is another save writing to the same directory?"
+                f"gone, {missing[0]} among them; is another save writing to the same directory?"
             )
-
-    def _may_be_committed(self, pickled: bytes) -> bool:
-        """Whether readers may find these metadata although the commit has failed."""
-        path = os.fsencode(self.path / self._own_name(_METADATA))
-        try:
-            return self._file_system.read_file(path) == pickled
-        except NotFoundError:
-            return False
-        except CheckpointError:
-            return True
 
     def _remove_stale_files(self, referenced: set[str]) -> None:
         """Removes what the commit has replaced, and what failed saves have left.

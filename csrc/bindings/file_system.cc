@@ -32,18 +32,24 @@ std::vector<py::bytes> list_directory(FileSystem& fs, const std::string& path) {
 }
 
 bool exists(FileSystem& fs, const std::string& path) {
-  return without_gil([&] { return fs.open(path, OpenMode::kRead, Caching::kBuffered).ok(); });
+  const Status opened =
+      without_gil([&] { return fs.open(path, OpenMode::kRead, Caching::kBuffered).status(); });
+  if (opened.code() == StatusCode::kNotFound) return false;
+  raise_if_error(opened);
+  return true;
 }
 
 void commit_checkpoint(FileSystem& fs, const std::string& directory,
                        const std::string& metadata_name, const std::string& index_name,
                        const py::bytes& metadata, const py::bytes& index,
-                       const std::string& save_id, bool sync) {
+                       const std::string& save_id, const std::vector<std::string>& data_files,
+                       bool sync) {
   const Commit what = {.directory = directory,
                        .names = {metadata_name, index_name},
                        .metadata = as_bytes(static_cast<std::string_view>(metadata)),
                        .index = as_bytes(static_cast<std::string_view>(index)),
                        .save_id = save_id,
+                       .data_files = data_files,
                        .sync = sync};
   raise_if_error(without_gil([&] { return commit(fs, what); }));
 }
@@ -75,7 +81,7 @@ void bind_file_system(py::module_& module) {
       .def("read_file", &read_whole_file, py::arg("path"))
       .def("commit", &commit_checkpoint, py::arg("directory"), py::arg("metadata_name"),
            py::arg("index_name"), py::arg("metadata"), py::arg("index"), py::arg("save_id"),
-           py::arg("sync"));
+           py::arg("data_files"), py::arg("sync"));
   module.def("local_file_system", &local_file_system, py::return_value_policy::reference);
 }
 

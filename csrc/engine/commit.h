@@ -3,6 +3,7 @@
 // Commit: the one step that makes a checkpoint visible. Before it there is no new checkpoint, and
 // whatever was committed in the directory before is still what a reader finds.
 
+#include <span>
 #include <string>
 
 #include "base/bytes.h"
@@ -33,21 +34,24 @@ struct Commit {
   Bytes metadata;
   Bytes index;          // Sealed to `metadata`.
   std::string save_id;  // Keeps what different saves write apart.
-  bool sync = true;     // Without, the end of the process cannot harm it, but a power cut may lose
-                        // both it and what it replaces.
+  // Names in `directory` of what the metadata refer to, removed if they are certainly not
+  // committed.
+  std::span<const std::string> data_files = {};
+  bool sync = true;  // Without, the end of the process cannot harm it, but a power cut may lose
+                     // both it and what it replaces.
 };
 
 // Publishes metadata and index, in place of those that were there, in one step. The data files that
 // they refer to are durable, entries of the directory included, before this is called.
 //
 //   1. The index is written under its pending name and the metadata under theirs. Both are synced.
-//      Then the directory is.
+//      Then the directory is, and so are those above it: somebody may have made them just before.
 //   2. The metadata is renamed to its usual name: the commit. The directory is synced again.
 //   3. The index is renamed to its usual name. A reader finds it under either.
 //
-// On an error the former checkpoint is still in place and what was written is removed, except that
-// after a failed sync of the directory in 2 either checkpoint may be found: then nothing is
-// removed.
+// On an error the former checkpoint is still in place and what was written is removed, data files
+// included, except that after a failed sync of the directory in 2, or a rename that may have been
+// done all the same, either checkpoint may be found: then nothing is removed.
 Status commit(FileSystem& fs, const Commit& what);
 
 }  // namespace torch_ckpt

@@ -49,13 +49,21 @@ Result<OpenedCheckpoint> open_once(FileSystem& fs, const std::string& directory,
   OpenedCheckpoint opened;
   ASSIGN_OR_RETURN(opened.metadata, read_file(fs, directory + "/" + names.metadata));
   const Seal seal = Seal::of(opened.metadata);
-  const auto index = read_index(fs, directory + "/" + names.index);
+  auto index = read_index(fs, directory + "/" + names.index);
   if (index.ok() && (*index)->metadata == seal) {
     opened.index = *index;
     return opened;
   }
   opened.index = find_pending_index(fs, directory, names, seal);
   if (opened.index != nullptr) return opened;
+  if (index.status().code() == StatusCode::kNotFound) {
+    // It may have been renamed from the pending name while that was looked for.
+    index = read_index(fs, directory + "/" + names.index);
+    if (index.ok() && (*index)->metadata == seal) {
+      opened.index = *index;
+      return opened;
+    }
+  }
   opened.index_status = index.status();
   if (index.ok()) opened.other_index = *index;
   return opened;

@@ -67,9 +67,11 @@ TEST(CommitTest, SyncsBytesAndEntriesThenRenamesThenSyncsTheFolder) {
   MemoryFileSystem fs;
   ASSERT_OK(commit(fs, what("new")));
   EXPECT_THAT(kinds(fs), ElementsAre(kOpen, kWrite, kSync, kOpen, kWrite, kSync, kSyncDirectory,
-                                     kRename, kSyncDirectory, kRename));
+                                     kSyncDirectory, kRename, kSyncDirectory, kRename));
   EXPECT_EQ(fs.operations()[0].path, "step-1/.index.id-2");
-  EXPECT_EQ(fs.operations()[7].path, "step-1/.metadata.id-2.tmp");
+  EXPECT_EQ(fs.operations()[6].path, "step-1");
+  EXPECT_EQ(fs.operations()[7].path, ".");
+  EXPECT_EQ(fs.operations()[8].path, "step-1/.metadata.id-2.tmp");
 }
 
 TEST(CommitTest, WithoutSyncItStillRenames) {
@@ -81,8 +83,8 @@ TEST(CommitTest, WithoutSyncItStillRenames) {
 
 TEST(CommitTest, AnyFailedOperationLeavesTheOldCheckpointAndNothingElse) {
   for (const bool sync : {true, false}) {
-    const int64_t publishing = sync ? 7 : 4;  // The rename of the metadata.
-    const int64_t last = sync ? 9 : 5;        // The rename of the index.
+    const int64_t publishing = sync ? 8 : 4;  // The rename of the metadata.
+    const int64_t last = sync ? 10 : 5;       // The rename of the index.
     for (int64_t n = 0; n <= last + 1; ++n) {
       SCOPED_TRACE("operation " + std::to_string(n) + " fails");
       MemoryFileSystem fs;
@@ -108,6 +110,38 @@ TEST(CommitTest, AnyFailedOperationLeavesTheOldCheckpointAndNothingElse) {
   }
 }
 
+TEST(CommitTest, DataFilesGoWithACommitThatFailed) {
+  const std::vector<std::string> data_files = {"a.distcp", "b.distcp"};
+  for (const int64_t failing : {0, 8}) {
+    MemoryFileSystem fs;
+    fs.put("step-1/a.distcp", "a");
+    fs.put("step-1/b.distcp", "b");
+    fs.put(kMetadata, "old");
+    fs.fail_operation(failing, errno_status(EIO, "cannot go on"));
+    Commit commit_both = what("new");
+    commit_both.data_files = data_files;
+    EXPECT_CODE(commit(fs, commit_both), StatusCode::kStorage);
+    EXPECT_THAT(fs.paths(), ElementsAre(kMetadata));
+  }
+}
+
+class ForeignFolders : public MemoryFileSystem {
+ public:
+  Status sync_directory(const std::string& path) override {
+    if (path == "step-1") return MemoryFileSystem::sync_directory(path);
+    return errno_status(error, str_cat("cannot open folder ", path));
+  }
+  int error = EACCES;
+};
+
+TEST(CommitTest, FoldersAboveThatMayNotBeOpenedAreLeftToTheirOwners) {
+  ForeignFolders fs;
+  EXPECT_OK(commit(fs, what("new")));
+  fs.error = EIO;
+  EXPECT_CODE(commit(fs, what("newer")), StatusCode::kStorage);
+  EXPECT_EQ(fs.contents(kMetadata), "new");
+}
+
 // As a file server may that has lost its own answer.
 class LyingFileSystem : public MemoryFileSystem {
  public:
@@ -117,10 +151,15 @@ class LyingFileSystem : public MemoryFileSystem {
   }
 };
 
-TEST(CommitTest, MetadataThatWereRenamedAfterAllKeepTheirIndex) {
+TEST(CommitTest, MetadataThatWereRenamedAfterAllKeepTheirIndexAndData) {
+  const std::vector<std::string> data_files = {"a.distcp"};
   LyingFileSystem fs;
   fs.put(kMetadata, "old");
-  EXPECT_CODE(commit(fs, what("new")), StatusCode::kStorage);
+  fs.put("step-1/a.distcp", "a");
+  Commit commit_it = what("new");
+  commit_it.data_files = data_files;
+  EXPECT_CODE(commit(fs, commit_it), StatusCode::kStorage);
+  EXPECT_EQ(fs.contents("step-1/a.distcp"), "a");
   EXPECT_EQ(fs.contents(kMetadata), "new");
   EXPECT_EQ(fs.contents("step-1/.index.id-2"), "new");
 }

@@ -152,6 +152,18 @@ TEST_F(CrashTest, PowerCutAfterTheSaveReturnedLeavesNew) {
   judge.report("power cuts after the save");
 }
 
+// As a script does that calls makedirs before it saves.
+TEST_F(CrashTest, PowerCutAfterASaveIntoAFolderJustMadeLeavesNew) {
+  Judge judge({&new_});
+  MemoryFileSystem disk;
+  RecordingFileSystem fs(disk, {}, kDirectory);
+  ASSERT_OK(save_version(fs, new_));
+  const DiskJournal journal = fs.journal();
+  expect_found(journal, 0, {"nothing", "new1"}, thorough(1), judge);
+  expect_found(journal, journal.last_instant(), {"new1"}, thorough(1), judge);
+  judge.report("power cuts during a save into a folder just made");
+}
+
 TEST_F(CrashTest, TheJudgeTellsVersionsApart) {
   const std::vector<const Version*> versions = {&old_, &new_};
   EXPECT_EQ(load_version({}, versions), "nothing");

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torch_ckpt import FastReader, FastWriter, UnsupportedError, _native
+from torch_ckpt.cli import main
 from torch_ckpt.seal import INDEX_MARK
 
 
@@ -89,6 +90,19 @@ def test_what_a_planner_adds_to_metadata_is_read_back(tmp_path: Path) -> None:
     assert len(vars(metadata)["all_local_plans"]) == 1
     loaded = load({"w": torch.zeros(9, dtype=torch.int64)}, FastReader(tmp_path))
     assert torch.equal(loaded["w"], torch.arange(9))
+
+
+def test_what_a_planner_adds_to_metadata_does_not_keep_verify_from_checking_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save({"w": torch.arange(9)}, FastWriter(tmp_path), planner=KeepingPlanner())
+    assert main(["verify", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*.distcp")
+    damaged = bytearray(file.read_bytes())
+    damaged[600] ^= 1
+    file.write_bytes(damaged)
+    assert main(["verify", str(tmp_path)]) == 1
+    assert f"damaged: {file.name} [0, {len(damaged)})" in capsys.readouterr().out
 
 
 class EmptyBytesPlanner(DefaultSavePlanner):

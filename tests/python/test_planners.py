@@ -255,3 +255,16 @@ def test_a_column_slice_reads_little_more_than_it_wants(
     assert torch.equal(target, full[:, 4096 : 4096 + columns])
     assert read_nbytes <= max(2 * target.nbytes, rows * edge) + (256 << 10)
     assert read_nbytes < full.nbytes / 4
+
+
+def test_ranks_that_have_opened_different_checkpoints_do_not_mix_them(tmp_path: Path) -> None:
+    state = {"t": torch.zeros(3)}
+    plans: list[LoadPlan] = []
+    readers = [FastReader(tmp_path), FastReader(tmp_path)]
+    for reader in readers:
+        save(state, FastWriter(tmp_path))  # Between what the two ranks do.
+        reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
+        plans.append(reader.prepare_local_plan(LoadPlan([])))
+    assert readers[0].prepare_global_plan([plans[0], plans[0]]) == [plans[0], plans[0]]
+    with pytest.raises(CheckpointError, match=r"rank 1 has opened save [0-9a-f]+, rank 0 save"):
+        readers[0].prepare_global_plan(plans)

@@ -15,6 +15,7 @@ from typing import Any
 from torch_ckpt.commands.opened import (
     SOUND,
     Checkpoint,
+    described,
     find_checkpoints,
     open_checkpoint,
     printable,
@@ -40,7 +41,8 @@ def add_to(commands: Any) -> None:
 
 def _inspect(options: argparse.Namespace) -> int:
     summaries = [
-        _summary(open_checkpoint(options.path, prefix)) for prefix in find_checkpoints(options.path)
+        _summary(described(open_checkpoint(options.path, prefix)))
+        for prefix in find_checkpoints(options.path)
     ]
     if options.json:
         json.dump(summaries[0] if len(summaries) == 1 else summaries, sys.stdout, indent=1)
@@ -56,7 +58,7 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     per_rank: defaultdict[int | None, int] = defaultdict(int)
     tensors: list[dict[str, Any]] = []
     objects: list[dict[str, Any]] = []
-    for fqn, properties, boxes in checkpoint.entries:
+    for fqn, properties, boxes in checkpoint.entries or ():
         places = []
         for offsets, sizes, file, offset, nbytes, _, transforms in boxes:
             per_rank[_rank_of(files[file])] += nbytes

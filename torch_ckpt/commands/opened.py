@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ckpt import _native
-from torch_ckpt.errors import CorruptionError, NotFoundError
+from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.seal import open_committed
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "SOUND",
     "UNKNOWN",
     "Checkpoint",
+    "described",
     "find_checkpoints",
     "open_checkpoint",
     "printable",
@@ -33,9 +35,10 @@ class Checkpoint:
     """One set of metadata: a whole checkpoint's, or that of a rank that saved by itself."""
 
     path: Path
+    pickled: bytes
     index: _native.Index | None
     files: list[tuple[str, int]]  # Name, length in bytes.
-    entries: list[_native.IndexEntry]
+    entries: list[_native.IndexEntry] | None  # None if only the pickled metadata may tell.
     save_id: str | None
 
 
@@ -53,28 +56,33 @@ def open_checkpoint(directory: Path, prefix: str) -> Checkpoint:
     """Opens the checkpoint whose metadata have this prefix."""
     path = directory / f"{prefix}.metadata"
     pickled, index = open_committed(_native.local_file_system(), directory, prefix)
-    entries = None if index is None else index.entries
-    if index is not None and entries is not None:
-        return Checkpoint(path, index, index.files, entries, index.save_id)
-    return _open_pickled(path, pickled, index)
+    if index is not None:
+        return Checkpoint(path, pickled, index, index.files, index.entries, index.save_id)
+    return described(Checkpoint(path, pickled, None, [], None, None))
 
 
-def _open_pickled(path: Path, pickled: bytes, index: _native.Index | None) -> Checkpoint:
-    """Only metadata say what is stored: torch's classes are needed to read them."""
+def described(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with its entries: where the index has none, torch's classes tell them.
+
+    Raises:
+        UnsupportedError: A planner has described them in a way of its own.
+    """
+    if checkpoint.entries is not None:
+        return checkpoint
     from torch_ckpt.index import to_entries
     from torch_ckpt.metadata import load_committed
 
-    metadata = load_committed(pickled, where=str(path))
-    if index is not None:
-        files = index.files
-    else:
+    metadata = load_committed(checkpoint.pickled, where=str(checkpoint.path))
+    files = checkpoint.files
+    if checkpoint.index is None:
+        folder = checkpoint.path.parent
         names = {str(getattr(info, "relative_path", "")) for info in metadata.storage_data.values()}
-        files = [(name, _size_of(path.parent / name)) for name in sorted(names)]
+        files = [(name, _size_of(folder / name)) for name in sorted(names)]
     entries = to_entries(metadata, [name for name, _ in files])
     if entries is None:
-        raise CorruptionError(f"{path} describes its tensors in a way of its own")
-    save_id = getattr(metadata.storage_meta, "save_id", None)
-    return Checkpoint(path, index, files, entries, save_id)
+        raise UnsupportedError(f"{checkpoint.path} describes its tensors in a way of its own")
+    save_id = checkpoint.save_id or getattr(metadata.storage_meta, "save_id", None)
+    return dataclasses.replace(checkpoint, files=files, entries=entries, save_id=save_id)
 
 
 def _size_of(path: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
@@ -22,7 +23,7 @@ from torch_ckpt.commands.opened import (
     open_checkpoint,
     printable,
 )
-from torch_ckpt.errors import CheckpointError, CorruptionError
+from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
 from torch_ckpt.options import IoOptions
 
 __all__ = ["add_to"]
@@ -109,7 +110,9 @@ def _check_blocks(
             end = min(begin + _STEP_NBYTES, nbytes)
             try:
                 damaged += job.check(number, begin, end)
-            except CheckpointError as error:  # The file is gone, or the disk gives no bytes.
+            except (NotFoundError, CorruptionError, StorageError) as error:
+                if isinstance(error, StorageError) and error.errno != errno.EIO:
+                    raise  # Nothing is known of the file: it could not be read just now.
                 report.damage.append(f"{name} [{begin}, {nbytes}): {error}")
                 report.fqns.update(fqn for _, _, fqn in slices[number])
                 break
@@ -141,7 +144,7 @@ def _check_archives(checkpoint: Checkpoint, report: _Report, progress: _Progress
         for begin, end, fqn in slices:
             try:
                 job.run([], [(name, begin, end - begin, fqn)])
-            except CheckpointError as error:
+            except (NotFoundError, CorruptionError) as error:
                 report.damage.append(f"{name} [{begin}, {end}): {fqn}: {error}")
                 report.fqns.add(fqn)
             report.nbytes += end - begin
@@ -154,7 +157,7 @@ def _check_archives(checkpoint: Checkpoint, report: _Report, progress: _Progress
 def _slices_by_file(checkpoint: Checkpoint) -> defaultdict[int, list[tuple[int, int, str]]]:
     """For each file, where its slices begin and end and their FQNs, ascending."""
     slices: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
-    for fqn, _, boxes in checkpoint.entries:
+    for fqn, _, boxes in checkpoint.entries or ():
         for _, _, file, offset, nbytes, _, _ in boxes:
             slices[file].append((offset, offset + nbytes, fqn))
     for listed in slices.values():

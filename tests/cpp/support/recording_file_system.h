@@ -26,7 +26,8 @@ namespace torch_ckpt {
 // Safe to call from any thread, as every FileSystem. Outlives its files and queues.
 class RecordingFileSystem : public FileSystem {
  public:
-  // `initial` is what `inner` holds, and `folder` one that is there, both durable. `inner` outlives
+  // `initial` is what `inner` holds, durable, and `folder` one that is there: durable as well if it
+  // holds anything, and otherwise made just before by somebody who synced nothing. `inner` outlives
   // this.
   explicit RecordingFileSystem(FileSystem& inner, DiskTree initial = {},
                                const std::string& folder = ".")
@@ -35,6 +36,9 @@ class RecordingFileSystem : public FileSystem {
     for (const auto& [path, contents] : initial) {
       files_[path] = next_file_++;
       add_folders(parent_directory(path));
+    }
+    if (initial.empty() && parent_directory(plain(folder)) != plain(folder)) {
+      add({.kind = DiskChange::Kind::kCreateDirectory, .path = plain(folder)});
     }
     journal_.initial = std::move(initial);
   }
