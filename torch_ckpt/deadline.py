@@ -26,7 +26,12 @@ from torch.distributed.checkpoint import (
     state_dict_loader,
     state_dict_saver,
 )
-from torch.distributed.checkpoint.api import CheckpointException, _is_wrapped_exception
+from torch.distributed.checkpoint.api import (
+    WRAPPED_EXCEPTION,
+    CheckpointException,
+    _is_wrapped_exception,
+    _wrap_exception,
+)
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.distributed_c10d import _get_default_group
 
@@ -84,7 +89,6 @@ def bounded_call(
         no_dist: Whether the call is this rank's alone.
 
     Raises:
-        RankTimeoutError: The store of the group is gone.
         ValueError: ``timeout_s`` is no positive number of seconds.
 
     Example::
@@ -175,32 +179,49 @@ class BoundedExchange(_DistWrapper):
     ) -> None:
         super().__init__(group, use_dist, coordinator_rank)
         self._calls = _roll_calls_of_exchange(group) if use_dist else None
-        self._phase = "finishing"
+        self._step = self._phase = "finishing"
 
     def gather_object(self, object: T) -> list[T] | None:
         """Waits for all ranks, then gathers."""
-        object = _portable(object)
+        sent = self._own_part(object)
         with self._all_here(self._phase):
-            return super().gather_object(object)
+            return super().gather_object(sent)
 
     def all_gather_object(self, object: T) -> list[T]:
         """Waits for all ranks, then gathers on each of them."""
-        object = _portable(object)
+        sent = self._own_part(object)
         with self._all_here(self._phase):
-            return super().all_gather_object(object)
+            return super().all_gather_object(sent)
 
     def scatter_object(self, object_list: list[T] | None) -> T:
         """Waits for all ranks, then scatters."""
-        if object_list is not None:
-            object_list = [_portable(part) for part in object_list]
+        if object_list is not None and self.use_dist:
+            try:
+                # An error is the same object for every rank, and is pickled once.
+                distinct = {id(part): part for part in object_list}
+                sent = {key: _Pickled(part) for key, part in distinct.items()}
+                object_list = [cast(T, sent[id(part)]) for part in object_list]
+            except Exception as error:
+                failure = _Pickled(self._failure_of_all(error))
+                object_list = [cast(T, failure)] * len(object_list)
         with self._all_here(self._phase):
             return super().scatter_object(object_list)
 
     def broadcast_object(self, object: T | None) -> T:
         """Waits for all ranks, then broadcasts."""
-        object = _portable(object)
+        sent = object
+        if self.use_dist and self.is_coordinator:
+            object = _portable(object)
+            try:
+                sent = cast(T, _Pickled(object))
+            except Exception as error:
+                note = "; what was to be committed is" if self._phase == _WRITING else ""
+                object = cast(T, self._failure_of_all(error, note))
+                sent = cast(T, _Pickled(object))
         with self._all_here(COMMITTING if self._phase == _WRITING else self._phase):
-            return super().broadcast_object(object)
+            received = super().broadcast_object(sent)
+        # Its own value is not sent to the coordinator.
+        return cast(T, object) if self.is_coordinator else received
 
     def barrier(self) -> None:
         """Waits for all ranks, then for all of them to have done so."""
@@ -211,14 +232,14 @@ class BoundedExchange(_DistWrapper):
         self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], list[R]]
     ) -> R:
         """As DCP's."""
-        self._phase = _PHASES.get(step, step)
+        self._begin(step)
         return super().reduce_scatter(step, map_fun, reduce_fun)
 
     def all_reduce(
         self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], R]
     ) -> R:
         """As DCP's; what ``reduce_fun`` commits can be claimed."""
-        self._phase = _PHASES.get(step, step)
+        self._begin(step)
 
         def reduce(results: list[T]) -> R:
             with claimable(self._calls):
@@ -228,13 +249,36 @@ class BoundedExchange(_DistWrapper):
 
     def all_gather(self, step: str, map_fun: Callable[[], T]) -> list[T]:
         """As DCP's."""
-        self._phase = _PHASES.get(step, step)
+        self._begin(step)
         return super().all_gather(step, map_fun)
 
     def broadcast(self, step: str, map_fun: Callable[[], T]) -> T:
         """As DCP's."""
-        self._phase = _PHASES.get(step, step)
+        self._begin(step)
         return super().broadcast(step, map_fun)
+
+    def _begin(self, step: str) -> None:
+        self._step, self._phase = step, _PHASES.get(step, step)
+
+    def _own_part(self, value: T) -> T:
+        """The value as it is sent to be gathered; an error for all ranks if it does not pickle."""
+        if not self.use_dist:
+            return value
+        try:
+            return cast(T, _Pickled(value))
+        except Exception as error:
+            return cast(T, _Pickled(self._failure(error)))
+
+    def _failure_of_all(self, cause: Exception, note: str = "") -> CheckpointException:
+        return CheckpointException(self._step, {self.rank: self._failure(cause, note)})
+
+    def _failure(self, cause: Exception, note: str = "") -> WRAPPED_EXCEPTION:
+        """Takes the place of a value that does not pickle."""
+        error = CheckpointError(
+            f"rank {dist.get_rank()} cannot pickle what it sends to the others after "
+            f"{self._phase}: {type(cause).__qualname__}: {cause}{note}"
+        )
+        return _wrap_exception(error)
 
     @contextlib.contextmanager
     def _all_here(self, phase: str) -> Iterator[None]:
@@ -255,11 +299,22 @@ def _checked(timeout_s: float) -> float:
     return timeout_s
 
 
-def _portable(value: T) -> T:
-    """The value, with an exception that cannot travel between ranks replaced by one that can.
+class _Pickled:
+    """A value that is unpickled where it arrives.
 
-    Pickling it would raise within the collective, where the other ranks already wait.
+    Pickling it as torch sends it, in a collective in which the other ranks wait, is a copy and does
+    not raise: what does not pickle does so here, before.
     """
+
+    def __init__(self, value: object) -> None:
+        self._pickled = pickle.dumps(_portable(value))
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._pickled,)
+
+
+def _portable(value: T) -> T:
+    """The value, with an exception that cannot travel between ranks replaced by one that can."""
     if isinstance(value, CheckpointException):
         failures = {rank: _portable(failure) for rank, failure in value.failures.items()}
         return cast(T, CheckpointException(value.args[0], failures))

@@ -1,9 +1,9 @@
 """Roll calls of ranks: all of them go on, or none does and all learn who was missing.
 
 A roll call is held in the store of a process group, beside its collectives: each rank writes a key
-of its own and counts itself, and the last to come writes the outcome for which the others look. One
-that has waited for the whole deadline looks up who is missing and writes that instead. One atomic
-write decides between the two, and between them and the coordinator's claim to commit.
+of its own and counts itself, and the last to come writes the outcome for which the others look. The
+first to have waited for the whole deadline looks up who is missing and writes that instead. One
+atomic write decides between the two, and between them and the coordinator's claim to commit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
 from contextvars import ContextVar
 from typing import Any
 
@@ -78,50 +78,69 @@ def claim_commit() -> None:
         calls.claim_commit()
 
 
-class _PromptStore:
-    """A store whose every call ends in time: one that is frozen or cut off would block for ever."""
+_Order = tuple[Future[Any], str, tuple[Any, ...]]
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._orders: queue.SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]]] = (
-            queue.SimpleQueue()
-        )
-        self._silent = False
-        threading.Thread(target=self._serve, name="torch_ckpt-store", daemon=True).start()
+
+class _PromptStore:
+    """A store whose every call ends in time: one that is frozen or cut off would block for ever.
+
+    A thread makes the calls, one after another. It ends with this object.
+
+    Args:
+        connect: Gives the store. A part of the first call, since it may block as any other.
+    """
+
+    def __init__(self, connect: Callable[[], Store]) -> None:
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        threading.Thread(
+            target=_carry_out, args=(self._orders, connect), name="torch_ckpt-store", daemon=True
+        ).start()
+        weakref.finalize(self, self._orders.put, None)
 
     def call(self, name: str, *args: Any, timeout_s: float) -> Any:
         """Calls a method of the store; raises ``RuntimeError`` if it does not answer."""
-        answer: Future[Any] = Future()
-        if not self._silent:
-            self._orders.put((answer, name, args))
-            try:
-                return answer.result(timeout_s)
-            except TimeoutError:
-                self._silent = True  # The thread is in that call for as long as it takes.
-        raise RuntimeError("it does not answer")
+        answer = self.order(name, *args)
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError:
+            answer.cancel()  # What has not begun when the caller gives up must not happen later.
+            raise RuntimeError("it does not answer") from None
 
-    def _serve(self) -> None:
-        while True:
-            answer, name, args = self._orders.get()
-            try:
-                answer.set_result(getattr(self._store, name)(*args))
-            except BaseException as error:
-                answer.set_exception(error)
+    def order(self, name: str, *args: Any) -> Future[Any]:
+        """Has a method of the store called when those ordered before are done."""
+        answer: Future[Any] = Future()
+        self._orders.put((answer, name, args))
+        return answer
+
+
+def _carry_out(orders: queue.SimpleQueue[_Order | None], connect: Callable[[], Store]) -> None:
+    """The thread of a :class:`_PromptStore`, which it does not know: it would never end then."""
+    store: Store | None = None
+    for answer, name, args in iter(orders.get, None):
+        try:
+            if store is None:
+                store = connect()
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(getattr(store, name)(*args))
+        except BaseException as error:
+            with contextlib.suppress(InvalidStateError):  # Cancelled as the store was connected.
+                answer.set_exception(error.with_traceback(None))  # It would keep the store.
 
 
 class _Ledger:
     """What this process remembers of a group from one call of DCP to the next."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        store: Any = _get_process_group_store(group)
+        served: Any = _get_process_group_store(group)
         # A connection of its own, so as not to queue up behind another thread's long wait.
-        self.store = _PromptStore(PrefixStore("torch_ckpt", store.clone()))
+        self.store = _PromptStore(lambda: PrefixStore("torch_ckpt", served.clone()))
         self.calls = itertools.count()
         self.written: list[str] = []
         """Keys of this rank that others may still read: until all have answered another call."""
         self.host: int | None = None
         """The rank that serves the store, if it is one of the group."""
         self.introduced = False  # Whether all have met once, and ``host`` is known.
+        store = served
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         self.is_host = "TCPServer(" in repr(store)
@@ -143,9 +162,6 @@ class RollCalls:
         name: What tells this call from all others of the group, the same on all ranks; ``None`` has
             them counted.
 
-    Raises:
-        RankTimeoutError: The store of the group is gone.
-
     Example::
 
         calls = RollCalls(group, 600)
@@ -160,13 +176,10 @@ class RollCalls:
         self._timeout_s = timeout_s
         self._phase = "beginning"
         self._held = 0
-        try:
-            with _first_use:
-                ledger = _ledgers.get(group)
-                if ledger is None:
-                    ledger = _ledgers[group] = _Ledger(group)
-        except RuntimeError as error:
-            raise _lost_store(self._phase, None, error) from error
+        with _first_use:
+            ledger = _ledgers.get(group)
+            if ledger is None:
+                ledger = _ledgers[group] = _Ledger(group)
         self._ledger = ledger
         self._deadline = time.monotonic() + timeout_s
         self.name = f"{next(ledger.calls)}" if name is None else name
@@ -185,9 +198,12 @@ class RollCalls:
         try:
             outcome = self._answer()
         except RuntimeError as error:
-            raise _lost_store(phase, self._ledger.host, error) from error
+            raise self._lost_store(phase, error) from error
         if outcome != _ALL_HERE:
             raise _error_of(outcome)
+        passed = self._key
+        self._held += 1
+        self._tidy(passed)
 
     def claim_commit(self) -> None:
         """Takes the right to commit away from those that wait for it, unless they have given up."""
@@ -195,7 +211,7 @@ class RollCalls:
         try:
             outcome = self._settle(_CLAIMED)
         except RuntimeError as error:
-            raise _lost_store("preparing to commit", self._ledger.host, error) from error
+            raise self._lost_store("preparing to commit", error) from error
         if outcome != _CLAIMED:
             raise _error_of(outcome)
 
@@ -207,8 +223,11 @@ class RollCalls:
             self._phase,
             may_be_committed=self._phase == COMMITTING,
         )
-        with contextlib.suppress(RuntimeError):
+        self._deadline = time.monotonic()  # It is leaving: a silent store must not keep it.
+        try:
             self._settle(_text_of(error))
+        except RuntimeError:
+            self._leave_word(error)
         return error
 
     def _ask(self, name: str, *args: Any) -> Any:
@@ -233,25 +252,33 @@ class RollCalls:
             ledger.written.append(f"{key}/{self._rank}")
             ask("set", f"{key}/{self._rank}", "")
             outcome = self._wait(begin)
-        self._held += 1
-        if outcome == _ALL_HERE:
-            # All are here, and so nobody looks at earlier roll calls any more.
-            earlier = [name for name in ledger.written if not name.startswith(f"{key}/")]
-            for name in earlier:
-                ask("delete_key", name)
-                ledger.written.remove(name)
-            if not ledger.introduced and ask("check", ["host"]):
-                ledger.host = int(ask("get", "host"))
-            ledger.introduced = True
         return outcome
 
+    def _tidy(self, passed: str) -> None:
+        """Deletes what was written before the roll call that all have passed: nobody looks there.
+
+        Raises nothing, since the others are on their way to where they meet: what it cannot do now
+        is left for the next time.
+        """
+        ledger = self._ledger
+        self._deadline = time.monotonic()  # The others wait.
+        with contextlib.suppress(Exception):
+            earlier = [name for name in ledger.written if not name.startswith(f"{passed}/")]
+            for name in earlier:
+                self._ask("delete_key", name)
+                ledger.written.remove(name)
+            if not ledger.introduced and self._ask("check", ["host"]):
+                ledger.host = int(self._ask("get", "host"))
+            ledger.introduced = True
+
     def _wait(self, begin: float) -> str:
-        """Looks for the outcome until there is one, which there is at the deadline at the latest.
+        """Looks for the outcome until there is one, which there is soon after the deadline.
 
         It looks instead of letting the store wait, which would keep signals from being handled.
         """
         key = f"{self._key}/outcome"
         shortest = max(_SHORTEST_PAUSE_S, len(self._ranks) / _LOOKS_PER_S)
+        patience_s, turn = self._timeout_s, 0
         try:
             while True:
                 if self._ask("check", [key]):
@@ -259,19 +286,33 @@ class RollCalls:
                     if outcome != _CLAIMED:
                         return outcome
                 waited = time.monotonic() - begin
-                if waited >= self._timeout_s:
+                if waited >= patience_s and not turn:
+                    turn = self._turn_to_give_up()
+                    patience_s = waited + _LEAST_PATIENCE_S * (turn - 1).bit_length()
+                if waited >= patience_s:
                     return self._give_up(waited)
                 pause = min(max(waited / 50, shortest), _LONGEST_PAUSE_S)
-                time.sleep(min(pause, self._timeout_s - waited))
+                time.sleep(min(pause, patience_s - waited))
         except RuntimeError:
             raise
         except BaseException as error:  # An interrupt.
             self.call_off(error)
             raise
 
+    def _turn_to_give_up(self) -> int:
+        """1 for the rank that is to look up who is missing, more for those to do so if it fails.
+
+        If each of N ranks looked for itself, the store would be asked N times N things at once.
+        """
+        key = f"{self._key}/looking"
+        turn: int = self._ask("add", key, 1)
+        if turn == 1:
+            self._ledger.written.append(key)
+        return turn
+
     def _give_up(self, waited: float) -> str:
         """Ends the call for all ranks unless all have come after all; returns the outcome."""
-        late = [r for r in self._ranks if not self._ask("check", [f"{self._key}/{r}"])]
+        late = self._missing(self._ranks)
         names = f"rank {late[0]} is" if len(late) == 1 else f"ranks {_listed(late)} are"
         message = (
             f"{names} slow, stuck or gone: not done {self._phase} {waited:.1f} s after rank "
@@ -281,6 +322,15 @@ class RollCalls:
         after_claim = f"{message}. It had begun to publish the checkpoint, which may yet appear"
         claimed = RankTimeoutError(after_claim, late, self._phase, waited, may_be_committed=True)
         return self._settle(_text_of(error), after_claim=_text_of(claimed))
+
+    def _missing(self, ranks: list[int]) -> list[int]:
+        """Those that have not come. By halves: of thousands, most often few are missing."""
+        if not ranks or self._ask("check", [f"{self._key}/{rank}" for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return ranks
+        half = len(ranks) // 2
+        return self._missing(ranks[:half]) + self._missing(ranks[half:])
 
     def _settle(self, outcome: str, after_claim: str | None = None) -> str:
         """Makes this the outcome of the roll call unless there is one; returns the one there is.
@@ -296,16 +346,26 @@ class RollCalls:
             self._ledger.written.append(key)
         return standing
 
+    def _lost_store(self, phase: str, cause: Exception) -> RankTimeoutError:
+        """The error of a rank that gets no answer, which the others find if the store goes on."""
+        host = self._ledger.host
+        server = "the process that serves it" if host is None else f"rank {host}, which serves it,"
+        error = RankTimeoutError(
+            f"rank {self._rank} has lost the store of its process group while {phase}: {server} "
+            f"is gone or out of reach ({cause})",
+            [] if host is None else [host],
+            phase,
+            may_be_committed=phase == COMMITTING,
+        )
+        self._leave_word(error)
+        return error
 
-def _lost_store(phase: str, host: int | None, cause: Exception) -> RankTimeoutError:
-    server = "the process that serves it" if host is None else f"rank {host}, which serves it,"
-    return RankTimeoutError(
-        f"rank {dist.get_rank()} has lost the store of its process group while {phase}: {server} "
-        f"is gone or out of reach ({cause})",
-        [] if host is None else [host],
-        phase,
-        may_be_committed=phase == COMMITTING,
-    )
+    def _leave_word(self, error: RankTimeoutError) -> None:
+        """Makes this the outcome unless there is one, as soon as the store answers again."""
+        key, text = f"{self._key}/outcome", _text_of(error)
+        for expected in ("", _CLAIMED):
+            self._ledger.store.order("compare_set", key, expected, text)
+        self._ledger.written.append(key)
 
 
 def _text_of(error: RankTimeoutError) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import ctypes
+import dataclasses
+import gc
+import importlib
 import os
-import sys
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,9 +34,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.tensor import Shard
+from torch.futures import Future
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastWriter, RankTimeoutError, writer
+from torch_ckpt import CheckpointError, FastReader, FastWriter, RankTimeoutError, roll_call
+from torch_ckpt.roll_call import RollCalls, _PromptStore
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -94,6 +98,7 @@ def train() -> None:
     ones = torch.ones(1000)
     dist.all_reduce(ones)
     assert ones.eq(dist.get_world_size()).all()
+
 
 RECORDER = Path(__file__).resolve().parents[2] / "build/cpp"  # A module of C++ for tests.
 
@@ -310,9 +315,7 @@ def load_from_a_disk_that_hangs(path: Path, fifo: Path) -> Failure:
         sys.path.insert(0, str(RECORDER))
         reader._file_system = importlib.import_module("recorder").HangingFileSystem(str(fifo))
     with pytest.raises(RankTimeoutError) as caught:
-        torch_ckpt.load(
-            state_of("of no version"), storage_reader=reader, timeout_s=DEADLINE_S
-        )
+        torch_ckpt.load(state_of("of no version"), storage_reader=reader, timeout_s=DEADLINE_S)
     with contextlib.ExitStack() as stack:
         if dist.get_rank() == 0:
             # For as long as the other may open it, which it may more than once.
@@ -380,6 +383,106 @@ def test_rank_that_raises_fails_the_save_on_all_at_once_and_training_goes_on(
     assert seen[0].keys() == {failing}
     assert "a tensor is lost" in seen[0][failing]
     worlds.run(3, assert_holds, path, "old")
+
+
+class Unpicklable:
+    """Puts a value that cannot be pickled among those that a rank sends in one exchange."""
+
+    def __init__(self, where: str, rank: int) -> None:
+        self.where, self.rank = where, rank
+
+    def at(self, where: str) -> dict[str, Any]:
+        found = (where, dist.get_rank()) == (self.where, self.rank)
+        return {"planner_data": {"sticky": lambda: None}} if found else {}
+
+
+class UnpicklableSavePlanner(DefaultSavePlanner):
+    def __init__(self, unpicklable: Unpicklable) -> None:
+        super().__init__()
+        self.unpicklable = unpicklable
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, **self.unpicklable.at("local plan"))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        plans[-1] = dataclasses.replace(plans[-1], **self.unpicklable.at("global plan"))
+        return plans, metadata
+
+
+class UnpicklableLoadPlanner(DefaultLoadPlanner):
+    def __init__(self, unpicklable: Unpicklable) -> None:
+        super().__init__()
+        self.unpicklable = unpicklable
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, **self.unpicklable.at("local plan"))
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        plans = super().create_global_plan(global_plan)
+        return [*plans[:-1], dataclasses.replace(plans[-1], **self.unpicklable.at("global plan"))]
+
+
+class UnpicklableWriter(FastWriter):
+    def __init__(self, path: Path, unpicklable: Unpicklable) -> None:
+        super().__init__(path)
+        self.unpicklable = unpicklable
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        results = super().write_data(*args, **kwargs).wait()
+        with_more: Future[Any] = Future()
+        with_more.set_result([*results, *self.unpicklable.at("write").values()])
+        return with_more
+
+    def finish(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
+        super().finish(metadata, *args, **kwargs)
+        vars(metadata).update(self.unpicklable.at("committed"))
+
+
+def call_with_a_value_that_does_not_pickle(
+    path: Path, call: str, where: str, rank: int
+) -> dict[int, str]:
+    unpicklable = Unpicklable(where, rank)
+    options: dict[str, Any] = {"timeout_s": AMPLE_S}
+    if call == "save":
+        function: Callable[..., Any] = torch_ckpt.save
+        options["storage_writer"] = UnpicklableWriter(path, unpicklable)
+        options["planner"] = UnpicklableSavePlanner(unpicklable)
+    else:
+        function = torch_ckpt.load
+        options["checkpoint_id"] = path
+        options["planner"] = UnpicklableLoadPlanner(unpicklable)
+    with pytest.raises(CheckpointException) as caught:
+        function(state_of("new"), **options)
+    train()
+    assert {type(cause) for cause, _ in caught.value.failures.values()} == {CheckpointError}
+    return {rank: str(cause) for rank, (cause, _) in caught.value.failures.items()}
+
+
+@pytest.mark.parametrize(
+    ("call", "where", "rank", "version"),
+    [
+        ("save", "local plan", 1, "old"),
+        ("save", "global plan", 0, "old"),
+        ("save", "write", 1, "old"),
+        ("save", "committed", 0, "new"),
+        ("load", "local plan", 1, "old"),
+        ("load", "global plan", 0, "old"),
+    ],
+)
+def test_value_that_does_not_pickle_fails_the_call_on_all_at_once_and_training_goes_on(
+    worlds: Worlds, path: Path, call: str, where: str, rank: int, version: str
+) -> None:
+    worlds.run(3, save_version, path, "old")
+    function = call_with_a_value_that_does_not_pickle
+    seen = worlds.run(3, function, path, call, where, rank, timeout_s=LIMIT_S)
+    assert seen == [seen[0]] * 3
+    assert seen[0].keys() == {rank}
+    assert f"rank {rank} cannot pickle" in seen[0][rank]
+    assert seen[0][rank].endswith("what was to be committed is") == (version == "new")
+    worlds.run(3, assert_holds, path, version)
 
 
 def save_interrupted(path: Path, fifo: Path) -> Failure | None:
@@ -558,6 +661,109 @@ def test_saves_do_not_fill_the_store(worlds: Worlds, path: Path) -> None:
         assert max(counts[1:]) <= counts[0] + 1
 
 
+def save_with_a_store_that_fails_once_all_are_here(path: Path) -> int:
+    """Rank 1 cannot tidy the store in one save; returns how many keys its next one leaves."""
+    save_version(path, "first")  # After it there is something to tidy.
+    answering = _PromptStore.call
+    failed = []
+
+    def call(self: _PromptStore, name: str, *args: Any, timeout_s: float) -> Any:
+        if name == "delete_key" and dist.get_rank() == 1:
+            failed.append(args)
+            raise RuntimeError("it does not answer")
+        return answering(self, name, *args, timeout_s=timeout_s)
+
+    with mock.patch.object(_PromptStore, "call", call):
+        save_version(path, "second")
+    assert bool(failed) == (dist.get_rank() == 1)
+    save_version(path, "third")
+    dist.barrier()
+    return _get_process_group_store(_get_default_group()).num_keys()
+
+
+def test_store_that_fails_once_all_are_here_fails_no_save_and_is_tidied_by_the_next(
+    worlds: Worlds, path: Path
+) -> None:
+    before = worlds.run(2, keys_of_store_after_each_save, path / "before")[0][-1]
+    after = worlds.run(
+        2, save_with_a_store_that_fails_once_all_are_here, path / "after", timeout_s=LIMIT_S
+    )
+    assert max(after) <= before + 1
+
+
+def questions_about_who_is_late(path: Path, fifo: Path) -> tuple[Failure, int, int]:
+    """What the last rank's being late came to, and how often this one asked for ranks and keys."""
+    asked: list[int] = []
+    answering = _PromptStore.call
+
+    def call(self: _PromptStore, name: str, *args: Any, timeout_s: float) -> Any:
+        if name == "check" and args[0][0].rsplit("/")[-1].isdigit():
+            asked.append(len(args[0]))
+        return answering(self, name, *args, timeout_s=timeout_s)
+
+    taking_turns, others = RollCalls._turn_to_give_up, dist.get_world_size() - 1
+
+    def at_the_same_time(self: RollCalls) -> int:
+        turn = taking_turns(self)
+        self._ask("add", f"waited {path}", 1)
+        while self._ask("add", f"waited {path}", 0) < others:
+            pass
+        return turn
+
+    with (
+        mock.patch.object(_PromptStore, "call", call),
+        mock.patch.object(RollCalls, "_turn_to_give_up", at_the_same_time),
+    ):
+        failure = call_with_a_late_rank(save, path, fifo, others, "write")
+    return failure, len(asked), sum(asked)
+
+
+def test_one_rank_alone_looks_up_who_is_late(worlds: Worlds, path: Path, fifo: Path) -> None:
+    seen = worlds.run(4, questions_about_who_is_late, path, fifo, timeout_s=LIMIT_S)
+    assert {failure[:3] for failure, *_ in seen} == {((3,), "writing", False)}
+    assert sorted(times for _, times, _ in seen) == [0, 0, 0, 5]  # All, two halves, two ranks.
+    assert sum(keys for *_, keys in seen) == 4 + 2 + 2 + 1 + 1
+
+
+def save_in_which_the_rank_that_is_to_look_up_hangs(
+    path: Path, fifo: Path, looker: Path
+) -> tuple[Failure, int]:
+    """The last rank is late; returns whose turn it was for this rank to look that up."""
+    turns = [0]
+    taking_turns, giving_up = RollCalls._turn_to_give_up, RollCalls._give_up
+
+    def hang_if_first(self: RollCalls) -> int:
+        turns.append(taking_turns(self))
+        if turns[-1] == 1:
+            hold(looker)
+        return turns[-1]
+
+    def let_the_first_go_on(self: RollCalls, waited: float) -> str:
+        outcome = giving_up(self, waited)
+        if turns[-1] != 1:
+            release(looker)
+        return outcome
+
+    with (
+        mock.patch.object(RollCalls, "_turn_to_give_up", hang_if_first),
+        mock.patch.object(RollCalls, "_give_up", let_the_first_go_on),
+    ):
+        failure = call_with_a_late_rank(save, path, fifo, dist.get_world_size() - 1, "write")
+    return failure, turns[-1]
+
+
+def test_another_rank_looks_up_who_is_late_where_the_first_to_do_so_hangs(
+    worlds: Worlds, path: Path, fifo: Path, tmp_path: Path
+) -> None:
+    looker = tmp_path / "looker"
+    os.mkfifo(looker)
+    seen = worlds.run(
+        3, save_in_which_the_rank_that_is_to_look_up_hangs, path, fifo, looker, timeout_s=LIMIT_S
+    )
+    assert {failure[:3] for failure, _ in seen} == {((2,), "writing", False)}
+    assert sorted(turn for _, turn in seen) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
 def test_deadline_that_is_none_is_refused(tmp_path: Path, timeout_s: float) -> None:
     with pytest.raises(ValueError, match="no positive number of seconds"):
@@ -676,3 +882,100 @@ def test_death_of_a_rank_is_told_to_the_others_and_keeps_the_old_checkpoint(
         loaded = own_state(rank, "of no version")
         torch_ckpt.load(loaded, checkpoint_id=path, no_dist=True)
         assert_same(loaded, own_state(rank, "old"))
+
+
+def state_of_process(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def save_as_the_store_pauses(path: Path, fifo: Path, is_known: bool) -> Failure:
+    """Rank 1 stops rank 0, which serves the store, for its own first save and not for the second.
+
+    Args:
+        is_known: Whether the group has saved before, and rank 1 so has its connection.
+    """
+    rank = dist.get_rank()
+    pids: list[int] = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    group = dist.new_group(backend="gloo")
+    options: dict[str, Any] = {"checkpoint_id": path, "process_group": group}
+    if is_known:
+        torch_ckpt.save(own_state(rank, "old"), **options, timeout_s=AMPLE_S)
+    dist.barrier()
+    if rank == 1:
+        os.kill(pids[0], signal.SIGSTOP)
+        while state_of_process(pids[0]) != "T":
+            pass
+    # Rank 0 learns of it when it comes, or it would wait for all of its time.
+    options_of_first = {**options, "timeout_s": DEADLINE_S if rank == 1 else AMPLE_S}
+    planner = SavePlanner(Detour("local plan", 0, hold, fifo))
+    begin = time.monotonic()
+    with pytest.raises(RankTimeoutError) as caught:
+        torch_ckpt.save(own_state(rank, "lost"), planner=planner, **options_of_first)
+    assert time.monotonic() - begin < DEADLINE_S + 2 * MARGIN_S
+    if rank == 1:
+        os.kill(pids[0], signal.SIGCONT)
+        # Until the store has answered all that it was asked before it paused.
+        roll_call._ledgers[group].store.call("num_keys", timeout_s=LIMIT_S)
+        release(fifo)
+    torch_ckpt.save(own_state(rank, "new"), **options, timeout_s=AMPLE_S)
+    return failure_of(caught.value)
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "met_for_the_first_time"])
+def test_store_that_pauses_fails_one_save_in_time_and_not_the_next(
+    path: Path, fifo: Path, is_known: bool
+) -> None:
+    with mortal_ranks(2, 0, save_as_the_store_pauses, path, fifo, is_known) as pipes:
+        for pipe in pipes:
+            assert pipe.poll(LIMIT_S), "a rank hangs"
+            failure: Failure = pipe.recv()
+            assert "rank 1 has lost the store" in failure.message
+            assert failure.ranks == ((0,) if is_known else ())
+    for rank in range(2):
+        loaded = own_state(rank, "of no version")
+        torch_ckpt.load(loaded, checkpoint_id=path, no_dist=True)
+        assert_same(loaded, own_state(rank, "new"))
+
+
+def test_call_of_a_store_that_is_given_up_before_it_has_begun_is_never_made() -> None:
+    store, answers = dist.HashStore(), threading.Event()
+
+    def connect() -> dist.Store:
+        assert answers.wait(LIMIT_S)
+        return store
+
+    prompt = _PromptStore(connect)
+    with pytest.raises(RuntimeError, match="does not answer"):
+        prompt.call("set", "given up", "", timeout_s=0.01)
+    answers.set()
+    prompt.call("set", "later", "", timeout_s=LIMIT_S)
+    assert store.check(["later"])
+    assert not store.check(["given up"])
+
+
+def save_with_groups_that_come_and_go(path: Path) -> list[int]:
+    """Returns how many descriptors are open after each."""
+    counts = []
+    for number in range(4):
+        before = set(threading.enumerate())
+        group = dist.new_group(backend="gloo")
+        state = own_state(dist.get_rank(), f"{number}")
+        torch_ckpt.save(state, checkpoint_id=path, process_group=group, timeout_s=AMPLE_S)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(MARGIN_S)
+            assert not thread.is_alive(), thread.name
+        counts.append(len(os.listdir("/proc/self/fd")))
+        dist.barrier()
+    return counts
+
+
+def test_groups_that_come_and_go_leave_no_threads_and_no_descriptors(path: Path) -> None:
+    with mortal_ranks(2, None, save_with_groups_that_come_and_go, path) as pipes:
+        for pipe in pipes:
+            assert pipe.poll(LIMIT_S), "a rank hangs"
+            counts: list[int] = pipe.recv()
+            assert counts[1:] == counts[:1] * 3
