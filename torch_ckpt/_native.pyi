@@ -132,3 +132,29 @@ class VerifyJob:
         direct: bool,
     ) -> None: ...
     def check(self, file: int, begin: int, end: int) -> list[tuple[int, int]]: ...
+
+class ItemTable:
+    def __len__(self) -> int: ...
+    def add_object(self, fqn: str, nbytes: int) -> None: ...
+    def add_tensor(
+        self,
+        fqn: str,
+        dtype: str,
+        itemsize: int,
+        memory_format: str,
+        requires_grad: bool,
+        pin_memory: bool,
+        sizes: Sequence[int],
+        is_shard: bool,
+        offsets: Sequence[int],
+        box_sizes: Sequence[int],
+    ) -> None: ...
+    def encode(self) -> bytes: ...
+
+class GlobalPlan:
+    def __init__(self, plans: Sequence[bytes], ranks_per_node: int) -> None: ...
+    @property
+    def load(self) -> list[int]: ...
+    def written(
+        self, rank: int, plan: bytes
+    ) -> list[tuple[str, list[int] | None, tuple[int, int] | None]]: ...

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.sharing import CutItem, CutPiece
 from torch_ckpt.tensors import DTYPE_CODES, gc_paused, held_nbytes_limit, is_temporary, to_plain
 
 __all__ = ["write_data_file"]
@@ -88,7 +89,8 @@ def write_data_file(
         job.abort()
         raise
     queue, direct, registered, reasons = job.mode
-    file = WrittenFile(name, *job.sums, dtypes=dtypes)
+    cuts = [_cut_piece(i) for i in (*sort.laid_out, *sort.pickled) if isinstance(i, CutItem)]
+    file = WrittenFile(name, *job.sums, dtypes=dtypes, cuts=cuts)
     return results, file, IoMode(queue, direct, registered, tuple(reasons))
 
 
@@ -105,17 +107,29 @@ def _sort(
         if item.type == WriteItemType.BYTE_IO or transforms.extensions:
             sort.pickled.append(item)
             continue
-        tensor = planner.resolve_data(item)
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"the planner resolved {item.index.fqn!r} to a {type(tensor)}")
+        tensor = _resolve_whole(planner, item)
         if _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.TORCHS_OWN:
-            sort.pickled.append(item)
+            if not isinstance(item, CutItem):
+                sort.pickled.append(item)
+            elif item.first_row == 0 and item.whole is not None:
+                sort.pickled.append(item.whole)  # It may have no rows: only one rank writes it.
             continue
+        if isinstance(item, CutItem):
+            tensor = item.rows_of(tensor)
         sort.laid_out.append(item)
         sort.shapes.append((DTYPE_CODES[tensor.dtype], tensor.size()))
         sort.resolved.append(None if is_temporary(tensor) else tensor)
         sort.as_planned.append(_is_as_planned(item, tensor))
     return sort
+
+
+def _resolve_whole(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    """The tensor of an item, or of the one that it is cut from."""
+    whole = item.whole if isinstance(item, CutItem) and item.whole is not None else item
+    tensor = planner.resolve_data(whole)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"the planner resolved {item.index.fqn!r} to a {type(tensor)}")
+    return tensor
 
 
 def _is_as_planned(item: WriteItem, tensor: torch.Tensor) -> bool:
@@ -139,8 +153,11 @@ def _write_laid_out(
     batch: list[tuple[int, _native.TensorView]] = []
     held_nbytes = 0
     for number, (item, resolved) in enumerate(zip(sort.laid_out, sort.resolved, strict=True)):
-        tensor = planner.resolve_data(item) if resolved is None else resolved
-        assert isinstance(tensor, torch.Tensor)  # As in _sort.
+        tensor = resolved
+        if tensor is None:
+            tensor = _resolve_whole(planner, item)
+            if isinstance(item, CutItem):
+                tensor = item.rows_of(tensor)
         is_plain = _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.PLAIN
         if not is_plain:
             tensor = to_plain(tensor)
@@ -155,6 +172,13 @@ def _write_laid_out(
     job.write(batch)
 
 
+def _cut_piece(item: CutItem) -> CutPiece:
+    assert item.whole is not None
+    assert item.whole.tensor_data is not None
+    assert item.tensor_data is not None
+    return CutPiece(item.index.fqn, item.whole.tensor_data.chunk, item.tensor_data.chunk)
+
+
 def _append_pickled(
     job: _native.SaveJob,
     name: str,
@@ -163,7 +187,11 @@ def _append_pickled(
     transforms: _StorageWriterTransforms,
 ) -> WriteResult:
     """Appends an item as stock DCP serialises it."""
-    data = planner.resolve_data(item)
+    data: torch.Tensor | _io.BytesIO
+    if isinstance(item, CutItem):
+        data = item.rows_of(_resolve_whole(planner, item))
+    else:
+        data = planner.resolve_data(item)
     if isinstance(data, torch.Tensor):
         data = data.detach().cpu()
         if data.untyped_storage().size() != data.nbytes:

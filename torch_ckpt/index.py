@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch_ckpt import _native
 from torch_ckpt.errors import CorruptionError
 from torch_ckpt.seal import INDEX_MARK
+from torch_ckpt.sharing import CutPiece
 from torch_ckpt.tensors import gc_paused
 
 __all__ = [
@@ -51,12 +52,14 @@ class WrittenFile:
         sums: Checksums of its blocks, as the engine gives them.
         dtypes: By offset, the dtypes of the slices that are frames of ours, in torch's words, and
             of the sizes that were planned. Only torch reads the others.
+        cuts: Those of its boxes that are rows of one that the planner knows.
     """
 
     name: str
     nbytes: int
     sums: bytes
     dtypes: Mapping[int, str]
+    cuts: Sequence[CutPiece] = ()
 
 
 def make_index(

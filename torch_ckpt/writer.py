@@ -44,7 +44,8 @@ from torch_ckpt.metadata import dump_metadata
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.roll_call import claim_commit
 from torch_ckpt.seal import INDEX_MARK
-from torch_ckpt.tensors import useful_buffer_nbytes
+from torch_ckpt.sharing import HeldItems, list_held, merge_cuts, share_out
+from torch_ckpt.tensors import gc_paused, useful_buffer_nbytes
 
 __all__ = ["FastWriter"]
 
@@ -81,6 +82,9 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         _extensions: Stream transforms such as ``ZStandard``, applied to each item as stock does.
         serialization_format: Only ``SerializationFormat.TORCH_SAVE``.
         io: Tuning. No field of it changes which bytes are written.
+        share_replicas: Whether what several ranks hold is shared out so that all write about as
+            much: each to the rank with the least to write, and tensors beyond a rank's fair share
+            cut by rows. Otherwise the planner's choice of ranks stands.
 
     Raises:
         AlreadyExistsError: ``path`` is committed and ``overwrite`` is false.
@@ -114,6 +118,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
         *,
         io: IoOptions | None = None,
+        share_replicas: bool = True,
     ) -> None:
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         if thread_count < 1:
@@ -134,6 +139,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         self.transforms = _StorageWriterTransforms(_extensions)
         self.serialization_format = serialization_format
         self.io = io or IoOptions()
+        self.share_replicas = share_replicas
         self.io_mode: IoMode | None = None
         """How this process last wrote, fallbacks included; ``None`` before that."""
         self.save_id = _new_save_id()
@@ -209,14 +215,22 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
                 f"a checkpoint is already committed in {self.path}, and overwrite is false"
             )
         if self.rank is not None and not self.use_collectives:
-            plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
+            return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
+        if self.share_replicas and plan.usable and plan.storage_data is None:
+            return dataclasses.replace(plan, storage_data=list_held(plan.items))
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Gives every rank the prefix of its data files."""
+        """Shares out replicas, and gives every rank the prefix of its data files.
+
+        Raises:
+            MismatchError: Ranks disagree on the dtype or sizes of a tensor.
+        """
+        with gc_paused():
+            plans = share_out(plans)
         return [
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
-            if plan.storage_data is None
+            if plan.storage_data is None or isinstance(plan.storage_data, HeldItems)
             else plan
             for rank, plan in enumerate(plans)
         ]
@@ -256,6 +270,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             else:
                 storage_data[result.index] = result.storage_data
         # In place: DCP returns and broadcasts the object that it passed.
+        merge_cuts(metadata, [cut for file in written for cut in file.cuts])
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = storage_data
         metadata.storage_meta = self.storage_meta()

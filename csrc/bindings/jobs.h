@@ -35,6 +35,7 @@ void bind_file_system(pybind11::module_& module);
 void bind_index(pybind11::module_& module);
 void bind_save_job(pybind11::module_& module);
 void bind_load_job(pybind11::module_& module);
+void bind_plan(pybind11::module_& module);
 void bind_verify_job(pybind11::module_& module);
 
 }  // namespace torch_ckpt

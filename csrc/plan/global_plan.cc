@@ -1,0 +1,254 @@
+#include "plan/global_plan.h"
+
+#include <algorithm>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "plan/balance.h"
+#include "plan/check_boxes.h"
+#include "plan/gather.h"
+#include "plan/names.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr int32_t kNobody = -1;
+
+// Sets of ranks that hold the same, each known by the plans that have it.
+class HolderSets {
+ public:
+  explicit HolderSets(const GatheredPlans& plans) : plans_(plans) {}
+
+  // The number of the set of all ranks that have these slots.
+  int32_t number(std::span<const int32_t> slots) {
+    key_.clear();
+    for (const int32_t slot : slots) key_.push_back(plans_.plan[static_cast<size_t>(slot)]);
+    const auto bytes = std::as_bytes(std::span(key_));
+    const int64_t found = keys_.find(as_text(bytes));
+    if (found >= 0) return static_cast<int32_t>(found);
+    std::vector<int32_t>& set = sets_.emplace_back();
+    for (const int32_t plan : key_) {
+      const std::vector<int32_t>& ranks = plans_.ranks[static_cast<size_t>(plan)];
+      set.insert(set.end(), ranks.begin(), ranks.end());
+    }
+    std::sort(set.begin(), set.end());
+    return static_cast<int32_t>(keys_.add(as_text(bytes)));
+  }
+
+  std::vector<std::vector<int32_t>> take() { return std::move(sets_); }
+
+ private:
+  const GatheredPlans& plans_;
+  std::vector<int32_t> key_;
+  Names keys_;
+  std::vector<std::vector<int32_t>> sets_;
+};
+
+}  // namespace
+
+// Makes a GlobalPlan; a friend of it.
+class GlobalPlanner {
+ public:
+  GlobalPlanner(GatheredPlans plans, const GlobalPlanOptions& options)
+      : plans_(std::move(plans)), options_(options), holders_(plans_) {}
+
+  Result<GlobalPlan> make() {
+    RETURN_IF_ERROR(find_writers());
+    balanced_ = balance(input_);
+    make_room();
+    for (int64_t entry = 0; entry < plans_.entries.size(); ++entry) store_entry(entry);
+    out_.stored_.first_box_.push_back(out_.stored_.box_count());
+    out_.stored_.entries_ = std::move(plans_.entries);
+    for (std::vector<Cut>& cuts : out_.cuts_) {
+      std::sort(cuts.begin(), cuts.end(),
+                [](const Cut& a, const Cut& b) { return a.item < b.item; });
+    }
+    return std::move(out_);
+  }
+
+ private:
+  // Slots that hold the same: group i of `input_` is the slots group_slots_[first, last).
+  struct Replicas {
+    int64_t entry;
+    size_t first;
+    size_t last;
+  };
+  // A box that will be stored, in the order of StoredTable.
+  struct Stored {
+    int32_t rank;
+    int32_t item;
+    int64_t first_row;
+    int64_t rows;  // 0: all of the slot.
+    int64_t slot;
+  };
+
+  int32_t plan_of(int64_t slot) const { return plans_.plan[static_cast<size_t>(slot)]; }
+
+  // Checks everything, and finds who writes what only one can; the rest becomes groups.
+  Status find_writers() {
+    const size_t rank_count = plans_.plan_of_rank.size();
+    input_.ranks_per_node = options_.ranks_per_node;
+    input_.load.resize(rank_count);
+    writer_.assign(static_cast<size_t>(plans_.slot_count()), kNobody);
+    BoxCheck boxes(plans_);
+    Problems problems;
+    for (int64_t entry = 0; entry < plans_.entries.size(); ++entry) {
+      boxes.check(entry, &problems);
+      if (problems.full()) break;
+      if (!problems.empty()) continue;
+      for (int64_t i = 0; i < boxes.box_count(); ++i) find_writer(entry, boxes.replicas(i));
+    }
+    input_.holders = holders_.take();
+    return problems.status(StatusCode::kInvalidArgument);
+  }
+
+  void find_writer(int64_t entry, std::span<const int32_t> slots) {
+    const int64_t nbytes = plans_.slot_nbytes(entry, slots[0]);
+    const Facts& facts = plans_.entries.facts(entry);
+    const bool is_first = slots[0] == plans_.first_slot[static_cast<size_t>(entry)];
+    if (facts.is_tensor && nbytes == 0 && !(is_first && *checked_volume(facts.sizes) == 0)) return;
+    const bool is_alone =
+        slots.size() == 1 && plans_.ranks[static_cast<size_t>(plan_of(slots[0]))].size() == 1;
+    if (is_alone || !options_.dedup) {
+      const int32_t rank = plans_.first_rank(slots[0]);
+      writer_[static_cast<size_t>(slots[0])] = rank;
+      input_.load[static_cast<size_t>(rank)] += nbytes;
+      return;
+    }
+    // Even what has no bytes is work: it is not all for one rank.
+    BalanceGroup group = {std::max<int64_t>(nbytes, 1), holders_.number(slots)};
+    if (options_.split && facts.is_tensor && !facts.sizes.empty()) {
+      const int64_t rows = plans_.box(entry, slots[0]).sizes[0];
+      if (rows > 1) {
+        group.rows = rows;
+        group.row_nbytes = nbytes / rows;
+      }
+    }
+    input_.groups.push_back(group);
+    replicas_.push_back({entry, group_slots_.size(), group_slots_.size() + slots.size()});
+    group_slots_.insert(group_slots_.end(), slots.begin(), slots.end());
+  }
+
+  void make_room() {
+    // More than is needed where there are replicas; what is not used takes no memory.
+    out_.stored_.ranks_.reserve(plans_.plan.size());
+    out_.stored_.items_.reserve(plans_.plan.size());
+    out_.stored_.dims_.reserve(plans_.words.size());
+    out_.load_.resize(plans_.plan_of_rank.size());
+    out_.cuts_.resize(plans_.plan_of_rank.size());
+    for (const int32_t plan : plans_.plan_of_rank) {
+      out_.written_.emplace_back(plans_.item_count[static_cast<size_t>(plan)]);
+    }
+  }
+
+  // Stores the boxes of an entry, once it is known who writes them.
+  void store_entry(int64_t entry) {
+    boxes_.clear();
+    const int64_t end = plans_.first_slot[static_cast<size_t>(entry) + 1];
+    for (int64_t slot = plans_.first_slot[static_cast<size_t>(entry)]; slot < end; ++slot) {
+      const int32_t rank = writer_[static_cast<size_t>(slot)];
+      if (rank != kNobody) boxes_.push_back({rank, item_of(slot), 0, 0, slot});
+    }
+    // Groups were made in the order of entries.
+    for (; next_group_ < replicas_.size() && replicas_[next_group_].entry == entry; ++next_group_) {
+      add_pieces(next_group_);
+    }
+    const auto is_before = [](const Stored& a, const Stored& b) {
+      return std::tie(a.rank, a.item, a.first_row) < std::tie(b.rank, b.item, b.first_row);
+    };
+    if (!std::is_sorted(boxes_.begin(), boxes_.end(), is_before)) {
+      std::sort(boxes_.begin(), boxes_.end(), is_before);
+    }
+    out_.stored_.first_box_.push_back(out_.stored_.box_count());
+    out_.stored_.first_dim_.push_back(static_cast<int64_t>(out_.stored_.dims_.size()));
+    for (const Stored& box : boxes_) store(entry, box);
+  }
+
+  int32_t item_of(int64_t slot) const { return plans_.item[static_cast<size_t>(slot)]; }
+
+  void add_pieces(size_t group) {
+    const Replicas& replicas = replicas_[group];
+    const auto first = static_cast<size_t>(balanced_.first_piece[group]);
+    const auto last = static_cast<size_t>(balanced_.first_piece[group + 1]);
+    for (size_t i = first; i < last; ++i) {
+      const Piece& piece = balanced_.pieces[i];
+      const int32_t plan = plans_.plan_of_rank[static_cast<size_t>(piece.rank)];
+      const auto begin = group_slots_.begin() + static_cast<ptrdiff_t>(replicas.first);
+      const auto end = group_slots_.begin() + static_cast<ptrdiff_t>(replicas.last);
+      const int32_t slot = *std::lower_bound(
+          begin, end, plan, [this](int32_t a, int32_t wanted) { return plan_of(a) < wanted; });
+      const bool is_whole = last - first == 1;
+      boxes_.push_back({piece.rank, item_of(slot), is_whole ? 0 : piece.first_row,
+                        is_whole ? 0 : piece.rows, slot});
+    }
+  }
+
+  void store(int64_t entry, const Stored& box) {
+    StoredTable& stored = out_.stored_;
+    const auto rank = static_cast<size_t>(box.rank);
+    stored.ranks_.push_back(box.rank);
+    stored.items_.push_back(box.item);
+    out_.written_[rank][static_cast<size_t>(box.item)] = true;
+    int64_t nbytes = plans_.slot_nbytes(entry, box.slot);
+    if (plans_.entries.facts(entry).is_tensor) {
+      const auto words = plans_.slot_words(entry, box.slot);
+      stored.dims_.insert(stored.dims_.end(), words.begin(), words.end());
+      if (box.rows > 0) {
+        int64_t* offsets = stored.dims_.data() + (stored.dims_.size() - words.size());
+        int64_t* sizes = offsets + words.size() / 2;
+        nbytes = nbytes / sizes[0] * box.rows;
+        offsets[0] += box.first_row;
+        sizes[0] = box.rows;
+        out_.cuts_[rank].push_back({box.item, box.first_row, box.rows});
+      }
+    }
+    out_.load_[rank] += nbytes;
+  }
+
+  GatheredPlans plans_;
+  const GlobalPlanOptions options_;
+  HolderSets holders_;
+  BalanceInput input_;
+  Balanced balanced_;
+  std::vector<int32_t> writer_;  // Of each slot that one rank writes; of others kNobody.
+  std::vector<Replicas> replicas_;
+  std::vector<int32_t> group_slots_;
+  size_t next_group_ = 0;
+  std::vector<Stored> boxes_;
+  GlobalPlan out_;
+};
+
+BoxView StoredTable::box(int64_t entry, int64_t i) const {
+  const size_t ndim = entries_.facts(entry).sizes.size();
+  const auto begin = static_cast<size_t>(first_dim_[static_cast<size_t>(entry)]) +
+                     static_cast<size_t>(i - first_box(entry)) * 2 * ndim;
+  const auto dims = std::span(dims_).subspan(begin, 2 * ndim);
+  return {dims.first(ndim), dims.last(ndim)};
+}
+
+Result<GlobalPlan> GlobalPlan::make(const std::vector<Bytes>& plans,
+                                    const GlobalPlanOptions& options) {
+  if (options.ranks_per_node < 1) {
+    return invalid_argument("a node cannot have ", options.ranks_per_node, " ranks");
+  }
+  ASSIGN_OR_RETURN(GatheredPlans gathered, gather(plans));
+  return GlobalPlanner(std::move(gathered), options).make();
+}
+
+Assignment GlobalPlan::assignment(int64_t rank) const {
+  const std::vector<bool>& written = written_[static_cast<size_t>(rank)];
+  Assignment out;
+  out.item_count = static_cast<int64_t>(written.size());
+  for (int64_t item = 0; item < out.item_count; ++item) {
+    if (!written[static_cast<size_t>(item)]) continue;
+    if (out.runs.empty() || out.runs.back().first + out.runs.back().count < item) {
+      out.runs.push_back({item, 0});
+    }
+    ++out.runs.back().count;
+  }
+  out.cuts = cuts_[static_cast<size_t>(rank)];
+  return out;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,403 @@
+#include "plan/global_plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "plan/plan_wire.h"
+#include "support/plan_items.h"
+#include "support/status_matchers.h"
+
+namespace torch_ckpt {
+namespace {
+
+using ::testing::HasSubstr;
+
+using World = std::vector<std::vector<PlanItem>>;  // What each rank would write.
+
+Result<GlobalPlan> plan(const World& world, const GlobalPlanOptions& options = {}) {
+  std::vector<std::vector<std::byte>> wires;
+  for (const auto& items : world) wires.push_back(encode(table_of(items)));
+  return GlobalPlan::make({wires.begin(), wires.end()}, options);
+}
+
+// A box that a rank writes: FQN, offsets, sizes, rank, item.
+using Written = std::tuple<std::string, Dims, Dims, int64_t, int64_t>;
+
+// By following the assignments, as ranks do.
+std::multiset<Written> written_by_assignments(const World& world, const GlobalPlan& global) {
+  std::multiset<Written> out;
+  for (int64_t rank = 0; rank < std::ssize(world); ++rank) {
+    const ItemTable table = table_of(world[static_cast<size_t>(rank)]);
+    const auto sent = decode_assignment(encode(global.assignment(rank)));
+    EXPECT_OK(sent);
+    EXPECT_OK(check_assignment(*sent, table));
+    std::map<int64_t, Cut> cuts;
+    for (const Cut& cut : sent->cuts) cuts[cut.item] = cut;
+    for (const Run& run : sent->runs) {
+      for (int64_t item = run.first; item < run.first + run.count; ++item) {
+        const auto cut = cuts.find(item);
+        const Box box =
+            cut == cuts.end() ? to_box(table.box(item)) : cut_box(table.box(item), cut->second);
+        out.emplace(table.fqn(item), box.offsets, box.sizes, rank, item);
+      }
+    }
+  }
+  return out;
+}
+
+// As the table of stored boxes has it; checks its order as well.
+std::multiset<Written> written_by_table(const GlobalPlan& global) {
+  std::multiset<Written> out;
+  const StoredTable& stored = global.stored();
+  for (int64_t entry = 0; entry < stored.entries().size(); ++entry) {
+    std::tuple<int32_t, int32_t, int64_t> former = {-1, -1, -1};
+    for (int64_t i = stored.first_box(entry); i < stored.first_box(entry + 1); ++i) {
+      const BoxView box = stored.box(entry, i);
+      const auto order = std::tuple(stored.rank(i), stored.item(i),
+                                    box.offsets.empty() ? int64_t{0} : box.offsets[0]);
+      EXPECT_LT(former, order);
+      former = order;
+      out.emplace(stored.entries().fqn(entry), to_dims(box.offsets), to_dims(box.sizes),
+                  stored.rank(i), stored.item(i));
+    }
+  }
+  EXPECT_EQ(std::ssize(out), stored.box_count());
+  return out;
+}
+
+int64_t volume(const Dims& sizes) {
+  int64_t product = 1;
+  for (const int64_t size : sizes) product *= size;
+  return product;
+}
+
+// The oracle: of every FQN each different box that any rank has is written once, whole or in rows.
+void expect_everything_once(const World& world, const GlobalPlan& global) {
+  const std::multiset<Written> written = written_by_table(global);
+  ASSERT_EQ(written_by_assignments(world, global), written);
+
+  std::map<std::pair<std::string, Dims>, int64_t> wanted;  // Of each box how many elements.
+  std::vector<std::string> order;
+  for (const auto& items : world) {
+    for (const PlanItem& item : items) {
+      if (std::find(order.begin(), order.end(), item.fqn) == order.end()) order.push_back(item.fqn);
+      const bool has_elements = item.kind == ItemKind::kObject || volume(item.box.sizes) > 0;
+      if (has_elements) wanted[{item.fqn, item.box.offsets}] = volume(item.box.sizes);
+    }
+  }
+  std::vector<int64_t> load(world.size());
+  std::set<std::pair<std::string, Dims>> starts;
+  for (const auto& [fqn, offsets, sizes, rank, number] : written) {
+    ASSERT_TRUE(starts.emplace(fqn, offsets).second) << "two boxes of " << fqn << " begin alike";
+    const PlanItem& item = world[static_cast<size_t>(rank)][static_cast<size_t>(number)];
+    ASSERT_EQ(item.fqn, fqn);
+    if (item.kind == ItemKind::kObject) {
+      load[static_cast<size_t>(rank)] += item.nbytes;
+      wanted[{fqn, {}}] -= 1;
+      continue;
+    }
+    load[static_cast<size_t>(rank)] += volume(sizes) * item.facts.itemsize;
+    ASSERT_EQ(Dims(sizes.begin() + (sizes.empty() ? 0 : 1), sizes.end()),
+              Dims(item.box.sizes.begin() + (sizes.empty() ? 0 : 1), item.box.sizes.end()));
+    if (volume(item.facts.sizes) > 0) {
+      ASSERT_GT(volume(sizes), 0);
+      wanted[{fqn, item.box.offsets}] -= volume(sizes);
+    }
+  }
+  for (const auto& [box, left] : wanted) ASSERT_EQ(left, 0) << box.first;
+  ASSERT_EQ(global.load(), load);
+  std::vector<std::string> entries;
+  for (int64_t i = 0; i < global.stored().entries().size(); ++i) {
+    entries.emplace_back(global.stored().entries().fqn(i));
+  }
+  ASSERT_EQ(entries, order);
+}
+
+// The part of [0, size) that the i-th of `count` ranks has, as torch.chunk cuts it: the last ones
+// may have less, or nothing.
+std::pair<int64_t, int64_t> chunk_of(int64_t size, int64_t count, int64_t i) {
+  const int64_t length = (size + count - 1) / count;
+  const int64_t begin = std::min(size, i * length);
+  return {begin, std::min(size, begin + length) - begin};
+}
+
+// Tensors on a random mesh of up to three dimensions, each replicated or sharded along each of
+// them, and objects; every rank lists them in its own order.
+World random_world(std::mt19937& random) {
+  const int64_t mesh[3] = {1 + below(random, 4), 1 + below(random, 3), 1 + below(random, 3)};
+  World world(static_cast<size_t>(mesh[0] * mesh[1] * mesh[2]));
+  for (int64_t t = below(random, 12); t > 0; --t) {
+    const std::string fqn = "model." + std::to_string(t);
+    if (below(random, 4) == 0) {
+      for (auto& items : world) {
+        if (&items == &world[0] || below(random, 3) > 0) items.push_back(object_item(fqn, 100));
+      }
+      continue;
+    }
+    Dims sizes(static_cast<size_t>(below(random, 4)));
+    for (int64_t& size : sizes) size = below(random, below(random, 4) == 0 ? 400 : 9);
+    int64_t sharded_by[3];  // The dimension that a mesh dimension shards, or -1.
+    std::set<int64_t> taken;
+    for (int64_t& d : sharded_by) {
+      d = sizes.empty() || below(random, 2) == 0 ? -1 : below(random, std::ssize(sizes));
+      if (!taken.insert(d).second) d = -1;
+    }
+    for (int64_t rank = 0; rank < std::ssize(world); ++rank) {
+      const int64_t at[3] = {rank / (mesh[1] * mesh[2]), rank / mesh[2] % mesh[1], rank % mesh[2]};
+      Dims offsets(sizes.size());
+      Dims local = sizes;
+      for (int m = 0; m < 3; ++m) {
+        if (sharded_by[m] < 0) continue;
+        const auto d = static_cast<size_t>(sharded_by[m]);
+        std::tie(offsets[d], local[d]) = chunk_of(sizes[d], mesh[m], at[m]);
+      }
+      world[static_cast<size_t>(rank)].push_back(float_shard(fqn, sizes, offsets, local));
+    }
+  }
+  if (below(random, 2) == 0) {
+    for (auto& items : world) {
+      for (size_t i = items.size(); i > 1; --i) {
+        std::swap(items[i - 1], items[static_cast<size_t>(below(random, static_cast<int64_t>(i)))]);
+      }
+    }
+  }
+  return world;
+}
+
+TEST(GlobalPlanTest, OnRandomMeshesEveryBoxIsWrittenOnce) {
+  for (uint32_t seed = 0; seed < 2000; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const World world = random_world(random);
+    const GlobalPlanOptions options = {.ranks_per_node = 1 + below(random, 4),
+                                       .split = below(random, 3) > 0,
+                                       .dedup = below(random, 5) > 0};
+    ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world, options));
+    ASSERT_NO_FATAL_FAILURE(expect_everything_once(world, global));
+    ASSERT_OK_AND_ASSIGN(const GlobalPlan again, plan(world, options));
+    ASSERT_EQ(written_by_table(again), written_by_table(global));
+  }
+}
+
+TEST(GlobalPlanTest, AReplicatedTensorIsCutAmongItsRanks) {
+  const World world(4, {whole_item("big", float_facts({4096, 1024})), object_item("step", 10)});
+  ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world));
+  ASSERT_NO_FATAL_FAILURE(expect_everything_once(world, global));
+  EXPECT_EQ(global.stored().first_box(1), 4);
+  for (int64_t rank = 0; rank < 4; ++rank) EXPECT_EQ(global.assignment(rank).cuts.size(), 1u);
+
+  ASSERT_OK_AND_ASSIGN(const GlobalPlan whole, plan(world, {.split = false}));
+  ASSERT_NO_FATAL_FAILURE(expect_everything_once(world, whole));
+  EXPECT_EQ(whole.stored().box_count(), 2);
+}
+
+TEST(GlobalPlanTest, WithoutDedupTheLowestRankWritesAReplica) {
+  const World world(4, {whole_item("big", float_facts({4096, 1024})), object_item("step", 10)});
+  ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world, {.dedup = false}));
+  EXPECT_EQ(global.assignment(0), (Assignment{2, {{0, 2}}, {}}));
+  EXPECT_EQ(global.assignment(3), (Assignment{2, {}, {}}));
+}
+
+TEST(GlobalPlanTest, RanksWithoutReplicasWriteAllTheyHave) {
+  World world;
+  for (int64_t rank = 0; rank < 4; ++rank) {
+    world.push_back({float_shard("w", {8, 2}, {2 * rank, 0}, {2, 2}),
+                     object_item("rng." + std::to_string(rank), 50)});
+  }
+  ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world));
+  for (int64_t rank = 0; rank < 4; ++rank) {
+    EXPECT_EQ(global.assignment(rank), (Assignment{2, {{0, 2}}, {}}));
+  }
+  EXPECT_EQ(global.load(), std::vector<int64_t>(4, 66));
+}
+
+TEST(GlobalPlanTest, ObjectsWithoutBytesAreNotAllForOneRank) {
+  std::vector<PlanItem> items;
+  for (int i = 0; i < 40; ++i) items.push_back(object_item(std::to_string(i), 0));
+  ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(World(4, items)));
+  for (int64_t rank = 0; rank < 4; ++rank) {
+    EXPECT_EQ(written_items(global.assignment(rank)), 10);
+  }
+}
+
+TEST(GlobalPlanTest, EmptyShardsAreWrittenByNobodyAndEmptyTensorsOnce) {
+  const World world = {
+      {float_shard("w", {2}, {0}, {2}), float_shard("none", {0, 5}, {0, 0}, {0, 3})},
+      {float_shard("w", {2}, {0}, {0}), float_shard("none", {0, 5}, {0, 3}, {0, 2})}};
+  ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world));
+  ASSERT_NO_FATAL_FAILURE(expect_everything_once(world, global));
+  EXPECT_EQ(global.assignment(0), (Assignment{2, {{0, 2}}, {}}));
+  EXPECT_EQ(global.assignment(1), (Assignment{2, {}, {}}));
+}
+
+TEST(GlobalPlanTest, TheFirstRankSaysWhatOnlyDescribesATensor) {
+  Facts trained = float_facts({4});
+  trained.requires_grad = true;
+  const World world = {{whole_item("w", trained)}, {whole_item("w", float_facts({4}))}};
+  ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world));
+  EXPECT_EQ(global.stored().entries().facts(0), trained);
+}
+
+TEST(GlobalPlanTest, WithoutRanksOrItemsThereIsNothingToWrite) {
+  ASSERT_OK_AND_ASSIGN(const GlobalPlan nobody, plan({}));
+  EXPECT_EQ(nobody.rank_count(), 0);
+  EXPECT_EQ(nobody.stored().box_count(), 0);
+  ASSERT_OK_AND_ASSIGN(const GlobalPlan idle, plan({{}, {}}));
+  EXPECT_EQ(idle.assignment(1), Assignment{});
+}
+
+TEST(GlobalPlanTest, ARankAloneMaySavePartOfATensor) {
+  const std::vector<PlanItem> part = {float_shard("w", {4}, {1}, {2})};
+  EXPECT_OK(plan({part}));
+  EXPECT_CODE(plan({part, part}), StatusCode::kInvalidArgument);
+}
+
+TEST(GlobalPlanTest, APlanThatIsNoneIsRefusedByRank) {
+  const std::vector<std::byte> good = encode(table_of({object_item("a", 1)}));
+  std::vector<std::byte> bad = good;
+  bad[10] ^= std::byte{1};
+  const auto refused = GlobalPlan::make({good, good, bad}, {});
+  ASSERT_CODE(refused, StatusCode::kCorruption);
+  EXPECT_THAT(refused.status().message(), HasSubstr("the plan of rank 2: "));
+  EXPECT_CODE(GlobalPlan::make({good}, {.ranks_per_node = 0}), StatusCode::kInvalidArgument);
+}
+
+TEST(GlobalPlanTest, EachWayToDisagreeOrOverlapIsNamed) {
+  Facts half = float_facts({6, 8});
+  half.dtype = "bfloat16";
+  half.itemsize = 2;
+  Facts wide = float_facts({6, 8});
+  wide.itemsize = 8;
+  const auto shard = [](Dims offsets, Dims sizes) {
+    return std::vector{float_shard("model.w", {6, 8}, std::move(offsets), std::move(sizes))};
+  };
+  const auto whole = [](Facts facts) {
+    return std::vector{whole_item("model.w", std::move(facts))};
+  };
+  const std::vector<PlanItem> upper = shard({0, 0}, {3, 8});
+  const std::vector<PlanItem> lower = shard({3, 0}, {3, 8});
+  const auto both = [](std::vector<PlanItem> a, const std::vector<PlanItem>& b) {
+    a.insert(a.end(), b.begin(), b.end());
+    return a;
+  };
+  const struct {
+    World world;
+    StatusCode code;
+    const char* message;
+  } cases[] = {
+      {{whole(float_facts({6, 8})), whole(half)},
+       StatusCode::kMismatch,
+       "rank 0 and rank 1 disagree on its dtype: float32 and bfloat16"},
+      {{whole(float_facts({6, 8})), whole(wide)},
+       StatusCode::kMismatch,
+       "rank 0 and rank 1 disagree on its bytes an element: 4 and 8"},
+      {{{}, whole(float_facts({6, 8})), {}, whole(float_facts({6, 9}))},
+       StatusCode::kMismatch,
+       "rank 1 and rank 3 disagree on its sizes: [6, 8] and [6, 9]"},
+      {{whole(half), {object_item("model.w", 5)}},
+       StatusCode::kMismatch,
+       "it is a tensor on rank 0 and an object on rank 1"},
+      {{upper, shard({3, 0}, {4, 8})},
+       StatusCode::kInvalidArgument,
+       "rank 1 would write the box [3:7, 0:8] outside of sizes [6, 8]"},
+      {{shard({0, 0}, {4, 8}), {}, {}, shard({2, 0}, {4, 8})},
+       StatusCode::kInvalidArgument,
+       "rank 0 and rank 3 would write overlapping boxes [0:4, 0:8] and [2:6, 0:8] of sizes [6, 8]"},
+      {{both(shard({2, 0}, {4, 8}), shard({0, 0}, {4, 8}))},
+       StatusCode::kInvalidArgument,
+       "rank 0 would write overlapping boxes [0:4, 0:8] and [2:6, 0:8] of sizes [6, 8]"},
+      {{upper, shard({3, 0}, {3, 7})},
+       StatusCode::kInvalidArgument,
+       "the boxes of all ranks hold 45 of the 48 elements of sizes [6, 8]"},
+      {{lower, both(upper, upper)},
+       StatusCode::kInvalidArgument,
+       "rank 1 would write the box [0:3, 0:8] twice"},
+      {{{object_item("model.w", 5), object_item("model.w", 5)}},
+       StatusCode::kInvalidArgument,
+       "rank 0 would write it twice"},
+  };
+  for (const auto& [world, code, message] : cases) {
+    const auto refused = plan(world);
+    EXPECT_CODE(refused, code) << message;
+    EXPECT_EQ(refused.status().message(), std::string("cannot plan 'model.w': ") + message);
+  }
+}
+
+TEST(GlobalPlanTest, OfManyProblemsTheFirstFewAreListed) {
+  World world(2);
+  for (int i = 0; i < 100; ++i) {
+    for (auto& items : world) {
+      items.push_back(float_shard("w" + std::to_string(i), {4}, {0}, {1}));
+    }
+  }
+  const auto refused = plan(world);
+  ASSERT_CODE(refused, StatusCode::kInvalidArgument);
+  EXPECT_THAT(refused.status().message(), HasSubstr("cannot plan 'w7': "));
+  EXPECT_THAT(refused.status().message(), Not(HasSubstr("cannot plan 'w8': ")));
+  EXPECT_THAT(refused.status().message(), HasSubstr("; and perhaps more"));
+}
+
+// Boxes from a tiling or thrown at random: what is refused for overlap is what overlaps.
+TEST(GlobalPlanTest, OverlapAndHolesAreFoundAsByLookingAtEveryElement) {
+  int64_t sound = 0;
+  for (uint32_t seed = 0; seed < 5000; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const Dims sizes = {1 + below(random, 4), 1 + below(random, 4), 1 + below(random, 3)};
+    std::set<std::pair<Dims, Dims>> boxes;
+    const int64_t rows = 1 + below(random, sizes[0]);
+    for (int64_t i = 0; i < rows; ++i) {
+      const auto [begin, length] = chunk_of(sizes[0], rows, i);
+      const int64_t columns = 1 + below(random, sizes[1]);
+      for (int64_t k = 0; k < columns; ++k) {
+        const auto [left, width] = chunk_of(sizes[1], columns, k);
+        boxes.insert({{begin, left, 0}, {length, width, sizes[2]}});
+      }
+    }
+    if (below(random, 2) == 0) {
+      Dims offsets(3);
+      Dims local(3);
+      for (size_t d = 0; d < 3; ++d) {
+        offsets[d] = below(random, sizes[d]);
+        local[d] = 1 + below(random, sizes[d] - offsets[d]);
+      }
+      if (below(random, 2) == 0) boxes.erase(boxes.begin());
+      boxes.insert({offsets, local});
+    }
+    World world(3);
+    std::map<Dims, int> times;
+    int64_t covered = 0;
+    for (const auto& [offsets, local] : boxes) {
+      world[static_cast<size_t>(below(random, 3))].push_back(
+          float_shard("w", sizes, offsets, local));
+      for (int64_t e = 0; e < volume(local); ++e) {
+        const Dims at = {offsets[0] + e / (local[1] * local[2]),
+                         offsets[1] + e / local[2] % local[1], offsets[2] + e % local[2]};
+        covered += ++times[at] == 1 ? 1 : 0;
+      }
+    }
+    const bool once =
+        std::all_of(times.begin(), times.end(), [](const auto& time) { return time.second == 1; });
+    const auto planned = plan(world);
+    if (once && covered == volume(sizes)) {
+      ++sound;
+      ASSERT_OK(planned);
+    } else {
+      ASSERT_CODE(planned, StatusCode::kInvalidArgument);
+      ASSERT_THAT(planned.status().message(), HasSubstr(once ? "hold" : "overlapping"));
+    }
+  }
+  EXPECT_GT(sound, 1000);
+}
+
+}  // namespace
+}  // namespace torch_ckpt
