@@ -77,6 +77,48 @@ def make_index_seeds() -> None:
             write("index_fuzzer", f"{name}_{sealed}", bytes([sealed]) + index)
 
 
+def varint(value: int) -> bytes:
+    """As ``plan/wire.h`` writes numbers."""
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes(out) + bytes([value])
+
+
+def word(text: str) -> bytes:
+    """As ``plan/wire.h`` writes words."""
+    return varint(len(text)) + text.encode()
+
+
+def make_plan_seeds() -> None:
+    """Plans and assignments of few items, which ``plan_wire.h`` and ``assignment.h`` describe.
+
+    Behind a byte that has the fuzzer write the checksum, which Python does not know.
+    """
+    sizes = varint(2) + varint(8) + varint(6)
+    matrix = b"\1" + varint(2) + word("bfloat16") + word("contiguous_format") + sizes
+    scalar = b"\7" + varint(4) + word("float32") + word("contiguous_format") + varint(0)
+    fqns = varint(4)
+    for shared, rest, number in ((0, "model.a", 0), (6, "b", 0), (0, "step", 1), (0, "lr", 2)):
+        fqns += varint(shared) + word(rest) + varint(number)
+    entries = varint(3) + matrix + b"\0" + scalar + fqns
+    # Whole, upper rows, object, scalar, lower rows, a corner.
+    items = {
+        "whole": varint(4) + b"\1\1\0\x64\1",
+        "rows": varint(5) + b"\x12\0\4\1\0\x64\1" + b"\x1a\0\4\4",
+        "corner": varint(4) + b"\xf2\3\4\4\3\3" + b"\1\0\x64\1",
+    }
+    for name, listed in items.items():
+        body = b"TCPL\1\0\0\0" + varint(len(entries)) + entries + listed + bytes(8)
+        for flags in (1, 5, 9):
+            write("plan_wire_fuzzer", f"{name}_{flags}", bytes([flags]) + body)
+    runs = varint(2) + varint(0) + varint(5) + varint(3) + varint(200)
+    cuts = varint(2) + varint(3) + varint(0) + varint(7) + varint(0) + varint(9) + varint(300)
+    assignment = b"TCAS\1\0\0\0" + varint(300) + runs + cuts + bytes(8)
+    write("plan_wire_fuzzer", "assignment", b"\3" + assignment)
+
+
 def make_pickle_seeds() -> None:
     """Metadata that stock DCP has written, in each protocol."""
     state = {
@@ -106,4 +148,5 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     make_zip_seeds()
     make_index_seeds()
+    make_plan_seeds()
     make_pickle_seeds()

@@ -22,20 +22,19 @@ bool is_empty(const BoxView& box) {
 
 void BoxCheck::check(int64_t entry, Problems* problems) {
   entry_ = entry;
-  const auto begin = plans_.first_slot[static_cast<size_t>(entry)];
-  const auto end = plans_.first_slot[static_cast<size_t>(entry) + 1];
-  order_.resize(static_cast<size_t>(end - begin));
-  std::iota(order_.begin(), order_.end(), static_cast<int32_t>(begin));
+  slots_.emplace(plans_.slots_of(entry));
+  order_.resize(static_cast<size_t>(slots_->last - slots_->first));
+  std::iota(order_.begin(), order_.end(), static_cast<int32_t>(slots_->first));
   const bool is_tensor = plans_.entries.facts(entry).is_tensor;
   first_.assign(1, 0);
   if (is_tensor) sort_by_box();
-  first_.push_back(end - begin);
+  first_.push_back(std::ssize(order_));
   if (!none_twice(problems) || !is_tensor) return;
   if (all_within(problems) && none_overlap(problems)) none_missing(problems);
 }
 
 void BoxCheck::sort_by_box() {
-  const auto words = [this](int32_t slot) { return plans_.slot_words(entry_, slot); };
+  const auto words = [this](int32_t slot) { return slots_->words(slot); };
   const auto is_before = [&](int32_t a, int32_t b) {
     const auto of_a = words(a);
     const auto of_b = words(b);
@@ -59,8 +58,7 @@ bool BoxCheck::none_twice(Problems* problems) const {
   for (int64_t i = 0; i < box_count() && !problems->full(); ++i) {
     const auto slots = replicas(i);
     for (size_t k = 1; k < slots.size(); ++k) {
-      const auto plan = [this](int32_t slot) { return plans_.plan[static_cast<size_t>(slot)]; };
-      if (plan(slots[k]) != plan(slots[k - 1])) continue;
+      if (plans_.plan_of(slots[k]) != plans_.plan_of(slots[k - 1])) continue;
       fine = false;
       const bool is_tensor = plans_.entries.facts(entry_).is_tensor;
       problems->add(problem(plans_, entry_, "rank ", plans_.first_rank(slots[k]), " would write ",

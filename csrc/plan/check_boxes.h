@@ -5,6 +5,7 @@
 // `_validate_global_plan`, before replicas are dropped.
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -32,7 +33,7 @@ class BoxCheck {
   }
 
  private:
-  BoxView box(int32_t slot) const { return plans_.box(entry_, slot); }
+  BoxView box(int32_t slot) const { return slots_->box(slot); }
   void sort_by_box();
   bool all_within(Problems* problems) const;
   bool none_twice(Problems* problems) const;
@@ -43,9 +44,10 @@ class BoxCheck {
 
   const GatheredPlans& plans_;
   int64_t entry_ = 0;
-  std::vector<int32_t> order_;  // Slots, equal boxes side by side.
-  std::vector<int64_t> first_;  // Where in `order_` each box begins, and the end.
-  std::vector<int32_t> swept_;  // A slot of each box that is not empty.
+  std::optional<SlotsOfEntry> slots_;  // Of the entry.
+  std::vector<int32_t> order_;         // Slots, equal boxes side by side.
+  std::vector<int64_t> first_;         // Where in `order_` each box begins, and the end.
+  std::vector<int32_t> swept_;         // A slot of each box that is not empty.
   std::vector<int32_t> active_;
 };
 

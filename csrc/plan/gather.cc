@@ -108,9 +108,8 @@ class Gatherer {
     for (int64_t i = 0; i < entries.size(); ++i) {
       const std::string_view fqn = entries.fqn(i);
       const int64_t facts_number = facts_numbers[static_cast<size_t>(entries.facts_number(i))];
-      int64_t number = out_.entries.find(fqn);
-      if (number < 0) {
-        number = out_.entries.add(fqn, facts_number);
+      const int64_t number = out_.entries.find_or_add(fqn, facts_number);
+      if (number == std::ssize(first_rank_)) {
         first_rank_.push_back(rank);
       } else if (out_.entries.facts_number(number) != facts_number && !problems_.full()) {
         const std::string found =
@@ -140,7 +139,7 @@ class Gatherer {
     out_.item_count[plan] = count;
     ItemStream::Item item;
     for (int64_t i = 0; i < count; ++i) {
-      RETURN_IF_ERROR(stream->next(&item));
+      if (!stream->next(&item)) return stream->unsound();
       ++count_[static_cast<size_t>(item.entry)];
       if (item.nbytes > kMaxTotalNbytes - total_nbytes_) {
         return invalid_argument("all items together are too large");
@@ -150,6 +149,11 @@ class Gatherer {
     return ok_status();
   }
 
+  int64_t word_count(size_t entry) const {
+    return static_cast<int64_t>(
+        SlotsOfEntry::word_count(out_.entries.facts(static_cast<int64_t>(entry))));
+  }
+
   Status make_slots() {
     int64_t slot = 0;
     int64_t word = 0;
@@ -157,14 +161,13 @@ class Gatherer {
       out_.first_slot.push_back(slot);
       out_.first_word.push_back(word);
       slot += count_[entry];
-      word += count_[entry] * static_cast<int64_t>(out_.word_count(static_cast<int64_t>(entry)));
+      word += count_[entry] * word_count(entry);
     }
     out_.first_slot.push_back(slot);
     if (slot > std::numeric_limits<int32_t>::max()) {
       return unsupported("the ranks have planned ", slot, " different items");
     }
-    out_.plan.resize(static_cast<size_t>(slot));
-    out_.item.resize(static_cast<size_t>(slot));
+    out_.slots.resize(static_cast<size_t>(slot));
     out_.words.resize(static_cast<size_t>(word));
     std::copy(out_.first_slot.begin(), out_.first_slot.end() - 1, count_.begin());
     return ok_status();
@@ -174,21 +177,20 @@ class Gatherer {
   Status fill_slots(size_t plan, ItemStream* stream, int64_t count) {
     ItemStream::Item item;
     for (int64_t i = 0; i < count; ++i) {
-      RETURN_IF_ERROR(stream->next(&item));
+      if (!stream->next(&item)) return stream->unsound();
       const auto entry = static_cast<size_t>(item.entry);
       const int64_t slot = count_[entry]++;
-      out_.plan[static_cast<size_t>(slot)] = static_cast<int32_t>(plan);
-      out_.item[static_cast<size_t>(slot)] = static_cast<int32_t>(i);
+      out_.slots[static_cast<size_t>(slot)] = {static_cast<int32_t>(plan), static_cast<int32_t>(i)};
       const size_t ndim = item.box.sizes.size();
-      const size_t word_count = item.kind == ItemKind::kObject ? 1 : 2 * ndim;
-      int64_t* words = out_.words.data() + out_.first_word[entry] +
-                       (slot - out_.first_slot[entry]) * static_cast<int64_t>(word_count);
-      if (item.kind == ItemKind::kObject) {
-        *words = item.nbytes;
-        continue;
+      const bool is_object = item.kind == ItemKind::kObject;
+      int64_t* words =
+          out_.words.data() + out_.first_word[entry] +
+          (slot - out_.first_slot[entry]) * static_cast<int64_t>(is_object ? 1 : 2 * ndim);
+      if (is_object) *words = item.nbytes;
+      for (size_t d = 0; d < ndim; ++d) {
+        words[d] = item.box.offsets[d];
+        words[d + ndim] = item.box.sizes[d];
       }
-      std::copy_n(item.box.offsets.data(), ndim, words);
-      std::copy_n(item.box.sizes.data(), ndim, words + ndim);
     }
     return ok_status();
   }

@@ -34,6 +34,45 @@ class Problems {
   std::vector<std::string> texts_;
 };
 
+// An item of a plan, both by number.
+struct Slot {
+  int32_t plan = 0;
+  int32_t item = 0;
+};
+
+// The slots of one entry, [first, last). Valid as long as the plans.
+class SlotsOfEntry {
+ public:
+  SlotsOfEntry(const Facts& facts, const int64_t* words, int64_t begin, int64_t end)
+      : first(begin), last(end), facts_(&facts), words_(words), word_count_(word_count(facts)) {}
+
+  const int64_t first;
+  const int64_t last;
+
+  // How many numbers a slot has: offsets and sizes of a box, or nbytes of an object.
+  static size_t word_count(const Facts& facts) {
+    return facts.is_tensor ? 2 * facts.sizes.size() : 1;
+  }
+
+  // Requires: first <= slot < last.
+  std::span<const int64_t> words(int64_t slot) const {
+    return {words_ + static_cast<size_t>(slot - first) * word_count_, word_count_};
+  }
+  // Without dimensions for an object.
+  BoxView box(int64_t slot) const {
+    const size_t ndim = word_count_ / 2;
+    return {words(slot).first(ndim), words(slot).last(ndim)};
+  }
+  int64_t nbytes(int64_t slot) const {
+    return facts_->is_tensor ? *checked_volume(box(slot).sizes) * facts_->itemsize : words(slot)[0];
+  }
+
+ private:
+  const Facts* facts_;
+  const int64_t* words_;
+  size_t word_count_;
+};
+
 struct GatheredPlans {
   // Different plans, in the order of the lowest rank of each.
   std::vector<std::vector<int32_t>> ranks;  // Of each plan, ascending.
@@ -47,38 +86,21 @@ struct GatheredPlans {
   std::vector<int64_t> first_slot;
   std::vector<int64_t> first_word;
 
-  std::vector<int32_t> plan;   // Of each slot.
-  std::vector<int32_t> item;   // Of each slot, as its plan numbers it.
-  std::vector<int64_t> words;  // Of each slot: offsets and sizes of a box, or nbytes of an object.
+  std::vector<Slot> slots;
+  std::vector<int64_t> words;
 
-  int64_t slot_count() const { return first_slot.back(); }
+  SlotsOfEntry slots_of(int64_t entry) const {
+    const auto i = static_cast<size_t>(entry);
+    return {entries.facts(entry), words.data() + first_word[i], first_slot[i], first_slot[i + 1]};
+  }
+  int32_t plan_of(int64_t slot) const { return slots[static_cast<size_t>(slot)].plan; }
+  int32_t item_of(int64_t slot) const { return slots[static_cast<size_t>(slot)].item; }
 
-  // How many words a slot of an entry has.
-  size_t word_count(int64_t entry) const {
-    const Facts& facts = entries.facts(entry);
-    return facts.is_tensor ? 2 * facts.sizes.size() : 1;
+  // All ranks that have a slot, and the lowest of them.
+  const std::vector<int32_t>& ranks_of(int64_t slot) const {
+    return ranks[static_cast<size_t>(plan_of(slot))];
   }
-  std::span<const int64_t> slot_words(int64_t entry, int64_t slot) const {
-    const size_t count = word_count(entry);
-    const auto at = static_cast<size_t>(first_word[static_cast<size_t>(entry)]) +
-                    static_cast<size_t>(slot - first_slot[static_cast<size_t>(entry)]) * count;
-    return std::span(words).subspan(at, count);
-  }
-  // Requires: the entry is a tensor.
-  BoxView box(int64_t entry, int64_t slot) const {
-    const auto both = slot_words(entry, slot);
-    return {both.first(both.size() / 2), both.last(both.size() / 2)};
-  }
-  int64_t slot_nbytes(int64_t entry, int64_t slot) const {
-    const Facts& facts = entries.facts(entry);
-    if (!facts.is_tensor) return slot_words(entry, slot)[0];
-    return *checked_volume(box(entry, slot).sizes) * facts.itemsize;
-  }
-
-  // The lowest rank that has a slot.
-  int32_t first_rank(int64_t slot) const {
-    return ranks[static_cast<size_t>(plan[static_cast<size_t>(slot)])].front();
-  }
+  int32_t first_rank(int64_t slot) const { return ranks_of(slot).front(); }
 };
 
 // Gathers encoded plans in rank order. kMismatch where ranks disagree on what an FQN is;

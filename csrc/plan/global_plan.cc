@@ -23,17 +23,17 @@ class HolderSets {
   // The number of the set of all ranks that have these slots.
   int32_t number(std::span<const int32_t> slots) {
     key_.clear();
-    for (const int32_t slot : slots) key_.push_back(plans_.plan[static_cast<size_t>(slot)]);
+    for (const int32_t slot : slots) key_.push_back(plans_.plan_of(slot));
     const auto bytes = std::as_bytes(std::span(key_));
-    const int64_t found = keys_.find(as_text(bytes));
-    if (found >= 0) return static_cast<int32_t>(found);
+    const int64_t number = keys_.intern(as_text(bytes));
+    if (number < std::ssize(sets_)) return static_cast<int32_t>(number);
     std::vector<int32_t>& set = sets_.emplace_back();
     for (const int32_t plan : key_) {
       const std::vector<int32_t>& ranks = plans_.ranks[static_cast<size_t>(plan)];
       set.insert(set.end(), ranks.begin(), ranks.end());
     }
     std::sort(set.begin(), set.end());
-    return static_cast<int32_t>(keys_.add(as_text(bytes)));
+    return static_cast<int32_t>(number);
   }
 
   std::vector<std::vector<int32_t>> take() { return std::move(sets_); }
@@ -83,14 +83,12 @@ class GlobalPlanner {
     int64_t slot;
   };
 
-  int32_t plan_of(int64_t slot) const { return plans_.plan[static_cast<size_t>(slot)]; }
-
   // Checks everything, and finds who writes what only one can; the rest becomes groups.
   Status find_writers() {
     const size_t rank_count = plans_.plan_of_rank.size();
     input_.ranks_per_node = options_.ranks_per_node;
     input_.load.resize(rank_count);
-    writer_.assign(static_cast<size_t>(plans_.slot_count()), kNobody);
+    writer_.assign(plans_.slots.size(), kNobody);
     BoxCheck boxes(plans_);
     Problems problems;
     for (int64_t entry = 0; entry < plans_.entries.size(); ++entry) {
@@ -104,12 +102,12 @@ class GlobalPlanner {
   }
 
   void find_writer(int64_t entry, std::span<const int32_t> slots) {
-    const int64_t nbytes = plans_.slot_nbytes(entry, slots[0]);
+    const SlotsOfEntry of_entry = plans_.slots_of(entry);
+    const int64_t nbytes = of_entry.nbytes(slots[0]);
     const Facts& facts = plans_.entries.facts(entry);
-    const bool is_first = slots[0] == plans_.first_slot[static_cast<size_t>(entry)];
+    const bool is_first = slots[0] == of_entry.first;
     if (facts.is_tensor && nbytes == 0 && !(is_first && *checked_volume(facts.sizes) == 0)) return;
-    const bool is_alone =
-        slots.size() == 1 && plans_.ranks[static_cast<size_t>(plan_of(slots[0]))].size() == 1;
+    const bool is_alone = slots.size() == 1 && plans_.ranks_of(slots[0]).size() == 1;
     if (is_alone || !options_.dedup) {
       const int32_t rank = plans_.first_rank(slots[0]);
       writer_[static_cast<size_t>(slots[0])] = rank;
@@ -119,7 +117,7 @@ class GlobalPlanner {
     // Even what has no bytes is work: it is not all for one rank.
     BalanceGroup group = {std::max<int64_t>(nbytes, 1), holders_.number(slots)};
     if (options_.split && facts.is_tensor && !facts.sizes.empty()) {
-      const int64_t rows = plans_.box(entry, slots[0]).sizes[0];
+      const int64_t rows = of_entry.box(slots[0]).sizes[0];
       if (rows > 1) {
         group.rows = rows;
         group.row_nbytes = nbytes / rows;
@@ -132,8 +130,8 @@ class GlobalPlanner {
 
   void make_room() {
     // More than is needed where there are replicas; what is not used takes no memory.
-    out_.stored_.ranks_.reserve(plans_.plan.size());
-    out_.stored_.items_.reserve(plans_.plan.size());
+    out_.stored_.ranks_.reserve(plans_.slots.size());
+    out_.stored_.items_.reserve(plans_.slots.size());
     out_.stored_.dims_.reserve(plans_.words.size());
     out_.load_.resize(plans_.plan_of_rank.size());
     out_.cuts_.resize(plans_.plan_of_rank.size());
@@ -145,10 +143,10 @@ class GlobalPlanner {
   // Stores the boxes of an entry, once it is known who writes them.
   void store_entry(int64_t entry) {
     boxes_.clear();
-    const int64_t end = plans_.first_slot[static_cast<size_t>(entry) + 1];
-    for (int64_t slot = plans_.first_slot[static_cast<size_t>(entry)]; slot < end; ++slot) {
+    const SlotsOfEntry slots = plans_.slots_of(entry);
+    for (int64_t slot = slots.first; slot < slots.last; ++slot) {
       const int32_t rank = writer_[static_cast<size_t>(slot)];
-      if (rank != kNobody) boxes_.push_back({rank, item_of(slot), 0, 0, slot});
+      if (rank != kNobody) boxes_.push_back({rank, plans_.item_of(slot), 0, 0, slot});
     }
     // Groups were made in the order of entries.
     for (; next_group_ < replicas_.size() && replicas_[next_group_].entry == entry; ++next_group_) {
@@ -162,10 +160,9 @@ class GlobalPlanner {
     }
     out_.stored_.first_box_.push_back(out_.stored_.box_count());
     out_.stored_.first_dim_.push_back(static_cast<int64_t>(out_.stored_.dims_.size()));
-    for (const Stored& box : boxes_) store(entry, box);
+    const bool is_tensor = plans_.entries.facts(entry).is_tensor;
+    for (const Stored& box : boxes_) store(slots, is_tensor, box);
   }
-
-  int32_t item_of(int64_t slot) const { return plans_.item[static_cast<size_t>(slot)]; }
 
   void add_pieces(size_t group) {
     const Replicas& replicas = replicas_[group];
@@ -176,23 +173,24 @@ class GlobalPlanner {
       const int32_t plan = plans_.plan_of_rank[static_cast<size_t>(piece.rank)];
       const auto begin = group_slots_.begin() + static_cast<ptrdiff_t>(replicas.first);
       const auto end = group_slots_.begin() + static_cast<ptrdiff_t>(replicas.last);
-      const int32_t slot = *std::lower_bound(
-          begin, end, plan, [this](int32_t a, int32_t wanted) { return plan_of(a) < wanted; });
+      const int32_t slot = *std::lower_bound(begin, end, plan, [this](int32_t a, int32_t wanted) {
+        return plans_.plan_of(a) < wanted;
+      });
       const bool is_whole = last - first == 1;
-      boxes_.push_back({piece.rank, item_of(slot), is_whole ? 0 : piece.first_row,
+      boxes_.push_back({piece.rank, plans_.item_of(slot), is_whole ? 0 : piece.first_row,
                         is_whole ? 0 : piece.rows, slot});
     }
   }
 
-  void store(int64_t entry, const Stored& box) {
+  void store(const SlotsOfEntry& slots, bool is_tensor, const Stored& box) {
     StoredTable& stored = out_.stored_;
     const auto rank = static_cast<size_t>(box.rank);
     stored.ranks_.push_back(box.rank);
     stored.items_.push_back(box.item);
     out_.written_[rank][static_cast<size_t>(box.item)] = true;
-    int64_t nbytes = plans_.slot_nbytes(entry, box.slot);
-    if (plans_.entries.facts(entry).is_tensor) {
-      const auto words = plans_.slot_words(entry, box.slot);
+    int64_t nbytes = slots.nbytes(box.slot);
+    if (is_tensor) {
+      const auto words = slots.words(box.slot);
       stored.dims_.insert(stored.dims_.end(), words.begin(), words.end());
       if (box.rows > 0) {
         int64_t* offsets = stored.dims_.data() + (stored.dims_.size() - words.size());

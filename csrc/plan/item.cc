@@ -62,16 +62,20 @@ std::string to_string(const Facts& facts) {
 }
 
 int64_t EntryTable::intern(const Facts& facts) {
-  const std::string key = facts_key(facts);
-  const int64_t found = facts_keys_.find(key);
-  if (found >= 0) return found;
-  facts_.push_back(facts);
-  return facts_keys_.add(key);
+  const int64_t number = facts_keys_.intern(facts_key(facts));
+  if (number == std::ssize(facts_)) facts_.push_back(facts);
+  return number;
 }
 
-int64_t EntryTable::add(std::string_view fqn, int64_t facts_number) {
-  facts_of_.push_back(static_cast<int32_t>(facts_number));
-  return fqns_.add(fqn);
+int64_t EntryTable::find_or_add(std::string_view fqn, int64_t facts_number) {
+  const int64_t entry = fqns_.intern(fqn);
+  if (entry == std::ssize(facts_of_)) facts_of_.push_back(static_cast<int32_t>(facts_number));
+  return entry;
+}
+
+void EntryTable::reserve(int64_t entries) {
+  fqns_.reserve(entries);
+  facts_of_.reserve(static_cast<size_t>(entries));
 }
 
 Status check_facts(std::string_view fqn, const Facts& facts) {
@@ -100,7 +104,7 @@ Status ItemTable::add_object(std::string_view fqn, int64_t nbytes) {
   if (entry >= 0 && entries_.facts(entry).is_tensor) {
     return refused(fqn, "it is listed as a tensor and as an object");
   }
-  append(entry >= 0 ? entry : entries_.add(fqn, Facts{}), ItemKind::kObject, {}, nbytes);
+  append(entries_.find_or_add(fqn, entries_.intern(Facts{})), ItemKind::kObject, {}, nbytes);
   return ok_status();
 }
 
@@ -116,7 +120,8 @@ Status ItemTable::add_tensor(std::string_view fqn, const Facts& facts, ItemKind 
   }
   int64_t nbytes = 0;
   RETURN_IF_ERROR(check_box(fqn, facts, box, &nbytes));
-  append(entry >= 0 ? entry : entries_.add(fqn, facts), kind, {box.offsets, box.sizes}, nbytes);
+  const int64_t number = entry >= 0 ? entry : entries_.find_or_add(fqn, entries_.intern(facts));
+  append(number, kind, {box.offsets, box.sizes}, nbytes);
   return ok_status();
 }
 

@@ -55,12 +55,15 @@ class EntryTable {
   // The number of an FQN, or -1.
   int64_t find(std::string_view fqn) const { return fqns_.find(fqn); }
 
-  // Adds an FQN. Requires: it is not there, and the facts are sound.
-  int64_t add(std::string_view fqn, const Facts& facts) { return add(fqn, intern(facts)); }
-
-  // The same in two steps, for who knows which facts are the same.
+  // The number of these facts, all different ones being numbered. Requires: they are sound.
   int64_t intern(const Facts& facts);
-  int64_t add(std::string_view fqn, int64_t facts_number);
+
+  // The number of an FQN, which is added with these facts where it is not there: then it is what
+  // size() was before.
+  int64_t find_or_add(std::string_view fqn, int64_t facts_number);
+
+  // Makes room for as many entries.
+  void reserve(int64_t entries);
   int64_t facts_number(int64_t entry) const { return facts_of_[static_cast<size_t>(entry)]; }
 
   // All different facts, in order of their numbers, and the bytes of all FQNs.

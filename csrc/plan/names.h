@@ -29,13 +29,17 @@ class Names {
   // The number of a name, or -1 where it has none.
   int64_t find(std::string_view name) const;
 
-  // Gives a name the next number, and returns it. Requires: it has none, and fewer than 2^31 do.
-  int64_t add(std::string_view name);
+  // The number of a name, which is given the next one where it has none: then it is what size() was
+  // before. Requires: fewer than 2^31 names have one.
+  int64_t intern(std::string_view name);
+
+  // Makes room, so that as many names can be added without the table growing meanwhile.
+  void reserve(int64_t count);
 
  private:
   // Where a name's number stands in `slots_`, or would stand.
   size_t slot_of(std::string_view name) const;
-  void grow();
+  void resize_slots(size_t count);
 
   std::string text_;
   std::vector<int64_t> ends_;

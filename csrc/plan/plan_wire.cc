@@ -154,6 +154,7 @@ Result<EntryTable> parse_entries(Bytes bytes) {
     number = out.intern(facts);
   }
   if (!reader.varint(&count) || count > reader.left()) return unsound_entries("they are cut off");
+  out.reserve(count);
   std::string fqn;
   int64_t text = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -169,8 +170,9 @@ Result<EntryTable> parse_entries(Bytes bytes) {
     fqn += rest;
     text += std::ssize(fqn);
     if (shared > 0 && text > kMaxTextGrowth * before) return unsound_entries("they are too long");
-    if (out.find(fqn) >= 0) return unsound_entries("an FQN is there twice");
-    out.add(fqn, facts_numbers[static_cast<size_t>(number)]);
+    if (out.find_or_add(fqn, facts_numbers[static_cast<size_t>(number)]) != i) {
+      return unsound_entries("an FQN is there twice");
+    }
   }
   if (reader.left() != 0) return unsound_entries("bytes are left over");
   return out;
@@ -180,7 +182,7 @@ ItemStream::ItemStream(Bytes items, const EntryTable& entries, std::span<const i
     : reader_(items), entries_(entries), numbers_(numbers) {}
 
 Status ItemStream::unsound() const {
-  return corruption("item ", read_, " of a plan is unsound or cut off");
+  return corruption("a plan is unsound or cut off at item ", read_);
 }
 
 Status ItemStream::begin(int64_t* count) {
@@ -196,7 +198,7 @@ bool ItemStream::read_entry(uint8_t form, int64_t* entry) {
   }
   if (form == kFormerEntry) {
     *entry = last_;
-    return read_ > 0;
+    return last_ >= 0;
   }
   return form == kNumberedEntry && reader_.varint(entry) && *entry < seen_;
 }
@@ -209,8 +211,10 @@ bool ItemStream::read_dim(size_t d) {
 
 bool ItemStream::read_box(uint8_t form, const Facts& facts, Item* out) {
   const size_t ndim = facts.sizes.size();
-  std::fill_n(offsets_.begin(), ndim, 0);
-  std::copy(facts.sizes.begin(), facts.sizes.end(), sizes_.begin());
+  for (size_t d = 0; d < ndim; ++d) {
+    offsets_[d] = 0;
+    sizes_[d] = facts.sizes[d];
+  }
   if (form == kMaskedBox) {
     Bytes mask;
     if (!reader_.bytes((std::ssize(facts.sizes) + 7) / 8, &mask)) return false;
@@ -226,25 +230,21 @@ bool ItemStream::read_box(uint8_t form, const Facts& facts, Item* out) {
   return volume && !__builtin_mul_overflow(*volume, facts.itemsize, &out->nbytes);
 }
 
-Status ItemStream::next(Item* out) {
+bool ItemStream::next(Item* out) {
+  ++read_;
   uint8_t tag;
   int64_t entry;
-  if (!reader_.byte(&tag) || !read_entry(tag >> 2 & 3, &entry)) return unsound();
-  const auto kind = static_cast<ItemKind>(tag & 3);
+  if (!reader_.byte(&tag) || !read_entry(tag >> 2 & 3, &entry)) return false;
   last_ = entry;
   out->entry = numbers_[static_cast<size_t>(entry)];
-  out->kind = kind;
+  out->kind = static_cast<ItemKind>(tag & 3);
   const Facts& facts = entries_.facts(out->entry);
   const auto form = static_cast<uint8_t>(tag >> 4);
-  if (kind > ItemKind::kShard || (kind != ItemKind::kObject) != facts.is_tensor) return unsound();
-  if (kind == ItemKind::kObject) {
+  if (out->kind == ItemKind::kObject) {
     out->box = {};
-    if (form != kWholeBox || !reader_.varint(&out->nbytes)) return unsound();
-  } else if (!read_box(form, facts, out)) {
-    return unsound();
+    return !facts.is_tensor && form == kWholeBox && reader_.varint(&out->nbytes);
   }
-  ++read_;
-  return ok_status();
+  return out->kind <= ItemKind::kShard && facts.is_tensor && read_box(form, facts, out);
 }
 
 Status ItemStream::finish() const {
@@ -270,7 +270,7 @@ class ItemTableParser {
     table.first_dims_.reserve(items);
     ItemStream::Item item;
     for (int64_t i = 0; i < count; ++i) {
-      RETURN_IF_ERROR(stream.next(&item));
+      if (!stream.next(&item)) return stream.unsound();
       table.append(item.entry, item.kind, item.box, item.nbytes);
     }
     RETURN_IF_ERROR(stream.finish());

@@ -87,14 +87,15 @@ class ItemStream {
   // The count of items, to be read first.
   Status begin(int64_t* count);
 
-  // The next item. Requires: fewer than `count` were read.
-  Status next(Item* out);
+  // Reads the next item; false where there is none, which `unsound` then tells. Not a Status, as
+  // this is done millions of times. Requires: fewer than `count` were read.
+  bool next(Item* out);
+  Status unsound() const;
 
   // Whether nothing is left over, after all items were read.
   Status finish() const;
 
  private:
-  Status unsound() const;
   bool read_entry(uint8_t form, int64_t* entry);
   bool read_dim(size_t d);
   bool read_box(uint8_t form, const Facts& facts, Item* out);
@@ -102,9 +103,9 @@ class ItemStream {
   WireReader reader_;
   const EntryTable& entries_;
   const std::span<const int32_t> numbers_;
-  int64_t read_ = 0;  // Items so far.
-  int64_t seen_ = 0;  // Entries that have had an item.
-  int64_t last_ = 0;  // The entry of the former item, as the plan numbers it.
+  int64_t read_ = 0;   // Items so far.
+  int64_t seen_ = 0;   // Entries that have had an item.
+  int64_t last_ = -1;  // The entry of the former item, as the plan numbers it.
   std::array<int64_t, kMaxNdim> offsets_ = {};
   std::array<int64_t, kMaxNdim> sizes_ = {};
 };

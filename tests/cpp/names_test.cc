@@ -30,8 +30,12 @@ TEST(NamesTest, RandomNamesAreFoundUnderTheirNumbers) {
       for (char& c : name) c = static_cast<char>(random() % 12);
       const auto found = oracle.find(name);
       ASSERT_EQ(names.find(name), found == oracle.end() ? -1 : found->second);
-      if (found != oracle.end()) continue;
-      ASSERT_EQ(names.add(name), std::ssize(in_order));
+      if (found != oracle.end()) {
+        ASSERT_EQ(names.intern(name), found->second);
+        continue;
+      }
+      if (random() % 50 == 0) names.reserve(names.size() + static_cast<int64_t>(random() % 500));
+      ASSERT_EQ(names.intern(name), std::ssize(in_order));
       oracle[name] = std::ssize(in_order);
       in_order.push_back(name);
     }
