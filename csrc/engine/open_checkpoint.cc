@@ -38,7 +38,7 @@ std::shared_ptr<const Index> find_pending_index(FileSystem& fs, const std::strin
   const std::string prefix = names.pending_index("");
   for (const std::string& name : *listed) {
     if (!name.starts_with(prefix)) continue;
-    const auto index = read_index(fs, directory + "/" + name, &metadata);
+    const auto index = read_index(fs, str_cat(directory, "/", name), &metadata);
     if (index.ok() && *index != nullptr) return *index;
   }
   return nullptr;
