@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
 import itertools
 import math
 import os
@@ -433,14 +432,10 @@ def _item_nbytes(item: WriteItem) -> int:
     return math.prod(sizes) * data.properties.dtype.itemsize
 
 
-def _balance(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
-    """Splits items over files of about the same size: the largest first, each to the smallest."""
-    if count == 1:
-        return [items]
+def _balance(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
+    """Splits items over files of about the same size."""
     files: list[list[WriteItem]] = [[] for _ in range(count)]
-    heap = [(0, number) for number in range(count)]
-    for item in sorted(items, key=_item_nbytes, reverse=True):
-        nbytes, number = heapq.heappop(heap)
+    numbers = _native.balance_files([_item_nbytes(item) for item in items], count)
+    for item, number in zip(items, numbers, strict=True):
         files[number].append(item)
-        heapq.heappush(heap, (nbytes + _item_nbytes(item), number))
     return files

@@ -3,6 +3,7 @@
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "plan/balance.h"
 #include "plan/global_plan.h"
 #include "plan/plan_wire.h"
 
@@ -91,6 +92,13 @@ void bind_plan(py::module_& module) {
       .def(py::init(&make_plan), py::arg("plans"), py::arg("ranks_per_node"))
       .def_property_readonly("load", &GlobalPlan::load)
       .def("written", &written, py::arg("rank"), py::arg("plan"));
+  module.def(
+      "balance_files",
+      [](const std::vector<int64_t>& nbytes, int64_t count) {
+        if (count < 1) throw py::value_error("there is no file to write to");
+        return balance_files(nbytes, count);
+      },
+      py::arg("nbytes"), py::arg("count"));
 }
 
 }  // namespace torch_ckpt
