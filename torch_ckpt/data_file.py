@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.sharing import CutItem, CutPiece
+from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import DTYPE_CODES, gc_paused, held_nbytes_limit, is_temporary, to_plain
 
 __all__ = ["write_data_file"]
@@ -89,7 +89,7 @@ def write_data_file(
         job.abort()
         raise
     queue, direct, registered, reasons = job.mode
-    cuts = [_cut_piece(i) for i in (*sort.laid_out, *sort.pickled) if isinstance(i, CutItem)]
+    cuts = [i.piece for i in (*sort.laid_out, *sort.pickled) if isinstance(i, CutItem)]
     file = WrittenFile(name, *job.sums, dtypes=dtypes, cuts=cuts)
     return results, file, IoMode(queue, direct, registered, tuple(reasons))
 
@@ -103,24 +103,38 @@ def _sort(
     its turn to be written: ``resolve_data`` is idempotent.
     """
     sort = _Sorted([], [], [], [], [])
-    for item in items:
+    for listed in items:
+        item = _as_it_is(listed, planner) if isinstance(listed, CutItem) else listed
+        if item is None:
+            continue
         if item.type == WriteItemType.BYTE_IO or transforms.extensions:
             sort.pickled.append(item)
             continue
         tensor = _resolve_whole(planner, item)
         if _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.TORCHS_OWN:
-            if not isinstance(item, CutItem):
-                sort.pickled.append(item)
-            elif item.first_row == 0 and item.whole is not None:
-                sort.pickled.append(item.whole)  # It may have no rows: only one rank writes it.
+            sort.pickled.append(item)
             continue
+        is_held = not is_temporary(tensor)
         if isinstance(item, CutItem):
             tensor = item.rows_of(tensor)
         sort.laid_out.append(item)
         sort.shapes.append((DTYPE_CODES[tensor.dtype], tensor.size()))
-        sort.resolved.append(None if is_temporary(tensor) else tensor)
+        sort.resolved.append(tensor if is_held else None)
         sort.as_planned.append(_is_as_planned(item, tensor))
     return sort
+
+
+def _as_it_is(item: CutItem, planner: SavePlanner) -> WriteItem | None:
+    """The item, unless it cannot be cut: one of another form than planned, or that torch pickles.
+
+    Then the rank with its first rows writes it whole, and the others, to whom it looks the same,
+    write nothing of it.
+    """
+    tensor = _resolve_whole(planner, item)
+    is_torchs_own = _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.TORCHS_OWN
+    if not is_torchs_own and tensor.size() == item.piece.whole.sizes:
+        return item
+    return item.whole if item.first_row == 0 else None
 
 
 def _resolve_whole(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
@@ -164,19 +178,12 @@ def _write_laid_out(
         batch.append((number, _tensor_view.view(tensor, item.index.fqn, writable=False)))
         if is_plain and resolved is not None:
             continue
-        held_nbytes += tensor.nbytes
+        held_nbytes += tensor.untyped_storage().nbytes()  # Rows keep all of it.
         if held_nbytes >= max_held_nbytes:
             job.write(batch)
             batch = []
             held_nbytes = 0
     job.write(batch)
-
-
-def _cut_piece(item: CutItem) -> CutPiece:
-    assert item.whole is not None
-    assert item.whole.tensor_data is not None
-    assert item.tensor_data is not None
-    return CutPiece(item.index.fqn, item.whole.tensor_data.chunk, item.tensor_data.chunk)
 
 
 def _append_pickled(

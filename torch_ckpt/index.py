@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_ckpt import _native
-from torch_ckpt.errors import CorruptionError
+from torch_ckpt.errors import CheckpointError, CorruptionError
 from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.sharing import CutPiece
 from torch_ckpt.tensors import gc_paused
 
 __all__ = [
     "WrittenFile",
+    "check_complete",
     "make_index",
     "to_entries",
     "to_metadata",
@@ -60,6 +61,28 @@ class WrittenFile:
     sums: bytes
     dtypes: Mapping[int, str]
     cuts: Sequence[CutPiece] = ()
+
+
+def check_complete(metadata: Metadata) -> None:
+    """Guards the commit against metadata that describe what no rank has written.
+
+    So a plan that somebody kept from another save, or lost on the way, is no silent loss.
+
+    Raises:
+        CheckpointError: There is no slice for a box or an object.
+    """
+    for fqn, stored in metadata.state_dict_metadata.items():
+        missing: MetadataIndex | None = None
+        if isinstance(stored, BytesStorageMetadata):
+            missing = MetadataIndex(fqn)
+        elif isinstance(stored, TensorStorageMetadata):
+            indices = (MetadataIndex(fqn, chunk.offsets) for chunk in stored.chunks)
+            missing = next((i for i in indices if i not in metadata.storage_data), None)
+        if missing is not None and missing not in metadata.storage_data:
+            where = "" if missing.offset is None else f" at {list(missing.offset)}"
+            raise CheckpointError(
+                f"cannot commit: the plan has {fqn!r}{where}, and no rank has written it"
+            )
 
 
 def make_index(

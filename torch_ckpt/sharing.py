@@ -2,7 +2,8 @@
 
 The planner, stock's or anybody's, lists what each rank holds and gives each replica to one rank.
 From the full lists, which travel beside the plans, the engine then decides anew which rank writes
-what, by bytes, and cuts large tensors by rows.
+what, by bytes, and cuts large tensors by rows. The plans stay as the planner has made them, for it
+may keep them: what is to be done otherwise stands beside them, in ``SavePlan.storage_data``.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,10 +31,21 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torch_ckpt import _native
+from torch_ckpt.errors import CheckpointError
 
-__all__ = ["CutItem", "CutPiece", "HeldItems", "list_held", "merge_cuts", "share_out"]
+__all__ = [
+    "CutItem",
+    "CutPiece",
+    "HeldItems",
+    "Share",
+    "list_held",
+    "merge_cuts",
+    "share_out",
+    "work_of",
+]
 
 _OBJECT_NBYTES = 2048  # What torch.save makes of a number or a short text.
+_WAY_OUT = "FastWriter(share_replicas=False) leaves it to the planner who writes what"
 
 
 @dataclass(frozen=True)
@@ -47,11 +60,15 @@ class CutItem(WriteItem):
     whole: WriteItem | None = None
     first_row: int = 0
 
+    @property
+    def piece(self) -> CutPiece:
+        """Which box of which this is."""
+        assert self.whole is not None
+        return CutPiece(self.index.fqn, _chunk_of(self.whole), _chunk_of(self))
+
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This item's rows of what the planner has resolved ``whole`` to."""
-        assert self.tensor_data is not None
-        assert self.tensor_data.chunk is not None
-        return tensor.detach().narrow(0, self.first_row, self.tensor_data.chunk.sizes[0])
+        return tensor.detach().narrow(0, self.first_row, _chunk_of(self).sizes[0])
 
 
 @dataclass(frozen=True)
@@ -63,106 +80,181 @@ class CutPiece:
     piece: ChunkStorageMetadata
 
 
-@dataclass(frozen=True)
-class HeldItems:
-    """All that a rank holds, in ``SavePlan.storage_data`` on its way to the coordinator.
+@dataclass
+class HeldItems(_StoragePrefix):
+    """All that a rank holds, on its way to the coordinator.
 
     Attributes:
+        rank: Which one.
+        ranks_per_node: How many ranks share a machine, as the rank knows.
         encoded: As :meth:`_native.ItemTable.encode` gives it.
         count: How many items that is.
-        ranks_per_node: How many ranks share a machine, as the rank knows.
     """
 
+    rank: int
+    ranks_per_node: int
     encoded: bytes
     count: int
-    ranks_per_node: int
 
 
-def list_held(items: Sequence[WriteItem]) -> HeldItems:
-    """Lists what a rank holds.
+@dataclass
+class Share(_StoragePrefix):
+    """What a rank is to write otherwise than its plan says.
 
-    Raises:
-        ValueError: An item describes no tensor that could be.
+    Attributes:
+        item_count: How many items the plan has.
+        dropped: Positions of those that others write, or that are written in part.
+        added: What is written in their place.
     """
+
+    item_count: int
+    dropped: set[int] = field(default_factory=set)
+    added: list[WriteItem] = field(default_factory=list)
+
+
+def list_held(items: Sequence[WriteItem], rank: int) -> HeldItems | None:
+    """Lists what a rank holds; nothing where an item describes no tensor that could be."""
     table = _native.ItemTable()
     words: dict[Any, str] = {}  # Of dtypes and memory formats; naming one takes longer than this.
-    for item in items:
-        data = item.tensor_data
-        if data is None or data.chunk is None:
-            table.add_object(item.index.fqn, _OBJECT_NBYTES)
-            continue
-        properties = data.properties
-        dtype, memory_format = properties.dtype, properties.memory_format
-        for value in (dtype, memory_format):
-            if value not in words:
-                words[value] = str(value).removeprefix("torch.")
-        table.add_tensor(
-            item.index.fqn,
-            words[dtype],
-            dtype.itemsize,
-            words[memory_format],
-            properties.requires_grad,
-            properties.pin_memory,
-            data.size,
-            item.type == WriteItemType.SHARD,
-            data.chunk.offsets,
-            data.chunk.sizes,
-        )
-    return HeldItems(table.encode(), len(table), int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+    try:
+        for item in items:
+            data = item.tensor_data
+            if data is None or data.chunk is None:
+                table.add_object(item.index.fqn, _OBJECT_NBYTES)
+                continue
+            dtype, memory_format = data.properties.dtype, data.properties.memory_format
+            for value in (dtype, memory_format):
+                if value not in words:
+                    words[value] = str(value).removeprefix("torch.")
+            table.add_tensor(
+                item.index.fqn,
+                words[dtype],
+                dtype.itemsize,
+                words[memory_format],
+                data.properties.requires_grad,
+                data.properties.pin_memory,
+                data.size,
+                item.type == WriteItemType.SHARD,
+                data.chunk.offsets,
+                data.chunk.sizes,
+            )
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    except (ValueError, TypeError):
+        return None
+    return HeldItems(f"__{rank}_", rank, ranks_per_node, table.encode(), len(table))
 
 
 def share_out(plans: list[SavePlan]) -> list[SavePlan]:
     """Decides which rank writes what of these plans, which the planner has made.
 
+    Where DCP's plan caching is in use, ranks may write by plans that they have kept, of which
+    nobody here knows: then the planner's choice stands.
+
     Returns:
-        The plans, with items moved to other ranks that hold them, or cut. What the planner has left
-        out is left out, and what the lists do not know stays where it is.
+        The plans, with a :class:`Share` for each rank that is to write otherwise. Objects, what the
+        planner has made of items that were not listed so, and what it has left out stay as they
+        are.
 
     Raises:
         MismatchError: Ranks disagree on the dtype or sizes of a tensor.
     """
-    plans = _whole_plans(plans)
-    held = [plan.storage_data for plan in plans]
-    if len(plans) < 2 or not all(isinstance(one, HeldItems) for one in held):
+    held = [plan.storage_data for plan in plans if isinstance(plan.storage_data, HeldItems)]
+    if (
+        len(plans) < 2
+        or [one.rank for one in held] != list(range(len(plans)))
+        or sum(len(plan.items) for plan in plans) == sum(one.count for one in held)
+        or not all(plan.usable for plan in plans)
+        or SavePlanner._cached_global_plan
+    ):
         return plans
-    planned = sum(len(plan.items) for plan in plans)
-    if planned == sum(one.count for one in held):
-        return plans  # Nothing is held twice.
     try:
-        shared = _native.GlobalPlan([one.encoded for one in held], held[0].ranks_per_node or 1)
+        shared = _native.GlobalPlan([one.encoded for one in held], held[0].ranks_per_node)
     except ValueError:
         return plans  # Boxes that overlap, or holes: the planner has let them pass.
-    writers: dict[MetadataIndex, list[tuple[int, tuple[int, int] | None]]] = {}
+    writers: dict[_Box, list[_Writer]] = {}
     for rank, one in enumerate(held):
-        for fqn, offsets, rows in shared.written(rank, one.encoded):
-            index = MetadataIndex(fqn, None if offsets is None else torch.Size(offsets))
-            writers.setdefault(index, []).append((rank, rows))
-    items: list[list[WriteItem]] = [[] for _ in plans]
+        for fqn, box, rows in shared.written(rank, one.encoded):
+            if box is not None:
+                key = fqn, torch.Size(box[0]), torch.Size(box[1])
+                writers.setdefault(key, []).append((rank, rows))
+    shares = [Share(f"__{rank}_", len(plan.items)) for rank, plan in enumerate(plans)]
     for planner_rank, plan in enumerate(plans):
-        for item in plan.items:
-            for rank, rows in writers.get(item.index, [(planner_rank, None)]):
-                items[rank].append(item if rows is None else _cut(item, *rows))
-    return [dataclasses.replace(plan, items=own) for plan, own in zip(plans, items, strict=True)]
+        for position, item in enumerate(plan.items):
+            if item.tensor_data is None or item.tensor_data.chunk is None:
+                continue
+            chosen = writers.get(_box(item.index.fqn, item.tensor_data.chunk))
+            if chosen is None or chosen == [(planner_rank, None)]:
+                continue
+            shares[planner_rank].dropped.add(position)
+            for rank, rows in chosen:
+                shares[rank].added.append(item if rows is None else _cut(item, *rows))
+    return [
+        dataclasses.replace(plan, storage_data=share)
+        for plan, share in zip(plans, shares, strict=True)
+    ]
 
 
-def _whole_plans(plans: list[SavePlan]) -> list[SavePlan]:
-    """The plans of all ranks, where stock's planner sends only those that differ from last time.
+_Writer = tuple[int, tuple[int, int] | None]  # Rank; first row and count of rows, or all.
+_Box = tuple[str, torch.Size, torch.Size]  # FQN, offsets, sizes.
 
-    What one rank writes depends on all others: where any has a new plan, all need theirs.
+
+def _box(fqn: str, chunk: ChunkStorageMetadata) -> _Box:
+    return fqn, chunk.offsets, chunk.sizes
+
+
+def work_of(plan: SavePlan) -> list[WriteItem]:
+    """What a rank is to write by its final plan.
+
+    Raises:
+        CheckpointError: The planner has changed the plan after it was shared out.
     """
-    new = [rank for rank, plan in enumerate(plans) if plan.usable]
-    if not new or len(new) == len(plans):
-        return plans
-    for cached in SavePlanner._cached_global_plan.values():
-        if len(cached) == len(plans) and all(cached[rank] is plans[rank] for rank in new):
-            return list(cached)
-    return plans
+    share = plan.storage_data
+    if not isinstance(share, Share):
+        return plan.items
+    if share.item_count != len(plan.items):
+        raise CheckpointError(
+            f"cannot write a plan of {len(plan.items)} items that had {share.item_count} when "
+            f"replicas were shared out: its planner has changed it since; {_WAY_OUT}"
+        )
+    kept = [item for at, item in enumerate(plan.items) if at not in share.dropped]
+    return kept + share.added
+
+
+def merge_cuts(metadata: Metadata, cuts: Sequence[CutPiece]) -> None:
+    """Has metadata list the boxes that were stored in place of those that the planner knows.
+
+    Raises:
+        CheckpointError: What was stored of a box that was cut does not make it up.
+    """
+    pieces: dict[_Box, list[ChunkStorageMetadata]] = {}
+    for cut in cuts:
+        pieces.setdefault(_box(cut.fqn, cut.whole), []).append(cut.piece)
+    entries = dict(metadata.state_dict_metadata)
+    for (fqn, offsets, sizes), stored in pieces.items():
+        stored.sort(key=lambda piece: piece.offsets[0])
+        entry = entries.get(fqn)
+        whole = ChunkStorageMetadata(offsets, sizes)
+        begins = [piece.offsets[0] for piece in stored]
+        ends = [piece.offsets[0] + piece.sizes[0] for piece in stored]
+        complete = [*begins, offsets[0] + sizes[0]] == [offsets[0], *ends]
+        if not complete or not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(
+                f"cannot commit {fqn!r}: ranks have resolved it to tensors of different kinds or "
+                f"sizes, so that the rows that each has written do not make it up; {_WAY_OUT}"
+            )
+        chunks = [chunk for chunk in entry.chunks if chunk != whole]
+        entries[fqn] = dataclasses.replace(entry, chunks=[*chunks, *stored])
+    metadata.state_dict_metadata = entries
 
 
 def _cut(item: WriteItem, first_row: int, rows: int) -> CutItem:
     data = item.tensor_data
     assert data is not None
-    chunk = _rows_of_chunk(data.chunk, first_row, rows)
+    whole = _chunk_of(item)
+    chunk = ChunkStorageMetadata(
+        offsets=torch.Size((whole.offsets[0] + first_row, *whole.offsets[1:])),
+        sizes=torch.Size((rows, *whole.sizes[1:])),
+    )
     return CutItem(
         index=MetadataIndex(item.index.fqn, chunk.offsets),
         type=item.type,
@@ -172,33 +264,6 @@ def _cut(item: WriteItem, first_row: int, rows: int) -> CutItem:
     )
 
 
-def _rows_of_chunk(chunk: ChunkStorageMetadata, first_row: int, rows: int) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(
-        offsets=torch.Size((chunk.offsets[0] + first_row, *chunk.offsets[1:])),
-        sizes=torch.Size((rows, *chunk.sizes[1:])),
-    )
-
-
-def merge_cuts(metadata: Metadata, cuts: Sequence[CutPiece]) -> None:
-    """Has metadata list the boxes that were stored in place of those that the planner knows.
-
-    Metadata that have them already, because stock's planner keeps them from save to save, stay as
-    they are.
-    """
-    by_fqn: dict[str, list[CutPiece]] = {}
-    for cut in cuts:
-        by_fqn.setdefault(cut.fqn, []).append(cut)
-    entries = dict(metadata.state_dict_metadata)
-    for fqn, pieces in by_fqn.items():
-        stored = entries[fqn]
-        assert isinstance(stored, TensorStorageMetadata)
-        wholes = {(cut.whole.offsets, cut.whole.sizes) for cut in pieces}
-        new = {cut.piece.offsets: cut.piece for cut in pieces}
-        kept = [
-            chunk
-            for chunk in stored.chunks
-            if (chunk.offsets, chunk.sizes) not in wholes and chunk.offsets not in new
-        ]
-        chunks = sorted([*kept, *new.values()], key=lambda chunk: chunk.offsets)
-        entries[fqn] = dataclasses.replace(stored, chunks=chunks)
-    metadata.state_dict_metadata = entries
+def _chunk_of(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk

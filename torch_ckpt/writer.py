@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
@@ -38,12 +39,12 @@ from torch_ckpt.errors import (
     UnsupportedError,
     portable_errors,
 )
-from torch_ckpt.index import WrittenFile, make_index
+from torch_ckpt.index import WrittenFile, check_complete, make_index
 from torch_ckpt.metadata import dump_metadata
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.roll_call import claim_commit
 from torch_ckpt.seal import INDEX_MARK
-from torch_ckpt.sharing import HeldItems, list_held, merge_cuts, share_out
+from torch_ckpt.sharing import HeldItems, list_held, merge_cuts, share_out, work_of
 from torch_ckpt.tensors import gc_paused, useful_buffer_nbytes
 
 __all__ = ["FastWriter"]
@@ -83,7 +84,9 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         io: Tuning. No field of it changes which bytes are written.
         share_replicas: Whether what several ranks hold is shared out so that all write about as
             much: each to the rank with the least to write, and tensors beyond a rank's fair share
-            cut by rows. Otherwise the planner's choice of ranks stands.
+            cut by rows. Values that differ from rank to rank, though one FQN and box promise the
+            same, may then be stored of several. Otherwise, and with DCP's plan caching, the
+            planner's choice of ranks stands.
 
     Raises:
         AlreadyExistsError: ``path`` is committed and ``overwrite`` is false.
@@ -215,8 +218,16 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             )
         if self.rank is not None and not self.use_collectives:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
-        if self.share_replicas and plan.usable and plan.storage_data is None:
-            return dataclasses.replace(plan, storage_data=list_held(plan.items))
+        if (
+            self.share_replicas
+            and self.rank is not None
+            and dist.is_initialized()
+            and plan.usable
+            and plan.storage_data is None
+        ):
+            with gc_paused():
+                held = list_held(plan.items, self.rank)
+            return dataclasses.replace(plan, storage_data=held)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -236,10 +247,11 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; returns when they are in the files (and synced)."""
+        items = work_of(plan)
         if self.single_file_per_rank:
-            parts = _balance(plan.items, self.thread_count)
+            parts = _balance(items, self.thread_count)
         else:
-            parts = [[item] for item in plan.items]
+            parts = [[item] for item in items]
         prefix = plan.storage_data.prefix
         files = {
             f"{prefix}{number}_{self.save_id}.distcp": part
@@ -269,12 +281,13 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             else:
                 storage_data[result.index] = result.storage_data
         # In place: DCP returns and broadcasts the object that it passed.
-        merge_cuts(metadata, [cut for file in written for cut in file.cuts])
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = storage_data
         metadata.storage_meta = self.storage_meta()
         files = {file.name for file in written}
         try:
+            merge_cuts(metadata, [cut for file in written for cut in file.cuts])
+            check_complete(metadata)
             pickled = dump_metadata(metadata)
             index = make_index(metadata, pickled, written, save_id=self.save_id)
             claim_commit()

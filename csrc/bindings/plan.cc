@@ -12,9 +12,10 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-// FQN, offsets of the box (of an object None), and of a cut tensor its first row and how many.
-using PyWritten =
-    std::tuple<py::str, std::optional<Dims>, std::optional<std::pair<int64_t, int64_t>>>;
+// FQN; offsets and sizes of the box (of an object None); of a cut tensor its first row and how
+// many.
+using PyWritten = std::tuple<py::str, std::optional<std::pair<Dims, Dims>>,
+                             std::optional<std::pair<int64_t, int64_t>>>;
 
 py::bytes to_bytes(const std::vector<std::byte>& bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
@@ -57,8 +58,8 @@ std::vector<PyWritten> written(const GlobalPlan& global, int64_t rank, const py:
       const std::string_view fqn = table.fqn(item);
       PyWritten written(py::str(fqn.data(), fqn.size()), std::nullopt, std::nullopt);
       if (table.kind(item) != ItemKind::kObject) {
-        const auto offsets = table.box(item).offsets;
-        std::get<1>(written) = Dims(offsets.begin(), offsets.end());
+        const BoxView box = table.box(item);
+        std::get<1>(written) = {to_dims(box.offsets), to_dims(box.sizes)};
       }
       if (cut != assignment.cuts.end() && cut->item == item) {
         std::get<2>(written) = {cut->first_row, cut->rows};

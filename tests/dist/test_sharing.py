@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds
 from states import READERS, assert_same, full_value, sharded
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -114,13 +116,20 @@ def test_the_planner_decides_where_sharing_is_off(worlds: Worlds, tmp_path: Path
     assert max(per_rank) > 1.02 * sum(per_rank) / 4 + MIB
 
 
-def test_files_of_one_rank_and_transforms_have_cut_tensors_too(
-    worlds: Worlds, tmp_path: Path
+@pytest.mark.parametrize(
+    "options",
+    [{"thread_count": 2}, {"single_file_per_rank": False}, {"_extensions": [ZStandard()]}],
+    ids=["files", "a file for each", "transforms"],
+)
+def test_every_way_to_write_has_cut_tensors_too(
+    worlds: Worlds, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    worlds.run(2, save_and_load, "replicated", tmp_path / "files", {"thread_count": 2})
-    assert len(list((tmp_path / "files").glob("*.distcp"))) == 4
-    pytest.importorskip("pyzstd")
-    worlds.run(2, save_and_load, "replicated", tmp_path / "packed", {"_extensions": [ZStandard()]})
+    if "_extensions" in options:
+        pytest.importorskip("pyzstd")
+    worlds.run(3, save_and_load, "replicated", tmp_path, options)
+    stored = FastReader(tmp_path).read_metadata().state_dict_metadata
+    assert len(stored["model.embedding"].chunks) > 1
+    assert len(stored["model.layer.3"].chunks) == 1
 
 
 def save_quantised(path: Path) -> None:
@@ -182,31 +191,90 @@ def test_ranks_that_disagree_on_a_tensor_all_learn_which(
         assert message in said
 
 
-def save_with_cached_plans(path: Path) -> None:
-    """The same plan twice, then one rank's plan changes, which moves what others write."""
+def cached_steps() -> list[dict[str, Any]]:
+    """What ranks hold of five steps: the same, then more, or less, on one rank or on all."""
     rank = dist.get_rank()
-    planner = DefaultSavePlanner(enable_plan_caching=True)
-    for step in range(5):
-        state = {
-            name: full_value(f"{name} {step}", (700, 500), torch.float32)
-            for name in ("a", "b", "c", "d", "e")
-        }
+    steps: list[dict[str, Any]] = []
+    for step in range(6):
+        names = ["a", "b", "c", "d", "e"]
         if step >= 2 and rank == 1:
-            state["of one rank"] = full_value(f"one {step}", (3000, 500), torch.float32)
+            names.append("of one rank")
+        if step >= 3 and rank == 2:
+            names.remove("b")
         if step >= 4:
-            del state["a"]
+            names.remove("a")
+        steps.append({n: full_value(f"{n} {step}", (700, 1500), torch.float32) for n in names})
+    return steps
+
+
+def save_with_cached_plans(path: Path) -> None:
+    """Saves with one planner after another, which keep plans from save to save."""
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    for step, state in enumerate(cached_steps()):
         folder = path / str(step)
-        dcp.save(dict(state), storage_writer=FastWriter(folder), planner=planner)
+        # Stock's writer meets what ours has left in the cache, and the other way round.
+        writer = FileSystemWriter if step in (1, 3) else FastWriter
+        dcp.save(state, storage_writer=writer(folder), planner=planner)
         for reader in READERS.values():
             loaded = zeroed(state)
             dcp.load(loaded, storage_reader=reader(folder))
             assert_same(loaded, state)
+    for cache in (
+        SavePlanner._cached_save_plan,
+        SavePlanner._cached_all_plans,
+        SavePlanner._cached_global_plan,
+        SavePlanner._cached_metadata,
+        SavePlanner._cached_final_save_plan,
+    ):
+        cache.clear()
 
 
-def test_stock_plan_caching_loses_nothing_when_one_rank_changes(
+def test_plans_that_stocks_planner_keeps_lose_nothing(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(3, save_with_cached_plans, tmp_path)
+
+
+class TrimmingPlanner(DefaultSavePlanner):
+    """Forgets an item when it is told the final plan."""
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return super().finish_plan(dataclasses.replace(new_plan, items=new_plan.items[:-1]))
+
+
+def save_trimmed(path: Path, options: dict[str, Any]) -> str:
+    try:
+        writer = FastWriter(path, **options)
+        dcp.save(replicated(), storage_writer=writer, planner=TrimmingPlanner())
+    except CheckpointException as error:
+        return str(next(iter(error.failures.values()))[0])
+    return "saved"
+
+
+def test_what_the_plan_has_and_nobody_writes_is_not_committed(
     worlds: Worlds, tmp_path: Path
 ) -> None:
-    worlds.run(3, save_with_cached_plans, tmp_path)
-    for step in range(5):
-        assert main(["verify", str(tmp_path / str(step))]) == 0
-    assert written_nbytes(tmp_path / "0", 3) == written_nbytes(tmp_path / "1", 3)
+    for said in worlds.run(2, save_trimmed, tmp_path, {}):
+        assert "its planner has changed it since" in said
+    for said in worlds.run(2, save_trimmed, tmp_path, {"share_replicas": False}):
+        assert re.search(r"the plan has '[a-z0-9.]+'.*, and no rank has written it", said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_meta_replica(path: Path) -> str:
+    """Rank 0 has the values, others know the tensor's form only."""
+    device = "cpu" if dist.get_rank() == 0 else "meta"
+    state = {"w": torch.ones(4000, 500, device=device)}
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    try:
+        dcp.save(state, storage_writer=FastWriter(path), planner=planner)
+    except CheckpointException as error:
+        return str(next(iter(error.failures.values()))[0])
+    return "saved"
+
+
+def test_rows_that_do_not_make_up_a_tensor_are_not_committed(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    for said in worlds.run(2, save_meta_replica, tmp_path):
+        assert "so that the rows that each has written do not make it up" in said
+        assert "FastWriter(share_replicas=False)" in said
+    assert list(tmp_path.iterdir()) == []
