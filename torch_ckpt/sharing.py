@@ -9,6 +9,7 @@ may keep them: what is to be done otherwise stands beside them, in ``SavePlan.st
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,9 +39,11 @@ __all__ = [
     "CutPiece",
     "HeldItems",
     "Share",
+    "item_nbytes",
     "list_held",
     "merge_cuts",
     "share_out",
+    "split_over_files",
     "work_of",
 ]
 
@@ -218,6 +221,24 @@ def work_of(plan: SavePlan) -> list[WriteItem]:
         )
     kept = [item for at, item in enumerate(plan.items) if at not in share.dropped]
     return kept + share.added
+
+
+def item_nbytes(item: WriteItem) -> int:
+    """Bytes of the item on this rank; 0 for an object, whose size only pickling tells."""
+    data = item.tensor_data
+    if data is None:
+        return 0
+    sizes = data.size if data.chunk is None else data.chunk.sizes
+    return math.prod(sizes) * data.properties.dtype.itemsize
+
+
+def split_over_files(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
+    """Splits items over files of about the same size."""
+    files: list[list[WriteItem]] = [[] for _ in range(count)]
+    numbers = _native.balance_files([item_nbytes(item) for item in items], count)
+    for item, number in zip(items, numbers, strict=True):
+        files[number].append(item)
+    return files
 
 
 def merge_cuts(metadata: Metadata, cuts: Sequence[CutPiece]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import re
 import secrets
@@ -44,7 +43,15 @@ from torch_ckpt.metadata import dump_metadata
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.roll_call import claim_commit
 from torch_ckpt.seal import INDEX_MARK
-from torch_ckpt.sharing import HeldItems, list_held, merge_cuts, share_out, work_of
+from torch_ckpt.sharing import (
+    HeldItems,
+    item_nbytes,
+    list_held,
+    merge_cuts,
+    share_out,
+    split_over_files,
+    work_of,
+)
 from torch_ckpt.tensors import gc_paused, useful_buffer_nbytes
 
 __all__ = ["FastWriter"]
@@ -249,7 +256,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         """Writes this rank's items; returns when they are in the files (and synced)."""
         items = work_of(plan)
         if self.single_file_per_rank:
-            parts = _balance(items, self.thread_count)
+            parts = split_over_files(items, self.thread_count)
         else:
             parts = [[item] for item in items]
         prefix = plan.storage_data.prefix
@@ -324,7 +331,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         if workers == 0:
             return []
         items = itertools.chain.from_iterable(files.values())
-        pools = self._buffer_pools(workers, sum(map(_item_nbytes, items)))
+        pools = self._buffer_pools(workers, sum(map(item_nbytes, items)))
 
         def write_every(first: int) -> list[WriteResult]:
             results: list[WriteResult] = []
@@ -434,21 +441,3 @@ def _checkpoint_directory(path: str | os.PathLike[str]) -> Path:
     if "://" in str(path):
         raise UnsupportedError(f"cannot write to {path}: only directories of a file system are")
     return Path(path)
-
-
-def _item_nbytes(item: WriteItem) -> int:
-    """Bytes of the item on this rank; 0 for an object, whose size only pickling tells."""
-    data = item.tensor_data
-    if data is None:
-        return 0
-    sizes = data.size if data.chunk is None else data.chunk.sizes
-    return math.prod(sizes) * data.properties.dtype.itemsize
-
-
-def _balance(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
-    """Splits items over files of about the same size."""
-    files: list[list[WriteItem]] = [[] for _ in range(count)]
-    numbers = _native.balance_files([_item_nbytes(item) for item in items], count)
-    for item, number in zip(items, numbers, strict=True):
-        files[number].append(item)
-    return files
