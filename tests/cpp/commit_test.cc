@@ -111,6 +111,7 @@ TEST(CommitTest, AnyFailedOperationLeavesTheOldCheckpointAndNothingElse) {
 }
 
 TEST(CommitTest, DataFilesGoWithACommitThatFailed) {
+  const std::string text = "new";
   const std::vector<std::string> data_files = {"a.distcp", "b.distcp"};
   for (const int64_t failing : {0, 8}) {
     MemoryFileSystem fs;
@@ -118,7 +119,7 @@ TEST(CommitTest, DataFilesGoWithACommitThatFailed) {
     fs.put("step-1/b.distcp", "b");
     fs.put(kMetadata, "old");
     fs.fail_operation(failing, errno_status(EIO, "cannot go on"));
-    Commit commit_both = what("new");
+    Commit commit_both = what(text);
     commit_both.data_files = data_files;
     EXPECT_CODE(commit(fs, commit_both), StatusCode::kStorage);
     EXPECT_THAT(fs.paths(), ElementsAre(kMetadata));
@@ -152,11 +153,12 @@ class LyingFileSystem : public MemoryFileSystem {
 };
 
 TEST(CommitTest, MetadataThatWereRenamedAfterAllKeepTheirIndexAndData) {
+  const std::string text = "new";
   const std::vector<std::string> data_files = {"a.distcp"};
   LyingFileSystem fs;
   fs.put(kMetadata, "old");
   fs.put("step-1/a.distcp", "a");
-  Commit commit_it = what("new");
+  Commit commit_it = what(text);
   commit_it.data_files = data_files;
   EXPECT_CODE(commit(fs, commit_it), StatusCode::kStorage);
   EXPECT_EQ(fs.contents("step-1/a.distcp"), "a");
