@@ -10,6 +10,7 @@
 
 #include "engine/load_job.h"
 #include "support/memory_file_system.h"
+#include "support/opened_index.h"
 #include "support/saved_checkpoint.h"
 #include "support/status_matchers.h"
 #include "support/strided_frame.h"
@@ -76,7 +77,7 @@ struct Indexed {
   Result<LoadResult> load(const std::vector<TensorRequest>& tensors,
                           const std::vector<StoredSlice>& bytes = {},
                           const LoadOptions& options = Indexed::options()) {
-    ASSIGN_OR_RETURN(const auto job, LoadJob::make(fs, kCheckpoint, options, index));
+    ASSIGN_OR_RETURN(const auto job, LoadJob::make(fs, kCheckpoint, options, opened(*index)));
     return job->run(tensors, bytes);
   }
   TestTensor destination(size_t i) const {
@@ -209,6 +210,7 @@ TEST(IndexedLoadTest, HeadsThatDoNotFitABufferWithTheirBlocksAreLeftToTorch) {
     BlockSummer summer(kLongBlock);
     summer.append(as_bytes(contents));
     const auto index = std::make_shared<Index>();
+    index->save_id = "0123456789abcdef";
     index->files = {{"a", summer.finish()}};
     const TestTensor loaded = TestTensor::random("w", DType::kFloat32, {100000}, 100);
     const StoredSlice slice = {"a", kLongBlock - 1, static_cast<int64_t>(frame.size()), "w"};
@@ -216,7 +218,7 @@ TEST(IndexedLoadTest, HeadsThatDoNotFitABufferWithTheirBlocksAreLeftToTorch) {
         const auto job,
         LoadJob::make(fs, kCheckpoint,
                       {.buffer_nbytes = 128 << 10, .block_nbytes = 4 * kLongBlock, .threads = 1},
-                      index));
+                      opened(*index)));
     const TensorRequest request = whole(slice, loaded);
     ASSERT_OK_AND_ASSIGN(const LoadResult result, job->run({&request, 1}, {}));
     if (result.outcomes[0] == Outcome::kLoaded) EXPECT_TRUE(loaded.packed() == payload);
@@ -273,9 +275,10 @@ TEST(IndexedLoadTest, AnIndexWhoseDtypeDoesNotFitTheSliceIsCorruption) {
 
 TEST(IndexedLoadTest, BuffersThatHoldNoBlocksAreRefused) {
   Indexed a;
-  EXPECT_CODE(LoadJob::make(a.fs, kCheckpoint,
-                            {.buffer_nbytes = 1 << 20, .block_nbytes = 4 * kBlock - 1}, a.index),
-              StatusCode::kInvalidArgument);
+  EXPECT_CODE(
+      LoadJob::make(a.fs, kCheckpoint, {.buffer_nbytes = 1 << 20, .block_nbytes = 4 * kBlock - 1},
+                    opened(*a.index)),
+      StatusCode::kInvalidArgument);
 }
 
 }  // namespace
