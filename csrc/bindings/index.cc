@@ -177,7 +177,8 @@ std::optional<std::vector<std::pair<int64_t, PyBox>>> overlapping(const StoredIn
       entry.facts.boxes.push_back(std::move(some.front()));
     }
     Found out;
-    for (PyBox& box : std::get<2>(from_entry(entry.facts))) {
+    PyEntry whole = from_entry(entry.facts);
+    for (PyBox& box : std::get<2>(whole)) {
       out.emplace_back(boxes[out.size()], std::move(box));
     }
     return out;
@@ -256,6 +257,12 @@ void bind_index(py::module_& module) {
       .def("file_name", &file_name, py::arg("number"))
       .def("__len__", &StoredIndex::entry_count)
       .def("__getitem__", &entry_at, py::arg("number"))
+      .def("__iter__",
+           [](const py::object& index) {
+             PyObject* iterator = PySeqIter_New(index.ptr());
+             if (iterator == nullptr) throw py::error_already_set();
+             return py::reinterpret_steal<py::object>(iterator);
+           })
       .def(
           "__contains__",
           [](const StoredIndex& i, const py::str& fqn) { return number_of(i, fqn).has_value(); },
