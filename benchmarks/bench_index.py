@@ -6,7 +6,6 @@ its own: opening, and answering one FQN, with nothing of it in the page cache an
 stock DCP's unpickling of the same metadata. Takes a few minutes, 3 GiB of memory and 1 GiB of disk:
 
     python benchmarks/bench_index.py --dir /data
-
 """
 
 from __future__ import annotations
@@ -194,9 +193,8 @@ def _run(directory: Path, fqns: int, boxes: int, rounds: int) -> None:
     try:
         child("make")
         sizes = [(path / name).stat().st_size / MIB for name in (".metadata", ".index")]
-        print(
-            f"\n{fqns} FQNs of {boxes} boxes: .metadata {sizes[0]:.1f} MiB, .index {sizes[1]:.1f} MiB"
-        )
+        print(f"\n{fqns} FQNs of {boxes} boxes: ", end="")
+        print(f".metadata {sizes[0]:.1f} MiB, .index {sizes[1]:.1f} MiB")
         print(f"{'':40}{'min':>10}{'median':>10}{'max':>10}  s{'RSS':>10} MiB")
         labels = {
             "one-cold": "open, one FQN; nothing in the page cache",

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -101,8 +102,9 @@ def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) 
         CorruptionError: The index is damaged, or names a dtype or memory format that torch does
             not know; also on a look into the mappings.
     """
+    stored: Any = _Stored(index)
     return Metadata(
-        state_dict_metadata=_Stored(index),
+        state_dict_metadata=stored,
         planner_data=_Paths(index) if index.has_paths else None,
         storage_data=_Places(index),
         storage_meta=StorageMeta(

@@ -1,8 +1,8 @@
 """Opens the committed metadata of a checkpoint, and the index that is sealed to them.
 
-Two witnesses say that metadata have an index: the trailer that follows the pickle, and a mark inside
-it, which is looked for where there is no trailer, so that damage to that is not taken for metadata
-of stock DCP.
+Two witnesses say that metadata have an index: the trailer that follows the pickle, and a mark
+inside it, which is looked for where there is no trailer, so that damage to that is not taken for
+metadata of stock DCP.
 
 Importing this module does not import torch, and nothing here unpickles: a damaged pickle may ask
 for any amount of memory.
@@ -79,7 +79,12 @@ def open_committed(
 
 
 def _check_unsealed(
-    metadata: _native.MetadataFile, other: _native.Index | None, *, newer: bool, why: str, where: str
+    metadata: _native.MetadataFile,
+    other: _native.Index | None,
+    *,
+    newer: bool,
+    why: str,
+    where: str,
 ) -> None:
     """Tells metadata that never had an index from those whose index is damaged or gone.
 

@@ -37,12 +37,13 @@ class StoredIndex::Scan {
   Scan(const StoredIndex& index, Index* out) : index_(index), out_(out), text_(index) {}
 
   Status run() {
+    ASSIGN_OR_RETURN(std::string version, index_.version());
     if (out_ != nullptr) {
       out_->save_id = index_.save_id_;
       out_->metadata = index_.metadata_;
       out_->has_entries = index_.has_entries();
       out_->has_paths = index_.has_paths();
-      ASSIGN_OR_RETURN(out_->version, index_.version());
+      out_->version = std::move(version);
     }
     RETURN_IF_ERROR(scan_files());
     RETURN_IF_ERROR(scan_entries());

@@ -221,7 +221,9 @@ TEST(IndexedLoadTest, HeadsThatDoNotFitABufferWithTheirBlocksAreLeftToTorch) {
                       opened(*index)));
     const TensorRequest request = whole(slice, loaded);
     ASSERT_OK_AND_ASSIGN(const LoadResult result, job->run({&request, 1}, {}));
-    if (result.outcomes[0] == Outcome::kLoaded) EXPECT_TRUE(loaded.packed() == payload);
+    if (result.outcomes[0] == Outcome::kLoaded) {
+      EXPECT_TRUE(loaded.packed() == payload);
+    }
     EXPECT_EQ(result.outcomes[0] == Outcome::kLoaded, head < 33 << 10) << head;
   }
 }
@@ -253,6 +255,68 @@ TEST(IndexedLoadTest, WhatTheIndexDoesNotKnowIsCorruptionBeforeAnythingIsWritten
         StoredSlice{"a", a.slices[1].offset, a.slices[1].nbytes - 1, "t1"}}) {
     EXPECT_CODE(a.load({whole(odd, loaded)}), StatusCode::kCorruption);
     EXPECT_TRUE(loaded.packed() == before);
+  }
+}
+
+// The sums are in a block of their own, far behind what says where the tensor lies.
+TEST(IndexedLoadTest, ADamagedSumOfTheIndexIsFoundBeforeAnythingIsWritten) {
+  Indexed a;
+  IndexedFile other{.name = "b"};
+  other.sums.block_nbytes = kBlock;
+  other.sums.sums.resize(20000);
+  other.sums.file_nbytes = 20000 * kBlock;
+  a.index->files.insert(a.index->files.begin(), other);
+  for (IndexedEntry& entry : a.index->entries) {
+    for (IndexedBox& box : entry.boxes) box.file = 1;
+  }
+  std::vector<std::byte> bytes = written(*a.index);
+  bytes.back() ^= std::byte{1};
+  ASSERT_OK_AND_ASSIGN(const auto damaged, opened(bytes));
+  ASSERT_OK_AND_ASSIGN(const auto job,
+                       LoadJob::make(a.fs, kCheckpoint, Indexed::options(), damaged));
+  const TestTensor loaded = a.destination(6);
+  const std::string before = loaded.packed();
+  const TensorRequest request = whole(a.slices[6], loaded);
+  const auto result = job->run({&request, 1}, {});
+  EXPECT_CODE(result, StatusCode::kCorruption);
+  EXPECT_THAT(result.status().message(), HasSubstr(".index"));
+  EXPECT_TRUE(loaded.packed() == before);
+  // Without checking, no sum is asked for.
+  ASSERT_OK_AND_ASSIGN(const auto unchecked,
+                       LoadJob::make(a.fs, kCheckpoint, Indexed::options(false), damaged));
+  EXPECT_OK(unchecked->run({&request, 1}, {}));
+}
+
+// Boxes of one tensor, asked for in any order.
+TEST(IndexedLoadTest, ManyBoxesOfOneTensorAreFoundInAnyOrder) {
+  Index index;
+  index.save_id = "0123456789abcdef";
+  index.has_entries = true;
+  index.files = {{.name = "a"}};
+  const auto frame = *TensorFrame::make(DType::kFloat32, Dims{1, 3});
+  IndexedEntry entry{.fqn = "w", .is_tensor = true, .dtype = "float32", .sizes = {3000, 3}};
+  for (int64_t i = 0; i < 3000; ++i) {
+    entry.boxes.push_back({{i, 0}, {1, 3}, 0, i * frame.nbytes(), frame.nbytes(), true, {}});
+  }
+  index.files[0].sums.file_nbytes = 3000 * frame.nbytes();
+  index.files[0].sums.sums.resize(static_cast<size_t>(
+      BlockGrid::block_count(index.files[0].sums.file_nbytes, kSumBlockNbytes)));
+  index.entries = {entry, {.fqn = "empty", .is_tensor = true, .dtype = "int8", .sizes = {0}}};
+  IndexLookup lookup(opened(index));
+  for (uint32_t seed = 0; seed < 2000; ++seed) {
+    std::mt19937 random(seed);
+    const int64_t i = pick(random, 3000);
+    const StoredSlice slice = {"a", i * frame.nbytes(), frame.nbytes(), "w"};
+    ASSERT_OK_AND_ASSIGN(const auto found, lookup.tensor(slice));
+    ASSERT_TRUE(found.has_value());
+    EXPECT_EQ(found->sizes, (Dims{1, 3}));
+    StoredSlice odd = slice;
+    odd.offset += 1;
+    EXPECT_CODE(lookup.tensor(odd), StatusCode::kCorruption);
+    odd = slice;
+    (seed % 2 == 0 ? odd.name : odd.file) = "empty";
+    if (seed % 100 >= 2) continue;
+    EXPECT_CODE(lookup.tensor(odd), StatusCode::kCorruption);
   }
 }
 

@@ -31,8 +31,8 @@ class Damage:
     Attributes:
         what: For messages.
         changed: Name of each file, and what is in it now.
-        in_structure: Those of them of which a load can tell before it reads any data: the trailer of
-            metadata, the index, and data files of another length.
+        in_structure: Those of them of which a load can tell before it reads any data: the trailer
+            of metadata, the index, and data files of another length.
     """
 
     what: str

@@ -243,9 +243,7 @@ def test_damage_to_a_large_index_stops_only_loads_that_use_it(
     assert right > 5
 
 
-def test_one_tensor_of_many_costs_a_few_blocks_of_the_index(
-    large: Path, run_python: Any
-) -> None:
+def test_one_tensor_of_many_costs_a_few_blocks_of_the_index(large: Path, run_python: Any) -> None:
     # The process counts what it has asked of the kernel, importing apart.
     script = """
 import sys
