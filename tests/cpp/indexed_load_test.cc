@@ -258,29 +258,42 @@ TEST(IndexedLoadTest, WhatTheIndexDoesNotKnowIsCorruptionBeforeAnythingIsWritten
   }
 }
 
-// The sums are in a block of their own, far behind what says where the tensor lies.
+// The sums of a tensor are in two blocks of the index, of which the second is damaged.
 TEST(IndexedLoadTest, ADamagedSumOfTheIndexIsFoundBeforeAnythingIsWritten) {
   Indexed a;
-  IndexedFile other{.name = "b"};
-  other.sums.block_nbytes = kBlock;
-  other.sums.sums.resize(20000);
-  other.sums.file_nbytes = 20000 * kBlock;
-  a.index->files.insert(a.index->files.begin(), other);
   for (IndexedEntry& entry : a.index->entries) {
     for (IndexedBox& box : entry.boxes) box.file = 1;
   }
-  std::vector<std::byte> bytes = written(*a.index);
+  IndexedFile other{.name = "b"};
+  other.sums.block_nbytes = kBlock;
+  const auto with_sums_before = [&](int64_t count) {
+    other.sums.sums.resize(static_cast<size_t>(count));
+    other.sums.file_nbytes = count * kBlock;
+    Index index = *a.index;
+    index.files.insert(index.files.begin(), other);
+    return written(index);
+  };
+  constexpr int64_t kFirst = 20000;
+  index_records::Header header;
+  std::memcpy(&header, with_sums_before(kFirst).data(), sizeof(header));
+  // An edge in the middle of the tensor's sums.
+  const int64_t in_tensor = kFirst + a.slices[6].offset / kBlock + 60;
+  const int64_t edge = CheckedBlocks::kSumsInBlock;
+  const auto before = static_cast<int64_t>(header.sections[index_records::kSumSection].offset -
+                                           header.sections[0].offset) /
+                      8;
+  std::vector<std::byte> bytes = with_sums_before(kFirst + edge - (before + in_tensor) % edge);
   bytes.back() ^= std::byte{1};
   ASSERT_OK_AND_ASSIGN(const auto damaged, opened(bytes));
   ASSERT_OK_AND_ASSIGN(const auto job,
                        LoadJob::make(a.fs, kCheckpoint, Indexed::options(), damaged));
   const TestTensor loaded = a.destination(6);
-  const std::string before = loaded.packed();
+  const std::string untouched = loaded.packed();
   const TensorRequest request = whole(a.slices[6], loaded);
   const auto result = job->run({&request, 1}, {});
   EXPECT_CODE(result, StatusCode::kCorruption);
   EXPECT_THAT(result.status().message(), HasSubstr(".index"));
-  EXPECT_TRUE(loaded.packed() == before);
+  EXPECT_TRUE(loaded.packed() == untouched);
   // Without checking, no sum is asked for.
   ASSERT_OK_AND_ASSIGN(const auto unchecked,
                        LoadJob::make(a.fs, kCheckpoint, Indexed::options(false), damaged));

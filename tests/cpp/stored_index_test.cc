@@ -241,6 +241,28 @@ TEST(StoredIndexTest, DamageToAnyBlockIsFoundWhenItIsUsed) {
   EXPECT_GT(untouched, 300);
 }
 
+TEST(StoredIndexTest, AnyOtherLengthIsFoundAtOpening) {
+  const std::vector<std::byte> bytes = written(large_index(5000, 2));
+  for (const int64_t change : {-1, -8, -100000, 1, 8, 100000}) {
+    std::vector<std::byte> other = bytes;
+    other.resize(static_cast<size_t>(ssize(bytes) + change));
+    EXPECT_CODE(opened(other), StatusCode::kCorruption) << change;
+  }
+}
+
+// As where pages of an index took the place of those of another, each sound by itself.
+TEST(StoredIndexTest, TheRestOfAnotherIndexIsNotTakenForItsOwn) {
+  Index index = large_index(5000, 2);
+  const std::vector<std::byte> ours = written(index);
+  // As long as the word that was there.
+  for (IndexedEntry& entry : index.entries) entry.dtype = "float8_x";
+  std::vector<std::byte> theirs = written(index);
+  ASSERT_EQ(ours.size(), theirs.size());
+  std::copy_n(ours.begin(), sizeof(records::Header), theirs.begin());
+  ASSERT_OK_AND_ASSIGN(const auto stored, opened(theirs));
+  EXPECT_CODE(stored->find_entry(fqn_of(1)), StatusCode::kCorruption);
+}
+
 TEST(StoredIndexTest, ADamagedTopIsDamageToAll) {
   std::vector<std::byte> bytes = written(large_index(20000, 2));
   bytes[sizeof(records::Header)] ^= std::byte{1};
