@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from torch_ckpt import CorruptionError, FastReader, FastWriter, NotFoundError, _native
-from torch_ckpt.seal import open_committed
+from torch_ckpt.seal import INDEX_MARK, open_committed
 
 
 def random_state(rng: random.Random) -> dict[str, Any]:
@@ -235,6 +235,18 @@ def test_a_damaged_trailer_does_not_make_a_checkpoint_one_without_an_index(
     assert "is missing or damaged" in said
     assert loads(saved, state, FileSystemReader) == []
     assert differences(state, load(blank(state), FastReader(saved, verify=False))) == []
+
+
+def test_a_sound_trailer_is_a_witness_where_the_mark_in_the_pickle_is_damaged(
+    saved: Path, state: dict[str, Any]
+) -> None:
+    path = saved / ".metadata"
+    whole = path.read_bytes()
+    assert whole.count(INDEX_MARK.encode()) == 1
+    path.write_bytes(whole.replace(INDEX_MARK.encode(), INDEX_MARK.upper().encode()))
+    (saved / ".index").unlink()
+
+    assert "is missing or damaged" in refusal(saved, state, no_dist=True)
 
 
 def test_stock_dcp_and_pickle_read_metadata_with_a_trailer(
