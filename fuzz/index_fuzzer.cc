@@ -1,6 +1,7 @@
-// Indexes from arbitrary bytes. Where the first byte is odd, every checksum is made true before the
-// rest is parsed: the checks behind them must hold by themselves.
+// Indexes from arbitrary bytes, looked up in and listed. Where the first byte is odd, every
+// checksum is made true before: the checks behind them must hold by themselves.
 
+#include <algorithm>
 #include <cstdlib>
 #include <iostream>
 #include <vector>
@@ -8,6 +9,8 @@
 #include "base/bytes.h"
 #include "base/strided.h"
 #include "format/index_file.h"
+#include "format/metadata_trailer.h"
+#include "format/stored_index.h"
 #include "support/sealed_index.h"
 
 namespace torch_ckpt {
@@ -49,6 +52,57 @@ void check_index(const Index& index, int64_t nbytes) {
   require(text <= 16 * nbytes, "memory is in proportion to the file");
 }
 
+// What one entry says by itself, without the others.
+void look_up(const StoredIndex& index, int64_t number) {
+  Result<StoredEntry> entry = index.entry(number);
+  if (!entry.ok()) return;
+  const auto found = index.find_entry(entry->facts.fqn);
+  if (found.ok() && found->has_value()) {
+    const auto same = index.entry(**found);
+    require(same.ok() && same->facts.fqn == entry->facts.fqn, "a name leads to its bearer");
+  }
+  const Dims& sizes = entry->facts.sizes;
+  const Dims zeros(sizes.size(), 0);
+  const auto all = index.overlapping(*entry, zeros, sizes);
+  const auto boxes = index.boxes(*entry, 0, entry->box_count);
+  (void)index.find_box(*entry, zeros, number);
+  (void)index.places(*entry);
+  if (!boxes.ok()) return;
+  require(all.ok(), "boxes that can be read can be met");
+  for (const IndexedBox& box : *boxes) {
+    require(range_within(box.file, 1, index.file_count()), "the file is there");
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      require(range_within(box.offsets[d], box.sizes[d], sizes[d]), "boxes lie in tensors");
+    }
+    const auto file = index.file(box.file);
+    if (!file.ok()) continue;
+    require(range_within(box.offset, box.nbytes, file->nbytes), "slices lie in files");
+    const auto sums =
+        index.sums(*file, 0, BlockGrid::block_count(file->nbytes, index.block_nbytes()));
+    const Status checked =
+        index.check_sums(*file, 0, BlockGrid::block_count(file->nbytes, index.block_nbytes()));
+    require(sums.ok() == checked.ok(), "sums that are checked can be read");
+  }
+}
+
+void look_up_some(Bytes bytes) {
+  const auto opened = StoredIndex::in_memory(bytes);
+  if (!opened.ok()) return;
+  const StoredIndex& index = **opened;
+  constexpr int64_t kMost = 8;
+  for (int64_t i = 0; i < std::min(index.entry_count(), kMost); ++i) look_up(index, i);
+  for (int64_t i = 0; i < std::min(index.file_count(), kMost); ++i) {
+    const auto file = index.file(i);
+    if (file.ok()) (void)index.find_file(file->name);
+  }
+  (void)index.find_entry("model.weight");
+  (void)index.version();
+  (void)index.damage();
+  const bool sound = index.check().ok();
+  require(sound == index.read_all().ok(), "what is checked can be read");
+  require(!sound || (index.fqns().ok() && index.paths().ok()), "and so can its parts");
+}
+
 }  // namespace
 }  // namespace torch_ckpt
 
@@ -58,7 +112,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const auto* begin = reinterpret_cast<const std::byte*>(data) + 1;
   std::vector<std::byte> bytes(begin, begin + size - 1);
   if (data[0] % 2 == 1) reseal(bytes);
-  (void)parse_index_identity(bytes);
+  (void)parse_metadata_trailer(
+      Bytes(bytes).last(std::min<size_t>(bytes.size(), kMetadataTrailerNbytes)), ssize(bytes));
+  require(pickle_nbytes(bytes) <= ssize(bytes), "a pickle is no longer than its file");
+  look_up_some(bytes);
   const Result<Index> index = parse_index(bytes);
   if (!index.ok()) return 0;
   check_index(*index, ssize(bytes));

@@ -72,7 +72,9 @@ def make_index_seeds() -> None:
         "empty": ([], [], []),
     }
     for name, (files, listed, places) in facts.items():
-        index = _native.make_index("0123456789abcdef", b"metadata", files, "1.0.0", listed, places)
+        _, index = _native.make_index(
+            "0123456789abcdef", b"metadata", files, "1.0.0", listed, places
+        )
         for sealed in (0, 1):
             write("index_fuzzer", f"{name}_{sealed}", bytes([sealed]) + index)
 

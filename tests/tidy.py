@@ -28,7 +28,7 @@ ROOMS = {
 # Modules of torch_ckpt from the ground up: each imports only from rows above its own.
 LAYERS = [
     {"errors", "options", "_native", "_tensor_view"},
-    {"tensors", "roll_call", "pickles", "seal", "sharing"},
+    {"mappings", "tensors", "roll_call", "pickles", "seal", "sharing"},
     {"index", "metadata", "deadline"},
     {"data_file", "loading"},
     {"writer", "reader"},

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_ckpt import _native
 from torch_ckpt.errors import CheckpointError, CorruptionError
+from torch_ckpt.mappings import LazyMapping
 from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.sharing import CutPiece
 from torch_ckpt.tensors import gc_paused
@@ -87,11 +89,20 @@ def check_complete(metadata: Metadata) -> None:
 
 def make_index(
     metadata: Metadata, pickled: bytes, files: Sequence[WrittenFile], *, save_id: str
-) -> bytes:
-    """The bytes of the index that belongs to ``pickled``, which holds ``metadata``.
+) -> tuple[bytes, bytes]:
+    """Seals metadata: what is to follow ``pickled``, and the index that belongs to it.
 
     What a planner has put into the metadata may have no form there. The index then has the files
     and their checksums only, and readers learn from the metadata what is stored.
+
+    Args:
+        metadata: About to be committed.
+        pickled: The same, pickled.
+        files: The data files of the save.
+        save_id: Of the save.
+
+    Returns:
+        The trailer of ``.metadata``, and the bytes of ``.index``.
     """
     listed = [(file.name, file.nbytes, file.sums) for file in files]
     with gc_paused():
@@ -110,11 +121,23 @@ def make_index(
 def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) -> Metadata:
     """What was committed with ``index``, which has entries.
 
+    Its mappings are read-only views of the index: nothing is read of it but for what is asked of
+    them. They are pickled and copied as plain dicts.
+
     Raises:
-        CorruptionError: The index names a dtype or memory format that torch does not know.
+        CorruptionError: The index is damaged, or names a dtype or memory format that torch does
+            not know; also on a look into the mappings.
     """
-    with gc_paused():
-        return _to_metadata(index, checkpoint_id)
+    stored: Any = _Stored(index)
+    return Metadata(
+        state_dict_metadata=stored,
+        planner_data=_Paths(index) if index.has_paths else None,
+        storage_data=_Places(index),
+        storage_meta=StorageMeta(
+            checkpoint_id=checkpoint_id, save_id=index.save_id, modules=[INDEX_MARK]
+        ),
+        version=index.version or None,
+    )
 
 
 def to_entries(
@@ -195,43 +218,121 @@ def _paths(metadata: Metadata) -> list[tuple[str, list[str | int]]] | None:
     return paths
 
 
-def _to_metadata(index: _native.Index, checkpoint_id: str | os.PathLike[str]) -> Metadata:
-    entries, paths = index.entries, index.paths
-    assert entries is not None
-    names = [name for name, _ in index.files]
-    state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    storage_data: dict[MetadataIndex, _StorageInfo] = {}
-    properties_of: dict[tuple[str, str, bool, bool], TensorProperties] = {}
-    for fqn, tensor, boxes in entries:
-        chunks: list[ChunkStorageMetadata] = []
-        for number, (offsets, sizes, file, offset, nbytes, _, transforms) in enumerate(boxes):
-            info = _StorageInfo(names[file], offset, nbytes)
-            if transforms:
-                info = dataclasses.replace(info, transform_descriptors=transforms)
-            if tensor is None:
-                storage_data[MetadataIndex(fqn)] = info
-                continue
-            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            chunks.append(chunk)
-            storage_data[MetadataIndex(fqn, chunk.offsets, number)] = info
+class _Stored(LazyMapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """``Metadata.state_dict_metadata``: what is built once is kept."""
+
+    def __init__(self, index: _native.Index) -> None:
+        self._index = index
+        self._built: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._properties: dict[tuple[str, str, bool, bool], TensorProperties] = {}
+        self._fqns: list[str] | None = None
+
+    def __getitem__(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        built = self._built.get(fqn)
+        if built is None:
+            with gc_paused():
+                found = self._index.find(fqn) if isinstance(fqn, str) else None
+                if found is None:
+                    raise KeyError(fqn)
+                built = self._built[fqn] = self._build(found)
+        return built
+
+    def __contains__(self, fqn: object) -> bool:
+        return isinstance(fqn, str) and fqn in self._index
+
+    def __iter__(self) -> Iterator[str]:
+        if self._fqns is None:
+            self._fqns = self._index.fqns()
+        return iter(self._fqns)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def _build(self, entry: _native.IndexEntry) -> TensorStorageMetadata | BytesStorageMetadata:
+        _, tensor, boxes = entry
         if tensor is None:
-            state_dict_metadata[fqn] = BytesStorageMetadata()
-            continue
+            return BytesStorageMetadata()
         properties, size = tensor[:4], tensor[4]
-        if properties not in properties_of:
-            properties_of[properties] = _to_properties(*properties)
-        state_dict_metadata[fqn] = TensorStorageMetadata(
-            properties_of[properties], torch.Size(size), chunks
-        )
-    return Metadata(
-        state_dict_metadata=state_dict_metadata,
-        planner_data=None if paths is None else {fqn: tuple(keys) for fqn, keys in paths},
-        storage_data=storage_data,
-        storage_meta=StorageMeta(
-            checkpoint_id=checkpoint_id, save_id=index.save_id, modules=[INDEX_MARK]
-        ),
-        version=index.version or None,
-    )
+        if properties not in self._properties:
+            self._properties[properties] = _to_properties(*properties)
+        chunks = [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes, *_ in boxes
+        ]
+        return TensorStorageMetadata(self._properties[properties], torch.Size(size), chunks)
+
+
+class _Places(LazyMapping[MetadataIndex, _StorageInfo]):
+    """``Metadata.storage_data``."""
+
+    def __init__(self, index: _native.Index) -> None:
+        self._index = index
+        self._names: dict[int, str] = {}  # Of files.
+
+    def __getitem__(self, key: MetadataIndex) -> _StorageInfo:
+        found = self._find(key)
+        if found is None:
+            raise KeyError(key)
+        return self._info(found[1])
+
+    def __contains__(self, key: object) -> bool:
+        return self._find(key) is not None
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        return (key for key, _ in self._boxes())
+
+    def __len__(self) -> int:
+        return self._index.box_count
+
+    def pairs(self) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
+        return ((key, self._info(box)) for key, box in self._boxes())
+
+    def _find(self, key: object) -> tuple[int, _native.IndexBox] | None:
+        if type(key) is not MetadataIndex or not isinstance(key.fqn, str):
+            return None
+        try:
+            return self._index.find_box(key.fqn, key.offset, key.index)
+        except TypeError:  # An offset that none of ours can be.
+            return None
+
+    def _boxes(self) -> Iterator[tuple[MetadataIndex, _native.IndexBox]]:
+        for fqn, tensor, boxes in self._index:
+            if tensor is None:
+                yield MetadataIndex(fqn), boxes[0]
+                continue
+            for number, box in enumerate(boxes):
+                yield MetadataIndex(fqn, torch.Size(box[0]), number), box
+
+    def _info(self, box: _native.IndexBox) -> _StorageInfo:
+        _, _, file, offset, nbytes, _, transforms = box
+        name = self._names.get(file)
+        if name is None:
+            name = self._names[file] = self._index.file_name(file)
+        info = _StorageInfo(name, offset, nbytes)
+        return dataclasses.replace(info, transform_descriptors=transforms) if transforms else info
+
+
+class _Paths(LazyMapping[str, tuple[str | int, ...]]):
+    """``Metadata.planner_data``: read whole when it is first looked at."""
+
+    def __init__(self, index: _native.Index) -> None:
+        self._index = index
+        self._read: dict[str, tuple[str | int, ...]] | None = None
+
+    def _all(self) -> dict[str, tuple[str | int, ...]]:
+        if self._read is None:
+            with gc_paused():
+                self._read = {fqn: tuple(keys) for fqn, keys in self._index.paths or ()}
+        return self._read
+
+    def __getitem__(self, fqn: str) -> tuple[str | int, ...]:
+        return self._all()[fqn]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
 
 
 def _to_properties(

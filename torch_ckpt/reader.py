@@ -150,11 +150,12 @@ class FastReader(StorageReader):
 
     def _read_metadata(self, prefix: str) -> Metadata:
         """Reads metadata whose name has this prefix, from the index wherever there is one."""
-        pickled, self._index = open_committed(
+        committed, self._index = open_committed(
             self._file_system, self.path, prefix, verify=self.verify
         )
         if self._index is not None and self._index.has_entries:
             return to_metadata(self._index, checkpoint_id=self.path)
+        pickled = committed.read_pickle(verify=self.verify)
         return load_committed(
             pickled, where=str(self.path / f"{prefix}.metadata"), trust_pickle=self.trust_pickle
         )

@@ -1,5 +1,9 @@
 """Opens the committed metadata of a checkpoint, and the index that is sealed to them.
 
+Two witnesses say that metadata have an index: the trailer that follows the pickle, and a mark
+inside it, which is looked for where there is no trailer, so that damage to that is not taken for
+metadata of stock DCP.
+
 Importing this module does not import torch, and nothing here unpickles: a damaged pickle may ask
 for any amount of memory.
 """
@@ -28,7 +32,7 @@ _PICKLED_MARK = re.compile(
 
 def open_committed(
     fs: _native.FileSystem, directory: Path, prefix: str, *, verify: bool = True
-) -> tuple[bytes, _native.Index | None]:
+) -> tuple[_native.MetadataFile, _native.Index | None]:
     """Opens the metadata of this prefix: none, or ``__0`` for those that rank 0 saved alone.
 
     Args:
@@ -38,7 +42,8 @@ def open_committed(
         verify: Whether metadata that have lost their index are refused.
 
     Returns:
-        The metadata, pickled, and the index that is sealed to them, if there is one.
+        The metadata, of which little has been read, and the index that is sealed to them, if there
+        is one.
 
     Raises:
         NotFoundError: Nothing is committed there.
@@ -47,7 +52,9 @@ def open_committed(
     """
     path = directory / f"{prefix}.metadata"
 
-    def open_them() -> tuple[bytes, _native.Index | None, _native.Index | None, bool, str]:
+    def open_them() -> tuple[
+        _native.MetadataFile, _native.Index | None, _native.Index | None, bool, str
+    ]:
         return _native.open_checkpoint(fs, os.fsencode(directory), path.name, f"{prefix}.index")
 
     try:
@@ -65,19 +72,24 @@ def open_committed(
                 f"the checkpoint in {directory} has lost its metadata: {prefix}.index is there, "
                 f"{path.name} is not"
             ) from error
-    pickled, index, other, newer, why = opened
+    metadata, index, other, newer, why = opened
     if index is None and verify:
-        _check_unsealed(pickled, other, newer=newer, why=why, where=str(path))
-    return pickled, index
+        _check_unsealed(metadata, other, newer=newer, why=why, where=str(path))
+    return metadata, index
 
 
 def _check_unsealed(
-    pickled: bytes, other: _native.Index | None, *, newer: bool, why: str, where: str
+    metadata: _native.MetadataFile,
+    other: _native.Index | None,
+    *,
+    newer: bool,
+    why: str,
+    where: str,
 ) -> None:
     """Tells metadata that never had an index from those whose index is damaged or gone.
 
     Args:
-        pickled: The metadata, which no index is sealed to.
+        metadata: Those which no index is sealed to.
         other: An index found in its place, sealed to other metadata.
         newer: Whether the index there is of a version that this build does not read.
         why: Why no index can be read, for the message.
@@ -88,13 +100,26 @@ def _check_unsealed(
         UnsupportedError: They have one that a newer version of this package has written.
     """
     way_out = "FastReader(verify=False) loads what metadata alone can tell, unchecked"
+    if metadata.sealed:
+        pickled = None
+        marked = True
+    else:
+        pickled = metadata.read_pickle()
+        marked = _PICKLED_MARK.search(pickled) is not None
+        newer = newer and marked
     if other is not None:
         # A data file's name never recurs: the metadata of a newer save have none of an older one's,
         # and those of the same save have all.
-        if any(os.fsencode(name) in pickled for name, _ in other.files[:_NAMES_TRIED]):
-            raise CorruptionError(f"{where} and its index contradict each other; {way_out}")
+        names = (other.file_name(n) for n in range(min(len(other.files), _NAMES_TRIED)))
+        if pickled is not None and any(os.fsencode(name) in pickled for name in names):
+            raise CorruptionError(
+                f"{where} and its index contradict each other: {metadata.trailer_problem}; "
+                f"{way_out}"
+            )
         why = f"the one in its place is of another save, {other.save_id}"
-    if _PICKLED_MARK.search(pickled):
+    if marked and not metadata.sealed:
+        why = why or metadata.trailer_problem
+    if marked:
         if newer:
             raise UnsupportedError(f"cannot use the index of {where}: {why}; {way_out}")
         raise CorruptionError(f"the index of {where} is missing or damaged: {why}; {way_out}")

@@ -296,7 +296,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             merge_cuts(metadata, [cut for file in written for cut in file.cuts])
             check_complete(metadata)
             pickled = dump_metadata(metadata)
-            index = make_index(metadata, pickled, written, save_id=self.save_id)
+            trailer, index = make_index(metadata, pickled, written, save_id=self.save_id)
             claim_commit()
             self._raise_if_missing(self._missing_files(files))
         except BaseException:
@@ -307,7 +307,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             os.fsencode(self.path),
             self._own_name(_METADATA),
             self._own_name(_INDEX),
-            pickled,
+            pickled + trailer,
             index,
             self.save_id,
             sorted(files),

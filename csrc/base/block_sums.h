@@ -17,14 +17,13 @@ namespace torch_ckpt {
 // to read than its own bytes, large enough that sums are an 8192nd of the data.
 inline constexpr int64_t kSumBlockNbytes = int64_t{64} << 10;
 
-// The sums of a file of `file_nbytes` bytes: block i is [i, i + 1) * block_nbytes of it, the last
+// The blocks of a file of `file_nbytes` bytes: block i is [i, i + 1) * block_nbytes of it, the last
 // one cut off at its end.
-struct BlockSums {
+struct BlockGrid {
   int64_t block_nbytes = kSumBlockNbytes;
   int64_t file_nbytes = 0;
-  std::vector<uint64_t> sums;
 
-  bool operator==(const BlockSums&) const = default;
+  bool operator==(const BlockGrid&) const = default;
 
   // How many blocks a file has.
   static int64_t block_count(int64_t file_nbytes, int64_t block_nbytes) {
@@ -36,6 +35,13 @@ struct BlockSums {
   int64_t block_end(int64_t end) const {
     return std::min(align_up(end, block_nbytes), file_nbytes);
   }
+};
+
+// All of a file's blocks and their sums.
+struct BlockSums : BlockGrid {
+  std::vector<uint64_t> sums;
+
+  bool operator==(const BlockSums&) const = default;
 
   // The first byte of the first block in `bytes`, which begin at `offset` of the file, whose
   // checksum does not match; -1 where all match.

@@ -6,6 +6,7 @@
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "engine/open_checkpoint.h"
+#include "format/stored_index.h"
 
 namespace py = pybind11;
 
@@ -24,6 +25,10 @@ using PyProperties = std::tuple<std::string, std::string, bool, bool, Dims>;
 using PyEntry = std::tuple<std::string, std::optional<PyProperties>, std::vector<PyBox>>;
 
 using PyPath = std::pair<std::string, std::vector<std::variant<std::string, int64_t>>>;
+
+py::bytes to_python(Bytes bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
 
 IndexedFile to_file(const PyFile& from) {
   const auto& [name, nbytes, sums] = from;
@@ -65,10 +70,12 @@ PyEntry from_entry(const IndexedEntry& entry) {
   return {entry.fqn, std::move(properties), std::move(boxes)};
 }
 
-py::bytes make_index(const std::string& save_id, const py::bytes& metadata,
-                     const std::vector<PyFile>& files, const std::string& version,
-                     const std::optional<std::vector<PyEntry>>& entries,
-                     const std::optional<std::vector<PyPath>>& paths) {
+// The trailer of the metadata, and the index that is sealed to them.
+std::pair<py::bytes, py::bytes> make_index(const std::string& save_id, const py::bytes& metadata,
+                                           const std::vector<PyFile>& files,
+                                           const std::string& version,
+                                           const std::optional<std::vector<PyEntry>>& entries,
+                                           const std::optional<std::vector<PyPath>>& paths) {
   Index index;
   index.save_id = save_id;
   index.metadata = Seal::of(as_bytes(static_cast<std::string_view>(metadata)));
@@ -82,48 +89,142 @@ py::bytes make_index(const std::string& save_id, const py::bytes& metadata,
   if (paths) {
     for (const auto& [fqn, keys] : *paths) index.paths.push_back({fqn, keys});
   }
+  const auto trailer = value_or_raise(write_metadata_trailer({save_id, index.metadata}));
   const std::vector<std::byte> bytes =
       value_or_raise(without_gil([&] { return write_index(index); }));
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+  return {to_python(trailer), to_python(bytes)};
 }
 
-std::vector<std::pair<std::string, int64_t>> files(const Index& index) {
-  std::vector<std::pair<std::string, int64_t>> out;
-  for (const IndexedFile& file : index.files) out.emplace_back(file.name, file.sums.file_nbytes);
-  return out;
+// Text of Python as the index has it; nothing for text that has no such form.
+std::optional<std::string> to_utf8(const py::str& text) {
+  py::ssize_t nbytes = 0;
+  const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &nbytes);
+  if (data != nullptr) return std::string(data, static_cast<size_t>(nbytes));
+  PyErr_Clear();
+  return std::nullopt;
 }
 
-std::optional<std::vector<PyEntry>> entries(const Index& index) {
-  if (!index.has_entries) return std::nullopt;
-  std::vector<PyEntry> out;
-  out.reserve(index.entries.size());
-  for (const IndexedEntry& entry : index.entries) out.push_back(from_entry(entry));
-  return out;
+Result<PyEntry> read_entry(const StoredIndex& index, int64_t number) {
+  ASSIGN_OR_RETURN(StoredEntry entry, index.entry(number));
+  ASSIGN_OR_RETURN(entry.facts.boxes, index.boxes(entry, 0, entry.box_count));
+  return from_entry(entry.facts);
 }
 
-std::optional<std::vector<PyPath>> paths(const Index& index) {
-  if (!index.has_paths) return std::nullopt;
+std::vector<std::pair<std::string, int64_t>> files(const StoredIndex& index) {
+  return value_or_raise(without_gil([&]() -> Result<std::vector<std::pair<std::string, int64_t>>> {
+    std::vector<std::pair<std::string, int64_t>> out;
+    for (int64_t i = 0; i < index.file_count(); ++i) {
+      ASSIGN_OR_RETURN(StoredFile file, index.file(i));
+      out.emplace_back(std::move(file.name), file.nbytes);
+    }
+    return out;
+  }));
+}
+
+std::string file_name(const StoredIndex& index, int64_t number) {
+  if (number < 0 || number >= index.file_count()) throw py::index_error("no such file");
+  return value_or_raise(without_gil([&] { return index.file(number); })).name;
+}
+
+PyEntry entry_at(const StoredIndex& index, int64_t number) {
+  if (number < 0 || number >= index.entry_count()) throw py::index_error("no such entry");
+  return value_or_raise(without_gil([&] { return read_entry(index, number); }));
+}
+
+std::optional<int64_t> number_of(const StoredIndex& index, const py::str& fqn) {
+  const std::optional<std::string> name = to_utf8(fqn);
+  if (!name) return std::nullopt;
+  return value_or_raise(without_gil([&] { return index.find_entry(*name); }));
+}
+
+std::optional<PyEntry> find(const StoredIndex& index, const py::str& fqn) {
+  const std::optional<int64_t> number = number_of(index, fqn);
+  if (!number) return std::nullopt;
+  return entry_at(index, *number);
+}
+
+// The box of these offsets, or an object's one, and its number.
+std::optional<std::pair<int64_t, PyBox>> find_box(const StoredIndex& index, const py::str& fqn,
+                                                  const std::optional<Dims>& offsets,
+                                                  std::optional<int64_t> guess) {
+  const std::optional<int64_t> number = number_of(index, fqn);
+  if (!number) return std::nullopt;
+  using Found = std::optional<std::pair<int64_t, PyBox>>;
+  return value_or_raise(without_gil([&]() -> Result<Found> {
+    ASSIGN_OR_RETURN(StoredEntry entry, index.entry(*number));
+    if (entry.facts.is_tensor != offsets.has_value()) return Found();
+    ASSIGN_OR_RETURN(const auto box, index.find_box(entry, offsets.value_or(Dims()), guess));
+    if (!box) return Found();
+    ASSIGN_OR_RETURN(entry.facts.boxes, index.boxes(entry, *box, *box + 1));
+    return Found({*box, std::move(std::get<2>(from_entry(entry.facts)).front())});
+  }));
+}
+
+// The boxes that share an element with this one, and their numbers; nothing for an FQN that is not
+// there.
+std::optional<std::vector<std::pair<int64_t, PyBox>>> overlapping(const StoredIndex& index,
+                                                                  const py::str& fqn,
+                                                                  const Dims& offsets,
+                                                                  const Dims& sizes) {
+  const std::optional<int64_t> number = number_of(index, fqn);
+  if (!number) return std::nullopt;
+  using Found = std::vector<std::pair<int64_t, PyBox>>;
+  return value_or_raise(without_gil([&]() -> Result<Found> {
+    ASSIGN_OR_RETURN(StoredEntry entry, index.entry(*number));
+    ASSIGN_OR_RETURN(const auto boxes, index.overlapping(entry, offsets, sizes));
+    for (const int64_t box : boxes) {
+      ASSIGN_OR_RETURN(auto some, index.boxes(entry, box, box + 1));
+      entry.facts.boxes.push_back(std::move(some.front()));
+    }
+    Found out;
+    PyEntry whole = from_entry(entry.facts);
+    for (PyBox& box : std::get<2>(whole)) {
+      out.emplace_back(boxes[out.size()], std::move(box));
+    }
+    return out;
+  }));
+}
+
+std::vector<std::string> fqns(const StoredIndex& index) {
+  return value_or_raise(without_gil([&] { return index.fqns(); }));
+}
+
+std::optional<std::vector<PyPath>> paths(const StoredIndex& index) {
+  if (!index.has_paths()) return std::nullopt;
   std::vector<PyPath> out;
-  out.reserve(index.paths.size());
-  for (const IndexedPath& path : index.paths) out.emplace_back(path.fqn, path.keys);
+  for (IndexedPath& path : value_or_raise(without_gil([&] { return index.paths(); }))) {
+    out.emplace_back(std::move(path.fqn), std::move(path.keys));
+  }
   return out;
 }
 
-// Metadata's bytes, the index that belongs to them or None; else one of the usual name that does
-// not, or None, whether that is of a newer version, and why it cannot be read.
+std::vector<std::pair<int64_t, int64_t>> damage(const StoredIndex& index) {
+  std::vector<std::pair<int64_t, int64_t>> out;
+  for (const Region& region : value_or_raise(without_gil([&] { return index.damage(); }))) {
+    out.emplace_back(region.offset, region.offset + region.nbytes);
+  }
+  return out;
+}
+
+py::bytes read_pickle(const MetadataFile& metadata, bool verify) {
+  return to_python(value_or_raise(without_gil([&] { return metadata.read_pickle(verify); })));
+}
+
+// The metadata, the index that belongs to them or None; else one of the usual name that does not,
+// or None, whether what is there is of a newer version, and why it cannot be read.
 py::tuple open_one(FileSystem& fs, const std::string& directory, const std::string& metadata_name,
                    const std::string& index_name) {
   const OpenedCheckpoint opened = value_or_raise(without_gil([&] {
     return open_checkpoint(fs, directory, {metadata_name, index_name});
   }));
-  const auto shared = [](const std::shared_ptr<const Index>& index) {
-    return std::const_pointer_cast<Index>(index);  // Nothing bound here changes it.
+  const auto shared = [](const std::shared_ptr<const StoredIndex>& index) {
+    return std::const_pointer_cast<StoredIndex>(index);  // Nothing bound here changes it.
   };
-  return py::make_tuple(
-      py::bytes(reinterpret_cast<const char*>(opened.metadata.data()), opened.metadata.size()),
-      shared(opened.index), shared(opened.other_index),
-      opened.index_status.code() == StatusCode::kUnsupported,
-      to_text(opened.index_status.message()));
+  const bool newer = opened.index_status.code() == StatusCode::kUnsupported ||
+                     opened.metadata->trailer_status().code() == StatusCode::kUnsupported;
+  return py::make_tuple(std::const_pointer_cast<MetadataFile>(opened.metadata),
+                        shared(opened.index), shared(opened.other_index), newer,
+                        to_text(opened.index_status.message()));
 }
 
 }  // namespace
@@ -133,13 +234,47 @@ py::bytes to_bytes(const BlockSums& sums) {
 }
 
 void bind_index(py::module_& module) {
-  py::class_<Index, std::shared_ptr<Index>>(module, "Index")
-      .def_readonly("save_id", &Index::save_id)
-      .def_readonly("version", &Index::version)
-      .def_readonly("has_entries", &Index::has_entries)
+  // Both read files of a FileSystem, of which there is one, for good.
+  py::class_<MetadataFile, std::shared_ptr<MetadataFile>>(module, "MetadataFile")
+      .def_property_readonly("nbytes", &MetadataFile::nbytes)
+      .def_property_readonly("sealed",
+                             [](const MetadataFile& m) { return m.trailer().has_value(); })
+      .def_property_readonly(
+          "trailer_problem",
+          [](const MetadataFile& m) { return to_text(m.trailer_status().message()); })
+      .def("read_pickle", &read_pickle, py::arg("verify") = true)
+      .def("check", [](const MetadataFile& m) {
+        raise_if_error(without_gil([&] { return m.check_pickle(); }));
+      });
+  py::class_<StoredIndex, std::shared_ptr<StoredIndex>>(module, "Index")
+      .def_property_readonly("save_id", [](const StoredIndex& i) { return to_text(i.save_id()); })
+      .def_property_readonly("version",
+                             [](const StoredIndex& i) { return value_or_raise(i.version()); })
+      .def_property_readonly("has_entries", &StoredIndex::has_entries)
+      .def_property_readonly("has_paths", &StoredIndex::has_paths)
+      .def_property_readonly("box_count", &StoredIndex::box_count)
       .def_property_readonly("files", &files)
-      .def_property_readonly("entries", &entries)
-      .def_property_readonly("paths", &paths);
+      .def("file_name", &file_name, py::arg("number"))
+      .def("__len__", &StoredIndex::entry_count)
+      .def("__getitem__", &entry_at, py::arg("number"))
+      .def("__iter__",
+           [](const py::object& index) {
+             PyObject* iterator = PySeqIter_New(index.ptr());
+             if (iterator == nullptr) throw py::error_already_set();
+             return py::reinterpret_steal<py::object>(iterator);
+           })
+      .def(
+          "__contains__",
+          [](const StoredIndex& i, const py::str& fqn) { return number_of(i, fqn).has_value(); },
+          py::arg("fqn"))
+      .def("find", &find, py::arg("fqn"))
+      .def("find_box", &find_box, py::arg("fqn"), py::arg("offsets"), py::arg("guess"))
+      .def("overlapping", &overlapping, py::arg("fqn"), py::arg("offsets"), py::arg("sizes"))
+      .def("fqns", &fqns)
+      .def_property_readonly("paths", &paths)
+      .def("damage", &damage)
+      .def("check",
+           [](const StoredIndex& i) { raise_if_error(without_gil([&] { return i.check(); })); });
   module.def("make_index", &make_index, py::arg("save_id"), py::arg("metadata"), py::arg("files"),
              py::arg("version"), py::arg("entries"), py::arg("paths"));
   module.def("open_checkpoint", &open_one, py::arg("fs"), py::arg("directory"),

@@ -23,7 +23,7 @@ StoredSlice to_slice(const PySlice& slice) {
 }
 
 std::unique_ptr<LoadJob> make(FileSystem& fs, const std::string& directory,
-                              std::shared_ptr<Index> index, int64_t buffer_nbytes,
+                              std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
                               int64_t block_nbytes, int threads, bool direct, bool verify,
                               bool slices_are_archives) {
   const LoadOptions options = {.buffer_nbytes = buffer_nbytes,

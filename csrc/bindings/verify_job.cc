@@ -12,7 +12,7 @@ namespace torch_ckpt {
 namespace {
 
 std::unique_ptr<VerifyJob> make(FileSystem& fs, const std::string& directory,
-                                std::shared_ptr<Index> index, int64_t buffer_nbytes,
+                                std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
                                 int64_t block_nbytes, int threads, bool direct) {
   const LoadOptions options = {.buffer_nbytes = buffer_nbytes,
                                .block_nbytes = block_nbytes,

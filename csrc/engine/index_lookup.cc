@@ -1,46 +1,80 @@
 #include "engine/index_lookup.h"
 
+#include <algorithm>
+
 #include "base/dtype.h"
 #include "base/strided.h"
 
 namespace torch_ckpt {
 
-IndexLookup::IndexLookup(std::shared_ptr<const Index> index) : index_(std::move(index)) {
-  for (const IndexedFile& file : index_->files) files_.emplace(file.name, &file);
-  for (const IndexedEntry& entry : index_->entries) {
-    if (!entry.is_tensor) continue;
-    for (const IndexedBox& box : entry.boxes) {
-      const IndexedFile* file = &index_->files[static_cast<size_t>(box.file)];
-      places_.emplace(std::pair(file, box.offset), Place{&entry, &box});
-    }
+Result<std::unique_ptr<const FileSums>> IndexLookup::sums(const StoredSlice& slice) const {
+  ASSIGN_OR_RETURN(const auto number, index_->find_file(slice.file));
+  if (!number) {
+    return corruption("cannot read ", describe(slice), ": the index does not know the file");
   }
+  ASSIGN_OR_RETURN(StoredFile file, index_->file(*number));
+  return std::make_unique<const FileSums>(index_, std::move(file));
 }
 
-const BlockSums* IndexLookup::sums(const std::string& file) const {
-  const auto found = files_.find(file);
-  return found == files_.end() ? nullptr : &found->second->sums;
+Status IndexLookup::turn_to(const StoredSlice& slice) {
+  if (slice.file != file_name_ || file_ < 0) {
+    ASSIGN_OR_RETURN(const auto file, index_->find_file(slice.file));
+    file_name_ = slice.file;
+    file_ = file.value_or(-1);
+  }
+  if (asked_ && asked_->fqn == slice.name) {
+    if (!asked_->sorted) std::sort(asked_->boxes.begin(), asked_->boxes.end());
+    asked_->sorted = true;
+    return ok_status();
+  }
+  asked_.reset();
+  ASSIGN_OR_RETURN(const auto number, index_->find_entry(slice.name));
+  if (!number) return ok_status();
+  Asked asked{.fqn = slice.name, .entry = {}, .boxes = {}};
+  ASSIGN_OR_RETURN(asked.entry, index_->entry(*number));
+  ASSIGN_OR_RETURN(const std::vector<StoredPlace> places, index_->places(asked.entry));
+  for (const StoredPlace& place : places) {
+    asked.boxes.emplace_back(place, std::ssize(asked.boxes));
+  }
+  asked_ = std::move(asked);
+  return ok_status();
 }
 
-Result<std::optional<StoredTensor>> IndexLookup::tensor(const StoredSlice& slice) const {
-  const auto file = files_.find(slice.file);
+std::optional<int64_t> IndexLookup::find_box(const StoredPlace& place) {
+  const auto& boxes = asked_->boxes;
+  const std::pair<StoredPlace, int64_t> first(place, 0);
   const auto found =
-      file == files_.end() ? places_.end() : places_.find(std::pair(file->second, slice.offset));
-  if (found == places_.end() || found->second.box->nbytes != slice.nbytes) {
+      asked_->sorted
+          ? std::lower_bound(boxes.begin(), boxes.end(), first)
+          : std::ranges::find_if(boxes, [&](const auto& box) { return box.first == place; });
+  if (found == boxes.end() || found->first != place) return std::nullopt;
+  return found->second;
+}
+
+Result<std::optional<StoredTensor>> IndexLookup::tensor(const StoredSlice& slice) {
+  RETURN_IF_ERROR(turn_to(slice));
+  std::optional<int64_t> number;
+  if (asked_ && asked_->entry.facts.is_tensor && file_ >= 0) {
+    number = find_box({file_, slice.offset, slice.nbytes});
+  }
+  if (!number) {
     return corruption("cannot read ", describe(slice), ": the index has no such slice");
   }
-  const auto& [entry, box] = found->second;
-  const std::optional<DType> dtype = dtype_from_name(entry->dtype);
-  if (!box->plain || !dtype) return std::optional<StoredTensor>();
+  const StoredEntry& entry = asked_->entry;
+  ASSIGN_OR_RETURN(const auto boxes, index_->boxes(entry, *number, *number + 1));
+  const IndexedBox& box = boxes.front();
+  const std::optional<DType> dtype = dtype_from_name(entry.facts.dtype);
+  if (!box.plain || !dtype) return std::optional<StoredTensor>();
 
-  const Result<TensorFrame> frame = TensorFrame::make(*dtype, box->sizes);
+  const Result<TensorFrame> frame = TensorFrame::make(*dtype, box.sizes);
   if (!frame.ok() || frame->nbytes() != slice.nbytes) {
     return corruption("cannot read ", describe(slice), ": it has not the length of a tensor of ",
-                      entry->dtype, " ", to_string(box->sizes));
+                      entry.facts.dtype, " ", to_string(box.sizes));
   }
   StoredTensor stored;
   stored.dtype = *dtype;
-  stored.sizes = box->sizes;
-  stored.strides = contiguous_strides(box->sizes);
+  stored.sizes = box.sizes;
+  stored.strides = contiguous_strides(box.sizes);
   stored.payload_offset = frame->head_nbytes();
   stored.payload_nbytes = frame->payload_nbytes();
   return std::optional(std::move(stored));

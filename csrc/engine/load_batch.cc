@@ -27,7 +27,7 @@ Dims in_bytes(const std::vector<int64_t>& strides, int64_t itemsize) {
 }  // namespace
 
 LoadBatch::LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files,
-                     const IndexLookup* index, bool verify, bool slices_are_archives,
+                     IndexLookup* index, bool verify, bool slices_are_archives,
                      std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
                      LoadResult& result)
     : stream_(stream),
@@ -39,6 +39,15 @@ LoadBatch::LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& 
       bytes_(bytes),
       result_(result),
       whole_slice_nbytes_(std::min(kWholeSliceNbytes, stream.max_range_nbytes())) {}
+
+// Fetches the sums that will be needed, so that a damaged index is found before any tensor is
+// written.
+Status LoadBatch::check_sums() const {
+  for (const WantedRange& want : wanted_) {
+    if (want.sums != nullptr) RETURN_IF_ERROR(want.sums->check(want.range));
+  }
+  return ok_status();
+}
 
 Status LoadBatch::check_slice(const StoredSlice& slice) const {
   return check_extent(slice, file_of(slice).nbytes);
@@ -52,6 +61,7 @@ Status LoadBatch::run(const std::vector<int64_t>& tensor_indices,
   }
   RETURN_IF_ERROR(find_tensors(tensor_indices));
   for (const int64_t i : byte_indices) RETURN_IF_ERROR(plan_bytes(i));
+  RETURN_IF_ERROR(check_sums());
 
   RETURN_IF_ERROR(
       stream_.run(wanted_, [this](int64_t index, Bytes bytes) { return consume(index, bytes); }));
@@ -74,7 +84,8 @@ Status LoadBatch::find_tensors(const std::vector<int64_t>& requests) {
   for (const int64_t i : requests) {
     const StoredSlice& slice = tensor(i).slice;
     const OpenFile& file = file_of(slice);
-    if (slice.nbytes > whole_slice_nbytes_) framed.push_back({&slice, file.file.get(), file.sums});
+    if (slice.nbytes > whole_slice_nbytes_)
+      framed.push_back({&slice, file.file.get(), file.sums.get()});
   }
   ASSIGN_OR_RETURN(const Frames frames, read_frames(stream_, framed));
   for (const int64_t i : requests) {
@@ -120,7 +131,7 @@ Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>
   const StridedCopy copy = copy_of_box(wanted.box, size, payload + stored.storage_offset * size,
                                        in_bytes(stored.strides, size), wanted.live.strides);
 
-  const BlockSums* sums = file_of(wanted.slice).sums;
+  const FileSums* sums = file_of(wanted.slice).sums.get();
   // torch.save leaves 0 where it was told not to compute checksums.
   const bool has_crc = sums == nullptr && verify_ && stored.payload_crc != 0;
   const auto first = static_cast<int64_t>(pieces_.size());
@@ -145,7 +156,7 @@ Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>
 // Cuts a copy into pieces that buffers hold. A run of bytes is cut so that as much as possible can
 // be read in place: whole blocks where those are checked, from where direct reads may begin where
 // not.
-std::vector<StridedCopy> LoadBatch::cut(const StridedCopy& copy, const BlockSums* sums) const {
+std::vector<StridedCopy> LoadBatch::cut(const StridedCopy& copy, const FileSums* sums) const {
   const int64_t most = stream_.max_range_nbytes(sums);
   if (checked_numel(copy.sizes) == 0 || !is_one_run(copy)) {
     return split_by_source(copy, most, kMaxRowGap);
@@ -178,7 +189,7 @@ Status LoadBatch::plan_bytes(int64_t request) {
     return with_slice(errno_status(ENOMEM, "cannot allocate its bytes"), slice);
   }
   loaded.nbytes = slice.nbytes;
-  const int64_t most = stream_.max_range_nbytes(file_of(slice).sums);
+  const int64_t most = stream_.max_range_nbytes(file_of(slice).sums.get());
   for (int64_t begin = 0; begin < slice.nbytes; begin += most) {
     const int64_t end = std::min(begin + most, slice.nbytes);
     const ByteRange range = {slice.offset + begin, slice.offset + end};

@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "base/block_sums.h"
 #include "base/status.h"
 #include "engine/index_lookup.h"
 #include "engine/live_tensor.h"
@@ -46,17 +45,16 @@ struct LoadResult {
 struct OpenFile {
   std::unique_ptr<File> file;
   int64_t nbytes = 0;
-  const BlockSums* sums = nullptr;  // Where its blocks are to be checked.
+  std::unique_ptr<const FileSums> sums = {};  // Where its blocks are to be checked.
 };
 
 // One run over files that are all open. Made, run once and dropped.
 class LoadBatch {
  public:
   // `index` is nullptr where there is none that says what is in the slices.
-  LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files,
-            const IndexLookup* index, bool verify, bool slices_are_archives,
-            std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
-            LoadResult& result);
+  LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files, IndexLookup* index,
+            bool verify, bool slices_are_archives, std::span<const TensorRequest> tensors,
+            std::span<const StoredSlice> bytes, LoadResult& result);
 
   // `tensor_indices` and `byte_indices` are the requests of this batch.
   Status run(const std::vector<int64_t>& tensor_indices, const std::vector<int64_t>& byte_indices);
@@ -81,8 +79,9 @@ class LoadBatch {
   Status check_slice(const StoredSlice& slice) const;
   Status find_tensors(const std::vector<int64_t>& requests);
   Status plan_tensor(int64_t request, const std::optional<StoredTensor>& found);
-  std::vector<StridedCopy> cut(const StridedCopy& copy, const BlockSums* sums) const;
+  std::vector<StridedCopy> cut(const StridedCopy& copy, const FileSums* sums) const;
   Status plan_bytes(int64_t request);
+  Status check_sums() const;
   Result<bool> accepts(int64_t request, const StoredTensor& stored);
   Status consume(int64_t index, Bytes bytes);
   Status consume_piece(Piece& piece, Bytes bytes) const;
@@ -96,7 +95,7 @@ class LoadBatch {
   // What is to be read of a slice's file.
   WantedRange want(const StoredSlice& slice, const ByteRange& range, std::byte* destination) const {
     const OpenFile& file = file_of(slice);
-    return {file.file.get(), range, destination, &slice.name, file.sums};
+    return {file.file.get(), range, destination, &slice.name, file.sums.get()};
   }
   const TensorRequest& tensor(int64_t request) const {
     return tensors_[static_cast<size_t>(request)];
@@ -107,7 +106,7 @@ class LoadBatch {
 
   ReadStream& stream_;
   const std::map<std::string, OpenFile>& files_;
-  const IndexLookup* const index_;
+  IndexLookup* const index_;
   const bool verify_;
   const bool slices_are_archives_;
   std::span<const TensorRequest> tensors_;

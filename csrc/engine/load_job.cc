@@ -29,7 +29,7 @@ struct LoadJob::State {
   FileSystem& fs;
   const std::string directory;
   const LoadOptions options;
-  const std::unique_ptr<const IndexLookup> index;  // Null where the checkpoint has none.
+  const std::unique_ptr<IndexLookup> index;  // Null where the checkpoint has none.
   std::unique_ptr<ReadStream> stream;
 
   Result<OpenFile> open(const StoredSlice& slice) const {
@@ -39,17 +39,14 @@ struct LoadJob::State {
     auto file = fs.open(directory + "/" + slice.file, OpenMode::kRead, options.caching);
     if (!file.ok()) return with_slice(file.status(), slice);
     ASSIGN_OR_RETURN(const int64_t nbytes, (*file)->size());
-    OpenFile open{std::move(*file), nbytes};
+    OpenFile open{std::move(*file), nbytes, nullptr};
     if (index == nullptr) return open;
-    const BlockSums* sums = index->sums(slice.file);
-    if (sums == nullptr) {
-      return corruption("cannot read ", describe(slice), ": the index does not know the file");
-    }
+    ASSIGN_OR_RETURN(auto sums, index->sums(slice));
     if (sums->file_nbytes != nbytes) {
       return corruption("cannot read ", describe(slice), ": the file is ", nbytes,
                         " bytes long, the index says ", sums->file_nbytes);
     }
-    if (options.verify) open.sums = sums;
+    if (options.verify) open.sums = std::move(sums);
     return open;
   }
 };
@@ -59,17 +56,17 @@ LoadJob::~LoadJob() = default;
 
 Result<std::unique_ptr<LoadJob>> LoadJob::make(FileSystem& fs, std::string directory,
                                                const LoadOptions& options,
-                                               std::shared_ptr<const Index> index) {
+                                               std::shared_ptr<const StoredIndex> index) {
   ASSIGN_OR_RETURN(auto stream, ReadStream::make(fs, options.buffer_nbytes, options.block_nbytes,
                                                  options.threads));
-  std::unique_ptr<const IndexLookup> lookup;
+  std::unique_ptr<IndexLookup> lookup;
   if (index != nullptr) {
-    const int64_t grain = index->files.empty() ? 0 : index->files.front().sums.block_nbytes;
+    const int64_t grain = index->block_nbytes();
     if (grain % kReadAlignment != 0 || options.block_nbytes < 4 * grain) {
       return invalid_argument("cannot check blocks of ", grain, " bytes in buffers of ",
                               options.block_nbytes);
     }
-    lookup = std::make_unique<const IndexLookup>(std::move(index));
+    lookup = std::make_unique<IndexLookup>(std::move(index));
   }
   std::unique_ptr<State> state(
       new State{fs, std::move(directory), options, std::move(lookup), std::move(stream)});
@@ -126,7 +123,7 @@ Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
       tensor_indices.insert(tensor_indices.end(), wanted.tensors.begin(), wanted.tensors.end());
       byte_indices.insert(byte_indices.end(), wanted.bytes.begin(), wanted.bytes.end());
     }
-    const IndexLookup* index = state_->index.get();
+    IndexLookup* index = state_->index.get();
     const bool indexed = index != nullptr && index->knows_slices();
     LoadBatch batch(*state_->stream, files, indexed ? index : nullptr, state_->options.verify,
                     state_->options.slices_are_archives, tensors, bytes, result);

@@ -17,7 +17,7 @@
 
 #include "base/status.h"
 #include "engine/load_batch.h"
-#include "format/index_file.h"
+#include "format/stored_index.h"
 #include "io/file_system.h"
 
 namespace torch_ckpt {
@@ -42,7 +42,7 @@ class LoadJob {
   // Errors: kInvalidArgument for blocks too short to read through.
   static Result<std::unique_ptr<LoadJob>> make(FileSystem& fs, std::string directory,
                                                const LoadOptions& options,
-                                               std::shared_ptr<const Index> index = nullptr);
+                                               std::shared_ptr<const StoredIndex> index = nullptr);
   ~LoadJob();
 
   // Checks that every slice lies in its file, without reading any.

@@ -26,7 +26,7 @@ bool is_aligned(const std::byte* address, int64_t alignment) {
 }
 
 // What must begin and end at multiples of it: what is checked, or else what is read directly.
-int64_t grain_of(const BlockSums* sums) {
+int64_t grain_of(const FileSums* sums) {
   return sums == nullptr ? kReadAlignment : sums->block_nbytes;
 }
 
@@ -108,7 +108,7 @@ struct ReadStream::Work {
   Status check_task(const Task& task, Bytes bytes) const {
     const WantedRange& first = wanted[static_cast<size_t>(order[static_cast<size_t>(task.first)])];
     if (first.sums == nullptr) return ok_status();
-    const int64_t mismatch = first.sums->first_mismatch(task.range.begin, bytes);
+    ASSIGN_OR_RETURN(const int64_t mismatch, first.sums->first_mismatch(task.range.begin, bytes));
     if (mismatch < 0) return ok_status();
     const int64_t end = first.sums->block_end(mismatch + 1);
     // Any of those that have bytes in the block may be the one that is damaged.
@@ -159,11 +159,11 @@ Result<std::unique_ptr<ReadStream>> ReadStream::make(FileSystem& fs, int64_t buf
   return std::unique_ptr<ReadStream>(new ReadStream(std::move(lanes)));
 }
 
-int64_t ReadStream::max_aligned_range_nbytes(const BlockSums* sums) const {
+int64_t ReadStream::max_aligned_range_nbytes(const FileSums* sums) const {
   return align_down(lanes_.front().pool->block_nbytes(), grain_of(sums));
 }
 
-int64_t ReadStream::max_range_nbytes(const BlockSums* sums) const {
+int64_t ReadStream::max_range_nbytes(const FileSums* sums) const {
   return max_aligned_range_nbytes(sums) - 2 * grain_of(sums);
 }
 

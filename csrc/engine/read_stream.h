@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "base/block_sums.h"
 #include "base/status.h"
+#include "engine/file_sums.h"
 #include "geometry/overlap.h"
 #include "io/buffer_pool.h"
 #include "io/file_system.h"
@@ -33,7 +33,7 @@ struct WantedRange {
   // allows it, and `consume` sees which from the address it is given.
   std::byte* destination = nullptr;
   const std::string* name = nullptr;  // FQN, for messages.
-  const BlockSums* sums = nullptr;    // Of the file, where it is to be checked.
+  const FileSums* sums = nullptr;     // Of the file, where it is to be checked.
 };
 
 // Takes the bytes of wanted range `index`; unless they are in place they are gone when it returns.
@@ -47,8 +47,8 @@ class ReadStream {
 
   // The longest range that a buffer takes of a file whose blocks are checked against `sums`, or of
   // one that is not checked: one that begins where a block may, or a direct read; and any.
-  int64_t max_aligned_range_nbytes(const BlockSums* sums = nullptr) const;
-  int64_t max_range_nbytes(const BlockSums* sums = nullptr) const;
+  int64_t max_aligned_range_nbytes(const FileSums* sums = nullptr) const;
+  int64_t max_range_nbytes(const FileSums* sums = nullptr) const;
 
   // Reads every range and has it consumed. On an error the rest is not read; ranges in flight are
   // waited for, so no memory is touched after this returns. After a kInternal error the stream must

@@ -37,7 +37,7 @@ Status check_extent(const StoredSlice& slice, int64_t file_nbytes);
 struct SliceInFile {
   const StoredSlice* slice;
   File* file;
-  const BlockSums* sums = nullptr;  // Of the file, where it is to be checked.
+  const FileSums* sums = nullptr;  // Of the file, where it is to be checked.
 };
 
 // Frames by file and offset of their slice; nothing for what only torch can read.

@@ -25,8 +25,9 @@ std::vector<ByteRange> joined(std::vector<ByteRange> ranges) {
 
 }  // namespace
 
-VerifyJob::VerifyJob(FileSystem& fs, std::string directory, std::shared_ptr<const Index> index,
-                     const LoadOptions& options, std::unique_ptr<ReadStream> stream)
+VerifyJob::VerifyJob(FileSystem& fs, std::string directory,
+                     std::shared_ptr<const StoredIndex> index, const LoadOptions& options,
+                     std::unique_ptr<ReadStream> stream)
     : fs_(fs),
       directory_(std::move(directory)),
       index_(std::move(index)),
@@ -34,26 +35,24 @@ VerifyJob::VerifyJob(FileSystem& fs, std::string directory, std::shared_ptr<cons
       stream_(std::move(stream)) {}
 
 Result<std::unique_ptr<VerifyJob>> VerifyJob::make(FileSystem& fs, std::string directory,
-                                                   std::shared_ptr<const Index> index,
+                                                   std::shared_ptr<const StoredIndex> index,
                                                    const LoadOptions& options) {
   ASSIGN_OR_RETURN(auto stream, ReadStream::make(fs, options.buffer_nbytes, options.block_nbytes,
                                                  options.threads));
-  for (const IndexedFile& file : index->files) {
-    if (stream->max_range_nbytes(&file.sums) <= 0) {
-      return invalid_argument("cannot check blocks of ", file.sums.block_nbytes,
-                              " bytes in buffers of ", options.block_nbytes);
-    }
+  if (options.block_nbytes < 4 * index->block_nbytes()) {
+    return invalid_argument("cannot check blocks of ", index->block_nbytes(),
+                            " bytes in buffers of ", options.block_nbytes);
   }
   return std::unique_ptr<VerifyJob>(
       new VerifyJob(fs, std::move(directory), std::move(index), options, std::move(stream)));
 }
 
 Result<std::vector<ByteRange>> VerifyJob::check(int64_t file, int64_t begin, int64_t end) {
-  if (file < 0 || file >= static_cast<int64_t>(index_->files.size())) {
+  if (file < 0 || file >= index_->file_count()) {
     return invalid_argument("the index has no file ", file);
   }
-  const IndexedFile& indexed = index_->files[static_cast<size_t>(file)];
-  const BlockSums& sums = indexed.sums;
+  ASSIGN_OR_RETURN(const StoredFile indexed, index_->file(file));
+  const FileSums sums(index_, indexed);
   if (!range_within(begin, end - begin, sums.file_nbytes) || begin % sums.block_nbytes != 0) {
     return invalid_argument("cannot check [", begin, ", ", end, ") of ", indexed.name);
   }
@@ -77,8 +76,8 @@ Result<std::vector<ByteRange>> VerifyJob::check(int64_t file, int64_t begin, int
   RETURN_IF_ERROR(stream_->run(wanted, [&](int64_t i, Bytes bytes) {
     const int64_t from = wanted[static_cast<size_t>(i)].range.begin;
     for (int64_t at = 0; at < ssize(bytes);) {
-      const int64_t mismatch =
-          sums.first_mismatch(from + at, bytes.subspan(static_cast<size_t>(at)));
+      ASSIGN_OR_RETURN(const int64_t mismatch,
+                       sums.first_mismatch(from + at, bytes.subspan(static_cast<size_t>(at))));
       if (mismatch < 0) break;
       const ByteRange range = {mismatch, sums.block_end(mismatch + 1)};
       const std::lock_guard<std::mutex> lock(mutex);

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/load_job.h"
-#include "format/index_file.h"
+#include "format/stored_index.h"
 #include "geometry/overlap.h"
 #include "io/file_system.h"
 
@@ -19,7 +19,7 @@ class VerifyJob {
  public:
   // Of `options`, those about buffers. Errors: as LoadJob::make.
   static Result<std::unique_ptr<VerifyJob>> make(FileSystem& fs, std::string directory,
-                                                 std::shared_ptr<const Index> index,
+                                                 std::shared_ptr<const StoredIndex> index,
                                                  const LoadOptions& options);
 
   // The damaged parts of [begin, end) of a file, ascending, in whole blocks; neighbours are joined.
@@ -29,12 +29,12 @@ class VerifyJob {
   Result<std::vector<ByteRange>> check(int64_t file, int64_t begin, int64_t end);
 
  private:
-  VerifyJob(FileSystem& fs, std::string directory, std::shared_ptr<const Index> index,
+  VerifyJob(FileSystem& fs, std::string directory, std::shared_ptr<const StoredIndex> index,
             const LoadOptions& options, std::unique_ptr<ReadStream> stream);
 
   FileSystem& fs_;
   const std::string directory_;
-  const std::shared_ptr<const Index> index_;
+  const std::shared_ptr<const StoredIndex> index_;
   const LoadOptions options_;
   const std::unique_ptr<ReadStream> stream_;
 };

@@ -6,7 +6,10 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/block_sums.h"
+#include "format/checked_blocks.h"
 #include "format/index_records.h"
+#include "format/stored_index.h"
 
 namespace torch_ckpt {
 namespace {
@@ -36,6 +39,8 @@ class IndexWriter {
       header_.flags |= records::kHasPaths;
       for (const IndexedPath& path : index.paths) add_path(path);
     }
+    add_names(file_names_, records::kFileNameSection);
+    add_names(entry_names_, records::kEntryNameSection);
     if (!fits_) return invalid_argument("the index has texts or numbers that it cannot hold");
     return assemble();
   }
@@ -75,10 +80,21 @@ class IndexWriter {
       }
       header_.block_nbytes = narrow<uint32_t>(file.sums.block_nbytes);
     }
+    file_names_.push_back(name(file.name, file_names_.size()));
     put(records::kFileSection,
-        records::File{text(file.name), narrow<uint64_t>(file.sums.file_nbytes)});
+        records::File{text(file.name), narrow<uint64_t>(file.sums.file_nbytes),
+                      count(records::kSumSection, sizeof(uint64_t))});
     for (const uint64_t sum : file.sums.sums) put(records::kSumSection, sum);
     return ok_status();
+  }
+
+  records::Name name(const std::string& value, size_t number) {
+    return {xxh3(as_bytes(value)), narrow<uint32_t>(number), 0};
+  }
+
+  void add_names(std::vector<records::Name>& names, records::SectionId id) {
+    std::sort(names.begin(), names.end());
+    for (const records::Name& name : names) put(id, name);
   }
 
   void add_dims(const Dims& dims) {
@@ -101,6 +117,7 @@ class IndexWriter {
     record.kind = entry.is_tensor ? records::kTensor : records::kObject;
     record.flags = static_cast<uint8_t>((entry.requires_grad ? records::kRequiresGrad : 0) |
                                         (entry.pin_memory ? records::kPinMemory : 0));
+    entry_names_.push_back(name(entry.fqn, entry_names_.size()));
     put(records::kEntrySection, record);
     add_dims(entry.sizes);
     for (const IndexedBox& box : entry.boxes) {
@@ -138,30 +155,50 @@ class IndexWriter {
     }
   }
 
-  Bytes_ assemble() {
-    Bytes_ out(sizeof(records::Header));
-    for (int id = 0; id < records::kSectionCount; ++id) {
-      const Bytes_& section = sections_[static_cast<size_t>(id)];
-      header_.sections[static_cast<size_t>(id)] = {out.size(), section.size()};
-      out.insert(out.end(), section.begin(), section.end());
-      out.resize(static_cast<size_t>(align_up(ssize(out), 8)));
+  // Sections follow header, top and table, whose lengths follow from theirs.
+  Result<Bytes_> assemble() {
+    Bytes_ body;
+    for (size_t id = 0; id < records::kSectionCount; ++id) {
+      Bytes_& section = sections_[id];
+      header_.sections[id] = {body.size(), section.size()};
+      body.insert(body.end(), section.begin(), section.end());
+      body.resize(static_cast<size_t>(align_up(ssize(body), 8)));
+      Bytes_().swap(section);
     }
-    BlockSummer summer(records::kTableBlockNbytes);
-    summer.append(Bytes(out).subspan(sizeof(records::Header)));
-    const BlockSums sums = summer.finish();
-    const Bytes table = std::as_bytes(std::span(sums.sums));
-    header_.table = {out.size(), table.size()};
-    header_.table_sum = xxh3(table);
-    out.insert(out.end(), table.begin(), table.end());
+    const std::vector<uint64_t> table_sums = sums_of(body);
+    const Bytes table = std::as_bytes(std::span(table_sums));
+    const std::vector<uint64_t> top_sums = sums_of(table);
+    const Bytes top = std::as_bytes(std::span(top_sums));
+    if (ssize(top) > CheckedBlocks::kBlockNbytes) {
+      return invalid_argument("an index of ", body.size(), " bytes is too long");
+    }
+    header_.top = {sizeof(records::Header), top.size()};
+    header_.table = {header_.top.offset + top.size(), table.size()};
+    header_.top_sum = xxh3(top);
+    const uint64_t begin = header_.table.offset + table.size();
+    for (records::Section& section : header_.sections) section.offset += begin;
+    Bytes_ out(sizeof(records::Header));
+    out.reserve(begin + body.size());
     std::memcpy(out.data(), &header_, sizeof(header_));
     header_.header_sum = xxh3(Bytes(out).first(offsetof(records::Header, header_sum)));
     std::memcpy(out.data(), &header_, sizeof(header_));
+    for (const Bytes part : {top, table, Bytes(body)}) {
+      out.insert(out.end(), part.begin(), part.end());
+    }
     return out;
+  }
+
+  static std::vector<uint64_t> sums_of(Bytes bytes) {
+    BlockSummer summer(CheckedBlocks::kBlockNbytes);
+    summer.append(bytes);
+    return summer.finish().sums;
   }
 
   records::Header header_ = {};
   std::array<Bytes_, records::kSectionCount> sections_;
   std::unordered_map<std::string, records::Text> texts_;
+  std::vector<records::Name> file_names_;
+  std::vector<records::Name> entry_names_;
   bool fits_ = true;
 };
 
@@ -171,9 +208,15 @@ Result<std::vector<std::byte>> write_index(const Index& index) {
   ASSIGN_OR_RETURN(std::vector<std::byte> bytes, IndexWriter().write(index));
   // What readers would refuse is refused here, while the checkpoint that it would belong to can
   // still do without.
-  const Result<Index> parsed = parse_index(bytes);
-  if (!parsed.ok()) return invalid_argument("cannot write an index: ", parsed.status().message());
+  const auto stored = StoredIndex::in_memory(bytes);
+  const Status sound = stored.ok() ? (*stored)->check() : stored.status();
+  if (!sound.ok()) return invalid_argument("cannot write an index: ", sound.message());
   return bytes;
+}
+
+Result<Index> parse_index(Bytes bytes) {
+  ASSIGN_OR_RETURN(const auto stored, StoredIndex::in_memory(bytes));
+  return stored->read_all();
 }
 
 }  // namespace torch_ckpt

@@ -1,12 +1,11 @@
 #pragma once
 
-// `.index`: what `.metadata` says, in a form that is read without unpickling anything, and
-// checksums of every block of every data file (FORMAT.md states every byte).
+// `.index` as a value: what `.metadata` says, in a form that is read without unpickling anything,
+// and checksums of every block of every data file (FORMAT.md states every byte).
 //
 // The writer of a checkpoint builds an `Index` and publishes its bytes with `.metadata`
-// (engine/commit); readers, `torch-ckpt verify` and `torch-ckpt inspect` parse them. A value that
-// `parse_index` returns is sound: every number in it has been checked against the others, so that
-// nobody downstream needs to.
+// (engine/commit). Readers look up in the file what they want (stored_index.h); tests and fuzz
+// targets have all of it parsed into a value again.
 
 #include <cstdint>
 #include <string>
@@ -17,17 +16,9 @@
 #include "base/bytes.h"
 #include "base/status.h"
 #include "base/strided.h"
+#include "format/metadata_trailer.h"
 
 namespace torch_ckpt {
-
-// What tells one state of a file from any other.
-struct Seal {
-  int64_t nbytes = 0;
-  uint64_t sum = 0;  // XXH3.
-
-  static Seal of(Bytes bytes) { return {ssize(bytes), xxh3(bytes)}; }
-  bool operator==(const Seal&) const = default;
-};
 
 struct IndexedFile {
   std::string name;  // In the checkpoint's directory itself.
@@ -76,7 +67,7 @@ struct IndexedPath {
 
 struct Index {
   std::string save_id;
-  Seal metadata = {};  // Of the `.metadata` that this index belongs to.
+  Seal metadata = {};  // Of the pickle in the `.metadata` that this index belongs to.
   std::vector<IndexedFile> files = {};
 
   // Whether what follows is there. It is not where a planner has put something into `.metadata`
@@ -90,23 +81,11 @@ struct Index {
   bool operator==(const Index&) const = default;
 };
 
-// What an index says of itself first, for choosing among several.
-struct IndexIdentity {
-  std::string save_id;
-  Seal metadata;
-  int64_t nbytes = 0;  // Of the whole file.
-};
-
-inline constexpr int64_t kSaveIdNbytes = 16;
-
 // Errors: kInvalidArgument for an index that parse_index would refuse.
 Result<std::vector<std::byte>> write_index(const Index& index);
 
+// All of an index. What it returns is sound: every number has been checked against the others.
 // Errors: kCorruption for bytes that write_index did not write; kUnsupported for a newer version.
 Result<Index> parse_index(Bytes bytes);
-
-// Reads the header alone. Errors: as parse_index.
-inline constexpr int64_t kIndexHeaderNbytes = 256;
-Result<IndexIdentity> parse_index_identity(Bytes header);
 
 }  // namespace torch_ckpt

@@ -1,6 +1,6 @@
 #pragma once
 
-// The records of `.index` as they lie on disk (FORMAT.md), for index_file.cc and parse_index.cc.
+// The records of `.index` as they lie on disk (FORMAT.md), for whoever writes and reads it.
 // Little-endian, without padding, at multiples of 8.
 
 #include <array>
@@ -15,17 +15,19 @@ namespace torch_ckpt::index_records {
 static_assert(std::endian::native == std::endian::little);
 
 inline constexpr std::array<char, 8> kMagic = {'T', 'C', 'K', 'P', 'T', 'I', 'D', 'X'};
-inline constexpr uint32_t kVersion = 1;
+inline constexpr uint32_t kVersion = 2;
 
-// The block length of the index's own sums.
-inline constexpr int64_t kTableBlockNbytes = int64_t{64} << 10;
-
-// Text that is used again and again is stored once. All uses together stay within this many times
-// the file, so that a small file cannot ask for much memory.
+// All uses of text together stay within this many times the file, so that a small file cannot ask
+// for much memory where all of it is read; and a single text, a word (a dtype, a memory format) and
+// the transforms of a box within these lengths, where it is not.
 inline constexpr int64_t kMaxTextUse = 16;
-
-inline constexpr int64_t kMaxWordNbytes = 64;  // Of a dtype or a memory format.
+inline constexpr int64_t kMaxTextNbytes = int64_t{1} << 20;
+inline constexpr int64_t kMaxWordNbytes = 64;
+inline constexpr int64_t kMaxTransformsNbytes = 512;
 inline constexpr char kTransformSeparator = '\n';
+
+// XXH3 of two names may be the same, but hardly ever of more.
+inline constexpr int64_t kMaxSameHash = 16;
 
 // A piece of the text section.
 struct Text {
@@ -39,14 +41,16 @@ struct Section {
 };
 
 enum SectionId {
-  kTextSection,
   kFileSection,
-  kSumSection,  // uint64_t, for every block of every file, in order.
+  kFileNameSection,  // Name: of every file.
   kEntrySection,
+  kEntryNameSection,  // Name: the FQN of every entry.
   kBoxSection,
   kDimSection,  // int64_t: of every entry its sizes, then of each of its boxes offsets and sizes.
   kPathSection,
   kKeySection,
+  kTextSection,
+  kSumSection,  // uint64_t, for every block of every file, in order.
   kSectionCount,
 };
 
@@ -63,15 +67,26 @@ struct Header {
   uint32_t zero;
   Text metadata_version;
   std::array<Section, kSectionCount> sections;
-  Section table;       // uint64_t, for every block of what lies between header and table.
-  uint64_t table_sum;  // XXH3 of the table.
-  std::array<uint64_t, 4> zeros;
+  Section top;       // uint64_t, for every block of the table.
+  Section table;     // uint64_t, for every block of the sections.
+  uint64_t top_sum;  // XXH3 of the top.
+  std::array<uint64_t, 6> zeros;
   uint64_t header_sum;  // XXH3 of the header up to here.
 };
 
 struct File {
   Text name;
   uint64_t nbytes;
+  uint64_t first_sum;
+};
+
+// Names are in the order of their hashes, so that one is found where its hash lies among all.
+struct Name {
+  uint64_t hash;    // XXH3 of the name.
+  uint32_t number;  // Of the file or entry that bears it.
+  uint32_t zero;
+
+  auto operator<=>(const Name&) const = default;
 };
 
 enum EntryKind : uint8_t { kObject = 0, kTensor = 1 };
@@ -113,8 +128,14 @@ struct Key {
   int64_t value;    // The integer, or where the text lies in its section.
 };
 
-static_assert(sizeof(Header) == 256 && sizeof(File) == 16 && sizeof(Entry) == 48 &&
-              sizeof(Box) == 32 && sizeof(Path) == 24 && sizeof(Key) == 16);
+static_assert(sizeof(Header) == 320 && sizeof(File) == 24 && sizeof(Name) == 16 &&
+              sizeof(Entry) == 48 && sizeof(Box) == 32 && sizeof(Path) == 24 && sizeof(Key) == 16);
 static_assert(std::is_trivially_copyable_v<Header>);
+
+inline constexpr std::array<uint64_t, kSectionCount> kRecordNbytes = {
+    sizeof(File),    sizeof(Name), sizeof(Entry),
+    sizeof(Name),    sizeof(Box),  sizeof(int64_t),
+    sizeof(Path),    sizeof(Key),  1,
+    sizeof(uint64_t)};
 
 }  // namespace torch_ckpt::index_records

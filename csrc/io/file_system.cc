@@ -16,18 +16,14 @@ Status run_one(IoQueue& queue, const IoRequest& request) {
 }
 
 // The first `nbytes` bytes of a file that has them.
-Result<std::vector<std::byte>> read_from(FileSystem& fs, File& file, int64_t nbytes) {
+Result<std::vector<std::byte>> read_from(File& file, int64_t nbytes) {
   std::vector<std::byte> bytes;
   try {
     bytes.resize(static_cast<size_t>(nbytes));
   } catch (const std::exception&) {  // A damaged file may claim any size.
     return errno_status(ENOMEM, str_cat("cannot read ", nbytes, " bytes of ", file.path()));
   }
-  if (nbytes == 0) return bytes;
-  const auto queue = fs.make_queue(1);
-  IoRequest request{.kind = IoRequest::Kind::kRead, .file = &file, .memory = bytes};
-  request.caching = Caching::kBuffered;
-  RETURN_IF_ERROR(run_one(*queue, request));
+  if (nbytes > 0) RETURN_IF_ERROR(file.read(0, bytes));
   return bytes;
 }
 
@@ -52,13 +48,7 @@ Result<std::vector<std::byte>> read_file(FileSystem& fs, const std::string& path
     return corruption("cannot read ", path, ": it is ", nbytes, " bytes long, and at most ",
                       max_nbytes, " are expected");
   }
-  return read_from(fs, *file, nbytes);
-}
-
-Result<std::vector<std::byte>> read_start(FileSystem& fs, const std::string& path, int64_t nbytes) {
-  ASSIGN_OR_RETURN(const auto file, fs.open(path, OpenMode::kRead, Caching::kBuffered));
-  ASSIGN_OR_RETURN(const int64_t file_nbytes, file->size());
-  return read_from(fs, *file, std::min(nbytes, file_nbytes));
+  return read_from(*file, nbytes);
 }
 
 Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool sync) {

@@ -51,6 +51,10 @@ class File {
   // would not touch the disk. False where the kernel cannot tell.
   virtual bool is_resident(int64_t offset, int64_t nbytes) const = 0;
 
+  // Reads these bytes through the page cache and returns when they are there: for what is small and
+  // rare, and not worth a queue. Errors: those of a read in `IoDone`.
+  virtual Status read(int64_t offset, MutableBytes memory) = 0;
+
   // Reserves room, and makes the file `nbytes` long, so that writes neither run out of space nor
   // move the end of the file.
   virtual Status preallocate(int64_t nbytes) = 0;
@@ -144,9 +148,6 @@ std::string parent_directory(std::string_view path);
 inline constexpr int64_t kMaxSmallFileNbytes = int64_t{8} << 30;
 Result<std::vector<std::byte>> read_file(FileSystem& fs, const std::string& path,
                                          int64_t max_nbytes = kMaxSmallFileNbytes);
-
-// The first `nbytes` bytes of a file, or all of a shorter one.
-Result<std::vector<std::byte>> read_start(FileSystem& fs, const std::string& path, int64_t nbytes);
 
 // Creates `path` with these bytes, and syncs it when `sync` is set. On an error the file may exist
 // with some of the bytes.

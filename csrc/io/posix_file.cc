@@ -5,9 +5,11 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <optional>
 
 #include "io/page_cache.h"
 #include "io/retry.h"
+#include "io/transfer.h"
 
 namespace torch_ckpt {
 namespace {
@@ -142,6 +144,17 @@ Result<int64_t> PosixFile::size() const {
 
 bool PosixFile::is_resident(int64_t offset, int64_t nbytes) const {
   return page_cache_holds(buffered_.get(), offset, nbytes);
+}
+
+Status PosixFile::read(int64_t offset, MutableBytes memory) {
+  Transfer transfer({.kind = IoRequest::Kind::kRead,
+                     .file = this,
+                     .offset = offset,
+                     .memory = memory,
+                     .caching = Caching::kBuffered});
+  std::optional<Status> status = transfer.finished_at_once();
+  while (!status) status = transfer.advance(perform(transfer.next()));
+  return *status;
 }
 
 Status PosixFile::preallocate(int64_t nbytes) {

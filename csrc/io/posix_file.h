@@ -50,6 +50,7 @@ class PosixFile : public File {
   int64_t alignment() const override { return direct_.valid() ? kDirectAlignment : 1; }
   const std::string& fallback_reason() const override { return fallback_reason_; }
   bool is_resident(int64_t offset, int64_t nbytes) const override;
+  Status read(int64_t offset, MutableBytes memory) override;
   Status preallocate(int64_t nbytes) override;
   Status truncate(int64_t nbytes) override;
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "format/index_records.h"
+#include "support/opened_index.h"
 #include "support/sealed_index.h"
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
@@ -57,12 +58,6 @@ Index sample() {
   return index;
 }
 
-std::vector<std::byte> written(const Index& index) {
-  const auto bytes = write_index(index);
-  EXPECT_OK(bytes);
-  return *bytes;
-}
-
 TEST(IndexFileTest, WhatIsWrittenIsRead) {
   for (const bool has_entries : {true, false}) {
     Index index = sample();
@@ -77,15 +72,6 @@ TEST(IndexFileTest, WhatIsWrittenIsRead) {
   }
   ASSERT_OK_AND_ASSIGN(const Index empty, parse_index(written({.save_id = "0123456789abcdef"})));
   EXPECT_EQ(empty, Index{.save_id = "0123456789abcdef"});
-}
-
-TEST(IndexFileTest, TheHeaderAloneTellsWhichSaveItIsAndHowLong) {
-  const std::vector<std::byte> bytes = written(sample());
-  ASSERT_OK_AND_ASSIGN(const IndexIdentity identity,
-                       parse_index_identity(Bytes(bytes).first(kIndexHeaderNbytes)));
-  EXPECT_EQ(identity.save_id, sample().save_id);
-  EXPECT_EQ(identity.metadata, sample().metadata);
-  EXPECT_EQ(identity.nbytes, ssize(bytes));
 }
 
 TEST(IndexFileTest, AnyFlippedBitIsCorruption) {
@@ -120,8 +106,7 @@ TEST(IndexFileTest, AHeaderAloneIsAnIndexOfNothing) {
   header.version = records::kVersion;
   header.block_nbytes = kSumBlockNbytes;
   for (records::Section& section : header.sections) section = {sizeof(header), 0};
-  header.table = {sizeof(header), 0};
-  header.table_sum = xxh3({});
+  header.top = header.table = {sizeof(header), 0};
   std::vector<std::byte> bytes(sizeof(header));
   std::memcpy(bytes.data(), &header, sizeof(header));
   reseal(bytes);

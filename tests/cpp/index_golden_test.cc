@@ -68,5 +68,15 @@ TEST(IndexGoldenTest, ReadsTheExampleInFormatMd) {
   EXPECT_EQ(index, example());
 }
 
+TEST(IndexGoldenTest, TheTrailerIsTheOneInFormatMd) {
+  const std::string shown = format_md_listing("Example of a trailer");
+  const MetadataTrailer trailer = {example().save_id, example().metadata};
+  ASSERT_OK_AND_ASSIGN(const auto written, write_metadata_trailer(trailer));
+  EXPECT_TRUE(shown == as_text(written)) << "the example differs from what is written";
+  ASSERT_OK_AND_ASSIGN(const MetadataTrailer read,
+                       parse_metadata_trailer(as_bytes(shown), 12 + kMetadataTrailerNbytes));
+  EXPECT_EQ(read, trailer);
+}
+
 }  // namespace
 }  // namespace torch_ckpt

@@ -10,6 +10,7 @@
 
 #include "engine/load_job.h"
 #include "support/memory_file_system.h"
+#include "support/opened_index.h"
 #include "support/saved_checkpoint.h"
 #include "support/status_matchers.h"
 #include "support/strided_frame.h"
@@ -76,7 +77,7 @@ struct Indexed {
   Result<LoadResult> load(const std::vector<TensorRequest>& tensors,
                           const std::vector<StoredSlice>& bytes = {},
                           const LoadOptions& options = Indexed::options()) {
-    ASSIGN_OR_RETURN(const auto job, LoadJob::make(fs, kCheckpoint, options, index));
+    ASSIGN_OR_RETURN(const auto job, LoadJob::make(fs, kCheckpoint, options, opened(*index)));
     return job->run(tensors, bytes);
   }
   TestTensor destination(size_t i) const {
@@ -209,6 +210,7 @@ TEST(IndexedLoadTest, HeadsThatDoNotFitABufferWithTheirBlocksAreLeftToTorch) {
     BlockSummer summer(kLongBlock);
     summer.append(as_bytes(contents));
     const auto index = std::make_shared<Index>();
+    index->save_id = "0123456789abcdef";
     index->files = {{"a", summer.finish()}};
     const TestTensor loaded = TestTensor::random("w", DType::kFloat32, {100000}, 100);
     const StoredSlice slice = {"a", kLongBlock - 1, static_cast<int64_t>(frame.size()), "w"};
@@ -216,10 +218,12 @@ TEST(IndexedLoadTest, HeadsThatDoNotFitABufferWithTheirBlocksAreLeftToTorch) {
         const auto job,
         LoadJob::make(fs, kCheckpoint,
                       {.buffer_nbytes = 128 << 10, .block_nbytes = 4 * kLongBlock, .threads = 1},
-                      index));
+                      opened(*index)));
     const TensorRequest request = whole(slice, loaded);
     ASSERT_OK_AND_ASSIGN(const LoadResult result, job->run({&request, 1}, {}));
-    if (result.outcomes[0] == Outcome::kLoaded) EXPECT_TRUE(loaded.packed() == payload);
+    if (result.outcomes[0] == Outcome::kLoaded) {
+      EXPECT_TRUE(loaded.packed() == payload);
+    }
     EXPECT_EQ(result.outcomes[0] == Outcome::kLoaded, head < 33 << 10) << head;
   }
 }
@@ -254,6 +258,81 @@ TEST(IndexedLoadTest, WhatTheIndexDoesNotKnowIsCorruptionBeforeAnythingIsWritten
   }
 }
 
+// The sums of a tensor are in two blocks of the index, of which the second is damaged.
+TEST(IndexedLoadTest, ADamagedSumOfTheIndexIsFoundBeforeAnythingIsWritten) {
+  Indexed a;
+  for (IndexedEntry& entry : a.index->entries) {
+    for (IndexedBox& box : entry.boxes) box.file = 1;
+  }
+  IndexedFile other{.name = "b"};
+  other.sums.block_nbytes = kBlock;
+  const auto with_sums_before = [&](int64_t count) {
+    other.sums.sums.resize(static_cast<size_t>(count));
+    other.sums.file_nbytes = count * kBlock;
+    Index index = *a.index;
+    index.files.insert(index.files.begin(), other);
+    return written(index);
+  };
+  constexpr int64_t kFirst = 20000;
+  index_records::Header header;
+  std::memcpy(&header, with_sums_before(kFirst).data(), sizeof(header));
+  // An edge in the middle of the tensor's sums.
+  const int64_t in_tensor = kFirst + a.slices[6].offset / kBlock + 60;
+  const int64_t edge = CheckedBlocks::kSumsInBlock;
+  const auto before = static_cast<int64_t>(header.sections[index_records::kSumSection].offset -
+                                           header.sections[0].offset) /
+                      8;
+  std::vector<std::byte> bytes = with_sums_before(kFirst + edge - (before + in_tensor) % edge);
+  bytes.back() ^= std::byte{1};
+  ASSERT_OK_AND_ASSIGN(const auto damaged, opened(bytes));
+  ASSERT_OK_AND_ASSIGN(const auto job,
+                       LoadJob::make(a.fs, kCheckpoint, Indexed::options(), damaged));
+  const TestTensor loaded = a.destination(6);
+  const std::string untouched = loaded.packed();
+  const TensorRequest request = whole(a.slices[6], loaded);
+  const auto result = job->run({&request, 1}, {});
+  EXPECT_CODE(result, StatusCode::kCorruption);
+  EXPECT_THAT(result.status().message(), HasSubstr(".index"));
+  EXPECT_TRUE(loaded.packed() == untouched);
+  // Without checking, no sum is asked for.
+  ASSERT_OK_AND_ASSIGN(const auto unchecked,
+                       LoadJob::make(a.fs, kCheckpoint, Indexed::options(false), damaged));
+  EXPECT_OK(unchecked->run({&request, 1}, {}));
+}
+
+// Boxes of one tensor, asked for in any order.
+TEST(IndexedLoadTest, ManyBoxesOfOneTensorAreFoundInAnyOrder) {
+  Index index;
+  index.save_id = "0123456789abcdef";
+  index.has_entries = true;
+  index.files = {{.name = "a"}};
+  const auto frame = *TensorFrame::make(DType::kFloat32, Dims{1, 3});
+  IndexedEntry entry{.fqn = "w", .is_tensor = true, .dtype = "float32", .sizes = {3000, 3}};
+  for (int64_t i = 0; i < 3000; ++i) {
+    entry.boxes.push_back({{i, 0}, {1, 3}, 0, i * frame.nbytes(), frame.nbytes(), true, {}});
+  }
+  index.files[0].sums.file_nbytes = 3000 * frame.nbytes();
+  index.files[0].sums.sums.resize(static_cast<size_t>(
+      BlockGrid::block_count(index.files[0].sums.file_nbytes, kSumBlockNbytes)));
+  index.entries = {entry, {.fqn = "empty", .is_tensor = true, .dtype = "int8", .sizes = {0}}};
+  IndexLookup lookup(opened(index));
+  for (uint32_t seed = 0; seed < 2000; ++seed) {
+    std::mt19937 random(seed);
+    const int64_t i = pick(random, 3000);
+    const StoredSlice slice = {"a", i * frame.nbytes(), frame.nbytes(), "w"};
+    ASSERT_OK_AND_ASSIGN(const auto found, lookup.tensor(slice));
+    ASSERT_TRUE(found.has_value());
+    EXPECT_EQ(found->sizes, (Dims{1, 3}));
+    StoredSlice odd = slice;
+    odd.offset += 1;
+    EXPECT_CODE(lookup.tensor(odd), StatusCode::kCorruption);
+    odd = slice;
+    (seed % 2 == 0 ? odd.name : odd.file) = "empty";
+    if (seed % 100 >= 2) continue;
+    EXPECT_CODE(lookup.tensor(odd), StatusCode::kCorruption);
+  }
+}
+
 TEST(IndexedLoadTest, AnOpaqueTensorIsLeftToTorch) {
   Indexed a;
   a.index->entries[1].boxes[0].plain = false;
@@ -273,9 +352,10 @@ TEST(IndexedLoadTest, AnIndexWhoseDtypeDoesNotFitTheSliceIsCorruption) {
 
 TEST(IndexedLoadTest, BuffersThatHoldNoBlocksAreRefused) {
   Indexed a;
-  EXPECT_CODE(LoadJob::make(a.fs, kCheckpoint,
-                            {.buffer_nbytes = 1 << 20, .block_nbytes = 4 * kBlock - 1}, a.index),
-              StatusCode::kInvalidArgument);
+  EXPECT_CODE(
+      LoadJob::make(a.fs, kCheckpoint, {.buffer_nbytes = 1 << 20, .block_nbytes = 4 * kBlock - 1},
+                    opened(*a.index)),
+      StatusCode::kInvalidArgument);
 }
 
 }  // namespace

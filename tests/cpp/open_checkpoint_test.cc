@@ -8,6 +8,7 @@
 #include <string>
 
 #include "support/memory_file_system.h"
+#include "support/opened_index.h"
 #include "support/status_matchers.h"
 
 namespace torch_ckpt {
@@ -21,31 +22,84 @@ std::string index_of(const std::string& metadata, const std::string& save_id = k
   Index index;
   index.save_id = save_id;
   index.metadata = Seal::of(as_bytes(metadata));
-  const auto bytes = write_index(index);
-  EXPECT_OK(bytes);
-  return std::string(as_text(*bytes));
+  return std::string(as_text(written(index)));
+}
+
+std::string metadata_of(const std::string& pickle, const std::string& save_id = kId) {
+  return sealed_metadata(pickle, save_id);
 }
 
 TEST(OpenCheckpointTest, FindsTheIndexThatWasCommittedWithTheMetadata) {
   MemoryFileSystem fs;
-  fs.put("c/.metadata", "m");
+  fs.put("c/.metadata", metadata_of("m"));
   fs.put("c/.index", index_of("m"));
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
-  EXPECT_EQ(as_text(opened.metadata), "m");
+  EXPECT_EQ(as_text(*opened.metadata->read_pickle()), "m");
   ASSERT_NE(opened.index, nullptr);
-  EXPECT_EQ(opened.index->save_id, kId);
+  EXPECT_EQ(opened.index->save_id(), kId);
 }
 
 TEST(OpenCheckpointTest, FindsAnIndexThatStillHasItsPendingName) {
   MemoryFileSystem fs;
-  fs.put("c/.metadata", "new");
+  fs.put("c/.metadata", metadata_of("new"));
   fs.put("c/.index", index_of("old"));
   fs.put("c/.index.00000000aaaaaaaa", "torn");
   fs.put("c/.index.00000000bbbbbbbb", index_of("of a save that failed"));
   fs.put("c/.index." + std::string(kId), index_of("new"));
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
   ASSERT_NE(opened.index, nullptr);
-  EXPECT_EQ(opened.index->metadata, Seal::of(as_bytes("new")));
+  EXPECT_EQ(opened.index->metadata(), Seal::of(as_bytes("new")));
+}
+
+// However long they are.
+TEST(OpenCheckpointTest, ReadsTheEndOfTheMetadataAndTheStartOfTheIndex) {
+  MemoryFileSystem fs;
+  const std::string pickle(5 << 20, 'p');
+  Index index{.save_id = kId, .metadata = Seal::of(as_bytes(pickle))};
+  IndexedFile file{.name = "a"};
+  file.sums.file_nbytes = kSumBlockNbytes << 20;
+  file.sums.sums.resize(1 << 20);
+  index.files = {file};
+  fs.put("c/.metadata", metadata_of(pickle));
+  fs.put("c/.index", as_text(written(index)));
+  ASSERT_GT(fs.contents("c/.index")->size(), size_t{8} << 20);
+  ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
+  ASSERT_NE(opened.index, nullptr);
+  int64_t read_nbytes = 0;
+  for (const Operation& operation : fs.operations()) read_nbytes += operation.nbytes;
+  EXPECT_EQ(read_nbytes, kMetadataTrailerNbytes + (64 << 10));
+  EXPECT_EQ(fs.count(Operation::Kind::kRead), 2);
+}
+
+TEST(OpenCheckpointTest, AnIndexOfTheSamePickleInAnotherSaveIsNotTaken) {
+  MemoryFileSystem fs;
+  fs.put("c/.metadata", metadata_of("m"));
+  fs.put("c/.index", index_of("m", "ffffffffffffffff"));
+  ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
+  EXPECT_EQ(opened.index, nullptr);
+  EXPECT_NE(opened.other_index, nullptr);
+}
+
+TEST(OpenCheckpointTest, WithoutATrailerNoIndexBelongsToTheMetadata) {
+  MemoryFileSystem fs;
+  fs.put("c/.metadata", "m");
+  fs.put("c/.index", index_of("m"));
+  ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
+  EXPECT_EQ(opened.index, nullptr);
+  EXPECT_EQ(as_text(*opened.metadata->read_pickle()), "m");
+}
+
+// What is open stays what it was.
+TEST(OpenCheckpointTest, ASaveOverWhatIsOpenChangesNothing) {
+  MemoryFileSystem fs;
+  fs.put("c/.metadata", metadata_of("old"));
+  fs.put("c/.index", index_of("old"));
+  ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
+  fs.put("c/.metadata", metadata_of("new"));
+  fs.put("c/.index", index_of("new"));
+  ASSERT_NE(opened.index, nullptr);
+  EXPECT_OK(opened.index->check());
+  EXPECT_EQ(as_text(*opened.metadata->read_pickle()), "old");
 }
 
 TEST(OpenCheckpointTest, AnIndexOfOtherMetadataIsNotTaken) {
@@ -60,7 +114,7 @@ TEST(OpenCheckpointTest, AnIndexOfOtherMetadataIsNotTaken) {
 
 TEST(OpenCheckpointTest, ADamagedIndexIsReportedWithItsName) {
   MemoryFileSystem fs;
-  fs.put("c/.metadata", "m");
+  fs.put("c/.metadata", metadata_of("m"));
   std::string damaged = index_of("m");
   damaged[30] ^= 1;
   fs.put("c/.index", damaged);
@@ -73,11 +127,11 @@ TEST(OpenCheckpointTest, ADamagedIndexIsReportedWithItsName) {
 // A hole costs a disk nothing, and memory as much as it claims.
 TEST(OpenCheckpointTest, AnIndexOfAnotherLengthThanItsHeaderStatesIsNotRead) {
   MemoryFileSystem fs;
-  fs.put("c/.metadata", "m");
+  fs.put("c/.metadata", metadata_of("m"));
   fs.put("c/.index", index_of("m") + std::string(1 << 20, '\0'));
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
   EXPECT_CODE(opened.index_status, StatusCode::kCorruption);
-  for (const Operation& operation : fs.operations()) EXPECT_LE(operation.nbytes, 4096);
+  for (const Operation& operation : fs.operations()) EXPECT_LE(operation.nbytes, 64 << 10);
 }
 
 // Commits another checkpoint at the moment when the index of the first is asked for.
@@ -87,7 +141,7 @@ class OvertakenFileSystem : public MemoryFileSystem {
                                      Caching caching) override {
     if (path == "c/.index" && saves_left > 0) {
       const std::string text = "metadata " + std::to_string(saves_left--);
-      put("c/.metadata", text);
+      put("c/.metadata", metadata_of(text));
       put("c/.index", index_of(text));
     }
     return MemoryFileSystem::open(path, mode, caching);
@@ -97,11 +151,11 @@ class OvertakenFileSystem : public MemoryFileSystem {
 
 TEST(OpenCheckpointTest, ASaveThatCommitsMeanwhileIsNoDamage) {
   OvertakenFileSystem fs;
-  fs.put("c/.metadata", "old");
+  fs.put("c/.metadata", metadata_of("old"));
   fs.put("c/.index", index_of("old"));
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
   ASSERT_NE(opened.index, nullptr);
-  EXPECT_EQ(opened.index->metadata, Seal::of(opened.metadata));
+  EXPECT_EQ(opened.index->metadata(), Seal::of(*opened.metadata->read_pickle()));
 }
 
 TEST(OpenCheckpointTest, WithoutMetadataThereIsNoCheckpoint) {
@@ -112,7 +166,7 @@ TEST(OpenCheckpointTest, WithoutMetadataThereIsNoCheckpoint) {
 
 TEST(OpenCheckpointTest, RanksHaveNamesOfTheirOwn) {
   MemoryFileSystem fs;
-  fs.put("c/__3.metadata", "m");
+  fs.put("c/__3.metadata", metadata_of("m"));
   fs.put("c/__3.index", index_of("m"));
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c", {"__3.metadata", "__3.index"}));
   EXPECT_NE(opened.index, nullptr);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "support/memory_file_system.h"
+#include "support/opened_index.h"
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
@@ -27,13 +28,14 @@ struct Checked {
   Checked() {
     BlockSummer summer(kBlock);
     summer.append(as_bytes(contents));
+    index->save_id = "0123456789abcdef";
     index->files = {{"a", summer.finish()}};
     fs.put("c/a", contents);
   }
   Result<std::vector<ByteRange>> check(int64_t begin = 0, int64_t end = kNbytes) {
-    ASSIGN_OR_RETURN(
-        const auto job,
-        VerifyJob::make(fs, "c", index, {.buffer_nbytes = 128 << 10, .block_nbytes = 16 << 10}));
+    ASSIGN_OR_RETURN(const auto job,
+                     VerifyJob::make(fs, "c", opened(*index),
+                                     {.buffer_nbytes = 128 << 10, .block_nbytes = 16 << 10}));
     return job->check(0, begin, end);
   }
   void flip(int64_t at) {

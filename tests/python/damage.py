@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 BLOCK = 64 << 10  # What the index has a checksum of.
 SECTOR, PAGE = 512, 4096
+TRAILER = 64  # Of metadata.
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Damage:
     Attributes:
         what: For messages.
         changed: Name of each file, and what is in it now.
-        in_structure: Those of them of which a load can tell before it reads any data: metadata, the
-            index, and data files of another length.
+        in_structure: Those of them of which a load can tell before it reads any data: the trailer
+            of metadata, the index, and data files of another length.
     """
 
     what: str
@@ -44,7 +45,9 @@ class Damage:
         in_structure = {
             name
             for name, after in changed.items()
-            if is_structure(name) or after is None or len(after) != len(before[name])
+            if after is None
+            or len(after) != len(before[name])
+            or (is_structure(name) and not is_outside(name, before[name], after))
         }
         return cls(what, changed, in_structure)
 
@@ -137,11 +140,14 @@ _INDEX_FIELDS = {
     "sum of the metadata": 40,
     "flags": 48,
     "Metadata.version": 56,
-    "sum of the table": 208,
-    "zeros": 216,
-    "sum of the header": 248,
+    "sum of the top": 256,
+    "zeros": 264,
+    "sum of the header": 312,
 }
-_INDEX_SECTIONS = ["text", "files", "sums", "entries", "boxes", "dims", "paths", "keys", "table"]
+_INDEX_SECTIONS = [
+    *("files", "names of files", "entries", "names of entries", "boxes"),
+    *("dims", "paths", "keys", "text", "sums", "top", "table"),
+]
 
 
 def points_of_index(data: bytes) -> Points:
@@ -161,8 +167,10 @@ def points_of_index(data: bytes) -> Points:
 
 
 def points_of_metadata(data: bytes, count: int) -> Points:
-    """Offsets all over a pickle."""
-    return [("pickle", number * (len(data) - 1) // (count - 1)) for number in range(count)]
+    """Offsets all over a pickle, and in every field of its trailer."""
+    end = len(data) - TRAILER
+    points = [("pickle", number * (end - 1) // (count - 1)) for number in range(count)]
+    return points + [("trailer", end + at) for at in (0, 8, 12, 16, 31, 32, 40, 48, 56, 63)]
 
 
 def damages_at(
@@ -196,6 +204,11 @@ def damages_of_file(name: str, data: bytes, other: bytes) -> Iterator[tuple[str,
     yield f"{name} one byte longer", data + b"\0"
     yield f"{name} a block longer", data + data[-BLOCK:].ljust(BLOCK, b"\0")
     yield f"{name} of another save", other
+
+
+def is_outside(name: str, before: bytes, after: bytes) -> bool:
+    """Whether only the pickle of metadata differs, of which a load uses no byte."""
+    return name == ".metadata" and before[-TRAILER:] == after[-TRAILER:]
 
 
 def is_structure(name: str) -> bool:

@@ -194,7 +194,7 @@ def test_damaged_metadata_or_index_are_damage(
     (saved / name).unlink()
     if damage != "missing":
         flipped = bytearray(whole)
-        flipped[200] ^= 1
+        flipped[200 if name == ".index" else -9] ^= 1  # In the header; in the trailer.
         (saved / name).write_bytes(flipped)
 
     for command, prefix in (("verify", "damaged: "), ("inspect", "torch-ckpt: ")):
@@ -202,6 +202,32 @@ def test_damaged_metadata_or_index_are_damage(
         assert status == DAMAGED
         assert said.format(path=saved) in printed
         assert printed.startswith(prefix)
+
+
+def test_a_damaged_pickle_is_found_by_verify_and_in_nobodys_way(saved: Path) -> None:
+    flip(saved / ".metadata", 200)
+
+    status, printed = run("verify", saved)
+
+    assert status == DAMAGED
+    (line,) = damage_lines(printed)
+    assert f"{saved}/.metadata: the " in line
+    assert "bytes of its pickle fail their checksum" in line
+    assert run("inspect", saved)[0] == SOUND
+
+
+@pytest.mark.parametrize("at", [0.2, 0.5, 0.99])
+def test_damage_inside_an_index_is_listed_by_verify(at: float, saved: Path) -> None:
+    nbytes = (saved / ".index").stat().st_size
+    flip(saved / ".index", 400 + int(at * (nbytes - 401)))
+
+    status, printed = run("verify", saved)
+
+    assert status == DAMAGED
+    if "cannot read" not in printed:
+        (line,) = damage_lines(printed)
+        assert line.startswith("damaged: .index [")
+        assert f", {nbytes}): it fails its checksum" in line
 
 
 def test_a_stock_checkpoint_exits_2_as_long_as_nothing_contradicts_it(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from checkpoints import (
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from torch_ckpt import CorruptionError, FastReader, FastWriter, NotFoundError
+from torch_ckpt import CorruptionError, FastReader, FastWriter, NotFoundError, _native
+from torch_ckpt.seal import INDEX_MARK, open_committed
 
 
 def random_state(rng: random.Random) -> dict[str, Any]:
@@ -181,25 +183,83 @@ unpickled = []
 sys.addaudithook(lambda event, _: event == "pickle.find_class" and unpickled.append(event))
 path = Path(sys.argv[1])
 whole = (path / ".metadata").read_bytes()
-refused = 0
+sound = dict(FastReader(path).read_metadata().storage_data)
+refused = []
 for at in range(len(whole)):
     damaged = bytearray(whole)
     damaged[at] ^= 1 << at % 8
     (path / ".metadata").write_bytes(damaged)
     try:
-        FastReader(path).read_metadata()
+        assert FastReader(path).read_metadata().storage_data == sound
     except CorruptionError:
-        refused += 1
-print("refused:", refused, "unpickled:", len(unpickled))
+        refused.append(at)
+print("refused:", refused == list(range(len(whole) - 64, len(whole))), "unpickled:", len(unpickled))
 """
 
 
 def test_metadata_with_a_flipped_bit_are_never_unpickled(
     saved: Path, run_python: Callable[..., str]
 ) -> None:
-    # One flip in fifty would have pickle reserve gigabytes.
-    flips = (saved / ".metadata").stat().st_size
-    assert run_python(EVERY_FLIP, saved) == f"refused: {flips} unpickled: 0\n"
+    # One flip in fifty would have pickle reserve gigabytes. The index alone says what is stored; in
+    # the trailer, which says whose index that is, every flip is found.
+    assert run_python(EVERY_FLIP, saved) == "refused: True unpickled: 0\n"
+
+
+def test_metadata_with_a_damaged_pickle_load_by_their_index_and_fail_their_check(
+    saved: Path, state: dict[str, Any], rng: random.Random
+) -> None:
+    path = saved / ".metadata"
+    whole = path.read_bytes()
+    for at in (0, rng.randrange(len(whole) - 64), len(whole) - 65):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
+        assert loads(saved, state) == []
+        committed, index = open_committed(_native.local_file_system(), saved, "")
+        assert index is not None
+        for check in (committed.check, committed.read_pickle):
+            with pytest.raises(CorruptionError, match=re.escape(str(path))):
+                check()
+
+
+@pytest.mark.parametrize("at", [*range(0, 64, 8), 63])
+def test_a_damaged_trailer_does_not_make_a_checkpoint_one_without_an_index(
+    at: int, saved: Path, state: dict[str, Any]
+) -> None:
+    path = saved / ".metadata"
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) - 64 + at] ^= 1
+    path.write_bytes(whole)
+
+    assert "index" in refusal(saved, state, no_dist=True)
+    (saved / ".index").unlink()  # The mark in the pickle is a witness of its own.
+    said = refusal(saved, state, no_dist=True)
+    assert "is missing or damaged" in said
+    assert loads(saved, state, FileSystemReader) == []
+    assert differences(state, load(blank(state), FastReader(saved, verify=False))) == []
+
+
+def test_a_sound_trailer_is_a_witness_where_the_mark_in_the_pickle_is_damaged(
+    saved: Path, state: dict[str, Any]
+) -> None:
+    path = saved / ".metadata"
+    whole = path.read_bytes()
+    assert whole.count(INDEX_MARK.encode()) == 1
+    path.write_bytes(whole.replace(INDEX_MARK.encode(), INDEX_MARK.upper().encode()))
+    (saved / ".index").unlink()
+
+    assert "is missing or damaged" in refusal(saved, state, no_dist=True)
+
+
+def test_stock_dcp_and_pickle_read_metadata_with_a_trailer(
+    saved: Path, state: dict[str, Any]
+) -> None:
+    with open(saved / ".metadata", "rb") as stream:
+        metadata = pickle.load(stream)
+        assert stream.read(8) == b"TCKPTEND"
+    assert type(metadata) is Metadata
+    read = FileSystemReader(saved).read_metadata()
+    assert metadata.storage_data == read.storage_data
+    assert metadata.state_dict_metadata == read.state_dict_metadata
+    assert loads(saved, state, FileSystemReader) == []
 
 
 # Metadata of ranks, which DCP falls back to
@@ -220,7 +280,7 @@ def lose(path: Path, how: str, other: Path) -> None:
         {
             "empty": b"",
             "cut off": whole[:middle],
-            "flipped": whole[:middle] + bytes([whole[middle] ^ 16]) + whole[middle + 1 :],
+            "flipped": whole[:-20] + bytes([whole[-20] ^ 16]) + whole[-19:],  # In the trailer.
             "another object": pickle.dumps({"not": "metadata"}),
             "of another save": (other / ".metadata").read_bytes(),
         }[how]
@@ -292,7 +352,8 @@ def test_checkpoints_of_single_ranks_have_an_index_of_their_own(
     dcp.save(state, storage_writer=FastWriter(tmp_path), use_collectives=False)
     file = data_files(tmp_path)[0] if name == "data" else tmp_path / name
     whole = file.read_bytes()
-    middle = len(whole) // 2
+    # Of metadata, in the trailer: a load does not look at the rest.
+    middle = len(whole) - 20 if name == "__0.metadata" else len(whole) // 2
     file.unlink()
     if damage != "missing":
         flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +36,10 @@ class Checkpoint:
     """One set of metadata: a whole checkpoint's, or that of a rank that saved by itself."""
 
     path: Path
-    pickled: bytes
+    metadata: _native.MetadataFile
     index: _native.Index | None
     files: list[tuple[str, int]]  # Name, length in bytes.
-    entries: list[_native.IndexEntry] | None  # None if only the pickled metadata may tell.
+    entries: Iterable[_native.IndexEntry] | None  # None if only the pickled metadata may tell.
     save_id: str | None
 
 
@@ -55,10 +56,11 @@ def find_checkpoints(directory: Path) -> list[str]:
 def open_checkpoint(directory: Path, prefix: str) -> Checkpoint:
     """Opens the checkpoint whose metadata have this prefix."""
     path = directory / f"{prefix}.metadata"
-    pickled, index = open_committed(_native.local_file_system(), directory, prefix)
-    if index is not None:
-        return Checkpoint(path, pickled, index, index.files, index.entries, index.save_id)
-    return described(Checkpoint(path, pickled, None, [], None, None))
+    metadata, index = open_committed(_native.local_file_system(), directory, prefix)
+    if index is None:
+        return described(Checkpoint(path, metadata, None, [], None, None))
+    entries = index if index.has_entries else None
+    return Checkpoint(path, metadata, index, index.files, entries, index.save_id)
 
 
 def described(checkpoint: Checkpoint) -> Checkpoint:
@@ -72,7 +74,7 @@ def described(checkpoint: Checkpoint) -> Checkpoint:
     from torch_ckpt.index import to_entries
     from torch_ckpt.metadata import load_committed
 
-    metadata = load_committed(checkpoint.pickled, where=str(checkpoint.path))
+    metadata = load_committed(checkpoint.metadata.read_pickle(), where=str(checkpoint.path))
     files = checkpoint.files
     if checkpoint.index is None:
         folder = checkpoint.path.parent

@@ -69,7 +69,8 @@ def _verify(options: argparse.Namespace) -> int:
     begin = time.monotonic()
     for checkpoint in checkpoints:
         if checkpoint.index is not None:
-            _check_blocks(checkpoint, checkpoint.index, report, progress)
+            if _check_structure(checkpoint, checkpoint.index, report):
+                _check_blocks(checkpoint, checkpoint.index, report, progress)
         else:
             _check_archives(checkpoint, report, progress)
     progress.close()
@@ -88,6 +89,28 @@ def _verify(options: argparse.Namespace) -> int:
         print(printable(f"cannot tell: {line}"))
     print(f"{'no damage found' if report.doubts else 'sound'} ({speed})")
     return UNKNOWN if report.doubts else SOUND
+
+
+def _check_structure(checkpoint: Checkpoint, index: _native.Index, report: _Report) -> bool:
+    """Checks all of the metadata and of the index; says whether the latter can be used."""
+    try:
+        checkpoint.metadata.check()
+    except CorruptionError as error:
+        report.damage.append(str(error))
+    name = checkpoint.path.name.removesuffix(".metadata") + ".index"
+    damaged = index.damage()
+    report.damage += [
+        f"{name} [{begin}, {end}): it fails its checksum, and what it says of the data is unknown"
+        for begin, end in damaged
+    ]
+    if damaged:
+        return False
+    try:
+        index.check()
+    except CorruptionError as error:
+        report.damage.append(str(error))
+        return False
+    return True
 
 
 def _check_blocks(

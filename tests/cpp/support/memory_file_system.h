@@ -217,6 +217,17 @@ class MemoryFile : public File {
     const std::lock_guard<std::mutex> lock(fs_.mutex_);
     return ssize(*data_);
   }
+  Status read(int64_t offset, MutableBytes memory) override {
+    const Status fault = fs_.begin({Operation::Kind::kRead, path_, offset, ssize(memory)});
+    const std::lock_guard<std::mutex> lock(fs_.mutex_);
+    if (!range_within(offset, ssize(memory), ssize(*data_))) {
+      return corruption("cannot read ", memory.size(), " bytes at ", offset, " of ", path_,
+                        ": the file is ", data_->size(), " bytes long");
+    }
+    std::copy_n(data_->begin() + offset, memory.size(), memory.begin());
+    if (!fault.ok()) std::ranges::fill(memory, std::byte{0xEE});
+    return fault;
+  }
   Status preallocate(int64_t nbytes) override {
     RETURN_IF_ERROR(fs_.begin({Operation::Kind::kPreallocate, path_, 0, nbytes}));
     const std::lock_guard<std::mutex> lock(fs_.mutex_);

@@ -137,6 +137,7 @@ class RecordingFile : public File {
   bool is_resident(int64_t offset, int64_t nbytes) const override {
     return inner_->is_resident(offset, nbytes);
   }
+  Status read(int64_t offset, MutableBytes memory) override { return inner_->read(offset, memory); }
   Status preallocate(int64_t nbytes) override {
     const std::lock_guard<std::mutex> lock(fs_.mutex_);
     return resized(inner_->preallocate(nbytes), nbytes);

@@ -22,6 +22,7 @@
 #include "format/index_file.h"
 #include "support/disk_journal.h"
 #include "support/memory_file_system.h"
+#include "support/opened_index.h"
 #include "support/saved_file.h"
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
@@ -84,10 +85,14 @@ struct Version {
     return str_cat(save_id, " ", count, "\n", lines);
   }
 
+  std::string long_save_id() const {
+    return save_id + std::string(static_cast<size_t>(kSaveIdNbytes - std::ssize(save_id)), '.');
+  }
+
   // The index of these metadata. `sums` are those of the data files.
   std::string index(const std::vector<BlockSums>& sums) const {
     Index index;
-    index.save_id = save_id + std::string(kSaveIdNbytes - std::ssize(save_id), '.');
+    index.save_id = long_save_id();
     index.metadata = Seal::of(as_bytes(metadata()));
     index.has_entries = true;
     for (size_t r = 0; r < ranks.size(); ++r) {
@@ -105,9 +110,7 @@ struct Version {
                         slice.offset, slice.total_nbytes(), true}}});
       }
     }
-    const auto bytes = write_index(index);
-    EXPECT_OK(bytes);
-    return std::string(as_text(*bytes));
+    return std::string(as_text(written(index)));
   }
 
   // All that a directory holds that holds this version alone.
@@ -149,7 +152,7 @@ inline Status save_version(FileSystem& fs, const Version& version) {
   RETURN_IF_ERROR(fs.create_directories(kDirectory));
   ASSIGN_OR_RETURN(const std::vector<std::string> found, fs.list_directory(kDirectory));
   ASSIGN_OR_RETURN(const std::vector<BlockSums> sums, write_data(fs, version));
-  const std::string metadata = version.metadata();
+  const std::string metadata = sealed_metadata(version.metadata(), version.long_save_id());
   const std::string index = version.index(sums);
   RETURN_IF_ERROR(commit(fs, {.directory = kDirectory,
                               .names = {},
@@ -173,7 +176,9 @@ inline std::string load_version(const DiskTree& tree, const std::vector<const Ve
   const auto opened = open_checkpoint(fs, kDirectory);
   if (opened.status().code() == StatusCode::kNotFound) return "nothing";
   if (!opened.ok()) return opened.status().to_string();
-  std::istringstream text{std::string(as_text(opened->metadata))};
+  const auto pickle = opened->metadata->read_pickle();
+  if (!pickle.ok()) return pickle.status().to_string();
+  std::istringstream text{std::string(as_text(*pickle))};
   std::string save_id;
   size_t count = 0;
   text >> save_id >> count;

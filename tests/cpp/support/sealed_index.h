@@ -11,26 +11,37 @@
 
 #include "base/block_sums.h"
 #include "base/bytes.h"
+#include "format/checked_blocks.h"
 #include "format/index_records.h"
 
 namespace torch_ckpt {
+
+// Puts the sums of the blocks of `bytes` where a section is, as far as there is room.
+inline void put_sums(std::vector<std::byte>& bytes, Bytes of,
+                     const index_records::Section& section) {
+  if (section.offset > bytes.size() || section.nbytes > bytes.size() - section.offset) return;
+  BlockSummer summer(CheckedBlocks::kBlockNbytes);
+  summer.append(of);
+  const BlockSums sums = summer.finish();
+  const Bytes made = std::as_bytes(std::span(sums.sums));
+  std::copy_n(made.begin(), std::min(made.size(), static_cast<size_t>(section.nbytes)),
+              bytes.begin() + static_cast<std::ptrdiff_t>(section.offset));
+}
 
 inline void reseal(std::vector<std::byte>& bytes) {
   namespace records = index_records;
   records::Header header;
   if (bytes.size() < sizeof(header)) return;
   std::memcpy(&header, bytes.data(), sizeof(header));
-  const records::Section& table = header.table;
-  if (table.offset >= sizeof(header) && table.offset <= bytes.size() &&
-      table.nbytes <= bytes.size() - table.offset) {
-    BlockSummer summer(records::kTableBlockNbytes);
-    summer.append(Bytes(bytes).subspan(sizeof(header), table.offset - sizeof(header)));
-    const BlockSums sums = summer.finish();
-    const Bytes made = std::as_bytes(std::span(sums.sums));
-    std::copy_n(made.begin(), std::min(made.size(), static_cast<size_t>(table.nbytes)),
-                bytes.begin() + static_cast<std::ptrdiff_t>(table.offset));
-    header.table_sum = xxh3(Bytes(bytes).subspan(table.offset, table.nbytes));
-  }
+  const auto part = [&](const records::Section& section) {
+    const size_t begin = std::min<size_t>(section.offset, bytes.size());
+    return Bytes(bytes).subspan(begin, std::min<size_t>(section.nbytes, bytes.size() - begin));
+  };
+  const size_t body =
+      std::min(part(header.table).data() - bytes.data() + part(header.table).size(), bytes.size());
+  put_sums(bytes, Bytes(bytes).subspan(body), header.table);
+  put_sums(bytes, part(header.table), header.top);
+  header.top_sum = xxh3(part(header.top));
   std::memcpy(bytes.data(), &header, sizeof(header));
   header.header_sum = xxh3(Bytes(bytes).first(offsetof(records::Header, header_sum)));
   std::memcpy(bytes.data(), &header, sizeof(header));

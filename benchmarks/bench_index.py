@@ -1,0 +1,220 @@
+"""Opens checkpoints of a million shards: what one rank pays to learn where its share lies.
+
+Makes directories that hold only metadata and an index (no data), and measures, each in a process of
+its own: opening, and answering one FQN, with nothing of it in the page cache and with all; finding
+1/256 of all boxes by what they overlap; how much memory that takes; reading everything; and
+stock DCP's unpickling of the same metadata. Takes a few minutes, 3 GiB of memory and 1 GiB of disk:
+
+    python benchmarks/bench_index.py --dir /data
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from machine import MIB, describe
+
+SHAPES = [(4_000, 256), (100_000, 10)]  # FQNs, boxes of each.
+SHARE = 256  # A rank wants one box of so many.
+ROWS = 8  # Of a box.
+COLUMNS = 1024
+SLICE = 16_384 + 704
+
+
+def _fqn(number: int) -> str:
+    return f"model.layers.{number // 40}.block.{number % 40}.attention.weight"
+
+
+def _make(path: Path, fqns: int, boxes: int) -> None:
+    """Writes metadata and an index: box b of every tensor is in the file of rank b."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    from torch_ckpt.index import WrittenFile, make_index
+    from torch_ckpt.metadata import dump_metadata
+    from torch_ckpt.seal import INDEX_MARK
+    from torch_ckpt.tensors import gc_paused
+
+    path.mkdir(parents=True)
+    save_id = "0123456789abcdef"
+    names = [f"__{rank}_0_{save_id}.distcp" for rank in range(boxes)]
+    properties = TensorProperties(dtype=torch.bfloat16)
+    offsets = [torch.Size([ROWS * box, 0]) for box in range(boxes)]
+    size = torch.Size([ROWS, COLUMNS])
+    with gc_paused():
+        metadata = Metadata({}, {}, {}, StorageMeta(path, save_id, modules=[INDEX_MARK]), "1.0.0")
+        for number in range(fqns):
+            fqn = _fqn(number)
+            chunks = [ChunkStorageMetadata(offset, size) for offset in offsets]
+            metadata.state_dict_metadata[fqn] = TensorStorageMetadata(
+                properties, torch.Size([ROWS * boxes, COLUMNS]), chunks
+            )
+            metadata.planner_data[fqn] = tuple(fqn.split("."))
+            for box, offset in enumerate(offsets):
+                metadata.storage_data[MetadataIndex(fqn, offset, box)] = _StorageInfo(
+                    names[box], number * SLICE, SLICE
+                )
+        nbytes = fqns * SLICE
+        sums = bytes(8 * -(-nbytes // 65536))
+        dtypes = {number * SLICE: "bfloat16" for number in range(fqns)}
+        files = [WrittenFile(name, nbytes, sums, dtypes) for name in names]
+        pickled = dump_metadata(metadata)
+        trailer, index = make_index(metadata, pickled, files, save_id=save_id)
+    (path / ".metadata").write_bytes(pickled + trailer)
+    (path / ".index").write_bytes(index)
+    os.sync()
+
+
+def _rss_nbytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _peak_rss_nbytes() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+
+
+def _drop(path: Path) -> None:
+    for name in (".metadata", ".index"):
+        with open(path / name, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _measure(path: Path, what: str, fqns: int, boxes: int) -> dict[str, float]:
+    """Runs in a process of its own."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    from torch_ckpt import FastReader, _native
+
+    rng = random.Random(1)
+    fs = _native.local_file_system()
+
+    def opened() -> Any:
+        return _native.open_checkpoint(fs, os.fsencode(path), ".metadata", ".index")[1]
+
+    def one() -> None:
+        metadata = FastReader(path).read_metadata()
+        fqn = _fqn(rng.randrange(fqns))
+        stored = metadata.state_dict_metadata[fqn]
+        offsets = stored.chunks[boxes // 2].offsets
+        assert metadata.storage_data[MetadataIndex(fqn, offsets)].length == SLICE
+
+    def share() -> None:
+        index = opened()
+        found = 0
+        if boxes >= SHARE:
+            mine = SHARE // 2
+            for number in range(fqns):
+                found += len(index.overlapping(_fqn(number), [ROWS * mine, 0], [ROWS, COLUMNS]))
+        else:
+            for number in range(0, fqns, SHARE):
+                found += len(index.overlapping(_fqn(number), [0, 0], [ROWS * boxes, COLUMNS]))
+        assert found in (fqns * boxes // SHARE, -(-fqns // SHARE) * boxes)
+
+    def everything() -> None:
+        metadata = FastReader(path).read_metadata()
+        for _ in metadata.state_dict_metadata.items():
+            pass
+        for _ in metadata.storage_data.items():
+            pass
+
+    def stock() -> None:
+        from torch.distributed.checkpoint import FileSystemReader
+
+        FileSystemReader(path).read_metadata()
+
+    calls: dict[str, Callable[[], None]] = {
+        "one": one,
+        "share": share,
+        "everything": everything,
+        "check": lambda: opened().check(),
+        "stock": stock,
+    }
+    name, _, cold = what.partition("-")
+    if cold:
+        _drop(path)
+    before = _rss_nbytes()
+    begin = time.perf_counter()
+    calls[name]()
+    seconds = time.perf_counter() - begin
+    return {"s": seconds, "rss_mib": (_peak_rss_nbytes() - before) / MIB}
+
+
+def main() -> None:
+    """Makes the checkpoints and prints a table of each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to be measured")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=int, default=1, help="so many times fewer FQNs")
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        what, path, fqns, boxes = arguments.child
+        if what == "make":
+            _make(Path(path), int(fqns), int(boxes))
+        else:
+            print(json.dumps(_measure(Path(path), what, int(fqns), int(boxes))))
+        return
+    for key, value in describe(arguments.dir).items():
+        print(f"{key}: {value}")
+    for fqns, boxes in SHAPES:
+        _run(arguments.dir, fqns // arguments.scale, boxes, arguments.rounds)
+
+
+def _run(directory: Path, fqns: int, boxes: int, rounds: int) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="bench-index-", dir=directory))
+    path = folder / "checkpoint"
+
+    def child(what: str) -> str:
+        command = [sys.executable, __file__, "--child", what, path, str(fqns), str(boxes)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    try:
+        child("make")
+        sizes = [(path / name).stat().st_size / MIB for name in (".metadata", ".index")]
+        print(f"\n{fqns} FQNs of {boxes} boxes: ", end="")
+        print(f".metadata {sizes[0]:.1f} MiB, .index {sizes[1]:.1f} MiB")
+        print(f"{'':40}{'min':>10}{'median':>10}{'max':>10}  s{'RSS':>10} MiB")
+        labels = {
+            "one-cold": "open, one FQN; nothing in the page cache",
+            "one": "open, one FQN; all in the page cache",
+            "share-cold": f"open, find 1/{SHARE} of all boxes; cold",
+            "share": f"open, find 1/{SHARE} of all boxes; cached",
+            "check": "check all of the index",
+            "everything": "build all of DCP's metadata",
+            "stock": "stock DCP unpickles .metadata",
+        }
+        for what, label in labels.items():
+            few = what in ("check", "everything", "stock")
+            found = [json.loads(child(what)) for _ in range(1 if few else rounds)]
+            times = [one["s"] for one in found]
+            rss = max(one["rss_mib"] for one in found)
+            cells = (min(times), statistics.median(times), max(times))
+            print(f"{label:40}" + "".join(f"{cell:10.4f}" for cell in cells) + f"{rss:13.1f}")
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

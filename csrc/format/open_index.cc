@@ -1,0 +1,130 @@
+// The part of stored_index.h that opens an index: its header, and where everything lies.
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <limits>
+#include <utility>
+
+#include "base/xxh3.h"
+#include "format/stored_index.h"
+
+namespace torch_ckpt {
+namespace {
+
+namespace records = index_records;
+
+constexpr uint32_t kMinBlockNbytes = 4096;  // What direct reads ask for.
+constexpr uint32_t kMaxBlockNbytes = 1 << 20;
+
+// Read at once when a file is opened: the header, and all of a small index.
+constexpr int64_t kStartNbytes = int64_t{64} << 10;
+
+// Blocks that are kept. As sums they are of 256 GiB of data.
+constexpr int64_t kCacheNbytes = int64_t{32} << 20;
+
+}  // namespace
+
+Result<std::shared_ptr<const StoredIndex>> StoredIndex::open(ReadAt read, int64_t nbytes,
+                                                             std::string where) {
+  auto start =
+      std::make_shared<std::vector<std::byte>>(static_cast<size_t>(std::min(nbytes, kStartNbytes)));
+  if (!start->empty()) RETURN_IF_ERROR(read(0, *start));
+  ASSIGN_OR_RETURN(const records::Header header, read_header(*start, where));
+  std::shared_ptr<StoredIndex> index(new StoredIndex(header, nbytes, std::move(where)));
+  RETURN_IF_ERROR(index->to_signed(header.metadata_nbytes, &index->metadata_.nbytes));
+  CheckedBlocks::Place place;
+  RETURN_IF_ERROR(index->check_sections(&place));
+  ReadAt read_rest = [start, read = std::move(read)](int64_t offset, MutableBytes into) {
+    if (!range_within(offset, ssize(into), ssize(*start))) return read(offset, into);
+    std::copy_n(start->begin() + offset, into.size(), into.begin());
+    return ok_status();
+  };
+  index->blocks_ = std::make_unique<const CheckedBlocks>(std::move(read_rest), place, kCacheNbytes,
+                                                         index->where_);
+  return std::shared_ptr<const StoredIndex>(std::move(index));
+}
+
+Result<std::shared_ptr<const StoredIndex>> StoredIndex::in_memory(Bytes bytes) {
+  const auto read = [bytes](int64_t offset, MutableBytes into) {
+    const Bytes from = slice(bytes, offset, ssize(into));
+    std::copy(from.begin(), from.end(), into.begin());
+    return ok_status();
+  };
+  return open(read, ssize(bytes), "the index");
+}
+
+StoredIndex::StoredIndex(const records::Header& header, int64_t nbytes, std::string where)
+    : header_(header),
+      nbytes_(nbytes),
+      where_(std::move(where)),
+      save_id_(header.save_id.data(), header.save_id.size()),
+      metadata_{0, header.metadata_sum} {}
+
+Result<records::Header> StoredIndex::read_header(Bytes bytes, const std::string& where) {
+  records::Header header;
+  if (bytes.size() < sizeof(header)) {
+    return corruption("cannot read ", where, ": an index of ", bytes.size(),
+                      " bytes has no header");
+  }
+  std::memcpy(&header, bytes.data(), sizeof(header));
+  if (header.magic != records::kMagic) {
+    return corruption("cannot read ", where, ": the file does not begin like an index");
+  }
+  if (header.header_sum != xxh3(bytes.first(offsetof(records::Header, header_sum)))) {
+    return corruption("cannot read ", where, ": the header of the index fails its checksum");
+  }
+  if (header.version != records::kVersion) {
+    return unsupported("cannot read ", where, ": the index has version ", header.version,
+                       "; this build reads ", records::kVersion);
+  }
+  return header;
+}
+
+// Sections follow one another without holes and fill the file.
+Status StoredIndex::check_sections(CheckedBlocks::Place* place) const {
+  uint64_t end = sizeof(records::Header);
+  const auto nbytes = static_cast<uint64_t>(nbytes_);
+  const auto follows = [&](const records::Section& section) {
+    if (section.offset != end || section.nbytes > nbytes - end) return false;
+    end += (section.nbytes + 7) / 8 * 8;
+    return end <= nbytes;
+  };
+  const auto region = [](const records::Section& section) {
+    return Region{static_cast<int64_t>(section.offset), static_cast<int64_t>(section.nbytes)};
+  };
+  bool whole = follows(header_.top) && follows(header_.table);
+  place->top = region(header_.top);
+  place->table = region(header_.table);
+  place->top_sum = header_.top_sum;
+  place->body = {static_cast<int64_t>(end), static_cast<int64_t>(nbytes - std::min(end, nbytes))};
+  for (const records::Section& section : header_.sections) whole = whole && follows(section);
+  if (!whole || end != nbytes) {
+    return corruption("cannot read ", where_, ": the index is ", nbytes_,
+                      " bytes long: it is cut off or damaged");
+  }
+  for (size_t id = 0; id < records::kSectionCount; ++id) {
+    if (header_.sections[id].nbytes % records::kRecordNbytes[id] != 0) {
+      return unsound("a section ends within a record");
+    }
+  }
+  if (!CheckedBlocks::is_whole(*place)) {
+    return unsound("it has too few checksums of its own, or too many");
+  }
+  if (count(records::kFileSection) != count(records::kFileNameSection) ||
+      count(records::kEntrySection) != count(records::kEntryNameSection) ||
+      count(records::kFileSection) > std::numeric_limits<uint32_t>::max() ||
+      count(records::kEntrySection) > std::numeric_limits<uint32_t>::max()) {
+    return unsound("names are missing");
+  }
+  if (!std::has_single_bit(header_.block_nbytes) || header_.block_nbytes < kMinBlockNbytes ||
+      header_.block_nbytes > kMaxBlockNbytes) {
+    return unsound("its blocks are ", header_.block_nbytes, " bytes long");
+  }
+  if ((entry_count() > 0 && !has_entries()) || (count(records::kPathSection) > 0 && !has_paths())) {
+    return unsound("records are left over");
+  }
+  return ok_status();
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,355 @@
+#include "format/stored_index.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <utility>
+
+#include "base/xxh3.h"
+
+namespace torch_ckpt {
+namespace {
+
+namespace records = index_records;
+
+constexpr uint16_t kMaxNdim = 64;
+constexpr int64_t kMaxItemsize = 16;
+
+// Records that are read at a time.
+constexpr int64_t kRecordsAtATime = 1024;
+
+bool is_utf8(std::string_view text) {
+  for (size_t i = 0; i < text.size();) {
+    const auto lead = static_cast<uint8_t>(text[i++]);
+    if (lead < 0x80) continue;
+    const int more = lead >= 0xF0 ? 3 : lead >= 0xE0 ? 2 : 1;
+    if (lead < 0xC2 || lead > 0xF4 || text.size() - i < static_cast<size_t>(more)) return false;
+    uint32_t code = lead & (0x3Fu >> more);
+    for (int k = 0; k < more; ++k, ++i) {
+      const auto byte = static_cast<uint8_t>(text[i]);
+      if ((byte & 0xC0) != 0x80) return false;
+      code = code << 6 | (byte & 0x3F);
+    }
+    constexpr uint32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
+    if (code < kLeast[more] || code > 0x10FFFF || (code >= 0xD800 && code < 0xE000)) return false;
+  }
+  return true;
+}
+
+// Whether a file of this name lies in the checkpoint's directory and nowhere else.
+bool is_plain_name(std::string_view name) {
+  return !name.empty() && name != "." && name != ".." &&
+         name.find_first_of(std::string_view("/\0", 2)) == std::string_view::npos;
+}
+
+// Where in [low, high) a hash is to be expected among evenly spread ones.
+int64_t expected_position(uint64_t hash, uint64_t low_hash, uint64_t high_hash, int64_t low,
+                          int64_t high) {
+  if (hash <= low_hash || high_hash <= low_hash) return low;
+  const double part =
+      static_cast<double>(hash - low_hash) / (static_cast<double>(high_hash - low_hash) + 1);
+  const auto at = low + static_cast<int64_t>(part * static_cast<double>(high - low));
+  return std::clamp(at, low, high - 1);
+}
+
+}  // namespace
+
+Status StoredIndex::to_signed(uint64_t value, int64_t* out) const {
+  if (!std::in_range<int64_t>(value)) return unsound("a number is too large");
+  *out = static_cast<int64_t>(value);
+  return ok_status();
+}
+
+Status StoredIndex::text(const records::Text& at, int64_t max_nbytes, std::string* out) const {
+  const auto all = static_cast<int64_t>(header_.sections[records::kTextSection].nbytes);
+  if (!range_within(at.offset, at.nbytes, all)) return unsound("a text lies outside");
+  if (at.nbytes > max_nbytes) return unsound("a text is ", at.nbytes, " bytes long");
+  out->resize(at.nbytes);
+  RETURN_IF_ERROR(read_records(records::kTextSection, at.offset, out->data(), at.nbytes));
+  return is_utf8(*out) ? ok_status() : unsound("a text is not UTF-8");
+}
+
+Result<std::string> StoredIndex::version() const {
+  std::string out;
+  if (has_entries()) RETURN_IF_ERROR(text(header_.metadata_version, records::kMaxWordNbytes, &out));
+  return out;
+}
+
+Result<StoredFile> StoredIndex::file(int64_t number) const {
+  records::File from;
+  RETURN_IF_ERROR(read_records(records::kFileSection, number, &from, 1));
+  StoredFile out;
+  RETURN_IF_ERROR(text(from.name, records::kMaxTextNbytes, &out.name));
+  if (!is_plain_name(out.name)) return unsound("it names a file outside the checkpoint");
+  RETURN_IF_ERROR(to_signed(from.nbytes, &out.nbytes));
+  RETURN_IF_ERROR(to_signed(from.first_sum, &out.first_sum));
+  const int64_t blocks = BlockGrid::block_count(out.nbytes, block_nbytes());
+  if (!range_within(out.first_sum, blocks, count(records::kSumSection))) {
+    return unsound("checksums are missing for ", out.name);
+  }
+  return out;
+}
+
+Result<StoredEntry> StoredIndex::entry(int64_t number) const {
+  records::Entry from;
+  RETURN_IF_ERROR(read_records(records::kEntrySection, number, &from, 1));
+  StoredEntry out;
+  IndexedEntry& facts = out.facts;
+  RETURN_IF_ERROR(text(from.fqn, records::kMaxTextNbytes, &facts.fqn));
+  RETURN_IF_ERROR(text(from.dtype, records::kMaxWordNbytes, &facts.dtype));
+  RETURN_IF_ERROR(text(from.memory_format, records::kMaxWordNbytes, &facts.memory_format));
+  RETURN_IF_ERROR(to_signed(from.first_dim, &out.first_dim));
+  RETURN_IF_ERROR(to_signed(from.first_box, &out.first_box));
+  out.box_count = from.box_count;
+  facts.is_tensor = from.kind == records::kTensor;
+  facts.requires_grad = (from.flags & records::kRequiresGrad) != 0;
+  facts.pin_memory = (from.flags & records::kPinMemory) != 0;
+  const int64_t dims = from.ndim * (1 + 2 * out.box_count);  // At most 2 ** 39.
+  if (from.kind > records::kTensor || from.ndim > kMaxNdim ||
+      !range_within(out.first_dim, dims, count(records::kDimSection)) ||
+      !range_within(out.first_box, out.box_count, box_count())) {
+    return unsound("the record of ", facts.fqn, " contradicts the others");
+  }
+  if (!facts.is_tensor && (from.ndim != 0 || from.box_count != 1)) {
+    return unsound("an object has sizes or several boxes: ", facts.fqn);
+  }
+  facts.sizes.resize(from.ndim);
+  RETURN_IF_ERROR(read_records(records::kDimSection, out.first_dim, facts.sizes.data(), from.ndim));
+  for (const int64_t size : facts.sizes) {
+    if (size < 0) return unsound("a size of ", facts.fqn, " is negative");
+  }
+  const auto numel = checked_numel(facts.sizes);
+  if (!numel || !checked_mul(*numel, kMaxItemsize)) {
+    return unsound(facts.fqn, " has too many elements");
+  }
+  return out;
+}
+
+// Both kinds of record begin with the text of their name.
+Status StoredIndex::text_of_name(records::SectionId id, uint32_t number, std::string* out) const {
+  static_assert(offsetof(records::File, name) == 0 && offsetof(records::Entry, fqn) == 0);
+  if (std::cmp_greater_equal(number, count(id))) return unsound("a name is of nobody");
+  records::Text at;
+  RETURN_IF_ERROR(
+      blocks_->read(offset_of(id, number), {reinterpret_cast<std::byte*>(&at), sizeof(at)}));
+  return text(at, records::kMaxTextNbytes, out);
+}
+
+// Hashes are spread evenly: where one lies can be told but for a few records, and so but for a
+// block. Each second step halves what is left, however they are spread in truth.
+Result<std::optional<int64_t>> StoredIndex::find_name(records::SectionId names,
+                                                      std::string_view name,
+                                                      records::SectionId bearers) const {
+  const uint64_t hash = xxh3(as_bytes(name));
+  int64_t low = 0;  // Names before it have lesser hashes, those from `high` on have not.
+  int64_t high = count(names);
+  uint64_t low_hash = 0;
+  uint64_t high_hash = std::numeric_limits<uint64_t>::max();
+  records::Name found;
+  for (int step = 0; low < high; ++step) {
+    const int64_t at = step % 2 == 0 ? expected_position(hash, low_hash, high_hash, low, high)
+                                     : low + (high - low) / 2;
+    RETURN_IF_ERROR(read_records(names, at, &found, 1));
+    if (found.hash < hash) {
+      low = at + 1;
+      low_hash = found.hash;
+    } else {
+      high = at;
+      high_hash = found.hash;
+    }
+  }
+  std::optional<int64_t> number;
+  std::string text;
+  for (int64_t at = low; at < count(names); ++at) {
+    RETURN_IF_ERROR(read_records(names, at, &found, 1));
+    if (found.hash != hash) break;
+    if (at - low == records::kMaxSameHash) return unsound("too many names have one hash");
+    RETURN_IF_ERROR(text_of_name(bearers, found.number, &text));
+    if (text != name) continue;
+    if (number.has_value()) return unsound("it lists ", text, " twice");
+    number = found.number;
+  }
+  return number;
+}
+
+Result<std::optional<int64_t>> StoredIndex::find_file(std::string_view name) const {
+  return find_name(records::kFileNameSection, name, records::kFileSection);
+}
+
+Result<std::optional<int64_t>> StoredIndex::find_entry(std::string_view fqn) const {
+  return find_name(records::kEntryNameSection, fqn, records::kEntrySection);
+}
+
+Status StoredIndex::to_place(const StoredEntry& entry, const records::Box& from,
+                             StoredPlace* out) const {
+  const std::string& fqn = entry.facts.fqn;
+  if (std::cmp_greater_equal(from.file, file_count())) return unsound(fqn, " lies in no file");
+  out->file = from.file;
+  RETURN_IF_ERROR(to_signed(from.offset, &out->offset));
+  RETURN_IF_ERROR(to_signed(from.nbytes, &out->nbytes));
+  records::File file;
+  RETURN_IF_ERROR(read_records(records::kFileSection, from.file, &file, 1));
+  int64_t file_nbytes;
+  RETURN_IF_ERROR(to_signed(file.nbytes, &file_nbytes));
+  if (!range_within(out->offset, out->nbytes, file_nbytes)) {
+    return unsound(fqn, " reaches beyond file ", from.file);
+  }
+  return ok_status();
+}
+
+// `dims` are the box's offsets, then its sizes.
+Status StoredIndex::to_box(const StoredEntry& entry, const records::Box& from, const int64_t* dims,
+                           IndexedBox* out) const {
+  const Dims& whole = entry.facts.sizes;
+  const auto ndim = static_cast<std::ptrdiff_t>(whole.size());
+  out->offsets.assign(dims, dims + ndim);
+  out->sizes.assign(dims + ndim, dims + 2 * ndim);
+  for (size_t d = 0; d < whole.size(); ++d) {
+    if (!range_within(out->offsets[d], out->sizes[d], whole[d])) {
+      return unsound("a box of ", entry.facts.fqn, " reaches beyond it");
+    }
+  }
+  StoredPlace place;
+  RETURN_IF_ERROR(to_place(entry, from, &place));
+  out->file = place.file;
+  out->offset = place.offset;
+  out->nbytes = place.nbytes;
+  out->plain = (from.flags & records::kPlain) != 0;
+  out->transforms.clear();
+  if (from.transforms.nbytes == 0) return ok_status();
+  std::string transforms;
+  RETURN_IF_ERROR(text(from.transforms, records::kMaxTransformsNbytes, &transforms));
+  for (size_t begin = 0; begin < transforms.size();) {
+    const size_t end =
+        std::min(transforms.find(records::kTransformSeparator, begin), transforms.size());
+    if (end == begin) return unsound("a transform of ", entry.facts.fqn, " has no name");
+    out->transforms.push_back(transforms.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return ok_status();
+}
+
+Result<std::vector<IndexedBox>> StoredIndex::boxes(const StoredEntry& entry, int64_t first,
+                                                   int64_t last) const {
+  std::vector<IndexedBox> out;
+  std::vector<records::Box> found;
+  std::vector<int64_t> dims;
+  const auto ndim = static_cast<int64_t>(entry.facts.sizes.size());
+  for (int64_t at = first; at < last;) {
+    const int64_t some = std::min(last - at, kRecordsAtATime);
+    found.resize(static_cast<size_t>(some));
+    dims.resize(static_cast<size_t>(some * 2 * ndim));
+    RETURN_IF_ERROR(read_records(records::kBoxSection, entry.first_box + at, found.data(), some));
+    RETURN_IF_ERROR(read_records(records::kDimSection, entry.first_dim + ndim * (1 + 2 * at),
+                                 dims.data(), some * 2 * ndim));
+    for (int64_t i = 0; i < some; ++i) {
+      IndexedBox& box = out.emplace_back();
+      RETURN_IF_ERROR(
+          to_box(entry, found[static_cast<size_t>(i)], dims.data() + i * 2 * ndim, &box));
+    }
+    at += some;
+  }
+  return out;
+}
+
+Result<std::vector<StoredPlace>> StoredIndex::places(const StoredEntry& entry) const {
+  std::vector<StoredPlace> out;
+  std::vector<records::Box> found;
+  for (int64_t at = 0; at < entry.box_count;) {
+    const int64_t some = std::min(entry.box_count - at, kRecordsAtATime);
+    found.resize(static_cast<size_t>(some));
+    RETURN_IF_ERROR(read_records(records::kBoxSection, entry.first_box + at, found.data(), some));
+    for (const records::Box& box : found) {
+      RETURN_IF_ERROR(to_place(entry, box, &out.emplace_back()));
+    }
+    at += some;
+  }
+  return out;
+}
+
+// Gives `visit` the offsets and sizes of every box, until it wants no more.
+template <typename Visit>
+Status StoredIndex::visit_dims(const StoredEntry& entry, Visit visit) const {
+  const auto ndim = static_cast<int64_t>(entry.facts.sizes.size());
+  std::vector<int64_t> dims;
+  for (int64_t at = 0; at < entry.box_count;) {
+    const int64_t some = std::min(entry.box_count - at, kRecordsAtATime);
+    dims.resize(static_cast<size_t>(some * 2 * ndim));
+    RETURN_IF_ERROR(read_records(records::kDimSection, entry.first_dim + ndim * (1 + 2 * at),
+                                 dims.data(), some * 2 * ndim));
+    for (int64_t i = 0; i < some; ++i) {
+      const int64_t* of_box = dims.data() + i * 2 * ndim;
+      for (int64_t d = 0; d < ndim; ++d) {
+        if (!range_within(of_box[d], of_box[ndim + d], entry.facts.sizes[static_cast<size_t>(d)])) {
+          return unsound("a box of ", entry.facts.fqn, " reaches beyond it");
+        }
+      }
+      if (!visit(at + i, of_box, of_box + ndim)) return ok_status();
+    }
+    at += some;
+  }
+  return ok_status();
+}
+
+Result<std::optional<int64_t>> StoredIndex::find_box(const StoredEntry& entry, const Dims& offsets,
+                                                     std::optional<int64_t> guess) const {
+  std::optional<int64_t> number;
+  const auto ndim = static_cast<int64_t>(entry.facts.sizes.size());
+  if (std::ssize(offsets) != ndim) return number;
+  if (guess.has_value() && *guess >= 0 && *guess < entry.box_count) {
+    Dims there(offsets.size());
+    RETURN_IF_ERROR(read_records(records::kDimSection, entry.first_dim + ndim * (1 + 2 * *guess),
+                                 there.data(), ndim));
+    if (there == offsets) return guess;
+  }
+  RETURN_IF_ERROR(visit_dims(entry, [&](int64_t box, const int64_t* begin, const int64_t*) {
+    if (std::equal(offsets.begin(), offsets.end(), begin)) number = box;
+    return !number.has_value();
+  }));
+  return number;
+}
+
+Result<std::vector<int64_t>> StoredIndex::overlapping(const StoredEntry& entry, const Dims& offsets,
+                                                      const Dims& sizes) const {
+  const size_t ndim = entry.facts.sizes.size();
+  if (offsets.size() != ndim || sizes.size() != ndim) {
+    return mismatch(entry.facts.fqn, " has ", ndim, " dimensions, not ", offsets.size());
+  }
+  std::vector<int64_t> out;
+  const auto overlap = [](int64_t a, int64_t a_size, int64_t b, int64_t b_size) {
+    return a_size > 0 && b_size > 0 && (a < b ? b - a < a_size : a - b < b_size);
+  };
+  for (const int64_t offset : offsets) {
+    if (offset < 0) return invalid_argument("a box begins at ", offset);
+  }
+  RETURN_IF_ERROR(visit_dims(entry, [&](int64_t box, const int64_t* begin, const int64_t* size) {
+    bool meets = true;
+    for (size_t d = 0; d < ndim && meets; ++d) {
+      meets = overlap(begin[d], size[d], offsets[d], sizes[d]);
+    }
+    if (meets) out.push_back(box);
+    return true;
+  }));
+  return out;
+}
+
+Result<std::vector<uint64_t>> StoredIndex::sums(const StoredFile& file, int64_t first,
+                                                int64_t last) const {
+  constexpr int64_t kSumsAtATime = CheckedBlocks::kSumsInBlock;
+  std::vector<uint64_t> out;
+  for (int64_t at = first; at < last;) {
+    const int64_t some = std::min(last - at, kSumsAtATime);
+    out.resize(out.size() + static_cast<size_t>(some));
+    RETURN_IF_ERROR(read_records(records::kSumSection, file.first_sum + at,
+                                 out.data() + out.size() - some, some));
+    at += some;
+  }
+  return out;
+}
+
+Status StoredIndex::check_sums(const StoredFile& file, int64_t first, int64_t last) const {
+  return blocks_->check(offset_of(records::kSumSection, file.first_sum + first),
+                        (last - first) * static_cast<int64_t>(sizeof(uint64_t)));
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,57 @@
+#pragma once
+
+// Indexes and metadata as readers open them, made from values.
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "format/index_file.h"
+#include "format/metadata_trailer.h"
+#include "format/stored_index.h"
+#include "support/status_matchers.h"
+
+namespace torch_ckpt {
+
+inline std::vector<std::byte> written(const Index& index) {
+  auto bytes = write_index(index);
+  EXPECT_OK(bytes);
+  return std::move(*bytes);
+}
+
+// An index that is read from memory, and what has been read of it.
+struct ReadLog {
+  int64_t reads = 0;
+  int64_t nbytes = 0;
+};
+
+inline Result<std::shared_ptr<const StoredIndex>> opened(std::vector<std::byte> bytes,
+                                                         std::shared_ptr<ReadLog> log = nullptr) {
+  const auto kept = std::make_shared<std::vector<std::byte>>(std::move(bytes));
+  const auto read = [kept, log](int64_t offset, MutableBytes into) {
+    EXPECT_TRUE(range_within(offset, ssize(into), ssize(*kept)));
+    const Bytes from = slice(Bytes(*kept), offset, ssize(into));
+    std::copy(from.begin(), from.end(), into.begin());
+    if (log != nullptr) *log = {log->reads + 1, log->nbytes + ssize(into)};
+    return ok_status();
+  };
+  return StoredIndex::open(read, ssize(*kept), "step-1/.index");
+}
+
+inline std::shared_ptr<const StoredIndex> opened(const Index& index) {
+  auto stored = opened(written(index));
+  EXPECT_OK(stored);
+  return *stored;
+}
+
+// A pickle, and the trailer that an index of this save id is sealed to.
+inline std::string sealed_metadata(const std::string& pickle, const std::string& save_id) {
+  const auto trailer = write_metadata_trailer({save_id, Seal::of(as_bytes(pickle))});
+  EXPECT_OK(trailer);
+  return pickle + std::string(as_text(*trailer));
+}
+
+}  // namespace torch_ckpt
