@@ -19,6 +19,11 @@ constexpr int64_t kMaxRegisteredBuffer = int64_t{1} << 30;  // The kernel's limi
 constexpr int kMaxDepth = 32768;                            // As well.
 constexpr int kMaxSubmitRetries = 10000;
 
+// How long the kernel may be silent before it is reminded: twice as long each time.
+constexpr int64_t kFirstPatienceMs = 100;
+constexpr int64_t kLongestPatienceMs = 10'000;
+constexpr uint64_t kReminder = ~uint64_t{0} >> 1;  // `user_data` of what is no request.
+
 class UringQueue final : public IoQueue {
  public:
   UringQueue() { mode_.name = "io_uring"; }
@@ -50,6 +55,8 @@ class UringQueue final : public IoQueue {
   void queue_step(uint32_t slot);
   void flush();
   void fail_unsubmitted(int error);
+  void wait_for_kernel(int64_t* patience_ms);
+  void remind();
   void reap();
   int registered_index(const Transfer::Step& step) const;
 
@@ -197,7 +204,9 @@ void UringQueue::fail_unsubmitted(int error) {
   const unsigned head = *ring_.sq.khead;  // Moved by the kernel only within a submission.
   const unsigned tail = ring_.sq.sqe_tail;
   for (unsigned at = head; at != tail; ++at) {
-    const auto slot = static_cast<uint32_t>(ring_.sq.sqes[at & *ring_.sq.kring_mask].user_data);
+    const uint64_t data = ring_.sq.sqes[at & *ring_.sq.kring_mask].user_data;
+    if (data == kReminder) continue;
+    const auto slot = static_cast<uint32_t>(data);
     finish_slot(slot, errno_status(error, transfers_[slot].failure()));
   }
   ring_.sq.sqe_head = ring_.sq.sqe_tail = head;
@@ -208,9 +217,11 @@ void UringQueue::fail_unsubmitted(int error) {
 void UringQueue::reap() {
   io_uring_cqe* cqe = nullptr;
   while (::io_uring_peek_cqe(&ring_, &cqe) == 0) {
-    const auto slot = static_cast<uint32_t>(::io_uring_cqe_get_data64(cqe));
+    const uint64_t data = ::io_uring_cqe_get_data64(cqe);
     const int result = cqe->res;
     ::io_uring_cqe_seen(&ring_, cqe);
+    if (data == kReminder) continue;
+    const auto slot = static_cast<uint32_t>(data);
     if (auto status = transfers_[slot].advance(result)) {
       finish_slot(slot, *std::move(status));
     } else {
@@ -220,16 +231,36 @@ void UringQueue::reap() {
   flush();
 }
 
+void UringQueue::wait_for_kernel(int64_t* patience_ms) {
+  io_uring_cqe* cqe = nullptr;
+  __kernel_timespec patience = {*patience_ms / 1000, *patience_ms % 1000 * 1'000'000};
+  const int rc = ::io_uring_wait_cqe_timeout(&ring_, &cqe, &patience);
+  if (rc == -ETIME) {
+    remind();
+    *patience_ms = std::min(2 * *patience_ms, kLongestPatienceMs);
+  } else if (rc < 0) {
+    // Whatever may be wrong with waiting, the kernel still writes to the memory of these requests,
+    // so they are not over: look until they are.
+    ::sched_yield();
+  }
+}
+
+// Linux 6.18 has been seen to leave a buffered write to its workers and to wake none, for ever.
+// Work of any kind wakes one, which then finds all that is there.
+void UringQueue::remind() {
+  io_uring_sqe* sqe = ::io_uring_get_sqe(&ring_);
+  if (sqe == nullptr) return;
+  ::io_uring_prep_nop(sqe);
+  ::io_uring_sqe_set_flags(sqe, IOSQE_ASYNC);
+  ::io_uring_sqe_set_data64(sqe, kReminder);
+  flush();
+}
+
 std::span<const IoDone> UringQueue::wait() {
   done_.clear();
   if (in_flight_ == 0) return done_;
-  for (reap(); finished_.empty(); reap()) {
-    io_uring_cqe* cqe = nullptr;
-    const int rc = ::io_uring_wait_cqe(&ring_, &cqe);
-    // Whatever may be wrong with waiting, the kernel still writes to the memory of these requests,
-    // so they are not over: look until they are.
-    if (rc < 0) ::sched_yield();
-  }
+  int64_t patience_ms = kFirstPatienceMs;
+  for (reap(); finished_.empty(); reap()) wait_for_kernel(&patience_ms);
   done_.swap(finished_);
   in_flight_ -= static_cast<int>(done_.size());
   return done_;

@@ -14,7 +14,7 @@ Status refused(std::string_view fqn, const Args&... args) {
 // Different facts have different bytes: words end with a zero, which none of them holds.
 std::string facts_key(const Facts& facts) {
   std::string key = {static_cast<char>(facts.is_tensor), static_cast<char>(facts.requires_grad),
-                     static_cast<char>(facts.pin_memory)};
+                     static_cast<char>(facts.pin_memory), static_cast<char>(facts.is_opaque)};
   key += facts.dtype;
   key += '\0';
   key += facts.memory_format;
@@ -58,7 +58,7 @@ std::string to_string(const Facts& facts) {
   return str_cat(facts.dtype, " (", facts.itemsize, " bytes an element) of sizes ",
                  to_string(facts.sizes), ", ", facts.memory_format,
                  facts.requires_grad ? ", requires_grad" : "",
-                 facts.pin_memory ? ", pin_memory" : "");
+                 facts.pin_memory ? ", pin_memory" : "", facts.is_opaque ? ", opaque" : "");
 }
 
 int64_t EntryTable::intern(const Facts& facts) {

@@ -32,6 +32,7 @@ struct Facts {
   std::string memory_format;  // As torch names it: "contiguous_format".
   bool requires_grad = false;
   bool pin_memory = false;
+  bool is_opaque = false;  // Only torch knows how to store it: it is never cut.
   Dims sizes;  // Of the whole tensor, of all ranks.
 
   bool operator==(const Facts&) const = default;

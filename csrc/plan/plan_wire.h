@@ -11,8 +11,8 @@
 //
 // Entries:
 //   varint    count of different facts, then each:
-//     1 byte    bit 0: a tensor, bit 1: requires_grad, bit 2: pin_memory; no other bit; of an
-//               object, none and nothing more
+//     1 byte    bit 0: a tensor, bit 1: requires_grad, bit 2: pin_memory, bit 3: opaque; no other
+//               bit; of an object, none and nothing more
 //     varint    itemsize
 //     2 words   dtype, memory format
 //     varint    number of dimensions, then a varint for each: the sizes

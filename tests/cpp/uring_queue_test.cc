@@ -5,13 +5,18 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <array>
 #include <memory>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "base/memory.h"
+#include "io/posix_file.h"
 #include "io/posix_file_system.h"
 #include "support/status_matchers.h"
 
@@ -50,6 +55,37 @@ TEST(UringQueueTest, TheSameMemoryIsRegisteredAgainAndAgain) {
     if (round == 0 && !mode.registered) GTEST_SKIP() << mode.reason;  // The limit is very low here.
     EXPECT_TRUE(mode.registered) << mode.reason;
   }
+}
+
+// The kernel is reminded of what it is slow to do, and the reminder is taken for no request.
+TEST(UringQueueTest, ASlowRequestEndsOnceAndAsItShould) {
+  // A pipe in the place of a file: it is read when somebody has written to it.
+  ASSERT_OK_AND_ASSIGN(const auto file,
+                       PosixFile::open("/proc/version", OpenMode::kRead, Caching::kBuffered));
+  std::array<int, 2> pipe;
+  ASSERT_EQ(::pipe2(pipe.data(), O_CLOEXEC), 0);
+  const int writer = pipe[1];
+  ASSERT_EQ(::dup3(pipe[0], file->buffered_fd(), O_CLOEXEC), file->buffered_fd());
+  ::close(pipe[0]);
+  Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(1, {});
+  if (queue.status().code() == StatusCode::kUnsupported) GTEST_SKIP() << queue.status().message();
+  std::array<std::byte, 8> memory = {};
+  const IoRequest request{
+      .kind = IoRequest::Kind::kRead, .file = file.get(), .memory = memory, .tag = 7};
+  (*queue)->submit({&request, 1});
+  std::thread slow_device([writer] {
+    // Until the queue has waited in vain, thrice: nothing tells when.
+    ::poll(nullptr, 0, 800);
+    EXPECT_EQ(::write(writer, "contents", 8), 8);
+  });
+  const std::span<const IoDone> done = (*queue)->wait();
+  slow_device.join();
+  ::close(writer);
+  ASSERT_EQ(done.size(), 1U);
+  EXPECT_EQ(done[0].tag, 7U);
+  EXPECT_OK(done[0].status);
+  EXPECT_EQ(as_text(memory), "contents");
+  EXPECT_EQ((*queue)->in_flight(), 0);
 }
 
 // A host program that closes every descriptor it does not know takes the ring away from under us.
