@@ -12,9 +12,9 @@ from setuptools import Extension, setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 
 ROOT = Path(__file__).parent
-WITH_TORCH = "csrc/bindings/tensor_view.cc"
+WITH_TORCH = [f"csrc/bindings/{name}.cc" for name in ("tensor_view", "state_dict")]
 BINDINGS = sorted(
-    {path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/bindings/*.cc")} - {WITH_TORCH}
+    {path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/bindings/*.cc")} - {*WITH_TORCH}
 )
 COMPILE_ARGS = ["-std=c++20", "-O2", "-g1", "-fvisibility=hidden"]
 CORE = [f"csrc/{line}" for line in (ROOT / "csrc/sources.txt").read_text().split()]
@@ -53,7 +53,7 @@ def tensor_view() -> CppExtension:
     """The module that looks into a torch.Tensor."""
     return CppExtension(
         "torch_ckpt._tensor_view",
-        [WITH_TORCH],
+        [*WITH_TORCH, "csrc/base/dtype.cc", "csrc/base/status.cc"],
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=COMPILE_ARGS,
     )

@@ -29,7 +29,8 @@ ROOMS = {
 LAYERS = [
     {"errors", "options", "_native", "_tensor_view"},
     {"mappings", "tensors", "roll_call", "pickles", "seal", "sharing"},
-    {"index", "metadata", "deadline"},
+    {"index", "metadata", "deadline", "planned", "listing"},
+    {"save_planner", "load_planner"},
     {"data_file", "loading"},
     {"writer", "reader"},
     {"api", "commands.opened"},

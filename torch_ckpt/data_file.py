@@ -6,6 +6,7 @@ import io as _io
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import (
@@ -20,10 +21,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.planned import to_write_item
+from torch_ckpt.save_planner import FastSavePlanner
 from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import DTYPE_CODES, gc_paused, held_nbytes_limit, is_temporary, to_plain
 
-__all__ = ["write_data_file"]
+__all__ = ["write_data_file", "write_planned_file"]
 
 
 @dataclass
@@ -89,9 +92,65 @@ def write_data_file(
         job.abort()
         raise
     queue, direct, registered, reasons = job.mode
-    cuts = [i.piece for i in (*sort.laid_out, *sort.pickled) if isinstance(i, CutItem)]
+    written = (*sort.laid_out, *sort.pickled)
+    cuts = [i.piece for i in written if isinstance(i, CutItem) and not i.is_listed]
     file = WrittenFile(name, *job.sums, dtypes=dtypes, cuts=cuts)
     return results, file, IoMode(queue, direct, registered, tuple(reasons))
+
+
+def write_planned_file(
+    directory: Path,
+    name: str,
+    work: _native.Work,
+    planner: FastSavePlanner,
+    sources: list[Any],
+    *,
+    fs: _native.FileSystem,
+    pool: _native.BufferPool,
+    io: IoOptions,
+    sync: bool,
+    transforms: _StorageWriterTransforms,
+) -> tuple[WrittenFile, IoMode]:
+    """As :func:`write_data_file`, of items that were planned in columns.
+
+    Args:
+        work: The items.
+        sources: What each of them is stored from; ``None`` where only the planner knows.
+    """
+    planned = _native.PlannedFile(work, _tensor_view.look(sources, writable=False))
+    path = os.fsencode(directory / name)
+    job = _native.SaveJob(fs, path, planned.layout, pool, io.direct, sync)
+    appended: list[tuple[int, int, int]] = []
+    try:
+        _write_planned(job, planned, sources, held_nbytes_limit(io))
+        for position in planned.own:
+            item = to_write_item(work.describe(position))
+            info = _append_pickled(job, name, item, planner, transforms).storage_data
+            appended.append((position, info.offset, info.length))
+        job.finish()
+    except BaseException:
+        job.abort()
+        raise
+    queue, direct, registered, reasons = job.mode
+    file = WrittenFile(name, *job.sums, dtypes={}, extents=planned.extents(appended))
+    return file, IoMode(queue, direct, registered, tuple(reasons))
+
+
+def _write_planned(
+    job: _native.SaveJob, planned: _native.PlannedFile, sources: list[Any], max_held_nbytes: int
+) -> None:
+    """As :func:`_write_laid_out`."""
+    begin = held_nbytes = 0
+    for number in planned.copied:
+        tensor = sources[planned.position(number)].detach()
+        rows = planned.rows(number)
+        copy = to_plain(tensor if rows is None else tensor.narrow(0, *rows))
+        planned.put(number, _tensor_view.view(copy, "", writable=False))
+        held_nbytes += copy.untyped_storage().nbytes()
+        if held_nbytes >= max_held_nbytes:
+            planned.write(job, begin, number + 1)
+            begin, held_nbytes = number + 1, 0
+    planned.write(job, begin, len(planned))
 
 
 def _sort(

@@ -21,15 +21,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_ckpt import _native
-from torch_ckpt.errors import CheckpointError, CorruptionError
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.mappings import LazyMapping
 from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.sharing import CutPiece
-from torch_ckpt.tensors import gc_paused
+from torch_ckpt.tensors import MEMORY_FORMATS, gc_paused, to_properties
 
 __all__ = [
     "WrittenFile",
     "check_complete",
+    "index_of",
     "make_index",
     "to_entries",
     "to_metadata",
@@ -37,12 +38,7 @@ __all__ = [
 
 _KNOWN_FIELDS = frozenset(Metadata.__dataclass_fields__)
 
-_MEMORY_FORMATS = {
-    "contiguous_format": torch.contiguous_format,
-    "channels_last": torch.channels_last,
-    "preserve_format": torch.preserve_format,
-}
-_MEMORY_FORMAT_NAMES = {value: name for name, value in _MEMORY_FORMATS.items()}
+_MEMORY_FORMAT_NAMES = {value: name for name, value in MEMORY_FORMATS.items()}
 
 
 @dataclass(frozen=True)
@@ -56,6 +52,8 @@ class WrittenFile:
         dtypes: By offset, the dtypes of the slices that are frames of ours, in torch's words, and
             of the sizes that were planned. Only torch reads the others.
         cuts: Those of its boxes that are rows of one that the planner knows.
+        extents: Of a file whose items were planned in columns: where each of them lies, as the
+            engine encodes it. There are no other results then.
     """
 
     name: str
@@ -63,6 +61,7 @@ class WrittenFile:
     sums: bytes
     dtypes: Mapping[int, str]
     cuts: Sequence[CutPiece] = ()
+    extents: bytes | None = None
 
 
 def check_complete(metadata: Metadata) -> None:
@@ -138,6 +137,12 @@ def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) 
         ),
         version=index.version or None,
     )
+
+
+def index_of(metadata: Metadata | None) -> _native.Index | None:
+    """The index that :func:`to_metadata` has made these of."""
+    stored = None if metadata is None else metadata.state_dict_metadata
+    return stored.index if isinstance(stored, _Stored) else None
 
 
 def to_entries(
@@ -222,7 +227,7 @@ class _Stored(LazyMapping[str, TensorStorageMetadata | BytesStorageMetadata]):
     """``Metadata.state_dict_metadata``: what is built once is kept."""
 
     def __init__(self, index: _native.Index) -> None:
-        self._index = index
+        self.index = index
         self._built: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._properties: dict[tuple[str, str, bool, bool], TensorProperties] = {}
         self._fqns: list[str] | None = None
@@ -231,22 +236,22 @@ class _Stored(LazyMapping[str, TensorStorageMetadata | BytesStorageMetadata]):
         built = self._built.get(fqn)
         if built is None:
             with gc_paused():
-                found = self._index.find(fqn) if isinstance(fqn, str) else None
+                found = self.index.find(fqn) if isinstance(fqn, str) else None
                 if found is None:
                     raise KeyError(fqn)
                 built = self._built[fqn] = self._build(found)
         return built
 
     def __contains__(self, fqn: object) -> bool:
-        return isinstance(fqn, str) and fqn in self._index
+        return isinstance(fqn, str) and fqn in self.index
 
     def __iter__(self) -> Iterator[str]:
         if self._fqns is None:
-            self._fqns = self._index.fqns()
+            self._fqns = self.index.fqns()
         return iter(self._fqns)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self.index)
 
     def _build(self, entry: _native.IndexEntry) -> TensorStorageMetadata | BytesStorageMetadata:
         _, tensor, boxes = entry
@@ -254,7 +259,7 @@ class _Stored(LazyMapping[str, TensorStorageMetadata | BytesStorageMetadata]):
             return BytesStorageMetadata()
         properties, size = tensor[:4], tensor[4]
         if properties not in self._properties:
-            self._properties[properties] = _to_properties(*properties)
+            self._properties[properties] = to_properties(*properties)
         chunks = [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             for offsets, sizes, *_ in boxes
@@ -333,17 +338,3 @@ class _Paths(LazyMapping[str, tuple[str | int, ...]]):
 
     def __len__(self) -> int:
         return len(self._all())
-
-
-def _to_properties(
-    dtype: str, memory_format: str, requires_grad: bool, pin_memory: bool
-) -> TensorProperties:
-    known = getattr(torch, dtype, None)
-    if not isinstance(known, torch.dtype) or memory_format not in _MEMORY_FORMATS:
-        raise CorruptionError(f"the index names a tensor of {dtype}, {memory_format}")
-    return TensorProperties(
-        dtype=known,
-        requires_grad=requires_grad,
-        memory_format=_MEMORY_FORMATS[memory_format],
-        pin_memory=pin_memory,
-    )

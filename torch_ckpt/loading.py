@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
+from torch_ckpt.load_planner import FastLoadPlanner, PlannedReads
 from torch_ckpt.options import IoOptions
 from torch_ckpt.pickles import ForbiddenPickleError, load_object
 from torch_ckpt.tensors import (
@@ -29,11 +30,54 @@ from torch_ckpt.tensors import (
     useful_buffer_nbytes,
 )
 
-__all__ = ["Load"]
+__all__ = ["Load", "load_planned"]
 
 _Slice = tuple[str, int, int, str]  # File, offset, length in bytes, FQN.
 _Tensor = tuple[ReadItem, _Slice, torch.dtype]  # Dtype as stored.
 _Destination = tuple[ReadItem, _Slice, torch.Tensor, torch.Tensor]  # Target, memory read into.
+
+
+def load_planned(
+    metadata: Metadata,
+    planner: FastLoadPlanner,
+    items: PlannedReads,
+    *,
+    fs: _native.FileSystem,
+    path: str | os.PathLike[str],
+    index: _native.Index | None,
+    io: IoOptions,
+    verify: bool,
+    trust_pickle: bool,
+    transforms: _StorageReaderTransforms,
+) -> None:
+    """Loads what was planned in columns: tensors straight into place, and the rest as ``Load``."""
+    reads = items.reads
+    job = _native.LoadJob(
+        fs,
+        os.fsencode(path),
+        index,
+        useful_buffer_nbytes(reads.nbytes, io.buffer_nbytes, io.block_nbytes),
+        io.block_nbytes,
+        io.threads,
+        io.direct,
+        verify,
+        False,  # No object is read here.
+    )
+    reads.check(job)
+    left = reads.run(job, _tensor_view.look(items.sources, writable=True))
+    if left:
+        Load(
+            metadata,
+            planner,
+            [items[at] for at in left],
+            fs=fs,
+            path=path,
+            index=index,
+            io=io,
+            verify=verify,
+            trust_pickle=trust_pickle,
+            transforms=transforms,
+        ).run()
 
 
 class Load:

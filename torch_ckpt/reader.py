@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageReaderTransforms,
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torch_ckpt import _native
 from torch_ckpt.errors import CheckpointError, NotFoundError, portable_errors
 from torch_ckpt.index import to_metadata
-from torch_ckpt.loading import Load
+from torch_ckpt.load_planner import FastLoadPlanner, KeptReads, PlannedReads
+from torch_ckpt.loading import Load, load_planned
 from torch_ckpt.metadata import UnreadableMetadata, load_committed
 from torch_ckpt.options import IoOptions
 from torch_ckpt.seal import open_committed
@@ -84,12 +86,19 @@ class FastReader(StorageReader):
         self._file_system = _native.local_file_system()
         self._metadata: Metadata | None = None
         self._index: _native.Index | None = None
+        self._kept: Sequence[ReadItem] = []  # What this rank reads, while its plan travels.
         self._shared_save_id: str | None = None  # Of the save that all ranks are to load.
         self._unreadable: Exception | None = None  # Why the coordinator's metadata are.
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what it has read: a copy reads for itself.
-        return {**self.__dict__, "_file_system": None, "_metadata": None, "_index": None}
+        return {
+            **self.__dict__,
+            "_file_system": None,
+            "_metadata": None,
+            "_index": None,
+            "_kept": [],
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _file_system=_native.local_file_system())
@@ -162,7 +171,11 @@ class FastReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Says in the plan which checkpoint this rank has opened, unless it is one of its own."""
-        return dataclasses.replace(plan, storage_data=self._shared_save_id)
+        items: Any = plan.items
+        self._kept = items
+        if isinstance(items, PlannedReads):
+            items = KeptReads(len(items))
+        return dataclasses.replace(plan, items=items, storage_data=self._shared_save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Keeps the plans: every rank reads what it wants.
@@ -184,19 +197,23 @@ class FastReader(StorageReader):
         """Reads every item of the plan into place."""
         if self._metadata is None:
             raise RuntimeError("read_data was called before set_up_storage_reader")
+        items = self._kept if isinstance(plan.items, KeptReads) else plan.items
+        self._kept = []
         with gc_paused(), portable_errors():
-            Load(
-                self._metadata,
-                planner,
-                plan.items,
-                fs=self._file_system,
-                path=self.path,
-                index=self._index,
-                io=self.io,
-                verify=self.verify,
-                trust_pickle=self.trust_pickle,
-                transforms=self.transforms,
-            ).run()
+            how: dict[str, Any] = {
+                "fs": self._file_system,
+                "path": self.path,
+                "index": self._index,
+                "io": self.io,
+                "verify": self.verify,
+                "trust_pickle": self.trust_pickle,
+                "transforms": self.transforms,
+            }
+            is_planned = isinstance(items, PlannedReads) and isinstance(planner, FastLoadPlanner)
+            if is_planned and planner.loads_plainly():
+                load_planned(self._metadata, planner, items, **how)
+            else:
+                Load(self._metadata, planner, list(items), **how).run()
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -9,6 +9,7 @@ may keep them: what is to be done otherwise stands beside them, in ``SavePlan.st
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -35,19 +36,23 @@ from torch_ckpt import _native
 from torch_ckpt.errors import CheckpointError
 
 __all__ = [
+    "OBJECT_NBYTES",
     "CutItem",
     "CutPiece",
     "HeldItems",
     "Share",
+    "cut_item",
     "item_nbytes",
     "list_held",
+    "list_item",
     "merge_cuts",
     "share_out",
     "split_over_files",
     "work_of",
 ]
 
-_OBJECT_NBYTES = 2048  # What torch.save makes of a number or a short text.
+OBJECT_NBYTES = 2048
+"""Bytes of an object until it is pickled: what torch.save makes of a number or a short text."""
 _WAY_OUT = "FastWriter(share_replicas=False) leaves it to the planner who writes what"
 
 
@@ -58,10 +63,12 @@ class CutItem(WriteItem):
     Attributes:
         whole: The item that the planner knows.
         first_row: Where the rows of this one begin in it, along its first dimension.
+        is_listed: Whether the metadata list these rows already, and not the whole.
     """
 
     whole: WriteItem | None = None
     first_row: int = 0
+    is_listed: bool = False
 
     @property
     def piece(self) -> CutPiece:
@@ -118,33 +125,51 @@ class Share(_StoragePrefix):
 def list_held(items: Sequence[WriteItem], rank: int) -> HeldItems | None:
     """Lists what a rank holds; nothing where an item describes no tensor that could be."""
     table = _native.ItemTable()
-    words: dict[Any, str] = {}  # Of dtypes and memory formats; naming one takes longer than this.
     try:
         for item in items:
-            data = item.tensor_data
-            if data is None or data.chunk is None:
-                table.add_object(item.index.fqn, _OBJECT_NBYTES)
-                continue
-            dtype, memory_format = data.properties.dtype, data.properties.memory_format
-            for value in (dtype, memory_format):
-                if value not in words:
-                    words[value] = str(value).removeprefix("torch.")
-            table.add_tensor(
-                item.index.fqn,
-                words[dtype],
-                dtype.itemsize,
-                words[memory_format],
-                data.properties.requires_grad,
-                data.properties.pin_memory,
-                data.size,
-                item.type == WriteItemType.SHARD,
-                data.chunk.offsets,
-                data.chunk.sizes,
-            )
+            list_item(table, item)
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     except (ValueError, TypeError):
         return None
     return HeldItems(f"__{rank}_", rank, ranks_per_node, table.encode(), len(table))
+
+
+def list_item(table: _native.ItemTable, item: WriteItem, *, is_opaque: bool = False) -> None:
+    """Adds an item to a table.
+
+    Args:
+        table: Of what a rank holds.
+        item: As a planner of DCP has made it.
+        is_opaque: Whether only torch can store the tensor, so that it must not be cut.
+
+    Raises:
+        ValueError: It cannot be in a table.
+    """
+    data = item.tensor_data
+    if data is None or data.chunk is None:
+        table.add_object(item.index.fqn, OBJECT_NBYTES)
+        return
+    properties = data.properties
+    if properties.layout != torch.strided:
+        raise ValueError(f"{properties.layout} has no form in a table")
+    table.add_tensor(
+        item.index.fqn,
+        _word(properties.dtype),
+        properties.dtype.itemsize,
+        _word(properties.memory_format),
+        properties.requires_grad,
+        properties.pin_memory,
+        data.size,
+        item.type == WriteItemType.SHARD,
+        data.chunk.offsets,
+        data.chunk.sizes,
+        is_opaque,
+    )
+
+
+@functools.cache
+def _word(value: torch.dtype | torch.memory_format) -> str:
+    return str(value).removeprefix("torch.")
 
 
 def share_out(plans: list[SavePlan]) -> list[SavePlan]:
@@ -190,7 +215,7 @@ def share_out(plans: list[SavePlan]) -> list[SavePlan]:
                 continue
             shares[planner_rank].dropped.add(position)
             for rank, rows in chosen:
-                shares[rank].added.append(item if rows is None else _cut(item, *rows))
+                shares[rank].added.append(item if rows is None else cut_item(item, *rows))
     return [
         dataclasses.replace(plan, storage_data=share)
         for plan, share in zip(plans, shares, strict=True)
@@ -232,10 +257,12 @@ def item_nbytes(item: WriteItem) -> int:
     return math.prod(sizes) * data.properties.dtype.itemsize
 
 
-def split_over_files(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
-    """Splits items over files of about the same size."""
-    files: list[list[WriteItem]] = [[] for _ in range(count)]
-    numbers = _native.balance_files([item_nbytes(item) for item in items], count)
+def split_over_files(items: Sequence[Any], nbytes: Sequence[int], count: int) -> list[list[Any]]:
+    """Splits items, of so many bytes each, over files of about the same size."""
+    if count == 1:
+        return [list(items)]
+    files: list[list[Any]] = [[] for _ in range(count)]
+    numbers = _native.balance_files(nbytes, count)
     for item, number in zip(items, numbers, strict=True):
         files[number].append(item)
     return files
@@ -268,7 +295,10 @@ def merge_cuts(metadata: Metadata, cuts: Sequence[CutPiece]) -> None:
     metadata.state_dict_metadata = entries
 
 
-def _cut(item: WriteItem, first_row: int, rows: int) -> CutItem:
+def cut_item(
+    item: WriteItem, first_row: int, rows: int, *, is_listed: bool = False
+) -> CutItem:
+    """Some rows of an item."""
     data = item.tensor_data
     assert data is not None
     whole = _chunk_of(item)
@@ -282,6 +312,7 @@ def _cut(item: WriteItem, first_row: int, rows: int) -> CutItem:
         tensor_data=TensorWriteData(chunk=chunk, properties=data.properties, size=data.size),
         whole=item,
         first_row=first_row,
+        is_listed=is_listed,
     )
 
 

@@ -9,17 +9,21 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from torch_ckpt import _native, _tensor_view
+from torch_ckpt.errors import CorruptionError
 from torch_ckpt.options import IoOptions
 
 __all__ = [
     "DTYPE_CODES",
+    "MEMORY_FORMATS",
     "Destinations",
     "gc_paused",
     "held_nbytes_limit",
     "is_temporary",
     "to_plain",
+    "to_properties",
     "useful_buffer_nbytes",
 ]
 
@@ -29,6 +33,33 @@ DTYPE_CODES: dict[torch.dtype, int] = {
     if hasattr(torch, name)
 }
 """The engine's number of every dtype that it stores; all others are torch's to write and read."""
+
+
+MEMORY_FORMATS = {
+    "contiguous_format": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "preserve_format": torch.preserve_format,
+}
+"""The engine's name of every memory format that DCP knows."""
+
+
+def to_properties(
+    dtype: str, memory_format: str, requires_grad: bool, pin_memory: bool
+) -> TensorProperties:
+    """DCP's properties of a tensor, from the engine's words for them.
+
+    Raises:
+        CorruptionError: Torch does not know the dtype or memory format.
+    """
+    known = getattr(torch, dtype, None)
+    if not isinstance(known, torch.dtype) or memory_format not in MEMORY_FORMATS:
+        raise CorruptionError(f"the index names a tensor of {dtype}, {memory_format}")
+    return TensorProperties(
+        dtype=known,
+        requires_grad=requires_grad,
+        memory_format=MEMORY_FORMATS[memory_format],
+        pin_memory=pin_memory,
+    )
 
 
 def to_plain(tensor: torch.Tensor) -> torch.Tensor:

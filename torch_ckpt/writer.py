@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torch_ckpt import _native
-from torch_ckpt.data_file import write_data_file
+from torch_ckpt.data_file import write_data_file, write_planned_file
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
@@ -41,7 +41,9 @@ from torch_ckpt.errors import (
 from torch_ckpt.index import WrittenFile, check_complete, make_index
 from torch_ckpt.metadata import dump_metadata
 from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.planned import PlannedItems
 from torch_ckpt.roll_call import claim_commit
+from torch_ckpt.save_planner import FastSavePlanner
 from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.sharing import (
     HeldItems,
@@ -61,6 +63,10 @@ _INDEX = ".index"
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 _STOCK_COPY_AHEAD = 10_000_000
 _LEAST_BLOCK = 64 << 10
+
+_Part = list[Any]  # Items of one file, or their positions in a plan of columns.
+_Written = tuple[list[WriteResult], WrittenFile, IoMode]
+_Write = Callable[[str, _Part, _native.BufferPool], _Written]
 
 
 class FastWriter(BlockingAsyncStager, StorageWriter):
@@ -231,6 +237,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             and dist.is_initialized()
             and plan.usable
             and plan.storage_data is None
+            and not isinstance(plan.items, PlannedItems)  # Their planner shares them out.
         ):
             with gc_paused():
                 held = list_held(plan.items, self.rank)
@@ -254,11 +261,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; returns when they are in the files (and synced)."""
-        items = work_of(plan)
-        if self.single_file_per_rank:
-            parts = split_over_files(items, self.thread_count)
-        else:
-            parts = [[item] for item in items]
+        parts, nbytes, write = self._split(plan, planner)
         prefix = plan.storage_data.prefix
         files = {
             f"{prefix}{number}_{self.save_id}.distcp": part
@@ -269,7 +272,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         finished: list[str] = []
         with self._writing, portable_errors():
             try:
-                results = self._write_files(files, planner, finished)
+                results = self._write_files(files, write, nbytes, finished)
                 if files and self.sync_files:
                     self._file_system.sync_directory(os.fsencode(self.path))
             except BaseException:
@@ -320,33 +323,76 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         self._raise_if_missing(missing)
         self._remove_stale_files(files)
 
+    def _split(self, plan: SavePlan, planner: SavePlanner) -> tuple[Sequence[_Part], int, _Write]:
+        """Splits what a rank writes over its files.
+
+        Returns:
+            The part of each file, the bytes of all, and how a file is written of its part.
+        """
+        items = plan.items
+        columns = isinstance(items, PlannedItems) and not self.transforms.extensions
+        if columns and isinstance(planner, FastSavePlanner):
+            sources = planner.sources(items.work.items)
+            if sources is not None:
+                return self._split_columns(items.work, planner, sources)
+        items = work_of(plan)
+        parts: list[_Part] = [[item] for item in items]
+        if self.single_file_per_rank:
+            parts = split_over_files(items, list(map(item_nbytes, items)), self.thread_count)
+
+        def write(name: str, part: _Part, pool: _native.BufferPool) -> _Written:
+            return write_data_file(
+                self.path, name, part, planner, pool=pool, **self._how_to_write()
+            )
+
+        return parts, sum(map(item_nbytes, items)), write
+
+    def _split_columns(
+        self, work: _native.Work, planner: FastSavePlanner, sources: list[Any]
+    ) -> tuple[Sequence[_Part], int, _Write]:
+        sizes = work.nbytes
+        positions: Sequence[_Part] = [[at] for at in range(len(work))]
+        if self.single_file_per_rank:
+            positions = split_over_files(range(len(work)), sizes, self.thread_count)
+
+        def write(name: str, part: _Part, pool: _native.BufferPool) -> _Written:
+            file, mode = write_planned_file(
+                self.path,
+                name,
+                work if len(part) == len(work) else work.part(part),
+                planner,
+                [sources[at] for at in part],
+                pool=pool,
+                **self._how_to_write(),
+            )
+            return [], file, mode
+
+        return positions, sum(sizes), write
+
+    def _how_to_write(self) -> dict[str, Any]:
+        return {
+            "fs": self._file_system,
+            "io": self.io,
+            "sync": self.sync_files,
+            "transforms": self.transforms,
+        }
+
     def _write_files(
-        self, files: dict[str, list[WriteItem]], planner: SavePlanner, finished: list[str]
+        self, files: dict[str, _Part], write: _Write, nbytes: int, finished: list[str]
     ) -> list[WriteResult]:
-        """Writes files of the given names and items, ``thread_count`` at a time.
+        """Writes files of the given names and parts, ``thread_count`` at a time.
 
         Adds to ``finished`` the name of each that is whole; one that fails removes itself.
         """
         workers = min(self.thread_count, len(files))
         if workers == 0:
             return []
-        items = itertools.chain.from_iterable(files.values())
-        pools = self._buffer_pools(workers, sum(map(item_nbytes, items)))
+        pools = self._buffer_pools(workers, nbytes)
 
         def write_every(first: int) -> list[WriteResult]:
             results: list[WriteResult] = []
             for name in list(files)[first::workers]:
-                written, file, self.io_mode = write_data_file(
-                    self.path,
-                    name,
-                    files[name],
-                    planner,
-                    fs=self._file_system,
-                    pool=pools[first],
-                    io=self.io,
-                    sync=self.sync_files,
-                    transforms=self.transforms,
-                )
+                written, file, self.io_mode = write(name, files[name], pools[first])
                 finished.append(name)
                 results += written
                 # Travels to the coordinator with the rest.

@@ -3,8 +3,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "bindings/plan.h"
+#include "engine/read_plan.h"
 
 namespace py = pybind11;
 
@@ -66,6 +70,122 @@ std::pair<std::vector<bool>, std::vector<LoadedBytes>> run(
   return {std::move(loaded), std::move(result.bytes)};
 }
 
+StoredSlice to_slice(const ReadPlan& plan, const PlannedRead& read, const ItemTable& items) {
+  return {plan.file(read.place.file), read.place.offset, read.place.nbytes,
+          std::string(items.fqn(read.item))};
+}
+
+// What FastLoadPlanner has planned: a plan of reads, and the table of what they go to.
+class Reads {
+ public:
+  Reads(std::shared_ptr<StoredIndex> index, std::shared_ptr<HeldTable> items, bool partial)
+      : index_(std::move(index)),
+        held_(std::move(items)),
+        plan_(value_or_raise(
+            without_gil([&] { return ReadPlan::make(*index_, held_->table, partial); }))) {}
+
+  int64_t size() const { return std::ssize(plan_.reads()); }
+
+  // FQN, whether it is an object, offsets of the item, number and offsets of the stored box;
+  // offsets in the item and in the stored box, and lengths.
+  py::tuple describe(int64_t number) const {
+    const PlannedRead& read = at(number);
+    const std::string_view fqn = items().fqn(read.item);
+    return py::make_tuple(py::str(fqn.data(), fqn.size()), read.is_object,
+                          to_dims(items().box(read.item).offsets), read.box, read.box_offsets,
+                          read.dest_offsets, read.storage_offsets, read.lengths);
+  }
+
+  int64_t nbytes() const {
+    int64_t sum = 0;
+    for (const PlannedRead& read : plan_.reads()) sum += read.place.nbytes;
+    return sum;
+  }
+
+  bool any_transformed() const {
+    return std::any_of(plan_.reads().begin(), plan_.reads().end(),
+                       [](const PlannedRead& read) { return read.is_transformed; });
+  }
+
+  // Checks that all slices lie in their files.
+  void check(const LoadJob& job) const {
+    std::vector<StoredSlice> slices;
+    slices.reserve(plan_.reads().size());
+    for (const PlannedRead& read : plan_.reads()) {
+      slices.push_back(to_slice(plan_, read, items()));
+    }
+    raise_if_error(without_gil([&] { return job.check(slices); }));
+  }
+
+  // Reads what can go straight into these tensors, one for each item of the table. Returns the
+  // numbers of the reads that are left to others.
+  std::vector<int64_t> run(LoadJob& job, const TensorBatch& batch) const {
+    if (std::ssize(batch.views) != items().size()) throw py::value_error("not as many as planned");
+    std::vector<int64_t> numbers;
+    std::vector<int64_t> left;
+    std::vector<TensorRequest> requests;
+    const bool is_shared = any_memory_shared(batch);
+    for (int64_t i = 0; i < size(); ++i) {
+      const PlannedRead& read = at(i);
+      const TensorView& view = batch.views[static_cast<size_t>(read.item)];
+      const bool is_plain = batch.kinds[static_cast<size_t>(read.item)] == TensorKind::kPlain &&
+                            view.writable && !read.is_object && !read.is_transformed && !is_shared;
+      if (!is_plain || dtype_info(view.dtype).name != plan_.stored_dtype(read.item) ||
+          view.sizes != to_dims(items().box(read.item).sizes)) {
+        left.push_back(i);
+        continue;
+      }
+      numbers.push_back(i);
+      requests.push_back({to_slice(plan_, read, items()),
+                          {read.storage_offsets, read.lengths},
+                          narrowed(view, read)});
+    }
+    const LoadResult result = value_or_raise(without_gil([&] { return job.run(requests, {}); }));
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      if (result.outcomes[i] != Outcome::kLoaded) left.push_back(numbers[i]);
+    }
+    std::sort(left.begin(), left.end());
+    return left;
+  }
+
+ private:
+  const ItemTable& items() const { return held_->table; }
+
+  const PlannedRead& at(int64_t number) const {
+    if (number < 0 || number >= size()) throw py::index_error("there is no such read");
+    return plan_.reads()[static_cast<size_t>(number)];
+  }
+
+  static LiveTensor narrowed(const TensorView& view, const PlannedRead& read) {
+    LiveTensor live = to_live(view);
+    for (size_t d = 0; d < read.lengths.size(); ++d) {
+      live.data += read.dest_offsets[d] * live.strides[d];
+      live.sizes[d] = read.lengths[d];
+    }
+    return live;
+  }
+
+  // Whether two tensors have memory in common, as far as first and last bytes tell.
+  static bool any_memory_shared(const TensorBatch& batch) {
+    std::vector<std::pair<const std::byte*, const std::byte*>> extents;
+    for (const TensorView& view : batch.views) {
+      if (view.data == nullptr || checked_volume(view.sizes) == 0) continue;
+      int64_t nbytes = itemsize(view.dtype);
+      for (size_t d = 0; d < view.sizes.size(); ++d) nbytes += (view.sizes[d] - 1) * view.strides[d];
+      extents.emplace_back(view.data, view.data + nbytes);
+    }
+    std::sort(extents.begin(), extents.end());
+    for (size_t i = 1; i < extents.size(); ++i) {
+      if (extents[i].first < extents[i - 1].second) return true;
+    }
+    return false;
+  }
+
+  const std::shared_ptr<StoredIndex> index_;
+  const std::shared_ptr<HeldTable> held_;
+  const ReadPlan plan_;
+};
+
 }  // namespace
 
 void bind_load_job(py::module_& module) {
@@ -80,6 +200,15 @@ void bind_load_job(py::module_& module) {
            py::arg("verify"), py::arg("slices_are_archives"), py::keep_alive<1, 2>())
       .def("check", &check, py::arg("slices"))
       .def("run", &run, py::arg("tensors"), py::arg("slices"));
+  py::class_<Reads>(module, "Reads")
+      .def(py::init<std::shared_ptr<StoredIndex>, std::shared_ptr<HeldTable>, bool>(),
+           py::arg("index"), py::arg("items"), py::arg("partial"))
+      .def("__len__", &Reads::size)
+      .def_property_readonly("nbytes", &Reads::nbytes)
+      .def_property_readonly("any_transformed", &Reads::any_transformed)
+      .def("describe", &Reads::describe, py::arg("number"))
+      .def("check", &Reads::check, py::arg("job"))
+      .def("run", &Reads::run, py::arg("job"), py::arg("batch"));
 }
 
 }  // namespace torch_ckpt

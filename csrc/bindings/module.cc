@@ -46,4 +46,5 @@ PYBIND11_MODULE(_native, module) {
   bind_load_job(module);
   bind_plan(module);
   bind_verify_job(module);
+  bind_work(module);
 }

@@ -1,10 +1,10 @@
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include "bindings/plan.h"
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "plan/balance.h"
 #include "plan/global_plan.h"
+#include "plan/paths.h"
 #include "plan/plan_wire.h"
 
 namespace py = pybind11;
@@ -17,37 +17,50 @@ namespace {
 using PyWritten = std::tuple<py::str, std::optional<std::pair<Dims, Dims>>,
                              std::optional<std::pair<int64_t, int64_t>>>;
 
-py::bytes to_bytes(const std::vector<std::byte>& bytes) {
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
+// FQN; facts of a tensor, of an object None; offsets and sizes of its boxes.
+using PyStored = std::tuple<std::string, std::optional<PyFacts>, std::vector<std::pair<Dims, Dims>>>;
 
-Bytes view_of(const py::bytes& bytes) { return as_bytes(static_cast<std::string_view>(bytes)); }
+using PyPaths = std::vector<std::pair<std::string, std::vector<std::variant<std::string, int64_t>>>>;
 
-void add_tensor(ItemTable& table, std::string_view fqn, std::string dtype, int64_t itemsize,
+void add_tensor(HeldTable& held, std::string_view fqn, std::string dtype, int64_t itemsize,
                 std::string memory_format, bool requires_grad, bool pin_memory, Dims sizes,
-                bool is_shard, Dims offsets, Dims box_sizes) {
+                bool is_shard, Dims offsets, Dims box_sizes, bool is_opaque) {
   const Facts facts = {.is_tensor = true,
                        .dtype = std::move(dtype),
                        .itemsize = itemsize,
                        .memory_format = std::move(memory_format),
                        .requires_grad = requires_grad,
                        .pin_memory = pin_memory,
+                       .is_opaque = is_opaque,
                        .sizes = std::move(sizes)};
-  raise_if_error(table.add_tensor(fqn, facts, is_shard ? ItemKind::kShard : ItemKind::kTensor,
-                                  {std::move(offsets), std::move(box_sizes)}));
+  raise_if_error(held.table.add_tensor(fqn, facts,
+                                       is_shard ? ItemKind::kShard : ItemKind::kTensor,
+                                       {std::move(offsets), std::move(box_sizes)}));
 }
 
-GlobalPlan make_plan(const std::vector<py::bytes>& plans, int64_t ranks_per_node) {
+GlobalPlan make_plan(const std::vector<py::bytes>& plans, int64_t ranks_per_node, bool split,
+                     bool dedup) {
   std::vector<Bytes> views;
   views.reserve(plans.size());
   for (const py::bytes& plan : plans) views.push_back(view_of(plan));
-  return value_or_raise(
-      without_gil([&] { return GlobalPlan::make(views, {.ranks_per_node = ranks_per_node}); }));
+  return value_or_raise(without_gil([&] {
+    return GlobalPlan::make(
+        views, {.ranks_per_node = ranks_per_node, .split = split, .dedup = dedup});
+  }));
+}
+
+void check_rank(const GlobalPlan& global, int64_t rank) {
+  if (rank < 0 || rank >= global.rank_count()) throw py::index_error("there is no such rank");
+}
+
+py::bytes assignment(const GlobalPlan& global, int64_t rank) {
+  check_rank(global, rank);
+  return to_bytes(without_gil([&] { return encode(global.assignment(rank)); }));
 }
 
 // What a rank that has sent `plan` is to write, in the order of its plan.
 std::vector<PyWritten> written(const GlobalPlan& global, int64_t rank, const py::bytes& plan) {
-  if (rank < 0 || rank >= global.rank_count()) throw py::index_error("there is no such rank");
+  check_rank(global, rank);
   const ItemTable table = value_or_raise(without_gil([&] { return decode(view_of(plan)); }));
   const Assignment assignment = global.assignment(rank);
   raise_if_error(check_assignment(assignment, table));
@@ -71,28 +84,108 @@ std::vector<PyWritten> written(const GlobalPlan& global, int64_t rank, const py:
   return out;
 }
 
+std::optional<PyStored> find_stored(const GlobalPlan& global, std::string_view fqn) {
+  const StoredTable& stored = global.stored();
+  const int64_t entry = stored.entries().find(fqn);
+  if (entry < 0) return std::nullopt;
+  std::vector<std::pair<Dims, Dims>> boxes;
+  for (int64_t i = stored.first_box(entry); i < stored.first_box(entry + 1); ++i) {
+    const BoxView box = stored.box(entry, i);
+    boxes.emplace_back(to_dims(box.offsets), to_dims(box.sizes));
+  }
+  return PyStored(fqn, to_python(stored.entries().facts(entry)), std::move(boxes));
+}
+
+std::vector<std::string> stored_fqns(const GlobalPlan& global) {
+  const EntryTable& entries = global.stored().entries();
+  std::vector<std::string> out;
+  out.reserve(static_cast<size_t>(entries.size()));
+  for (int64_t i = 0; i < entries.size(); ++i) out.emplace_back(entries.fqn(i));
+  return out;
+}
+
+py::bytes encode_paths(const py::dict& paths) {
+  std::vector<StatePath> listed;
+  listed.reserve(paths.size());
+  for (const auto& [fqn, keys] : paths) {
+    StatePath& path = listed.emplace_back();
+    path.fqn = py::cast<std::string>(fqn);
+    for (const py::handle key : keys) {
+      if (PyLong_CheckExact(key.ptr())) {
+        path.keys.emplace_back(py::cast<int64_t>(key));
+      } else {
+        path.keys.emplace_back(py::cast<std::string>(key));
+      }
+    }
+  }
+  return to_bytes(value_or_raise(without_gil([&] { return encode(listed); })));
+}
+
+PyPaths decoded_paths(const py::bytes& encoded) {
+  std::vector<StatePath> paths =
+      value_or_raise(without_gil([&] { return decode_paths(view_of(encoded)); }));
+  PyPaths out;
+  out.reserve(paths.size());
+  for (StatePath& path : paths) out.emplace_back(std::move(path.fqn), std::move(path.keys));
+  return out;
+}
+
 }  // namespace
 
+Status HeldTable::add(const TensorItem& item) {
+  const Facts facts = {.is_tensor = true,
+                       .dtype = std::string(item.dtype),
+                       .itemsize = item.itemsize,
+                       .memory_format = "contiguous_format",  // As DCP says of every tensor.
+                       .requires_grad = item.requires_grad,
+                       .pin_memory = item.pin_memory,
+                       .sizes = to_dims(item.sizes)};
+  return table.add_tensor(item.fqn, facts, item.is_shard ? ItemKind::kShard : ItemKind::kTensor,
+                          {to_dims(item.offsets), to_dims(item.box_sizes)});
+}
+
+std::optional<PyFacts> to_python(const Facts& facts) {
+  if (!facts.is_tensor) return std::nullopt;
+  return PyFacts(facts.dtype, facts.memory_format, facts.requires_grad, facts.pin_memory,
+                 facts.sizes);
+}
+
 void bind_plan(py::module_& module) {
-  py::class_<ItemTable>(module, "ItemTable")
+  py::class_<TensorSink, std::shared_ptr<TensorSink>>(module, "TensorSink");
+  py::class_<HeldTable, TensorSink, std::shared_ptr<HeldTable>>(module, "ItemTable")
       .def(py::init())
-      .def("__len__", &ItemTable::size)
+      .def_static(
+          "decode",
+          [](const py::bytes& encoded) {
+            return std::make_shared<HeldTable>(value_or_raise(
+                without_gil([&] { return torch_ckpt::decode(view_of(encoded)); })));
+          },
+          py::arg("encoded"))
+      .def("__len__", [](const HeldTable& held) { return held.table.size(); })
       .def(
           "add_object",
-          [](ItemTable& table, std::string_view fqn, int64_t nbytes) {
-            raise_if_error(table.add_object(fqn, nbytes));
+          [](HeldTable& held, std::string_view fqn, int64_t nbytes) {
+            raise_if_error(held.table.add_object(fqn, nbytes));
           },
           py::arg("fqn"), py::arg("nbytes"))
       .def("add_tensor", &add_tensor, py::arg("fqn"), py::arg("dtype"), py::arg("itemsize"),
            py::arg("memory_format"), py::arg("requires_grad"), py::arg("pin_memory"),
-           py::arg("sizes"), py::arg("is_shard"), py::arg("offsets"), py::arg("box_sizes"))
-      .def("encode", [](const ItemTable& table) {
-        return to_bytes(without_gil([&] { return encode(table); }));
+           py::arg("sizes"), py::arg("is_shard"), py::arg("offsets"), py::arg("box_sizes"),
+           py::arg("is_opaque") = false)
+      .def("encode", [](const HeldTable& held) {
+        return to_bytes(without_gil([&] { return encode(held.table); }));
       });
-  py::class_<GlobalPlan>(module, "GlobalPlan")
-      .def(py::init(&make_plan), py::arg("plans"), py::arg("ranks_per_node"))
+  py::class_<GlobalPlan, std::shared_ptr<GlobalPlan>>(module, "GlobalPlan")
+      .def(py::init(&make_plan), py::arg("plans"), py::arg("ranks_per_node"),
+           py::arg("split") = true, py::arg("dedup") = true)
       .def_property_readonly("load", &GlobalPlan::load)
+      .def_property_readonly("fqns", &stored_fqns)
+      .def("__len__", [](const GlobalPlan& global) { return global.stored().entries().size(); })
+      .def("find", &find_stored, py::arg("fqn"))
+      .def("assignment", &assignment, py::arg("rank"))
       .def("written", &written, py::arg("rank"), py::arg("plan"));
+  module.def("encode_paths", &encode_paths, py::arg("paths"));
+  module.def("decode_paths", &decoded_paths, py::arg("encoded"));
   module.def(
       "balance_files",
       [](const std::vector<int64_t>& nbytes, int64_t count) {

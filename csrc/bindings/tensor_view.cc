@@ -9,17 +9,12 @@
 
 #include <optional>
 
+#include "bindings/state_dict.h"
+
 namespace py = pybind11;
 
 namespace torch_ckpt {
 namespace {
-
-// What must be done before the engine can read or write a tensor's memory.
-enum class TensorKind {
-  kPlain,      // Nothing: a strided CPU tensor whose memory holds its values.
-  kNeedsCopy,  // Copy it to a plain CPU tensor: on another device, or lazily conjugated or negated.
-  kTorchsOwn,  // Subclass, quantised, sparse, meta, or of a dtype the engine does not store.
-};
 
 const at::Tensor& unpack(py::handle tensor) {
   if (!THPVariable_Check(tensor.ptr())) {
@@ -103,6 +98,16 @@ bool is_expanded(const at::Tensor& tensor) {
   return false;
 }
 
+// A view without memory. Requires: the tensor is strided, of a dtype of the engine's.
+TensorView shape_of(const at::Tensor& tensor) {
+  TensorView out;
+  out.dtype = *dtype_of(tensor);
+  out.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
+  out.strides.assign(tensor.strides().begin(), tensor.strides().end());
+  for (int64_t& stride : out.strides) stride *= static_cast<int64_t>(tensor.itemsize());
+  return out;
+}
+
 TensorKind tensor_kind(py::handle tensor) { return kind_of(tensor, unpack(tensor)); }
 
 // Whether the engine can read into the tensor's memory: it is plain, and no two of its elements
@@ -139,12 +144,8 @@ TensorView view(py::handle object, std::string name, bool writable) {
   }
   // The engine writes behind autograd's back, which must know that the values change.
   if (writable && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  TensorView out;
+  TensorView out = shape_of(tensor);
   out.name = std::move(name);
-  out.dtype = *dtype_of(tensor);
-  out.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
-  out.strides.assign(tensor.strides().begin(), tensor.strides().end());
-  for (int64_t& stride : out.strides) stride *= static_cast<int64_t>(tensor.itemsize());
   // data_ptr of a const tensor: reading must not trigger copy-on-write materialisation.
   out.data = static_cast<std::byte*>(writable ? tensor.mutable_data_ptr()
                                               : const_cast<void*>(tensor.const_data_ptr()));
@@ -153,7 +154,46 @@ TensorView view(py::handle object, std::string name, bool writable) {
   return out;
 }
 
+// A look at each of these objects; what is no tensor is torch's own. Where they are to be written,
+// views of those that the engine cannot read into are not writable.
+TensorBatch look(const py::list& objects, bool writable) {
+  TensorBatch out;
+  out.views.reserve(objects.size());
+  out.kinds.reserve(objects.size());
+  for (const py::handle object : objects) {
+    const bool is_tensor = THPVariable_Check(object.ptr());
+    const TensorKind kind = is_tensor ? kind_of(object, unpack(object)) : TensorKind::kTorchsOwn;
+    out.kinds.push_back(kind);
+    if (kind == TensorKind::kPlain) {
+      out.views.push_back(view(object, "", writable && is_loadable(object)));
+    } else if (kind == TensorKind::kNeedsCopy) {
+      out.views.push_back(shape_of(unpack(object)));
+    } else {
+      out.views.emplace_back();
+    }
+  }
+  return out;
+}
+
 }  // namespace
+
+bool is_tensor(py::handle object) { return THPVariable_Check(object.ptr()); }
+
+bool is_plannable(py::handle object) {
+  return THPVariable_CheckExact(object.ptr()) &&
+         kind_of(object, THPVariable_Unpack(object.ptr())) != TensorKind::kTorchsOwn;
+}
+
+TensorItem describe(py::handle object) {
+  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  const DTypeInfo& dtype = dtype_info(*dtype_of(tensor));
+  return {.dtype = dtype.name,
+          .itemsize = dtype.itemsize,
+          .requires_grad = tensor.requires_grad(),
+          .pin_memory = tensor.is_pinned(),
+          .sizes = {tensor.sizes().data(), tensor.sizes().size()}};
+}
+
 }  // namespace torch_ckpt
 
 PYBIND11_MODULE(_tensor_view, module) {
@@ -165,8 +205,14 @@ PYBIND11_MODULE(_tensor_view, module) {
       .value("NEEDS_COPY", TensorKind::kNeedsCopy)
       .value("TORCHS_OWN", TensorKind::kTorchsOwn);
   module.def("tensor_kind", &tensor_kind, py::arg("tensor"));
+  module.def("is_plannable", &is_plannable, py::arg("object"));
   module.def("is_loadable", &is_loadable, py::arg("tensor"));
   module.def("extent", &tensor_extent, py::arg("tensor"));
   module.def("has_own_storage", &has_own_storage, py::arg("tensor"));
+  module.def("look", &look, py::arg("objects"), py::arg("writable"));
+  module.def("flatten", &flatten, py::arg("state_dict"));
+  module.def("list_tensors", &list_tensors, py::arg("flat"), py::arg("sink"), py::arg("other"));
+  module.def("add_shard", &add_shard, py::arg("sink"), py::arg("fqn"), py::arg("local"),
+             py::arg("sizes"), py::arg("offsets"), py::arg("box_sizes"));
   module.def("view", &view, py::arg("tensor"), py::arg("name"), py::arg("writable"));
 }

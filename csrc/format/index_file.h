@@ -9,11 +9,11 @@
 
 #include <cstdint>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "base/block_sums.h"
 #include "base/bytes.h"
+#include "base/state_path.h"
 #include "base/status.h"
 #include "base/strided.h"
 #include "format/metadata_trailer.h"
@@ -57,13 +57,7 @@ struct IndexedEntry {
   bool operator==(const IndexedEntry&) const = default;
 };
 
-// Where an FQN stood in the nested state dict: keys and positions, from the root.
-struct IndexedPath {
-  std::string fqn;
-  std::vector<std::variant<std::string, int64_t>> keys;
-
-  bool operator==(const IndexedPath&) const = default;
-};
+using IndexedPath = StatePath;
 
 struct Index {
   std::string save_id;

@@ -116,7 +116,7 @@ class GlobalPlanner {
     }
     // Even what has no bytes is work: it is not all for one rank.
     BalanceGroup group = {std::max<int64_t>(nbytes, 1), holders_.number(slots)};
-    if (options_.split && facts.is_tensor && !facts.sizes.empty()) {
+    if (options_.split && facts.is_tensor && !facts.is_opaque && !facts.sizes.empty()) {
       const int64_t rows = of_entry.box(slots[0]).sizes[0];
       if (rows > 1) {
         group.rows = rows;

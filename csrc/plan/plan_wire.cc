@@ -11,7 +11,7 @@ namespace {
 constexpr std::string_view kMagic = "TCPL";
 constexpr uint32_t kVersion = 1;
 
-enum FactsFlag : uint8_t { kIsTensor = 1, kRequiresGrad = 2, kPinMemory = 4 };
+enum FactsFlag : uint8_t { kIsTensor = 1, kRequiresGrad = 2, kPinMemory = 4, kIsOpaque = 8 };
 enum EntryForm : uint8_t { kNextEntry, kFormerEntry, kNumberedEntry };
 constexpr uint8_t kWholeBox = 0;
 constexpr uint8_t kMaskedBox = 15;
@@ -24,7 +24,7 @@ Status unsound_entries(std::string_view why) {
 void write_facts(const Facts& facts, WireWriter* out) {
   if (!facts.is_tensor) return out->byte(0);
   out->byte(kIsTensor | (facts.requires_grad ? kRequiresGrad : 0) |
-            (facts.pin_memory ? kPinMemory : 0));
+            (facts.pin_memory ? kPinMemory : 0) | (facts.is_opaque ? kIsOpaque : 0));
   out->varint(facts.itemsize);
   out->word(facts.dtype);
   out->word(facts.memory_format);
@@ -34,11 +34,12 @@ void write_facts(const Facts& facts, WireWriter* out) {
 
 bool read_facts(WireReader* reader, Facts* out) {
   uint8_t flags;
-  if (!reader->byte(&flags) || flags > (kIsTensor | kRequiresGrad | kPinMemory)) return false;
+  if (!reader->byte(&flags) || flags > 15) return false;
   if ((flags & kIsTensor) == 0) return flags == 0;
   out->is_tensor = true;
   out->requires_grad = (flags & kRequiresGrad) != 0;
   out->pin_memory = (flags & kPinMemory) != 0;
+  out->is_opaque = (flags & kIsOpaque) != 0;
   std::string_view dtype;
   std::string_view memory_format;
   int64_t ndim;

@@ -105,6 +105,7 @@ inline std::vector<PlanItem> random_items(std::mt19937& random, int64_t count) {
     if (below(random, 3) == 0) facts.dtype = "bfloat16", facts.itemsize = 2;
     facts.requires_grad = below(random, 2) == 0;
     facts.pin_memory = below(random, 2) == 0;
+    facts.is_opaque = below(random, 4) == 0;
     entries.push_back(whole_item(fqn, facts));
   }
   std::vector<PlanItem> items;

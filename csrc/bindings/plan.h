@@ -1,0 +1,41 @@
+#pragma once
+
+// What the bindings of plans share: plan.cc plans, work.cc does what was planned.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "base/bytes.h"
+#include "bindings/tensor_view.h"
+#include "plan/item.h"
+
+namespace torch_ckpt {
+
+// An ItemTable that the module that knows torch can fill.
+struct HeldTable final : TensorSink {
+  ItemTable table;
+
+  HeldTable() = default;
+  explicit HeldTable(ItemTable from) : table(std::move(from)) {}
+  Status add(const TensorItem& item) override;
+};
+
+// Dtype, memory format, requires_grad, pin_memory, sizes of the whole tensor.
+using PyFacts = std::tuple<std::string, std::string, bool, bool, Dims>;
+
+// Nothing for an object.
+std::optional<PyFacts> to_python(const Facts& facts);
+
+inline pybind11::bytes to_bytes(const std::vector<std::byte>& bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+inline Bytes view_of(const pybind11::bytes& bytes) {
+  return as_bytes(static_cast<std::string_view>(bytes));
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,181 @@
+#include "bindings/state_dict.h"
+
+#include <pybind11/stl.h>
+
+namespace py = pybind11;
+
+namespace torch_ckpt {
+namespace {
+
+void raise_if_refused(const Status& status) {
+  if (!status.ok()) throw py::value_error(status.message());
+}
+
+// Whether the interpreter's stack has room for one more level; gives it back when it goes.
+class Level {
+ public:
+  Level() {
+    if (Py_EnterRecursiveCall(" in a nested state dict") != 0) throw py::error_already_set();
+  }
+  ~Level() { Py_LeaveRecursiveCall(); }
+};
+
+class Flattener {
+ public:
+  Flattener() : mapping_(py::module_::import("collections.abc").attr("Mapping")) {}
+
+  py::tuple flatten(const py::object& state_dict) {
+    visit_mapping(py::tuple(), py::str(), state_dict);
+    return py::make_tuple(flat_, paths_);
+  }
+
+ private:
+  bool is_mapping(py::handle value) const {
+    if (PyDict_Check(value.ptr())) return true;
+    if (is_tensor(value)) return false;
+    return py::isinstance(value, mapping_);
+  }
+
+  // Whether a list is stored as one value: nothing in it is a tensor or may hold one.
+  bool is_terminal(const py::list& list) const {
+    const Level level;
+    for (const py::handle entry : list) {
+      if (is_tensor(entry) || is_mapping(entry)) return false;
+      if (py::isinstance<py::list>(entry) &&
+          !is_terminal(py::reinterpret_borrow<py::list>(entry))) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // `prefix`: of the FQNs of what is in `value`, with a dot at its end unless it is empty.
+  void visit_mapping(const py::tuple& path, const py::str& prefix, const py::object& value) {
+    const Level level;
+    if (PyDict_CheckExact(value.ptr())) {
+      // A copy of the order: nobody may change it under the walk, and keys may run code.
+      const auto items = py::reinterpret_steal<py::list>(PyDict_Items(value.ptr()));
+      for (const py::handle item : items) {
+        visit(path, prefix, to_text_of(PyTuple_GET_ITEM(item.ptr(), 0)),
+              PyTuple_GET_ITEM(item.ptr(), 1), true);
+      }
+      return;
+    }
+    for (const py::handle item : value.attr("items")()) {
+      const auto pair = py::cast<py::tuple>(item);
+      visit(path, prefix, to_text_of(pair[0]), pair[1], true);
+    }
+  }
+
+  void visit_list(const py::tuple& path, const py::str& prefix, const py::list& list) {
+    const Level level;
+    py::ssize_t number = 0;
+    for (const py::handle entry : list) {
+      visit(path, prefix, py::int_(number), entry, false);
+      ++number;
+    }
+  }
+
+  static py::object to_text_of(py::handle key) {
+    if (PyUnicode_CheckExact(key.ptr())) return py::reinterpret_borrow<py::object>(key);
+    PyObject* text = PyObject_Str(key.ptr());
+    if (text == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(text);
+  }
+
+  static py::str joined(const py::str& a, py::handle b) {
+    PyObject* text = PyUnicode_Concat(a.ptr(), b.ptr());
+    if (text == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::str>(text);
+  }
+
+  static py::tuple longer(const py::tuple& path, const py::object& key) {
+    const auto length = static_cast<py::ssize_t>(path.size());
+    py::tuple out(path.size() + 1);
+    for (py::ssize_t i = 0; i < length; ++i) {
+      PyObject* part = PyTuple_GET_ITEM(path.ptr(), i);
+      Py_INCREF(part);
+      PyTuple_SET_ITEM(out.ptr(), i, part);
+    }
+    PyTuple_SET_ITEM(out.ptr(), length, key.inc_ref().ptr());
+    return out;
+  }
+
+  void visit(const py::tuple& parent, const py::str& prefix, const py::object& key,
+             py::handle value, bool is_text) {
+    const py::object word = is_text ? key : py::str(key);
+    const py::str fqn = PyUnicode_GET_LENGTH(prefix.ptr()) == 0
+                            ? py::reinterpret_borrow<py::str>(word)
+                            : joined(prefix, word);
+    py::tuple path = longer(parent, key);
+    if (!is_tensor(value)) {
+      const auto object = py::reinterpret_borrow<py::object>(value);
+      if (is_mapping(value)) return visit_mapping(path, joined(fqn, dot_), object);
+      if (py::isinstance<py::list>(value)) {
+        const auto list = py::reinterpret_borrow<py::list>(value);
+        if (!is_terminal(list)) return visit_list(path, joined(fqn, dot_), list);
+      }
+    }
+    const auto count = flat_.size();
+    if (PyDict_SetDefault(flat_.ptr(), fqn.ptr(), value.ptr()) == nullptr) {
+      throw py::error_already_set();
+    }
+    if (flat_.size() == count) {
+      throw py::value_error("duplicated flatten key " + std::string(fqn));
+    }
+    if (PyDict_SetItem(paths_.ptr(), fqn.ptr(), path.ptr()) != 0) throw py::error_already_set();
+  }
+
+  const py::object mapping_;
+  const py::str dot_ = ".";
+  py::dict flat_;
+  py::dict paths_;
+};
+
+std::string_view utf8_of(py::handle text) {
+  py::ssize_t nbytes = 0;
+  const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &nbytes);
+  if (data == nullptr) throw py::error_already_set();
+  return {data, static_cast<size_t>(nbytes)};
+}
+
+constexpr std::array<int64_t, 64> kZeros = {};
+
+}  // namespace
+
+py::tuple flatten(const py::object& state_dict) { return Flattener().flatten(state_dict); }
+
+py::list list_tensors(const py::dict& flat, TensorSink& sink, const py::function& other) {
+  py::list sources;
+  const auto items = py::reinterpret_steal<py::list>(PyDict_Items(flat.ptr()));
+  for (const py::handle item : items) {
+    const py::handle fqn = PyTuple_GET_ITEM(item.ptr(), 0);
+    const py::handle value = PyTuple_GET_ITEM(item.ptr(), 1);
+    if (!is_plannable(value)) {
+      for (const py::handle source : py::cast<py::list>(other(fqn, value))) sources.append(source);
+      continue;
+    }
+    TensorItem tensor = describe(value);
+    if (tensor.sizes.size() > kZeros.size()) throw py::value_error("too many dimensions");
+    tensor.fqn = utf8_of(fqn);
+    tensor.offsets = std::span(kZeros).first(tensor.sizes.size());
+    tensor.box_sizes = tensor.sizes;
+    raise_if_refused(sink.add(tensor));
+    sources.append(value);
+  }
+  return sources;
+}
+
+void add_shard(TensorSink& sink, std::string_view fqn, const py::object& local, const Dims& sizes,
+               const Dims& offsets, const Dims& box_sizes) {
+  if (!is_plannable(local)) throw py::value_error("the local tensor is none of the engine's");
+  TensorItem tensor = describe(local);
+  tensor.fqn = fqn;
+  tensor.is_shard = true;
+  tensor.sizes = sizes;
+  tensor.offsets = offsets;
+  tensor.box_sizes = box_sizes;
+  raise_if_refused(sink.add(tensor));
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,119 @@
+#include "engine/planned_index.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/strided.h"
+#include "plan/item_extents.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr int32_t kNowhere = -1;
+
+// Where an item was stored; `file` is kNowhere until a rank says so.
+struct Place {
+  int32_t file = kNowhere;
+  bool plain = false;
+  int64_t offset = 0;
+  int64_t nbytes = 0;
+};
+
+// The places of all items, by rank and item, and how many of them are still to be asked for.
+class Places {
+ public:
+  explicit Places(const StoredTable& stored) {
+    for (int64_t i = 0; i < stored.box_count(); ++i) {
+      const auto rank = static_cast<size_t>(stored.rank(i));
+      const auto item = static_cast<size_t>(stored.item(i));
+      if (rank >= of_rank_.size()) of_rank_.resize(rank + 1);
+      if (item >= of_rank_[rank].size()) of_rank_[rank].resize(item + 1);
+    }
+  }
+
+  Status add(const RankFile& from, int32_t file) {
+    ASSIGN_OR_RETURN(const std::vector<ItemExtent> extents, decode_extents(from.extents));
+    for (const ItemExtent& extent : extents) {
+      Place* place = find(from.rank, extent.item);
+      if (place == nullptr || place->file != kNowhere) {
+        return internal_error("cannot commit: rank ", from.rank, " has written item ", extent.item,
+                              place == nullptr ? ", which it does not have" : " twice", " (",
+                              from.file.name, ")");
+      }
+      *place = {file, extent.plain, extent.offset, extent.nbytes};
+    }
+    left_ += std::ssize(extents);
+    return ok_status();
+  }
+
+  // The place of an item, or null where it was not stored. To be asked for once.
+  const Place* take(int64_t rank, int64_t item) {
+    const Place* place = find(rank, item);
+    if (place == nullptr || place->file == kNowhere) return nullptr;
+    --left_;
+    return place;
+  }
+
+  int64_t left() const { return left_; }
+
+ private:
+  Place* find(int64_t rank, int64_t item) {
+    if (rank < 0 || rank >= std::ssize(of_rank_)) return nullptr;
+    std::vector<Place>& places = of_rank_[static_cast<size_t>(rank)];
+    if (item >= std::ssize(places)) return nullptr;
+    return &places[static_cast<size_t>(item)];
+  }
+
+  std::vector<std::vector<Place>> of_rank_;
+  int64_t left_ = 0;
+};
+
+IndexedEntry to_entry(const EntryTable& entries, int64_t number) {
+  const Facts& facts = entries.facts(number);
+  IndexedEntry out;
+  out.fqn = entries.fqn(number);
+  out.is_tensor = facts.is_tensor;
+  out.dtype = facts.dtype;
+  out.memory_format = facts.memory_format;
+  out.requires_grad = facts.requires_grad;
+  out.pin_memory = facts.pin_memory;
+  out.sizes = facts.sizes;
+  return out;
+}
+
+}  // namespace
+
+Result<Index> planned_index(const StoredTable& stored, std::vector<RankFile> files) {
+  Places places(stored);
+  Index out;
+  for (RankFile& file : files) {
+    RETURN_IF_ERROR(places.add(file, static_cast<int32_t>(out.files.size())));
+    out.files.push_back(std::move(file.file));
+  }
+  const EntryTable& entries = stored.entries();
+  out.has_entries = true;
+  out.entries.reserve(static_cast<size_t>(entries.size()));
+  for (int64_t number = 0; number < entries.size(); ++number) {
+    IndexedEntry& entry = out.entries.emplace_back(to_entry(entries, number));
+    const int64_t last = stored.first_box(number + 1);
+    entry.boxes.reserve(static_cast<size_t>(last - stored.first_box(number)));
+    for (int64_t i = stored.first_box(number); i < last; ++i) {
+      const BoxView box = stored.box(number, i);
+      const Place* place = places.take(stored.rank(i), stored.item(i));
+      if (place == nullptr) {
+        return internal_error("cannot commit: the plan has '", entry.fqn, "' at ",
+                              to_string(to_dims(box.offsets)), ", and rank ", stored.rank(i),
+                              " has not written it");
+      }
+      entry.boxes.push_back({to_dims(box.offsets), to_dims(box.sizes), place->file, place->offset,
+                             place->nbytes, place->plain, {}});
+    }
+  }
+  if (places.left() > 0) {
+    return internal_error("cannot commit: ranks have written ", places.left(),
+                          " items that are not theirs to write");
+  }
+  return out;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,74 @@
+"""Lists what a rank's state dict holds as a table of the engine's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from torch_ckpt import _native, _tensor_view
+from torch_ckpt.sharing import OBJECT_NBYTES, list_item
+
+__all__ = ["Lister"]
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # Sizes, offsets.
+
+
+class Lister:
+    """Lists state dicts; remembers where the local parts of DTensors lie, from one to the next."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[Any, ...], _Box] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Lister, ()
+
+    def list(self, state_dict: dict[str, Any]) -> tuple[_native.ItemTable, list[Any]]:
+        """Lists a flat state dict.
+
+        Returns:
+            The items, and for each the tensor that holds it; ``None`` for an object, and where only
+            DCP can tell.
+
+        Raises:
+            ValueError: Something in it has no form in a table.
+            TypeError: Likewise.
+        """
+        table = _native.ItemTable()
+        sources = _tensor_view.list_tensors(
+            state_dict, table, lambda fqn, value: self._list(table, fqn, value)
+        )
+        return table, sources
+
+    def _list(self, table: _native.ItemTable, fqn: str, value: Any) -> list[Any]:
+        """Lists what is no plain tensor."""
+        if isinstance(value, DTensor):
+            if value.device_mesh.get_coordinate() is None:
+                return []
+            local = value._local_tensor
+            if type(value) is DTensor and _tensor_view.is_plannable(local):
+                sizes, offsets = self._box(value)
+                _tensor_view.add_shard(table, fqn, local, value.shape, offsets, sizes)
+                return [local]
+        elif not isinstance(value, torch.Tensor) and not hasattr(value, "__create_write_items__"):
+            table.add_object(fqn, OBJECT_NBYTES)
+            return [None]
+        items = _create_write_items(fqn, value)
+        for item in items:
+            list_item(table, item, is_opaque=True)
+        return [None] * len(items)
+
+    def _box(self, tensor: DTensor) -> _Box:
+        """Where the local part of a DTensor lies: the same for many of them."""
+        key = (tensor.device_mesh, tensor.placements, tensor.shape)
+        box = self._boxes.get(key)
+        if box is None:
+            if any(isinstance(placement, Partial) for placement in tensor.placements):
+                raise ValueError("a partial DTensor has no box")
+            box = self._boxes[key] = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
+        return box

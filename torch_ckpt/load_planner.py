@@ -1,0 +1,146 @@
+"""FastLoadPlanner: stock DCP's default load planner, with boxes found in the index by the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.utils import _init_state_dict
+
+from torch_ckpt import _native, _tensor_view
+from torch_ckpt.errors import MismatchError, NotFoundError
+from torch_ckpt.index import index_of
+from torch_ckpt.listing import Lister
+from torch_ckpt.tensors import gc_paused
+
+__all__ = ["FastLoadPlanner", "KeptReads", "PlannedReads"]
+
+
+class PlannedReads(Sequence[ReadItem]):
+    """``LoadPlan.items`` of one rank, as columns; pickled as DCP's items."""
+
+    def __init__(self, reads: _native.Reads, sources: list[Any]) -> None:
+        self.reads = reads
+        self.sources = sources
+        """What each item that the rank has listed is loaded into; ``None`` if only DCP can tell."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+    @overload
+    def __getitem__(self, at: int) -> ReadItem: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[ReadItem]: ...
+    def __getitem__(self, at: int | slice) -> ReadItem | list[ReadItem]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        return _to_read_item(self.reads.describe(at if at >= 0 else at + len(self)))
+
+    def __iter__(self) -> Iterator[ReadItem]:
+        return (_to_read_item(self.reads.describe(at)) for at in range(len(self)))
+
+
+class KeptReads(Sequence[ReadItem]):
+    """Stands for the reads of a rank, which has kept them, while its plan travels."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, at: int | slice) -> Any:
+        raise RuntimeError("the rank that planned these reads has kept them")
+
+
+def _to_read_item(described: tuple[Any, ...]) -> ReadItem:
+    fqn, is_object, offsets, number, box_offsets, dest, storage, lengths = described
+    if is_object:
+        return ReadItem(
+            type=LoadItemType.BYTE_IO,
+            dest_index=MetadataIndex(fqn),
+            dest_offsets=torch.Size((0,)),
+            storage_index=MetadataIndex(fqn),
+            storage_offsets=torch.Size((0,)),
+            lengths=torch.Size((0,)),
+        )
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=MetadataIndex(fqn, torch.Size(offsets)),
+        dest_offsets=torch.Size(dest),
+        storage_index=MetadataIndex(fqn, torch.Size(box_offsets), number),
+        storage_offsets=torch.Size(storage),
+        lengths=torch.Size(lengths),
+    )
+
+
+class FastLoadPlanner(DefaultLoadPlanner):
+    """Plans what ``DefaultLoadPlanner`` plans, many times faster, of a checkpoint that has an index.
+
+    The engine looks up what this rank wants, so that the time and the memory depend on that and not
+    on all that is stored. Of a checkpoint of stock DCP it plans as ``DefaultLoadPlanner`` does, and
+    wherever something is wrong it raises what that raises. What a subclass overrides is called.
+
+    Args:
+        flatten_state_dict: As in DCP.
+        flatten_sharded_tensors: As in DCP.
+        allow_partial_load: As in DCP: whether what is not stored stays as it is.
+
+    Example::
+
+        planner = FastLoadPlanner()
+        dcp.load(state, storage_reader=FastReader("run/step-100"), planner=planner)
+    """
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flattens the state dict."""
+        with gc_paused():
+            _init_state_dict(state_dict)
+            self.original_state_dict = state_dict
+            flat, paths = _tensor_view.flatten(state_dict)
+            if self.flatten_sharded_tensors and any(
+                isinstance(value, ShardedTensor) for value in flat.values()
+            ):
+                state_dict = _flatten_sharded_tensors(state_dict)
+                flat, paths = _tensor_view.flatten(state_dict)
+            if self.flatten_state_dict:
+                state_dict, self.mappings = flat, paths
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """Finds what this rank wants among what is stored."""
+        index = index_of(self.metadata)
+        if index is not None:
+            try:
+                with gc_paused():
+                    table, sources = Lister().list(self.state_dict)
+                    reads = _native.Reads(index, table, self.allow_partial_load)
+                return LoadPlan(PlannedReads(reads, sources))
+            except (ValueError, TypeError, MismatchError, NotFoundError):
+                pass  # DCP's planner knows what to raise, or what to make of it.
+        return super().create_local_plan()
+
+    def loads_plainly(self) -> bool:
+        """Whether nobody has another idea of where what is read goes, and what is done with it."""
+        names = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
+        return all(
+            getattr(type(self), name) is getattr(DefaultLoadPlanner, name)
+            and name not in vars(self)
+            for name in names
+        )

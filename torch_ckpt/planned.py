@@ -1,0 +1,164 @@
+"""A save as it was planned by the engine: columns, and DCP's objects where somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from torch_ckpt import _native
+from torch_ckpt.mappings import LazyMapping
+from torch_ckpt.sharing import CutItem, cut_item
+from torch_ckpt.tensors import to_properties
+
+__all__ = ["PlannedItems", "PlannedMetadata", "PlannedPaths"]
+
+
+class PlannedItems(Sequence[WriteItem]):
+    """``SavePlan.items`` of one rank.
+
+    To the coordinator it travels as the engine's encoding of all that the rank holds. The answer is
+    what the rank is to write of that, by number, and means nothing until it has come back to the
+    rank and is bound to what it listed.
+
+    Args:
+        encoded: All items of the rank; ``None`` in an answer that has just arrived.
+        assignment: Which of them it writes; ``None`` for all.
+    """
+
+    def __init__(self, encoded: bytes | None, assignment: bytes | None = None) -> None:
+        self.encoded = encoded
+        self.assignment = assignment
+        self._work: _native.Work | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.assignment is None:
+            return PlannedItems, (self.encoded,)
+        return PlannedItems, (None, self.assignment)
+
+    def bound_to(self, listed: PlannedItems) -> PlannedItems:
+        """The same items, once it is known what the rank has listed."""
+        return PlannedItems(listed.encoded, self.assignment)
+
+    @property
+    def work(self) -> _native.Work:
+        """The items as the engine has them.
+
+        Raises:
+            CorruptionError: The assignment is for another list.
+        """
+        if self._work is None:
+            if self.encoded is None:
+                raise RuntimeError("an assignment was looked at before finish_plan")
+            self._work = _native.Work(_native.ItemTable.decode(self.encoded), self.assignment)
+        return self._work
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    @overload
+    def __getitem__(self, at: int) -> WriteItem: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[WriteItem]: ...
+    def __getitem__(self, at: int | slice) -> WriteItem | list[WriteItem]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        return to_write_item(self.work.describe(at if at >= 0 else at + len(self)))
+
+    def __iter__(self) -> Iterator[WriteItem]:
+        describe = self.work.describe
+        return (to_write_item(describe(at)) for at in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+
+def to_write_item(described: _native.WorkItem) -> WriteItem:
+    """An item as DCP's planners make it."""
+    fqn, facts, is_shard, offsets, sizes, rows = described
+    if facts is None:
+        return WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    whole = WriteItem(
+        index=MetadataIndex(fqn, chunk.offsets),
+        type=WriteItemType.SHARD if is_shard else WriteItemType.TENSOR,
+        tensor_data=TensorWriteData(
+            chunk=chunk, properties=to_properties(*facts[:4]), size=torch.Size(facts[4])
+        ),
+    )
+    return whole if rows is None else cut_item(whole, *rows, is_listed=True)
+
+
+class PlannedMetadata(LazyMapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """``Metadata.state_dict_metadata`` of what ``plan`` has planned."""
+
+    def __init__(self, plan: _native.GlobalPlan) -> None:
+        self.plan = plan
+        self._fqns: list[str] | None = None
+
+    def __getitem__(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        found = self.plan.find(fqn) if isinstance(fqn, str) else None
+        if found is None:
+            raise KeyError(fqn)
+        _, facts, boxes = found
+        if facts is None:
+            return BytesStorageMetadata()
+        return TensorStorageMetadata(
+            properties=to_properties(*facts[:4]),
+            size=torch.Size(facts[4]),
+            chunks=[ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes],
+        )
+
+    def __contains__(self, fqn: object) -> bool:
+        return isinstance(fqn, str) and self.plan.find(fqn) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        if self._fqns is None:
+            self._fqns = self.plan.fqns
+        return iter(self._fqns)
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+
+class PlannedPaths(LazyMapping[str, tuple[str | int, ...]]):
+    """``planner_data`` of one rank, or of several: where values stood in the nested state dict.
+
+    Args:
+        encoded: As :func:`_native.encode_paths` gives them. The first that has an FQN counts.
+        as_dict: Whether it is pickled as a dict, for ``.metadata``, or else as it is.
+    """
+
+    def __init__(self, encoded: Sequence[bytes], *, as_dict: bool = False) -> None:
+        self.encoded = list(dict.fromkeys(encoded))
+        self.as_dict = as_dict
+        self._read: dict[str, tuple[str | int, ...]] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return super().__reduce__() if self.as_dict else (PlannedPaths, (self.encoded,))
+
+    def _all(self) -> dict[str, tuple[str | int, ...]]:
+        if self._read is None:
+            self._read = {}
+            for encoded in self.encoded:
+                for fqn, keys in _native.decode_paths(encoded):
+                    self._read.setdefault(fqn, tuple(keys))
+        return self._read
+
+    def __getitem__(self, fqn: str) -> tuple[str | int, ...]:
+        return self._all()[fqn]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
