@@ -30,7 +30,7 @@ LAYERS = [
     {"errors", "options", "_native", "_tensor_view"},
     {"mappings", "tensors", "roll_call", "pickles", "seal", "sharing"},
     {"index", "metadata", "deadline"},
-    {"data_file", "loading"},
+    {"data_file", "loading", "sealed_metadata"},
     {"writer", "reader"},
     {"api", "commands.opened"},
     {"commands.inspect", "commands.verify"},

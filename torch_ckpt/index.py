@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_ckpt import _native
-from torch_ckpt.errors import CheckpointError, CorruptionError
+from torch_ckpt.errors import CorruptionError
 from torch_ckpt.mappings import LazyMapping
 from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.sharing import CutPiece
@@ -29,10 +29,9 @@ from torch_ckpt.tensors import gc_paused
 
 __all__ = [
     "WrittenFile",
-    "check_complete",
-    "make_index",
     "to_entries",
     "to_metadata",
+    "to_paths",
 ]
 
 _KNOWN_FIELDS = frozenset(Metadata.__dataclass_fields__)
@@ -63,59 +62,6 @@ class WrittenFile:
     sums: bytes
     dtypes: Mapping[int, str]
     cuts: Sequence[CutPiece] = ()
-
-
-def check_complete(metadata: Metadata) -> None:
-    """Guards the commit against metadata that describe what no rank has written.
-
-    So a plan that somebody kept from another save, or lost on the way, is no silent loss.
-
-    Raises:
-        CheckpointError: There is no slice for a box or an object.
-    """
-    for fqn, stored in metadata.state_dict_metadata.items():
-        missing: MetadataIndex | None = None
-        if isinstance(stored, BytesStorageMetadata):
-            missing = MetadataIndex(fqn)
-        elif isinstance(stored, TensorStorageMetadata):
-            indices = (MetadataIndex(fqn, chunk.offsets) for chunk in stored.chunks)
-            missing = next((i for i in indices if i not in metadata.storage_data), None)
-        if missing is not None and missing not in metadata.storage_data:
-            where = "" if missing.offset is None else f" at {list(missing.offset)}"
-            raise CheckpointError(
-                f"cannot commit: the plan has {fqn!r}{where}, and no rank has written it"
-            )
-
-
-def make_index(
-    metadata: Metadata, pickled: bytes, files: Sequence[WrittenFile], *, save_id: str
-) -> tuple[bytes, bytes]:
-    """Seals metadata: what is to follow ``pickled``, and the index that belongs to it.
-
-    What a planner has put into the metadata may have no form there. The index then has the files
-    and their checksums only, and readers learn from the metadata what is stored.
-
-    Args:
-        metadata: About to be committed.
-        pickled: The same, pickled.
-        files: The data files of the save.
-        save_id: Of the save.
-
-    Returns:
-        The trailer of ``.metadata``, and the bytes of ``.index``.
-    """
-    listed = [(file.name, file.nbytes, file.sums) for file in files]
-    with gc_paused():
-        entries = to_entries(metadata, [f.name for f in files], [f.dtypes for f in files])
-        paths = _paths(metadata)
-        if entries is not None and (paths is not None or metadata.planner_data is None):
-            try:
-                return _native.make_index(
-                    save_id, pickled, listed, metadata.version or "", entries, paths
-                )
-            except (ValueError, TypeError, OverflowError):
-                pass  # A number or a name that it cannot hold.
-        return _native.make_index(save_id, pickled, listed, "", None, None)
 
 
 def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) -> Metadata:
@@ -194,6 +140,18 @@ def to_entries(
     return entries if boxes_in_all == len(metadata.storage_data) else None
 
 
+def to_paths(metadata: Metadata) -> list[tuple[str, list[str | int]]] | None:
+    """A planner's data in the index's terms; ``None`` where they are not a dict of paths."""
+    if not isinstance(metadata.planner_data, dict):
+        return None
+    paths: list[tuple[str, list[str | int]]] = []
+    for fqn, path in metadata.planner_data.items():
+        if type(path) is not tuple or any(type(key) not in (str, int) for key in path):
+            return None
+        paths.append((fqn, list(path)))
+    return paths
+
+
 def _properties(stored: TensorStorageMetadata) -> tuple[str, str, bool, bool, Sequence[int]]:
     properties = stored.properties
     if properties.layout != torch.strided:
@@ -205,17 +163,6 @@ def _properties(stored: TensorStorageMetadata) -> tuple[str, str, bool, bool, Se
         properties.pin_memory,
         stored.size,
     )
-
-
-def _paths(metadata: Metadata) -> list[tuple[str, list[str | int]]] | None:
-    if not isinstance(metadata.planner_data, dict):
-        return None
-    paths: list[tuple[str, list[str | int]]] = []
-    for fqn, path in metadata.planner_data.items():
-        if type(path) is not tuple or any(type(key) not in (str, int) for key in path):
-            return None
-        paths.append((fqn, list(path)))
-    return paths
 
 
 class _Stored(LazyMapping[str, TensorStorageMetadata | BytesStorageMetadata]):

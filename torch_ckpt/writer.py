@@ -38,11 +38,11 @@ from torch_ckpt.errors import (
     UnsupportedError,
     portable_errors,
 )
-from torch_ckpt.index import WrittenFile, check_complete, make_index
-from torch_ckpt.metadata import dump_metadata
+from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.roll_call import claim_commit
 from torch_ckpt.seal import INDEX_MARK
+from torch_ckpt.sealed_metadata import check_complete, seal_metadata
 from torch_ckpt.sharing import (
     HeldItems,
     item_nbytes,
@@ -295,8 +295,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         try:
             merge_cuts(metadata, [cut for file in written for cut in file.cuts])
             check_complete(metadata)
-            pickled = dump_metadata(metadata)
-            trailer, index = make_index(metadata, pickled, written, save_id=self.save_id)
+            sealed, index = seal_metadata(metadata, written, save_id=self.save_id)
             claim_commit()
             self._raise_if_missing(self._missing_files(files))
         except BaseException:
@@ -307,7 +306,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             os.fsencode(self.path),
             self._own_name(_METADATA),
             self._own_name(_INDEX),
-            pickled + trailer,
+            sealed,
             index,
             self.save_id,
             sorted(files),

@@ -6,6 +6,7 @@
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "engine/open_checkpoint.h"
+#include "format/sealed_metadata.h"
 #include "format/stored_index.h"
 
 namespace py = pybind11;
@@ -25,6 +26,10 @@ using PyProperties = std::tuple<std::string, std::string, bool, bool, Dims>;
 using PyEntry = std::tuple<std::string, std::optional<PyProperties>, std::vector<PyBox>>;
 
 using PyPath = std::pair<std::string, std::vector<std::variant<std::string, int64_t>>>;
+
+// checkpoint_id, whether that is a path, save_id, load_id, modules.
+using PyStorageMeta = std::tuple<std::optional<std::string>, bool, std::optional<std::string>,
+                                 std::optional<std::string>, std::vector<std::string>>;
 
 py::bytes to_python(Bytes bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
@@ -70,29 +75,53 @@ PyEntry from_entry(const IndexedEntry& entry) {
   return {entry.fqn, std::move(properties), std::move(boxes)};
 }
 
-// The trailer of the metadata, and the index that is sealed to them.
-std::pair<py::bytes, py::bytes> make_index(const std::string& save_id, const py::bytes& metadata,
-                                           const std::vector<PyFile>& files,
-                                           const std::string& version,
-                                           const std::optional<std::vector<PyEntry>>& entries,
-                                           const std::optional<std::vector<PyPath>>& paths) {
+// An index without its seal.
+Index to_index(const std::string& save_id, const std::vector<PyFile>& files,
+               const std::string& version, const std::optional<std::vector<PyEntry>>& entries,
+               const std::optional<std::vector<PyPath>>& paths) {
   Index index;
   index.save_id = save_id;
-  index.metadata = Seal::of(as_bytes(static_cast<std::string_view>(metadata)));
   for (const PyFile& file : files) index.files.push_back(to_file(file));
   index.has_entries = entries.has_value();
   if (entries) {
     index.version = version;
+    index.entries.reserve(entries->size());
     for (const PyEntry& entry : *entries) index.entries.push_back(to_entry(entry));
   }
   index.has_paths = paths.has_value();
   if (paths) {
     for (const auto& [fqn, keys] : *paths) index.paths.push_back({fqn, keys});
   }
+  return index;
+}
+
+// The trailer of metadata that Python has pickled, and the index that is sealed to them.
+std::pair<py::bytes, py::bytes> make_index(const std::string& save_id, const py::bytes& metadata,
+                                           const std::vector<PyFile>& files,
+                                           const std::string& version,
+                                           const std::optional<std::vector<PyEntry>>& entries,
+                                           const std::optional<std::vector<PyPath>>& paths) {
+  Index index = to_index(save_id, files, version, entries, paths);
+  index.metadata = Seal::of(as_bytes(static_cast<std::string_view>(metadata)));
   const auto trailer = value_or_raise(write_metadata_trailer({save_id, index.metadata}));
   const std::vector<std::byte> bytes =
       value_or_raise(without_gil([&] { return write_index(index); }));
   return {to_python(trailer), to_python(bytes)};
+}
+
+// All of `.metadata` and of `.index`.
+std::pair<py::bytes, py::bytes> seal(const std::string& save_id, const std::vector<PyFile>& files,
+                                     const std::string& version,
+                                     const std::vector<PyEntry>& entries,
+                                     const std::optional<std::vector<PyPath>>& paths,
+                                     const PyStorageMeta& storage_meta) {
+  Index index = to_index(save_id, files, version, entries, paths);
+  StorageMeta storage;
+  std::tie(storage.checkpoint_id, storage.checkpoint_is_path, storage.save_id, storage.load_id,
+           storage.modules) = storage_meta;
+  const SealedMetadata sealed =
+      value_or_raise(without_gil([&] { return seal_metadata(std::move(index), storage); }));
+  return {to_python(sealed.metadata), to_python(sealed.index)};
 }
 
 // Text of Python as the index has it; nothing for text that has no such form.
@@ -277,6 +306,8 @@ void bind_index(py::module_& module) {
            [](const StoredIndex& i) { raise_if_error(without_gil([&] { return i.check(); })); });
   module.def("make_index", &make_index, py::arg("save_id"), py::arg("metadata"), py::arg("files"),
              py::arg("version"), py::arg("entries"), py::arg("paths"));
+  module.def("seal_metadata", &seal, py::arg("save_id"), py::arg("files"), py::arg("version"),
+             py::arg("entries"), py::arg("paths"), py::arg("storage_meta"));
   module.def("open_checkpoint", &open_one, py::arg("fs"), py::arg("directory"),
              py::arg("metadata_name"), py::arg("index_name"));
 }
