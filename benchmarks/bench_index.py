@@ -50,9 +50,9 @@ def _make(path: Path, fqns: int, boxes: int) -> None:
         TensorStorageMetadata,
     )
 
-    from torch_ckpt.index import WrittenFile, make_index
-    from torch_ckpt.metadata import dump_metadata
+    from torch_ckpt.index import WrittenFile
     from torch_ckpt.seal import INDEX_MARK
+    from torch_ckpt.sealed_metadata import seal_metadata
     from torch_ckpt.tensors import gc_paused
 
     path.mkdir(parents=True)
@@ -78,9 +78,8 @@ def _make(path: Path, fqns: int, boxes: int) -> None:
         sums = bytes(8 * -(-nbytes // 65536))
         dtypes = {number * SLICE: "bfloat16" for number in range(fqns)}
         files = [WrittenFile(name, nbytes, sums, dtypes) for name in names]
-        pickled = dump_metadata(metadata)
-        trailer, index = make_index(metadata, pickled, files, save_id=save_id)
-    (path / ".metadata").write_bytes(pickled + trailer)
+        sealed, index = seal_metadata(metadata, files, save_id=save_id)
+    (path / ".metadata").write_bytes(sealed)
     (path / ".index").write_bytes(index)
     os.sync()
 

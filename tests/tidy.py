@@ -31,7 +31,7 @@ LAYERS = [
     {"mappings", "tensors", "roll_call", "pickles", "seal", "sharing"},
     {"index", "metadata", "deadline", "planned", "listing"},
     {"save_planner", "load_planner"},
-    {"data_file", "loading"},
+    {"data_file", "loading", "sealed_metadata"},
     {"writer", "reader"},
     {"api", "commands.opened"},
     {"commands.inspect", "commands.verify"},

@@ -94,6 +94,14 @@ def make_index(
     entries: Sequence[IndexEntry] | None,
     paths: Sequence[IndexPath] | None,
 ) -> tuple[bytes, bytes]: ...
+def seal_metadata(
+    save_id: str,
+    files: Sequence[tuple[str, int, bytes]],
+    version: str,
+    entries: Sequence[IndexEntry],
+    paths: Sequence[IndexPath] | None,
+    storage_meta: tuple[str | None, bool, str | None, str | None, Sequence[str]],
+) -> tuple[bytes, bytes]: ...
 def open_checkpoint(
     fs: FileSystem, directory: bytes, metadata_name: str, index_name: str
 ) -> tuple[MetadataFile, Index | None, Index | None, bool, str]: ...

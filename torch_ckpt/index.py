@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_ckpt import _native
-from torch_ckpt.errors import CheckpointError
 from torch_ckpt.mappings import LazyMapping
 from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.sharing import CutPiece
@@ -29,12 +28,14 @@ from torch_ckpt.tensors import MEMORY_FORMATS, gc_paused, to_properties
 
 __all__ = [
     "WrittenFile",
-    "check_complete",
     "index_of",
-    "make_index",
     "to_entries",
     "to_metadata",
+    "to_paths",
 ]
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 _KNOWN_FIELDS = frozenset(Metadata.__dataclass_fields__)
 
@@ -62,59 +63,6 @@ class WrittenFile:
     dtypes: Mapping[int, str]
     cuts: Sequence[CutPiece] = ()
     extents: bytes | None = None
-
-
-def check_complete(metadata: Metadata) -> None:
-    """Guards the commit against metadata that describe what no rank has written.
-
-    So a plan that somebody kept from another save, or lost on the way, is no silent loss.
-
-    Raises:
-        CheckpointError: There is no slice for a box or an object.
-    """
-    for fqn, stored in metadata.state_dict_metadata.items():
-        missing: MetadataIndex | None = None
-        if isinstance(stored, BytesStorageMetadata):
-            missing = MetadataIndex(fqn)
-        elif isinstance(stored, TensorStorageMetadata):
-            indices = (MetadataIndex(fqn, chunk.offsets) for chunk in stored.chunks)
-            missing = next((i for i in indices if i not in metadata.storage_data), None)
-        if missing is not None and missing not in metadata.storage_data:
-            where = "" if missing.offset is None else f" at {list(missing.offset)}"
-            raise CheckpointError(
-                f"cannot commit: the plan has {fqn!r}{where}, and no rank has written it"
-            )
-
-
-def make_index(
-    metadata: Metadata, pickled: bytes, files: Sequence[WrittenFile], *, save_id: str
-) -> tuple[bytes, bytes]:
-    """Seals metadata: what is to follow ``pickled``, and the index that belongs to it.
-
-    What a planner has put into the metadata may have no form there. The index then has the files
-    and their checksums only, and readers learn from the metadata what is stored.
-
-    Args:
-        metadata: About to be committed.
-        pickled: The same, pickled.
-        files: The data files of the save.
-        save_id: Of the save.
-
-    Returns:
-        The trailer of ``.metadata``, and the bytes of ``.index``.
-    """
-    listed = [(file.name, file.nbytes, file.sums) for file in files]
-    with gc_paused():
-        entries = to_entries(metadata, [f.name for f in files], [f.dtypes for f in files])
-        paths = _paths(metadata)
-        if entries is not None and (paths is not None or metadata.planner_data is None):
-            try:
-                return _native.make_index(
-                    save_id, pickled, listed, metadata.version or "", entries, paths
-                )
-            except (ValueError, TypeError, OverflowError):
-                pass  # A number or a name that it cannot hold.
-        return _native.make_index(save_id, pickled, listed, "", None, None)
 
 
 def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) -> Metadata:
@@ -199,6 +147,18 @@ def to_entries(
     return entries if boxes_in_all == len(metadata.storage_data) else None
 
 
+def to_paths(metadata: Metadata) -> list[tuple[str, list[str | int]]] | None:
+    """A planner's data in the index's terms; ``None`` where they are not a dict of paths."""
+    if not isinstance(metadata.planner_data, dict):
+        return None
+    paths: list[tuple[str, list[str | int]]] = []
+    for fqn, path in metadata.planner_data.items():
+        if type(path) is not tuple or any(type(key) not in (str, int) for key in path):
+            return None
+        paths.append((fqn, list(path)))
+    return paths
+
+
 def _properties(stored: TensorStorageMetadata) -> tuple[str, str, bool, bool, Sequence[int]]:
     properties = stored.properties
     if properties.layout != torch.strided:
@@ -212,22 +172,27 @@ def _properties(stored: TensorStorageMetadata) -> tuple[str, str, bool, bool, Se
     )
 
 
-def _paths(metadata: Metadata) -> list[tuple[str, list[str | int]]] | None:
-    if not isinstance(metadata.planner_data, dict):
-        return None
-    paths: list[tuple[str, list[str | int]]] = []
-    for fqn, path in metadata.planner_data.items():
-        if type(path) is not tuple or any(type(key) not in (str, int) for key in path):
-            return None
-        paths.append((fqn, list(path)))
-    return paths
+class _OfIndex(LazyMapping[_K, _V]):
+    """A view of an index: of a file it is pickled as a dict, of one in memory with that.
 
-
-class _Stored(LazyMapping[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """``Metadata.state_dict_metadata``: what is built once is kept."""
+    The first is for whoever wants to keep it. The second travels between the ranks of a save, to
+    which a million objects are of no use.
+    """
 
     def __init__(self, index: _native.Index) -> None:
         self.index = index
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.index.in_memory:
+            return type(self), (self.index,)
+        return super().__reduce__()
+
+
+class _Stored(_OfIndex[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """``Metadata.state_dict_metadata``: what is built once is kept."""
+
+    def __init__(self, index: _native.Index) -> None:
+        super().__init__(index)
         self._built: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._properties: dict[tuple[str, str, bool, bool], TensorProperties] = {}
         self._fqns: list[str] | None = None
@@ -267,11 +232,11 @@ class _Stored(LazyMapping[str, TensorStorageMetadata | BytesStorageMetadata]):
         return TensorStorageMetadata(self._properties[properties], torch.Size(size), chunks)
 
 
-class _Places(LazyMapping[MetadataIndex, _StorageInfo]):
+class _Places(_OfIndex[MetadataIndex, _StorageInfo]):
     """``Metadata.storage_data``."""
 
     def __init__(self, index: _native.Index) -> None:
-        self._index = index
+        super().__init__(index)
         self._names: dict[int, str] = {}  # Of files.
 
     def __getitem__(self, key: MetadataIndex) -> _StorageInfo:
@@ -287,7 +252,7 @@ class _Places(LazyMapping[MetadataIndex, _StorageInfo]):
         return (key for key, _ in self._boxes())
 
     def __len__(self) -> int:
-        return self._index.box_count
+        return self.index.box_count
 
     def pairs(self) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
         return ((key, self._info(box)) for key, box in self._boxes())
@@ -296,12 +261,12 @@ class _Places(LazyMapping[MetadataIndex, _StorageInfo]):
         if type(key) is not MetadataIndex or not isinstance(key.fqn, str):
             return None
         try:
-            return self._index.find_box(key.fqn, key.offset, key.index)
+            return self.index.find_box(key.fqn, key.offset, key.index)
         except TypeError:  # An offset that none of ours can be.
             return None
 
     def _boxes(self) -> Iterator[tuple[MetadataIndex, _native.IndexBox]]:
-        for fqn, tensor, boxes in self._index:
+        for fqn, tensor, boxes in self.index:
             if tensor is None:
                 yield MetadataIndex(fqn), boxes[0]
                 continue
@@ -312,22 +277,22 @@ class _Places(LazyMapping[MetadataIndex, _StorageInfo]):
         _, _, file, offset, nbytes, _, transforms = box
         name = self._names.get(file)
         if name is None:
-            name = self._names[file] = self._index.file_name(file)
+            name = self._names[file] = self.index.file_name(file)
         info = _StorageInfo(name, offset, nbytes)
         return dataclasses.replace(info, transform_descriptors=transforms) if transforms else info
 
 
-class _Paths(LazyMapping[str, tuple[str | int, ...]]):
+class _Paths(_OfIndex[str, tuple[str | int, ...]]):
     """``Metadata.planner_data``: read whole when it is first looked at."""
 
     def __init__(self, index: _native.Index) -> None:
-        self._index = index
+        super().__init__(index)
         self._read: dict[str, tuple[str | int, ...]] | None = None
 
     def _all(self) -> dict[str, tuple[str | int, ...]]:
         if self._read is None:
             with gc_paused():
-                self._read = {fqn: tuple(keys) for fqn, keys in self._index.paths or ()}
+                self._read = {fqn: tuple(keys) for fqn, keys in self.index.paths or ()}
         return self._read
 
     def __getitem__(self, fqn: str) -> tuple[str | int, ...]:

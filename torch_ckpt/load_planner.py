@@ -11,7 +11,7 @@ from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.utils import _init_state_dict
+from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.errors import MismatchError, NotFoundError

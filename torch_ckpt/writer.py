@@ -38,13 +38,13 @@ from torch_ckpt.errors import (
     UnsupportedError,
     portable_errors,
 )
-from torch_ckpt.index import WrittenFile, check_complete, make_index
-from torch_ckpt.metadata import dump_metadata
+from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planned import PlannedItems
 from torch_ckpt.roll_call import claim_commit
 from torch_ckpt.save_planner import FastSavePlanner
 from torch_ckpt.seal import INDEX_MARK
+from torch_ckpt.sealed_metadata import check_complete, seal_metadata, seal_planned
 from torch_ckpt.sharing import (
     HeldItems,
     item_nbytes,
@@ -284,22 +284,27 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes what they have replaced."""
         storage_data: dict[MetadataIndex, Any] = {}
-        written: list[WrittenFile] = []
-        for result in itertools.chain.from_iterable(results):
-            if isinstance(result.storage_data, WrittenFile):
-                written.append(result.storage_data)
-            else:
-                storage_data[result.index] = result.storage_data
+        written: list[tuple[int, WrittenFile]] = []  # With the rank.
+        for rank, of_rank in enumerate(results):
+            for result in of_rank:
+                if isinstance(result.storage_data, WrittenFile):
+                    written.append((rank, result.storage_data))
+                else:
+                    storage_data[result.index] = result.storage_data
         # In place: DCP returns and broadcasts the object that it passed.
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = storage_data
         metadata.storage_meta = self.storage_meta()
-        files = {file.name for file in written}
+        files = {file.name for _, file in written}
         try:
-            merge_cuts(metadata, [cut for file in written for cut in file.cuts])
-            check_complete(metadata)
-            pickled = dump_metadata(metadata)
-            trailer, index = make_index(metadata, pickled, written, save_id=self.save_id)
+            if any(file.extents is not None for _, file in written):
+                sealed, index = seal_planned(metadata, written, save_id=self.save_id)
+            else:
+                merge_cuts(metadata, [cut for _, file in written for cut in file.cuts])
+                check_complete(metadata)
+                sealed, index = seal_metadata(
+                    metadata, [file for _, file in written], save_id=self.save_id
+                )
             claim_commit()
             self._raise_if_missing(self._missing_files(files))
         except BaseException:
@@ -310,7 +315,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             os.fsencode(self.path),
             self._own_name(_METADATA),
             self._own_name(_INDEX),
-            pickled + trailer,
+            sealed,
             index,
             self.save_id,
             sorted(files),

@@ -3,10 +3,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <unordered_set>
+
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "bindings/plan.h"
 #include "engine/open_checkpoint.h"
+#include "engine/planned_index.h"
+#include "format/sealed_metadata.h"
 #include "format/stored_index.h"
+#include "plan/paths.h"
 
 namespace py = pybind11;
 
@@ -25,6 +31,10 @@ using PyProperties = std::tuple<std::string, std::string, bool, bool, Dims>;
 using PyEntry = std::tuple<std::string, std::optional<PyProperties>, std::vector<PyBox>>;
 
 using PyPath = std::pair<std::string, std::vector<std::variant<std::string, int64_t>>>;
+
+// checkpoint_id, whether that is a path, save_id, load_id, modules.
+using PyStorageMeta = std::tuple<std::optional<std::string>, bool, std::optional<std::string>,
+                                 std::optional<std::string>, std::vector<std::string>>;
 
 py::bytes to_python(Bytes bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
@@ -70,29 +80,116 @@ PyEntry from_entry(const IndexedEntry& entry) {
   return {entry.fqn, std::move(properties), std::move(boxes)};
 }
 
-// The trailer of the metadata, and the index that is sealed to them.
-std::pair<py::bytes, py::bytes> make_index(const std::string& save_id, const py::bytes& metadata,
-                                           const std::vector<PyFile>& files,
-                                           const std::string& version,
-                                           const std::optional<std::vector<PyEntry>>& entries,
-                                           const std::optional<std::vector<PyPath>>& paths) {
+// An index without its seal.
+Index to_index(const std::string& save_id, const std::vector<PyFile>& files,
+               const std::string& version, const std::optional<std::vector<PyEntry>>& entries,
+               const std::optional<std::vector<PyPath>>& paths) {
   Index index;
   index.save_id = save_id;
-  index.metadata = Seal::of(as_bytes(static_cast<std::string_view>(metadata)));
   for (const PyFile& file : files) index.files.push_back(to_file(file));
   index.has_entries = entries.has_value();
   if (entries) {
     index.version = version;
+    index.entries.reserve(entries->size());
     for (const PyEntry& entry : *entries) index.entries.push_back(to_entry(entry));
   }
   index.has_paths = paths.has_value();
   if (paths) {
     for (const auto& [fqn, keys] : *paths) index.paths.push_back({fqn, keys});
   }
+  return index;
+}
+
+// The trailer of metadata that Python has pickled, and the index that is sealed to them.
+std::pair<py::bytes, py::bytes> make_index(const std::string& save_id, const py::bytes& metadata,
+                                           const std::vector<PyFile>& files,
+                                           const std::string& version,
+                                           const std::optional<std::vector<PyEntry>>& entries,
+                                           const std::optional<std::vector<PyPath>>& paths) {
+  Index index = to_index(save_id, files, version, entries, paths);
+  index.metadata = Seal::of(as_bytes(static_cast<std::string_view>(metadata)));
   const auto trailer = value_or_raise(write_metadata_trailer({save_id, index.metadata}));
   const std::vector<std::byte> bytes =
       value_or_raise(without_gil([&] { return write_index(index); }));
   return {to_python(trailer), to_python(bytes)};
+}
+
+StorageMeta to_storage_meta(const PyStorageMeta& from) {
+  StorageMeta out;
+  std::tie(out.checkpoint_id, out.checkpoint_is_path, out.save_id, out.load_id, out.modules) = from;
+  return out;
+}
+
+// All of `.metadata` and of `.index`.
+std::pair<py::bytes, py::bytes> seal(const std::string& save_id, const std::vector<PyFile>& files,
+                                     const std::string& version,
+                                     const std::vector<PyEntry>& entries,
+                                     const std::optional<std::vector<PyPath>>& paths,
+                                     const PyStorageMeta& storage_meta) {
+  Index index = to_index(save_id, files, version, entries, paths);
+  const StorageMeta storage = to_storage_meta(storage_meta);
+  const SealedMetadata sealed =
+      value_or_raise(without_gil([&] { return seal_metadata(std::move(index), storage); }));
+  return {to_python(sealed.metadata), to_python(sealed.index)};
+}
+
+// Paths of all ranks: of those of one FQN the first.
+Result<std::vector<IndexedPath>> merged(const std::vector<Bytes>& encoded) {
+  std::vector<IndexedPath> out;
+  std::unordered_set<std::string> seen;
+  for (const Bytes bytes : encoded) {
+    ASSIGN_OR_RETURN(std::vector<StatePath> paths, decode_paths(bytes));
+    if (encoded.size() == 1) return paths;
+    for (StatePath& path : paths) {
+      if (seen.insert(path.fqn).second) out.push_back(std::move(path));
+    }
+  }
+  return out;
+}
+
+// Rank, file, where its items are.
+using PyRankFile = std::tuple<int64_t, PyFile, py::bytes>;
+
+// As `seal`, of a save that was planned in columns.
+std::pair<py::bytes, py::bytes> seal_plan(const GlobalPlan& plan, const std::string& save_id,
+                                          const std::vector<PyRankFile>& files,
+                                          const std::string& version,
+                                          const std::optional<std::vector<py::bytes>>& paths,
+                                          const PyStorageMeta& storage_meta) {
+  std::vector<RankFile> from;
+  from.reserve(files.size());
+  for (const auto& [rank, file, extents] : files) {
+    from.push_back({rank, to_file(file), view_of(extents)});
+  }
+  std::vector<Bytes> encoded;
+  if (paths) {
+    for (const py::bytes& some : *paths) encoded.push_back(view_of(some));
+  }
+  const StorageMeta storage = to_storage_meta(storage_meta);
+  const SealedMetadata sealed =
+      value_or_raise(without_gil([&]() -> Result<SealedMetadata> {
+        ASSIGN_OR_RETURN(Index index, planned_index(plan.stored(), std::move(from)));
+        index.save_id = save_id;
+        index.version = version;
+        index.has_paths = paths.has_value();
+        ASSIGN_OR_RETURN(index.paths, merged(encoded));
+        return seal_metadata(std::move(index), storage);
+      }));
+  return {to_python(sealed.metadata), to_python(sealed.index)};
+}
+
+// An index that is not in a file, with its bytes.
+struct IndexInMemory {
+  std::vector<std::byte> bytes;
+  std::shared_ptr<const StoredIndex> index;
+};
+
+std::shared_ptr<StoredIndex> index_of(const py::bytes& bytes) {
+  const auto held = std::make_shared<IndexInMemory>();
+  const Bytes view = view_of(bytes);
+  held->bytes.assign(view.begin(), view.end());
+  held->index = value_or_raise(without_gil([&] { return StoredIndex::in_memory(held->bytes); }));
+  return {held, std::const_pointer_cast<StoredIndex>(held->index).get()};
 }
 
 // Text of Python as the index has it; nothing for text that has no such form.
@@ -273,10 +370,22 @@ void bind_index(py::module_& module) {
       .def("fqns", &fqns)
       .def_property_readonly("paths", &paths)
       .def("damage", &damage)
+      .def_property_readonly("in_memory", [](const StoredIndex& i) { return !i.memory().empty(); })
+      .def("__reduce__",
+           [](const StoredIndex& i) {
+             if (i.memory().empty()) throw py::type_error("an index of a file is not pickled");
+             const py::object make = py::module_::import("torch_ckpt._native").attr("index_of");
+             return py::make_tuple(make, py::make_tuple(to_python(i.memory())));
+           })
       .def("check",
            [](const StoredIndex& i) { raise_if_error(without_gil([&] { return i.check(); })); });
   module.def("make_index", &make_index, py::arg("save_id"), py::arg("metadata"), py::arg("files"),
              py::arg("version"), py::arg("entries"), py::arg("paths"));
+  module.def("seal_metadata", &seal, py::arg("save_id"), py::arg("files"), py::arg("version"),
+             py::arg("entries"), py::arg("paths"), py::arg("storage_meta"));
+  module.def("seal_plan", &seal_plan, py::arg("plan"), py::arg("save_id"), py::arg("files"),
+             py::arg("version"), py::arg("paths"), py::arg("storage_meta"));
+  module.def("index_of", &index_of, py::arg("encoded"));
   module.def("open_checkpoint", &open_one, py::arg("fs"), py::arg("directory"),
              py::arg("metadata_name"), py::arg("index_name"));
 }

@@ -51,7 +51,9 @@ Result<std::shared_ptr<const StoredIndex>> StoredIndex::in_memory(Bytes bytes) {
     std::copy(from.begin(), from.end(), into.begin());
     return ok_status();
   };
-  return open(read, ssize(bytes), "the index");
+  ASSIGN_OR_RETURN(auto index, open(read, ssize(bytes), "the index"));
+  std::const_pointer_cast<StoredIndex>(index)->memory_ = bytes;
+  return index;
 }
 
 StoredIndex::StoredIndex(const records::Header& header, int64_t nbytes, std::string where)

@@ -58,6 +58,9 @@ class StoredIndex {
   // Requires: `bytes` outlive it.
   static Result<std::shared_ptr<const StoredIndex>> in_memory(Bytes bytes);
 
+  // All bytes of one in memory; empty for one in a file.
+  Bytes memory() const { return memory_; }
+
   // What the header says.
   const std::string& save_id() const { return save_id_; }
   const Seal& metadata() const { return metadata_; }
@@ -157,6 +160,7 @@ class StoredIndex {
   std::string save_id_;
   Seal metadata_;
   std::unique_ptr<const CheckedBlocks> blocks_;
+  Bytes memory_;
 };
 
 }  // namespace torch_ckpt

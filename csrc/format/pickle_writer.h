@@ -1,0 +1,255 @@
+#pragma once
+
+// Writes pickles of protocol 4: opcodes in frames, and a memo by value. The counterpart of
+// pickle_reader.h.
+//
+// Python's pickler memoises every object that it meets, by identity. Here the caller says what may
+// recur, and equal texts and equal keys are one: so the numbers of what recurs most stay below 256,
+// where recalling takes two bytes. Used by `metadata_pickle`.
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/status.h"
+#include "base/xxh3.h"
+#include "format/pickle_reader.h"
+
+namespace torch_ckpt {
+
+// The number of a memoised value; kNoMemo for one that is not written yet.
+using Memo = uint32_t;
+inline constexpr Memo kNoMemo = UINT32_MAX;
+
+// Memo numbers by value. Keys are views: what they show outlives the table.
+class MemoTable {
+ public:
+  // That of `key`. Where it is kNoMemo the caller sets it, before the next call.
+  // Requires: the key is shorter than 4 GiB.
+  Memo& operator[](Bytes key) {
+    if (2 * (used_ + 1) > slots_.size()) grow();
+    Slot& slot = find(key);
+    if (slot.memo == kNoMemo) {
+      ++used_;
+      slot.key = key.data();
+      slot.nbytes = static_cast<uint32_t>(key.size());
+    }
+    return slot.memo;
+  }
+
+ private:
+  struct Slot {
+    const std::byte* key = nullptr;
+    uint32_t nbytes = 0;
+    Memo memo = kNoMemo;  // Of an empty slot.
+  };
+
+  Slot& find(Bytes key) {
+    const size_t mask = slots_.size() - 1;
+    size_t at = static_cast<size_t>(xxh3(key)) & mask;
+    while (slots_[at].memo != kNoMemo && !equal(slots_[at], key)) at = (at + 1) & mask;
+    return slots_[at];
+  }
+
+  static bool equal(const Slot& slot, Bytes key) {
+    return slot.nbytes == key.size() &&
+           (key.empty() || std::memcmp(slot.key, key.data(), key.size()) == 0);
+  }
+
+  void grow() {
+    std::vector<Slot> old(std::max<size_t>(64, 2 * slots_.size()));
+    old.swap(slots_);
+    for (const Slot& slot : old) {
+      if (slot.memo != kNoMemo) find({slot.key, slot.nbytes}) = slot;
+    }
+  }
+
+  std::vector<Slot> slots_;  // A power of two of them, at most half of them used.
+  size_t used_ = 0;
+};
+
+// A text or an importable name that recurs all over a pickle.
+struct PickleWord {
+  std::string_view text;
+  Memo memo = kNoMemo;
+};
+struct PickleGlobal {
+  std::string_view module;
+  std::string_view name;
+  Memo memo = kNoMemo;
+};
+
+// Used by one thread. Texts are UTF-8 and outlive the writer.
+class PickleWriter {
+ public:
+  explicit PickleWriter(size_t expected_nbytes) {
+    out_.reserve(expected_nbytes);
+    op(pickle_opcodes::kProto);
+    put<uint8_t>(kProtocol);
+    begin_frame();
+  }
+
+  void op(uint8_t code) { put(code); }
+
+  void number(int64_t value) {
+    if (value >= 0 && value <= UINT8_MAX) {
+      put_op<uint8_t>(pickle_opcodes::kBinInt1, value);
+    } else if (value >= 0 && value <= UINT16_MAX) {
+      put_op<uint16_t>(pickle_opcodes::kBinInt2, value);
+    } else if (value >= INT32_MIN && value <= INT32_MAX) {
+      put_op<int32_t>(pickle_opcodes::kBinInt, value);
+    } else {
+      // As few bytes as hold it and its sign.
+      int nbytes = 5;
+      while (nbytes < 8 && value >> (8 * nbytes - 1) != value >> 63) ++nbytes;
+      put_op<uint8_t>(pickle_opcodes::kLong1, nbytes);
+      std::memcpy(room(static_cast<size_t>(nbytes)), &value, static_cast<size_t>(nbytes));
+    }
+  }
+
+  void boolean(bool value) { op(value ? pickle_opcodes::kNewTrue : pickle_opcodes::kNewFalse); }
+
+  // Memoises what has been written last.
+  Memo memoise() {
+    op(pickle_opcodes::kMemoize);
+    fits_ = fits_ && memos_ + 1 < kNoMemo;
+    return memos_++;
+  }
+
+  void recall(Memo memo) {
+    if (memo <= UINT8_MAX) {
+      put_op<uint8_t>(pickle_opcodes::kBinGet, memo);
+    } else {
+      put_op<uint32_t>(pickle_opcodes::kLongBinGet, memo);
+    }
+  }
+
+  // Returns the memo of the text.
+  Memo text(std::string_view value) {
+    Memo& memo = texts_[as_bytes(value)];
+    if (memo == kNoMemo) {
+      put_text(value);
+      memo = memoise();
+    } else {
+      recall_text(value, memo);
+    }
+    return memo;
+  }
+
+  void word(PickleWord& word) {
+    if (word.memo == kNoMemo) {
+      word.memo = text(word.text);
+    } else {
+      recall_text(word.text, word.memo);
+    }
+  }
+
+  void global(PickleGlobal& global) {
+    if (global.memo != kNoMemo) return recall(global.memo);
+    text(global.module);
+    text(global.name);
+    op(pickle_opcodes::kStackGlobal);
+    global.memo = memoise();
+  }
+
+  // Calls write(i) for each of `count`, which may be none, and puts what it writes into the list
+  // or dict before them: by `single` one by itself, by `several` many at a time, but not so many
+  // that an unpickler needs a large stack.
+  template <typename Write>
+  void fill(size_t count, uint8_t single, uint8_t several, const Write& write) {
+    for (size_t i = 0; i < count;) {
+      const size_t end = std::min(count, i + kBatch);
+      const bool alone = end - i == 1;
+      if (!alone) op(pickle_opcodes::kMark);
+      for (; i < end; ++i) write(i);
+      op(alone ? single : several);
+      if (size_ - frame_ >= kFrameNbytes) {
+        end_frame();
+        begin_frame();
+      }
+    }
+  }
+
+  // What write(i) writes for each of `count` as a tuple.
+  template <typename Write>
+  void tuple(size_t count, const Write& write) {
+    constexpr uint8_t kShort[] = {pickle_opcodes::kEmptyTuple, pickle_opcodes::kTuple1,
+                                  pickle_opcodes::kTuple2, pickle_opcodes::kTuple3};
+    const bool is_short = count < std::size(kShort);
+    if (!is_short) op(pickle_opcodes::kMark);
+    for (size_t i = 0; i < count; ++i) write(i);
+    op(is_short ? kShort[count] : uint8_t{pickle_opcodes::kTuple});
+  }
+
+  // Errors: kInvalidArgument where there is more than the opcodes can count.
+  Result<std::vector<std::byte>> finish() {
+    op(pickle_opcodes::kStop);
+    end_frame();
+    if (!fits_) return invalid_argument("it has texts or values that a pickle cannot hold");
+    out_.resize(size_);
+    return std::move(out_);
+  }
+
+ private:
+  static constexpr uint8_t kProtocol = 4;
+  static constexpr size_t kBatch = 1000;
+  static constexpr size_t kFrameNbytes = size_t{64} << 10;
+
+  std::byte* room(size_t nbytes) {
+    if (out_.size() - size_ < nbytes) {
+      out_.resize(std::max({out_.capacity(), 2 * out_.size(), size_ + nbytes}));
+    }
+    size_ += nbytes;
+    return out_.data() + size_ - nbytes;
+  }
+
+  template <typename T>
+  void put(T value) {
+    store_le(room(sizeof(T)), value);
+  }
+
+  template <typename T>
+  void put_op(uint8_t code, int64_t argument) {
+    std::byte* to = room(1 + sizeof(T));
+    store_le(to, code);
+    store_le(to + 1, static_cast<T>(argument));
+  }
+
+  void recall_text(std::string_view value, Memo memo) {
+    if (memo > UINT8_MAX && value.size() < sizeof(Memo)) {
+      put_text(value);  // Which is no longer than its memo.
+    } else {
+      recall(memo);
+    }
+  }
+
+  void put_text(std::string_view value) {
+    if (value.size() <= UINT8_MAX) {
+      put_op<uint8_t>(pickle_opcodes::kShortBinUnicode, static_cast<int64_t>(value.size()));
+    } else {
+      fits_ = fits_ && value.size() <= UINT32_MAX;
+      put_op<uint32_t>(pickle_opcodes::kBinUnicode, static_cast<int64_t>(value.size()));
+    }
+    if (!value.empty()) std::memcpy(room(value.size()), value.data(), value.size());
+  }
+
+  // A reader of a file reads a frame at a time.
+  void begin_frame() {
+    put_op<uint64_t>(pickle_opcodes::kFrame, 0);
+    frame_ = size_;
+  }
+  void end_frame() { store_le<uint64_t>(out_.data() + frame_ - sizeof(uint64_t), size_ - frame_); }
+
+  std::vector<std::byte> out_;  // Of which size_ bytes are written.
+  size_t size_ = 0;
+  size_t frame_ = 0;  // Where the contents of the last frame begin.
+  MemoTable texts_;
+  Memo memos_ = 0;
+  bool fits_ = true;
+};
+
+}  // namespace torch_ckpt

@@ -1,0 +1,18 @@
+#include "format/sealed_metadata.h"
+
+#include <utility>
+
+namespace torch_ckpt {
+
+Result<SealedMetadata> seal_metadata(Index index, const StorageMeta& storage) {
+  if (!index.has_entries) return invalid_argument("an index without entries says nothing to seal");
+  SealedMetadata out;
+  ASSIGN_OR_RETURN(out.metadata, pickle_metadata(index, storage));
+  index.metadata = Seal::of(out.metadata);
+  ASSIGN_OR_RETURN(const auto trailer, write_metadata_trailer({index.save_id, index.metadata}));
+  out.metadata.insert(out.metadata.end(), trailer.begin(), trailer.end());
+  ASSIGN_OR_RETURN(out.index, write_index(index));
+  return out;
+}
+
+}  // namespace torch_ckpt
