@@ -96,7 +96,7 @@ def bounded_call(
         with bounded_call(600):
             dcp.save(state, storage_writer=FastWriter("run/step-100"))
     """
-    _take_part_in_dcp()
+    take_part_in_dcp()
     outer = _call.get()
     if timeout_s is None and (outer is not None or not _process_timeouts_s):
         yield
@@ -128,7 +128,7 @@ def bounded_everywhere(timeout_s: float) -> Iterator[None]:
         with bounded_everywhere(600):
             dcp.load(state, storage_reader=FastReader("run/step-100"))
     """
-    _take_part_in_dcp()
+    take_part_in_dcp()
     _process_timeouts_s.append(_checked(timeout_s))
     try:
         yield
@@ -358,12 +358,12 @@ class _BoundedRequest(_async_process_executor._AsyncCheckpointRequest):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _take_part_in_dcp()
+        take_part_in_dcp()
         _call.set(None if self.timeout_s is None else _Call(self.timeout_s, name=self.name))
 
 
 @functools.cache
-def _take_part_in_dcp() -> None:
+def take_part_in_dcp() -> None:
     """Puts this module's classes in the place of those that they extend, in this process.
 
     Once and for good: with no deadline they do what DCP's own do, and saves that go on in the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -20,34 +20,39 @@ from torch_ckpt.mappings import LazyMapping
 from torch_ckpt.sharing import CutItem, cut_item
 from torch_ckpt.tensors import to_properties
 
-__all__ = ["PlannedItems", "PlannedMetadata", "PlannedPaths"]
+__all__ = [
+    "AssignedItems",
+    "ListedItems",
+    "PlannedItems",
+    "PlannedMetadata",
+    "PlannedPaths",
+    "to_write_item",
+]
 
 
 class PlannedItems(Sequence[WriteItem]):
     """``SavePlan.items`` of one rank.
 
-    To the coordinator it travels as the engine's encoding of all that the rank holds. The answer is
-    what the rank is to write of that, by number, and means nothing until it has come back to the
-    rank and is bound to what it listed.
+    What travels of them is bytes: to the coordinator the engine's encoding of all that the rank
+    holds, or in its place a token, and back what the rank is to write of that, by number. In
+    between they cannot be looked at.
 
     Args:
-        encoded: All items of the rank; ``None`` in an answer that has just arrived.
+        encoded: All items of the rank; ``None`` where they stayed with the rank.
         assignment: Which of them it writes; ``None`` for all.
+        work: The same for the engine, if it is known.
     """
 
-    def __init__(self, encoded: bytes | None, assignment: bytes | None = None) -> None:
+    def __init__(
+        self,
+        encoded: bytes | None,
+        assignment: bytes | None = None,
+        *,
+        work: _native.Work | None = None,
+    ) -> None:
         self.encoded = encoded
         self.assignment = assignment
-        self._work: _native.Work | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.assignment is None:
-            return PlannedItems, (self.encoded,)
-        return PlannedItems, (None, self.assignment)
-
-    def bound_to(self, listed: PlannedItems) -> PlannedItems:
-        """The same items, once it is known what the rank has listed."""
-        return PlannedItems(listed.encoded, self.assignment)
+        self._work = work
 
     @property
     def work(self) -> _native.Work:
@@ -58,7 +63,7 @@ class PlannedItems(Sequence[WriteItem]):
         """
         if self._work is None:
             if self.encoded is None:
-                raise RuntimeError("an assignment was looked at before finish_plan")
+                raise RuntimeError("the rank that planned these items has kept them")
             self._work = _native.Work(_native.ItemTable.decode(self.encoded), self.assignment)
         return self._work
 
@@ -80,6 +85,45 @@ class PlannedItems(Sequence[WriteItem]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
+
+
+class ListedItems(PlannedItems):
+    """All that a rank holds, on its way to the coordinator.
+
+    Args:
+        encoded: The items; they stay behind where there is a token.
+        digest: Of all that decides on the plan: 16 bytes.
+        token: Stands for a plan that the coordinator knows.
+    """
+
+    def __init__(
+        self, encoded: bytes | None, digest: bytes = b"", token: bytes | None = None
+    ) -> None:
+        super().__init__(encoded)
+        self.digest = digest
+        self.token = token
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.token is not None:
+            return ListedItems, (None, b"", self.token)
+        return ListedItems, (self.encoded, self.digest)
+
+
+class AssignedItems(PlannedItems):
+    """What a rank is to write, on its way back.
+
+    Args:
+        encoded: All that it listed, as the coordinator knows.
+        assignment: Which of that; ``None`` to do again what it did under the token that it sent.
+        token: What it may send the next time.
+    """
+
+    def __init__(self, encoded: bytes | None, assignment: bytes | None, token: bytes) -> None:
+        super().__init__(encoded, assignment)
+        self.token = token
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AssignedItems, (None, self.assignment, self.token)
 
 
 def to_write_item(described: _native.WorkItem) -> WriteItem:
@@ -135,16 +179,24 @@ class PlannedPaths(LazyMapping[str, tuple[str | int, ...]]):
 
     Args:
         encoded: As :func:`_native.encode_paths` gives them. The first that has an FQN counts.
-        as_dict: Whether it is pickled as a dict, for ``.metadata``, or else as it is.
+        pickled_as: A dict, for ``.metadata``; or as it is; or without anything, where the
+            coordinator knows it.
     """
 
-    def __init__(self, encoded: Sequence[bytes], *, as_dict: bool = False) -> None:
+    def __init__(
+        self,
+        encoded: Sequence[bytes],
+        *,
+        pickled_as: Literal["dict", "itself", "nothing"] = "itself",
+    ) -> None:
         self.encoded = list(dict.fromkeys(encoded))
-        self.as_dict = as_dict
+        self.pickled_as = pickled_as
         self._read: dict[str, tuple[str | int, ...]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return super().__reduce__() if self.as_dict else (PlannedPaths, (self.encoded,))
+        if self.pickled_as == "dict":
+            return super().__reduce__()
+        return PlannedPaths, (self.encoded if self.pickled_as == "itself" else [],)
 
     def _all(self) -> dict[str, tuple[str | int, ...]]:
         if self._read is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+from collections import ChainMap
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,23 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Sto
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torch_ckpt import _native, _tensor_view
+from torch_ckpt.deadline import take_part_in_dcp
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.listing import Lister
-from torch_ckpt.planned import PlannedItems, PlannedMetadata, PlannedPaths
+from torch_ckpt.plan_cache import (
+    PLAN_CACHE,
+    GlobalPlanEntry,
+    PlanUnknownError,
+    RankPlanEntry,
+    digest_of,
+)
+from torch_ckpt.planned import (
+    AssignedItems,
+    ListedItems,
+    PlannedItems,
+    PlannedMetadata,
+    PlannedPaths,
+)
 from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import gc_paused
 
@@ -39,8 +55,11 @@ class FastSavePlanner(DefaultSavePlanner):
         flatten_sharded_tensors: As in DCP.
         dedup_replicated_tensors: Of no effect, as in DCP.
         dedup_save_to_lowest_rank: Whether the lowest rank writes what several hold, uncut.
-        enable_plan_caching: Whether a plan is used again for a state dict of the same names,
-            shapes, dtypes and placements. DCP's own cache is not used.
+        enable_plan_caching: Whether a plan is used again where all ranks save the same names,
+            shapes, dtypes and placements; each then sends 16 bytes. DCP's own cache is not used.
+
+    Attributes:
+        plan_cache: That of the process, which counts.
 
     Raises:
         ValueError: Boxes overlap, lie outside of their tensor, are there twice, or leave a hole;
@@ -68,9 +87,20 @@ class FastSavePlanner(DefaultSavePlanner):
             dedup_save_to_lowest_rank,
         )
         self.enable_plan_caching = enable_plan_caching
-        self._listed: PlannedItems | None = None
+        self.plan_cache = PLAN_CACHE
+        self._listed: ListedItems | None = None
+        self._known: RankPlanEntry | None = None  # What it was planned to be before.
         self._sources: list[Any] = []  # What each item of it is stored from.
         self._lister = Lister()
+        if enable_plan_caching:
+            take_part_in_dcp()  # For ranks to plan anew where a plan is not known.
+
+    def __getstate__(self) -> dict[str, Any]:
+        # To the process that saves in the background, which has a cache of its own.
+        return {**self.__dict__, "plan_cache": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, plan_cache=PLAN_CACHE)
 
     def set_up_planner(
         self,
@@ -102,33 +132,64 @@ class FastSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Checks what ranks hold, and decides who writes what of it."""
-        items = [plan.items for plan in all_plans]
-        if not all(isinstance(i, PlannedItems) and i.assignment is None for i in items):
+        listed = [plan.items for plan in all_plans]
+        if not all(isinstance(items, ListedItems) for items in listed):
+            _check_known(listed)
             return super().create_global_plan([_in_dcps_terms(plan) for plan in all_plans])
-        share = not self.dedup_save_to_lowest_rank
-        plan = _native.GlobalPlan(
-            [i.encoded for i in items],
-            int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-            split=share,
-            dedup=share,
-        )
+        tokens = [items.token for items in listed]
+        known = None if None in tokens else self.plan_cache.find_global(tokens)
+        if known is None:
+            _check_known(listed)
+            tokens, known = self._plan_anew(all_plans)
+            assignments = [known.plan.assignment(rank) for rank in range(len(listed))]
+        else:
+            assignments = [None] * len(listed)
         self.global_plan = [
             dataclasses.replace(
-                local, items=PlannedItems(i.encoded, plan.assignment(rank)), planner_data=None
+                plan, items=AssignedItems(plan.items.encoded, *answer), planner_data=None
             )
-            for rank, (local, i) in enumerate(zip(all_plans, items, strict=True))
+            for plan, *answer in zip(all_plans, assignments, tokens, strict=True)
         ]
-        self.metadata = Metadata(PlannedMetadata(plan))
+        self.metadata = Metadata(PlannedMetadata(known.plan))
         if self.flatten_state_dict:
-            paths = [encoded for local in all_plans for encoded in local.planner_data.encoded]
-            self.metadata.planner_data = PlannedPaths(paths, as_dict=True)
+            self.metadata.planner_data = _merged([plan.planner_data for plan in all_plans], known)
         return self.global_plan, self.metadata
+
+    def _plan_anew(self, all_plans: list[SavePlan]) -> tuple[list[bytes], GlobalPlanEntry]:
+        """The global plan, and what each rank may send in place of its own the next time."""
+        listed = [plan.items for plan in all_plans]
+        share = not self.dedup_save_to_lowest_rank
+        plan = _native.GlobalPlan(
+            [items.encoded for items in listed], _ranks_per_node(), split=share, dedup=share
+        )
+        paths = [plan.planner_data for plan in all_plans]
+        encoded = [e for some in paths if isinstance(some, PlannedPaths) for e in some.encoded]
+        entry = GlobalPlanEntry(plan, list(dict.fromkeys(encoded)))
+        digests = [items.digest for items in listed]
+        generation = digest_of(*digests)
+        tokens = [digest_of(digest, generation) for digest in digests]
+        if self.enable_plan_caching:
+            self.plan_cache.keep_global(tokens, entry)
+        return tokens, entry
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Takes the plan that the coordinator has made for this rank."""
-        if isinstance(new_plan.items, PlannedItems) and self._listed is not None:
-            new_plan = dataclasses.replace(new_plan, items=new_plan.items.bound_to(self._listed))
-        return super().finish_plan(new_plan)
+        answer = new_plan.items
+        if not isinstance(answer, AssignedItems) or self._listed is None:
+            return super().finish_plan(new_plan)
+        known = self._known
+        if answer.assignment is not None:
+            bound = PlannedItems(self._listed.encoded, answer.assignment)
+            if self.enable_plan_caching:
+                entry = RankPlanEntry(answer.token, answer.assignment, bound.work)
+                self.plan_cache.keep(self._listed.digest, entry)
+        elif known is not None and known.token == answer.token:
+            bound = PlannedItems(self._listed.encoded, known.assignment, work=known.work)
+        else:
+            raise CheckpointError("the coordinator refers to a plan that this rank does not have")
+        if self.enable_plan_caching:
+            self.plan_cache.count(is_hit=answer.assignment is None)
+        return super().finish_plan(dataclasses.replace(new_plan, items=bound))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The tensor or the bytes of an item; of one that was cut, its rows."""
@@ -153,13 +214,47 @@ class FastSavePlanner(DefaultSavePlanner):
             paths = _native.encode_paths(self.mappings) if self.flatten_state_dict else None
         except (ValueError, TypeError) as error:
             raise _NoColumns from error
-        self._listed = PlannedItems(table.encode())
-        planner_data = None if paths is None else PlannedPaths([paths])
+        encoded = table.encode()
+        options = f"{self.dedup_save_to_lowest_rank} {_ranks_per_node()}"
+        digest = digest_of(encoded, paths or b"", options.encode())
+        self._known = self.plan_cache.find(digest) if self.enable_plan_caching else None
+        token = None if self._known is None else self._known.token
+        self._listed = ListedItems(encoded, digest, token)
+        planner_data = None
+        if paths is not None:
+            planner_data = PlannedPaths(
+                [paths], pickled_as="itself" if token is None else "nothing"
+            )
         return SavePlan(self._listed, planner_data=planner_data)
 
 
 class _NoColumns(Exception):
     """A state dict is to be planned as DCP does."""
+
+
+def _ranks_per_node() -> int:
+    try:
+        return max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+    except ValueError:
+        return 1
+
+
+def _check_known(listed: Sequence[Any]) -> None:
+    """Raises unless all that ranks have listed is here."""
+    unknown = [
+        rank
+        for rank, items in enumerate(listed)
+        if isinstance(items, ListedItems) and items.encoded is None
+    ]
+    if unknown:
+        raise PlanUnknownError(f"ranks {unknown[:8]} refer to a plan that is not known here")
+
+
+def _merged(paths: Sequence[Any], known: GlobalPlanEntry) -> Any:
+    """What ``DefaultSavePlanner`` makes of the ranks' ``planner_data``."""
+    if all(isinstance(some, PlannedPaths) for some in paths):
+        return PlannedPaths(known.paths, pickled_as="dict")
+    return dict(ChainMap(*paths))
 
 
 def _in_dcps_terms(plan: SavePlan) -> SavePlan:
