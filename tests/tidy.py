@@ -28,9 +28,9 @@ ROOMS = {
 # Modules of torch_ckpt from the ground up: each imports only from rows above its own.
 LAYERS = [
     {"errors", "options", "_native", "_tensor_view"},
-    {"mappings", "tensors", "roll_call", "pickles", "seal", "sharing"},
-    {"index", "metadata", "deadline"},
-    {"data_file", "loading"},
+    {"mappings", "tensors", "roll_call", "pickles", "seal", "sharing", "tree"},
+    {"index", "metadata", "tree_exchange"},
+    {"data_file", "loading", "deadline"},
     {"writer", "reader"},
     {"api", "commands.opened"},
     {"commands.inspect", "commands.verify"},
@@ -38,7 +38,7 @@ LAYERS = [
     {"__init__"},
 ]
 WITHOUT_TORCH = {
-    *("errors", "options", "seal", "cli", "__init__"),
+    *("errors", "options", "seal", "tree", "cli", "__init__"),
     *("commands.opened", "commands.inspect", "commands.verify"),
 }
 
