@@ -50,6 +50,7 @@ _LONGEST_PAUSE_S = 1.0
 _LOOKS_PER_S = 50_000  # Of all ranks together, at most: what one store can well answer.
 _LEAST_PATIENCE_S = 2.0  # For ranks that enter one after another, and for what they then do.
 _PATIENCE_PER_LEVEL_S = 1.0  # More than a rank needs to tell the others whom it has waited for.
+_NEAREST = 0  # The level of those who wait for a rank that has nobody to wait for.
 
 
 class TreeExchange:
@@ -120,7 +121,7 @@ class TreeExchange:
         while not ended.wait(pause):
             self._calls.look()
             waited = time.monotonic() - passing.since
-            if waited >= self._calls.timeout_s + passing.patience_s:
+            if waited >= passing.patience_s:
                 raise self._calls.give_up_on(*passing.late(waited), waited)
             pause = min(2 * pause, max(pause, _LONGEST_PAUSE_S))
         try:
@@ -140,8 +141,8 @@ class _LostPeerError(Exception):
 class _Passing:
     """One exchange: what this rank passes to its parent and its children, and whom it waits for.
 
-    The thread that carries it out owns it; the one that watches reads ``since``, ``patience_s`` and
-    :meth:`late`.
+    The thread that carries it out owns it; the one that watches reads ``since``,
+    :attr:`patience_s` and :meth:`late`.
     """
 
     def __init__(self, calls: RollCalls, root: int, fan_out: int) -> None:
@@ -152,8 +153,19 @@ class _Passing:
         # Where torch would put an object; by number, since another thread has its own idea of it.
         self._device = torch.empty(0, device=_get_object_coll_device(calls.group)).device
         self._awaited: tuple[int, ...] = ()
+        self._level, self._levels = _NEAREST, _NEAREST
         self.since = time.monotonic()
-        self.patience_s = _LEAST_PATIENCE_S
+
+    @property
+    def patience_s(self) -> float:
+        """How long this rank waits for a message.
+
+        Where one rank is stuck, others wait for each other. The nearest to it is the first to say
+        so; all of them before those that are done and wait at the next roll call for everybody.
+        """
+        before_roll_call = (self._levels - self._level) * _PATIENCE_PER_LEVEL_S
+        least = _LEAST_PATIENCE_S + self._level * _PATIENCE_PER_LEVEL_S
+        return max(self._calls.timeout_s - before_roll_call, least)
 
     def late(self, waited: float) -> tuple[list[int], str]:
         """The ranks that this one waits for, and a message that says so."""
@@ -169,16 +181,16 @@ class _Passing:
         if known is None:
             own = torch.tensor([_node_id()], dtype=torch.int64, device=self._device)
             nodes = [torch.empty_like(own) for _ in self._ranks]
-            with self._waiting_for((), 0):
+            with self._waiting_for((), _NEAREST):
                 dist.all_gather(nodes, own, group=self._group)
             known = _known[self._group] = _Known(torch.cat(nodes).tolist())
         self._tree = known.tree(self._root, self._fan_out)
+        self._levels = 2 * self._tree.height + 3
 
     def up(self, part: bytes) -> bytearray:
         """Returns this rank's part and those of all below it; passes them on to the parent."""
         tree = self._tree
         children = tree.children[self._rank]
-        # Whoever waits for the lowest is the first to say so.
         level = tree.height - tree.depths[self._rank]
         firsts = self._received_firsts(children, level)
         nbytes = [self._body_nbytes(first) for first in firsts]
@@ -200,7 +212,7 @@ class _Passing:
         if self._rank != self._root:
             body = self._received_from_parent(tree.height + 1 if after_up else 0)
         assert body is not None
-        self._send([body] * len(children), children, 0)
+        self._send([body] * len(children), children, _NEAREST)
         return body
 
     def parts(self, body: bytearray) -> list[memoryview] | None:
@@ -235,15 +247,13 @@ class _Passing:
             begin = end
         if begin != len(numbers):
             raise CheckpointError(f"{len(numbers)} parts were sent where {begin} belong")
-        self._send(bodies, children, 0)
+        self._send(bodies, children, _NEAREST)
         return values[numbers[0]]
 
     @contextlib.contextmanager
     def _waiting_for(self, peers: Sequence[int], level: int) -> Iterator[None]:
-        """Notes who is waited for. The higher the level, the longer others may speak first."""
-        self._awaited = tuple(peers)
-        self.patience_s = _LEAST_PATIENCE_S + _PATIENCE_PER_LEVEL_S * level
-        self.since = time.monotonic()
+        """Notes who is waited for; the level is how many others may wait for each other below."""
+        self._awaited, self._level, self.since = tuple(peers), level, time.monotonic()
         try:
             yield
         except RuntimeError as error:

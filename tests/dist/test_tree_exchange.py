@@ -56,8 +56,8 @@ def on_nodes() -> Any:
 
 def payload_of(rank: int, seed: int) -> Any:
     rng = random.Random(100 * seed + rank)
-    # None, what just fits into a first message and what just does not, and what never does.
-    sizes = [0, 1, 16_300, *range(16_340, 16_400, 7), 100_000, 10 << 20]
+    # What fits into a first message, what just does or does not, and what never does.
+    sizes = [0, 1, 16_300, *range(16_340, 16_400, 7), 100_000]
     return [None, b"", {"rank": rank}, rng.randbytes(rng.choice(sizes)), LookupError(rank)][
         rng.randrange(5)
     ]
@@ -70,21 +70,28 @@ def shown(value: Any) -> Any:
     return repr(value) if isinstance(value, BaseException) else value
 
 
+def large_payload(rank: int) -> Any:
+    return bytes([rank]) * (10 << 20) if rank in (0, 3) else b""
+
+
 def exchange_as_torch_does(fan_out: int, members: list[int], roots: list[int]) -> None:
     group = dist.new_group(members, backend="gloo")
     if dist.get_rank() not in members:
         return
     with on_nodes():
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
         for root in roots:
             for seed in range(4):
-                exchange_once(group, fan_out, root, seed)
+                values = [payload_of(rank, seed + 50) for rank in range(size)]
+                values = [values[rank // 3 * 3] for rank in range(size)]  # Some for several ranks.
+                exchange_once(group, fan_out, root, payload_of(rank, seed), values)
+        exchange_once(group, fan_out, 0, large_payload(rank), [*map(large_payload, range(size))])
 
 
-def exchange_once(group: dist.ProcessGroup, fan_out: int, root: int, seed: int) -> None:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    own = payload_of(rank, seed)
-    values = [payload_of(rank, seed + 50) for rank in range(size)]
-    values = [values[rank // 3 * 3] for rank in range(size)]  # Some for several ranks.
+def exchange_once(
+    group: dist.ProcessGroup, fan_out: int, root: int, own: Any, values: list[Any]
+) -> None:
+    rank = dist.get_rank(group)
     given = values if rank == root else None
     torchs = _DistWrapper(group, True, root)
     with bounded_call(AMPLE_S, fan_out=fan_out, group=group):
@@ -96,7 +103,7 @@ def exchange_once(group: dist.ProcessGroup, fan_out: int, root: int, seed: int) 
             "all_gather_object": own,
         }.items():
             expected = shown(getattr(torchs, name)(value))
-            assert shown(getattr(ours, name)(value)) == expected, (name, rank, root, seed)
+            assert shown(getattr(ours, name)(value)) == expected, (name, rank, root)
 
 
 @pytest.mark.parametrize("fan_out", [2, 3, 16])
@@ -110,3 +117,243 @@ def test_exchanges_along_a_tree_give_what_torchs_give(
 
 def test_exchanges_of_a_subgroup_without_rank_0_give_what_torchs_give(worlds: Worlds) -> None:
     worlds.run(8, exchange_as_torch_does, 2, [1, 2, 4, 5, 7], [0, 3])
+
+
+def state_of_rank(rank: int, version: str) -> dict[str, Any]:
+    return {**own_state(rank, version), "shared": full_value(version, (1000,), torch.float32)}
+
+
+def save_and_load(path: Path, stock: Path, fan_out: int) -> None:
+    rank = dist.get_rank()
+    state = state_of_rank(rank, "saved")
+    group = dist.new_group(backend="gloo")
+    options: dict[str, Any] = {"process_group": group, "timeout_s": AMPLE_S, "fan_out": fan_out}
+    dcp.save(state, checkpoint_id=stock)
+    with on_nodes():
+        torch_ckpt.save(state, checkpoint_id=path, **options)
+        for written, load in [
+            (path, lambda loaded, at: torch_ckpt.load(loaded, checkpoint_id=at, **options)),
+            (stock, lambda loaded, at: torch_ckpt.load(loaded, checkpoint_id=at, **options)),
+            (path, lambda loaded, at: dcp.load(loaded, checkpoint_id=at)),
+        ]:
+            loaded = state_of_rank(rank, "of no version")
+            load(loaded, written)
+            assert_same(loaded, state)
+
+
+def test_what_8_ranks_save_with_fan_out_2_is_loaded_bit_for_bit_by_both_and_as_stocks_is(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(8, save_and_load, tmp_path / "ours", tmp_path / "stock", 2)
+
+
+Messages = list[tuple[str, int, int]]  # What was done, the other rank, how many bytes.
+
+
+def messages_of(call: Callable[[], Any]) -> Messages:
+    """The messages of this rank in a call."""
+    found: Messages = []
+    begun = _Passing._begun
+
+    def noted(self: Any, operation: Any, tensors: Any, peers: Any, number: int) -> Any:
+        for tensor, peer in zip(tensors, peers, strict=True):
+            found.append((operation.__name__, peer, tensor.nbytes))
+        return begun(self, operation, tensors, peers, number)
+
+    with mock.patch.object(_Passing, "_begun", noted):
+        call()
+    return found
+
+
+def messages_of_a_save_and_of_a_scatter(path: Path) -> tuple[Messages, Messages]:
+    group = dist.new_group(backend="gloo")
+    state = own_state(dist.get_rank(), "saved")
+    options: dict[str, Any] = {"process_group": group, "timeout_s": AMPLE_S, "fan_out": 2}
+    saving = messages_of(lambda: torch_ckpt.save(state, checkpoint_id=path, **options))
+    # The same object for all but the last two.
+    values = [bytes(1 << 20)] * 6 + [b"", b""] if dist.get_rank() == 0 else None
+    with bounded_call(AMPLE_S, fan_out=2, group=group):
+        exchange = BoundedExchange(group, True, 0)
+        scattering = messages_of(lambda: exchange.scatter_object(values))
+    return saving, scattering
+
+
+def test_rank_exchanges_messages_with_its_parent_and_children_alone(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    """On one node, so that the tree is a heap."""
+    for rank, (saving, _) in enumerate(
+        worlds.run(8, messages_of_a_save_and_of_a_scatter, tmp_path)
+    ):
+        near = {2 * rank + 1, 2 * rank + 2, (rank - 1) // 2} & set(range(8))
+        assert {peer for _, peer, _ in saving} == near
+
+
+def test_value_for_several_ranks_is_sent_once_over_each_way(worlds: Worlds, tmp_path: Path) -> None:
+    """Six of eight ranks are given the same MiB; 6 and 7 are leaves of the heap."""
+    found = worlds.run(8, messages_of_a_save_and_of_a_scatter, tmp_path)
+    for rank, (_, messages) in enumerate(found):
+        sent = {peer: 0 for kind, peer, _ in messages if kind == "isend"}
+        for kind, peer, nbytes in messages:
+            if kind == "isend":
+                sent[peer] += nbytes
+        for peer, nbytes in sent.items():
+            assert (nbytes > 1 << 20) == (peer < 6), (rank, peer)
+            assert nbytes < (1 << 20) + (1 << 15), (rank, peer)
+
+
+class BrokenPlanner(dcp.DefaultSavePlanner):
+    """Raises on one rank, in one phase."""
+
+    def __init__(self, where: str, failing: int, error: Exception) -> None:
+        super().__init__()
+        self.failing, self.where, self.error = failing, where, error
+
+    def fail(self, where: str) -> None:
+        if (where, self.failing) == (self.where, dist.get_rank()):
+            raise self.error
+
+    def create_local_plan(self) -> Any:
+        self.fail("local plan")
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        self.fail("global plan")
+        return super().create_global_plan(all_plans)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self.fail("write")
+        return super().resolve_data(write_item)
+
+
+def save_with_a_rank_that_raises(path: Path, where: str, failing: int, kind: Any) -> Any:
+    planner = BrokenPlanner(where, failing, kind("a tensor is lost"))
+    with pytest.raises(CheckpointException) as caught:
+        torch_ckpt.save(
+            own_state(dist.get_rank(), "new"),
+            checkpoint_id=path,
+            planner=planner,
+            timeout_s=AMPLE_S,
+            fan_out=2,
+        )
+    train()
+    return {rank: repr(cause) for rank, (cause, _) in caught.value.failures.items()}
+
+
+@pytest.mark.parametrize("kind", [LookupError, StickyError])
+@pytest.mark.parametrize(
+    ("where", "failing"), [("local plan", 7), ("global plan", 0), ("write", 2)]
+)
+def test_rank_that_raises_is_named_to_all_along_the_tree(
+    worlds: Worlds, tmp_path: Path, where: str, failing: int, kind: type[Exception]
+) -> None:
+    function = save_with_a_rank_that_raises
+    seen = worlds.run(8, function, tmp_path / "checkpoint", where, failing, kind)
+    assert seen == [seen[0]] * 8
+    assert seen[0].keys() == {failing}
+    assert "a tensor is lost" in seen[0][failing]
+
+
+class Interception:
+    """Does something else, once, on one rank: before it sends, or before the rest of what it sends.
+
+    Args:
+        step: The method of an exchange within which it is to happen: up, down or scattered.
+    """
+
+    def __init__(self, step: str, rank: int, is_rest: bool, function: Callable[[], None]) -> None:
+        self.step, self.is_rest, self.function = step, is_rest, function
+        self.within = self.is_due = dist.get_rank() == rank
+        self.within = False
+
+    def __enter__(self) -> None:
+        stepping, begun = getattr(_Passing, self.step), _Passing._begun
+
+        def step(passing: Any, *args: Any, **kwargs: Any) -> Any:
+            self.within = True
+            try:
+                return stepping(passing, *args, **kwargs)
+            finally:
+                self.within = False
+
+        def begin(passing: Any, operation: Any, tensors: Any, peers: Any, number: int) -> Any:
+            if self.is_due and self.within and operation is dist.isend and number == self.is_rest:
+                self.is_due = False
+                self.function()
+            return begun(passing, operation, tensors, peers, number)
+
+        self._patches = [
+            mock.patch.object(_Passing, self.step, step),
+            mock.patch.object(_Passing, "_begun", begin),
+        ]
+        for patch in self._patches:
+            patch.start()
+
+    def __exit__(self, *args: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+def plan_and_write(exchange: BoundedExchange) -> None:
+    """As a save does, with as much to send as takes more than a first message."""
+    size = exchange.get_world_size()
+    exchange.reduce_scatter("plan", lambda: bytes(100_000), lambda _: [bytes(100_000)] * size)
+    exchange.all_reduce("write", lambda: bytes(100_000), lambda _: bytes(100_000))
+
+
+def exchanges(group: dist.ProcessGroup, timeout_s: float, interception: Any) -> Failure:
+    """One call that succeeds, and one that a rank makes fail."""
+    for failing in (False, True):
+        with bounded_call(timeout_s, fan_out=2, group=group), on_nodes():
+            exchange = BoundedExchange(group, True, 0)
+            if not failing:
+                plan_and_write(exchange)
+            else:
+                with interception, pytest.raises(RankTimeoutError) as caught:
+                    plan_and_write(exchange)
+    error = caught.value
+    return Failure(error.ranks, error.phase, error.may_be_committed, str(error))
+
+
+FREEZE_S = 12.0  # Of which an exchange takes the less, the higher the tree is.
+
+
+def exchange_with_a_rank_that_ends(
+    step: str, victim: int, is_rest: bool, number: signal.Signals
+) -> Failure:
+    timeout_s = FREEZE_S if number == signal.SIGSTOP else AMPLE_S
+    group = dist.new_group(backend="gloo")
+    end = Interception(step, victim, is_rest, lambda: os.kill(os.getpid(), number))
+    begin = time.monotonic()
+    failure = exchanges(group, timeout_s, end)
+    assert time.monotonic() - begin < (timeout_s if number == signal.SIGSTOP else 0) + MARGIN_S
+    return failure
+
+
+# Node 7 has ranks 0, 2 and 6, the root's; node 3 has 1, 3, 4 and 7; node 9 has 5.
+ENDS = {
+    "a_leaf_before_it_sends": (7, "up", False, ("planning", False)),
+    "a_leader_of_a_node_before_it_sends": (1, "up", False, ("planning", False)),
+    "a_leader_of_a_node_as_it_sends": (1, "up", True, ("planning", False)),
+    "the_coordinator_before_it_scatters": (0, "scattered", False, ("planning", False)),
+    "the_coordinator_as_it_scatters": (0, "scattered", True, ("planning", False)),
+    "an_inner_rank_as_it_scatters": (3, "scattered", True, ("planning", False)),
+    "a_leader_of_a_node_as_it_broadcasts": (1, "down", False, ("committing", True)),
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("victim", "step", "is_rest", "expected"), ENDS.values(), ids=ENDS.keys())
+def test_rank_that_dies_or_freezes_in_an_exchange_is_named_to_all_others_in_time(
+    victim: int, step: str, is_rest: bool, expected: tuple[str, bool], number: signal.Signals
+) -> None:
+    args = exchange_with_a_rank_that_ends, step, victim, is_rest, number
+    with mortal_ranks(8, None, *args) as pipes:
+        survivors = set(range(8)) - {victim}
+        seen = []
+        for rank in survivors:
+            assert pipes[rank].poll(LIMIT_S), f"rank {rank} hangs"
+            seen.append(pipes[rank].recv())
+    assert seen == [seen[0]] * 7
+    assert seen[0][:3] == ((victim,), *expected)
+    assert f"rank {victim} " in seen[0].message
