@@ -56,8 +56,9 @@ class Tree:
         """The tree of a group.
 
         A rank has at most ``fan_out`` children on its own node, and a node's leader (the root, or
-        else its lowest rank) as many more that lead other nodes. Both kinds of tree are filled from
-        the top, so that no level is begun before the one above it is full.
+        else its lowest rank) as many more that lead other nodes. What is below a rank is shared out
+        evenly among its children, in runs of ranks: neighbours by number are so by wire, most
+        often.
 
         Args:
             nodes: For each rank what tells its node from others.
@@ -76,9 +77,15 @@ class Tree:
                 on_node.setdefault(node, []).append(rank)
         parents = [-1] * len(nodes)
         leaders = [ranks[0] for ranks in on_node.values()]
-        for row in (leaders, *on_node.values()):
-            for place in range(1, len(row)):
-                parents[row[place]] = row[(place - 1) // fan_out]
+        waiting = [leaders, *on_node.values()]
+        while waiting:
+            top, *below = waiting.pop()
+            begin, pieces = 0, min(fan_out, len(below))
+            for piece in range(pieces):
+                end = begin - (begin - len(below)) // (pieces - piece)
+                parents[below[begin]] = top
+                waiting.append(below[begin:end])
+                begin = end
         return cls(root, tuple(parents))
 
     @property

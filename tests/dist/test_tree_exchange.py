@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,26 +20,26 @@ from ranks import Worlds
 from states import assert_same, full_value
 from test_deadlines import (
     AMPLE_S,
-    COLLECTIVE_TIMEOUT_S,
     DEADLINE_S,
     LIMIT_S,
     MARGIN_S,
     Failure,
     StickyError,
-    failure_of,
+    hold,
     mortal_ranks,
     own_state,
-    state_of_process,
+    release,
     train,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 import torch_ckpt
 from torch_ckpt import RankTimeoutError, deadline, tree_exchange
 from torch_ckpt.deadline import BoundedExchange, bounded_call
-from torch_ckpt.roll_call import RollCalls
-from torch_ckpt.tree_exchange import TreeExchange, _Passing
+from torch_ckpt.tree import Tree
+from torch_ckpt.tree_exchange import _Passing
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -51,7 +51,8 @@ def node_of(rank: int) -> int:
 
 def on_nodes() -> Any:
     """Has each rank of a group that meets for the first time say that it is on such a node."""
-    return mock.patch.object(tree_exchange, "_node_id", lambda: node_of(dist.get_rank()))
+    node = node_of(dist.get_rank())
+    return mock.patch.object(tree_exchange, "_node_id", return_value=node)
 
 
 def payload_of(rank: int, seed: int) -> Any:
@@ -85,7 +86,13 @@ def exchange_as_torch_does(fan_out: int, members: list[int], roots: list[int]) -
                 values = [payload_of(rank, seed + 50) for rank in range(size)]
                 values = [values[rank // 3 * 3] for rank in range(size)]  # Some for several ranks.
                 exchange_once(group, fan_out, root, payload_of(rank, seed), values)
-        exchange_once(group, fan_out, 0, large_payload(rank), [*map(large_payload, range(size))])
+
+
+def exchange_large_payloads_as_torch_does() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(backend="gloo")
+    with on_nodes():
+        exchange_once(group, 2, 0, large_payload(rank), [*map(large_payload, range(size))])
 
 
 def exchange_once(
@@ -113,6 +120,10 @@ def test_exchanges_along_a_tree_give_what_torchs_give(
 ) -> None:
     roots = [0, size - 1]
     worlds.run(size, exchange_as_torch_does, fan_out, list(range(size)), roots)
+
+
+def test_exchanges_of_10_mb_along_a_tree_give_what_torchs_give(worlds: Worlds) -> None:
+    worlds.run(5, exchange_large_payloads_as_torch_does)
 
 
 def test_exchanges_of_a_subgroup_without_rank_0_give_what_torchs_give(worlds: Worlds) -> None:
@@ -181,16 +192,17 @@ def messages_of_a_save_and_of_a_scatter(path: Path) -> tuple[Messages, Messages]
 def test_rank_exchanges_messages_with_its_parent_and_children_alone(
     worlds: Worlds, tmp_path: Path
 ) -> None:
-    """On one node, so that the tree is a heap."""
+    tree = Tree.over([0] * 8, fan_out=2)
     for rank, (saving, _) in enumerate(
         worlds.run(8, messages_of_a_save_and_of_a_scatter, tmp_path)
     ):
-        near = {2 * rank + 1, 2 * rank + 2, (rank - 1) // 2} & set(range(8))
+        near = {*tree.children[rank], tree.parents[rank]} - {-1}
+        assert len(near) <= 3
         assert {peer for _, peer, _ in saving} == near
 
 
 def test_value_for_several_ranks_is_sent_once_over_each_way(worlds: Worlds, tmp_path: Path) -> None:
-    """Six of eight ranks are given the same MiB; 6 and 7 are leaves of the heap."""
+    """Six of eight ranks are given the same MiB. The tree is 0(1(2(3) 4) 5(6 7))."""
     found = worlds.run(8, messages_of_a_save_and_of_a_scatter, tmp_path)
     for rank, (_, messages) in enumerate(found):
         sent = {peer: 0 for kind, peer, _ in messages if kind == "isend"}
@@ -299,6 +311,7 @@ def plan_and_write(exchange: BoundedExchange) -> None:
     size = exchange.get_world_size()
     exchange.reduce_scatter("plan", lambda: bytes(100_000), lambda _: [bytes(100_000)] * size)
     exchange.all_reduce("write", lambda: bytes(100_000), lambda _: bytes(100_000))
+    exchange.all_gather("end", lambda: bytes(100_000))  # Where those done with the last one learn.
 
 
 def exchanges(group: dist.ProcessGroup, timeout_s: float, interception: Any) -> Failure:
@@ -330,7 +343,7 @@ def exchange_with_a_rank_that_ends(
     return failure
 
 
-# Node 7 has ranks 0, 2 and 6, the root's; node 3 has 1, 3, 4 and 7; node 9 has 5.
+# The tree is 0(1(3(4) 7) 5 2 6): node 7 has ranks 0, 2 and 6; node 3 has 1, 3, 4 and 7; 9 has 5.
 ENDS = {
     "a_leaf_before_it_sends": (7, "up", False, ("planning", False)),
     "a_leader_of_a_node_before_it_sends": (1, "up", False, ("planning", False)),
@@ -340,13 +353,17 @@ ENDS = {
     "an_inner_rank_as_it_scatters": (3, "scattered", True, ("planning", False)),
     "a_leader_of_a_node_as_it_broadcasts": (1, "down", False, ("committing", True)),
 }
+FREEZES = ["a_leaf_before_it_sends", "an_inner_rank_as_it_scatters"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize(("victim", "step", "is_rest", "expected"), ENDS.values(), ids=ENDS.keys())
+@pytest.mark.parametrize(
+    ("end", "number"),
+    [(end, signal.SIGKILL) for end in ENDS] + [(end, signal.SIGSTOP) for end in FREEZES],
+)
 def test_rank_that_dies_or_freezes_in_an_exchange_is_named_to_all_others_in_time(
-    victim: int, step: str, is_rest: bool, expected: tuple[str, bool], number: signal.Signals
+    end: str, number: signal.Signals
 ) -> None:
+    victim, step, is_rest, expected = ENDS[end]
     args = exchange_with_a_rank_that_ends, step, victim, is_rest, number
     with mortal_ranks(8, None, *args) as pipes:
         survivors = set(range(8)) - {victim}
@@ -357,3 +374,99 @@ def test_rank_that_dies_or_freezes_in_an_exchange_is_named_to_all_others_in_time
     assert seen == [seen[0]] * 7
     assert seen[0][:3] == ((victim,), *expected)
     assert f"rank {victim} " in seen[0].message
+
+
+def exchange_as_one_is_stuck(path: Path, fifo: Path, step: str, victim: int) -> Failure:
+    """The next save goes on while the exchange that was given up is stuck, and as it goes on."""
+    group = dist.new_group(backend="gloo")
+    options: dict[str, Any] = {"process_group": group, "timeout_s": AMPLE_S, "fan_out": 2}
+    rank = dist.get_rank()
+    threads = set(threading.enumerate())
+    failure = exchanges(group, DEADLINE_S, Interception(step, victim, True, lambda: hold(fifo)))
+    for version in ("stuck", "going on"):
+        state = own_state(rank, version)
+        torch_ckpt.save(state, checkpoint_id=path / version, **options)
+        if version == "stuck" and rank == 0:
+            release(fifo)
+    for version in ("stuck", "going on"):
+        loaded = own_state(rank, "of no version")
+        torch_ckpt.load(loaded, checkpoint_id=path / version, **options)
+        assert_same(loaded, own_state(rank, version))
+    for thread in set(threading.enumerate()) - threads:
+        if thread.name == "torch_ckpt-tree":
+            thread.join(MARGIN_S)
+            assert not thread.is_alive()  # All that was sent has been received.
+    ones = torch.ones(1000)
+    dist.all_reduce(ones, group=group)
+    assert ones.eq(8).all()
+    return failure
+
+
+@pytest.mark.parametrize(("step", "victim"), [("up", 3), ("scattered", 0)])
+def test_exchange_that_was_given_up_disturbs_none_after_it(
+    worlds: Worlds, tmp_path: Path, step: str, victim: int
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    seen = worlds.run(8, exchange_as_one_is_stuck, tmp_path, fifo, step, victim, timeout_s=LIMIT_S)
+    assert seen == [seen[0]] * 8
+    assert victim in seen[0].ranks
+
+
+def exchange_in_which_a_rank_raises(step: str, failing: int) -> Failure:
+    def lack_memory() -> None:
+        raise MemoryError("no memory for a message")
+
+    group = dist.new_group(backend="gloo")
+    return exchanges(group, AMPLE_S, Interception(step, failing, False, lack_memory))
+
+
+@pytest.mark.parametrize(("step", "failing"), [("up", 3), ("scattered", 0), ("scattered", 1)])
+def test_rank_that_raises_in_an_exchange_is_named_to_all_at_once(
+    worlds: Worlds, step: str, failing: int
+) -> None:
+    seen = worlds.run(8, exchange_in_which_a_rank_raises, step, failing, timeout_s=LIMIT_S)
+    assert seen == [seen[0]] * 8
+    assert seen[0][:2] == ((failing,), "planning")
+    assert "MemoryError: no memory for a message" in seen[0].message
+
+
+class TellingPlanner(dcp.DefaultSavePlanner):
+    """Fails a save with what it is limited by, in the process that saves."""
+
+    def create_local_plan(self) -> Any:
+        call = deadline._call.get()
+        raise LookupError(f"{call and call.limits}")
+
+
+def limits_of_a_save_in_the_background(path: Path, executor: str) -> list[str]:
+    group = dist.new_group(backend="gloo")
+    options: dict[str, Any] = {
+        "checkpoint_id": path,
+        "planner": TellingPlanner(),
+        "process_group": group,
+        "async_checkpointer_type": AsyncCheckpointerType(executor),
+    }
+    state = own_state(dist.get_rank(), "new")
+    futures = [torch_ckpt.async_save(state, timeout_s=LIMIT_S, fan_out=5, **options)]
+    failures = [futures[0].exception(LIMIT_S)]
+    with torch_ckpt.installed(timeout_s=LIMIT_S, fan_out=7):
+        failures.append(dcp.async_save(state, **options).exception(LIMIT_S))
+    return [str(failure.failures[0][0]) for failure in failures]
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_fan_out_goes_with_a_save_to_where_it_is_carried_out(
+    worlds: Worlds, tmp_path: Path, executor: str
+) -> None:
+    seen = worlds.run(2, limits_of_a_save_in_the_background, tmp_path, executor, timeout_s=90)
+    assert seen == [[f"_Limits(timeout_s={LIMIT_S}, fan_out={number})" for number in (5, 7)]] * 2
+
+
+@pytest.mark.parametrize("fan_out", [1, 0, 2.5])
+def test_fan_out_that_is_none_is_refused(tmp_path: Path, fan_out: Any) -> None:
+    for function in (torch_ckpt.save, torch_ckpt.async_save, torch_ckpt.load):
+        with pytest.raises(ValueError, match="no whole number of 2 or more"):
+            function({}, checkpoint_id=tmp_path, no_dist=True, fan_out=fan_out)
+    with pytest.raises(ValueError, match="no whole number of 2 or more"):
+        torch_ckpt.installed(fan_out=fan_out).__enter__()

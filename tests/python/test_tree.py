@@ -91,6 +91,16 @@ def test_node_meets_other_nodes_through_its_leader_alone() -> None:
         assert set(entries.values()) == {1}
 
 
+def test_ranks_below_a_leader_are_shared_out_evenly_among_those_of_other_nodes() -> None:
+    for tree, nodes, fan_out in trees():
+        if nodes != list(range(len(nodes))):  # One rank on each node.
+            continue
+        for children in tree.children:
+            sizes = [len(list(tree.subtree(child))) for child in children]
+            assert max(sizes, default=0) - min(sizes, default=0) <= 1
+            assert len(children) == fan_out or max(sizes, default=1) == 1
+
+
 def test_tree_is_no_higher_than_one_of_nodes_above_one_of_the_largest_node() -> None:
     for tree, nodes, fan_out in trees():
         largest = max(Counter(nodes).values())
@@ -117,10 +127,10 @@ def test_tree_does_not_depend_on_how_nodes_are_called() -> None:
 
 def test_tree_prints_and_compares() -> None:
     tree = Tree.over("aabbbb", root=1, fan_out=2)
-    assert str(tree) == "1(2(3(5) 4) 0)"
-    assert repr(tree) == "Tree(root=1, parents=(1, -1, 1, 2, 2, 3))"
-    assert tree == Tree(1, (1, -1, 1, 2, 2, 3))
-    assert hash(tree) == hash(Tree(1, (1, -1, 1, 2, 2, 3)))
+    assert str(tree) == "1(2(3(4) 5) 0)"
+    assert repr(tree) == "Tree(root=1, parents=(1, -1, 1, 2, 3, 2))"
+    assert tree == Tree(1, (1, -1, 1, 2, 3, 2))
+    assert hash(tree) == hash(Tree(1, (1, -1, 1, 2, 3, 2)))
     assert tree != Tree.over("aabbbb", root=1, fan_out=3)
 
 
