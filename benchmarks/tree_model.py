@@ -101,12 +101,12 @@ def _levels(count: int, fan_out: int) -> Iterator[tuple[int, int]]:
 
 
 def reckon(world: World, costs: Costs) -> Cost:
-    """The closed form. With N ranks of b bytes on M nodes of R, at fan-out F:
+    """The closed form.
 
-    a rank that leads n nodes takes from min(F, n - 1) others, of which each leads (n - 1) / F, so
-    it is busy for t(n) = min(F, n - 1) o + (n - 1) R b / B, with o of a message and B bytes/s. The
-    whole takes t(M) + t((M - 1) / F) + ..., a latency for each of these, and the same within one
-    node. A scatter takes that, the other way round.
+    N ranks of b bytes are on M nodes of R; F is the fan-out, o what a message takes, B bytes/s. A
+    rank that leads n nodes takes from min(F, n - 1) others, each of which leads (n - 1) / F, and so
+    is busy for t(n) = min(F, n - 1) o + (n - 1) R b / B. All of it takes t(M) + t((M - 1) / F) +
+    ..., a latency for each of these, and the same within one node. A scatter takes that, too.
     """
     if world.fan_out is None:
         each = costs.transfer_s(world.nbytes)

@@ -152,7 +152,8 @@ class _Passing:
         self._key = zlib.crc32(calls.key.encode())
         # Where torch would put an object; by number, since another thread has its own idea of it.
         self._device = torch.empty(0, device=_get_object_coll_device(calls.group)).device
-        self._awaited: tuple[int, ...] = ()
+        self._awaited: tuple[int, ...] | None = None
+        """``None`` as this rank does something itself; empty if nobody knows who is late."""
         self._level, self._levels = _NEAREST, _NEAREST
         self.since = time.monotonic()
 
@@ -169,10 +170,13 @@ class _Passing:
 
     def late(self, waited: float) -> tuple[list[int], str]:
         """The ranks that this one waits for, and a message that says so."""
-        late = [self._ranks[peer] for peer in self._awaited]
+        awaited, this = self._awaited, dist.get_rank()
+        if awaited is None:
+            return [this], f"rank {this} is slow or stuck: no message from it for {waited:.1f} s"
+        late = [self._ranks[peer] for peer in awaited]
         return late, (
-            f"{_named(late)} slow, stuck or gone: rank {dist.get_rank()} has waited for "
-            f"{waited:.1f} s for a message, in a tree of fan-out {self._fan_out}"
+            f"{_named(late)} slow, stuck or gone: rank {this} has waited for {waited:.1f} s for a "
+            f"message, in a tree of fan-out {self._fan_out}"
         )
 
     def meet(self) -> None:
@@ -260,6 +264,8 @@ class _Passing:
             lost = [self._ranks[peer] for peer in peers]
             message = f"{_named(lost)} gone or out of reach, rank {dist.get_rank()} finds: {error}"
             raise _LostPeerError(lost, message) from error
+        finally:
+            self._awaited, self._level, self.since = None, _NEAREST, time.monotonic()
 
     def _received_firsts(self, peers: Sequence[int], level: int) -> list[bytearray]:
         firsts = [bytearray(_FIRST_NBYTES) for _ in peers]
