@@ -35,6 +35,10 @@ class Costs:
         """Passing so many bytes from one rank to another."""
         return self.message_s * (1 + (nbytes > FIRST_NBYTES)) + nbytes / self.bytes_per_s
 
+    def planning_s(self, items: int) -> float:
+        """What the coordinator does with the items of all ranks, whichever way they came."""
+        return items / self.parse_items_per_s + items / self.plan_items_per_s
+
 
 @dataclass(frozen=True)
 class World:
