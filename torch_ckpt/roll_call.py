@@ -25,10 +25,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_
 
 from torch_ckpt.errors import RankTimeoutError
 
-__all__ = ["COMMITTING", "RollCalls", "claim_commit", "claimable"]
+__all__ = ["COMMITTING", "LOOKS_PER_S", "RollCalls", "claim_commit", "claimable"]
 
 COMMITTING = "committing"
 """The phase in which the other ranks wait for the coordinator to commit."""
+
+LOOKS_PER_S = 50_000
+"""Of all ranks together, at most: what one store can well answer."""
 
 # What stands under the key of a roll call's outcome, besides the error of one that was given up.
 _ALL_HERE = "all here"
@@ -38,7 +41,6 @@ _CLAIMED = "claimed by the coordinator"
 _LONGEST_PAUSE_S = 1.0
 _SHORTEST_PAUSE_S = 0.001
 _LEAST_PATIENCE_S = 2.0  # For what is left to say when the deadline has passed.
-_LOOKS_PER_S = 50_000  # Of all ranks together, at most: what one store can well answer.
 
 _committing: ContextVar[RollCalls | None] = ContextVar("torch_ckpt_committing", default=None)
 
@@ -316,7 +318,7 @@ class RollCalls:
         It looks instead of letting the store wait, which would keep signals from being handled.
         """
         key = f"{self.key}/outcome"
-        shortest = max(_SHORTEST_PAUSE_S, len(self.ranks) / _LOOKS_PER_S)
+        shortest = max(_SHORTEST_PAUSE_S, len(self.ranks) / LOOKS_PER_S)
         patience_s, turn = self.timeout_s, 0
         try:
             while True:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.roll_call import RollCalls
+from torch_ckpt.roll_call import LOOKS_PER_S, RollCalls
 from torch_ckpt.tree import Tree
 
 __all__ = ["TreeExchange"]
@@ -47,7 +47,6 @@ _FIRST_TAG, _TAGS = 1 << 30, 1 << 29
 
 _FIRST_LOOK_S = 0.2  # An exchange is most often over before anybody looks whether it goes on.
 _LONGEST_PAUSE_S = 1.0
-_LOOKS_PER_S = 50_000  # Of all ranks together, at most: what one store can well answer.
 _LEAST_PATIENCE_S = 2.0  # For ranks that enter one after another, and for what they then do.
 _PATIENCE_PER_LEVEL_S = 1.0  # More than a rank needs to tell the others whom it has waited for.
 _NEAREST = 0  # The level of those who wait for a rank that has nobody to wait for.
@@ -75,17 +74,18 @@ class TreeExchange:
 
     def gather(self, part: bytes) -> list[memoryview] | None:
         """Returns the parts of all ranks on the root, ``None`` elsewhere."""
-        return self._watched(lambda passing: passing.parts(passing.up(part)))
+
+        def run(passing: _Passing) -> list[memoryview] | None:
+            body = passing.up(part)
+            return passing.parts(body) if passing.is_root else None
+
+        return self._watched(run)
 
     def all_gather(self, part: bytes) -> list[memoryview]:
         """Returns the parts of all ranks."""
-
-        def run(passing: _Passing) -> list[memoryview]:
-            found = passing.parts(passing.down(passing.up(part), after_up=True))
-            assert found is not None
-            return found
-
-        return self._watched(run)
+        return self._watched(
+            lambda passing: passing.parts(passing.down(passing.up(part), after_up=True))
+        )
 
     def broadcast(self, value: bytes | None) -> memoryview:
         """Returns what the root has given."""
@@ -117,7 +117,7 @@ class TreeExchange:
 
         ended = threading.Event()
         threading.Thread(target=carry_out, name="torch_ckpt-tree", daemon=True).start()
-        pause = max(_FIRST_LOOK_S, len(self._calls.ranks) / _LOOKS_PER_S)
+        pause = max(_FIRST_LOOK_S, len(self._calls.ranks) / LOOKS_PER_S)
         while not ended.wait(pause):
             self._calls.look()
             waited = time.monotonic() - passing.since
@@ -149,6 +149,7 @@ class _Passing:
         self._calls, self._group, self._ranks = calls, calls.group, calls.ranks
         self._root, self._fan_out = root, fan_out
         self._rank = dist.get_rank(calls.group)
+        self.is_root = self._rank == root
         self._key = zlib.crc32(calls.key.encode())
         # Where torch would put an object; by number, since another thread has its own idea of it.
         self._device = torch.empty(0, device=_get_object_coll_device(calls.group)).device
@@ -205,7 +206,7 @@ class _Passing:
         ends = list(accumulate(nbytes, initial=own))
         places = [memoryview(body)[begin:end] for begin, end in pairwise(ends)]
         self._receive_bodies(places, firsts, children, level)
-        if self._rank != self._root:
+        if not self.is_root:
             self._send([body], [tree.parents[self._rank]], tree.height + 1)
         return body
 
@@ -213,14 +214,14 @@ class _Passing:
         """Returns what the root gives, and passes it on to the children."""
         tree = self._tree
         children = tree.children[self._rank]
-        if self._rank != self._root:
+        if not self.is_root:
             body = self._received_from_parent(tree.height + 1 if after_up else 0)
         assert body is not None
         self._send([body] * len(children), children, _NEAREST)
         return body
 
-    def parts(self, body: bytearray) -> list[memoryview] | None:
-        """The parts in a gathered body, by rank; ``None`` if it does not have all of them."""
+    def parts(self, body: bytearray) -> list[memoryview]:
+        """The parts in a gathered body, by rank."""
         found: dict[int, memoryview] = {}
         view, at = memoryview(body), 0
         while at < len(view):
@@ -228,15 +229,15 @@ class _Passing:
             at += _PART.size
             found[rank] = view[at : at + nbytes]
             at += nbytes
-        if len(found) < len(self._ranks):
-            return None
+        if len(found) != len(self._ranks):
+            raise CheckpointError(f"{len(found)} parts have come of {len(self._ranks)}")
         return [found[rank] for rank in range(len(self._ranks))]
 
     def scattered(self, parts: Sequence[bytes] | None) -> memoryview:
         """Returns this rank's part, and passes to the children those of the ranks below them."""
         tree = self._tree
         children = tree.children[self._rank]
-        if self._rank != self._root:
+        if not self.is_root:
             values, numbers = _unpacked(self._received_from_parent())
         else:
             assert parts is not None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -271,18 +272,22 @@ class Interception:
 
     Args:
         step: The method of an exchange within which it is to happen: up, down or scattered.
+        skip: How many times it is not to happen there.
     """
 
-    def __init__(self, step: str, rank: int, is_rest: bool, function: Callable[[], None]) -> None:
-        self.step, self.is_rest, self.function = step, is_rest, function
-        self.within = self.is_due = dist.get_rank() == rank
+    def __init__(
+        self, step: str, rank: int, is_rest: bool, function: Callable[[], None], skip: int = 0
+    ) -> None:
+        self.step, self.is_rest, self.function, self.skip = step, is_rest, function, skip
+        self.is_due = dist.get_rank() == rank
         self.within = False
 
     def __enter__(self) -> None:
         stepping, begun = getattr(_Passing, self.step), _Passing._begun
 
         def step(passing: Any, *args: Any, **kwargs: Any) -> Any:
-            self.within = True
+            self.skip -= 1
+            self.within = self.skip < 0
             try:
                 return stepping(passing, *args, **kwargs)
             finally:
@@ -314,17 +319,25 @@ def plan_and_write(exchange: BoundedExchange) -> None:
     exchange.all_gather("end", lambda: bytes(100_000))  # Where those done with the last one learn.
 
 
-def exchanges(group: dist.ProcessGroup, timeout_s: float, interception: Any) -> Failure:
-    """One call that succeeds, and one that a rank makes fail."""
+def error_of_exchanges(
+    group: dist.ProcessGroup, timeout_s: float, interception: Any, expected: type[BaseException]
+) -> BaseException:
+    """Of one call that succeeds, and one that a rank makes fail."""
     for failing in (False, True):
         with bounded_call(timeout_s, fan_out=2, group=group), on_nodes():
             exchange = BoundedExchange(group, True, 0)
             if not failing:
                 plan_and_write(exchange)
             else:
-                with interception, pytest.raises(RankTimeoutError) as caught:
+                with interception, pytest.raises(expected) as caught:
                     plan_and_write(exchange)
-    error = caught.value
+    return caught.value
+
+
+def exchanges(group: dist.ProcessGroup, timeout_s: float, interception: Any) -> Failure:
+    """What all ranks see of the call that one of them makes fail."""
+    error = error_of_exchanges(group, timeout_s, interception, RankTimeoutError)
+    assert isinstance(error, RankTimeoutError)
     return Failure(error.ranks, error.phase, error.may_be_committed, str(error))
 
 
@@ -332,11 +345,11 @@ FREEZE_S = 12.0  # Of which an exchange takes the less, the higher the tree is.
 
 
 def exchange_with_a_rank_that_ends(
-    step: str, victim: int, is_rest: bool, number: signal.Signals
+    step: str, victim: int, is_rest: bool, skip: int, number: signal.Signals
 ) -> Failure:
     timeout_s = FREEZE_S if number == signal.SIGSTOP else AMPLE_S
     group = dist.new_group(backend="gloo")
-    end = Interception(step, victim, is_rest, lambda: os.kill(os.getpid(), number))
+    end = Interception(step, victim, is_rest, lambda: os.kill(os.getpid(), number), skip)
     begin = time.monotonic()
     failure = exchanges(group, timeout_s, end)
     assert time.monotonic() - begin < (timeout_s if number == signal.SIGSTOP else 0) + MARGIN_S
@@ -345,15 +358,20 @@ def exchange_with_a_rank_that_ends(
 
 # The tree is 0(1(3(4) 7) 5 2 6): node 7 has ranks 0, 2 and 6; node 3 has 1, 3, 4 and 7; 9 has 5.
 ENDS = {
-    "a_leaf_before_it_sends": (7, "up", False, ("planning", False)),
-    "a_leader_of_a_node_before_it_sends": (1, "up", False, ("planning", False)),
-    "a_leader_of_a_node_as_it_sends": (1, "up", True, ("planning", False)),
-    "the_coordinator_before_it_scatters": (0, "scattered", False, ("planning", False)),
-    "the_coordinator_as_it_scatters": (0, "scattered", True, ("planning", False)),
-    "an_inner_rank_as_it_scatters": (3, "scattered", True, ("planning", False)),
-    "a_leader_of_a_node_as_it_broadcasts": (1, "down", False, ("committing", True)),
+    "a_leaf_before_it_sends": (7, "up", False, 0, ("planning", False)),
+    "a_leader_of_a_node_before_it_sends": (1, "up", False, 0, ("planning", False)),
+    "a_leader_of_a_node_as_it_sends": (1, "up", True, 0, ("planning", False)),
+    "the_coordinator_before_it_scatters": (0, "scattered", False, 0, ("planning", False)),
+    "the_coordinator_as_it_scatters": (0, "scattered", True, 0, ("planning", False)),
+    "an_inner_rank_as_it_scatters": (3, "scattered", True, 0, ("planning", False)),
+    "a_leader_of_a_node_as_it_broadcasts": (1, "down", False, 0, ("committing", True)),
+    "a_leaf_before_it_sends_to_all": (4, "up", False, 2, ("end", False)),
 }
-FREEZES = ["a_leaf_before_it_sends", "an_inner_rank_as_it_scatters"]
+FREEZES = [
+    "a_leaf_before_it_sends",
+    "an_inner_rank_as_it_scatters",
+    "a_leaf_before_it_sends_to_all",
+]
 
 
 @pytest.mark.parametrize(
@@ -363,8 +381,8 @@ FREEZES = ["a_leaf_before_it_sends", "an_inner_rank_as_it_scatters"]
 def test_rank_that_dies_or_freezes_in_an_exchange_is_named_to_all_others_in_time(
     end: str, number: signal.Signals
 ) -> None:
-    victim, step, is_rest, expected = ENDS[end]
-    args = exchange_with_a_rank_that_ends, step, victim, is_rest, number
+    victim, step, is_rest, skip, expected = ENDS[end]
+    args = exchange_with_a_rank_that_ends, step, victim, is_rest, skip, number
     with mortal_ranks(8, None, *args) as pipes:
         survivors = set(range(8)) - {victim}
         seen = []
@@ -429,6 +447,36 @@ def test_rank_that_raises_in_an_exchange_is_named_to_all_at_once(
     assert seen == [seen[0]] * 8
     assert seen[0][:2] == ((failing,), "planning")
     assert "MemoryError: no memory for a message" in seen[0].message
+
+
+def exchange_interrupted(fifo: Path) -> Failure | None:
+    """Rank 1 is interrupted as it waits for a message of rank 3, which waits for rank 4."""
+    group = dist.new_group(backend="gloo")
+    holding = Interception("up", 4, False, lambda: hold(fifo))
+    if dist.get_rank() != 1:
+        return exchanges(group, AMPLE_S, holding)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+
+    @contextlib.contextmanager
+    def alarm() -> Iterator[None]:
+        signal.setitimer(signal.ITIMER_REAL, 2 * DEADLINE_S)
+        yield
+
+    error_of_exchanges(group, AMPLE_S, alarm(), KeyboardInterrupt)
+    release(fifo)
+    return None
+
+
+def test_interrupt_of_a_rank_in_an_exchange_is_told_to_the_others_at_once(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    seen = worlds.run(8, exchange_interrupted, fifo, timeout_s=LIMIT_S)
+    assert seen.pop(1) is None
+    assert seen == [seen[0]] * 7
+    assert seen[0][:3] == ((1,), "planning", False)
+    assert "KeyboardInterrupt" in seen[0].message
 
 
 class TellingPlanner(dcp.DefaultSavePlanner):
