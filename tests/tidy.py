@@ -28,8 +28,9 @@ ROOMS = {
 # Modules of torch_ckpt from the ground up: each imports only from rows above its own.
 LAYERS = [
     {"errors", "options", "_native", "_tensor_view"},
-    {"mappings", "tensors", "roll_call", "pickles", "seal", "sharing"},
-    {"index", "metadata", "deadline", "planned", "listing"},
+    {"mappings", "tensors", "roll_call", "pickles", "seal", "sharing", "tree"},
+    {"index", "metadata", "tree_exchange", "planned", "plan_cache", "listing"},
+    {"deadline"},
     {"save_planner", "load_planner"},
     {"data_file", "loading", "sealed_metadata"},
     {"writer", "reader"},
@@ -39,7 +40,7 @@ LAYERS = [
     {"__init__"},
 ]
 WITHOUT_TORCH = {
-    *("errors", "options", "seal", "cli", "__init__"),
+    *("errors", "options", "seal", "tree", "cli", "__init__"),
     *("commands.opened", "commands.inspect", "commands.verify"),
 }
 

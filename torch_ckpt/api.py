@@ -1,4 +1,4 @@
-"""DCP's own functions with this package's storage, and with a deadline for every rank."""
+"""DCP's own functions with this package's storage, a deadline for every rank, and tree planning."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    fan_out: int | None = None,
 ) -> Metadata:
     """As :func:`torch.distributed.checkpoint.save`, but no rank waits for another for ever.
 
@@ -67,6 +68,9 @@ def save(
             part, whatever becomes of the others.
         timeout_s: Seconds that the first rank to come to an exchange waits there for the last.
             Every rank must make the same calls in the same order.
+        fan_out: How many ranks, at most, one exchanges plans with on its own node, and how many on
+            others if it leads its node: ranks pass them on along a tree. The same on every rank;
+            16 if ``None``.
 
     Returns:
         The metadata of the checkpoint.
@@ -74,13 +78,13 @@ def save(
     Raises:
         CheckpointException: A rank raised; maps ranks to their errors. No ``Exception``.
         RankTimeoutError: A rank was late, stuck or gone.
-        ValueError: ``timeout_s`` is no positive number of seconds.
+        ValueError: ``timeout_s`` is no positive number of seconds, or ``fan_out`` less than 2.
 
     Example::
 
         torch_ckpt.save(state, checkpoint_id="run/step-100", timeout_s=600)
     """
-    with bounded_call(timeout_s, group=process_group, no_dist=no_dist):
+    with bounded_call(timeout_s, fan_out=fan_out, group=process_group, no_dist=no_dist):
         metadata: Metadata = state_dict_saver.save(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -105,6 +109,7 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    fan_out: int | None = None,
 ) -> Future[Metadata] | AsyncSaveResponse:
     """As :func:`torch.distributed.checkpoint.async_save`, with the promises of :func:`save`.
 
@@ -120,6 +125,7 @@ def async_save(
         use_collectives: Whether ranks coordinate what they write.
         timeout_s: Seconds that the first rank to come to an exchange waits there for the last. That
             the first save in processes starts them is bounded by DCP: 30 minutes.
+        fan_out: As for :func:`save`.
 
     Returns:
         A future of the metadata; or, if the stager works in the background, futures of its end and
@@ -127,14 +133,14 @@ def async_save(
 
     Raises:
         RankTimeoutError: A rank was late, stuck or gone when processes were to be started.
-        ValueError: ``timeout_s`` is no positive number of seconds.
+        ValueError: ``timeout_s`` is no positive number of seconds, or ``fan_out`` less than 2.
 
     Example::
 
         future = torch_ckpt.async_save(state, checkpoint_id="run/step-100", process_group=group)
         future.result()
     """
-    with bounded_call(timeout_s, group=process_group, no_dist=no_dist):
+    with bounded_call(timeout_s, fan_out=fan_out, group=process_group, no_dist=no_dist):
         return state_dict_saver.async_save(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -157,6 +163,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    fan_out: int | None = None,
 ) -> None:
     """As :func:`torch.distributed.checkpoint.load`, but no rank waits for another for ever.
 
@@ -169,17 +176,18 @@ def load(
         no_dist: Whether this process loads by itself.
         timeout_s: Seconds that the first rank to come to an exchange waits there for the last.
             Every rank must make the same calls in the same order.
+        fan_out: As for :func:`save`.
 
     Raises:
         CheckpointException: A rank raised; maps ranks to their errors. No ``Exception``.
         RankTimeoutError: A rank was late, stuck or gone. ``state_dict`` may be loaded in part.
-        ValueError: ``timeout_s`` is no positive number of seconds.
+        ValueError: ``timeout_s`` is no positive number of seconds, or ``fan_out`` less than 2.
 
     Example::
 
         torch_ckpt.load(state, checkpoint_id="run/step-100", timeout_s=600)
     """
-    with bounded_call(timeout_s, group=process_group, no_dist=no_dist):
+    with bounded_call(timeout_s, fan_out=fan_out, group=process_group, no_dist=no_dist):
         state_dict_loader.load(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -191,7 +199,9 @@ def load(
 
 
 @contextlib.contextmanager
-def installed(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[None]:
+def installed(
+    *, timeout_s: float = DEFAULT_TIMEOUT_S, fan_out: int | None = None
+) -> Iterator[None]:
     """Has DCP's own functions do what those of this module do.
 
     Within the context, ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` choose :class:`FastWriter`
@@ -200,9 +210,10 @@ def installed(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[None]:
 
     Args:
         timeout_s: Seconds that the first rank to come to an exchange waits there for the last.
+        fan_out: As for :func:`save`.
 
     Raises:
-        ValueError: ``timeout_s`` is no positive number of seconds.
+        ValueError: ``timeout_s`` is no positive number of seconds, or ``fan_out`` less than 2.
 
     Example::
 
@@ -210,7 +221,7 @@ def installed(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[None]:
             dcp.save(state, checkpoint_id="run/step-100")
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(bounded_everywhere(timeout_s))
+        stack.enter_context(bounded_everywhere(timeout_s, fan_out=fan_out))
         stack.enter_context(mock.patch.object(_storage_utils, "FileSystemWriter", FastWriter))
         stack.enter_context(mock.patch.object(_storage_utils, "FileSystemReader", FastReader))
         for executor in (_ThreadBasedAsyncCheckpointExecutor, _ProcessBasedAsyncCheckpointExecutor):

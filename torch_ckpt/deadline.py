@@ -36,13 +36,17 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.distributed_c10d import _get_default_group
 
 from torch_ckpt.errors import CheckpointError, RankTimeoutError
+from torch_ckpt.plan_cache import PLAN_CACHE, PlanUnknownError
 from torch_ckpt.roll_call import COMMITTING, RollCalls, claimable
+from torch_ckpt.tree import checked_fan_out
+from torch_ckpt.tree_exchange import TreeExchange
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
     "BoundedExchange",
     "bounded_call",
     "bounded_everywhere",
+    "take_part_in_dcp",
 ]
 
 T = TypeVar("T")
@@ -55,11 +59,25 @@ _WRITING = "writing"
 _PHASES = {"plan": "planning", "write": _WRITING, "read": "reading"}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Limits:
+    """How long a rank waits for another, and how many it meets at once."""
+
+    timeout_s: float
+    fan_out: int
+
+    @classmethod
+    def checked(cls, timeout_s: float, fan_out: int | None) -> _Limits:
+        if not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ValueError(f"{timeout_s=} is no positive number of seconds")
+        return cls(timeout_s, checked_fan_out(fan_out))
+
+
 @dataclasses.dataclass
 class _Call:
     """A bounded save or load of this thread, or of a background thread that it has begun."""
 
-    timeout_s: float
+    limits: _Limits
     roll_calls: RollCalls | None = None
     name: str | None = None
     """That of the roll calls, where they are not known yet."""
@@ -68,13 +86,14 @@ class _Call:
 
 
 _call: ContextVar[_Call | None] = ContextVar("torch_ckpt_call", default=None)
-_process_timeouts_s: list[float] = []
+_process_limits: list[_Limits] = []
 
 
 @contextlib.contextmanager
 def bounded_call(
     timeout_s: float | None = None,
     *,
+    fan_out: int | None = None,
     group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> Iterator[None]:
@@ -84,12 +103,13 @@ def bounded_call(
 
     Args:
         timeout_s: Seconds that one rank waits for another; ``None`` for those of the call around
-            this, or of :func:`bounded_everywhere`.
+            this, or of :func:`bounded_everywhere`, and their ``fan_out`` too.
+        fan_out: As for :func:`torch_ckpt.save`.
         group: The ranks of the call; all if ``None``.
         no_dist: Whether the call is this rank's alone.
 
     Raises:
-        ValueError: ``timeout_s`` is no positive number of seconds.
+        ValueError: ``timeout_s`` or ``fan_out`` is none.
 
     Example::
 
@@ -98,13 +118,13 @@ def bounded_call(
     """
     take_part_in_dcp()
     outer = _call.get()
-    if timeout_s is None and (outer is not None or not _process_timeouts_s):
+    if timeout_s is None and (outer is not None or not _process_limits):
         yield
         return
-    timeout_s = _process_timeouts_s[-1] if timeout_s is None else _checked(timeout_s)
-    call = _Call(timeout_s)
+    limits = _process_limits[-1] if timeout_s is None else _Limits.checked(timeout_s, fan_out)
+    call = _Call(limits)
     if not no_dist and dist.is_available() and dist.is_initialized():
-        call.roll_calls = _roll_calls(group, timeout_s)
+        call.roll_calls = _roll_calls(group, limits)
     token = _call.set(call)
     try:
         with _telling_others(call):
@@ -114,14 +134,15 @@ def bounded_call(
 
 
 @contextlib.contextmanager
-def bounded_everywhere(timeout_s: float) -> Iterator[None]:
+def bounded_everywhere(timeout_s: float, *, fan_out: int | None = None) -> Iterator[None]:
     """Bounds what any thread calls of DCP meanwhile; the innermost of several counts.
 
     Args:
         timeout_s: Seconds that one rank waits for another.
+        fan_out: As for :func:`torch_ckpt.save`.
 
     Raises:
-        ValueError: ``timeout_s`` is no positive number of seconds.
+        ValueError: ``timeout_s`` or ``fan_out`` is none.
 
     Example::
 
@@ -129,11 +150,12 @@ def bounded_everywhere(timeout_s: float) -> Iterator[None]:
             dcp.load(state, storage_reader=FastReader("run/step-100"))
     """
     take_part_in_dcp()
-    _process_timeouts_s.append(_checked(timeout_s))
+    limits = _Limits.checked(timeout_s, fan_out)
+    _process_limits.append(limits)
     try:
         yield
     finally:
-        _process_timeouts_s.remove(timeout_s)
+        _process_limits.remove(limits)
 
 
 @contextlib.contextmanager
@@ -149,77 +171,104 @@ def _telling_others(call: _Call | None) -> Iterator[None]:
 
 
 def _roll_calls(
-    group: dist.ProcessGroup | None, timeout_s: float, name: str | None = None
+    group: dist.ProcessGroup | None, limits: _Limits, name: str | None = None
 ) -> RollCalls | None:
     """Those of a call of the group; ``None`` where there is nobody to wait for."""
     if dist.get_rank(group) < 0 or dist.get_world_size(group) == 1:
         return None
-    return RollCalls(_get_default_group() if group is None else group, timeout_s, name)
+    return RollCalls(_get_default_group() if group is None else group, limits.timeout_s, name)
 
 
-def _roll_calls_of_exchange(group: dist.ProcessGroup | None) -> RollCalls | None:
+def _roll_calls_of_exchange(
+    group: dist.ProcessGroup | None,
+) -> tuple[RollCalls, _Limits] | None:
     """What an exchange begun here and now takes for its own; ``None`` if it is not bounded."""
     call = _call.get()
     if call is None:
-        return _roll_calls(group, _process_timeouts_s[-1]) if _process_timeouts_s else None
-    known = call.roll_calls
-    if call.taken or (known is not None and known.group is not (group or _get_default_group())):
-        return _roll_calls(group, call.timeout_s)
-    call.taken = True
-    if known is None:
-        call.roll_calls = _roll_calls(group, call.timeout_s, call.name)
-    return call.roll_calls
+        limits = _process_limits[-1] if _process_limits else None
+        calls = _roll_calls(group, limits) if limits else None
+    elif call.taken or (
+        call.roll_calls is not None and call.roll_calls.group is not (group or _get_default_group())
+    ):
+        limits, calls = call.limits, _roll_calls(group, call.limits)
+    else:
+        call.taken = True
+        if call.roll_calls is None:
+            call.roll_calls = _roll_calls(group, call.limits, call.name)
+        limits, calls = call.limits, call.roll_calls
+    return (calls, limits) if calls and limits else None
 
 
 class BoundedExchange(_DistWrapper):
-    """DCP's exchanges between ranks, each after a roll call where the current call is bounded."""
+    """DCP's exchanges between ranks.
+
+    Where the current call is bounded, each is held along a tree, after a roll call.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup | None, use_dist: bool, coordinator_rank: int
     ) -> None:
         super().__init__(group, use_dist, coordinator_rank)
-        self._calls = _roll_calls_of_exchange(group) if use_dist else None
+        self._calls: RollCalls | None = None
+        self._tree: TreeExchange | None = None
+        found = _roll_calls_of_exchange(group) if use_dist else None
+        if found is not None:
+            self._calls, limits = found
+            self._tree = TreeExchange(self._calls, root=coordinator_rank, fan_out=limits.fan_out)
         self._step = self._phase = "finishing"
 
     def gather_object(self, object: T) -> list[T] | None:
         """Waits for all ranks, then gathers."""
+        if not self.use_dist:
+            return super().gather_object(object)
         sent = self._own_part(object)
         with self._all_here(self._phase):
-            return super().gather_object(sent)
+            if self._tree is None:
+                return super().gather_object(cast(T, sent))
+            parts = self._tree.gather(sent.pickled)
+            return None if parts is None else [pickle.loads(part) for part in parts]
 
     def all_gather_object(self, object: T) -> list[T]:
         """Waits for all ranks, then gathers on each of them."""
+        if not self.use_dist:
+            return super().all_gather_object(object)
         sent = self._own_part(object)
         with self._all_here(self._phase):
-            return super().all_gather_object(sent)
+            if self._tree is None:
+                return super().all_gather_object(cast(T, sent))
+            return [pickle.loads(part) for part in self._tree.all_gather(sent.pickled)]
 
     def scatter_object(self, object_list: list[T] | None) -> T:
         """Waits for all ranks, then scatters."""
-        if object_list is not None and self.use_dist:
-            try:
-                # An error is the same object for every rank, and is pickled once.
-                distinct = {id(part): part for part in object_list}
-                sent = {key: _Pickled(part) for key, part in distinct.items()}
-                object_list = [cast(T, sent[id(part)]) for part in object_list]
-            except Exception as error:
-                failure = _Pickled(self._failure_of_all(error))
-                object_list = [cast(T, failure)] * len(object_list)
-        with self._all_here(self._phase):
+        if not self.use_dist:
             return super().scatter_object(object_list)
+        sent = None if object_list is None else self._parts_of_all(object_list)
+        with self._all_here(self._phase):
+            if self._tree is None:
+                return super().scatter_object(cast(list[T] | None, sent))
+            parts = None if sent is None else [part.pickled for part in sent]
+            return cast(T, pickle.loads(self._tree.scatter(parts)))
 
     def broadcast_object(self, object: T | None) -> T:
         """Waits for all ranks, then broadcasts."""
-        sent = object
-        if self.use_dist and self.is_coordinator:
+        if not self.use_dist:
+            return super().broadcast_object(object)
+        sent: _Pickled | None = None
+        if self.is_coordinator:
             object = _portable(object)
             try:
-                sent = cast(T, _Pickled(object))
+                sent = _Pickled(object)
             except Exception as error:
                 note = "; what was to be committed is" if self._phase == _WRITING else ""
                 object = cast(T, self._failure_of_all(error, note))
-                sent = cast(T, _Pickled(object))
+                sent = _Pickled(object)
         with self._all_here(COMMITTING if self._phase == _WRITING else self._phase):
-            received = super().broadcast_object(sent)
+            if self._tree is None:
+                received = super().broadcast_object(cast(T, sent))
+            else:
+                received = pickle.loads(
+                    self._tree.broadcast(None if sent is None else sent.pickled)
+                )
         # Its own value is not sent to the coordinator.
         return cast(T, object) if self.is_coordinator else received
 
@@ -231,8 +280,15 @@ class BoundedExchange(_DistWrapper):
     def reduce_scatter(
         self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], list[R]]
     ) -> R:
-        """As DCP's."""
+        """As DCP's, once more where ranks have referred to plans that the coordinator lacks."""
         self._begin(step)
+        try:
+            return super().reduce_scatter(step, map_fun, reduce_fun)
+        except CheckpointException as error:
+            reasons = [reason for reason, _ in error.failures.values()]
+            if not reasons or not all(isinstance(r, PlanUnknownError) for r in reasons):
+                raise
+        PLAN_CACHE.forget()
         return super().reduce_scatter(step, map_fun, reduce_fun)
 
     def all_reduce(
@@ -260,14 +316,21 @@ class BoundedExchange(_DistWrapper):
     def _begin(self, step: str) -> None:
         self._step, self._phase = step, _PHASES.get(step, step)
 
-    def _own_part(self, value: T) -> T:
+    def _own_part(self, value: object) -> _Pickled:
         """The value as it is sent to be gathered; an error for all ranks if it does not pickle."""
-        if not self.use_dist:
-            return value
         try:
-            return cast(T, _Pickled(value))
+            return _Pickled(value)
         except Exception as error:
-            return cast(T, _Pickled(self._failure(error)))
+            return _Pickled(self._failure(error))
+
+    def _parts_of_all(self, values: list[T]) -> list[_Pickled]:
+        """What is sent to each rank; one object for several, such as an error, is pickled once."""
+        try:
+            distinct = {id(value): value for value in values}
+            sent = {key: _Pickled(value) for key, value in distinct.items()}
+            return [sent[id(value)] for value in values]
+        except Exception as error:
+            return [_Pickled(self._failure_of_all(error))] * len(values)
 
     def _failure_of_all(self, cause: Exception, note: str = "") -> CheckpointException:
         return CheckpointException(self._step, {self.rank: self._failure(cause, note)})
@@ -289,14 +352,13 @@ class BoundedExchange(_DistWrapper):
         self._calls.wait_for_all(phase)
         try:
             yield
+        except RankTimeoutError:
+            raise  # Known to all.
         except Exception as error:
             raise self._calls.call_off(error) from error
-
-
-def _checked(timeout_s: float) -> float:
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise ValueError(f"{timeout_s=} is no positive number of seconds")
-    return timeout_s
+        except BaseException as error:  # An interrupt.
+            self._calls.call_off(error)
+            raise
 
 
 class _Pickled:
@@ -307,10 +369,10 @@ class _Pickled:
     """
 
     def __init__(self, value: object) -> None:
-        self._pickled = pickle.dumps(_portable(value))
+        self.pickled = pickle.dumps(_portable(value))
 
     def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        return pickle.loads, (self._pickled,)
+        return pickle.loads, (self.pickled,)
 
 
 def _portable(value: T) -> T:
@@ -346,12 +408,12 @@ class _ContextThreadPool(ThreadPoolExecutor):
 
 
 class _BoundedRequest(_async_process_executor._AsyncCheckpointRequest):
-    """An order to save that takes the deadline along, to the process that is to save."""
+    """An order to save that takes the limits of its call along, to the process that is to save."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         call = _call.get()
-        self.timeout_s = None if call is None else call.timeout_s
+        self.limits = None if call is None else call.limits
         # All ranks give this order under the same name, even if some have given fewer of them.
         calls = None if call is None else call.roll_calls
         self.name = None if calls is None else f"order {calls.name}"
@@ -359,7 +421,7 @@ class _BoundedRequest(_async_process_executor._AsyncCheckpointRequest):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         take_part_in_dcp()
-        _call.set(None if self.timeout_s is None else _Call(self.timeout_s, name=self.name))
+        _call.set(None if self.limits is None else _Call(self.limits, name=self.name))
 
 
 @functools.cache

@@ -25,10 +25,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_
 
 from torch_ckpt.errors import RankTimeoutError
 
-__all__ = ["COMMITTING", "RollCalls", "claim_commit", "claimable"]
+__all__ = ["COMMITTING", "LOOKS_PER_S", "RollCalls", "claim_commit", "claimable"]
 
 COMMITTING = "committing"
 """The phase in which the other ranks wait for the coordinator to commit."""
+
+LOOKS_PER_S = 50_000
+"""Of all ranks together, at most: what one store can well answer."""
 
 # What stands under the key of a roll call's outcome, besides the error of one that was given up.
 _ALL_HERE = "all here"
@@ -38,7 +41,6 @@ _CLAIMED = "claimed by the coordinator"
 _LONGEST_PAUSE_S = 1.0
 _SHORTEST_PAUSE_S = 0.001
 _LEAST_PATIENCE_S = 2.0  # For what is left to say when the deadline has passed.
-_LOOKS_PER_S = 50_000  # Of all ranks together, at most: what one store can well answer.
 
 _committing: ContextVar[RollCalls | None] = ContextVar("torch_ckpt_committing", default=None)
 
@@ -171,9 +173,9 @@ class RollCalls:
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, name: str | None = None) -> None:
         self.group = group
-        self._ranks = dist.get_process_group_ranks(group)
+        self.ranks = dist.get_process_group_ranks(group)
         self._rank = dist.get_rank()
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._phase = "beginning"
         self._held = 0
         with _first_use:
@@ -194,20 +196,20 @@ class RollCalls:
             RankTimeoutError: One has not within the deadline, or somebody has given the call up.
         """
         self._phase = phase
-        self._deadline = time.monotonic() + self._timeout_s
+        self._deadline = time.monotonic() + self.timeout_s
         try:
             outcome = self._answer()
         except RuntimeError as error:
             raise self._lost_store(phase, error) from error
         if outcome != _ALL_HERE:
             raise _error_of(outcome)
-        passed = self._key
+        passed = self.key
         self._held += 1
         self._tidy(passed)
 
     def claim_commit(self) -> None:
         """Takes the right to commit away from those that wait for it, unless they have given up."""
-        self._deadline = time.monotonic() + self._timeout_s
+        self._deadline = time.monotonic() + self.timeout_s
         try:
             outcome = self._settle(_CLAIMED)
         except RuntimeError as error:
@@ -230,22 +232,61 @@ class RollCalls:
             self._leave_word(error)
         return error
 
+    def look(self) -> None:
+        """Looks, between two roll calls, whether the call goes on.
+
+        Raises:
+            RankTimeoutError: Somebody has given it up.
+        """
+        key = f"{self.key}/outcome"
+        self._deadline = time.monotonic() + self.timeout_s
+        try:
+            outcome = self._ask("get", key).decode() if self._ask("check", [key]) else _CLAIMED
+        except RuntimeError as error:
+            raise self._lost_store(self._phase, error) from error
+        if outcome != _CLAIMED:
+            raise _error_of(outcome)
+
+    def give_up_on(self, ranks: list[int], message: str, waited: float = 0.0) -> RankTimeoutError:
+        """Has the other ranks raise at the roll call that they come to next, as they :meth:`look`.
+
+        Args:
+            ranks: Those that are at fault.
+            message: What of them is wrong.
+            waited: For how long they were waited for, in seconds.
+
+        Returns:
+            What all raise: another error if somebody has given the call up before.
+        """
+        committing = self._phase == COMMITTING
+        errors = [
+            RankTimeoutError(message, ranks, self._phase, waited, may_be_committed)
+            for may_be_committed in (committing, True)
+        ]
+        self._deadline = time.monotonic()
+        try:
+            return _error_of(self._settle(*map(_text_of, errors)))
+        except RuntimeError:
+            self._leave_word(errors[0])
+            return errors[0]
+
     def _ask(self, name: str, *args: Any) -> Any:
         """A call of the store, which has until the deadline to answer, or a moment after it."""
         patience_s = max(self._deadline - time.monotonic(), _LEAST_PATIENCE_S)
         return self._ledger.store.call(name, *args, timeout_s=patience_s)
 
     @property
-    def _key(self) -> str:
+    def key(self) -> str:
+        """Names the roll call that this rank comes to next: no other of the group, on any rank."""
         return f"{self.name}/{self._held}"
 
     def _answer(self) -> str:
         """Answers this roll call; returns its outcome."""
         begin = time.monotonic()
-        key, ledger, ask = self._key, self._ledger, self._ask
+        key, ledger, ask = self.key, self._ledger, self._ask
         if ledger.is_host and not ledger.introduced:
             ask("set", "host", str(self._rank))
-        if ask("add", f"{key}/answers", 1) == len(self._ranks):
+        if ask("add", f"{key}/answers", 1) == len(self.ranks):
             ledger.written.append(f"{key}/answers")
             outcome = self._settle(_ALL_HERE)
         else:
@@ -276,9 +317,9 @@ class RollCalls:
 
         It looks instead of letting the store wait, which would keep signals from being handled.
         """
-        key = f"{self._key}/outcome"
-        shortest = max(_SHORTEST_PAUSE_S, len(self._ranks) / _LOOKS_PER_S)
-        patience_s, turn = self._timeout_s, 0
+        key = f"{self.key}/outcome"
+        shortest = max(_SHORTEST_PAUSE_S, len(self.ranks) / LOOKS_PER_S)
+        patience_s, turn = self.timeout_s, 0
         try:
             while True:
                 if self._ask("check", [key]):
@@ -304,7 +345,7 @@ class RollCalls:
 
         If each of N ranks looked for itself, the store would be asked N times N things at once.
         """
-        key = f"{self._key}/looking"
+        key = f"{self.key}/looking"
         turn: int = self._ask("add", key, 1)
         if turn == 1:
             self._ledger.written.append(key)
@@ -312,11 +353,11 @@ class RollCalls:
 
     def _give_up(self, waited: float) -> str:
         """Ends the call for all ranks unless all have come after all; returns the outcome."""
-        late = self._missing(self._ranks)
+        late = self._missing(self.ranks)
         names = f"rank {late[0]} is" if len(late) == 1 else f"ranks {_listed(late)} are"
         message = (
             f"{names} slow, stuck or gone: not done {self._phase} {waited:.1f} s after rank "
-            f"{self._rank}, which waits for {self._timeout_s:g} s at most"
+            f"{self._rank}, which waits for {self.timeout_s:g} s at most"
         )
         error = RankTimeoutError(message, late, self._phase, waited)
         after_claim = f"{message}. It had begun to publish the checkpoint, which may yet appear"
@@ -325,7 +366,7 @@ class RollCalls:
 
     def _missing(self, ranks: list[int]) -> list[int]:
         """Those that have not come. By halves: of thousands, most often few are missing."""
-        if not ranks or self._ask("check", [f"{self._key}/{rank}" for rank in ranks]):
+        if not ranks or self._ask("check", [f"{self.key}/{rank}" for rank in ranks]):
             return []
         if len(ranks) == 1:
             return ranks
@@ -337,7 +378,7 @@ class RollCalls:
 
         A claim gives way to ``after_claim``, or else to ``outcome`` as well.
         """
-        key = f"{self._key}/outcome"
+        key = f"{self.key}/outcome"
         standing: str = self._ask("compare_set", key, "", outcome).decode()
         if standing == _CLAIMED != outcome:
             outcome = after_claim or outcome
@@ -362,7 +403,7 @@ class RollCalls:
 
     def _leave_word(self, error: RankTimeoutError) -> None:
         """Makes this the outcome unless there is one, as soon as the store answers again."""
-        key, text = f"{self._key}/outcome", _text_of(error)
+        key, text = f"{self.key}/outcome", _text_of(error)
         for expected in ("", _CLAIMED):
             self._ledger.store.order("compare_set", key, expected, text)
         self._ledger.written.append(key)
