@@ -33,6 +33,7 @@ LAYERS = [
     {"deadline"},
     {"save_planner", "load_planner"},
     {"data_file", "loading", "sealed_metadata"},
+    {"split_work"},
     {"writer", "reader"},
     {"api", "commands.opened"},
     {"commands.inspect", "commands.verify"},

@@ -1,10 +1,12 @@
 """What the engine needs to know of a torch.Tensor (csrc/bindings/tensor_view.cc). Private."""
 
 import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from torch_ckpt._native import TensorView
+from torch_ckpt._native import TensorBatch, TensorSink, TensorView
 
 class TensorKind(enum.Enum):
     PLAIN = ...
@@ -16,3 +18,19 @@ def is_loadable(tensor: torch.Tensor) -> bool: ...
 def extent(tensor: torch.Tensor) -> tuple[int, int, int]: ...
 def has_own_storage(tensor: torch.Tensor) -> bool: ...
 def view(tensor: torch.Tensor, name: str, writable: bool) -> TensorView: ...
+def is_plannable(object: object) -> bool: ...
+def look(objects: list[Any], writable: bool) -> TensorBatch: ...
+def flatten(
+    state_dict: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]: ...
+def list_tensors(
+    flat: dict[str, Any], sink: TensorSink, other: Callable[[str, Any], list[Any]]
+) -> list[Any]: ...
+def add_shard(
+    sink: TensorSink,
+    fqn: str,
+    local: torch.Tensor,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    box_sizes: Sequence[int],
+) -> None: ...

@@ -22,7 +22,6 @@ from torch_ckpt import _native, _tensor_view
 from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planned import to_write_item
-from torch_ckpt.save_planner import FastSavePlanner
 from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import DTYPE_CODES, gc_paused, held_nbytes_limit, is_temporary, to_plain
 
@@ -102,7 +101,7 @@ def write_planned_file(
     directory: Path,
     name: str,
     work: _native.Work,
-    planner: FastSavePlanner,
+    planner: SavePlanner,
     sources: list[Any],
     *,
     fs: _native.FileSystem,
@@ -113,9 +112,8 @@ def write_planned_file(
 ) -> tuple[WrittenFile, IoMode]:
     """As :func:`write_data_file`, of items that were planned in columns.
 
-    Args:
-        work: The items.
-        sources: What each of them is stored from; ``None`` where only the planner knows.
+    ``work`` are the items, ``sources`` what each of them is stored from: ``None`` where only the
+    planner knows.
     """
     planned = _native.PlannedFile(work, _tensor_view.look(sources, writable=False))
     path = os.fsencode(directory / name)

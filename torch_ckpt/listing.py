@@ -26,7 +26,7 @@ class Lister:
     def __reduce__(self) -> tuple[Any, ...]:
         return Lister, ()
 
-    def list(self, state_dict: dict[str, Any]) -> tuple[_native.ItemTable, list[Any]]:
+    def table_of(self, state_dict: dict[str, Any]) -> tuple[_native.ItemTable, list[Any]]:
         """Lists a flat state dict.
 
         Returns:

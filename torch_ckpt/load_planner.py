@@ -1,16 +1,16 @@
-"""FastLoadPlanner: stock DCP's default load planner, with boxes found in the index by the engine."""
+"""FastLoadPlanner: stock DCP's default load planner, which has the engine search the index."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 
 from torch_ckpt import _native, _tensor_view
@@ -52,11 +52,11 @@ class PlannedReads(Sequence[ReadItem]):
 class KeptReads(Sequence[ReadItem]):
     """Stands for the reads of a rank, which has kept them, while its plan travels."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, length: int) -> None:
+        self._length = length
 
     def __len__(self) -> int:
-        return self.count
+        return self._length
 
     def __getitem__(self, at: int | slice) -> Any:
         raise RuntimeError("the rank that planned these reads has kept them")
@@ -84,7 +84,7 @@ def _to_read_item(described: tuple[Any, ...]) -> ReadItem:
 
 
 class FastLoadPlanner(DefaultLoadPlanner):
-    """Plans what ``DefaultLoadPlanner`` plans, many times faster, of a checkpoint that has an index.
+    """Plans what ``DefaultLoadPlanner`` plans, many times faster, where there is an index.
 
     The engine looks up what this rank wants, so that the time and the memory depend on that and not
     on all that is stored. Of a checkpoint of stock DCP it plans as ``DefaultLoadPlanner`` does, and
@@ -103,7 +103,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
 
     def set_up_planner(
         self,
-        state_dict: STATE_DICT_TYPE,
+        state_dict: dict[str, Any],
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
@@ -129,9 +129,9 @@ class FastLoadPlanner(DefaultLoadPlanner):
         if index is not None:
             try:
                 with gc_paused():
-                    table, sources = Lister().list(self.state_dict)
+                    table, sources = Lister().table_of(self.state_dict)
                     reads = _native.Reads(index, table, self.allow_partial_load)
-                return LoadPlan(PlannedReads(reads, sources))
+                return LoadPlan(cast(list[ReadItem], PlannedReads(reads, sources)))
             except (ValueError, TypeError, MismatchError, NotFoundError):
                 pass  # DCP's planner knows what to raise, or what to make of it.
         return super().create_local_plan()

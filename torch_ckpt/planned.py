@@ -10,14 +10,13 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from torch_ckpt import _native
 from torch_ckpt.mappings import LazyMapping
-from torch_ckpt.sharing import CutItem, cut_item
+from torch_ckpt.sharing import cut_item
 from torch_ckpt.tensors import to_properties
 
 __all__ = [

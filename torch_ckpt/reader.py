@@ -209,8 +209,11 @@ class FastReader(StorageReader):
                 "trust_pickle": self.trust_pickle,
                 "transforms": self.transforms,
             }
-            is_planned = isinstance(items, PlannedReads) and isinstance(planner, FastLoadPlanner)
-            if is_planned and planner.loads_plainly():
+            if (
+                isinstance(items, PlannedReads)
+                and isinstance(planner, FastLoadPlanner)
+                and planner.loads_plainly()
+            ):
                 load_planned(self._metadata, planner, items, **how)
             else:
                 Load(self._metadata, planner, list(items), **how).run()

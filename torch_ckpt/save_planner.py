@@ -7,13 +7,13 @@ import io
 import os
 from collections import ChainMap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torch_ckpt import _native, _tensor_view
@@ -38,6 +38,7 @@ from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["FastSavePlanner"]
+
 
 class FastSavePlanner(DefaultSavePlanner):
     """Plans what ``DefaultSavePlanner`` plans, many times faster, and shares it out better.
@@ -104,7 +105,7 @@ class FastSavePlanner(DefaultSavePlanner):
 
     def set_up_planner(
         self,
-        state_dict: STATE_DICT_TYPE,
+        state_dict: dict[str, Any],
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
@@ -132,32 +133,34 @@ class FastSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Checks what ranks hold, and decides who writes what of it."""
-        listed = [plan.items for plan in all_plans]
+        listed: list[Any] = [plan.items for plan in all_plans]
         if not all(isinstance(items, ListedItems) for items in listed):
             _check_known(listed)
             return super().create_global_plan([_in_dcps_terms(plan) for plan in all_plans])
-        tokens = [items.token for items in listed]
+        tokens: list[Any] = [items.token for items in listed]
         known = None if None in tokens else self.plan_cache.find_global(tokens)
+        assignments: list[bytes | None] = [None] * len(listed)  # As before.
         if known is None:
             _check_known(listed)
             tokens, known = self._plan_anew(all_plans)
             assignments = [known.plan.assignment(rank) for rank in range(len(listed))]
-        else:
-            assignments = [None] * len(listed)
-        self.global_plan = [
-            dataclasses.replace(
-                plan, items=AssignedItems(plan.items.encoded, *answer), planner_data=None
-            )
-            for plan, *answer in zip(all_plans, assignments, tokens, strict=True)
+        answers = [
+            _as_list(AssignedItems(items.encoded, assignment, token))
+            for items, assignment, token in zip(listed, assignments, tokens, strict=True)
         ]
-        self.metadata = Metadata(PlannedMetadata(known.plan))
+        self.global_plan = [
+            dataclasses.replace(plan, items=answer, planner_data=None)
+            for plan, answer in zip(all_plans, answers, strict=True)
+        ]
+        stored: Any = PlannedMetadata(known.plan)
+        self.metadata = Metadata(stored)
         if self.flatten_state_dict:
             self.metadata.planner_data = _merged([plan.planner_data for plan in all_plans], known)
         return self.global_plan, self.metadata
 
     def _plan_anew(self, all_plans: list[SavePlan]) -> tuple[list[bytes], GlobalPlanEntry]:
         """The global plan, and what each rank may send in place of its own the next time."""
-        listed = [plan.items for plan in all_plans]
+        listed: list[Any] = [plan.items for plan in all_plans]
         share = not self.dedup_save_to_lowest_rank
         plan = _native.GlobalPlan(
             [items.encoded for items in listed], _ranks_per_node(), split=share, dedup=share
@@ -189,12 +192,13 @@ class FastSavePlanner(DefaultSavePlanner):
             raise CheckpointError("the coordinator refers to a plan that this rank does not have")
         if self.enable_plan_caching:
             self.plan_cache.count(is_hit=answer.assignment is None)
-        return super().finish_plan(dataclasses.replace(new_plan, items=bound))
+        return super().finish_plan(dataclasses.replace(new_plan, items=_as_list(bound)))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The tensor or the bytes of an item; of one that was cut, its rows."""
         if isinstance(write_item, CutItem) and write_item.whole is not None:
-            return write_item.rows_of(super().resolve_data(write_item.whole))
+            whole = super().resolve_data(write_item.whole)
+            return write_item.rows_of(cast(torch.Tensor, whole))
         return super().resolve_data(write_item)
 
     def sources(self, items: Sequence[int]) -> list[Any] | None:
@@ -210,7 +214,7 @@ class FastSavePlanner(DefaultSavePlanner):
 
     def _plan_in_columns(self) -> SavePlan:
         try:
-            table, self._sources = self._lister.list(self.state_dict)
+            table, self._sources = self._lister.table_of(self.state_dict)
             paths = _native.encode_paths(self.mappings) if self.flatten_state_dict else None
         except (ValueError, TypeError) as error:
             raise _NoColumns from error
@@ -225,11 +229,16 @@ class FastSavePlanner(DefaultSavePlanner):
             planner_data = PlannedPaths(
                 [paths], pickled_as="itself" if token is None else "nothing"
             )
-        return SavePlan(self._listed, planner_data=planner_data)
+        return SavePlan(_as_list(self._listed), planner_data=planner_data)
 
 
 class _NoColumns(Exception):
     """A state dict is to be planned as DCP does."""
+
+
+def _as_list(items: PlannedItems) -> list[WriteItem]:
+    """For DCP, which asks for a list and is content with a sequence."""
+    return cast(list[WriteItem], items)
 
 
 def _ranks_per_node() -> int:

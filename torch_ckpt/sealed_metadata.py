@@ -108,6 +108,7 @@ def seal_planned(
     paths = metadata.planner_data
     storage_meta = _storage_meta(metadata.storage_meta)
     assert storage_meta is not None
+    assert metadata.storage_meta is not None
     is_plain = paths is None or isinstance(paths, PlannedPaths)
     sealed, index = _native.seal_plan(
         planned.plan,
@@ -117,7 +118,8 @@ def seal_planned(
         paths.encoded if isinstance(paths, PlannedPaths) else None,
         storage_meta,
     )
-    saved = to_metadata(_native.index_of(index), checkpoint_id=metadata.storage_meta.checkpoint_id)
+    where = metadata.storage_meta.checkpoint_id or ""
+    saved = to_metadata(_native.index_of(index), checkpoint_id=where)
     metadata.state_dict_metadata = saved.state_dict_metadata
     metadata.storage_data = saved.storage_data
     if is_plain:

@@ -295,9 +295,7 @@ def merge_cuts(metadata: Metadata, cuts: Sequence[CutPiece]) -> None:
     metadata.state_dict_metadata = entries
 
 
-def cut_item(
-    item: WriteItem, first_row: int, rows: int, *, is_listed: bool = False
-) -> CutItem:
+def cut_item(item: WriteItem, first_row: int, rows: int, *, is_listed: bool = False) -> CutItem:
     """Some rows of an item."""
     data = item.tensor_data
     assert data is not None

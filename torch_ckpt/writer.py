@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,12 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageWriterTransforms,
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torch_ckpt import _native
-from torch_ckpt.data_file import write_data_file, write_planned_file
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
@@ -42,18 +41,15 @@ from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planned import PlannedItems
 from torch_ckpt.roll_call import claim_commit
-from torch_ckpt.save_planner import FastSavePlanner
 from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.sealed_metadata import check_complete, seal_metadata, seal_planned
 from torch_ckpt.sharing import (
     HeldItems,
-    item_nbytes,
     list_held,
     merge_cuts,
     share_out,
-    split_over_files,
-    work_of,
 )
+from torch_ckpt.split_work import Part, SplitWork, split
 from torch_ckpt.tensors import gc_paused, useful_buffer_nbytes
 
 __all__ = ["FastWriter"]
@@ -63,10 +59,6 @@ _INDEX = ".index"
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 _STOCK_COPY_AHEAD = 10_000_000
 _LEAST_BLOCK = 64 << 10
-
-_Part = list[Any]  # Items of one file, or their positions in a plan of columns.
-_Written = tuple[list[WriteResult], WrittenFile, IoMode]
-_Write = Callable[[str, _Part, _native.BufferPool], _Written]
 
 
 class FastWriter(BlockingAsyncStager, StorageWriter):
@@ -261,18 +253,20 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; returns when they are in the files (and synced)."""
-        parts, nbytes, write = self._split(plan, planner)
+        work = split(
+            plan, planner, self.transforms, self.thread_count if self.single_file_per_rank else None
+        )
         prefix = plan.storage_data.prefix
         files = {
             f"{prefix}{number}_{self.save_id}.distcp": part
-            for number, part in enumerate(part for part in parts if part)
+            for number, part in enumerate(part for part in work.parts if part)
         }
         self._check_idle()
         future: Future[list[WriteResult]] = Future()
         finished: list[str] = []
         with self._writing, portable_errors():
             try:
-                results = self._write_files(files, write, nbytes, finished)
+                results = self._write_files(files, work, finished)
                 if files and self.sync_files:
                     self._file_system.sync_directory(os.fsencode(self.path))
             except BaseException:
@@ -328,62 +322,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         self._raise_if_missing(missing)
         self._remove_stale_files(files)
 
-    def _split(self, plan: SavePlan, planner: SavePlanner) -> tuple[Sequence[_Part], int, _Write]:
-        """Splits what a rank writes over its files.
-
-        Returns:
-            The part of each file, the bytes of all, and how a file is written of its part.
-        """
-        items = plan.items
-        columns = isinstance(items, PlannedItems) and not self.transforms.extensions
-        if columns and isinstance(planner, FastSavePlanner):
-            sources = planner.sources(items.work.items)
-            if sources is not None:
-                return self._split_columns(items.work, planner, sources)
-        items = work_of(plan)
-        parts: list[_Part] = [[item] for item in items]
-        if self.single_file_per_rank:
-            parts = split_over_files(items, list(map(item_nbytes, items)), self.thread_count)
-
-        def write(name: str, part: _Part, pool: _native.BufferPool) -> _Written:
-            return write_data_file(
-                self.path, name, part, planner, pool=pool, **self._how_to_write()
-            )
-
-        return parts, sum(map(item_nbytes, items)), write
-
-    def _split_columns(
-        self, work: _native.Work, planner: FastSavePlanner, sources: list[Any]
-    ) -> tuple[Sequence[_Part], int, _Write]:
-        sizes = work.nbytes
-        positions: Sequence[_Part] = [[at] for at in range(len(work))]
-        if self.single_file_per_rank:
-            positions = split_over_files(range(len(work)), sizes, self.thread_count)
-
-        def write(name: str, part: _Part, pool: _native.BufferPool) -> _Written:
-            file, mode = write_planned_file(
-                self.path,
-                name,
-                work if len(part) == len(work) else work.part(part),
-                planner,
-                [sources[at] for at in part],
-                pool=pool,
-                **self._how_to_write(),
-            )
-            return [], file, mode
-
-        return positions, sum(sizes), write
-
-    def _how_to_write(self) -> dict[str, Any]:
-        return {
-            "fs": self._file_system,
-            "io": self.io,
-            "sync": self.sync_files,
-            "transforms": self.transforms,
-        }
-
     def _write_files(
-        self, files: dict[str, _Part], write: _Write, nbytes: int, finished: list[str]
+        self, files: dict[str, Part], work: SplitWork, finished: list[str]
     ) -> list[WriteResult]:
         """Writes files of the given names and parts, ``thread_count`` at a time.
 
@@ -392,12 +332,20 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         workers = min(self.thread_count, len(files))
         if workers == 0:
             return []
-        pools = self._buffer_pools(workers, nbytes)
+        pools = self._buffer_pools(workers, work.nbytes)
 
         def write_every(first: int) -> list[WriteResult]:
             results: list[WriteResult] = []
             for name in list(files)[first::workers]:
-                written, file, self.io_mode = write(name, files[name], pools[first])
+                written, file, self.io_mode = work.write(
+                    files[name],
+                    self.path,
+                    name,
+                    fs=self._file_system,
+                    pool=pools[first],
+                    io=self.io,
+                    sync=self.sync_files,
+                )
                 finished.append(name)
                 results += written
                 # Travels to the coordinator with the rest.

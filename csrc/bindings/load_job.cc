@@ -102,11 +102,6 @@ class Reads {
     return sum;
   }
 
-  bool any_transformed() const {
-    return std::any_of(plan_.reads().begin(), plan_.reads().end(),
-                       [](const PlannedRead& read) { return read.is_transformed; });
-  }
-
   // Checks that all slices lie in their files.
   void check(const LoadJob& job) const {
     std::vector<StoredSlice> slices;
@@ -205,7 +200,6 @@ void bind_load_job(py::module_& module) {
            py::arg("index"), py::arg("items"), py::arg("partial"))
       .def("__len__", &Reads::size)
       .def_property_readonly("nbytes", &Reads::nbytes)
-      .def_property_readonly("any_transformed", &Reads::any_transformed)
       .def("describe", &Reads::describe, py::arg("number"))
       .def("check", &Reads::check, py::arg("job"))
       .def("run", &Reads::run, py::arg("job"), py::arg("batch"));
