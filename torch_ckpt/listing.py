@@ -46,13 +46,15 @@ class Lister:
     def _list(self, table: _native.ItemTable, fqn: str, value: Any) -> list[Any]:
         """Lists what is no plain tensor."""
         if isinstance(value, DTensor):
-            if value.device_mesh.get_coordinate() is None:
-                return []
             local = value._local_tensor
-            if type(value) is DTensor and _tensor_view.is_plannable(local):
-                sizes, offsets = self._box(value)
+            is_plain = type(value) is DTensor and _tensor_view.is_plannable(local)
+            box = self._box(value) if is_plain else None
+            if box is not None:
+                sizes, offsets = box
                 _tensor_view.add_shard(table, fqn, local, value.shape, offsets, sizes)
                 return [local]
+            if value.device_mesh.get_coordinate() is None:
+                return []
         elif not isinstance(value, torch.Tensor) and not hasattr(value, "__create_write_items__"):
             table.add_object(fqn, OBJECT_NBYTES)
             return [None]
@@ -61,13 +63,19 @@ class Lister:
             list_item(table, item, is_opaque=True)
         return [None] * len(items)
 
-    def _box(self, tensor: DTensor) -> _Box:
-        """Where the local part of a DTensor lies: the same for many of them."""
-        key = (tensor.device_mesh, tensor.placements, tensor.shape)
+    def _box(self, tensor: DTensor) -> _Box | None:
+        """Where the local part of a DTensor lies: the same for many. ``None`` where there is none.
+
+        Raises:
+            ValueError: It is a partial sum.
+        """
+        key = (tensor._spec.mesh, tensor._spec.placements, tensor.shape)
         box = self._boxes.get(key)
         if box is None:
             if any(isinstance(placement, Partial) for placement in tensor.placements):
                 raise ValueError("a partial DTensor has no box")
+            if tensor.device_mesh.get_coordinate() is None:
+                return None
             box = self._boxes[key] = compute_local_shape_and_global_offset(
                 tensor.shape, tensor.device_mesh, tensor.placements
             )
