@@ -21,8 +21,10 @@ if TYPE_CHECKING:
         StorageError,
         UnsupportedError,
     )
+    from torch_ckpt.load_planner import FastLoadPlanner
     from torch_ckpt.options import IoMode, IoOptions
     from torch_ckpt.reader import FastReader
+    from torch_ckpt.save_planner import FastSavePlanner
     from torch_ckpt.writer import FastWriter
 
 _HOMES = {
@@ -30,7 +32,9 @@ _HOMES = {
     "CancelledError": "errors",
     "CheckpointError": "errors",
     "CorruptionError": "errors",
+    "FastLoadPlanner": "load_planner",
     "FastReader": "reader",
+    "FastSavePlanner": "save_planner",
     "FastWriter": "writer",
     "IoMode": "options",
     "IoOptions": "options",
@@ -50,7 +54,9 @@ __all__ = [
     "CancelledError",
     "CheckpointError",
     "CorruptionError",
+    "FastLoadPlanner",
     "FastReader",
+    "FastSavePlanner",
     "FastWriter",
     "IoMode",
     "IoOptions",

@@ -31,7 +31,9 @@ from torch_ckpt.deadline import (
     bounded_call,
     bounded_everywhere,
 )
+from torch_ckpt.load_planner import FastLoadPlanner
 from torch_ckpt.reader import FastReader
+from torch_ckpt.save_planner import FastSavePlanner
 from torch_ckpt.writer import FastWriter
 
 __all__ = ["async_save", "installed", "load", "save"]
@@ -61,7 +63,7 @@ def save(
         checkpoint_id: Directory of the checkpoint.
         storage_writer: Takes the place of ``FastWriter(checkpoint_id)``. Another kind of writer
             that has begun to commit is not held back when the other ranks give up.
-        planner: DCP's default if ``None``.
+        planner: A :class:`FastSavePlanner` if ``None``.
         process_group: The ranks that save; all if ``None``. Its first rank coordinates.
         no_dist: Whether this process saves by itself.
         use_collectives: Whether ranks coordinate what they write. Otherwise each commits its own
@@ -89,7 +91,7 @@ def save(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_writer=storage_writer or _writer_for(checkpoint_id),
-            planner=planner,
+            planner=planner or FastSavePlanner(),
             process_group=process_group,
             no_dist=no_dist,
             use_collectives=use_collectives,
@@ -117,7 +119,7 @@ def async_save(
         state_dict: What to save, as it is now.
         checkpoint_id: Directory of the checkpoint.
         storage_writer: Takes the place of ``FastWriter(checkpoint_id)``.
-        planner: DCP's default if ``None``.
+        planner: A :class:`FastSavePlanner` if ``None``.
         process_group: The ranks that save; all if ``None``. For a thread, a group of its own.
         async_checkpointer_type: Whether a thread or a process saves.
         async_stager: Copies the state; the writer does if ``None``.
@@ -145,7 +147,7 @@ def async_save(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_writer=storage_writer or _writer_for(checkpoint_id),
-            planner=planner,
+            planner=planner or FastSavePlanner(),
             process_group=process_group,
             async_checkpointer_type=async_checkpointer_type,
             async_stager=async_stager,
@@ -171,7 +173,7 @@ def load(
         state_dict: What to load, in place.
         checkpoint_id: Directory of the checkpoint.
         storage_reader: Takes the place of ``FastReader(checkpoint_id)``.
-        planner: DCP's default if ``None``.
+        planner: A :class:`FastLoadPlanner` if ``None``.
         process_group: The ranks that load; all if ``None``. Its first rank coordinates.
         no_dist: Whether this process loads by itself.
         timeout_s: Seconds that the first rank to come to an exchange waits there for the last.
@@ -192,7 +194,7 @@ def load(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_reader=storage_reader or _reader_for(checkpoint_id),
-            planner=planner,
+            planner=planner or FastLoadPlanner(),
             process_group=process_group,
             no_dist=no_dist,
         )
@@ -205,8 +207,9 @@ def installed(
     """Has DCP's own functions do what those of this module do.
 
     Within the context, ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` choose :class:`FastWriter`
-    and :class:`FastReader` where they are given a ``checkpoint_id`` and no storage argument, and
-    bound how long a rank waits for another. It holds for the whole process, and may be nested.
+    and :class:`FastReader` where they are given a ``checkpoint_id`` and no storage argument,
+    :class:`FastSavePlanner` and :class:`FastLoadPlanner` where they are given no planner, and bound
+    how long a rank waits for another. It holds for the whole process, and may be nested.
 
     Args:
         timeout_s: Seconds that the first rank to come to an exchange waits there for the last.
@@ -224,6 +227,12 @@ def installed(
         stack.enter_context(bounded_everywhere(timeout_s, fan_out=fan_out))
         stack.enter_context(mock.patch.object(_storage_utils, "FileSystemWriter", FastWriter))
         stack.enter_context(mock.patch.object(_storage_utils, "FileSystemReader", FastReader))
+        stack.enter_context(
+            mock.patch.object(state_dict_saver, "DefaultSavePlanner", FastSavePlanner)
+        )
+        stack.enter_context(
+            mock.patch.object(state_dict_loader, "DefaultLoadPlanner", FastLoadPlanner)
+        )
         for executor in (_ThreadBasedAsyncCheckpointExecutor, _ProcessBasedAsyncCheckpointExecutor):
             # A background save looks for a writer when it begins, in a thread or process that knows
             # nothing of this context: choose here.
@@ -239,7 +248,8 @@ def _choosing_here(execute_save: Callable[..., Any]) -> Callable[..., Any]:
         group, no_dist = kwargs.get("process_group"), kwargs.get("no_dist", False)
         with bounded_call(group=group, no_dist=no_dist):
             writer = kwargs.get("storage_writer") or _writer_for(kwargs.get("checkpoint_id"))
-            return execute_save(*args, **{**kwargs, "storage_writer": writer})
+            planner = kwargs.get("planner") or FastSavePlanner()
+            return execute_save(*args, **{**kwargs, "storage_writer": writer, "planner": planner})
 
     return execute
 

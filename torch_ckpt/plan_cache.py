@@ -1,13 +1,18 @@
 """Plans of former saves, to be used again when the same is saved again.
 
-A rank that finds its plan here sends 16 bytes in its place: a token of what it lists and of the
-global plan that its part was made in. Where the coordinator finds a global plan with just these
-tokens, of all ranks in their order, every rank does again what it did then. Otherwise all ranks
+A rank that finds its plan here sends 16 bytes in its place: a token of what it lists, of the global
+plan that its part was made in, and of its place among the ranks. Where the coordinator finds a
+global plan with just these tokens, every rank does again what it did then. Otherwise all ranks
 forget, and plan anew in the same save.
+
+The index of a checkpoint has a mark of its plan: the 16 bytes that were drawn for that plan, and 16
+of the tokens of all ranks. So a plan outlives a restart: what each rank did stands in the index
+that the run was loaded from.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections import OrderedDict
@@ -25,9 +30,11 @@ __all__ = [
     "PlanUnknownError",
     "RankPlanEntry",
     "digest_of",
+    "token_of",
 ]
 
 _KEPT = 8  # Plans; a training run saves a few different things.
+_KEPT_INDEXES = 2  # Open files.
 
 _V = TypeVar("_V")
 
@@ -42,12 +49,10 @@ class RankPlanEntry:
 
     Attributes:
         token: What it sends in place of its plan.
-        assignment: What it wrote of that, encoded.
-        work: The same, ready to be written.
+        work: What it wrote.
     """
 
     token: bytes
-    assignment: bytes
     work: _native.Work
 
 
@@ -58,17 +63,23 @@ class GlobalPlanEntry:
     Attributes:
         plan: Who writes what.
         paths: ``planner_data`` of all ranks, encoded, each different one once.
+        mark: For the index: 32 bytes, or none where it is not to be found again.
     """
 
     plan: _native.GlobalPlan
     paths: Sequence[bytes]
+    mark: bytes
 
 
 class _Recent(Generic[_V]):
     """The values that were used last, by key."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _KEPT) -> None:
+        self._most = most
         self._values: OrderedDict[bytes, _V] = OrderedDict()
+
+    def newest_first(self) -> list[_V]:
+        return list(reversed(self._values.values()))
 
     def find(self, key: bytes) -> _V | None:
         value = self._values.get(key)
@@ -79,7 +90,7 @@ class _Recent(Generic[_V]):
     def keep(self, key: bytes, value: _V) -> None:
         self._values[key] = value
         self._values.move_to_end(key)
-        if len(self._values) > _KEPT:
+        if len(self._values) > self._most:
             self._values.popitem(last=False)
 
     def clear(self) -> None:
@@ -105,6 +116,7 @@ class PlanCache:
         self.misses = 0
         self._of_rank: _Recent[RankPlanEntry] = _Recent()
         self._global: _Recent[GlobalPlanEntry] = _Recent()
+        self._loaded: _Recent[_native.Index] = _Recent(_KEPT_INDEXES)
         self._lock = threading.Lock()  # Saves go on in threads.
 
     def forget(self) -> None:
@@ -112,11 +124,34 @@ class PlanCache:
         with self._lock:
             self._of_rank.clear()
             self._global.clear()
+            self._loaded.clear()
 
-    def find(self, digest: bytes) -> RankPlanEntry | None:
-        """This rank's part of the last save in which its list had this digest."""
+    def remember(self, index: _native.Index) -> None:
+        """Keeps the index of a checkpoint that was loaded, if it knows its plan."""
+        if index.plan:
+            with self._lock:
+                self._loaded.keep(index.save_id.encode(), index)
+
+    def find(self, digest: bytes, table: _native.ItemTable, rank: int) -> RankPlanEntry | None:
+        """This rank's part of the last save in which its list had this digest, as far as it knows.
+
+        Args:
+            digest: Of all that decides on the plan.
+            table: The list.
+            rank: Its place among the ranks. After a restart it finds by this what it has stored.
+        """
         with self._lock:
-            return self._of_rank.find(digest)
+            entry = self._of_rank.find(digest)
+            loaded = self._loaded.newest_first()
+        if entry is not None:
+            return entry
+        for index in loaded:
+            with contextlib.suppress(CheckpointError):
+                work = _native.Work.restored(table, index, rank)
+                token = token_of(digest, index.plan[:16], rank)
+                self.keep(digest, RankPlanEntry(token, work))
+                return RankPlanEntry(token, work)
+        return None
 
     def keep(self, digest: bytes, entry: RankPlanEntry) -> None:
         """Keeps this rank's part, once there is a global plan."""
@@ -125,19 +160,49 @@ class PlanCache:
 
     def find_global(self, tokens: Sequence[bytes]) -> GlobalPlanEntry | None:
         """The global plan in which the ranks, in this order, have these tokens."""
+        key = digest_of(*tokens)
         with self._lock:
-            return self._global.find(digest_of(*tokens))
+            entry = self._global.find(key)
+            loaded = self._loaded.newest_first()
+        if entry is not None:
+            return entry
+        for index in loaded:
+            if index.plan[16:] == key:
+                with contextlib.suppress(CheckpointError):
+                    entry = _restored(index)
+                    self.keep_global(entry)
+                    return entry
+        return None
 
-    def keep_global(self, tokens: Sequence[bytes], entry: GlobalPlanEntry) -> None:
-        """Keeps a global plan."""
-        with self._lock:
-            self._global.keep(digest_of(*tokens), entry)
+    def keep_global(self, entry: GlobalPlanEntry) -> None:
+        """Keeps a global plan, if it has a mark."""
+        if entry.mark:
+            with self._lock:
+                self._global.keep(entry.mark[16:], entry)
 
     def count(self, *, is_hit: bool) -> None:
         """Counts a save."""
         with self._lock:
             self.hits += is_hit
             self.misses += not is_hit
+
+
+def _restored(index: _native.Index) -> GlobalPlanEntry:
+    paths = []
+    if index.paths is not None:
+        paths.append(_native.encode_paths({fqn: tuple(keys) for fqn, keys in index.paths}))
+    return GlobalPlanEntry(_native.GlobalPlan.restored(index), paths, index.plan)
+
+
+def token_of(digest: bytes, generation: bytes, rank: int) -> bytes:
+    """What a rank sends in place of its plan.
+
+    Args:
+        digest: Of what it lists, and of all else that decides on the plan.
+        generation: What was drawn for the global plan.
+        rank: Its place among the ranks.
+    """
+    return digest_of(digest, generation, str(rank).encode())
 
 
 def digest_of(*parts: bytes) -> bytes:

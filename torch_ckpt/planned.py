@@ -142,10 +142,16 @@ def to_write_item(described: _native.WorkItem) -> WriteItem:
 
 
 class PlannedMetadata(LazyMapping[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """``Metadata.state_dict_metadata`` of what ``plan`` has planned."""
+    """``Metadata.state_dict_metadata`` of what ``plan`` has planned.
 
-    def __init__(self, plan: _native.GlobalPlan) -> None:
+    Args:
+        plan: That of all ranks.
+        mark: By which it is found again, for the index; may be empty.
+    """
+
+    def __init__(self, plan: _native.GlobalPlan, mark: bytes) -> None:
         self.plan = plan
+        self.mark = mark
         self._fqns: list[str] | None = None
 
     def __getitem__(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:

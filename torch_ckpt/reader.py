@@ -26,6 +26,7 @@ from torch_ckpt.load_planner import FastLoadPlanner, KeptReads, PlannedReads
 from torch_ckpt.loading import Load, load_planned
 from torch_ckpt.metadata import UnreadableMetadata, load_committed
 from torch_ckpt.options import IoOptions
+from torch_ckpt.plan_cache import PLAN_CACHE
 from torch_ckpt.seal import open_committed
 from torch_ckpt.tensors import gc_paused
 
@@ -163,6 +164,7 @@ class FastReader(StorageReader):
             self._file_system, self.path, prefix, verify=self.verify
         )
         if self._index is not None and self._index.has_entries:
+            PLAN_CACHE.remember(self._index)
             return to_metadata(self._index, checkpoint_id=self.path)
         pickled = committed.read_pickle(verify=self.verify)
         return load_committed(

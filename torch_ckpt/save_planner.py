@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -26,6 +27,7 @@ from torch_ckpt.plan_cache import (
     PlanUnknownError,
     RankPlanEntry,
     digest_of,
+    token_of,
 )
 from torch_ckpt.planned import (
     AssignedItems,
@@ -38,6 +40,8 @@ from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["FastSavePlanner"]
+
+_RULES = 1  # By which plans are made: those made by others are not used again.
 
 
 class FastSavePlanner(DefaultSavePlanner):
@@ -152,7 +156,7 @@ class FastSavePlanner(DefaultSavePlanner):
             dataclasses.replace(plan, items=answer, planner_data=None)
             for plan, answer in zip(all_plans, answers, strict=True)
         ]
-        stored: Any = PlannedMetadata(known.plan)
+        stored: Any = PlannedMetadata(known.plan, known.mark)
         self.metadata = Metadata(stored)
         if self.flatten_state_dict:
             self.metadata.planner_data = _merged([plan.planner_data for plan in all_plans], known)
@@ -167,12 +171,11 @@ class FastSavePlanner(DefaultSavePlanner):
         )
         paths = [plan.planner_data for plan in all_plans]
         encoded = [e for some in paths if isinstance(some, PlannedPaths) for e in some.encoded]
-        entry = GlobalPlanEntry(plan, list(dict.fromkeys(encoded)))
-        digests = [items.digest for items in listed]
-        generation = digest_of(*digests)
-        tokens = [digest_of(digest, generation) for digest in digests]
-        if self.enable_plan_caching:
-            self.plan_cache.keep_global(tokens, entry)
+        generation = os.urandom(16)
+        tokens = [token_of(i.digest, generation, rank) for rank, i in enumerate(listed)]
+        mark = generation + digest_of(*tokens) if self.enable_plan_caching else b""
+        entry = GlobalPlanEntry(plan, list(dict.fromkeys(encoded)), mark)
+        self.plan_cache.keep_global(entry)
         return tokens, entry
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -184,10 +187,10 @@ class FastSavePlanner(DefaultSavePlanner):
         if answer.assignment is not None:
             bound = PlannedItems(self._listed.encoded, answer.assignment)
             if self.enable_plan_caching:
-                entry = RankPlanEntry(answer.token, answer.assignment, bound.work)
+                entry = RankPlanEntry(answer.token, bound.work)
                 self.plan_cache.keep(self._listed.digest, entry)
         elif known is not None and known.token == answer.token:
-            bound = PlannedItems(self._listed.encoded, known.assignment, work=known.work)
+            bound = PlannedItems(self._listed.encoded, work=known.work)
         else:
             raise CheckpointError("the coordinator refers to a plan that this rank does not have")
         if self.enable_plan_caching:
@@ -219,9 +222,12 @@ class FastSavePlanner(DefaultSavePlanner):
         except (ValueError, TypeError) as error:
             raise _NoColumns from error
         encoded = table.encode()
-        options = f"{self.dedup_save_to_lowest_rank} {_ranks_per_node()}"
+        options = f"{_RULES} {self.dedup_save_to_lowest_rank} {_ranks_per_node()}"
         digest = digest_of(encoded, paths or b"", options.encode())
-        self._known = self.plan_cache.find(digest) if self.enable_plan_caching else None
+        self._known = None
+        if self.enable_plan_caching:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self._known = self.plan_cache.find(digest, table, rank)
         token = None if self._known is None else self._known.token
         self._listed = ListedItems(encoded, digest, token)
         planner_data = None

@@ -116,6 +116,7 @@ def seal_planned(
         [(rank, (f.name, f.nbytes, f.sums), f.extents or b"") for rank, f in files],
         metadata.version or "",
         paths.encoded if isinstance(paths, PlannedPaths) else None,
+        planned.mark,
         storage_meta,
     )
     where = metadata.storage_meta.checkpoint_id or ""

@@ -7,6 +7,7 @@
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
+#include "engine/restored_plan.h"
 #include "engine/save_job.h"
 #include "plan/assignment.h"
 #include "plan/item_extents.h"
@@ -23,7 +24,8 @@ class Work {
   struct Item {
     int64_t number = 0;  // In the table.
     int64_t first_row = 0;
-    int64_t rows = -1;  // All.
+    int64_t rows = -1;      // All.
+    int64_t reported = -1;  // As which item it is reported to the coordinator; -1: as `number`.
   };
 
   // All items, or those that an encoded assignment has.
@@ -33,18 +35,16 @@ class Work {
       for (int64_t i = 0; i < items().size(); ++i) items_.push_back({i});
       return;
     }
-    const Assignment assignment = value_or_raise(decode_assignment(view_of(*assigned)));
-    raise_if_error(check_assignment(assignment, items()));
-    auto cut = assignment.cuts.begin();
-    for (const Run& run : assignment.runs) {
-      for (int64_t i = run.first; i < run.first + run.count; ++i) {
-        Item& item = items_.emplace_back(Item{i});
-        if (cut == assignment.cuts.end() || cut->item != i) continue;
-        item.first_row = cut->first_row;
-        item.rows = cut->rows;
-        ++cut;
-      }
-    }
+    assign(value_or_raise(decode_assignment(view_of(*assigned))));
+  }
+
+  // What a rank has written of them, in a former save.
+  Work(std::shared_ptr<const HeldTable> table, const StoredIndex& index, int64_t rank)
+      : table_(std::move(table)) {
+    const RestoredWork restored =
+        value_or_raise(without_gil([&] { return restore_work(index, items(), rank); }));
+    assign(restored.assignment);
+    for (size_t i = 0; i < items_.size(); ++i) items_[i].reported = restored.numbers[i];
   }
 
   // Those at these positions.
@@ -74,6 +74,20 @@ class Work {
   }
 
  private:
+  void assign(const Assignment& assignment) {
+    raise_if_error(check_assignment(assignment, items()));
+    auto cut = assignment.cuts.begin();
+    for (const Run& run : assignment.runs) {
+      for (int64_t i = run.first; i < run.first + run.count; ++i) {
+        Item& item = items_.emplace_back(Item{i});
+        if (cut == assignment.cuts.end() || cut->item != i) continue;
+        item.first_row = cut->first_row;
+        item.rows = cut->rows;
+        ++cut;
+      }
+    }
+  }
+
   std::shared_ptr<const HeldTable> table_;
   std::vector<Item> items_;
 };
@@ -177,15 +191,20 @@ class PlannedFile {
     out.reserve(views_.size() + appended.size());
     for (int64_t i = 0; i < laid_out(); ++i) {
       const Slice& slice = layout_.slices[static_cast<size_t>(i)];
-      out.push_back({work_.at(position(i)).number, slice.offset, slice.total_nbytes(), true});
+      out.push_back({reported(position(i)), slice.offset, slice.total_nbytes(), true});
     }
     for (const auto& [at, offset, length] : appended) {
-      out.push_back({work_.at(at).number, offset, length, false});
+      out.push_back({reported(at), offset, length, false});
     }
     return to_bytes(encode(std::move(out)));
   }
 
  private:
+  int64_t reported(int64_t at) const {
+    const Work::Item& item = work_.at(at);
+    return item.reported < 0 ? item.number : item.reported;
+  }
+
   // The rows that are written of a tensor, once it was found to be what was planned.
   TensorView narrowed(int64_t at, TensorView view) const {
     const Work::Item& item = work_.at(at);
@@ -219,6 +238,12 @@ void bind_work(py::module_& module) {
              return Work(std::move(table), assigned);
            }),
            py::arg("table"), py::arg("assignment") = std::nullopt)
+      .def_static(
+          "restored",
+          [](std::shared_ptr<HeldTable> table, const StoredIndex& index, int64_t rank) {
+            return Work(std::move(table), index, rank);
+          },
+          py::arg("table"), py::arg("index"), py::arg("rank"))
       .def("__len__", &Work::size)
       .def("describe", &describe, py::arg("position"))
       .def_property_readonly("items", &numbers)

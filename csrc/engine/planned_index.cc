@@ -11,7 +11,7 @@ namespace {
 
 constexpr int32_t kNowhere = -1;
 
-// Where an item was stored; `file` is kNowhere until a rank says so.
+// Where a box was stored; `file` is kNowhere until a rank says so.
 struct Place {
   int32_t file = kNowhere;
   bool plain = false;
@@ -19,15 +19,20 @@ struct Place {
   int64_t nbytes = 0;
 };
 
-// The places of all items, by rank and item, and how many of them are still to be asked for.
+// The places of all boxes, as ranks report them: by their own items.
 class Places {
  public:
-  explicit Places(const StoredTable& stored) {
+  explicit Places(const StoredTable& stored) : places_(static_cast<size_t>(stored.box_count())) {
     for (int64_t i = 0; i < stored.box_count(); ++i) {
       const auto rank = static_cast<size_t>(stored.rank(i));
-      const auto item = static_cast<size_t>(stored.item(i));
       if (rank >= of_rank_.size()) of_rank_.resize(rank + 1);
-      if (item >= of_rank_[rank].size()) of_rank_[rank].resize(item + 1);
+      of_rank_[rank].push_back({stored.item(i), i});
+    }
+    for (std::vector<Item>& items : of_rank_) {
+      const auto is_before = [](const Item& a, const Item& b) { return a.number < b.number; };
+      if (!std::is_sorted(items.begin(), items.end(), is_before)) {
+        std::sort(items.begin(), items.end(), is_before);
+      }
     }
   }
 
@@ -37,35 +42,34 @@ class Places {
       Place* place = find(from.rank, extent.item);
       if (place == nullptr || place->file != kNowhere) {
         return internal_error("cannot commit: rank ", from.rank, " has written item ", extent.item,
-                              place == nullptr ? ", which it does not have" : " twice", " (",
+                              place == nullptr ? ", which is not its to write" : " twice", " (",
                               from.file.name, ")");
       }
       *place = {file, extent.plain, extent.offset, extent.nbytes};
     }
-    left_ += std::ssize(extents);
     return ok_status();
   }
 
-  // The place of an item, or null where it was not stored. To be asked for once.
-  const Place* take(int64_t rank, int64_t item) {
-    const Place* place = find(rank, item);
-    if (place == nullptr || place->file == kNowhere) return nullptr;
-    --left_;
-    return place;
-  }
-
-  int64_t left() const { return left_; }
+  const Place& operator[](int64_t box) const { return places_[static_cast<size_t>(box)]; }
 
  private:
-  Place* find(int64_t rank, int64_t item) {
+  struct Item {
+    int64_t number;
+    int64_t box;
+  };
+
+  Place* find(int64_t rank, int64_t number) {
     if (rank < 0 || rank >= std::ssize(of_rank_)) return nullptr;
-    std::vector<Place>& places = of_rank_[static_cast<size_t>(rank)];
-    if (item >= std::ssize(places)) return nullptr;
-    return &places[static_cast<size_t>(item)];
+    const std::vector<Item>& items = of_rank_[static_cast<size_t>(rank)];
+    const auto found =
+        std::lower_bound(items.begin(), items.end(), number,
+                         [](const Item& item, int64_t wanted) { return item.number < wanted; });
+    if (found == items.end() || found->number != number) return nullptr;
+    return &places_[static_cast<size_t>(found->box)];
   }
 
-  std::vector<std::vector<Place>> of_rank_;
-  int64_t left_ = 0;
+  std::vector<std::vector<Item>> of_rank_;  // Ascending by number.
+  std::vector<Place> places_;
 };
 
 IndexedEntry to_entry(const EntryTable& entries, int64_t number) {
@@ -99,19 +103,15 @@ Result<Index> planned_index(const StoredTable& stored, std::vector<RankFile> fil
     entry.boxes.reserve(static_cast<size_t>(last - stored.first_box(number)));
     for (int64_t i = stored.first_box(number); i < last; ++i) {
       const BoxView box = stored.box(number, i);
-      const Place* place = places.take(stored.rank(i), stored.item(i));
-      if (place == nullptr) {
+      const Place& place = places[i];
+      if (place.file == kNowhere) {
         return internal_error("cannot commit: the plan has '", entry.fqn, "' at ",
                               to_string(to_dims(box.offsets)), ", and rank ", stored.rank(i),
                               " has not written it");
       }
-      entry.boxes.push_back({to_dims(box.offsets), to_dims(box.sizes), place->file, place->offset,
-                             place->nbytes, place->plain, {}});
+      entry.boxes.push_back({to_dims(box.offsets), to_dims(box.sizes), place.file, place.offset,
+                             place.nbytes, place.plain, {}});
     }
-  }
-  if (places.left() > 0) {
-    return internal_error("cannot commit: ranks have written ", places.left(),
-                          " items that are not theirs to write");
   }
   return out;
 }

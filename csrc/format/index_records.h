@@ -70,7 +70,8 @@ struct Header {
   Section top;       // uint64_t, for every block of the table.
   Section table;     // uint64_t, for every block of the sections.
   uint64_t top_sum;  // XXH3 of the top.
-  std::array<uint64_t, 6> zeros;
+  std::array<char, 32> plan;  // Index::plan, or zeros.
+  std::array<uint64_t, 2> zeros;
   uint64_t header_sum;  // XXH3 of the header up to here.
 };
 

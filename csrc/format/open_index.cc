@@ -83,6 +83,11 @@ Result<records::Header> StoredIndex::read_header(Bytes bytes, const std::string&
   return header;
 }
 
+std::string StoredIndex::plan() const {
+  const std::string bytes(header_.plan.data(), header_.plan.size());
+  return bytes == std::string(bytes.size(), '\0') ? "" : bytes;
+}
+
 // Sections follow one another without holes and fill the file.
 Status StoredIndex::check_sections(CheckedBlocks::Place* place) const {
   uint64_t end = sizeof(records::Header);

@@ -225,6 +225,25 @@ BoxView StoredTable::box(int64_t entry, int64_t i) const {
   return {dims.first(ndim), dims.last(ndim)};
 }
 
+void StoredTable::add(std::string_view fqn, const Facts& facts, const std::vector<Box>& boxes,
+                      const std::vector<int32_t>& ranks, const std::vector<int32_t>& items) {
+  entries_.find_or_add(fqn, entries_.intern(facts));
+  first_box_.push_back(box_count());
+  first_dim_.push_back(static_cast<int64_t>(dims_.size()));
+  ranks_.insert(ranks_.end(), ranks.begin(), ranks.end());
+  items_.insert(items_.end(), items.begin(), items.end());
+  for (const Box& box : boxes) {
+    dims_.insert(dims_.end(), box.offsets.begin(), box.offsets.end());
+    dims_.insert(dims_.end(), box.sizes.begin(), box.sizes.end());
+  }
+}
+
+GlobalPlan GlobalPlan::of(StoredTable stored) {
+  GlobalPlan out;
+  out.stored_ = std::move(stored);
+  return out;
+}
+
 Result<GlobalPlan> GlobalPlan::make(const std::vector<Bytes>& plans,
                                     const GlobalPlanOptions& options) {
   if (options.ranks_per_node < 1) {

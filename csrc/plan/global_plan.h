@@ -34,13 +34,20 @@ class StoredTable {
  public:
   const EntryTable& entries() const { return entries_; }
 
+  // The boxes of one more entry, which must be of another FQN, in the same order; to be followed by
+  // `end`. For who knows from elsewhere what is stored. Requires: as many ranks and items as boxes.
+  void add(std::string_view fqn, const Facts& facts, const std::vector<Box>& boxes,
+           const std::vector<int32_t>& ranks, const std::vector<int32_t>& items);
+  void end() { first_box_.push_back(box_count()); }
+
   int64_t box_count() const { return static_cast<int64_t>(ranks_.size()); }
 
   // The boxes of an entry are [first_box(entry), first_box(entry + 1)).
   // Requires: 0 <= entry <= entries().size().
   int64_t first_box(int64_t entry) const { return first_box_[static_cast<size_t>(entry)]; }
 
-  // Which rank writes a box, and from which of its items. Requires: 0 <= i < box_count().
+  // Which rank writes a box, and which of its items it reports it as. Requires: 0 <= i <
+  // box_count().
   int32_t rank(int64_t i) const { return ranks_[static_cast<size_t>(i)]; }
   int32_t item(int64_t i) const { return items_[static_cast<size_t>(i)]; }
 
@@ -66,6 +73,10 @@ class GlobalPlan {
   // kCorruption and kUnsupported where a plan cannot be read.
   static Result<GlobalPlan> make(const std::vector<Bytes>& plans, const GlobalPlanOptions& options);
 
+  // A plan of which only `stored` is known.
+  static GlobalPlan of(StoredTable stored);
+
+  // 0 if only `stored` is known.
   int64_t rank_count() const { return static_cast<int64_t>(load_.size()); }
 
   // What a rank is to write. Requires: 0 <= rank < rank_count().
