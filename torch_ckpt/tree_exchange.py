@@ -340,21 +340,24 @@ class _Passing:
     ) -> list[tuple[dist.Work, Sequence[int]]]:
         """Begins one message to or from each peer; returns what to wait for, and for whom.
 
-        Together, since NCCL would otherwise make a communicator for each pair of ranks.
+        All together where the backend can: NCCL makes a communicator for each pair of ranks that
+        meets by itself.
         """
-        if not peers:
-            return []
-        # A message of an exchange that was given up must not meet one of another.
+        # A message of an exchange that was given up must not meet one of another: gloo ends the
+        # process if one is longer than who receives it expects.
         tag = _FIRST_TAG + 2 * (self._key % (_TAGS // 2)) + number
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(operation, tensor, group=self._group, tag=tag, group_peer=peer)
-                for tensor, peer in zip(tensors, peers, strict=True)
-            ]
-        )
-        if len(works) == len(peers):
-            return [(work, [peer]) for work, peer in zip(works, peers, strict=True)]
-        return [(work, peers) for work in works]
+        messages = [
+            (peer, dist.P2POp(operation, tensor, group=self._group, tag=tag, group_peer=peer))
+            for tensor, peer in zip(tensors, peers, strict=True)
+        ]
+        together = self._group._get_backend(self._device).supports_coalescing
+        begun: list[tuple[dist.Work, Sequence[int]]] = []
+        for some in [messages] if together and messages else [[one] for one in messages]:
+            whom = [peer for peer, _ in some]
+            with self._waiting_for(whom, _NEAREST):
+                works = dist.batch_isend_irecv([message for _, message in some])
+            begun += [(work, whom) for work in works]
+        return begun
 
     def _finish(self, begun: list[tuple[dist.Work, Sequence[int]]], level: int) -> None:
         for work, peers in begun:
