@@ -32,8 +32,9 @@ TEST(MetadataPickleTest, WritesTheExampleInFormatMd) {
 }
 
 TEST(MetadataPickleTest, NothingIsPickledOfAnEmptyIndexButItself) {
-  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> empty,
-                       pickle_metadata({.has_entries = true}, {}));
+  Index nothing;
+  nothing.has_entries = true;
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> empty, pickle_metadata(nothing, {}));
   const std::string text(as_text(empty));
   EXPECT_NE(text.find("state_dict_metadata\x94}\x8c\x0cplanner_data\x94N"), std::string::npos);
   EXPECT_NE(text.find("storage_data\x94}"), std::string::npos);
