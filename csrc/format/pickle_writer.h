@@ -158,7 +158,7 @@ class PickleWriter {
   void global(PickleGlobal& global) {
     if (global.memo != kNoMemo) return recall(global.memo);
     text(global.module);
-    text(global.name);
+    put_text(global.name);
     op(pickle_opcodes::kStackGlobal);
     global.memo = memoise();
   }

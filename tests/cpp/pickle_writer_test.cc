@@ -105,8 +105,8 @@ TEST(PickleWriterTest, GlobalsAreMemoisedWithTheirModules) {
               out.global(half);
               out.global(size);
             }),
-            std::string("\x8c\x05torch\x94\x8c\x04Size\x94\x93\x94", 17) +
-                std::string("h\x00\x8c\x04half\x94\x93\x94h\x02", 13));
+            std::string("\x8c\x05torch\x94\x8c\x04Size\x93\x94", 16) +
+                std::string("h\x00\x8c\x04half\x93\x94h\x01", 12));
 }
 
 TEST(PickleWriterTest, TuplesOfEveryLength) {
