@@ -36,12 +36,13 @@ class MetadataPickler {
   Result<std::vector<std::byte>> run() {
     for (const IndexedEntry& entry : index_.entries) RETURN_IF_ERROR(check(entry));
     begin_record(metadata_);
+    // First, as most of it is names of fields, which then have short memos.
+    out_.text("storage_data");
+    add_places();
     out_.text("state_dict_metadata");
     add_entries();
     out_.text("planner_data");
     add_paths();
-    out_.text("storage_data");
-    add_places();
     out_.text("storage_meta");
     add_storage_meta();
     out_.text("version");
@@ -87,34 +88,25 @@ class MetadataPickler {
 
   // An instance, to be followed by names of fields and their values.
   void begin_record(PickleGlobal& cls) {
-    begin_empty_record(cls);
-    out_.op(kEmptyDict);
-    out_.op(kMark);
+    out_.global(cls);
+    out_.ops<4>({kEmptyTuple, kNewObj, kEmptyDict, kMark});
   }
   void begin_empty_record(PickleGlobal& cls) {
     out_.global(cls);
-    out_.op(kEmptyTuple);
-    out_.op(kNewObj);
+    out_.ops<2>({kEmptyTuple, kNewObj});
   }
-  void end_record() {
-    out_.op(kSetItems);
-    out_.op(kBuild);
-  }
+  void end_record() { out_.ops<2>({kSetItems, kBuild}); }
 
   void add_entries() {
-    size_t box_count = 0;
-    for (const IndexedEntry& entry : index_.entries) box_count += entry.boxes.size();
-    offsets_.reserve(box_count);
-    fqns_.reserve(index_.entries.size());
+    next_offset_ = 0;
     out_.op(kEmptyDict);
     out_.fill(index_.entries.size(), kSetItem, kSetItems, [&](size_t i) {
       const IndexedEntry& entry = index_.entries[i];
-      fqns_.push_back({entry.fqn, out_.text(entry.fqn)});
+      out_.text(entry.fqn);
       if (entry.is_tensor) {
         add_tensor(entry);
       } else {
         begin_empty_record(bytes_metadata_);
-        offsets_.push_back(kNoMemo);
       }
     });
   }
@@ -130,7 +122,7 @@ class MetadataPickler {
     out_.fill(entry.boxes.size(), kAppend, kAppends, [&](size_t i) {
       begin_record(chunk_metadata_);
       out_.word(offsets_word_);
-      offsets_.push_back(add_sizes(entry.boxes[i].offsets));
+      out_.recall(offsets_[next_offset_++]);
       out_.word(sizes_word_);
       add_sizes(entry.boxes[i].sizes);
       end_record();
@@ -138,7 +130,7 @@ class MetadataPickler {
     end_record();
   }
 
-  // A torch.Size. Returns its memo.
+  // A torch.Size. Returns its memo, so that who needs it again need not look for it.
   Memo add_sizes(const Dims& dims) {
     Memo& memo = sizes_[key_of(dims)];
     if (memo != kNoMemo) {
@@ -218,22 +210,30 @@ class MetadataPickler {
   void add_places() {
     std::vector<PickleWord> files;
     for (const IndexedFile& file : index_.files) files.push_back({file.name});
-    size_t entry = 0;
+    size_t box_count = 0;
+    for (const IndexedEntry& entry : index_.entries) box_count += entry.boxes.size();
+    offsets_.reserve(box_count);
+    PickleWord fqn;
+    size_t next_entry = 0;
     size_t box = 0;
+    const IndexedEntry* entry = nullptr;
     out_.op(kEmptyDict);
-    out_.fill(offsets_.size(), kSetItem, kSetItems, [&](size_t i) {
-      for (; box == index_.entries[entry].boxes.size(); box = 0) ++entry;
-      add_metadata_index(entry, box, offsets_[i]);
-      const IndexedBox& place = index_.entries[entry].boxes[box++];
+    out_.fill(box_count, kSetItem, kSetItems, [&](size_t) {
+      while (entry == nullptr || box == entry->boxes.size()) {
+        entry = &index_.entries[next_entry++];
+        fqn = {entry->fqn};
+        box = 0;
+      }
+      add_metadata_index(*entry, box, fqn);
+      const IndexedBox& place = entry->boxes[box++];
       add_place(place, files[static_cast<size_t>(place.file)]);
     });
   }
 
-  void add_metadata_index(size_t number, size_t box, Memo offset) {
-    const IndexedEntry& entry = index_.entries[number];
+  void add_metadata_index(const IndexedEntry& entry, size_t box, PickleWord& fqn) {
     begin_record(metadata_index_);
     out_.word(fqn_word_);
-    out_.word(fqns_[number]);
+    out_.word(fqn);
     out_.word(index_word_);
     if (entry.boxes.size() == 1 && entry.boxes.front().sizes == entry.sizes) {
       out_.op(kNone);
@@ -242,7 +242,7 @@ class MetadataPickler {
     }
     if (entry.is_tensor) {
       out_.word(offset_word_);
-      out_.recall(offset);
+      offsets_.push_back(add_sizes(entry.boxes[box].offsets));
     }
     end_record();
   }
@@ -332,8 +332,8 @@ class MetadataPickler {
   std::vector<Properties> properties_;
   std::array<Memo, kMemoryFormats.size()> memory_formats_ = {kNoMemo, kNoMemo, kNoMemo};
   Memo strided_ = kNoMemo;
-  std::vector<PickleWord> fqns_;  // One for each entry.
-  std::vector<Memo> offsets_;     // One for each box, in order; of an object's kNoMemo.
+  std::vector<Memo> offsets_;  // Of each box of a tensor, in order.
+  size_t next_offset_ = 0;     // The one that is recalled next.
 };
 
 }  // namespace

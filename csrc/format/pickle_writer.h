@@ -8,6 +8,7 @@
 // where recalling takes two bytes. Used by `metadata_pickle`.
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <iterator>
 #include <string_view>
@@ -74,12 +75,12 @@ class MemoTable {
 
 // A text or an importable name that recurs all over a pickle.
 struct PickleWord {
-  std::string_view text;
+  std::string_view text = {};
   Memo memo = kNoMemo;
 };
 struct PickleGlobal {
-  std::string_view module;
-  std::string_view name;
+  std::string_view module = {};
+  std::string_view name = {};
   Memo memo = kNoMemo;
 };
 
@@ -94,6 +95,12 @@ class PickleWriter {
   }
 
   void op(uint8_t code) { put(code); }
+
+  // Several opcodes without arguments.
+  template <size_t kCount>
+  void ops(const std::array<uint8_t, kCount>& codes) {
+    std::memcpy(room(kCount), codes.data(), kCount);
+  }
 
   void number(int64_t value) {
     if (value >= 0 && value <= UINT8_MAX) {
@@ -151,7 +158,7 @@ class PickleWriter {
   void global(PickleGlobal& global) {
     if (global.memo != kNoMemo) return recall(global.memo);
     text(global.module);
-    text(global.name);
+    put_text(global.name);
     op(pickle_opcodes::kStackGlobal);
     global.memo = memoise();
   }
@@ -167,7 +174,7 @@ class PickleWriter {
       if (!alone) op(pickle_opcodes::kMark);
       for (; i < end; ++i) write(i);
       op(alone ? single : several);
-      if (size_ - frame_ >= kFrameNbytes) {
+      if (size() - frame_ >= kFrameNbytes) {
         end_frame();
         begin_frame();
       }
@@ -190,7 +197,7 @@ class PickleWriter {
     op(pickle_opcodes::kStop);
     end_frame();
     if (!fits_) return invalid_argument("it has texts or values that a pickle cannot hold");
-    out_.resize(size_);
+    out_.resize(size());
     return std::move(out_);
   }
 
@@ -200,12 +207,19 @@ class PickleWriter {
   static constexpr size_t kFrameNbytes = size_t{64} << 10;
 
   std::byte* room(size_t nbytes) {
-    if (out_.size() - size_ < nbytes) {
-      out_.resize(std::max({out_.capacity(), 2 * out_.size(), size_ + nbytes}));
-    }
-    size_ += nbytes;
-    return out_.data() + size_ - nbytes;
+    if (static_cast<size_t>(end_ - next_) < nbytes) [[unlikely]]
+      grow(nbytes);
+    return std::exchange(next_, next_ + nbytes);
   }
+
+  void grow(size_t nbytes) {
+    const size_t used = size();
+    out_.resize(std::max({out_.capacity(), 2 * out_.size(), used + nbytes}));
+    next_ = out_.data() + used;
+    end_ = out_.data() + out_.size();
+  }
+
+  size_t size() const { return out_.empty() ? 0 : static_cast<size_t>(next_ - out_.data()); }
 
   template <typename T>
   void put(T value) {
@@ -240,12 +254,13 @@ class PickleWriter {
   // A reader of a file reads a frame at a time.
   void begin_frame() {
     put_op<uint64_t>(pickle_opcodes::kFrame, 0);
-    frame_ = size_;
+    frame_ = size();
   }
-  void end_frame() { store_le<uint64_t>(out_.data() + frame_ - sizeof(uint64_t), size_ - frame_); }
+  void end_frame() { store_le<uint64_t>(out_.data() + frame_ - sizeof(uint64_t), size() - frame_); }
 
-  std::vector<std::byte> out_;  // Of which size_ bytes are written.
-  size_t size_ = 0;
+  std::vector<std::byte> out_;  // Written up to next_.
+  std::byte* next_ = nullptr;
+  std::byte* end_ = nullptr;
   size_t frame_ = 0;  // Where the contents of the last frame begin.
   MemoTable texts_;
   Memo memos_ = 0;
