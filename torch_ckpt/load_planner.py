@@ -111,13 +111,15 @@ class FastLoadPlanner(DefaultLoadPlanner):
         with gc_paused():
             _init_state_dict(state_dict)
             self.original_state_dict = state_dict
-            flat, paths = _tensor_view.flatten(state_dict)
-            if self.flatten_sharded_tensors and any(
-                isinstance(value, ShardedTensor) for value in flat.values()
-            ):
-                state_dict = _flatten_sharded_tensors(state_dict)
+            if not self.flatten_state_dict:
+                if self.flatten_sharded_tensors:
+                    state_dict = _flatten_sharded_tensors(state_dict)
+            else:
                 flat, paths = _tensor_view.flatten(state_dict)
-            if self.flatten_state_dict:
+                if self.flatten_sharded_tensors and any(
+                    isinstance(value, ShardedTensor) for value in flat.values()
+                ):
+                    flat, paths = _tensor_view.flatten(_flatten_sharded_tensors(state_dict))
                 state_dict, self.mappings = flat, paths
         self.state_dict = state_dict
         self.metadata = metadata
