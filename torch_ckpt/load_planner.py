@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
@@ -124,6 +125,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
         self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
+        self._reads: PlannedReads | None = None  # What this rank has planned.
 
     def create_local_plan(self) -> LoadPlan:
         """Finds what this rank wants among what is stored."""
@@ -133,10 +135,17 @@ class FastLoadPlanner(DefaultLoadPlanner):
                 with gc_paused():
                     table, sources = Lister().list(self.state_dict)
                     reads = _native.Reads(index, table, self.allow_partial_load)
-                return LoadPlan(PlannedReads(reads, sources))
+                self._reads = PlannedReads(reads, sources)
+                return LoadPlan(self._reads)
             except (ValueError, TypeError, MismatchError, NotFoundError):
                 pass  # DCP's planner knows what to raise, or what to make of it.
         return super().create_local_plan()
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Takes the plan that has come back from the coordinator."""
+        if isinstance(new_plan.items, KeptReads) and self._reads is not None:
+            new_plan = dataclasses.replace(new_plan, items=self._reads)
+        return super().finish_plan(new_plan)
 
     def loads_plainly(self) -> bool:
         """Whether nobody has another idea of where what is read goes, and what is done with it."""

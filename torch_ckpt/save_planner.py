@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+from collections import ChainMap
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["FastSavePlanner"]
+
 
 class FastSavePlanner(DefaultSavePlanner):
     """Plans what ``DefaultSavePlanner`` plans, many times faster, and shares it out better.
@@ -82,7 +84,7 @@ class FastSavePlanner(DefaultSavePlanner):
         with gc_paused():
             if self.flatten_state_dict:
                 state_dict, self.mappings = _tensor_view.flatten(state_dict)
-            # It makes a copy, which differs from what is not flat: keys are text, and empty dicts go.
+            # Its copy of what is not flat differs: keys are text, and empty dicts are gone.
             if self.flatten_sharded_tensors and (
                 not self.flatten_state_dict
                 or any(isinstance(value, ShardedTensor) for value in state_dict.values())
@@ -122,8 +124,7 @@ class FastSavePlanner(DefaultSavePlanner):
         ]
         self.metadata = Metadata(PlannedMetadata(plan))
         if self.flatten_state_dict:
-            paths = [encoded for local in all_plans for encoded in local.planner_data.encoded]
-            self.metadata.planner_data = PlannedPaths(paths, as_dict=True)
+            self.metadata.planner_data = _merged([local.planner_data for local in all_plans])
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -162,6 +163,14 @@ class FastSavePlanner(DefaultSavePlanner):
 
 class _NoColumns(Exception):
     """A state dict is to be planned as DCP does."""
+
+
+def _merged(paths: list[Any]) -> Any:
+    """What all ranks say of where values stood; the first that knows one counts."""
+    if not all(isinstance(of_rank, PlannedPaths) for of_rank in paths):
+        return dict(ChainMap(*paths))  # A subclass has said more.
+    encoded = [encoded for of_rank in paths for encoded in of_rank.encoded]
+    return PlannedPaths(encoded, as_dict=True)
 
 
 def _in_dcps_terms(plan: SavePlan) -> SavePlan:
