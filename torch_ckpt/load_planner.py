@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, cast, overload
 
@@ -111,17 +112,20 @@ class FastLoadPlanner(DefaultLoadPlanner):
         with gc_paused():
             _init_state_dict(state_dict)
             self.original_state_dict = state_dict
-            flat, paths = _tensor_view.flatten(state_dict)
-            if self.flatten_sharded_tensors and any(
-                isinstance(value, ShardedTensor) for value in flat.values()
-            ):
-                state_dict = _flatten_sharded_tensors(state_dict)
+            if not self.flatten_state_dict:
+                if self.flatten_sharded_tensors:
+                    state_dict = _flatten_sharded_tensors(state_dict)
+            else:
                 flat, paths = _tensor_view.flatten(state_dict)
-            if self.flatten_state_dict:
+                if self.flatten_sharded_tensors and any(
+                    isinstance(value, ShardedTensor) for value in flat.values()
+                ):
+                    flat, paths = _tensor_view.flatten(_flatten_sharded_tensors(state_dict))
                 state_dict, self.mappings = flat, paths
         self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
+        self._reads: PlannedReads | None = None  # What this rank has planned.
 
     def create_local_plan(self) -> LoadPlan:
         """Finds what this rank wants among what is stored."""
@@ -131,10 +135,18 @@ class FastLoadPlanner(DefaultLoadPlanner):
                 with gc_paused():
                     table, sources = Lister().table_of(self.state_dict)
                     reads = _native.Reads(index, table, self.allow_partial_load)
-                return LoadPlan(cast(list[ReadItem], PlannedReads(reads, sources)))
+                self._reads = PlannedReads(reads, sources)
+                return LoadPlan(cast(list[ReadItem], self._reads))
             except (ValueError, TypeError, MismatchError, NotFoundError):
                 pass  # DCP's planner knows what to raise, or what to make of it.
         return super().create_local_plan()
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Takes the plan that has come back from the coordinator."""
+        items: Any = new_plan.items
+        if isinstance(items, KeptReads) and self._reads is not None:
+            new_plan = dataclasses.replace(new_plan, items=cast(list[ReadItem], self._reads))
+        return super().finish_plan(new_plan)
 
     def loads_plainly(self) -> bool:
         """Whether nobody has another idea of where what is read goes, and what is done with it."""

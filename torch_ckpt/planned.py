@@ -62,7 +62,10 @@ class PlannedItems(Sequence[WriteItem]):
         """
         if self._work is None:
             if self.encoded is None:
-                raise RuntimeError("the rank that planned these items has kept them")
+                raise RuntimeError(
+                    "this plan says by number what to write, and not of what: a subclass of "
+                    "FastSavePlanner that overrides finish_plan must call it before it looks"
+                )
             self._work = _native.Work(_native.ItemTable.decode(self.encoded), self.assignment)
         return self._work
 

@@ -117,8 +117,10 @@ class FastSavePlanner(DefaultSavePlanner):
         with gc_paused():
             if self.flatten_state_dict:
                 state_dict, self.mappings = _tensor_view.flatten(state_dict)
-            if self.flatten_sharded_tensors and any(
-                isinstance(value, ShardedTensor) for value in state_dict.values()
+            # Its copy of what is not flat differs: keys are text, and empty dicts are gone.
+            if self.flatten_sharded_tensors and (
+                not self.flatten_state_dict
+                or any(isinstance(value, ShardedTensor) for value in state_dict.values())
             ):
                 state_dict = _flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict

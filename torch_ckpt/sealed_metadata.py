@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import PosixPath
@@ -25,10 +26,12 @@ from torch_ckpt import _native
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.index import WrittenFile, to_entries, to_metadata, to_paths
 from torch_ckpt.metadata import dump_metadata
-from torch_ckpt.planned import PlannedPaths
+from torch_ckpt.planned import PlannedMetadata, PlannedPaths
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["check_complete", "seal_metadata", "seal_planned"]
+
+_KNOWN_FIELDS = frozenset(Metadata.__dataclass_fields__)
 
 
 def check_complete(metadata: Metadata) -> None:
@@ -102,14 +105,24 @@ def seal_planned(
         save_id: Of the save.
 
     Raises:
-        CheckpointError: What was planned was not written, or what was not planned was.
+        CheckpointError: What was planned was not written, or what was not planned was; or a planner
+            has replaced what the metadata say of tensors.
     """
     planned: Any = metadata.state_dict_metadata
+    if not isinstance(planned, PlannedMetadata):
+        raise CheckpointError(
+            "cannot commit: a planner has replaced the state_dict_metadata that FastSavePlanner "
+            "made; it may add to planner_data and to the attributes of the metadata only"
+        )
     paths = metadata.planner_data
     storage_meta = _storage_meta(metadata.storage_meta)
     assert storage_meta is not None
     assert metadata.storage_meta is not None
-    is_plain = paths is None or isinstance(paths, PlannedPaths)
+    is_plain = (
+        (paths is None or isinstance(paths, PlannedPaths))
+        and type(metadata) is Metadata
+        and _KNOWN_FIELDS.issuperset(vars(metadata))
+    )
     sealed, index = _native.seal_plan(
         planned.plan,
         save_id,
@@ -120,7 +133,8 @@ def seal_planned(
         storage_meta,
     )
     where = metadata.storage_meta.checkpoint_id or ""
-    saved = to_metadata(_native.index_of(index), checkpoint_id=where)
+    made = _native.index_of(index)
+    saved = to_metadata(made, checkpoint_id=where)
     metadata.state_dict_metadata = saved.state_dict_metadata
     metadata.storage_data = saved.storage_data
     if is_plain:
@@ -129,7 +143,18 @@ def seal_planned(
     # A planner has added something of its own.
     metadata.state_dict_metadata = dict(saved.state_dict_metadata)
     metadata.storage_data = dict(saved.storage_data)
-    return seal_metadata(metadata, [file for _, file in files], save_id=save_id)
+    if isinstance(paths, PlannedPaths):
+        metadata.planner_data = dict(paths)
+    dtypes: list[dict[int, str]] = [{} for _ in files]
+    for _, facts, boxes in made:
+        for _, _, file, offset, _, is_ours, _ in boxes:
+            if facts is not None and is_ours:
+                dtypes[file][offset] = facts[0]
+    written = [
+        dataclasses.replace(file, dtypes=of_file)
+        for (_, file), of_file in zip(files, dtypes, strict=True)
+    ]
+    return seal_metadata(metadata, written, save_id=save_id)
 
 
 def _is_said_by_index(metadata: Metadata) -> bool:

@@ -1,0 +1,184 @@
+"""FastSavePlanner and FastLoadPlanner do what DCP's default planners do, in columns."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import load, save
+from random_states import SAFE_GLOBALS, blanked, random_state, same
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_ckpt import FastReader, FastWriter, _tensor_view
+from torch_ckpt.load_planner import FastLoadPlanner
+from torch_ckpt.save_planner import FastSavePlanner
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STATES = 40  # Random ones, of each test.
+
+
+@pytest.fixture(autouse=True)
+def safe_globals() -> Iterator[None]:
+    with torch.serialization.safe_globals(SAFE_GLOBALS):
+        yield
+
+
+def outcome(call: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a call returns, or type and text of what it raises; of a rank's, what that raised."""
+    try:
+        return call(*args, **kwargs)
+    except CheckpointException as error:
+        cause = error.failures[0][0]
+        return type(cause), str(cause)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def flattened(flatten: Any, state: dict[Any, Any]) -> Any:
+    """Names, and whose values they are, in order; or the error."""
+    flat, paths = flatten(state)
+    return [(fqn, id(value)) for fqn, value in flat.items()], list(paths.items())
+
+
+def test_flattening_gives_what_stock_gives(rng: random.Random) -> None:
+    errors = 0
+    for _ in range(500):
+        state = random_state(rng, odd=lambda rng: torch.empty(2, device="meta"))
+        expected = outcome(flattened, flatten_state_dict, state)
+        assert outcome(flattened, _tensor_view.flatten, state) == expected
+        errors += expected[0] is ValueError
+    assert errors
+
+
+def test_flattening_a_state_dict_that_holds_itself_is_an_error_as_in_stock() -> None:
+    state: dict[str, Any] = {}
+    state["again"] = {"and": state}
+    deep: list[Any] = []
+    deep.append(deep)
+    for odd in (state, {"list": deep}):
+        assert outcome(flatten_state_dict, odd)[0] is RecursionError
+        assert outcome(_tensor_view.flatten, odd)[0] is RecursionError
+
+
+def local_items(planner: DefaultSavePlanner, state: dict[Any, Any]) -> Any:
+    planner.set_up_planner(state, is_coordinator=True)
+    return list(planner.create_local_plan().items)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_local_plans_have_the_items_of_stock_in_its_order(
+    rng: random.Random, flatten: bool
+) -> None:
+    for _ in range(200):
+        state = random_state(rng, odd=lambda rng: torch.empty(rng.randrange(3), device="meta"))
+        expected = outcome(local_items, DefaultSavePlanner(flatten_state_dict=flatten), state)
+        assert outcome(local_items, FastSavePlanner(flatten_state_dict=flatten), state) == expected
+
+
+def planned(planner: DefaultSavePlanner, state: dict[Any, Any]) -> dict[str, Any]:
+    planner.set_up_planner(state, is_coordinator=True)
+    local = pickle.loads(pickle.dumps(planner.create_local_plan()))
+    plans, metadata = planner.create_global_plan([local])
+    finished = planner.finish_plan(pickle.loads(pickle.dumps(plans[0])))
+    assert list(finished.items) == local_items(type(planner)(planner.flatten_state_dict), state)
+    return flattened_metadata(metadata)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_metadata_of_one_rank_are_stocks(rng: random.Random, flatten: bool) -> None:
+    for _ in range(200):
+        state = random_state(rng)
+        expected = outcome(planned_by_stock, DefaultSavePlanner(flatten), state)
+        assert outcome(planned, FastSavePlanner(flatten), state) == expected
+
+
+def planned_by_stock(planner: DefaultSavePlanner, state: dict[Any, Any]) -> dict[str, Any]:
+    planner.set_up_planner(state, is_coordinator=True)
+    return flattened_metadata(planner.create_global_plan([planner.create_local_plan()])[1])
+
+
+def flattened_metadata(metadata: Metadata) -> dict[str, Any]:
+    """Everything that metadata say but for places; sizes and offsets as what they are."""
+    paths = metadata.planner_data
+    return {
+        "stored": list(dict(metadata.state_dict_metadata).items()),
+        "paths": None if paths is None else dict(paths),
+        "keys": None if metadata.storage_data is None else set(metadata.storage_data),
+    }
+
+
+SAVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {}),
+    "flat": ({"flatten_state_dict": False}, {}),
+    "lowest rank": ({"dedup_save_to_lowest_rank": True}, {}),
+    "three files": ({}, {"thread_count": 3}),
+    "a file for each": ({}, {"single_file_per_rank": False}),
+    "transforms": ({}, {"_extensions": [ZStandard()]}),
+}
+
+
+def loaded(path: Path, state: dict[Any, Any], reader: Any, planner: Any) -> Any:
+    return outcome(load, blanked(state), reader(path), planner=planner)
+
+
+def trusting(path: Path) -> FastReader:
+    return FastReader(path, trust_pickle=True)
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_whoever_saves_and_whoever_loads_the_values_are_those_of_stock(
+    name: str, rng: random.Random, tmp_path: Path
+) -> None:
+    planner_options, options = SAVES[name]
+    if "_extensions" in options:
+        assert ZStandard.is_available()
+    flatten = {k: v for k, v in planner_options.items() if k == "flatten_state_dict"}
+    compared = 0
+    for number in range(STATES):
+        state = random_state(rng)
+        folder = tmp_path / str(number)
+        writers = {
+            "stock": (FileSystemWriter, DefaultSavePlanner),
+            "mixed": (FileSystemWriter, FastSavePlanner),
+            "ours": (FastWriter, FastSavePlanner),
+        }
+        metadata = {}
+        for who, (writer, planner) in writers.items():
+            saved = outcome(
+                save, state, writer(folder / who, **options), planner=planner(**planner_options)
+            )
+            if isinstance(saved, tuple):
+                metadata[who] = saved
+                continue
+            reread = FileSystemReader(folder / who).read_metadata()
+            metadata[who] = flattened_metadata(reread)
+            assert flattened_metadata(saved) == metadata[who]
+        assert metadata["mixed"] == metadata["stock"]
+        assert metadata["ours"] == metadata["stock"]
+        if isinstance(metadata["stock"], tuple):
+            continue
+        expected = loaded(folder / "stock", state, FileSystemReader, DefaultLoadPlanner(**flatten))
+        if isinstance(expected, tuple):
+            continue  # What stock saves, stock cannot always load: empty dicts in lists, for one.
+        compared += 1
+        for who in writers:
+            for reader in (FileSystemReader, trusting):
+                for load_planner in (DefaultLoadPlanner, FastLoadPlanner):
+                    found = loaded(folder / who, state, reader, load_planner(**flatten))
+                    assert same(found, expected), (who, reader, load_planner, found, expected)
+    assert compared > STATES / 4

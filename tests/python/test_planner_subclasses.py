@@ -1,0 +1,377 @@
+"""What a subclass of our planners overrides is called, as it is in a subclass of stock's."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import failure_of, load, save
+from random_states import same
+from test_fast_planners import flattened_metadata, outcome
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+
+from torch_ckpt import CheckpointError, FastReader, FastWriter
+from torch_ckpt._native import local_file_system
+from torch_ckpt.load_planner import FastLoadPlanner
+from torch_ckpt.save_planner import FastSavePlanner
+from torch_ckpt.seal import open_committed
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def some_state() -> dict[str, Any]:
+    return {
+        "model": {f"w{i}": torch.full((5, i), float(i + 1)) for i in range(6)},
+        "ema": torch.arange(12.0).reshape(3, 4),
+        "step": 7,
+        "note": "text",
+    }
+
+
+def zeros() -> dict[str, Any]:
+    return {
+        "model": {f"w{i}": torch.zeros(5, i) for i in range(6)},
+        "ema": torch.zeros(3, 4),
+        "step": 0,
+        "note": "",
+    }
+
+
+class LooksUp:
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = super().lookup_object(index)
+        return found + 1 if isinstance(found, torch.Tensor) else found
+
+
+class Transforms:
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if isinstance(object, torch.Tensor):
+            return object.bfloat16()
+        return super().transform_object(write_item, object)
+
+
+class TransformsObjects:
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if isinstance(object, int):
+            object += 1
+        return super().transform_object(write_item, object)
+
+
+class Resolves:
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        return data * 2 if isinstance(data, torch.Tensor) else data
+
+
+class ResolvesByAttribute:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        plain = self.lookup_object
+        self.lookup_object = lambda index: -plain(index) if index.fqn == "ema" else plain(index)
+
+
+class LeavesOut:
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=[i for i in plan.items if i.index.fqn != "ema"])
+
+
+class TellsOfItself:
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, planner_data={**plan.planner_data, "extra": ("extra", 1)})
+
+
+class RenamesAll:
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        renamed = {f"my.{key}": value for key, value in state_dict.items()}
+        super().set_up_planner(renamed, *args, **kwargs)
+
+
+class AddsPlannerData:
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        paths = {**metadata.planner_data, "extra": ("extra",)}
+        return plans, dataclasses.replace(metadata, planner_data=paths)
+
+
+class PutsPlannerData:
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = {"run": object, "config": [1, 2]}
+        return plans, metadata
+
+
+class AddsAttribute:
+    """As Megatron's planner does."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.mcore_data = {"w": {"nd_reformulated": (1, 2)}}
+        return plans, metadata
+
+
+class TravelsWithMore:
+    """As Megatron's plans do."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return PlanWithMore(**vars(plan), more="of this rank")
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        assert [plan.more for plan in all_plans] == ["of this rank"]
+        return super().create_global_plan(all_plans)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanWithMore(SavePlan):
+    more: str = ""
+
+
+class Reorders:
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        self.plan = dataclasses.replace(plan, items=list(plan.items)[::-1])
+        return self.plan
+
+
+SAVERS: list[type] = [
+    LooksUp,
+    Transforms,
+    TransformsObjects,
+    Resolves,
+    ResolvesByAttribute,
+    LeavesOut,
+    TellsOfItself,
+    RenamesAll,
+    AddsPlannerData,
+    PutsPlannerData,
+    AddsAttribute,
+    TravelsWithMore,
+    Reorders,
+]
+
+
+def everything(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What stock finds in a checkpoint: metadata, and the values."""
+    metadata = FileSystemReader(path).read_metadata()
+    said = {
+        **flattened_metadata(metadata),
+        "more": vars(metadata).keys() - Metadata.__dataclass_fields__.keys(),
+        "mcore": getattr(metadata, "mcore_data", None),
+    }
+    del said["stored"]
+    said["stored"] = dict(metadata.state_dict_metadata)
+    state = {
+        fqn: torch.zeros(stored.size) if hasattr(stored, "size") else None
+        for fqn, stored in metadata.state_dict_metadata.items()
+    }
+    return said, load(state, FileSystemReader(path))
+
+
+@pytest.mark.parametrize("mixin", SAVERS)
+def test_a_subclass_saves_what_it_saves_as_one_of_stocks(mixin: type, tmp_path: Path) -> None:
+    theirs = type("Theirs", (mixin, DefaultSavePlanner), {})
+    ours = type("Ours", (mixin, FastSavePlanner), {})
+    save(some_state(), FileSystemWriter(tmp_path / "stock"), planner=theirs())
+    said, values = everything(tmp_path / "stock")
+    for name, writer in {"mixed": FileSystemWriter, "ours": FastWriter}.items():
+        save(some_state(), writer(tmp_path / name), planner=ours())
+        found, loaded = everything(tmp_path / name)
+        assert found == said
+        assert same(loaded, values)
+        by_ours = {
+            key: torch.zeros_like(v) if hasattr(v, "size") else None for key, v in values.items()
+        }
+        reader = FastReader(tmp_path / name, trust_pickle=True)
+        assert same(load(by_ours, reader, planner=FastLoadPlanner()), values)
+
+
+class FlipsACopy:
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        return super().transform_tensor(read_item, tensor).flip(0)
+
+
+class Scratches:
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return torch.zeros(tuple(read_item.lengths))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        super().resolve_tensor(read_item).copy_(tensor + 1)
+
+
+class Commits:
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        tensor.mul_(3)
+
+
+class CommitsByAttribute:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.commit_tensor = lambda read_item, tensor: tensor.mul_(3)
+
+
+class LooksUpElsewhere:
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found = super().lookup_tensor(index)
+        if index.fqn == "ema":
+            found = self.original_state_dict["other"] = torch.zeros_like(found)
+        return found
+
+
+class LoadsBytes:
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = len(value.getvalue())
+
+
+class Filters:
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        return dataclasses.replace(
+            plan, items=[i for i in plan.items if not i.dest_index.fqn.endswith("3")]
+        )
+
+
+class FiltersAtTheEnd:
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        plan = super().finish_plan(new_plan)
+        return dataclasses.replace(
+            plan, items=[i for i in plan.items if not i.dest_index.fqn.endswith("3")]
+        )
+
+
+class Renames:
+    """Loads what was stored under other names."""
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(state_dict, *args, **kwargs)
+        self.state_dict = {fqn.replace("old", "model"): v for fqn, v in self.state_dict.items()}
+        self.mappings = {fqn.replace("old", "model"): v for fqn, v in self.mappings.items()}
+
+
+LOADERS: list[type] = [
+    FlipsACopy,
+    Scratches,
+    Commits,
+    CommitsByAttribute,
+    LooksUpElsewhere,
+    LoadsBytes,
+    Filters,
+    FiltersAtTheEnd,
+    Renames,
+]
+
+
+def test_what_a_subclass_adds_to_the_metadata_leaves_them_an_index(tmp_path: Path) -> None:
+    ours = type("Ours", (TellsOfItself, FastSavePlanner), {})
+    save(some_state(), FastWriter(tmp_path / "more"), planner=ours())
+    save(some_state(), FastWriter(tmp_path / "plain"), planner=FastSavePlanner())
+    indices = [
+        open_committed(local_file_system(), tmp_path / name, "")[1] for name in ("more", "plain")
+    ]
+    more, plain = ([(f, t, [b[:2] + b[5:] for b in bs]) for f, t, bs in i] for i in indices)
+    assert more == plain
+    assert all(boxes[0][2] for _, tensor, boxes in plain if tensor is not None)
+
+
+def test_metadata_that_a_subclass_has_replaced_are_not_committed(tmp_path: Path) -> None:
+    class Replaces(FastSavePlanner):
+        def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+            plans, metadata = super().create_global_plan(all_plans)
+            return plans, Metadata(dict(metadata.state_dict_metadata))
+
+    error = failure_of(save, some_state(), FastWriter(tmp_path), planner=Replaces())
+    assert isinstance(error, CheckpointError)
+    assert "a planner has replaced the state_dict_metadata" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("writer", [FileSystemWriter, FastWriter])
+def test_a_subclass_that_hides_finish_plan_is_told_so(writer: Any, tmp_path: Path) -> None:
+    class Hides(FastSavePlanner):
+        def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+            return pickle.loads(pickle.dumps(new_plan))  # As it has come to a rank.
+
+    error = failure_of(save, some_state(), writer(tmp_path), planner=Hides())
+    assert "overrides finish_plan must call it" in str(error)
+
+
+@pytest.mark.parametrize("mixin", LOADERS)
+@pytest.mark.parametrize("writer", [FileSystemWriter, FastWriter])
+def test_a_subclass_loads_what_it_loads_as_one_of_stocks(
+    mixin: type, writer: Any, tmp_path: Path
+) -> None:
+    theirs = type("Theirs", (mixin, DefaultLoadPlanner), {})
+    ours = type("Ours", (mixin, FastLoadPlanner), {})
+    save(some_state(), writer(tmp_path))
+
+    def target() -> dict[str, Any]:
+        state = zeros()
+        if mixin is Renames:
+            state["old"] = state.pop("model")
+        return state
+
+    expected = load(target(), FileSystemReader(tmp_path), planner=theirs())
+    for reader in (FileSystemReader, FastReader):
+        assert same(load(target(), reader(tmp_path), planner=ours()), expected)
+
+
+def wanted() -> dict[str, Callable[[], dict[str, Any]]]:
+    """What nobody can load, and what may look so."""
+    return {
+        "missing tensor": lambda: {**zeros(), "new": torch.zeros(2)},
+        "missing object": lambda: {**zeros(), "new": 1},
+        "missing in a list": lambda: {"ema": torch.zeros(3, 4), "l": [torch.zeros(1), 5]},
+        "other sizes": lambda: {"ema": torch.zeros(4, 3)},
+        "more dimensions": lambda: {"ema": torch.zeros(3, 4, 1)},
+        "fewer dimensions": lambda: {"ema": torch.zeros(12)},
+        "a number for a tensor": lambda: {"ema": 1},
+        "none for a tensor": lambda: {"ema": None},
+        "a tensor for an object": lambda: {"step": torch.zeros(3)},
+        "another dtype": lambda: {"ema": torch.zeros(3, 4, dtype=torch.int16)},
+        "expanded": lambda: {"ema": torch.zeros(1, 4).expand(3, 4)},
+        "shared": lambda: dict.fromkeys(["ema", "ema2"], torch.zeros(3, 4)),
+        "transposed": lambda: {"ema": torch.zeros(4, 3).t()},
+        "a subset": lambda: {"step": 0, "model": {"w3": torch.zeros(5, 3)}},
+        "nothing": lambda: {},
+        "meta": lambda: {"ema": torch.zeros(3, 4, device="meta")},
+        "sparse": lambda: {"ema": torch.zeros(3, 4).to_sparse()},
+        "complex": lambda: {"ema": torch.zeros(3, 4, dtype=torch.complex64)},
+        "a parameter": lambda: {"ema": torch.nn.Parameter(torch.zeros(3, 4))},
+        "clashing": lambda: {"model": {"w1": torch.zeros(5, 1)}, "model.w1": torch.zeros(5, 1)},
+    }
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"allow_partial_load": True}, {"flatten_state_dict": False}], ids=str
+)
+@pytest.mark.parametrize("name", wanted())
+@pytest.mark.parametrize("saver", [DefaultSavePlanner, FastSavePlanner])
+def test_what_cannot_be_loaded_is_the_error_that_stock_raises(
+    name: str, options: dict[str, Any], saver: Any, tmp_path: Path
+) -> None:
+    flat = {k: v for k, v in options.items() if k == "flatten_state_dict"}
+    save(some_state(), FastWriter(tmp_path), planner=saver(**flat))
+
+    def loaded(reader: Any, planner: Any) -> Any:
+        return outcome(load, wanted()[name](), reader(tmp_path), planner=planner(**options))
+
+    expected = loaded(FileSystemReader, DefaultLoadPlanner)
+    assert same(loaded(FileSystemReader, FastLoadPlanner), expected)
+    by_reader = loaded(FastReader, DefaultLoadPlanner)
+    if isinstance(expected, tuple) and name not in ("sparse",):
+        assert by_reader == expected
+    assert same(loaded(FastReader, FastLoadPlanner), by_reader)
