@@ -1,0 +1,259 @@
+"""Plans are used again where the same is saved again, and nowhere else."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import Worlds, run_ranks
+from states import READERS, assert_same, full_value, sharded
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, _native
+from torch_ckpt.plan_cache import PLAN_CACHE
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
+
+Counts = tuple[int, int, int]  # Hits, misses, global plans that were made here.
+
+
+class Planner(FastSavePlanner):
+    """Notes what the rank sends."""
+
+    sent = 0
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.sent = len(pickle.dumps(plan))
+        return plan
+
+
+def state_of(change: str = "", *, placement: Placement | None = None) -> dict[str, Any]:
+    """Shards, replicas of which one is large enough to be cut, and objects."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    changed = dist.get_rank() == dist.get_world_size() - 1
+    state: dict[str, Any] = {
+        f"layer.{i}": sharded(
+            full_value(f"l{i}", (30 + i, 7), torch.float32), mesh, (placement or Shard(0),)
+        )
+        for i in range(20)
+    }
+    dtype = torch.int16 if change == "dtype" else torch.bfloat16
+    rows = 3001 if change == "sizes" else 3000
+    state["embedding"] = full_value("embedding", (rows, 700), dtype)
+    if change == "a name" and changed:
+        state["only here"] = full_value("only", (5,), torch.float32)
+    return {"model": state, "step": 7}
+
+
+def saved(path: Path, state: dict[str, Any]) -> tuple[Counts, int]:
+    """Saves; returns how the plan was come by, and how many bytes this rank has sent for it."""
+    hits, misses = PLAN_CACHE.hits, PLAN_CACHE.misses
+    planner = Planner()
+    with mock.patch.object(_native, "GlobalPlan", wraps=_native.GlobalPlan) as made:
+        dcp.save(state, storage_writer=FastWriter(path), planner=planner)
+    return (PLAN_CACHE.hits - hits, PLAN_CACHE.misses - misses, made.call_count), planner.sent
+
+
+def check(path: Path, state: dict[str, Any]) -> None:
+    """Checks that both readers find what was saved."""
+    for reader in READERS.values():
+        loaded = zeroed(state)
+        dcp.load(loaded, storage_reader=reader(path))
+        assert_same(local(loaded), local(state))
+
+
+def zeroed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: zeroed(one) for key, one in value.items()}
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
+
+
+def local(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: local(one) for key, one in value.items()}
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def new_plan() -> Counts:
+    return 0, 1, 1 if dist.get_rank() == 0 else 0
+
+
+OLD_PLAN: Counts = (1, 0, 0)
+
+
+def save_thrice(path: Path) -> tuple[int, int]:
+    PLAN_CACHE.forget()
+    state = state_of()
+    counts, first = saved(path / "0", state)
+    assert counts == new_plan()
+    for number in "12":
+        counts, sent = saved(path / number, state)
+        assert counts == OLD_PLAN
+        check(path / number, state)
+    (entry,) = PLAN_CACHE._of_rank.newest_first()
+    assert len(entry.token) == 16
+    return first, sent
+
+
+def test_the_same_is_planned_once_and_then_known_by_sixteen_bytes(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    for first, again in worlds.run(3, save_thrice, tmp_path):
+        assert again < 300 < first  # DCP's own plan around them.
+
+
+def save_changed(path: Path, change: str) -> None:
+    PLAN_CACHE.forget()
+    before = state_of()
+    saved(path / "0", before)
+    placement = Replicate() if change == "placements" else None
+    after = state_of(change, placement=placement)
+    counts, _ = saved(path / "1", after)
+    assert counts == new_plan()
+    check(path / "1", after)
+    # Neither has taken the other's place, unless ranks had to forget what only some of them knew.
+    for number, state in (("2", before), ("3", after)):
+        saved(path / number, state)
+        counts, _ = saved(path / number, state)
+        assert counts == OLD_PLAN
+        check(path / number, state)
+
+
+@pytest.mark.parametrize("change", ["dtype", "sizes", "placements", "a name"])
+def test_what_differs_on_any_rank_is_planned_anew(
+    worlds: Worlds, tmp_path: Path, change: str
+) -> None:
+    worlds.run(3, save_changed, tmp_path, change)
+
+
+def save_after_forgetting(path: Path, forgetful: int) -> None:
+    PLAN_CACHE.forget()
+    state = state_of()
+    saved(path / "0", state)
+    if dist.get_rank() == forgetful:
+        PLAN_CACHE.forget()
+    counts, _ = saved(path / "1", state)
+    assert counts == new_plan()
+    check(path / "1", state)
+    counts, _ = saved(path / "2", state)
+    assert counts == OLD_PLAN
+
+
+@pytest.mark.parametrize("forgetful", [0, 2], ids=["coordinator", "another rank"])
+def test_a_plan_that_one_rank_has_lost_is_made_anew_in_the_same_save(
+    worlds: Worlds, tmp_path: Path, forgetful: int
+) -> None:
+    worlds.run(3, save_after_forgetting, tmp_path, forgetful)
+
+
+class FailingWriter(FastWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError("the disk is gone")
+        return super().write_data(plan, planner)
+
+
+def save_after_failures(path: Path) -> None:
+    PLAN_CACHE.forget()
+    state = state_of()
+    with pytest.raises(CheckpointException, match="the disk is gone"):
+        dcp.save(state, storage_writer=FailingWriter(path / "0"), planner=FastSavePlanner())
+    bad = state_of()
+    if dist.get_rank() == 1:
+        bad["model"]["embedding"] = torch.zeros(3)
+    with pytest.raises(CheckpointException, match="disagree on its"):
+        dcp.save(bad, storage_writer=FastWriter(path / "0"), planner=FastSavePlanner())
+    with pytest.raises(CheckpointException, match="disagree on its"):
+        dcp.save(bad, storage_writer=FastWriter(path / "0"), planner=FastSavePlanner())
+    saved(path / "1", state)
+    check(path / "1", state)
+
+
+def test_failed_saves_leave_no_plan_that_harms(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(3, save_after_failures, tmp_path)
+
+
+def save_in_groups(path: Path) -> None:
+    PLAN_CACHE.forget()
+    group = dist.new_group([1, 2])
+    state = {"w": full_value("w", (3000, 700), torch.bfloat16), "step": 3}
+    for number in range(4):
+        if dist.get_rank() > 0:
+            writer = FastWriter(path / f"group-{number}")
+            dcp.save(state, storage_writer=writer, planner=FastSavePlanner(), process_group=group)
+        saved(path / f"all-{number}", state)
+    dist.barrier()
+    for name in ("group-3", "all-3"):
+        check(path / name, state)
+
+
+def test_a_rank_has_its_place_in_each_group(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(3, save_in_groups, tmp_path)
+
+
+def save_first(path: Path) -> None:
+    counts, _ = saved(path / "0", state_of())
+    assert counts == new_plan()
+
+
+def resume(path: Path, number: int, change: str, expected: str) -> None:
+    """Loads what a former process has saved, and saves it."""
+    state = zeroed(state_of())
+    reader, planner = FastReader(path / f"{number}"), FastLoadPlanner()
+    dcp.load(state, storage_reader=reader, planner=planner)
+    assert_same(local(state), local(state_of()))
+    state = state_of(change)
+    counts, sent = saved(path / f"{number + 1}", state)
+    assert counts == (OLD_PLAN if expected == "known" else new_plan())
+    assert sent < 300 or expected == "new"
+    check(path / f"{number + 1}", state)
+    counts, _ = saved(path / "again", state)
+    assert counts == OLD_PLAN
+    check(path / "again", state)
+
+
+def test_a_plan_outlives_a_restart(tmp_path: Path) -> None:
+    run_ranks(3, save_first, tmp_path)
+    for number in (0, 1):
+        run_ranks(3, resume, tmp_path, number, "", "known")
+
+
+@pytest.mark.parametrize(("ranks", "change"), [(2, ""), (3, "dtype"), (3, "a name")])
+def test_after_a_restart_what_differs_is_planned_anew(
+    tmp_path: Path, ranks: int, change: str
+) -> None:
+    run_ranks(3, save_first, tmp_path)
+    run_ranks(ranks, resume, tmp_path, 0, change, "new")
+
+
+def save_alone(path: Path, planner_options: Callable[[], dict[str, Any]] = dict) -> list[int]:
+    PLAN_CACHE.forget()
+    state = {"w": torch.arange(5.0), "step": 3}
+    hits = []
+    for number in range(3):
+        before = PLAN_CACHE.hits
+        planner = FastSavePlanner(**planner_options())
+        dcp.save(state, storage_writer=FastWriter(path / f"{number}"), planner=planner)
+        hits.append(PLAN_CACHE.hits - before)
+        check(path / f"{number}", state)
+    return hits
+
+
+def test_one_process_knows_its_plans(tmp_path: Path) -> None:
+    assert save_alone(tmp_path) == [0, 1, 1]
+
+
+def test_nothing_is_kept_where_caching_is_off(tmp_path: Path) -> None:
+    assert save_alone(tmp_path, lambda: {"enable_plan_caching": False}) == [0, 0, 0]
+    assert PLAN_CACHE._of_rank.newest_first() == PLAN_CACHE._global.newest_first() == []
