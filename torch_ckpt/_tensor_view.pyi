@@ -30,6 +30,7 @@ def add_shard(
     sink: TensorSink,
     fqn: str,
     local: torch.Tensor,
+    requires_grad: bool,
     sizes: Sequence[int],
     offsets: Sequence[int],
     box_sizes: Sequence[int],

@@ -51,7 +51,8 @@ class Lister:
             box = self._box(value) if is_plain else None
             if box is not None:
                 sizes, offsets = box
-                _tensor_view.add_shard(table, fqn, local, value.shape, offsets, sizes)
+                needs_grad = value.requires_grad and torch.is_grad_enabled()  # As DCP sees it.
+                _tensor_view.add_shard(table, fqn, local, needs_grad, value.shape, offsets, sizes)
                 return [local]
             if value.device_mesh.get_coordinate() is None:
                 return []

@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -35,6 +35,7 @@ __all__ = [
 
 _KEPT = 8  # Plans; a training run saves a few different things.
 _KEPT_INDEXES = 2  # Open files.
+_KEPT_BOXES = 32 << 20  # Of all global plans but the last: about 2 GiB.
 
 _V = TypeVar("_V")
 
@@ -91,6 +92,11 @@ class _Recent(Generic[_V]):
         self._values[key] = value
         self._values.move_to_end(key)
         if len(self._values) > self._most:
+            self._values.popitem(last=False)
+
+    def limit(self, weight: Callable[[_V], int], most: int) -> None:
+        """Drops the oldest while all together weigh more, but never the newest."""
+        while len(self._values) > 1 and sum(map(weight, self._values.values())) > most:
             self._values.popitem(last=False)
 
     def clear(self) -> None:
@@ -179,6 +185,7 @@ class PlanCache:
         if entry.mark:
             with self._lock:
                 self._global.keep(entry.mark[16:], entry)
+                self._global.limit(lambda kept: kept.plan.box_count, _KEPT_BOXES)
 
     def count(self, *, is_hit: bool) -> None:
         """Counts a save."""

@@ -188,6 +188,8 @@ void bind_plan(py::module_& module) {
           py::arg("index"))
       .def_property_readonly("load", &GlobalPlan::load)
       .def_property_readonly("fqns", &stored_fqns)
+      .def_property_readonly(
+          "box_count", [](const GlobalPlan& global) { return global.stored().box_count(); })
       .def("__len__", [](const GlobalPlan& global) { return global.stored().entries().size(); })
       .def("find", &find_stored, py::arg("fqn"))
       .def("assignment", &assignment, py::arg("rank"))

@@ -166,11 +166,12 @@ py::list list_tensors(const py::dict& flat, TensorSink& sink, const py::function
   return sources;
 }
 
-void add_shard(TensorSink& sink, std::string_view fqn, const py::object& local, const Dims& sizes,
-               const Dims& offsets, const Dims& box_sizes) {
+void add_shard(TensorSink& sink, std::string_view fqn, const py::object& local, bool requires_grad,
+               const Dims& sizes, const Dims& offsets, const Dims& box_sizes) {
   if (!is_plannable(local)) throw py::value_error("the local tensor is none of the engine's");
   TensorItem tensor = describe(local);
   tensor.fqn = fqn;
+  tensor.requires_grad = requires_grad;
   tensor.is_shard = true;
   tensor.sizes = sizes;
   tensor.offsets = offsets;

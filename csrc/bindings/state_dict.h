@@ -30,9 +30,9 @@ pybind11::tuple flatten(const pybind11::object& state_dict);
 pybind11::list list_tensors(const pybind11::dict& flat, TensorSink& sink,
                             const pybind11::function& other);
 
-// Lists a shard: `local` is its tensor, which must be plannable, and `sizes` those of the whole.
-// Raises ValueError for what `sink` refuses.
+// Lists a shard: `local` is its tensor, which must be plannable, and `sizes` those of the whole,
+// which knows better whether it requires a gradient. Raises ValueError for what `sink` refuses.
 void add_shard(TensorSink& sink, std::string_view fqn, const pybind11::object& local,
-               const Dims& sizes, const Dims& offsets, const Dims& box_sizes);
+               bool requires_grad, const Dims& sizes, const Dims& offsets, const Dims& box_sizes);
 
 }  // namespace torch_ckpt

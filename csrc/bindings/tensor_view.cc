@@ -213,6 +213,6 @@ PYBIND11_MODULE(_tensor_view, module) {
   module.def("flatten", &flatten, py::arg("state_dict"));
   module.def("list_tensors", &list_tensors, py::arg("flat"), py::arg("sink"), py::arg("other"));
   module.def("add_shard", &add_shard, py::arg("sink"), py::arg("fqn"), py::arg("local"),
-             py::arg("sizes"), py::arg("offsets"), py::arg("box_sizes"));
+             py::arg("requires_grad"), py::arg("sizes"), py::arg("offsets"), py::arg("box_sizes"));
   module.def("view", &view, py::arg("tensor"), py::arg("name"), py::arg("writable"));
 }
