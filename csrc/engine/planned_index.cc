@@ -1,6 +1,5 @@
 #include "engine/planned_index.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "base/strided.h"
@@ -9,17 +8,18 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr int32_t kNowhere = -1;
+constexpr int32_t kNotPlanned = -2;  // The rank is not to write the item.
+constexpr int32_t kNowhere = -1;     // It is, but has not said where it has.
 
-// Where an item was stored; `file` is kNowhere until a rank says so.
+// Where an item was stored.
 struct Place {
-  int32_t file = kNowhere;
+  int32_t file = kNotPlanned;
   bool plain = false;
   int64_t offset = 0;
   int64_t nbytes = 0;
 };
 
-// The places of all items, by rank and item, and how many of them are still to be asked for.
+// The places of all items, by rank and item.
 class Places {
  public:
   explicit Places(const StoredTable& stored) {
@@ -28,35 +28,38 @@ class Places {
       const auto item = static_cast<size_t>(stored.item(i));
       if (rank >= of_rank_.size()) of_rank_.resize(rank + 1);
       if (item >= of_rank_[rank].size()) of_rank_[rank].resize(item + 1);
+      of_rank_[rank][item].file = kNowhere;
     }
   }
 
+  // Of what a rank says, the file of this number.
   Status add(const RankFile& from, int32_t file) {
-    ASSIGN_OR_RETURN(const std::vector<ItemExtent> extents, decode_extents(from.extents));
-    for (const ItemExtent& extent : extents) {
+    const auto extents = decode_extents(from.extents);
+    if (!extents.ok()) {
+      return Status(extents.status().code(),
+                    str_cat("cannot commit: rank ", from.rank, ", ", from.file.name, ": ",
+                            extents.status().message()));
+    }
+    for (const ItemExtent& extent : *extents) {
       Place* place = find(from.rank, extent.item);
       if (place == nullptr || place->file != kNowhere) {
+        const bool is_planned = place != nullptr && place->file != kNotPlanned;
         return internal_error("cannot commit: rank ", from.rank, " has written item ", extent.item,
-                              place == nullptr ? ", which it does not have" : " twice", " (",
+                              is_planned ? " twice" : ", which is not its to write", " (",
                               from.file.name, ")");
       }
       *place = {file, extent.plain, extent.offset, extent.nbytes};
     }
-    left_ += std::ssize(extents);
     return ok_status();
   }
 
-  // The place of an item, or null where it was not stored. To be asked for once.
-  const Place* take(int64_t rank, int64_t item) {
-    const Place* place = find(rank, item);
-    if (place == nullptr || place->file == kNowhere) return nullptr;
-    --left_;
-    return place;
+  // Requires: the plan has the item.
+  const Place& of(int64_t rank, int64_t item) const {
+    return of_rank_[static_cast<size_t>(rank)][static_cast<size_t>(item)];
   }
 
-  int64_t left() const { return left_; }
-
  private:
+  // Null where the plan has no such item.
   Place* find(int64_t rank, int64_t item) {
     if (rank < 0 || rank >= std::ssize(of_rank_)) return nullptr;
     std::vector<Place>& places = of_rank_[static_cast<size_t>(rank)];
@@ -65,7 +68,6 @@ class Places {
   }
 
   std::vector<std::vector<Place>> of_rank_;
-  int64_t left_ = 0;
 };
 
 IndexedEntry to_entry(const EntryTable& entries, int64_t number) {
@@ -99,19 +101,20 @@ Result<Index> planned_index(const StoredTable& stored, std::vector<RankFile> fil
     entry.boxes.reserve(static_cast<size_t>(last - stored.first_box(number)));
     for (int64_t i = stored.first_box(number); i < last; ++i) {
       const BoxView box = stored.box(number, i);
-      const Place* place = places.take(stored.rank(i), stored.item(i));
-      if (place == nullptr) {
+      const Place& place = places.of(stored.rank(i), stored.item(i));
+      if (place.file == kNowhere) {
         return internal_error("cannot commit: the plan has '", entry.fqn, "' at ",
                               to_string(to_dims(box.offsets)), ", and rank ", stored.rank(i),
                               " has not written it");
       }
-      entry.boxes.push_back({to_dims(box.offsets), to_dims(box.sizes), place->file, place->offset,
-                             place->nbytes, place->plain, {}});
+      entry.boxes.push_back({to_dims(box.offsets),
+                             to_dims(box.sizes),
+                             place.file,
+                             place.offset,
+                             place.nbytes,
+                             place.plain,
+                             {}});
     }
-  }
-  if (places.left() > 0) {
-    return internal_error("cannot commit: ranks have written ", places.left(),
-                          " items that are not theirs to write");
   }
   return out;
 }

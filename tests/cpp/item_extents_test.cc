@@ -92,20 +92,20 @@ TEST(ItemExtentsTest, AnyDamageIsRefused) {
 }
 
 TEST(ItemExtentsTest, NoSealedNonsenseIsBelieved) {
-  expect_nonsense_is_refused(
-      encode(sample()), decode_extents,
-      [](const Extents& extents, const std::vector<std::byte>& bytes) {
-        ASSERT_LE(3 * std::ssize(extents), std::ssize(bytes));
-        int64_t next = 0;
-        for (const ItemExtent& extent : extents) {
-          ASSERT_GE(extent.item, next);
-          ASSERT_LT(extent.item, kEndOfAll);
-          ASSERT_TRUE(range_within(extent.offset, extent.nbytes, kEndOfAll));
-          next = extent.item + 1;
-        }
-        ASSERT_OK_AND_ASSIGN(const Extents read, decode_extents(encode(extents)));
-        ASSERT_EQ(read, extents);
-      });
+  expect_nonsense_is_refused(encode(sample()), decode_extents,
+                             [](const Extents& extents, const std::vector<std::byte>& bytes) {
+                               ASSERT_LE(3 * std::ssize(extents), std::ssize(bytes));
+                               int64_t next = 0;
+                               for (const ItemExtent& extent : extents) {
+                                 ASSERT_GE(extent.item, next);
+                                 ASSERT_LT(extent.item, kEndOfAll);
+                                 ASSERT_TRUE(range_within(extent.offset, extent.nbytes, kEndOfAll));
+                                 next = extent.item + 1;
+                               }
+                               ASSERT_OK_AND_ASSIGN(const Extents read,
+                                                    decode_extents(encode(extents)));
+                               ASSERT_EQ(read, extents);
+                             });
 }
 
 TEST(ItemExtentsTest, NumbersThatNoFileHasAreCorruption) {
@@ -114,19 +114,19 @@ TEST(ItemExtentsTest, NumbersThatNoFileHasAreCorruption) {
   ASSERT_OK(decode_extents(sealed({1, 0, 2 * (kEndOfAll - 2), 2})));
   ASSERT_OK(decode_extents(sealed({2, 0, 0, 2, 0, 1, 0})));
   const std::vector<int64_t> cases[] = {
-      {1, kEndOfAll, 0, 0},                       // An item,
-      {1, kMost, 0, 0},                           //
-      {2, kEndOfAll - 1, 0, 0, 0, 0, 0},          // and the one behind it.
-      {2, 7, 0, 0, kMost, 0, 0},                  //
-      {1, 0, 2 * kEndOfAll, 0},                   // An offset,
-      {1, 0, kMost, 0},                           //
-      {1, 0, kMost - 1, 0},                       //
-      {1, 0, 1, 0},                               // or one before the file,
-      {2, 0, 0, 2, 0, 3, 0},                      // also behind another extent.
-      {1, 0, 0, 2 * kEndOfAll},                   // A length,
-      {1, 0, 0, kMost},                           //
-      {1, 0, 2 * (kEndOfAll - 1), 2},             // with the offset.
-      {2, 0, 0, 2 * (kEndOfAll - 1), 0, 0, 2},    //
+      {1, kEndOfAll, 0, 0},                     // An item,
+      {1, kMost, 0, 0},                         //
+      {2, kEndOfAll - 1, 0, 0, 0, 0, 0},        // and the one behind it.
+      {2, 7, 0, 0, kMost, 0, 0},                //
+      {1, 0, 2 * kEndOfAll, 0},                 // An offset,
+      {1, 0, kMost, 0},                         //
+      {1, 0, kMost - 1, 0},                     //
+      {1, 0, 1, 0},                             // or one before the file,
+      {2, 0, 0, 2, 0, 3, 0},                    // also behind another extent.
+      {1, 0, 0, 2 * kEndOfAll},                 // A length,
+      {1, 0, 0, kMost},                         //
+      {1, 0, 2 * (kEndOfAll - 1), 2},           // with the offset.
+      {2, 0, 0, 2 * (kEndOfAll - 1), 0, 0, 2},  //
   };
   for (const auto& numbers : cases) {
     EXPECT_CODE(decode_extents(sealed(numbers)), StatusCode::kCorruption)

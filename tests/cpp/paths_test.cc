@@ -34,9 +34,12 @@ StatePath path_of(std::vector<Key> keys) {
 }
 
 std::vector<StatePath> sample() {
-  return {path_of({"model", "layers", 0, "weight"}), path_of({"model", "layers", 10, "weight"}),
+  return {path_of({"model", "layers", 0, "weight"}),
+          path_of({"model", "layers", 10, "weight"}),
           path_of({"optim", "state", "model.layers.0.weight", "step"}),
-          path_of({"optim", "param_groups", 3, "lr"}), path_of({""}), path_of({7, "7"})};
+          path_of({"optim", "param_groups", 3, "lr"}),
+          path_of({""}),
+          path_of({7, "7"})};
 }
 
 int64_t text_nbytes(const std::vector<StatePath>& paths) {
@@ -65,8 +68,17 @@ std::vector<std::byte> one_path(std::string_view fqn, const std::vector<int64_t>
 
 // Keys with dots, digits and nothing in them, so that one FQN has many paths.
 std::vector<StatePath> random_paths(std::mt19937& random) {
-  const std::vector<std::string> words = {"",  "a",     ".",       "0", "12", "-1", "model.layers",
-                                          "w", "\xC3\xA9", "weight", std::string("\0x", 2)};
+  const std::vector<std::string> words = {"",
+                                          "a",
+                                          ".",
+                                          "0",
+                                          "12",
+                                          "-1",
+                                          "model.layers",
+                                          "w",
+                                          "\xC3\xA9",
+                                          "weight",
+                                          std::string("\0x", 2)};
   std::vector<StatePath> paths;
   for (int64_t i = below(random, 40); i > 0; --i) {
     std::vector<Key> keys;
@@ -119,8 +131,8 @@ TEST(PathsTest, APathTakesItsOwnWordsAndAByteForEachKey) {
 
 TEST(PathsTest, KeysThatDoNotMakeUpTheNameAreRefused) {
   const StatePath cases[] = {
-      {"a", {}},           {"", {}},          {"a.b", {"a"}},   {"a.b", {"a", "c"}},
-      {"a.b", {"b", "a"}}, {"a", {"a", ""}},  {"a.1", {"a", 2}}, {"a.01", {"a", 1}},
+      {"a", {}},           {"", {}},         {"a.b", {"a"}},    {"a.b", {"a", "c"}},
+      {"a.b", {"b", "a"}}, {"a", {"a", ""}}, {"a.1", {"a", 2}}, {"a.01", {"a", 1}},
       {"ab", {"a", "b"}},  {"a.", {"a"}},
   };
   for (const StatePath& path : cases) {
@@ -163,15 +175,15 @@ TEST(PathsTest, KeysThatDoNotSpellTheNameAreCorruption) {
   ASSERT_OK_AND_ASSIGN(const auto read, decode_paths(one_path("ab.12.", {3, 4, 25, 0})));
   EXPECT_EQ(read, std::vector{path_of({"ab", 12, ""})});
   const std::vector<int64_t> cases[] = {
-      {0},                       // No keys.
-      {1, 4},                    // Text is left over.
-      {2, 4, 4},                 // Likewise.
-      {3, 4, 25},                // A key is missing.
-      {3, 4, 23, 0},             // Other digits.
-      {3, 2, 25, 0},             // Not at a dot.
-      {3, 4, 25, 2},             // Beyond the end.
-      {4, 4, 25, 0, 0},          // No dot for the last.
-      {3, 4, 25, 0, 0},          // A number is left over.
+      {0},               // No keys.
+      {1, 4},            // Text is left over.
+      {2, 4, 4},         // Likewise.
+      {3, 4, 25},        // A key is missing.
+      {3, 4, 23, 0},     // Other digits.
+      {3, 2, 25, 0},     // Not at a dot.
+      {3, 4, 25, 2},     // Beyond the end.
+      {4, 4, 25, 0, 0},  // No dot for the last.
+      {3, 4, 25, 0, 0},  // A number is left over.
       {int64_t{1} << 61, 4, 25, 0},
       {1, (int64_t{1} << 62) + 4},
   };

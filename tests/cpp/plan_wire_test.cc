@@ -71,11 +71,12 @@ TEST(PlanWireTest, AShardedMatrixTakesAtMostTwelveBytesBesidesItsName) {
 TEST(PlanWireTest, AnyDamageIsRefused) { expect_damage_is_refused(encode(sample()), decode); }
 
 TEST(PlanWireTest, NoSealedNonsenseIsBelieved) {
-  expect_nonsense_is_refused(
-      encode(sample()), decode, [](const ItemTable& table, const std::vector<std::byte>&) {
-        // Adding checks everything, so a table that can be built again is sound.
-        ASSERT_EQ(items_of(table_of(items_of(table))), items_of(table));
-      });
+  expect_nonsense_is_refused(encode(sample()), decode,
+                             [](const ItemTable& table, const std::vector<std::byte>&) {
+                               // Adding checks everything, so a table that can be built again is
+                               // sound.
+                               ASSERT_EQ(items_of(table_of(items_of(table))), items_of(table));
+                             });
 }
 
 TEST(PlanWireTest, NamesThatWouldGrowTooMuchAreWrittenInFull) {
