@@ -27,9 +27,8 @@ bool read_extents(WireReader* reader, std::vector<ItemExtent>* out) {
       return false;
     }
     ItemExtent extent;
-    if (skipped >= kEndOfAll - next || distance / 2 >= kEndOfAll || nbytes / 2 >= kEndOfAll) {
-      return false;
-    }
+    // All three are below 2^63, so that nothing here overflows.
+    if (skipped >= kEndOfAll - next) return false;
     extent.item = next + skipped;
     extent.offset = distance % 2 == 0 ? end + distance / 2 : end - (distance / 2 + 1);
     extent.nbytes = nbytes / 2;

@@ -49,7 +49,7 @@ void write_keys(const StatePath& path, WireWriter* out) {
 
 bool read_keys(WireReader* reader, StatePath* path) {
   int64_t count;
-  if (!reader->varint(&count) || count == 0 || count > reader->left()) return false;
+  if (!reader->varint(&count) || count == 0) return false;
   std::string_view rest = path->fqn;
   for (int64_t i = 0; i < count; ++i) {
     int64_t key;
