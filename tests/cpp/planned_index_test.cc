@@ -229,7 +229,7 @@ TEST_F(PlannedIndexErrorTest, AnItemThatNobodyHasIsRefused) {
 }
 
 TEST_F(PlannedIndexErrorTest, ARankThatNobodyIsIsRefused) {
-  for (const int64_t rank : {int64_t{-1}, int64_t{2}, int64_t{1} << 40}) {
+  for (const int64_t rank : {int64_t{-1}, -(int64_t{1} << 40), int64_t{2}, int64_t{1} << 40}) {
     files_[2].rank = rank;
     expect_error("rank " + std::to_string(rank) +
                  " has written item 2, which is not its to write (__1_1.distcp)");
