@@ -92,6 +92,21 @@ TEST(PlanWireTest, NamesThatWouldGrowTooMuchAreWrittenInFull) {
   EXPECT_EQ(items_of(read), items_of(table));
 }
 
+TEST(PlanWireTest, AnUnknownFlagIsCorruption) {
+  for (const uint8_t flags : {9, 15, 16, 17, 32, 129}) {
+    WireWriter entries;
+    entries.varint(1);
+    entries.byte(flags);
+    entries.varint(4);
+    entries.word("float32");
+    entries.word("contiguous_format");
+    entries.varint(0);
+    entries.varint(0);
+    EXPECT_CODE(parse_entries(entries.bytes()),
+                flags < 16 ? StatusCode::kOk : StatusCode::kCorruption);
+  }
+}
+
 TEST(PlanWireTest, FewBytesCannotAskForMuchText) {
   WireWriter entries;
   entries.varint(1);
