@@ -94,7 +94,7 @@ def word(text: str) -> bytes:
 
 
 def make_plan_seeds() -> None:
-    """Plans and assignments of few items, which ``plan_wire.h`` and ``assignment.h`` describe.
+    """Plans of few items, and what travels with them, as the headers in ``plan/`` describe them.
 
     Behind a byte that has the fuzzer write the checksum, which Python does not know.
     """
@@ -119,6 +119,17 @@ def make_plan_seeds() -> None:
     cuts = varint(2) + varint(3) + varint(0) + varint(7) + varint(0) + varint(9) + varint(300)
     assignment = b"TCAS\1\0\0\0" + varint(300) + runs + cuts + bytes(8)
     write("plan_wire_fuzzer", "assignment", b"\3" + assignment)
+    # model.layers.0.weight, model.layers.12.weight (of one key), step.
+    paths = varint(3) + varint(0) + word("model.layers.0.weight") + varint(4)
+    paths += varint(10) + varint(12) + varint(1) + varint(12)
+    paths += varint(13) + word("12.weight") + varint(1) + varint(44)
+    paths += varint(0) + word("step") + varint(1) + varint(8)
+    write("plan_wire_fuzzer", "paths", b"\x11TCPP\1\0\0\0" + paths + bytes(8))
+    # Item, distance from the former one, bytes: forward, behind a gap, and back.
+    extents = varint(3)
+    for number in (0, 0, 1401, 0, 6784, 600, 7, 8183, 2):
+        extents += varint(number)
+    write("plan_wire_fuzzer", "extents", b"\x21TCEX\1\0\0\0" + extents + bytes(8))
 
 
 def make_pickle_seeds() -> None:

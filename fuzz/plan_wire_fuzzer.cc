@@ -1,16 +1,19 @@
-// Plans and assignments from arbitrary bytes. The first byte says what follows: bit 0, whether the
-// checksum is made true before the rest is parsed, so that the checks behind it must hold by
-// themselves; bit 1, an assignment instead of a plan; bits 2 and 3, options of a global plan.
+// Plans, and what else travels with them, from arbitrary bytes. The first byte says what follows:
+// bit 0, whether the checksum is made true before the rest is parsed, so that the checks behind it
+// must hold by themselves; bit 1, an assignment instead of a plan; or bit 4, paths, and bit 5,
+// extents. Bits 2 and 3 are options of a global plan.
 
 #include <cstdlib>
 #include <iostream>
 #include <vector>
 
 #include "base/bytes.h"
-#include "base/xxh3.h"
 #include "plan/assignment.h"
 #include "plan/global_plan.h"
+#include "plan/item_extents.h"
+#include "plan/paths.h"
 #include "plan/plan_wire.h"
+#include "support/sealed_frame.h"
 
 namespace torch_ckpt {
 namespace {
@@ -19,12 +22,6 @@ void require(bool holds, const char* what) {
   if (holds) return;
   std::cerr << "does not hold: " << what << std::endl;
   std::abort();
-}
-
-void reseal(std::vector<std::byte>* bytes) {
-  if (bytes->size() < sizeof(uint64_t)) return;
-  const size_t end = bytes->size() - sizeof(uint64_t);
-  store_le(bytes->data() + end, xxh3(Bytes(*bytes).first(end)));
 }
 
 void check_table(const ItemTable& table, int64_t nbytes) {
@@ -57,6 +54,34 @@ void check_assignment_bytes(Bytes bytes) {
   require(end <= assignment->item_count, "runs are of items that there are");
 }
 
+void check_path_bytes(Bytes bytes) {
+  const auto paths = decode_paths(bytes);
+  if (!paths.ok()) return;
+  int64_t text = 0;
+  for (const StatePath& path : *paths) text += std::ssize(path.fqn);
+  require(4 * std::ssize(*paths) <= ssize(bytes), "a path has four bytes");
+  require(text <= kMaxTextGrowth * ssize(bytes), "memory is in proportion to the paths");
+  // Encoding refuses keys that do not make up the name.
+  const auto encoded = encode(*paths);
+  require(encoded.ok(), "what was decoded can be encoded");
+  const auto again = decode_paths(*encoded);
+  require(again.ok() && *again == *paths, "paths survive the wire");
+}
+
+void check_extent_bytes(Bytes bytes) {
+  const auto extents = decode_extents(bytes);
+  if (!extents.ok()) return;
+  require(3 * std::ssize(*extents) <= ssize(bytes), "an extent has three bytes");
+  int64_t next = 0;
+  for (const ItemExtent& extent : *extents) {
+    require(extent.item >= next, "items ascend");
+    require(range_within(extent.offset, extent.nbytes, int64_t{1} << 61), "extents have an end");
+    next = extent.item + 1;
+  }
+  const auto again = decode_extents(encode(*extents));
+  require(again.ok() && *again == *extents, "extents survive the wire");
+}
+
 }  // namespace
 }  // namespace torch_ckpt
 
@@ -68,6 +93,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if ((data[0] & 1) != 0) reseal(&bytes);
   if ((data[0] & 2) != 0) {
     check_assignment_bytes(bytes);
+    return 0;
+  }
+  if ((data[0] & 16) != 0) {
+    check_path_bytes(bytes);
+    return 0;
+  }
+  if ((data[0] & 32) != 0) {
+    check_extent_bytes(bytes);
     return 0;
   }
   const auto table = decode(bytes);

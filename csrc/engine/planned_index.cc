@@ -1,6 +1,5 @@
 #include "engine/planned_index.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "base/strided.h"
@@ -36,9 +35,15 @@ class Places {
     }
   }
 
+  // Of what a rank says, the file of this number.
   Status add(const RankFile& from, int32_t file) {
-    ASSIGN_OR_RETURN(const std::vector<ItemExtent> extents, decode_extents(from.extents));
-    for (const ItemExtent& extent : extents) {
+    const auto extents = decode_extents(from.extents);
+    if (!extents.ok()) {
+      return Status(extents.status().code(),
+                    str_cat("cannot commit: rank ", from.rank, ", ", from.file.name, ": ",
+                            extents.status().message()));
+    }
+    for (const ItemExtent& extent : *extents) {
       Place* place = find(from.rank, extent.item);
       if (place == nullptr || place->file != kNowhere) {
         return internal_error("cannot commit: rank ", from.rank, " has written item ", extent.item,

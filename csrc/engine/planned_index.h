@@ -24,8 +24,9 @@ struct RankFile {
 };
 
 // An index with these files and all entries; the caller adds what concerns the checkpoint as a
-// whole. kInternal, naming FQN and rank, where a box was not stored, or one that was not planned
-// was; kCorruption and kUnsupported where a report cannot be read.
+// whole. kInternal, naming FQN and rank, where a box was not stored, or naming rank, item and file
+// where one was that was not planned, or twice; kCorruption and kUnsupported where a report cannot
+// be read.
 Result<Index> planned_index(const StoredTable& stored, std::vector<RankFile> files);
 
 }  // namespace torch_ckpt

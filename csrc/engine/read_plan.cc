@@ -45,6 +45,11 @@ Status plan_item(const StoredIndex& index, const StoredEntry& entry, const ItemT
                     ", and wanted in ", to_string(facts.sizes));
   }
   const BoxView wanted = items.box(item);
+  if (checked_volume(wanted.sizes) == 0) return ok_status();
+  if (!lies_within(wanted, facts.sizes)) {
+    return invalid_argument("'", entry.facts.fqn, "' has sizes ", to_string(facts.sizes),
+                            ", and is wanted at ", to_string(to_box(wanted)));
+  }
   std::vector<int64_t> numbers = {0};
   if (entry.box_count != 1) {
     ASSIGN_OR_RETURN(numbers,
@@ -53,11 +58,11 @@ Status plan_item(const StoredIndex& index, const StoredEntry& entry, const ItemT
   for (const int64_t number : numbers) {
     ASSIGN_OR_RETURN(const auto boxes, index.boxes(entry, number, number + 1));
     const IndexedBox& box = boxes.front();
-    if (entry.box_count == 1 && (checked_volume(wanted.sizes) == 0 ||
-                                 !overlap({box.offsets, box.sizes}, wanted))) {
+    // Of several boxes, these are already those that overlap.
+    if (entry.box_count == 1 &&
+        (checked_volume(box.sizes) == 0 || !overlap({box.offsets, box.sizes}, wanted))) {
       continue;
     }
-    if (checked_volume(box.sizes) == 0) continue;
     out->push_back(to_read(item, number, box));
     intersect_into(box, wanted, &out->back());
   }

@@ -35,15 +35,14 @@ class ReadPlan {
   // Everything that the items want. Items of FQNs that are not stored are left out where `partial`
   // says so.
   // Errors: kNotFound for an FQN that is not stored; kMismatch for a tensor of other sizes than
-  // stored, or an object where a tensor is stored; those of reading the index.
+  // stored, or an object where a tensor is stored; kInvalidArgument for a box with elements outside
+  // of its tensor; those of reading the index.
   static Result<ReadPlan> make(const StoredIndex& index, const ItemTable& items, bool partial);
 
   const std::vector<PlannedRead>& reads() const { return reads_; }
 
   // As torch names it; of an item of which something is read.
-  const std::string& stored_dtype(int64_t item) const {
-    return dtypes_[static_cast<size_t>(item)];
-  }
+  const std::string& stored_dtype(int64_t item) const { return dtypes_[static_cast<size_t>(item)]; }
   const std::string& file(int64_t number) const { return files_[static_cast<size_t>(number)]; }
 
  private:

@@ -98,6 +98,9 @@ Status check_assignment(const Assignment& assignment, const ItemTable& table) {
                       " were planned");
   }
   for (const Cut& cut : assignment.cuts) {
+    if (table.facts(cut.item).is_opaque) {
+      return corruption("an assignment cuts '", table.fqn(cut.item), "', which must stay whole");
+    }
     const BoxView box = table.box(cut.item);
     if (box.sizes.empty() || !range_within(cut.first_row, cut.rows, box.sizes[0])) {
       return corruption("an assignment cuts '", table.fqn(cut.item), "' at rows ", cut.first_row,

@@ -56,7 +56,7 @@ std::vector<std::byte> encode(const Assignment& assignment);
 Result<Assignment> decode_assignment(Bytes bytes);
 
 // Whether it can be one of these items: kCorruption where it is for a table of another length, or
-// cuts what has no such rows. To be called before it is followed.
+// cuts what has no such rows or is opaque. To be called before it is followed.
 Status check_assignment(const Assignment& assignment, const ItemTable& table);
 
 // What is left of a box. Requires: check_assignment found the cut sound.

@@ -116,6 +116,8 @@ class Gatherer {
             disagreement(out_.entries.facts(number), entries.facts(i),
                          rank_name(first_rank_[static_cast<size_t>(number)]), rank_name(rank));
         if (!found.empty()) problems_.add(str_cat("cannot plan '", fqn, "': ", found));
+        // No rank may cut what one of them cannot.
+        if (found.empty() && entries.facts(i).is_opaque) out_.entries.mark_opaque(number);
       }
       numbers[static_cast<size_t>(i)] = static_cast<int32_t>(number);
     }

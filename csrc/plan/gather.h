@@ -79,7 +79,8 @@ struct GatheredPlans {
   std::vector<int64_t> item_count;          // Of each plan.
   std::vector<int32_t> plan_of_rank;
 
-  // All entries, in order of first appearance by rank and item; with the facts of that rank.
+  // All entries, in order of first appearance by rank and item; with the facts of that rank;
+  // opaque is what is so on any rank.
   EntryTable entries;
 
   // Of each entry its slots [first_slot[e], first_slot[e + 1]), and where their words begin.

@@ -73,6 +73,12 @@ int64_t EntryTable::find_or_add(std::string_view fqn, int64_t facts_number) {
   return entry;
 }
 
+void EntryTable::mark_opaque(int64_t entry) {
+  Facts opaque = facts(entry);
+  opaque.is_opaque = true;
+  facts_of_[static_cast<size_t>(entry)] = static_cast<int32_t>(intern(opaque));
+}
+
 void EntryTable::reserve(int64_t entries) {
   fqns_.reserve(entries);
   facts_of_.reserve(static_cast<size_t>(entries));

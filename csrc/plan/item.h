@@ -33,7 +33,7 @@ struct Facts {
   bool requires_grad = false;
   bool pin_memory = false;
   bool is_opaque = false;  // Only torch knows how to store it: it is never cut.
-  Dims sizes;  // Of the whole tensor, of all ranks.
+  Dims sizes;              // Of the whole tensor, of all ranks.
 
   bool operator==(const Facts&) const = default;
 };
@@ -62,6 +62,9 @@ class EntryTable {
   // The number of an FQN, which is added with these facts where it is not there: then it is what
   // size() was before.
   int64_t find_or_add(std::string_view fqn, int64_t facts_number);
+
+  // From now on the tensor is opaque. Requires: 0 <= entry < size(), and it is a tensor.
+  void mark_opaque(int64_t entry);
 
   // Makes room for as many entries.
   void reserve(int64_t entries);

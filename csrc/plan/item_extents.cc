@@ -27,14 +27,13 @@ bool read_extents(WireReader* reader, std::vector<ItemExtent>* out) {
       return false;
     }
     ItemExtent extent;
-    if (skipped >= kEndOfAll - next || distance / 2 >= kEndOfAll || nbytes / 2 >= kEndOfAll) {
-      return false;
-    }
+    // All three are below 2^63, so that nothing here overflows.
+    if (skipped >= kEndOfAll - next) return false;
     extent.item = next + skipped;
     extent.offset = distance % 2 == 0 ? end + distance / 2 : end - (distance / 2 + 1);
     extent.nbytes = nbytes / 2;
     extent.plain = nbytes % 2 == 1;
-    if (extent.offset < 0 || extent.offset > kEndOfAll - extent.nbytes) return false;
+    if (extent.offset < 0 || extent.offset >= kEndOfAll - extent.nbytes) return false;
     next = extent.item + 1;
     end = extent.offset + extent.nbytes;
     out->push_back(extent);

@@ -12,6 +12,7 @@ namespace {
 
 constexpr std::string_view kMagic = "TCPP";
 constexpr uint32_t kVersion = 1;
+constexpr int64_t kMaxPosition = (int64_t{1} << 62) - 1;  // Doubled, it is still a varint.
 
 std::string joined(const StatePath& path) {
   std::string out;
@@ -24,6 +25,15 @@ std::string joined(const StatePath& path) {
     }
   }
   return out;
+}
+
+// Whether these are the keys that the path's name is made of, as far as they can be written.
+bool is_sound(const StatePath& path) {
+  for (const auto& key : path.keys) {
+    const auto* position = std::get_if<int64_t>(&key);
+    if (position != nullptr && (*position < 0 || *position > kMaxPosition)) return false;
+  }
+  return !path.keys.empty() && joined(path) == path.fqn;
 }
 
 void write_keys(const StatePath& path, WireWriter* out) {
@@ -39,7 +49,7 @@ void write_keys(const StatePath& path, WireWriter* out) {
 
 bool read_keys(WireReader* reader, StatePath* path) {
   int64_t count;
-  if (!reader->varint(&count) || count == 0 || count > reader->left()) return false;
+  if (!reader->varint(&count) || count == 0) return false;
   std::string_view rest = path->fqn;
   for (int64_t i = 0; i < count; ++i) {
     int64_t key;
@@ -95,9 +105,7 @@ Result<std::vector<std::byte>> encode(const std::vector<StatePath>& paths) {
   int64_t text = 0;
   for (const StatePath& path : paths) {
     const std::string& fqn = path.fqn;
-    if (path.keys.empty() || joined(path) != fqn) {
-      return invalid_argument("the keys of '", fqn, "' do not make up its name");
-    }
+    if (!is_sound(path)) return invalid_argument("the keys of '", fqn, "' do not make up its name");
     text += std::ssize(fqn);
     const auto same = std::mismatch(fqn.begin(), fqn.end(), former.begin(), former.end()).first;
     const int64_t shared = text <= kMaxTextGrowth * out.size() ? same - fqn.begin() : 0;

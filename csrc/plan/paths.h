@@ -21,7 +21,8 @@
 
 namespace torch_ckpt {
 
-// Errors: kInvalidArgument for a path whose keys, joined by dots, are not its FQN.
+// Errors: kInvalidArgument for a path whose keys, joined by dots, are not its FQN, or that has a
+// negative position in a list, or one of 2^62 and more.
 Result<std::vector<std::byte>> encode(const std::vector<StatePath>& paths);
 
 // The paths, or kCorruption, or kUnsupported for another version. Any bytes do; the memory that

@@ -12,22 +12,14 @@
 #include <utility>
 #include <vector>
 
-#include "plan/plan_wire.h"
 #include "support/plan_items.h"
 #include "support/status_matchers.h"
+#include "support/worlds.h"
 
 namespace torch_ckpt {
 namespace {
 
 using ::testing::HasSubstr;
-
-using World = std::vector<std::vector<PlanItem>>;  // What each rank would write.
-
-Result<GlobalPlan> plan(const World& world, const GlobalPlanOptions& options = {}) {
-  std::vector<std::vector<std::byte>> wires;
-  for (const auto& items : world) wires.push_back(encode(table_of(items)));
-  return GlobalPlan::make({wires.begin(), wires.end()}, options);
-}
 
 // A box that a rank writes: FQN, offsets, sizes, rank, item.
 using Written = std::tuple<std::string, Dims, Dims, int64_t, int64_t>;
@@ -122,57 +114,6 @@ void expect_everything_once(const World& world, const GlobalPlan& global) {
   ASSERT_EQ(entries, order);
 }
 
-// The part of [0, size) that the i-th of `count` ranks has, as torch.chunk cuts it: the last ones
-// may have less, or nothing.
-std::pair<int64_t, int64_t> chunk_of(int64_t size, int64_t count, int64_t i) {
-  const int64_t length = (size + count - 1) / count;
-  const int64_t begin = std::min(size, i * length);
-  return {begin, std::min(size, begin + length) - begin};
-}
-
-// Tensors on a random mesh of up to three dimensions, each replicated or sharded along each of
-// them, and objects; every rank lists them in its own order.
-World random_world(std::mt19937& random) {
-  const int64_t mesh[3] = {1 + below(random, 4), 1 + below(random, 3), 1 + below(random, 3)};
-  World world(static_cast<size_t>(mesh[0] * mesh[1] * mesh[2]));
-  for (int64_t t = below(random, 12); t > 0; --t) {
-    const std::string fqn = "model." + std::to_string(t);
-    if (below(random, 4) == 0) {
-      for (auto& items : world) {
-        if (&items == &world[0] || below(random, 3) > 0) items.push_back(object_item(fqn, 100));
-      }
-      continue;
-    }
-    Dims sizes(static_cast<size_t>(below(random, 4)));
-    for (int64_t& size : sizes) size = below(random, below(random, 4) == 0 ? 400 : 9);
-    int64_t sharded_by[3];  // The dimension that a mesh dimension shards, or -1.
-    std::set<int64_t> taken;
-    for (int64_t& d : sharded_by) {
-      d = sizes.empty() || below(random, 2) == 0 ? -1 : below(random, std::ssize(sizes));
-      if (!taken.insert(d).second) d = -1;
-    }
-    for (int64_t rank = 0; rank < std::ssize(world); ++rank) {
-      const int64_t at[3] = {rank / (mesh[1] * mesh[2]), rank / mesh[2] % mesh[1], rank % mesh[2]};
-      Dims offsets(sizes.size());
-      Dims local = sizes;
-      for (int m = 0; m < 3; ++m) {
-        if (sharded_by[m] < 0) continue;
-        const auto d = static_cast<size_t>(sharded_by[m]);
-        std::tie(offsets[d], local[d]) = chunk_of(sizes[d], mesh[m], at[m]);
-      }
-      world[static_cast<size_t>(rank)].push_back(float_shard(fqn, sizes, offsets, local));
-    }
-  }
-  if (below(random, 2) == 0) {
-    for (auto& items : world) {
-      for (size_t i = items.size(); i > 1; --i) {
-        std::swap(items[i - 1], items[static_cast<size_t>(below(random, static_cast<int64_t>(i)))]);
-      }
-    }
-  }
-  return world;
-}
-
 TEST(GlobalPlanTest, OnRandomMeshesEveryBoxIsWrittenOnce) {
   for (uint32_t seed = 0; seed < 2000; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -245,6 +186,23 @@ TEST(GlobalPlanTest, TheFirstRankSaysWhatOnlyDescribesATensor) {
   const World world = {{whole_item("w", trained)}, {whole_item("w", float_facts({4}))}};
   ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world));
   EXPECT_EQ(global.stored().entries().facts(0), trained);
+}
+
+// However large, and whatever the other ranks think that it is.
+TEST(GlobalPlanTest, ATensorThatIsOpaqueOnAnyRankIsNeverCut) {
+  const Facts plain = float_facts({4096, 1024});
+  Facts opaque = plain;
+  opaque.is_opaque = true;
+  for (int64_t odd = 0; odd <= 4; ++odd) {
+    World world(4, {whole_item("big", plain), object_item("step", 10)});
+    for (int64_t rank = 0; rank < 4; ++rank) {
+      if (rank == odd || odd == 4) world[static_cast<size_t>(rank)][0] = whole_item("big", opaque);
+    }
+    ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world));
+    ASSERT_NO_FATAL_FAILURE(expect_everything_once(world, global));
+    EXPECT_EQ(global.stored().box_count(), 2) << odd;
+    EXPECT_TRUE(global.stored().entries().facts(0).is_opaque);
+  }
 }
 
 TEST(GlobalPlanTest, WithoutRanksOrItemsThereIsNothingToWrite) {

@@ -86,6 +86,15 @@ TEST(StoredIndexTest, EveryNameIsFoundAndNoOther) {
   }
 }
 
+TEST(StoredIndexTest, OnlyAnIndexInMemoryHasItsBytesAtHand) {
+  const std::vector<std::byte> bytes = written(large_index(3, 2));
+  ASSERT_OK_AND_ASSIGN(const auto in_memory, StoredIndex::in_memory(bytes));
+  EXPECT_EQ(in_memory->memory().data(), bytes.data());
+  EXPECT_EQ(in_memory->memory().size(), bytes.size());
+  ASSERT_OK_AND_ASSIGN(const auto in_file, opened(bytes));
+  EXPECT_TRUE(in_file->memory().empty());
+}
+
 TEST(StoredIndexTest, OpeningReadsTheStartAloneAndANameAFewBlocks) {
   const Index index = large_index(50000, 2);
   const std::vector<std::byte> bytes = written(index);

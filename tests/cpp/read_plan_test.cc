@@ -1,0 +1,331 @@
+#include "engine/read_plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <optional>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "support/opened_index.h"
+#include "support/plan_items.h"
+#include "support/status_matchers.h"
+
+namespace torch_ckpt {
+namespace {
+
+using ::testing::HasSubstr;
+
+int64_t volume(const Dims& sizes) {
+  int64_t product = 1;
+  for (const int64_t size : sizes) product *= size;
+  return product;
+}
+
+// Calls `visit` with the index of each element of a box of these sizes.
+template <typename Visit>
+void for_each_index(const Dims& sizes, Visit visit) {
+  for (int64_t e = 0; e < volume(sizes); ++e) {
+    Dims at(sizes.size());
+    int64_t rest = e;
+    for (size_t d = sizes.size(); d-- > 0; rest /= sizes[d]) at[d] = rest % sizes[d];
+    visit(at);
+  }
+}
+
+Dims sum(const Dims& a, const Dims& b) {
+  Dims out = a;
+  for (size_t d = 0; d < b.size(); ++d) out[d] += b[d];
+  return out;
+}
+
+bool lies_in(const Dims& at, const Dims& offsets, const Dims& sizes) {
+  for (size_t d = 0; d < at.size(); ++d) {
+    if (at[d] < offsets[d] || at[d] >= offsets[d] + sizes[d]) return false;
+  }
+  return true;
+}
+
+// An index of two files, in which slices lie one behind another.
+class IndexMaker {
+ public:
+  IndexMaker() {
+    index_.save_id = "0123456789abcdef";
+    index_.has_entries = true;
+    index_.files.resize(2);
+    index_.files[0].name = "__0_0.distcp";
+    index_.files[1].name = "__1_0.distcp";
+  }
+
+  IndexedEntry& add(std::string fqn, const Facts& facts) {
+    IndexedEntry& entry = index_.entries.emplace_back();
+    entry.fqn = std::move(fqn);
+    entry.is_tensor = facts.is_tensor;
+    entry.dtype = facts.dtype;
+    entry.memory_format = facts.memory_format;
+    entry.sizes = facts.sizes;
+    return entry;
+  }
+
+  void add_box(IndexedEntry& entry, Dims offsets, Dims sizes, int64_t file = 0) {
+    int64_t& end = index_.files[static_cast<size_t>(file)].sums.file_nbytes;
+    const int64_t nbytes = 64 + 4 * volume(sizes);
+    entry.boxes.push_back({std::move(offsets), std::move(sizes), file, end, nbytes, true, {}});
+    end += nbytes;
+  }
+
+  void add_object(std::string fqn) { add_box(add(std::move(fqn), Facts{}), {}, {}, 1); }
+
+  void add_whole(std::string fqn, const Dims& sizes) {
+    add_box(add(std::move(fqn), float_facts(sizes)), Dims(sizes.size()), sizes);
+  }
+
+  const Index& index() {
+    for (IndexedFile& file : index_.files) {
+      file.sums.sums.resize(
+          static_cast<size_t>(BlockGrid::block_count(file.sums.file_nbytes, kSumBlockNbytes)));
+    }
+    return index_;
+  }
+
+ private:
+  Index index_;
+};
+
+// Cuts a box in two, and those again, anywhere: a tiling that need not be a grid.
+void tile(std::mt19937& random, const Dims& offsets, const Dims& sizes,
+          std::vector<std::pair<Dims, Dims>>* out) {
+  std::vector<size_t> can;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] > 1) can.push_back(d);
+  }
+  if (can.empty() || below(random, 3) == 0) return out->push_back({offsets, sizes});
+  const size_t d = can[static_cast<size_t>(below(random, std::ssize(can)))];
+  const int64_t at = 1 + below(random, sizes[d] - 1);
+  Dims lower = sizes;
+  Dims upper = sizes;
+  Dims begin = offsets;
+  lower[d] = at;
+  upper[d] -= at;
+  begin[d] += at;
+  tile(random, offsets, lower, out);
+  tile(random, begin, upper, out);
+}
+
+Index random_index(std::mt19937& random) {
+  IndexMaker maker;
+  for (int64_t t = 0; t < 1 + below(random, 5); ++t) {
+    const std::string fqn = "model." + std::to_string(t);
+    if (below(random, 6) == 0) {
+      maker.add_object(fqn);
+      continue;
+    }
+    Dims sizes(static_cast<size_t>(below(random, 5)));
+    for (int64_t& size : sizes) size = below(random, 12) == 0 ? 0 : 1 + below(random, 6);
+    std::vector<std::pair<Dims, Dims>> boxes;
+    tile(random, Dims(sizes.size()), sizes, &boxes);
+    if (below(random, 4) == 0 && !boxes.empty()) boxes.pop_back();
+    if (below(random, 4) == 0 && !sizes.empty()) {
+      Dims empty = sizes;
+      empty[static_cast<size_t>(below(random, std::ssize(sizes)))] = 0;
+      boxes.push_back({Dims(sizes.size()), empty});
+    }
+    for (size_t i = boxes.size(); i > 1; --i) {
+      std::swap(boxes[i - 1], boxes[static_cast<size_t>(below(random, static_cast<int64_t>(i)))]);
+    }
+    IndexedEntry& entry = maker.add(fqn, float_facts(sizes));
+    for (auto& [offsets, local] : boxes) maker.add_box(entry, offsets, local, below(random, 2));
+    for (IndexedBox& box : entry.boxes) {
+      if (below(random, 5) == 0) box.transforms = {"zstd"};
+    }
+  }
+  return maker.index();
+}
+
+// Boxes of all tensors, and objects; some of them not stored.
+std::vector<PlanItem> random_wanted(std::mt19937& random, const Index& index) {
+  std::vector<PlanItem> out;
+  for (int64_t i = below(random, 12); i > 0; --i) {
+    if (below(random, 8) == 0) {
+      out.push_back(float_shard("other." + std::to_string(i), {4}, {0}, {4}));
+      continue;
+    }
+    const auto number = static_cast<size_t>(below(random, std::ssize(index.entries)));
+    const IndexedEntry& entry = index.entries[number];
+    if (!entry.is_tensor) {
+      out.push_back(object_item(entry.fqn, 5));
+      continue;
+    }
+    Dims offsets(entry.sizes.size());
+    Dims sizes = entry.sizes;
+    const bool is_empty = below(random, 8) == 0;
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      if (below(random, 3) == 0) continue;
+      offsets[d] = below(random, sizes[d] + 1);
+      sizes[d] = below(random, sizes[d] - offsets[d] + 1);
+      if (is_empty) sizes[d] = 0, offsets[d] = below(random, 20);
+    }
+    out.push_back(float_shard(entry.fqn, entry.sizes, offsets, sizes));
+  }
+  return out;
+}
+
+const IndexedEntry* find(const Index& index, const std::string& fqn) {
+  for (const IndexedEntry& entry : index.entries) {
+    if (entry.fqn == fqn) return &entry;
+  }
+  return nullptr;
+}
+
+// Whether the reads of one item fill what is stored of it, each element once and from its place.
+// Returns how many elements there were.
+void expect_painted(const Index& index, const PlanItem& item, const ReadPlan& plan, int64_t number,
+                    int64_t* painted) {
+  const IndexedEntry* entry = find(index, item.fqn);
+  std::map<Dims, int> times;
+  int64_t objects = 0;
+  for (const PlannedRead& read : plan.reads()) {
+    if (read.item != number) continue;
+    ASSERT_NE(entry, nullptr);
+    ASSERT_LT(read.box, std::ssize(entry->boxes));
+    const IndexedBox& box = entry->boxes[static_cast<size_t>(read.box)];
+    ASSERT_EQ(read.place, (StoredPlace{box.file, box.offset, box.nbytes}));
+    ASSERT_EQ(plan.file(box.file), index.files[static_cast<size_t>(box.file)].name);
+    ASSERT_EQ(plan.stored_dtype(number), entry->dtype);
+    ASSERT_EQ(read.is_transformed, !box.transforms.empty());
+    ASSERT_EQ(read.box_offsets, box.offsets);
+    ASSERT_EQ(read.is_object, !entry->is_tensor);
+    objects += read.is_object ? 1 : 0;
+    if (read.is_object) continue;
+    ASSERT_GT(volume(read.lengths), 0);
+    ASSERT_EQ(read.lengths.size(), entry->sizes.size());
+    for_each_index(read.lengths, [&](const Dims& at) {
+      const Dims in_box = sum(read.storage_offsets, at);
+      const Dims in_item = sum(read.dest_offsets, at);
+      ASSERT_TRUE(lies_in(in_box, Dims(at.size()), box.sizes));
+      ASSERT_TRUE(lies_in(in_item, Dims(at.size()), item.box.sizes));
+      ASSERT_EQ(sum(box.offsets, in_box), sum(item.box.offsets, in_item)) << "another element";
+      ++times[in_item];
+    });
+  }
+  if (entry == nullptr) return;
+  ASSERT_EQ(objects, entry->is_tensor ? 0 : 1);
+  if (!entry->is_tensor) return;
+  for_each_index(item.box.sizes, [&](const Dims& at) {
+    int stored = 0;
+    for (const IndexedBox& box : entry->boxes) {
+      stored += lies_in(sum(item.box.offsets, at), box.offsets, box.sizes) ? 1 : 0;
+    }
+    ASSERT_EQ(times[at], stored) << ::testing::PrintToString(at);
+    *painted += stored;
+  });
+}
+
+TEST(ReadPlanTest, EveryWantedElementIsReadOnceFromItsPlace) {
+  int64_t painted = 0;
+  for (uint32_t seed = 0; seed < 4000; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const Index index = random_index(random);
+    const std::vector<PlanItem> wanted = random_wanted(random, index);
+    const auto stored = opened(index);
+    const ItemTable table = table_of(wanted);
+    ASSERT_OK_AND_ASSIGN(const ReadPlan plan, ReadPlan::make(*stored, table, true));
+    int64_t former = 0;
+    for (const PlannedRead& read : plan.reads()) {
+      ASSERT_LE(former, read.item) << "in the order of items";
+      former = read.item;
+    }
+    bool all_stored = true;
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      ASSERT_NO_FATAL_FAILURE(
+          expect_painted(index, wanted[i], plan, static_cast<int64_t>(i), &painted));
+      all_stored = all_stored && find(index, wanted[i].fqn) != nullptr;
+    }
+    ASSERT_CODE(ReadPlan::make(*stored, table, false),
+                all_stored ? StatusCode::kOk : StatusCode::kNotFound);
+  }
+  EXPECT_GT(painted, 20000);
+}
+
+Result<ReadPlan> planned(IndexMaker& maker, const std::vector<PlanItem>& wanted,
+                         bool partial = false) {
+  return ReadPlan::make(*opened(maker.index()), table_of(wanted), partial);
+}
+
+TEST(ReadPlanTest, WhatIsNotStoredIsNamedOrLeftOut) {
+  IndexMaker maker;
+  maker.add_whole("a", {4});
+  const std::vector<PlanItem> wanted = {float_shard("b", {4}, {0}, {4}), object_item("c", 1),
+                                        float_shard("a", {4}, {1}, {2})};
+  const auto refused = planned(maker, wanted);
+  EXPECT_CODE(refused, StatusCode::kNotFound);
+  EXPECT_EQ(refused.status().message(), "'b' is not in the checkpoint");
+  ASSERT_OK_AND_ASSIGN(const ReadPlan plan, planned(maker, wanted, true));
+  ASSERT_EQ(plan.reads().size(), 1u);
+  EXPECT_EQ(plan.reads()[0].item, 2);
+}
+
+TEST(ReadPlanTest, OtherSizesAreAMismatchEvenInPart) {
+  IndexMaker maker;
+  maker.add_whole("a", {4, 6});
+  for (const Dims& sizes : {Dims{4, 7}, Dims{6, 4}, Dims{24}, Dims{}, Dims{4, 6, 1}, Dims{0, 6}}) {
+    const auto refused = planned(maker, {whole_item("a", float_facts(sizes))}, true);
+    EXPECT_CODE(refused, StatusCode::kMismatch);
+    EXPECT_EQ(refused.status().message(),
+              "'a' is stored in sizes [4, 6], and wanted in " + to_string(sizes));
+  }
+}
+
+TEST(ReadPlanTest, AnObjectIsNoTensor) {
+  IndexMaker maker;
+  maker.add_whole("a", {});
+  maker.add_object("o");
+  const auto refused = planned(maker, {object_item("a", 5)});
+  EXPECT_CODE(refused, StatusCode::kMismatch);
+  EXPECT_THAT(refused.status().message(), HasSubstr("'a' is stored as a tensor"));
+  // Whoever wants a tensor may be able to use an object, as with DCP.
+  ASSERT_OK_AND_ASSIGN(const ReadPlan plan, planned(maker, {whole_item("o", float_facts({2}))}));
+  ASSERT_EQ(plan.reads().size(), 1u);
+  EXPECT_TRUE(plan.reads()[0].is_object);
+  EXPECT_EQ(plan.file(plan.reads()[0].place.file), "__1_0.distcp");
+}
+
+TEST(ReadPlanTest, ABoxOutsideItsTensorIsRefusedUnlessItIsEmpty) {
+  IndexMaker maker;
+  maker.add_whole("a", {4, 6});
+  IndexedEntry& halves = maker.add("h", float_facts({4, 6}));
+  maker.add_box(halves, {0, 0}, {2, 6});
+  maker.add_box(halves, {2, 0}, {2, 6});
+  for (const char* fqn : {"a", "h"}) {
+    const auto refused = planned(maker, {float_shard(fqn, {4, 6}, {3, 0}, {2, 6})});
+    EXPECT_CODE(refused, StatusCode::kInvalidArgument);
+    EXPECT_THAT(refused.status().message(), HasSubstr("is wanted at [3:5, 0:6]"));
+    ASSERT_OK_AND_ASSIGN(const ReadPlan plan,
+                         planned(maker, {float_shard(fqn, {4, 6}, {9, 0}, {0, 6})}));
+    EXPECT_TRUE(plan.reads().empty());
+  }
+}
+
+TEST(ReadPlanTest, AnEmptyBoxIsNotReadThoughItsOffsetsAreInside) {
+  IndexMaker maker;
+  maker.add_box(maker.add("a", float_facts({4})), {1}, {0});
+  ASSERT_OK_AND_ASSIGN(const ReadPlan plan, planned(maker, {float_shard("a", {4}, {0}, {4})}));
+  EXPECT_TRUE(plan.reads().empty());
+}
+
+TEST(ReadPlanTest, ADamagedIndexIsCorruption) {
+  IndexMaker maker;
+  maker.add_whole("a", {4});
+  std::vector<std::byte> bytes = written(maker.index());
+  bytes.back() ^= std::byte{1};
+  ASSERT_OK_AND_ASSIGN(const auto stored, opened(bytes));
+  const ItemTable table = table_of({float_shard("a", {4}, {0}, {4})});
+  EXPECT_CODE(ReadPlan::make(*stored, table, true), StatusCode::kCorruption);
+}
+
+}  // namespace
+}  // namespace torch_ckpt
