@@ -168,16 +168,15 @@ std::pair<py::bytes, py::bytes> seal_plan(const GlobalPlan& plan, const std::str
   }
   const StorageMeta storage = to_storage_meta(storage_meta);
   const std::string plan_mark(mark);
-  const SealedMetadata sealed =
-      value_or_raise(without_gil([&]() -> Result<SealedMetadata> {
-        ASSIGN_OR_RETURN(Index index, planned_index(plan.stored(), std::move(from)));
-        index.save_id = save_id;
-        index.plan = plan_mark;
-        index.version = version;
-        index.has_paths = paths.has_value();
-        ASSIGN_OR_RETURN(index.paths, merged(encoded));
-        return seal_metadata(std::move(index), storage);
-      }));
+  const SealedMetadata sealed = value_or_raise(without_gil([&]() -> Result<SealedMetadata> {
+    ASSIGN_OR_RETURN(Index index, planned_index(plan.stored(), std::move(from)));
+    index.save_id = save_id;
+    index.plan = plan_mark;
+    index.version = version;
+    index.has_paths = paths.has_value();
+    ASSIGN_OR_RETURN(index.paths, merged(encoded));
+    return seal_metadata(std::move(index), storage);
+  }));
   return {to_python(sealed.metadata), to_python(sealed.index)};
 }
 

@@ -79,10 +79,9 @@ StoredSlice to_slice(const ReadPlan& plan, const PlannedRead& read, const ItemTa
 class Reads {
  public:
   Reads(std::shared_ptr<StoredIndex> index, std::shared_ptr<HeldTable> items, bool partial)
-      : index_(std::move(index)),
-        held_(std::move(items)),
-        plan_(value_or_raise(
-            without_gil([&] { return ReadPlan::make(*index_, held_->table, partial); }))) {}
+      : index_(std::move(index)), held_(std::move(items)), plan_(value_or_raise(without_gil([&] {
+          return ReadPlan::make(*index_, held_->table, partial);
+        }))) {}
 
   int64_t size() const { return std::ssize(plan_.reads()); }
 
@@ -166,7 +165,8 @@ class Reads {
     for (const TensorView& view : batch.views) {
       if (view.data == nullptr || checked_volume(view.sizes) == 0) continue;
       int64_t nbytes = itemsize(view.dtype);
-      for (size_t d = 0; d < view.sizes.size(); ++d) nbytes += (view.sizes[d] - 1) * view.strides[d];
+      for (size_t d = 0; d < view.sizes.size(); ++d)
+        nbytes += (view.sizes[d] - 1) * view.strides[d];
       extents.emplace_back(view.data, view.data + nbytes);
     }
     std::sort(extents.begin(), extents.end());

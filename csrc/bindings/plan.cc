@@ -19,9 +19,11 @@ using PyWritten = std::tuple<py::str, std::optional<std::pair<Dims, Dims>>,
                              std::optional<std::pair<int64_t, int64_t>>>;
 
 // FQN; facts of a tensor, of an object None; offsets and sizes of its boxes.
-using PyStored = std::tuple<std::string, std::optional<PyFacts>, std::vector<std::pair<Dims, Dims>>>;
+using PyStored =
+    std::tuple<std::string, std::optional<PyFacts>, std::vector<std::pair<Dims, Dims>>>;
 
-using PyPaths = std::vector<std::pair<std::string, std::vector<std::variant<std::string, int64_t>>>>;
+using PyPaths =
+    std::vector<std::pair<std::string, std::vector<std::variant<std::string, int64_t>>>>;
 
 void add_tensor(HeldTable& held, std::string_view fqn, std::string dtype, int64_t itemsize,
                 std::string memory_format, bool requires_grad, bool pin_memory, Dims sizes,
@@ -34,8 +36,7 @@ void add_tensor(HeldTable& held, std::string_view fqn, std::string dtype, int64_
                        .pin_memory = pin_memory,
                        .is_opaque = is_opaque,
                        .sizes = std::move(sizes)};
-  raise_if_error(held.table.add_tensor(fqn, facts,
-                                       is_shard ? ItemKind::kShard : ItemKind::kTensor,
+  raise_if_error(held.table.add_tensor(fqn, facts, is_shard ? ItemKind::kShard : ItemKind::kTensor,
                                        {std::move(offsets), std::move(box_sizes)}));
 }
 
@@ -45,8 +46,8 @@ GlobalPlan make_plan(const std::vector<py::bytes>& plans, int64_t ranks_per_node
   views.reserve(plans.size());
   for (const py::bytes& plan : plans) views.push_back(view_of(plan));
   return value_or_raise(without_gil([&] {
-    return GlobalPlan::make(
-        views, {.ranks_per_node = ranks_per_node, .split = split, .dedup = dedup});
+    return GlobalPlan::make(views,
+                            {.ranks_per_node = ranks_per_node, .split = split, .dedup = dedup});
   }));
 }
 
@@ -158,8 +159,8 @@ void bind_plan(py::module_& module) {
       .def_static(
           "decode",
           [](const py::bytes& encoded) {
-            return std::make_shared<HeldTable>(value_or_raise(
-                without_gil([&] { return torch_ckpt::decode(view_of(encoded)); })));
+            return std::make_shared<HeldTable>(
+                value_or_raise(without_gil([&] { return torch_ckpt::decode(view_of(encoded)); })));
           },
           py::arg("encoded"))
       .def("__len__", [](const HeldTable& held) { return held.table.size(); })
@@ -182,14 +183,14 @@ void bind_plan(py::module_& module) {
       .def_static(
           "restored",
           [](const StoredIndex& index) {
-            return std::make_shared<GlobalPlan>(GlobalPlan::of(
-                value_or_raise(without_gil([&] { return restore_stored(index); }))));
+            return std::make_shared<GlobalPlan>(
+                GlobalPlan::of(value_or_raise(without_gil([&] { return restore_stored(index); }))));
           },
           py::arg("index"))
       .def_property_readonly("load", &GlobalPlan::load)
       .def_property_readonly("fqns", &stored_fqns)
-      .def_property_readonly(
-          "box_count", [](const GlobalPlan& global) { return global.stored().box_count(); })
+      .def_property_readonly("box_count",
+                             [](const GlobalPlan& global) { return global.stored().box_count(); })
       .def("__len__", [](const GlobalPlan& global) { return global.stored().entries().size(); })
       .def("find", &find_stored, py::arg("fqn"))
       .def("assignment", &assignment, py::arg("rank"))

@@ -63,8 +63,7 @@ class Work {
   // The box that is written. Requires: it is a tensor.
   Box box(const Item& item) const {
     const BoxView whole = items().box(item.number);
-    return item.rows < 0 ? to_box(whole)
-                         : cut_box(whole, {item.number, item.first_row, item.rows});
+    return item.rows < 0 ? to_box(whole) : cut_box(whole, {item.number, item.first_row, item.rows});
   }
 
   int64_t nbytes(const Item& item) const {

@@ -1,5 +1,6 @@
 #include "engine/planned_index.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/strided.h"
@@ -114,8 +115,13 @@ Result<Index> planned_index(const StoredTable& stored, std::vector<RankFile> fil
                               to_string(to_dims(box.offsets)), ", and rank ", stored.rank(i),
                               " has not written it");
       }
-      entry.boxes.push_back({to_dims(box.offsets), to_dims(box.sizes), place.file, place.offset,
-                             place.nbytes, place.plain, {}});
+      entry.boxes.push_back({to_dims(box.offsets),
+                             to_dims(box.sizes),
+                             place.file,
+                             place.offset,
+                             place.nbytes,
+                             place.plain,
+                             {}});
     }
   }
   return out;
