@@ -33,11 +33,18 @@ class PlannedItems(Sequence[WriteItem]):
     Args:
         encoded: All items of the rank; ``None`` in an answer that has just arrived.
         assignment: Which of them it writes; ``None`` for all.
+        plan: Of all ranks, where the coordinator has made the assignment. Stays there.
     """
 
-    def __init__(self, encoded: bytes | None, assignment: bytes | None = None) -> None:
+    def __init__(
+        self,
+        encoded: bytes | None,
+        assignment: bytes | None = None,
+        plan: _native.GlobalPlan | None = None,
+    ) -> None:
         self.encoded = encoded
         self.assignment = assignment
+        self.plan = plan
         self._work: _native.Work | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

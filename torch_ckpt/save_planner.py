@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.listing import Lister
 from torch_ckpt.planned import PlannedItems, PlannedMetadata, PlannedPaths
+from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import gc_paused
 
@@ -73,6 +74,7 @@ class FastSavePlanner(DefaultSavePlanner):
         self._listed: PlannedItems | None = None
         self._sources: list[Any] = []  # What each item of it is stored from.
         self._lister = Lister()
+        self._lazy = False
 
     def set_up_planner(
         self,
@@ -93,6 +95,8 @@ class FastSavePlanner(DefaultSavePlanner):
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
         self._listed = None
+        # Other writers pickle the metadata themselves, as objects of DCP and plain dicts only.
+        self._lazy = isinstance(storage_meta, StorageMeta) and INDEX_MARK in storage_meta.modules
 
     def create_local_plan(self) -> SavePlan:
         """Lists what this rank holds."""
@@ -118,13 +122,16 @@ class FastSavePlanner(DefaultSavePlanner):
         )
         self.global_plan = [
             dataclasses.replace(
-                local, items=PlannedItems(i.encoded, plan.assignment(rank)), planner_data=None
+                local, items=PlannedItems(i.encoded, plan.assignment(rank), plan), planner_data=None
             )
             for rank, (local, i) in enumerate(zip(all_plans, items, strict=True))
         ]
-        self.metadata = Metadata(PlannedMetadata(plan))
+        stored, paths = PlannedMetadata(plan), None
         if self.flatten_state_dict:
-            self.metadata.planner_data = _merged([local.planner_data for local in all_plans])
+            paths = _merged([local.planner_data for local in all_plans])
+        if not self._lazy:
+            stored, paths = stored.copy(), None if paths is None else paths.copy()
+        self.metadata = Metadata(stored, planner_data=paths)
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:

@@ -93,36 +93,35 @@ def seal_metadata(
 
 
 def seal_planned(
-    metadata: Metadata, files: Sequence[tuple[int, WrittenFile]], *, save_id: str
+    metadata: Metadata,
+    plan: _native.GlobalPlan,
+    files: Sequence[tuple[int, WrittenFile]],
+    *,
+    save_id: str,
 ) -> tuple[bytes, bytes]:
     """As :func:`seal_metadata`, of a save that was planned in columns, whose metadata it completes.
 
     Args:
         metadata: About to be committed, as ``FastSavePlanner`` has made them. They become views of
             the index, as a reader would have them, and are pickled as its bytes.
+        plan: Of all ranks.
         files: The data files of the save, each with the rank that has written it.
         save_id: Of the save.
 
     Raises:
-        CheckpointError: What was planned was not written, or what was not planned was; or a planner
-            has replaced what the metadata say of tensors.
+        CheckpointError: What was planned was not written, or what was not planned was.
     """
-    planned = metadata.state_dict_metadata
-    if not isinstance(planned, PlannedMetadata):
-        raise CheckpointError(
-            "cannot commit: a planner has replaced the state_dict_metadata that FastSavePlanner "
-            "made; it may add to planner_data and to the attributes of the metadata only"
-        )
     paths = metadata.planner_data
     storage_meta = _storage_meta(metadata.storage_meta)
     assert storage_meta is not None
     is_plain = (
         (paths is None or isinstance(paths, PlannedPaths))
+        and isinstance(metadata.state_dict_metadata, PlannedMetadata)
         and type(metadata) is Metadata
         and _KNOWN_FIELDS.issuperset(vars(metadata))
     )
     sealed, index = _native.seal_plan(
-        planned.plan,
+        plan,
         save_id,
         [(rank, (f.name, f.nbytes, f.sums), f.extents or b"") for rank, f in files],
         metadata.version or "",
@@ -131,16 +130,18 @@ def seal_planned(
     )
     made = _native.index_of(index)
     saved = to_metadata(made, checkpoint_id=metadata.storage_meta.checkpoint_id)
-    metadata.state_dict_metadata = saved.state_dict_metadata
-    metadata.storage_data = saved.storage_data
     if is_plain:
+        metadata.state_dict_metadata = saved.state_dict_metadata
+        metadata.storage_data = saved.storage_data
         metadata.planner_data = saved.planner_data
         return sealed, index
     # A planner has added something of its own.
-    metadata.state_dict_metadata = dict(saved.state_dict_metadata)
-    metadata.storage_data = dict(saved.storage_data)
+    if isinstance(metadata.state_dict_metadata, PlannedMetadata):
+        metadata.state_dict_metadata = saved.state_dict_metadata.copy()
+    metadata.storage_data = saved.storage_data.copy()
     if isinstance(paths, PlannedPaths):
-        metadata.planner_data = dict(paths)
+        metadata.planner_data = paths.copy()
+    check_complete(metadata)
     dtypes: list[dict[int, str]] = [{} for _ in files]
     for _, facts, boxes in made:
         for _, _, file, offset, _, is_ours, _ in boxes:

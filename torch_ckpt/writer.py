@@ -40,7 +40,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.planned import PlannedItems
+from torch_ckpt.planned import PlannedItems, PlannedPaths
 from torch_ckpt.roll_call import claim_commit
 from torch_ckpt.save_planner import FastSavePlanner
 from torch_ckpt.seal import INDEX_MARK
@@ -165,6 +165,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         self._file_system = _native.local_file_system()
         self._pools: list[_native.BufferPool] = []
         self._found: frozenset[str] = frozenset()  # Names in the directory before this save.
+        self._plan: _native.GlobalPlan | None = None  # The coordinator's, of columns.
 
     def __getstate__(self) -> dict[str, Any]:
         # Travels to the process that saves in the background: without native handles, and without
@@ -172,6 +173,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         return {
             **self.__dict__,
             "_pools": [],
+            "_plan": None,
             "_file_system": None,
             "_writing": None,
             "state_dict_cache": None,
@@ -252,6 +254,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         """
         with gc_paused():
             plans = share_out(plans)
+        columns = [plan.items for plan in plans if isinstance(plan.items, PlannedItems)]
+        self._plan = columns[0].plan if columns else None
         return [
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
             if plan.storage_data is None or isinstance(plan.storage_data, HeldItems)
@@ -297,9 +301,12 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         metadata.storage_meta = self.storage_meta()
         files = {file.name for _, file in written}
         try:
-            if any(file.extents is not None for _, file in written):
-                sealed, index = seal_planned(metadata, written, save_id=self.save_id)
+            plan, self._plan = self._plan, None
+            if plan is not None and any(file.extents is not None for _, file in written):
+                sealed, index = seal_planned(metadata, plan, written, save_id=self.save_id)
             else:
+                if isinstance(metadata.planner_data, PlannedPaths):
+                    metadata.planner_data = metadata.planner_data.copy()
                 merge_cuts(metadata, [cut for _, file in written for cut in file.cuts])
                 check_complete(metadata)
                 sealed, index = seal_metadata(
