@@ -112,6 +112,12 @@ def seal_planned(
         CheckpointError: What was planned was not written, or what was not planned was.
     """
     paths = metadata.planner_data
+    for rank, file in files:
+        if file.extents is None:
+            raise CheckpointError(
+                f"cannot commit: rank {rank} has written {file.name} item by item, as its planner "
+                "resolves them, and other ranks have not: all need planners of one class"
+            )
     storage_meta = _storage_meta(metadata.storage_meta)
     assert storage_meta is not None
     is_plain = (
@@ -123,7 +129,7 @@ def seal_planned(
     sealed, index = _native.seal_plan(
         plan,
         save_id,
-        [(rank, (f.name, f.nbytes, f.sums), f.extents or b"") for rank, f in files],
+        [(rank, (f.name, f.nbytes, f.sums), f.extents) for rank, f in files],
         metadata.version or "",
         paths.encoded if isinstance(paths, PlannedPaths) else None,
         storage_meta,
