@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pickle
@@ -25,12 +26,11 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
-import torch_ckpt
 from torch_ckpt import FastReader, FastWriter
 from torch_ckpt.load_planner import FastLoadPlanner
 from torch_ckpt.save_planner import FastSavePlanner
@@ -104,7 +104,7 @@ def save_spread(path: Path, names: int, placed: int, writers: list[Any], options
         count = sum(1 if one is None else len(one[2]) for one in said["stored"].values())
         assert len(said["places"]) == count
         extents = sorted(said["places"].values())
-        for (file, _, end), (other, begin, _) in zip(extents, extents[1:], strict=False):
+        for (file, _, end), (other, begin, _) in itertools.pairwise(extents):
             assert file != other or end <= begin
 
 
