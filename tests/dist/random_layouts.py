@@ -46,7 +46,8 @@ def random_layout(names: int, placed: int, *, owners: int | None = None) -> Stat
                 continue
             state["plain"][name] = value
             continue
-        mesh = placing.choice(meshes)
+        # DTensor.from_local forgets on ranks off the mesh that a tensor has no dimensions.
+        mesh = placing.choice(meshes if dims else meshes[:1])
         placements = _placements(placing, mesh, dims)
         if mesh.get_coordinate() is not None or not owners:
             state["placed"][name] = as_box(value, mesh, placements)
