@@ -29,7 +29,8 @@ ROOMS = {
 LAYERS = [
     {"errors", "options", "_native", "_tensor_view"},
     {"mappings", "tensors", "roll_call", "pickles", "seal", "sharing", "tree"},
-    {"index", "metadata", "tree_exchange", "planned", "plan_cache", "listing"},
+    {"index", "metadata", "tree_exchange", "planned", "listing"},
+    {"plan_cache"},
     {"deadline"},
     {"save_planner", "load_planner"},
     {"data_file", "loading", "sealed_metadata"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -26,8 +26,15 @@ class Lister:
     def __reduce__(self) -> tuple[Any, ...]:
         return Lister, ()
 
-    def table_of(self, state_dict: dict[str, Any]) -> tuple[_native.ItemTable, list[Any]]:
+    def table_of(
+        self, state_dict: dict[str, Any], *, for_load: bool = False
+    ) -> tuple[_native.ItemTable, list[Any]]:
         """Lists a flat state dict.
+
+        Args:
+            state_dict: Names and values.
+            for_load: Whether to list what a rank wants to have, and not what it would write: an
+                object of DCP's contract tells these apart.
 
         Returns:
             The items, and for each the tensor that holds it; ``None`` for an object, and where only
@@ -39,11 +46,11 @@ class Lister:
         """
         table = _native.ItemTable()
         sources = _tensor_view.list_tensors(
-            state_dict, table, lambda fqn, value: self._list(table, fqn, value)
+            state_dict, table, lambda fqn, value: self._list(table, fqn, value, for_load)
         )
         return table, sources
 
-    def _list(self, table: _native.ItemTable, fqn: str, value: Any) -> list[Any]:
+    def _list(self, table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> list[Any]:
         """Lists what is no plain tensor."""
         if isinstance(value, DTensor):
             local = value._local_tensor
@@ -59,6 +66,24 @@ class Lister:
         elif not isinstance(value, torch.Tensor) and not hasattr(value, "__create_write_items__"):
             table.add_object(fqn, OBJECT_NBYTES)
             return [None]
+        if for_load:
+            chunks = _create_chunk_list(value)
+            for chunk in chunks:
+                # Of what is wanted, only the sizes and the box count.
+                table.add_tensor(
+                    fqn,
+                    "uint8",
+                    1,
+                    "contiguous_format",
+                    False,
+                    False,
+                    value.size(),
+                    True,
+                    chunk.offsets,
+                    chunk.sizes,
+                    True,
+                )
+            return [None] * len(chunks)
         items = _create_write_items(fqn, value)
         for item in items:
             list_item(table, item, is_opaque=True)

@@ -133,11 +133,11 @@ class FastLoadPlanner(DefaultLoadPlanner):
         if index is not None:
             try:
                 with gc_paused():
-                    table, sources = Lister().table_of(self.state_dict)
+                    table, sources = Lister().table_of(self.state_dict, for_load=True)
                     reads = _native.Reads(index, table, self.allow_partial_load)
                 self._reads = PlannedReads(reads, sources)
                 return LoadPlan(cast(list[ReadItem], self._reads))
-            except (ValueError, TypeError, MismatchError, NotFoundError):
+            except (ValueError, TypeError, AttributeError, MismatchError, NotFoundError):
                 pass  # DCP's planner knows what to raise, or what to make of it.
         return super().create_local_plan()
 

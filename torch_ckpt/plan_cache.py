@@ -22,10 +22,10 @@ from typing import Generic, TypeVar
 
 from torch_ckpt import _native
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.planned import GlobalPlanEntry
 
 __all__ = [
     "PLAN_CACHE",
-    "GlobalPlanEntry",
     "PlanCache",
     "PlanUnknownError",
     "RankPlanEntry",
@@ -55,21 +55,6 @@ class RankPlanEntry:
 
     token: bytes
     work: _native.Work
-
-
-@dataclass(frozen=True)
-class GlobalPlanEntry:
-    """What the coordinator keeps of a save.
-
-    Attributes:
-        plan: Who writes what.
-        paths: ``planner_data`` of all ranks, encoded, each different one once.
-        mark: For the index: 32 bytes, or none where it is not to be found again.
-    """
-
-    plan: _native.GlobalPlan
-    paths: Sequence[bytes]
-    mark: bytes
 
 
 class _Recent(Generic[_V]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
@@ -21,12 +22,28 @@ from torch_ckpt.tensors import to_properties
 
 __all__ = [
     "AssignedItems",
+    "GlobalPlanEntry",
     "ListedItems",
     "PlannedItems",
     "PlannedMetadata",
     "PlannedPaths",
     "to_write_item",
 ]
+
+
+@dataclass(frozen=True)
+class GlobalPlanEntry:
+    """What the coordinator has planned.
+
+    Attributes:
+        plan: Who writes what.
+        paths: ``planner_data`` of all ranks, encoded, each different one once.
+        mark: For the index: 32 bytes, or none where the plan is not to be found again.
+    """
+
+    plan: _native.GlobalPlan
+    paths: Sequence[bytes]
+    mark: bytes
 
 
 class PlannedItems(Sequence[WriteItem]):
@@ -118,11 +135,19 @@ class AssignedItems(PlannedItems):
         encoded: All that it listed, as the coordinator knows.
         assignment: Which of that; ``None`` to do again what it did under the token that it sent.
         token: What it may send the next time.
+        plan: That of all ranks. Stays with the coordinator.
     """
 
-    def __init__(self, encoded: bytes | None, assignment: bytes | None, token: bytes) -> None:
+    def __init__(
+        self,
+        encoded: bytes | None,
+        assignment: bytes | None,
+        token: bytes,
+        plan: GlobalPlanEntry | None = None,
+    ) -> None:
         super().__init__(encoded, assignment)
         self.token = token
+        self.plan = plan
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AssignedItems, (None, self.assignment, self.token)
@@ -149,12 +174,10 @@ class PlannedMetadata(LazyMapping[str, TensorStorageMetadata | BytesStorageMetad
 
     Args:
         plan: That of all ranks.
-        mark: By which it is found again, for the index; may be empty.
     """
 
-    def __init__(self, plan: _native.GlobalPlan, mark: bytes) -> None:
+    def __init__(self, plan: _native.GlobalPlan) -> None:
         self.plan = plan
-        self.mark = mark
         self._fqns: list[str] | None = None
 
     def __getitem__(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:

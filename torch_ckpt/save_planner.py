@@ -23,7 +23,6 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.listing import Lister
 from torch_ckpt.plan_cache import (
     PLAN_CACHE,
-    GlobalPlanEntry,
     PlanUnknownError,
     RankPlanEntry,
     digest_of,
@@ -31,11 +30,13 @@ from torch_ckpt.plan_cache import (
 )
 from torch_ckpt.planned import (
     AssignedItems,
+    GlobalPlanEntry,
     ListedItems,
     PlannedItems,
     PlannedMetadata,
     PlannedPaths,
 )
+from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import gc_paused
 
@@ -97,6 +98,7 @@ class FastSavePlanner(DefaultSavePlanner):
         self._known: RankPlanEntry | None = None  # What it was planned to be before.
         self._sources: list[Any] = []  # What each item of it is stored from.
         self._lister = Lister()
+        self._lazy = False
         if enable_plan_caching:
             take_part_in_dcp()  # For ranks to plan anew where a plan is not known.
 
@@ -126,6 +128,8 @@ class FastSavePlanner(DefaultSavePlanner):
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
         self._listed = None
+        # Other writers pickle the metadata themselves, as objects of DCP and plain dicts only.
+        self._lazy = isinstance(storage_meta, StorageMeta) and INDEX_MARK in storage_meta.modules
 
     def create_local_plan(self) -> SavePlan:
         """Lists what this rank holds."""
@@ -151,17 +155,20 @@ class FastSavePlanner(DefaultSavePlanner):
             tokens, known = self._plan_anew(all_plans)
             assignments = [known.plan.assignment(rank) for rank in range(len(listed))]
         answers = [
-            _as_list(AssignedItems(items.encoded, assignment, token))
+            _as_list(AssignedItems(items.encoded, assignment, token, known))
             for items, assignment, token in zip(listed, assignments, tokens, strict=True)
         ]
         self.global_plan = [
             dataclasses.replace(plan, items=answer, planner_data=None)
             for plan, answer in zip(all_plans, answers, strict=True)
         ]
-        stored: Any = PlannedMetadata(known.plan, known.mark)
-        self.metadata = Metadata(stored)
+        stored: Any = PlannedMetadata(known.plan)
+        paths: Any = None
         if self.flatten_state_dict:
-            self.metadata.planner_data = _merged([plan.planner_data for plan in all_plans], known)
+            paths = _merged([plan.planner_data for plan in all_plans], known)
+        if not self._lazy:
+            stored, paths = stored.copy(), None if paths is None else paths.copy()
+        self.metadata = Metadata(stored, planner_data=paths)
         return self.global_plan, self.metadata
 
     def _plan_anew(self, all_plans: list[SavePlan]) -> tuple[list[bytes], GlobalPlanEntry]:

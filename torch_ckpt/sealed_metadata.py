@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 from pathlib import PosixPath
 from types import NoneType
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -26,7 +25,7 @@ from torch_ckpt import _native
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.index import WrittenFile, to_entries, to_metadata, to_paths
 from torch_ckpt.metadata import dump_metadata
-from torch_ckpt.planned import PlannedMetadata, PlannedPaths
+from torch_ckpt.planned import GlobalPlanEntry, PlannedMetadata, PlannedPaths
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["check_complete", "seal_metadata", "seal_planned"]
@@ -94,62 +93,71 @@ def seal_metadata(
 
 
 def seal_planned(
-    metadata: Metadata, files: Sequence[tuple[int, WrittenFile]], *, save_id: str
+    metadata: Metadata,
+    plan: GlobalPlanEntry,
+    files: Sequence[tuple[int, WrittenFile]],
+    *,
+    save_id: str,
 ) -> tuple[bytes, bytes]:
     """As :func:`seal_metadata`, of a save that was planned in columns, whose metadata it completes.
 
     Args:
         metadata: About to be committed, as ``FastSavePlanner`` has made them. They become views of
             the index, as a reader would have them, and are pickled as its bytes.
+        plan: Of all ranks.
         files: The data files of the save, each with the rank that has written it.
         save_id: Of the save.
 
     Raises:
-        CheckpointError: What was planned was not written, or what was not planned was; or a planner
-            has replaced what the metadata say of tensors.
+        CheckpointError: What was planned was not written, or what was not planned was.
     """
-    planned: Any = metadata.state_dict_metadata
-    if not isinstance(planned, PlannedMetadata):
-        raise CheckpointError(
-            "cannot commit: a planner has replaced the state_dict_metadata that FastSavePlanner "
-            "made; it may add to planner_data and to the attributes of the metadata only"
-        )
     paths = metadata.planner_data
+    reported: list[tuple[int, tuple[str, int, bytes], bytes]] = []
+    for rank, file in files:
+        if file.extents is None:
+            raise CheckpointError(
+                f"cannot commit: rank {rank} has written {file.name} item by item, as its planner "
+                "resolves them, and other ranks have not: all need planners of one class"
+            )
+        reported.append((rank, (file.name, file.nbytes, file.sums), file.extents))
     storage_meta = _storage_meta(metadata.storage_meta)
     assert storage_meta is not None
     assert metadata.storage_meta is not None
     is_plain = (
         (paths is None or isinstance(paths, PlannedPaths))
+        and isinstance(metadata.state_dict_metadata, PlannedMetadata)
         and type(metadata) is Metadata
         and _KNOWN_FIELDS.issuperset(vars(metadata))
     )
     sealed, index = _native.seal_plan(
-        planned.plan,
+        plan.plan,
         save_id,
-        [(rank, (f.name, f.nbytes, f.sums), f.extents or b"") for rank, f in files],
+        reported,
         metadata.version or "",
         paths.encoded if isinstance(paths, PlannedPaths) else None,
-        planned.mark,
+        plan.mark,
         storage_meta,
     )
     where = metadata.storage_meta.checkpoint_id or ""
     made = _native.index_of(index)
     saved = to_metadata(made, checkpoint_id=where)
-    metadata.state_dict_metadata = saved.state_dict_metadata
-    metadata.storage_data = saved.storage_data
     if is_plain:
+        metadata.state_dict_metadata = saved.state_dict_metadata
+        metadata.storage_data = saved.storage_data
         metadata.planner_data = saved.planner_data
         return sealed, index
     # A planner has added something of its own.
-    metadata.state_dict_metadata = dict(saved.state_dict_metadata)
-    metadata.storage_data = dict(saved.storage_data)
+    if isinstance(metadata.state_dict_metadata, PlannedMetadata):
+        metadata.state_dict_metadata = saved.state_dict_metadata.copy()
+    metadata.storage_data = saved.storage_data.copy()
     if isinstance(paths, PlannedPaths):
-        metadata.planner_data = dict(paths)
+        metadata.planner_data = paths.copy()
+    check_complete(metadata)
     dtypes: list[dict[int, str]] = [{} for _ in files]
     for _, facts, boxes in made:
-        for _, _, file, offset, _, is_ours, _ in boxes:
+        for _, _, number, offset, _, is_ours, _ in boxes:
             if facts is not None and is_ours:
-                dtypes[file][offset] = facts[0]
+                dtypes[number][offset] = facts[0]
     written = [
         dataclasses.replace(file, dtypes=of_file)
         for (_, file), of_file in zip(files, dtypes, strict=True)

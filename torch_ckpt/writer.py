@@ -39,7 +39,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.planned import PlannedItems
+from torch_ckpt.planned import AssignedItems, GlobalPlanEntry, PlannedItems, PlannedPaths
 from torch_ckpt.roll_call import claim_commit
 from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.sealed_metadata import check_complete, seal_metadata, seal_planned
@@ -157,6 +157,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         self._file_system = _native.local_file_system()
         self._pools: list[_native.BufferPool] = []
         self._found: frozenset[str] = frozenset()  # Names in the directory before this save.
+        self._plan: GlobalPlanEntry | None = None  # The coordinator's, of columns.
 
     def __getstate__(self) -> dict[str, Any]:
         # Travels to the process that saves in the background: without native handles, and without
@@ -164,6 +165,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         return {
             **self.__dict__,
             "_pools": [],
+            "_plan": None,
             "_file_system": None,
             "_writing": None,
             "state_dict_cache": None,
@@ -244,6 +246,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         """
         with gc_paused():
             plans = share_out(plans)
+        columns: list[Any] = [plan.items for plan in plans]
+        self._plan = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
         return [
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
             if plan.storage_data is None or isinstance(plan.storage_data, HeldItems)
@@ -291,9 +295,12 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         metadata.storage_meta = self.storage_meta()
         files = {file.name for _, file in written}
         try:
-            if any(file.extents is not None for _, file in written):
-                sealed, index = seal_planned(metadata, written, save_id=self.save_id)
+            plan, self._plan = self._plan, None
+            if plan is not None and any(file.extents is not None for _, file in written):
+                sealed, index = seal_planned(metadata, plan, written, save_id=self.save_id)
             else:
+                if isinstance(metadata.planner_data, PlannedPaths):
+                    metadata.planner_data = metadata.planner_data.copy()
                 merge_cuts(metadata, [cut for _, file in written for cut in file.cuts])
                 check_complete(metadata)
                 sealed, index = seal_metadata(

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
 from torch_ckpt import CheckpointError, FastReader, FastWriter
@@ -141,6 +141,14 @@ class PlanWithMore(SavePlan):
     more: str = ""
 
 
+class Rewrites:
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        stored = dict(metadata.state_dict_metadata)
+        stored["ema"] = dataclasses.replace(stored["ema"])
+        return plans, dataclasses.replace(metadata, state_dict_metadata=stored)
+
+
 class Reorders:
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
@@ -161,6 +169,7 @@ SAVERS: list[type] = [
     PutsPlannerData,
     AddsAttribute,
     TravelsWithMore,
+    Rewrites,
     Reorders,
 ]
 
@@ -287,15 +296,18 @@ def test_what_a_subclass_adds_to_the_metadata_leaves_them_an_index(tmp_path: Pat
     assert all(boxes[0][2] for _, tensor, boxes in plain if tensor is not None)
 
 
-def test_metadata_that_a_subclass_has_replaced_are_not_committed(tmp_path: Path) -> None:
-    class Replaces(FastSavePlanner):
+def test_metadata_to_which_a_subclass_adds_what_nobody_writes_are_not_committed(
+    tmp_path: Path,
+) -> None:
+    class Adds(FastSavePlanner):
         def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
             plans, metadata = super().create_global_plan(all_plans)
-            return plans, Metadata(dict(metadata.state_dict_metadata))
+            stored = {**metadata.state_dict_metadata, "new": BytesStorageMetadata()}
+            return plans, dataclasses.replace(metadata, state_dict_metadata=stored)
 
-    error = failure_of(save, some_state(), FastWriter(tmp_path), planner=Replaces())
+    error = failure_of(save, some_state(), FastWriter(tmp_path), planner=Adds())
     assert isinstance(error, CheckpointError)
-    assert "a planner has replaced the state_dict_metadata" in str(error)
+    assert "the plan has 'new', and no rank has written it" in str(error)
     assert list(tmp_path.iterdir()) == []
 
 

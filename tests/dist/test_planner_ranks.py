@@ -1,0 +1,257 @@
+"""FastSavePlanner and FastLoadPlanner on several ranks: who writes what, and what is read back."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_layouts
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from random_layouts import assert_holds, blank_like, random_layout
+from ranks import Worlds
+from states import full_value, sharded
+from test_sharing import MIB, STATES, local, written_nbytes, zeroed
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from torch_ckpt import FastReader, FastWriter
+from torch_ckpt.load_planner import FastLoadPlanner
+from torch_ckpt.save_planner import FastSavePlanner
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
+
+LOADS: list[tuple[Any, Any]] = [
+    (FileSystemReader, DefaultLoadPlanner),
+    (FileSystemReader, FastLoadPlanner),
+    (FastReader, DefaultLoadPlanner),
+    (FastReader, FastLoadPlanner),
+]
+
+
+@pytest.fixture
+def seed() -> int:
+    """From TEST_SEED or at random; a failing test prints it."""
+    found = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"TEST_SEED={found}")
+    return found
+
+
+def boxes_of(metadata: Metadata) -> dict[str, Any]:
+    """What metadata say, in plain values that compare."""
+    return {
+        "stored": {
+            fqn: None
+            if isinstance(stored, BytesStorageMetadata)
+            else (
+                str(stored.properties),
+                tuple(stored.size),
+                [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks],
+            )
+            for fqn, stored in metadata.state_dict_metadata.items()
+        },
+        "paths": dict(metadata.planner_data),
+        "places": {
+            (key.fqn, None if key.offset is None else tuple(key.offset)): (
+                place.relative_path,
+                place.offset,
+                place.offset + place.length,
+            )
+            for key, place in metadata.storage_data.items()
+        },
+    }
+
+
+def save_spread(path: Path, names: int, placed: int, writers: list[Any], options: Any) -> None:
+    """Saves a random layout; the metadata of all ranks are the same, and list each box once."""
+    state = random_layout(names, placed, owners=6)
+    for number, writer in enumerate(writers):
+        folder = path / str(number)
+        metadata = dcp.save(
+            state, storage_writer=writer(folder), planner=FastSavePlanner(**options)
+        )
+        said = boxes_of(metadata)
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, said)
+        assert all(of_rank == said for of_rank in everyones)
+        assert boxes_of(FileSystemReader(folder).read_metadata()) == said
+        for fqn, stored in said["stored"].items():
+            if stored is None:
+                assert (fqn, None) in said["places"]
+                continue
+            _, size, boxes = stored
+            assert sum(math.prod(sizes) for _, sizes in boxes) == math.prod(size), fqn
+            assert len({offsets for offsets, _ in boxes}) == len(boxes), fqn
+            assert all((fqn, offsets) in said["places"] for offsets, _ in boxes), fqn
+            if math.prod(size):
+                assert all(math.prod(sizes) for _, sizes in boxes), fqn
+        count = sum(1 if one is None else len(one[2]) for one in said["stored"].values())
+        assert len(said["places"]) == count
+        extents = sorted(said["places"].values())
+        for (file, _, end), (other, begin, _) in itertools.pairwise(extents):
+            assert file != other or end <= begin
+
+
+def load_spread(path: Path, names: int, placed: int, count: int) -> None:
+    """Loads another layout of the same values."""
+    state = random_layout(names, placed)
+    for number in range(count):
+        for reader, planner in LOADS:
+            loaded = blank_like(state)
+            dcp.load(loaded, storage_reader=reader(path / str(number)), planner=planner())
+            assert_holds(loaded, state)
+
+
+@pytest.mark.parametrize("options", [{}, {"dedup_save_to_lowest_rank": True}], ids=str)
+@pytest.mark.parametrize(("savers", "loaders"), [(2, 4), (4, 2), (4, 4), (4, 1)])
+def test_random_layouts_load_in_random_others(
+    worlds: Worlds, tmp_path: Path, seed: int, savers: int, loaders: int, options: Any
+) -> None:
+    for number in range(2):
+        names = seed + number
+        path = tmp_path / str(number)
+        writers = [FastWriter, FileSystemWriter]
+        worlds.run(savers, save_spread, path, names, names, writers, options)
+        worlds.run(loaders, load_spread, path, names, names + 1, len(writers))
+
+
+def local_plans(names: int, placed: int) -> None:
+    state = random_layout(names, placed, owners=6)
+    for flatten in (True, False):
+        theirs, ours = DefaultSavePlanner(flatten), FastSavePlanner(flatten)
+        for planner in (theirs, ours):
+            planner.set_up_planner(state, is_coordinator=dist.get_rank() == 0)
+        assert list(ours.create_local_plan().items) == theirs.create_local_plan().items
+
+
+def test_what_ranks_list_is_what_stock_lists(worlds: Worlds, seed: int) -> None:
+    for number in range(5):
+        worlds.run(4, local_plans, seed + number, seed + number)
+
+
+def large_of_all() -> dict[str, Any]:
+    """One tensor holds 60 % of all bytes."""
+    state: dict[str, Any] = {
+        f"{i}": full_value(f"{i}", (500, 1000), torch.float32) for i in range(8)
+    }
+    state["large"] = full_value("large", (6001, 1000), torch.float32)
+    return state
+
+
+def fsdp_over_tp() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    placements = [(Shard(0), Shard(1)), (Shard(0), Replicate()), (Replicate(), Replicate())]
+    return {
+        f"w{i}": sharded(
+            full_value(f"w{i}", (1001 + i, 900), torch.float32), mesh, placements[i % 3]
+        )
+        for i in range(9)
+    }
+
+
+WORKLOADS: dict[str, Callable[[], dict[str, Any]]] = {
+    **STATES,
+    "one large": large_of_all,
+    "fsdp over tp": fsdp_over_tp,
+}
+
+
+def save_and_load(name: str, path: Path, writer: Any) -> None:
+    state = WORKLOADS[name]()
+    dcp.save(state, storage_writer=writer(path), planner=FastSavePlanner())
+    for reader, planner in LOADS:
+        loaded = zeroed(state)
+        dcp.load(loaded, storage_reader=reader(path), planner=planner())
+        test_layouts.assert_same(local(loaded), local(state))
+
+
+@pytest.mark.parametrize("writer", [FastWriter, FileSystemWriter])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_busiest_rank_writes_hardly_more_than_the_mean(
+    worlds: Worlds, tmp_path: Path, name: str, writer: Any
+) -> None:
+    worlds.run(4, save_and_load, name, tmp_path, writer)
+    per_rank = written_nbytes(tmp_path, 4)
+    assert max(per_rank) <= 1.02 * sum(per_rank) / 4 + MIB, per_rank
+
+
+def sent_nbytes(count: int) -> tuple[float, float]:
+    """Bytes that a rank sends and gets for each item, besides names."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    state = {
+        f"layers.{i}.weight": sharded(torch.zeros(4 * world, 3 + i % 5), mesh, (Shard(0),))
+        if i % 2
+        else torch.zeros(8, i % 7)
+        for i in range(count)
+    }
+    planner, writer = FastSavePlanner(), FastWriter("unused")
+    planner.set_up_planner(state, is_coordinator=rank == 0)
+    sent = pickle.dumps(planner.create_local_plan())
+    assert b"WriteItem" not in sent
+    plans: list[Any] = [None] * world
+    dist.all_gather_object(plans, sent)
+    answers, _ = planner.create_global_plan(list(map(pickle.loads, plans)))
+    answer = pickle.dumps(writer.prepare_global_plan(answers)[rank])
+    assert b"WriteItem" not in answer
+    return (len(sent) - sum(map(len, state))) / count, len(answer) / count
+
+
+def test_what_ranks_send_and_get_is_small(worlds: Worlds) -> None:
+    for sent, got in worlds.run(2, sent_nbytes, 4000):
+        assert sent <= 16
+        assert got <= 8
+
+
+def save_trained(layout: str, path: Path) -> dict[str, Any]:
+    kind = test_layouts.EvenNet if layout == "fsdp2_tp" else test_layouts.Net
+    net, optimizer = test_layouts.build(kind, layout, seed=0, rate=0.125)
+    test_layouts.train(net, optimizer)
+    model, optim = get_state_dict(net, optimizer)
+    dcp.save(
+        {"model": model, "optim": optim},
+        storage_writer=FastWriter(path),
+        planner=FastSavePlanner(),
+    )
+    return test_layouts.full_state(net, optimizer)
+
+
+def load_begun(layout: str, path: Path, loader: int, even: bool) -> dict[str, Any]:
+    kind = test_layouts.EvenNet if even else test_layouts.Net
+    net, optimizer = test_layouts.build(kind, layout, seed=1, rate=0.5)
+    model, optim = get_state_dict(net, optimizer)
+    reader, planner = LOADS[loader]
+    dcp.load(
+        {"model": model, "optim": optim},
+        storage_reader=reader(path),
+        planner=planner(flatten_sharded_tensors=layout != "fsdp1"),  # As test_layouts explains.
+    )
+    set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim)
+    return test_layouts.full_state(net, optimizer)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp1", "fsdp2", "hsdp", "fsdp2_tp"])
+def test_a_trained_model_loads_in_another_layout(
+    worlds: Worlds, tmp_path: Path, layout: str
+) -> None:
+    saved = worlds.run(4, save_trained, layout, tmp_path)[0]
+    for loader in (0, 3):
+        for other, ranks in (("fsdp2", 2), ("fsdp1", 2)):
+            loaded = worlds.run(ranks, load_begun, other, tmp_path, loader, layout == "fsdp2_tp")
+            test_layouts.assert_same(loaded[0], saved)
