@@ -288,9 +288,7 @@ def _save_again(
     torch.set_num_threads(1)
     method = f"file://{directory}/store"
     timeout = timedelta(seconds=120)
-    dist.init_process_group(
-        "gloo", init_method=method, rank=rank, world_size=2, timeout=timeout
-    )
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2, timeout=timeout)
     mesh = init_device_mesh("cpu", (2,))
     state: dict[str, Any] = {}
     for number in range(tensors):
