@@ -2,8 +2,9 @@
 
 Makes directories that hold only metadata and an index (no data), and measures, each in a process of
 its own: opening, and answering one FQN, with nothing of it in the page cache and with all; finding
-1/256 of all boxes by what they overlap; planning a load of these; how much memory that takes;
-reading everything; and stock DCP's unpickling of the same metadata. Takes a few minutes, 3 GiB of memory and 1 GiB of disk:
+1/256 of all boxes by what they overlap, and planning a load of them; how much memory that takes;
+reading everything; and stock DCP's unpickling of the same metadata. Takes a few minutes, 3 GiB of
+memory and 1 GiB of disk:
 
     python benchmarks/bench_index.py --dir /data
 """
@@ -19,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

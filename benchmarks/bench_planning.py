@@ -138,8 +138,8 @@ def _coordinators(options: Options) -> list[Bar]:
         bars.append(Bar(f"{name}: peak RSS", one["peak_rss"] / GIB, 6, "GiB"))
     _title(
         "Coordinator, all tensors sharded over all ranks: from what ranks have sent to what they\n"
-        "get. CPU seconds. Peak RSS is of the process, with what was sent; items alone are without\n"
-        "the paths of the nested state dict. Listing and encoding is set-up, in Python"
+        "get. CPU seconds. Peak RSS is of the process, with what was sent; items alone leave out\n"
+        "paths of the state dict. Listing and encoding is set-up, in Python"
     )
     print_table(rows)
     return bars
@@ -180,8 +180,8 @@ def _replicas(options: Options) -> list[Bar]:
             ]
         )
     _title(
-        f"Replicated tensors on {REPLICA_RANKS} ranks, end to end: local plans, pickles both ways,\n"
-        "dedup, validation. CPU seconds of all ranks together; us are of a tensor, on all ranks"
+        f"Replicated tensors on {REPLICA_RANKS} ranks, end to end: local plans, pickles, dedup,\n"
+        " validation. CPU seconds of all ranks together; us are of a tensor, on all ranks"
     )
     print_table(rows)
     times = us(STOCK, few) / us(OURS, many)
