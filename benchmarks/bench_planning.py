@@ -184,7 +184,7 @@ def _replicas(options: Options) -> list[Bar]:
         )
     _title(
         f"Replicated tensors on {REPLICA_RANKS} ranks, end to end: local plans, pickles, dedup,\n"
-        " validation. CPU seconds of all ranks together; us are of a tensor, on all ranks"
+        "validation. CPU seconds of all ranks together; us are of a tensor, on all ranks"
     )
     print_table(rows)
     times = us(STOCK, many) / us(OURS, many)
