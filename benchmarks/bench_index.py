@@ -2,8 +2,9 @@
 
 Makes directories that hold only metadata and an index (no data), and measures, each in a process of
 its own: opening, and answering one FQN, with nothing of it in the page cache and with all; finding
-1/256 of all boxes by what they overlap; how much memory that takes; reading everything; and
-stock DCP's unpickling of the same metadata. Takes a few minutes, 3 GiB of memory and 1 GiB of disk:
+1/256 of all boxes by what they overlap, and planning a load of them; how much memory that takes;
+reading everything; and stock DCP's unpickling of the same metadata. Takes a few minutes, 3 GiB of
+memory and 1 GiB of disk:
 
     python benchmarks/bench_index.py --dir /data
 """
@@ -19,18 +20,30 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import MIB, describe
+from machine import MIB, Meter, describe
 
 SHAPES = [(4_000, 256), (100_000, 10)]  # FQNs, boxes of each.
 SHARE = 256  # A rank wants one box of so many.
 ROWS = 8  # Of a box.
 COLUMNS = 1024
 SLICE = 16_384 + 704
+LABELS = {
+    "one-cold": "open, one FQN; nothing in the page cache",
+    "one": "open, one FQN; all in the page cache",
+    "share-cold": f"open, find 1/{SHARE} of all boxes; cold",
+    "share": f"open, find 1/{SHARE} of all boxes; cached",
+    "plan-cold": f"open, plan a load of 1/{SHARE}; cold",
+    "plan": f"open, plan a load of 1/{SHARE}; cached",
+    "check": "check all of the index",
+    "everything": "build all of DCP's metadata",
+    "stock": "stock DCP unpickles .metadata",
+}
 
 
 def _fqn(number: int) -> str:
@@ -84,20 +97,35 @@ def _make(path: Path, fqns: int, boxes: int) -> None:
     os.sync()
 
 
-def _rss_nbytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _peak_rss_nbytes() -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
-
-
 def _drop(path: Path) -> None:
     for name in (".metadata", ".index"):
         with open(path / name, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _state_of_share(fqns: int, boxes: int) -> dict[str, Any]:
+    """What a rank that wants 1/256 of all loads: a row of boxes, or some tensors as a whole."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if boxes < SHARE:
+        return {
+            _fqn(number): torch.empty(ROWS * boxes, COLUMNS, dtype=torch.bfloat16)
+            for number in range(0, fqns, SHARE)
+        }
+    dist.init_process_group("fake", rank=SHARE // 2, world_size=SHARE, store=FakeStore())
+    mesh = init_device_mesh("cpu", (SHARE,))
+    return {
+        _fqn(number): DTensor.from_local(
+            torch.empty(ROWS * boxes // SHARE, COLUMNS, dtype=torch.bfloat16),
+            mesh,
+            [Shard(0)],
+            run_check=False,
+        )
+        for number in range(fqns)
+    }
 
 
 def _measure(path: Path, what: str, fqns: int, boxes: int) -> dict[str, float]:
@@ -105,6 +133,7 @@ def _measure(path: Path, what: str, fqns: int, boxes: int) -> dict[str, float]:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     from torch_ckpt import FastReader, _native
+    from torch_ckpt.load_planner import FastLoadPlanner
 
     rng = random.Random(1)
     fs = _native.local_file_system()
@@ -131,6 +160,13 @@ def _measure(path: Path, what: str, fqns: int, boxes: int) -> dict[str, float]:
                 found += len(index.overlapping(_fqn(number), [0, 0], [ROWS * boxes, COLUMNS]))
         assert found in (fqns * boxes // SHARE, -(-fqns // SHARE) * boxes)
 
+    def plan() -> None:
+        metadata = FastReader(path).read_metadata()
+        planner = FastLoadPlanner()
+        planner.set_up_planner(state, metadata, True)
+        items = planner.create_local_plan().items
+        assert len(items) == (fqns if boxes >= SHARE else len(state) * boxes)
+
     def everything() -> None:
         metadata = FastReader(path).read_metadata()
         for _ in metadata.state_dict_metadata.items():
@@ -146,18 +182,19 @@ def _measure(path: Path, what: str, fqns: int, boxes: int) -> dict[str, float]:
     calls: dict[str, Callable[[], None]] = {
         "one": one,
         "share": share,
+        "plan": plan,
         "everything": everything,
         "check": lambda: opened().check(),
         "stock": stock,
     }
     name, _, cold = what.partition("-")
+    state = _state_of_share(fqns, boxes) if name == "plan" else {}
     if cold:
         _drop(path)
-    before = _rss_nbytes()
-    begin = time.perf_counter()
-    calls[name]()
-    seconds = time.perf_counter() - begin
-    return {"s": seconds, "rss_mib": (_peak_rss_nbytes() - before) / MIB}
+    with Meter() as meter:
+        calls[name]()
+    usage = meter.usage
+    return {"s": usage.seconds, "cpu_s": usage.cpu_s, "rss_mib": usage.rss_growth / MIB}
 
 
 def main() -> None:
@@ -178,41 +215,59 @@ def main() -> None:
     for key, value in describe(arguments.dir).items():
         print(f"{key}: {value}")
     for fqns, boxes in SHAPES:
-        _run(arguments.dir, fqns // arguments.scale, boxes, arguments.rounds)
+        with checkpoint_of(arguments.dir, fqns // arguments.scale, boxes) as checkpoint:
+            _run(checkpoint, arguments.rounds)
 
 
-def _run(directory: Path, fqns: int, boxes: int, rounds: int) -> None:
+@contextmanager
+def checkpoint_of(directory: Path, fqns: int, boxes: int) -> Iterator[Checkpoint]:
+    """A checkpoint of so many boxes of each FQN, for a while."""
     folder = Path(tempfile.mkdtemp(prefix="bench-index-", dir=directory))
-    path = folder / "checkpoint"
-
-    def child(what: str) -> str:
-        command = [sys.executable, __file__, "--child", what, path, str(fqns), str(boxes)]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
     try:
-        child("make")
-        sizes = [(path / name).stat().st_size / MIB for name in (".metadata", ".index")]
-        print(f"\n{fqns} FQNs of {boxes} boxes: ", end="")
-        print(f".metadata {sizes[0]:.1f} MiB, .index {sizes[1]:.1f} MiB")
-        print(f"{'':40}{'min':>10}{'median':>10}{'max':>10}  s{'RSS':>10} MiB")
-        labels = {
-            "one-cold": "open, one FQN; nothing in the page cache",
-            "one": "open, one FQN; all in the page cache",
-            "share-cold": f"open, find 1/{SHARE} of all boxes; cold",
-            "share": f"open, find 1/{SHARE} of all boxes; cached",
-            "check": "check all of the index",
-            "everything": "build all of DCP's metadata",
-            "stock": "stock DCP unpickles .metadata",
-        }
-        for what, label in labels.items():
-            few = what in ("check", "everything", "stock")
-            found = [json.loads(child(what)) for _ in range(1 if few else rounds)]
-            times = [one["s"] for one in found]
-            rss = max(one["rss_mib"] for one in found)
-            cells = (min(times), statistics.median(times), max(times))
-            print(f"{label:40}" + "".join(f"{cell:10.4f}" for cell in cells) + f"{rss:13.1f}")
+        checkpoint = Checkpoint(folder / "checkpoint", fqns, boxes)
+        checkpoint._child("make")
+        yield checkpoint
     finally:
         shutil.rmtree(folder)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One to measure."""
+
+    path: Path
+    fqns: int
+    boxes: int
+
+    def measure(self, what: str) -> dict[str, float]:
+        """Seconds, CPU seconds and growth of memory of one call, named as in ``LABELS``."""
+        found: dict[str, float] = json.loads(self._child(what))
+        return found
+
+    def describe(self) -> str:
+        """Its numbers and sizes."""
+        sizes = [(self.path / name).stat().st_size / MIB for name in (".metadata", ".index")]
+        return (
+            f"{self.fqns} FQNs of {self.boxes} boxes: "
+            f".metadata {sizes[0]:.1f} MiB, .index {sizes[1]:.1f} MiB"
+        )
+
+    def _child(self, what: str) -> str:
+        arguments = [what, self.path, str(self.fqns), str(self.boxes)]
+        command = [sys.executable, __file__, "--child", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _run(checkpoint: Checkpoint, rounds: int) -> None:
+    print(f"\n{checkpoint.describe()}")
+    print(f"{'':40}{'min':>10}{'median':>10}{'max':>10}  s{'RSS':>10} MiB")
+    for what, label in LABELS.items():
+        few = what in ("check", "everything", "stock")
+        found = [checkpoint.measure(what) for _ in range(1 if few else rounds)]
+        times = [one["s"] for one in found]
+        rss = max(one["rss_mib"] for one in found)
+        cells = (min(times), statistics.median(times), max(times))
+        print(f"{label:40}" + "".join(f"{cell:10.4f}" for cell in cells) + f"{rss:13.1f}")
 
 
 if __name__ == "__main__":
