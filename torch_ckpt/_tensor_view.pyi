@@ -26,12 +26,12 @@ def flatten(
 def list_tensors(
     flat: dict[str, Any], sink: TensorSink, other: Callable[[str, Any], list[Any]]
 ) -> list[Any]: ...
+
+class ShardBox:
+    def __init__(
+        self, sizes: Sequence[int], offsets: Sequence[int], box_sizes: Sequence[int]
+    ) -> None: ...
+
 def add_shard(
-    sink: TensorSink,
-    fqn: str,
-    local: torch.Tensor,
-    requires_grad: bool,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    box_sizes: Sequence[int],
+    sink: TensorSink, fqn: str, local: torch.Tensor, requires_grad: bool, box: ShardBox
 ) -> None: ...

@@ -14,14 +14,12 @@ from torch_ckpt.sharing import OBJECT_NBYTES, list_item
 
 __all__ = ["Lister"]
 
-_Box = tuple[tuple[int, ...], tuple[int, ...]]  # Sizes, offsets.
-
 
 class Lister:
     """Lists state dicts; remembers where the local parts of DTensors lie, from one to the next."""
 
     def __init__(self) -> None:
-        self._boxes: dict[tuple[Any, ...], _Box] = {}
+        self._boxes: dict[tuple[Any, ...], _tensor_view.ShardBox] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Lister, ()
@@ -57,9 +55,8 @@ class Lister:
             is_plain = type(value) is DTensor and _tensor_view.is_plannable(local)
             box = self._box(value) if is_plain else None
             if box is not None:
-                sizes, offsets = box
                 needs_grad = value.requires_grad and torch.is_grad_enabled()  # As DCP sees it.
-                _tensor_view.add_shard(table, fqn, local, needs_grad, value.shape, offsets, sizes)
+                _tensor_view.add_shard(table, fqn, local, needs_grad, box)
                 return [local]
             if value.device_mesh.get_coordinate() is None:
                 return []
@@ -89,7 +86,7 @@ class Lister:
             list_item(table, item, is_opaque=True)
         return [None] * len(items)
 
-    def _box(self, tensor: DTensor) -> _Box | None:
+    def _box(self, tensor: DTensor) -> _tensor_view.ShardBox | None:
         """Where the local part of a DTensor lies: the same for many. ``None`` where there is none.
 
         Raises:
@@ -102,7 +99,8 @@ class Lister:
                 raise ValueError("a partial DTensor has no box")
             if tensor.device_mesh.get_coordinate() is None:
                 return None
-            box = self._boxes[key] = compute_local_shape_and_global_offset(
+            sizes, offsets = compute_local_shape_and_global_offset(
                 tensor.shape, tensor.device_mesh, tensor.placements
             )
+            box = self._boxes[key] = _tensor_view.ShardBox(tensor.shape, offsets, sizes)
         return box

@@ -37,7 +37,7 @@ from torch_ckpt.planned import (
     PlannedPaths,
 )
 from torch_ckpt.seal import INDEX_MARK
-from torch_ckpt.sharing import CutItem
+from torch_ckpt.sharing import CutItem, ranks_per_node
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["FastSavePlanner"]
@@ -54,7 +54,8 @@ class FastSavePlanner(DefaultSavePlanner):
 
     With :class:`FastWriter` no object of Python is made for a tensor on the whole way; other
     writers see the items as DCP's. What a subclass overrides is called, tensor by tensor. Where a
-    rank's state has no form in columns (a sparse tensor), all do what ``DefaultSavePlanner`` does.
+    rank's state has no form in columns (a tensor that is not strided), all ranks plan as
+    ``DefaultSavePlanner`` does.
 
     Args:
         flatten_state_dict: As in DCP.
@@ -176,7 +177,7 @@ class FastSavePlanner(DefaultSavePlanner):
         listed: list[Any] = [plan.items for plan in all_plans]
         share = not self.dedup_save_to_lowest_rank
         plan = _native.GlobalPlan(
-            [items.encoded for items in listed], _ranks_per_node(), split=share, dedup=share
+            [items.encoded for items in listed], ranks_per_node(), split=share, dedup=share
         )
         paths = [plan.planner_data for plan in all_plans]
         encoded = [e for some in paths if isinstance(some, PlannedPaths) for e in some.encoded]
@@ -231,7 +232,7 @@ class FastSavePlanner(DefaultSavePlanner):
         except (ValueError, TypeError) as error:
             raise _NoColumns from error
         encoded = table.encode()
-        options = f"{_RULES} {self.dedup_save_to_lowest_rank} {_ranks_per_node()}"
+        options = f"{_RULES} {self.dedup_save_to_lowest_rank} {ranks_per_node()}"
         digest = digest_of(encoded, paths or b"", options.encode())
         self._known = None
         if self.enable_plan_caching:
@@ -254,13 +255,6 @@ class _NoColumns(Exception):
 def _as_list(items: PlannedItems) -> list[WriteItem]:
     """For DCP, which asks for a list and is content with a sequence."""
     return cast(list[WriteItem], items)
-
-
-def _ranks_per_node() -> int:
-    try:
-        return max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
-    except ValueError:
-        return 1
 
 
 def _check_known(listed: Sequence[Any]) -> None:

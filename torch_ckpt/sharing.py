@@ -46,6 +46,7 @@ __all__ = [
     "list_held",
     "list_item",
     "merge_cuts",
+    "ranks_per_node",
     "share_out",
     "split_over_files",
     "work_of",
@@ -128,10 +129,17 @@ def list_held(items: Sequence[WriteItem], rank: int) -> HeldItems | None:
     try:
         for item in items:
             list_item(table, item)
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     except (ValueError, TypeError):
         return None
-    return HeldItems(f"__{rank}_", rank, ranks_per_node, table.encode(), len(table))
+    return HeldItems(f"__{rank}_", rank, ranks_per_node(), table.encode(), len(table))
+
+
+def ranks_per_node() -> int:
+    """How many ranks share this machine, as far as torchrun has said."""
+    try:
+        return max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+    except ValueError:
+        return 1
 
 
 def list_item(table: _native.ItemTable, item: WriteItem, *, is_opaque: bool = False) -> None:

@@ -167,15 +167,15 @@ py::list list_tensors(const py::dict& flat, TensorSink& sink, const py::function
 }
 
 void add_shard(TensorSink& sink, std::string_view fqn, const py::object& local, bool requires_grad,
-               const Dims& sizes, const Dims& offsets, const Dims& box_sizes) {
+               const ShardBox& box) {
   if (!is_plannable(local)) throw py::value_error("the local tensor is none of the engine's");
   TensorItem tensor = describe(local);
   tensor.fqn = fqn;
   tensor.requires_grad = requires_grad;
   tensor.is_shard = true;
-  tensor.sizes = sizes;
-  tensor.offsets = offsets;
-  tensor.box_sizes = box_sizes;
+  tensor.sizes = box.sizes;
+  tensor.offsets = box.offsets;
+  tensor.box_sizes = box.box_sizes;
   raise_if_refused(sink.add(tensor));
 }
 

@@ -30,9 +30,17 @@ pybind11::tuple flatten(const pybind11::object& state_dict);
 pybind11::list list_tensors(const pybind11::dict& flat, TensorSink& sink,
                             const pybind11::function& other);
 
-// Lists a shard: `local` is its tensor, which must be plannable, and `sizes` those of the whole,
-// which knows better whether it requires a gradient. Raises ValueError for what `sink` refuses.
+// Where a shard lies in a tensor of these sizes: the same for many of a state dict. Opaque to
+// Python, which would take longer to hand over the numbers than to list the shard.
+struct ShardBox {
+  Dims sizes;
+  Dims offsets;
+  Dims box_sizes;
+};
+
+// Lists a shard: `local` is its tensor, which must be plannable; whether it requires a gradient the
+// tensor that it is of knows better. Raises ValueError for what `sink` refuses.
 void add_shard(TensorSink& sink, std::string_view fqn, const pybind11::object& local,
-               bool requires_grad, const Dims& sizes, const Dims& offsets, const Dims& box_sizes);
+               bool requires_grad, const ShardBox& box);
 
 }  // namespace torch_ckpt

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
@@ -212,7 +213,10 @@ PYBIND11_MODULE(_tensor_view, module) {
   module.def("look", &look, py::arg("objects"), py::arg("writable"));
   module.def("flatten", &flatten, py::arg("state_dict"));
   module.def("list_tensors", &list_tensors, py::arg("flat"), py::arg("sink"), py::arg("other"));
+  py::class_<ShardBox>(module, "ShardBox")
+      .def(py::init<Dims, Dims, Dims>(), py::arg("sizes"), py::arg("offsets"),
+           py::arg("box_sizes"));
   module.def("add_shard", &add_shard, py::arg("sink"), py::arg("fqn"), py::arg("local"),
-             py::arg("requires_grad"), py::arg("sizes"), py::arg("offsets"), py::arg("box_sizes"));
+             py::arg("requires_grad"), py::arg("box"));
   module.def("view", &view, py::arg("tensor"), py::arg("name"), py::arg("writable"));
 }
