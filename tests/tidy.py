@@ -29,7 +29,7 @@ ROOMS = {
 LAYERS = [
     {"errors", "options", "_native", "_tensor_view"},
     {"mappings", "tensors", "roll_call", "pickles", "seal", "sharing", "tree"},
-    {"index", "metadata", "tree_exchange", "planned", "listing"},
+    {"index", "metadata", "tree_exchange", "planned", "listing", "leftovers"},
     {"plan_cache"},
     {"deadline"},
     {"save_planner", "load_planner"},

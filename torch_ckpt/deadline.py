@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.distributed_c10d import _get_default_group
 
 from torch_ckpt.errors import CheckpointError, RankTimeoutError
-from torch_ckpt.plan_cache import PLAN_CACHE, PlanUnknownError
+from torch_ckpt.plan_cache import PlanUnknownError, planning_anew
 from torch_ckpt.roll_call import COMMITTING, RollCalls, claimable
 from torch_ckpt.tree import checked_fan_out
 from torch_ckpt.tree_exchange import TreeExchange
@@ -288,8 +288,8 @@ class BoundedExchange(_DistWrapper):
             reasons = [reason for reason, _ in error.failures.values()]
             if not reasons or not all(isinstance(r, PlanUnknownError) for r in reasons):
                 raise
-        PLAN_CACHE.forget()
-        return super().reduce_scatter(step, map_fun, reduce_fun)
+        with planning_anew():
+            return super().reduce_scatter(step, map_fun, reduce_fun)
 
     def all_reduce(
         self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], R]

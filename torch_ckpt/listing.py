@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
+from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -82,9 +85,10 @@ class Lister:
                 )
             return [None] * len(chunks)
         items = _create_write_items(fqn, value)
-        for item in items:
-            list_item(table, item, is_opaque=True)
-        return [None] * len(items)
+        sources = [_shard_of(value, item) for item in items]
+        for item, source in zip(items, sources, strict=True):
+            list_item(table, item, is_opaque=source is None)
+        return sources
 
     def _box(self, tensor: DTensor) -> _tensor_view.ShardBox | None:
         """Where the local part of a DTensor lies: the same for many. ``None`` where there is none.
@@ -104,3 +108,13 @@ class Lister:
             )
             box = self._boxes[key] = _tensor_view.ShardBox(tensor.shape, offsets, sizes)
         return box
+
+
+def _shard_of(value: Any, item: WriteItem) -> torch.Tensor | None:
+    """The tensor that holds a shard of a ShardedTensor; ``None`` where only DCP can tell."""
+    data = item.tensor_data
+    if not isinstance(value, ShardedTensor) or data is None or data.chunk is None:
+        return None
+    local = find_tensor_shard(value, item.index)
+    as_listed = local.size() == data.chunk.sizes and local.dtype == data.properties.dtype
+    return local if as_listed and _tensor_view.is_plannable(local) else None

@@ -2,21 +2,25 @@
 
 A rank that finds its plan here sends 16 bytes in its place: a token of what it lists, of the global
 plan that its part was made in, and of its place among the ranks. Where the coordinator finds a
-global plan with just these tokens, every rank does again what it did then. Otherwise all ranks
-forget, and plan anew in the same save.
+global plan with just these tokens, every rank does again what it did then. Otherwise all ranks plan
+anew in the same save. What a rank has found is gone until that save has a plan: whatever is wrong
+with it, it is wrong once.
 
 The index of a checkpoint has a mark of its plan: the 16 bytes that were drawn for that plan, and 16
-of the tokens of all ranks. So a plan outlives a restart: what each rank did stands in the index
-that the run was loaded from.
+of tokens of all ranks. So a plan outlives a restart: what each rank did stands in the index that
+the run was loaded from. These tokens are others than those of the plan as it was made, for ranks
+report what they have written by other numbers: those of the boxes in the index.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -30,7 +34,8 @@ __all__ = [
     "PlanUnknownError",
     "RankPlanEntry",
     "digest_of",
-    "token_of",
+    "new_entry",
+    "planning_anew",
 ]
 
 _KEPT = 8  # Plans; a training run saves a few different things.
@@ -38,6 +43,8 @@ _KEPT_INDEXES = 2  # Open files.
 _KEPT_BOXES = 32 << 20  # Of all global plans but the last: about 2 GiB.
 
 _V = TypeVar("_V")
+
+_anew: ContextVar[bool] = ContextVar("torch_ckpt_planning_anew", default=False)
 
 
 class PlanUnknownError(CheckpointError):
@@ -79,6 +86,9 @@ class _Recent(Generic[_V]):
         if len(self._values) > self._most:
             self._values.popitem(last=False)
 
+    def pop(self, key: bytes) -> _V | None:
+        return self._values.pop(key, None)
+
     def limit(self, weight: Callable[[_V], int], most: int) -> None:
         """Drops the oldest while all together weigh more, but never the newest."""
         while len(self._values) > 1 and sum(map(weight, self._values.values())) > most:
@@ -108,6 +118,7 @@ class PlanCache:
         self._of_rank: _Recent[RankPlanEntry] = _Recent()
         self._global: _Recent[GlobalPlanEntry] = _Recent()
         self._loaded: _Recent[_native.Index] = _Recent(_KEPT_INDEXES)
+        self._restored: _Recent[_native.Index] = _Recent(_KEPT_INDEXES)  # By this rank.
         self._lock = threading.Lock()  # Saves go on in threads.
 
     def forget(self) -> None:
@@ -116,6 +127,7 @@ class PlanCache:
             self._of_rank.clear()
             self._global.clear()
             self._loaded.clear()
+            self._restored.clear()
 
     def remember(self, index: _native.Index) -> None:
         """Keeps the index of a checkpoint that was loaded, if it knows its plan."""
@@ -131,17 +143,21 @@ class PlanCache:
             table: The list.
             rank: Its place among the ranks. After a restart it finds by this what it has stored.
         """
+        if _anew.get():
+            return None
         with self._lock:
-            entry = self._of_rank.find(digest)
+            entry = self._of_rank.pop(digest)
             loaded = self._loaded.newest_first()
         if entry is not None:
             return entry
         for index in loaded:
             with contextlib.suppress(CheckpointError):
                 work = _native.Work.restored(table, index, rank)
-                token = token_of(digest, index.plan[:16], rank)
-                self.keep(digest, RankPlanEntry(token, work))
-                return RankPlanEntry(token, work)
+                with self._lock:
+                    key = index.save_id.encode()
+                    self._loaded.pop(key)
+                    self._restored.keep(key, index)
+                return RankPlanEntry(token_of(digest, _as_stored(index.plan[:16]), rank), work)
         return None
 
     def keep(self, digest: bytes, entry: RankPlanEntry) -> None:
@@ -154,10 +170,10 @@ class PlanCache:
         key = digest_of(*tokens)
         with self._lock:
             entry = self._global.find(key)
-            loaded = self._loaded.newest_first()
+            restored = self._restored.newest_first()
         if entry is not None:
             return entry
-        for index in loaded:
+        for index in restored:
             if index.plan[16:] == key:
                 with contextlib.suppress(CheckpointError):
                     entry = _restored(index)
@@ -166,15 +182,16 @@ class PlanCache:
         return None
 
     def keep_global(self, entry: GlobalPlanEntry) -> None:
-        """Keeps a global plan, if it has a mark."""
-        if entry.mark:
+        """Keeps a global plan, if it has a key."""
+        if entry.key:
             with self._lock:
-                self._global.keep(entry.mark[16:], entry)
+                self._global.keep(entry.key, entry)
                 self._global.limit(lambda kept: kept.plan.box_count, _KEPT_BOXES)
 
     def count(self, *, is_hit: bool) -> None:
-        """Counts a save."""
+        """Counts a save, of which all ranks have their plans now."""
         with self._lock:
+            self._restored.clear()  # Files that were open for this.
             self.hits += is_hit
             self.misses += not is_hit
 
@@ -183,7 +200,46 @@ def _restored(index: _native.Index) -> GlobalPlanEntry:
     paths = []
     if index.paths is not None:
         paths.append(_native.encode_paths({fqn: tuple(keys) for fqn, keys in index.paths}))
-    return GlobalPlanEntry(_native.GlobalPlan.restored(index), paths, index.plan)
+    return GlobalPlanEntry(_native.GlobalPlan.restored(index), paths, index.plan[16:], index.plan)
+
+
+def new_entry(
+    plan: _native.GlobalPlan, paths: Sequence[bytes], digests: Sequence[bytes]
+) -> tuple[list[bytes], GlobalPlanEntry]:
+    """A global plan that is to be found again, and the token of each rank.
+
+    Args:
+        plan: That of all ranks.
+        paths: ``planner_data`` of all ranks, encoded.
+        digests: Of what each rank has listed.
+    """
+    generation = os.urandom(16)
+    tokens = [token_of(digest, generation, rank) for rank, digest in enumerate(digests)]
+    stored = _as_stored(generation)
+    in_index = [token_of(digest, stored, rank) for rank, digest in enumerate(digests)]
+    mark = generation + digest_of(*in_index)
+    return tokens, GlobalPlanEntry(plan, paths, digest_of(*tokens), mark)
+
+
+@contextlib.contextmanager
+def planning_anew() -> Iterator[None]:
+    """Has no plan be found here meanwhile, in this thread.
+
+    Example::
+
+        with planning_anew():
+            plan = planner.create_local_plan()
+    """
+    token = _anew.set(True)
+    try:
+        yield
+    finally:
+        _anew.reset(token)
+
+
+def _as_stored(generation: bytes) -> bytes:
+    """Stands for the same plan, where ranks report by the numbers of boxes in the index."""
+    return digest_of(b"as stored", generation)
 
 
 def token_of(digest: bytes, generation: bytes, rank: int) -> bytes:

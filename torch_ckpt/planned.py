@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -38,12 +38,14 @@ class GlobalPlanEntry:
     Attributes:
         plan: Who writes what.
         paths: ``planner_data`` of all ranks, encoded, each different one once.
-        mark: For the index: 32 bytes, or none where the plan is not to be found again.
+        key: Of the tokens of all ranks: 16 bytes, or none where the plan is not to be found again.
+        mark: For the index: 32 bytes, or none.
     """
 
     plan: _native.GlobalPlan
     paths: Sequence[bytes]
-    mark: bytes
+    key: bytes = b""
+    mark: bytes = b""
 
 
 class PlannedItems(Sequence[WriteItem]):
@@ -80,8 +82,8 @@ class PlannedItems(Sequence[WriteItem]):
         if self._work is None:
             if self.encoded is None:
                 raise RuntimeError(
-                    "this plan says by number what to write, and not of what: a subclass of "
-                    "FastSavePlanner that overrides finish_plan must call it before it looks"
+                    "this plan says by number what to write, and what of is with the rank: there a "
+                    "subclass of FastSavePlanner must call finish_plan before it looks at items"
                 )
             self._work = _native.Work(_native.ItemTable.decode(self.encoded), self.assignment)
         return self._work
@@ -110,22 +112,30 @@ class ListedItems(PlannedItems):
     """All that a rank holds, on its way to the coordinator.
 
     Args:
-        encoded: The items; they stay behind where there is a token.
+        encoded: The items.
+        paths: Where their values stood in the nested state dict, encoded.
         digest: Of all that decides on the plan: 16 bytes.
-        token: Stands for a plan that the coordinator knows.
+        token: Stands for a plan that the coordinator may know. It travels in place of all else once
+            somebody has set ``by_token``, who knows that nobody there looks at items.
     """
 
     def __init__(
-        self, encoded: bytes | None, digest: bytes = b"", token: bytes | None = None
+        self,
+        encoded: bytes | None,
+        paths: bytes | None = None,
+        digest: bytes = b"",
+        token: bytes | None = None,
     ) -> None:
         super().__init__(encoded)
+        self.paths = paths
         self.digest = digest
         self.token = token
+        self.by_token = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.token is not None:
-            return ListedItems, (None, b"", self.token)
-        return ListedItems, (self.encoded, self.digest)
+        if self.by_token:
+            return ListedItems, (None, None, b"", self.token)
+        return ListedItems, (self.encoded, self.paths, self.digest)
 
 
 class AssignedItems(PlannedItems):
@@ -210,24 +220,14 @@ class PlannedPaths(LazyMapping[str, tuple[str | int, ...]]):
 
     Args:
         encoded: As :func:`_native.encode_paths` gives them. The first that has an FQN counts.
-        pickled_as: A dict, for ``.metadata``; or as it is; or without anything, where the
-            coordinator knows it.
     """
 
-    def __init__(
-        self,
-        encoded: Sequence[bytes],
-        *,
-        pickled_as: Literal["dict", "itself", "nothing"] = "itself",
-    ) -> None:
+    def __init__(self, encoded: Sequence[bytes]) -> None:
         self.encoded = list(dict.fromkeys(encoded))
-        self.pickled_as = pickled_as
         self._read: dict[str, tuple[str | int, ...]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.pickled_as == "dict":
-            return super().__reduce__()
-        return PlannedPaths, (self.encoded if self.pickled_as == "itself" else [],)
+        return PlannedPaths, (self.encoded,)
 
     def _all(self) -> dict[str, tuple[str | int, ...]]:
         if self._read is None:

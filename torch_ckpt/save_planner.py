@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 from collections import ChainMap
 from collections.abc import Sequence
 from typing import Any, cast
@@ -26,7 +25,7 @@ from torch_ckpt.plan_cache import (
     PlanUnknownError,
     RankPlanEntry,
     digest_of,
-    token_of,
+    new_entry,
 )
 from torch_ckpt.planned import (
     AssignedItems,
@@ -100,15 +99,17 @@ class FastSavePlanner(DefaultSavePlanner):
         self._sources: list[Any] = []  # What each item of it is stored from.
         self._lister = Lister()
         self._lazy = False
-        if enable_plan_caching:
-            take_part_in_dcp()  # For ranks to plan anew where a plan is not known.
+        take_part_in_dcp()  # For all ranks to plan anew where a plan is not known.
 
     def __getstate__(self) -> dict[str, Any]:
-        # To the process that saves in the background, which has a cache of its own.
-        return {**self.__dict__, "plan_cache": None}
+        # To the process that saves in the background, without what it knows of a former save.
+        of_save = {"state_dict", "plan", "global_plan", "metadata"}
+        state = {name: value for name, value in self.__dict__.items() if name not in of_save}
+        return {**state, "plan_cache": None, "_listed": None, "_known": None, "_sources": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, plan_cache=PLAN_CACHE)
+        take_part_in_dcp()
 
     def set_up_planner(
         self,
@@ -148,7 +149,9 @@ class FastSavePlanner(DefaultSavePlanner):
         if not all(isinstance(items, ListedItems) for items in listed):
             _check_known(listed)
             return super().create_global_plan([_in_dcps_terms(plan) for plan in all_plans])
-        tokens: list[Any] = [items.token for items in listed]
+        tokens: list[Any] = [
+            items.token if items.by_token or items.encoded is None else None for items in listed
+        ]
         known = None if None in tokens else self.plan_cache.find_global(tokens)
         assignments: list[bytes | None] = [None] * len(listed)  # As before.
         if known is None:
@@ -179,12 +182,10 @@ class FastSavePlanner(DefaultSavePlanner):
         plan = _native.GlobalPlan(
             [items.encoded for items in listed], ranks_per_node(), split=share, dedup=share
         )
-        paths = [plan.planner_data for plan in all_plans]
-        encoded = [e for some in paths if isinstance(some, PlannedPaths) for e in some.encoded]
-        generation = os.urandom(16)
-        tokens = [token_of(i.digest, generation, rank) for rank, i in enumerate(listed)]
-        mark = generation + digest_of(*tokens) if self.enable_plan_caching else b""
-        entry = GlobalPlanEntry(plan, list(dict.fromkeys(encoded)), mark)
+        paths = list(dict.fromkeys(items.paths for items in listed if items.paths is not None))
+        if not self.enable_plan_caching:
+            return [b""] * len(listed), GlobalPlanEntry(plan, paths)
+        tokens, entry = new_entry(plan, paths, [items.digest for items in listed])
         self.plan_cache.keep_global(entry)
         return tokens, entry
 
@@ -201,6 +202,7 @@ class FastSavePlanner(DefaultSavePlanner):
                 self.plan_cache.keep(self._listed.digest, entry)
         elif known is not None and known.token == answer.token:
             bound = PlannedItems(self._listed.encoded, work=known.work)
+            self.plan_cache.keep(self._listed.digest, known)
         else:
             raise CheckpointError("the coordinator refers to a plan that this rank does not have")
         if self.enable_plan_caching:
@@ -225,6 +227,10 @@ class FastSavePlanner(DefaultSavePlanner):
                 return None
         return [self._sources[item] for item in items]
 
+    def _is_looked_at(self) -> bool:
+        """Whether a subclass may look at what ranks have listed."""
+        return type(self).create_global_plan is not FastSavePlanner.create_global_plan
+
     def _plan_in_columns(self) -> SavePlan:
         try:
             table, self._sources = self._lister.table_of(self.state_dict)
@@ -235,16 +241,12 @@ class FastSavePlanner(DefaultSavePlanner):
         options = f"{_RULES} {self.dedup_save_to_lowest_rank} {ranks_per_node()}"
         digest = digest_of(encoded, paths or b"", options.encode())
         self._known = None
-        if self.enable_plan_caching:
+        if self.enable_plan_caching and not self._is_looked_at():
             rank = dist.get_rank() if dist.is_initialized() else 0
             self._known = self.plan_cache.find(digest, table, rank)
         token = None if self._known is None else self._known.token
-        self._listed = ListedItems(encoded, digest, token)
-        planner_data = None
-        if paths is not None:
-            planner_data = PlannedPaths(
-                [paths], pickled_as="itself" if token is None else "nothing"
-            )
+        self._listed = ListedItems(encoded, paths, digest, token)
+        planner_data = None if paths is None else PlannedPaths([paths])
         return SavePlan(_as_list(self._listed), planner_data=planner_data)
 
 
@@ -269,10 +271,10 @@ def _check_known(listed: Sequence[Any]) -> None:
 
 
 def _merged(paths: Sequence[Any], known: GlobalPlanEntry) -> Any:
-    """What ``DefaultSavePlanner`` makes of the ranks' ``planner_data``."""
-    if all(isinstance(some, PlannedPaths) for some in paths):
-        return PlannedPaths(known.paths, pickled_as="dict")
-    return dict(ChainMap(*paths))
+    """What ``DefaultSavePlanner`` makes of ``planner_data``, or of what is known of it."""
+    given = [some for some in paths if some is not None and not isinstance(some, PlannedPaths)]
+    of_all = PlannedPaths(known.paths)
+    return dict(ChainMap(*given, of_all.copy())) if given else of_all
 
 
 def _in_dcps_terms(plan: SavePlan) -> SavePlan:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import re
 import secrets
 import threading
 from collections.abc import Iterable, Sequence
@@ -38,8 +37,16 @@ from torch_ckpt.errors import (
     portable_errors,
 )
 from torch_ckpt.index import WrittenFile
+from torch_ckpt.leftovers import stale_files
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.planned import AssignedItems, GlobalPlanEntry, PlannedItems, PlannedPaths
+from torch_ckpt.plan_cache import PLAN_CACHE
+from torch_ckpt.planned import (
+    AssignedItems,
+    GlobalPlanEntry,
+    ListedItems,
+    PlannedItems,
+    PlannedPaths,
+)
 from torch_ckpt.roll_call import claim_commit
 from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.sealed_metadata import check_complete, seal_metadata, seal_planned
@@ -56,7 +63,6 @@ __all__ = ["FastWriter"]
 
 _METADATA = ".metadata"
 _INDEX = ".index"
-_RANK_METADATA = re.compile(r"__\d+\.metadata")
 _STOCK_COPY_AHEAD = 10_000_000
 _LEAST_BLOCK = 64 << 10
 
@@ -223,6 +229,12 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             raise AlreadyExistsError(
                 f"a checkpoint is already committed in {self.path}, and overwrite is false"
             )
+        items: Any = plan.items
+        if isinstance(items, ListedItems) and items.token is not None:
+            # Nobody looks at items on the coordinator, unless a subclass does.
+            items.by_token = type(self).prepare_global_plan is FastWriter.prepare_global_plan
+            if items.by_token and isinstance(plan.planner_data, PlannedPaths):
+                plan = dataclasses.replace(plan, planner_data=None)
         if self.rank is not None and not self.use_collectives:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
         if (
@@ -309,6 +321,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             claim_commit()
             self._raise_if_missing(self._missing_files(files))
         except BaseException:
+            PLAN_CACHE.forget()  # Whatever is wrong may be wrong with a plan that was used again.
             # On a disk that is full they would be in the way of every save to come.
             self._remove_files(files)
             raise
@@ -327,7 +340,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         with contextlib.suppress(CheckpointError):  # Nobody can tell: what is committed stands.
             missing = self._missing_files(files)
         self._raise_if_missing(missing)
-        self._remove_stale_files(files)
+        alone = None if self.use_collectives else self.rank
+        self._remove_files(stale_files(self._found, files, alone))
 
     def _write_files(
         self, files: dict[str, Part], work: SplitWork, finished: list[str]
@@ -408,29 +422,6 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
                 f"cannot commit {self.path}: {len(missing)} data files written by this save are "
                 f"gone, {missing[0]} among them; is another save writing to the same directory?"
             )
-
-    def _remove_stale_files(self, referenced: set[str]) -> None:
-        """Removes what the commit has replaced, and what failed saves have left.
-
-        Only files that were there before this save began, so that a save that runs at the same
-        time is not robbed of its own.
-        """
-        if self.use_collectives:
-            pattern = (
-                r"__\d+_\d+(_[0-9a-f]{16})?\.distcp"
-                r"|\.metadata\.[0-9a-f]{16}\.tmp|\.index\.[0-9a-f]{16}"
-            )
-            if any(_RANK_METADATA.fullmatch(name) for name in self._found):
-                return  # Committed without coordination as well: those refer to files of their own.
-        else:
-            pattern = (
-                rf"__{self.rank}_\d+(_[0-9a-f]{{16}})?\.distcp"
-                rf"|__{self.rank}\.(metadata\.[0-9a-f]{{16}}\.tmp|index\.[0-9a-f]{{16}})"
-            )
-            if _METADATA in self._found:
-                return
-        stale = [name for name in self._found - referenced if re.fullmatch(pattern, name)]
-        self._remove_files(stale)
 
     def _remove_files(self, names: Iterable[str]) -> None:
         """Best effort: a file that stays is not referred to by any metadata."""

@@ -118,12 +118,13 @@ class Reads {
     std::vector<int64_t> numbers;
     std::vector<int64_t> left;
     std::vector<TensorRequest> requests;
-    const bool is_shared = any_memory_shared(batch);
+    const std::vector<bool> is_shared = shared_memory(batch);
     for (int64_t i = 0; i < size(); ++i) {
       const PlannedRead& read = at(i);
       const TensorView& view = batch.views[static_cast<size_t>(read.item)];
       const bool is_plain = batch.kinds[static_cast<size_t>(read.item)] == TensorKind::kPlain &&
-                            view.writable && !read.is_object && !read.is_transformed && !is_shared;
+                            view.writable && !read.is_object && !read.is_transformed &&
+                            !is_shared[static_cast<size_t>(read.item)];
       if (!is_plain || dtype_info(view.dtype).name != plan_.stored_dtype(read.item) ||
           view.sizes != to_dims(items().box(read.item).sizes)) {
         left.push_back(i);
@@ -159,21 +160,34 @@ class Reads {
     return live;
   }
 
-  // Whether two tensors have memory in common, as far as first and last bytes tell.
-  static bool any_memory_shared(const TensorBatch& batch) {
-    std::vector<std::pair<const std::byte*, const std::byte*>> extents;
-    for (const TensorView& view : batch.views) {
+  // Of each tensor whether it has memory in common with another, as far as first and last bytes
+  // tell.
+  static std::vector<bool> shared_memory(const TensorBatch& batch) {
+    struct Extent {
+      const std::byte* begin;
+      const std::byte* end;
+      size_t item;
+    };
+    std::vector<Extent> extents;
+    for (size_t item = 0; item < batch.views.size(); ++item) {
+      const TensorView& view = batch.views[item];
       if (view.data == nullptr || checked_volume(view.sizes) == 0) continue;
       int64_t nbytes = itemsize(view.dtype);
-      for (size_t d = 0; d < view.sizes.size(); ++d)
+      for (size_t d = 0; d < view.sizes.size(); ++d) {
         nbytes += (view.sizes[d] - 1) * view.strides[d];
-      extents.emplace_back(view.data, view.data + nbytes);
+      }
+      extents.push_back({view.data, view.data + nbytes, item});
     }
-    std::sort(extents.begin(), extents.end());
-    for (size_t i = 1; i < extents.size(); ++i) {
-      if (extents[i].first < extents[i - 1].second) return true;
+    std::sort(extents.begin(), extents.end(),
+              [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+    std::vector<bool> out(batch.views.size());
+    for (size_t i = 1, last = 0; i < extents.size(); ++i) {
+      if (extents[i].begin < extents[last].end) {
+        out[extents[i].item] = out[extents[last].item] = true;
+      }
+      if (extents[i].end > extents[last].end) last = i;  // The one that reaches farthest.
     }
-    return false;
+    return out;
   }
 
   const std::shared_ptr<StoredIndex> index_;

@@ -39,7 +39,7 @@ class Flattener {
   // Whether a list is stored as one value: nothing in it is a tensor or may hold one.
   bool is_terminal(const py::list& list) const {
     const Level level;
-    for (const py::handle entry : list) {
+    for (const py::handle entry : py::tuple(list)) {
       if (is_tensor(entry) || is_mapping(entry)) return false;
       if (py::isinstance<py::list>(entry) &&
           !is_terminal(py::reinterpret_borrow<py::list>(entry))) {
@@ -70,7 +70,7 @@ class Flattener {
   void visit_list(const py::tuple& path, const py::str& prefix, const py::list& list) {
     const Level level;
     py::ssize_t number = 0;
-    for (const py::handle entry : list) {
+    for (const py::handle entry : py::tuple(list)) {  // Nobody may change it under the walk.
       visit(path, prefix, py::int_(number), entry, false);
       ++number;
     }

@@ -115,6 +115,13 @@ Result<Index> planned_index(const StoredTable& stored, std::vector<RankFile> fil
                               to_string(to_dims(box.offsets)), ", and rank ", stored.rank(i),
                               " has not written it");
       }
+      const Facts& facts = entries.facts(number);
+      const auto volume = checked_volume(box.sizes);
+      if (place.plain && (!volume || place.nbytes < *volume * facts.itemsize)) {
+        return internal_error("cannot commit: rank ", stored.rank(i), " has written ", place.nbytes,
+                              " bytes of '", entry.fqn, "' at ", to_string(to_dims(box.offsets)),
+                              ", which has more");
+      }
       entry.boxes.push_back({to_dims(box.offsets),
                              to_dims(box.sizes),
                              place.file,

@@ -205,7 +205,7 @@ void UringQueue::fail_unsubmitted(int error) {
   const unsigned tail = ring_.sq.sqe_tail;
   for (unsigned at = head; at != tail; ++at) {
     const uint64_t data = ring_.sq.sqes[at & *ring_.sq.kring_mask].user_data;
-    if (data == kReminder) continue;
+    if (data >= transfers_.size()) continue;  // No request: a reminder, or liburing's own.
     const auto slot = static_cast<uint32_t>(data);
     finish_slot(slot, errno_status(error, transfers_[slot].failure()));
   }
@@ -220,7 +220,7 @@ void UringQueue::reap() {
     const uint64_t data = ::io_uring_cqe_get_data64(cqe);
     const int result = cqe->res;
     ::io_uring_cqe_seen(&ring_, cqe);
-    if (data == kReminder) continue;
+    if (data >= transfers_.size()) continue;  // No request.
     const auto slot = static_cast<uint32_t>(data);
     if (auto status = transfers_[slot].advance(result)) {
       finish_slot(slot, *std::move(status));

@@ -97,10 +97,13 @@ std::pair<std::vector<File>, Index> written_by(const World& world, const GlobalP
       File& file = files[number];
       // Gaps, and items that others stand behind.
       file.file.sums.file_nbytes += below(random, 100);
-      store(item, 1 + below(random, 5000), below(random, 2) == 0, &file);
-      const ItemExtent& extent = file.extents.back();
       Box box = planned.box;
       if (cuts.contains(item)) box = cut_box({planned.box.offsets, planned.box.sizes}, cuts[item]);
+      const int64_t nbytes = planned.facts.is_tensor
+                                 ? *checked_volume(box.sizes) * planned.facts.itemsize
+                                 : int64_t{0};
+      store(item, nbytes + 1 + below(random, 5000), below(random, 2) == 0, &file);
+      const ItemExtent& extent = file.extents.back();
       index.entries[entries[planned.fqn]].boxes.push_back({box.offsets,
                                                            box.sizes,
                                                            static_cast<int64_t>(number),
@@ -246,6 +249,19 @@ TEST_F(PlannedIndexErrorTest, AReportThatCannotBeReadIsNamed) {
   odd[4] = std::byte{2};
   reseal(&odd);
   EXPECT_CODE(planned_index(global_.stored(), {bad}), StatusCode::kUnsupported);
+}
+
+TEST(PlannedIndexTest, AFrameThatIsShorterThanItsBoxIsAnError) {
+  const World world = {{float_shard("a", {8, 3}, {0, 0}, {8, 3})}};
+  const auto global = plan(world);
+  ASSERT_OK(global);
+  File file = file_of(0, 0);
+  store(0, 8 * 3 * 4, true, &file);
+  EXPECT_OK(index_of(*global, {file}));
+  File shorter = file_of(0, 0);
+  store(0, 8 * 3 * 4 - 1, true, &shorter);
+  EXPECT_THAT(index_of(*global, {shorter}).status().message(),
+              HasSubstr("rank 0 has written 95 bytes of 'a' at [0, 0], which has more"));
 }
 
 }  // namespace

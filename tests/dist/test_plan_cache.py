@@ -122,7 +122,7 @@ def save_changed(path: Path, change: str) -> None:
     counts, _ = saved(path / "1", after)
     assert counts == new_plan()
     check(path / "1", after)
-    # Neither has taken the other's place, unless ranks had to forget what only some of them knew.
+    # Neither has taken the other's place.
     for number, state in (("2", before), ("3", after)):
         saved(path / number, state)
         counts, _ = saved(path / number, state)
@@ -257,3 +257,105 @@ def test_one_process_knows_its_plans(tmp_path: Path) -> None:
 def test_nothing_is_kept_where_caching_is_off(tmp_path: Path) -> None:
     assert save_alone(tmp_path, lambda: {"enable_plan_caching": False}) == [0, 0, 0]
     assert PLAN_CACHE._of_rank.newest_first() == PLAN_CACHE._global.newest_first() == []
+
+
+def save_after_rollback(path: Path, forgetful: int) -> None:
+    """One rank knows its plan by the index, by which ranks report otherwise than by the plan."""
+    PLAN_CACHE.forget()
+    order = "abcd" if dist.get_rank() == 0 else "adcb"
+    values = {name: torch.full((1024,), float(number)) for number, name in enumerate("abcd")}
+    state = {name: values[name] for name in order}
+    saved(path / "0", state)
+    saved(path / "1", state)
+    if dist.get_rank() == forgetful:
+        PLAN_CACHE.forget()
+    loaded = zeroed(state)
+    dcp.load(loaded, storage_reader=FastReader(path / "1"), planner=FastLoadPlanner())
+    for number in range(3):
+        state = {name: 10 * value for name, value in state.items()}
+        saved(path / f"after-{number}", state)
+        check(path / f"after-{number}", state)
+
+
+@pytest.mark.parametrize("forgetful", [0, 1])
+def test_a_plan_in_memory_and_the_same_in_an_index_are_two(
+    worlds: Worlds, tmp_path: Path, forgetful: int
+) -> None:
+    worlds.run(2, save_after_rollback, tmp_path, forgetful)
+
+
+class LookingWriter(FastWriter):
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.seen = [[item.index.fqn for item in plan.items] for plan in plans]
+        return super().prepare_global_plan(plans)
+
+
+class LookingPlanner(FastSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Any]:
+        self.seen = [[item.index.fqn for item in plan.items] for plan in all_plans]
+        return super().create_global_plan(all_plans)
+
+
+def save_and_look(path: Path) -> None:
+    PLAN_CACHE.forget()
+    state = state_of()
+    for number in range(3):
+        writer = LookingWriter(path / f"writer-{number}")
+        dcp.save(state, storage_writer=writer, planner=FastSavePlanner())
+        planner = LookingPlanner()
+        dcp.save(state, storage_writer=FastWriter(path / f"{number}"), planner=planner)
+        if dist.get_rank() == 0:
+            assert sum(map(len, planner.seen)) == 3 * 22
+            seen_by_writer = {fqn for fqns in writer.seen for fqn in fqns}
+            assert {"model.embedding", "step"} <= seen_by_writer
+    check(path / "writer-2", state)
+    check(path / "2", state)
+
+
+def test_whoever_looks_at_plans_sees_them_whole_each_time(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(3, save_and_look, tmp_path)
+
+
+def save_with_one_caching(path: Path) -> None:
+    PLAN_CACHE.forget()
+    state = state_of()
+    for number in range(3):
+        planner = FastSavePlanner(enable_plan_caching=dist.get_rank() == 1)
+        dcp.save(state, storage_writer=FastWriter(path / f"{number}"), planner=planner)
+        check(path / f"{number}", state)
+
+
+def test_ranks_may_differ_on_whether_plans_are_kept(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(2, save_with_one_caching, tmp_path)
+
+
+class AddingPlanner(FastSavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        if dist.get_rank() == 0:
+            plan.planner_data = {**plan.planner_data, "extra": ("extra",)}
+        return plan
+
+
+def save_with_more_paths(path: Path) -> None:
+    PLAN_CACHE.forget()
+    state = state_of("a name")
+    for number in range(3):
+        metadata = dcp.save(
+            state, storage_writer=FastWriter(path / f"{number}"), planner=AddingPlanner()
+        )
+        assert {"extra", "model.only here", "step"} <= metadata.planner_data.keys()
+
+
+def test_paths_of_all_ranks_are_kept_beside_what_one_adds(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(2, save_with_more_paths, tmp_path)
+
+
+def test_a_planner_that_was_used_can_be_pickled(tmp_path: Path) -> None:
+    planner = FastSavePlanner()
+    state = {"w": torch.arange(5.0)}
+    for number in range(2):
+        dcp.save(state, storage_writer=FastWriter(tmp_path / f"{number}"), planner=planner)
+    copy = pickle.loads(pickle.dumps(planner))
+    dcp.save(state, storage_writer=FastWriter(tmp_path / "copy"), planner=copy)
+    check(tmp_path / "copy", state)

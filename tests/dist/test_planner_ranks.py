@@ -20,6 +20,8 @@ from random_layouts import assert_holds, blank_like, random_layout
 from ranks import Worlds
 from states import full_value, sharded
 from test_sharing import MIB, STATES, local, written_nbytes, zeroed
+from torch.distributed._shard.sharded_tensor import Shard as TensorShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -31,9 +33,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from torch_ckpt import FastReader, FastWriter
+from torch_ckpt import FastReader, FastWriter, _native
 from torch_ckpt.load_planner import FastLoadPlanner
 from torch_ckpt.save_planner import FastSavePlanner
+from torch_ckpt.seal import open_committed
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -255,3 +258,23 @@ def test_a_trained_model_loads_in_another_layout(
         for other, ranks in (("fsdp2", 2), ("fsdp1", 2)):
             loaded = worlds.run(ranks, load_begun, other, tmp_path, loader, layout == "fsdp2_tp")
             test_layouts.assert_same(loaded[0], saved)
+
+
+def save_sharded_tensor(path: Path) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    local = torch.arange(15.0).reshape(3, 5) + 100 * rank
+    shard = TensorShard.from_tensor_and_offsets(local, [3 * rank, 0], rank)
+    state = {"st": init_from_local_shards([shard], 3 * world, 5)}
+    dcp.save(state, storage_writer=FastWriter(path), planner=FastSavePlanner())
+    _, index = open_committed(_native.local_file_system(), path, "")
+    assert index is not None
+    _, _, boxes = index.find("st")
+    assert [box[5] for box in boxes] == [True] * world  # Frames of the engine's own.
+    zeros = TensorShard.from_tensor_and_offsets(torch.zeros(3, 5), [3 * rank, 0], rank)
+    loaded = {"st": init_from_local_shards([zeros], 3 * world, 5)}
+    dcp.load(loaded, storage_reader=FastReader(path), planner=FastLoadPlanner())
+    assert torch.equal(loaded["st"].local_shards()[0].tensor, local)
+
+
+def test_shards_of_fsdp1_are_stored_by_the_engine(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(2, save_sharded_tensor, tmp_path)

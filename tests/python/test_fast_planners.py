@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoints import load, save
 from random_states import SAFE_GLOBALS, blanked, random_state, same
 from torch.distributed.checkpoint import (
@@ -218,3 +219,24 @@ def test_whoever_saves_and_whoever_loads_the_values_are_those_of_stock(
                     found = loaded(folder / who, state, reader, load_planner(**flatten))
                     assert same(found, expected), (who, reader, load_planner, found, expected)
     assert compared > STATES / 4
+
+
+def test_a_tensor_under_two_names_leaves_the_others_to_the_engine(tmp_path: Path) -> None:
+    state = {f"w{i}": torch.randn(64, 3) for i in range(20)}
+    dcp.save({**state, "tied": state["w3"]}, storage_writer=FastWriter(tmp_path))
+    loaded = {name: torch.zeros(64, 3) for name in state}
+    loaded["tied"] = loaded["w3"]
+    left: list[str] = []
+
+    class Planner(FastLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            left.append(read_item.dest_index.fqn)
+            return super().resolve_tensor(read_item)
+
+        def loads_plainly(self) -> bool:
+            return True
+
+    dcp.load(loaded, storage_reader=FastReader(tmp_path), planner=Planner())
+    assert sorted(left) == ["tied", "w3"]
+    for name, value in state.items():
+        assert torch.equal(loaded[name], value)
