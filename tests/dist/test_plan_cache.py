@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +28,13 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 Counts = tuple[int, int, int]  # Hits, misses, global plans that were made here.
 
 
-class Planner(FastSavePlanner):
+class Writer(FastWriter):
     """Notes what the rank sends."""
 
     sent = 0
 
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        plan = super().prepare_local_plan(plan)
         self.sent = len(pickle.dumps(plan))
         return plan
 
@@ -59,10 +60,10 @@ def state_of(change: str = "", *, placement: Placement | None = None) -> dict[st
 def saved(path: Path, state: dict[str, Any]) -> tuple[Counts, int]:
     """Saves; returns how the plan was come by, and how many bytes this rank has sent for it."""
     hits, misses = PLAN_CACHE.hits, PLAN_CACHE.misses
-    planner = Planner()
+    writer = Writer(path)
     with mock.patch.object(_native, "GlobalPlan", wraps=_native.GlobalPlan) as made:
-        dcp.save(state, storage_writer=FastWriter(path), planner=planner)
-    return (PLAN_CACHE.hits - hits, PLAN_CACHE.misses - misses, made.call_count), planner.sent
+        dcp.save(state, storage_writer=writer, planner=FastSavePlanner())
+    return (PLAN_CACHE.hits - hits, PLAN_CACHE.misses - misses, made.call_count), writer.sent
 
 
 def check(path: Path, state: dict[str, Any]) -> None:
@@ -332,9 +333,9 @@ def test_ranks_may_differ_on_whether_plans_are_kept(worlds: Worlds, tmp_path: Pa
 class AddingPlanner(FastSavePlanner):
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        if dist.get_rank() == 0:
-            plan.planner_data = {**plan.planner_data, "extra": ("extra",)}
-        return plan
+        if dist.get_rank() > 0:
+            return plan
+        return dataclasses.replace(plan, planner_data={**plan.planner_data, "extra": ("extra",)})
 
 
 def save_with_more_paths(path: Path) -> None:
