@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -86,6 +87,7 @@ def assert_holds(loaded: State, expected: State) -> None:
             assert _bytes(loaded[group][name]) == _bytes(want), name
 
 
+@functools.cache  # Each has groups, and threads, for as long as the process lives.
 def _meshes(world: int) -> list[DeviceMesh]:
     meshes = [init_device_mesh("cpu", (world,))]
     if world == 4:
