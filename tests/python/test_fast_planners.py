@@ -237,6 +237,6 @@ def test_a_tensor_under_two_names_leaves_the_others_to_the_engine(tmp_path: Path
             return True
 
     dcp.load(loaded, storage_reader=FastReader(tmp_path), planner=Planner())
-    assert sorted(left) == ["tied", "w3"]
+    assert sorted(set(left)) == ["tied", "w3"]
     for name, value in state.items():
         assert torch.equal(loaded[name], value)

@@ -318,7 +318,7 @@ def test_a_subclass_that_hides_finish_plan_is_told_so(writer: Any, tmp_path: Pat
             return pickle.loads(pickle.dumps(new_plan))  # As it has come to a rank.
 
     error = failure_of(save, some_state(), writer(tmp_path), planner=Hides())
-    assert "overrides finish_plan must call it" in str(error)
+    assert "must call finish_plan before it looks" in str(error)
 
 
 @pytest.mark.parametrize("mixin", LOADERS)
