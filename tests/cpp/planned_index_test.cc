@@ -146,12 +146,12 @@ TEST(PlannedIndexTest, APieceOfACutTensorIsWhereItsRankHasPutIt) {
   const World world(2, {whole_item("big", float_facts({4096, 1024}))});
   ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world));
   std::vector<File> files = {file_of(1, 0), file_of(0, 0)};
-  store(0, 100, true, &files[0]);
-  store(0, 200, true, &files[1]);
+  store(0, 100, false, &files[0]);
+  store(0, 200, false, &files[1]);
   ASSERT_OK_AND_ASSIGN(const Index index, index_of(global, files));
   EXPECT_EQ(index.entries[0].boxes,
-            (std::vector<IndexedBox>{{{0, 0}, {2048, 1024}, 1, 0, 200, true, {}},
-                                     {{2048, 0}, {2048, 1024}, 0, 0, 100, true, {}}}));
+            (std::vector<IndexedBox>{{{0, 0}, {2048, 1024}, 1, 0, 200, false, {}},
+                                     {{2048, 0}, {2048, 1024}, 0, 0, 100, false, {}}}));
 }
 
 TEST(PlannedIndexTest, WithoutItemsThereAreFilesAlone) {
