@@ -12,7 +12,7 @@ from setuptools import Extension, setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 
 ROOT = Path(__file__).parent
-WITH_TORCH = [f"csrc/bindings/{name}.cc" for name in ("tensor_view", "state_dict")]
+WITH_TORCH = [f"csrc/bindings/{name}.cc" for name in ("peers", "state_dict", "tensor_view")]
 BINDINGS = sorted(
     {path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/bindings/*.cc")} - {*WITH_TORCH}
 )

@@ -47,6 +47,7 @@ __all__ = [
     "bounded_call",
     "bounded_everywhere",
     "take_part_in_dcp",
+    "time_limit_s",
 ]
 
 T = TypeVar("T")
@@ -131,6 +132,14 @@ def bounded_call(
             yield
     finally:
         _call.reset(token)
+
+
+def time_limit_s() -> float:
+    """Seconds that one rank waits for another in the call of DCP that this thread is in."""
+    call = _call.get()
+    if call is not None:
+        return call.limits.timeout_s
+    return _process_limits[-1].timeout_s if _process_limits else DEFAULT_TIMEOUT_S
 
 
 @contextlib.contextmanager

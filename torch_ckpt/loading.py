@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io as _io
-import itertools
 import os
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,195 +30,236 @@ from torch_ckpt.tensors import (
     useful_buffer_nbytes,
 )
 
-__all__ = ["Load", "load_planned"]
+__all__ = ["Load", "Source", "load_planned"]
 
 _Slice = tuple[str, int, int, str]  # File, offset, length in bytes, FQN.
 _Tensor = tuple[ReadItem, _Slice, torch.dtype]  # Dtype as stored.
-_Destination = tuple[ReadItem, _Slice, torch.Tensor, torch.Tensor]  # Target, memory read into.
+# With the target, and the stored dtype where the elements must be copied there.
+_Destination = tuple[ReadItem, _Slice, torch.Tensor, torch.dtype | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint that is open, and how it is read."""
+
+    metadata: Metadata
+    fs: _native.FileSystem
+    path: str | os.PathLike[str]
+    index: _native.Index | None
+    io: IoOptions
+    verify: bool
+    trust_pickle: bool
+    transforms: _StorageReaderTransforms
+
+    def job(self, nbytes: int, *, slices_are_archives: bool = False) -> _native.LoadJob:
+        """A job that reads ``nbytes`` of slices, as their metadata have it."""
+        return _native.LoadJob(
+            self.fs,
+            os.fsencode(self.path),
+            self.index,
+            useful_buffer_nbytes(nbytes, self.io.buffer_nbytes, self.io.block_nbytes),
+            self.io.block_nbytes,
+            self.io.threads,
+            self.io.direct,
+            self.verify,
+            slices_are_archives,
+        )
+
+    def wanted_bytes(self, items: Sequence[ReadItem]) -> bytes:
+        """What of the data files is read for tensors among these items, encoded.
+
+        Raises:
+            CheckpointError: A file or its slices are not what metadata say.
+        """
+        if isinstance(items, PlannedReads):
+            return items.reads.wanted_bytes(self.job(items.reads.nbytes))
+        requests = []
+        nbytes = 0
+        for item in items:
+            info = self.storage_info(item)
+            dtype = self.stored_dtype(item)
+            if dtype is None or getattr(info, "transform_descriptors", None):
+                continue
+            requests.append(
+                (
+                    (info.relative_path, info.offset, info.length, item.storage_index.fqn),
+                    item.storage_offsets,
+                    _native.TensorView.without_memory(DTYPE_CODES[dtype], item.lengths),
+                )
+            )
+            nbytes += info.length
+        return self.job(nbytes).wanted_bytes(requests)
+
+    def storage_info(self, item: ReadItem) -> _StorageInfo:
+        """Where the stored box of an item lies.
+
+        Raises:
+            CorruptionError: The metadata do not say.
+        """
+        try:
+            info: _StorageInfo = self.metadata.storage_data[item.storage_index]
+        except KeyError:
+            raise CorruptionError(
+                f"metadata does not say where {item.storage_index} is stored"
+            ) from None
+        return info
+
+    def stored_dtype(self, item: ReadItem) -> torch.dtype | None:
+        """The dtype of a tensor that the engine can read; ``None`` for all that is torch's."""
+        if item.type == LoadItemType.BYTE_IO:
+            return None
+        stored = self.metadata.state_dict_metadata.get(item.storage_index.fqn)
+        if not isinstance(stored, TensorStorageMetadata):
+            return None
+        dtype = stored.properties.dtype
+        return dtype if dtype in DTYPE_CODES else None
 
 
 def load_planned(
-    metadata: Metadata,
+    source: Source,
     planner: FastLoadPlanner,
     items: PlannedReads,
-    *,
-    fs: _native.FileSystem,
-    path: str | os.PathLike[str],
-    index: _native.Index | None,
-    io: IoOptions,
-    verify: bool,
-    trust_pickle: bool,
-    transforms: _StorageReaderTransforms,
+    exchange: _native.ExchangeStream | None,
 ) -> None:
     """Loads what was planned in columns: tensors straight into place, and the rest as ``Load``."""
     reads = items.reads
-    job = _native.LoadJob(
-        fs,
-        os.fsencode(path),
-        index,
-        useful_buffer_nbytes(reads.nbytes, io.buffer_nbytes, io.block_nbytes),
-        io.block_nbytes,
-        io.threads,
-        io.direct,
-        verify,
-        False,  # No object is read here.
-    )
+    job = source.job(reads.nbytes)
     reads.check(job)
-    left = reads.run(job, _tensor_view.look(items.sources, writable=True))
+
+    def take(number: int, elements: _native.LoadedBytes) -> None:
+        item = items[number]
+        dtype = source.stored_dtype(item)
+        assert dtype is not None
+        _copy_to(planner.resolve_tensor(item).detach(), elements, dtype, item.lengths)
+
+    looks = _tensor_view.look(items.sources, writable=True)
+    left = reads.run(job, looks, take, exchange)
     if left:
-        Load(
-            metadata,
-            planner,
-            [items[at] for at in left],
-            fs=fs,
-            path=path,
-            index=index,
-            io=io,
-            verify=verify,
-            trust_pickle=trust_pickle,
-            transforms=transforms,
-        ).run()
+        Load(source, planner, [items[at] for at in left]).run()
 
 
 class Load:
     """One call of ``read_data``: made, run once and dropped."""
 
-    def __init__(
-        self,
-        metadata: Metadata,
-        planner: LoadPlanner,
-        items: list[ReadItem],
-        *,
-        fs: _native.FileSystem,
-        path: str | os.PathLike[str],
-        index: _native.Index | None,
-        io: IoOptions,
-        verify: bool,
-        trust_pickle: bool,
-        transforms: _StorageReaderTransforms,
-    ) -> None:
-        self.storage_data: dict[Any, _StorageInfo] = metadata.storage_data
-        self.state_dict_metadata = metadata.state_dict_metadata
+    def __init__(self, source: Source, planner: LoadPlanner, items: list[ReadItem]) -> None:
+        self.source = source
         self.planner = planner
-        self.transforms = transforms
-        self.max_held_nbytes = held_nbytes_limit(io)
+        self.max_held_nbytes = held_nbytes_limit(source.io)
         # Another planner may have stored bytes of any kind.
         self.objects_are_pickled = (
             getattr(planner.load_bytes, "__func__", None) is DefaultLoadPlanner.load_bytes
         )
-        self.trust_pickle = trust_pickle
         self.tensors: list[_Tensor] = []
         self.streams: list[tuple[ReadItem, _Slice]] = []
         nbytes = 0
         transformed = False
         for item in items:
-            info = self._storage_info(item)
+            info = source.storage_info(item)
             stored = (info.relative_path, info.offset, info.length, item.storage_index.fqn)
             nbytes += info.length
-            dtype = self._stored_dtype(item)
+            dtype = source.stored_dtype(item)
             descriptors = getattr(info, "transform_descriptors", None)
             transformed = transformed or bool(descriptors)
             if descriptors or dtype is None:
                 self.streams.append((item, stored))
             else:
                 self.tensors.append((item, stored, dtype))
-        self.job = _native.LoadJob(
-            fs,
-            os.fsencode(path),
-            index,
-            useful_buffer_nbytes(nbytes, io.buffer_nbytes, io.block_nbytes),
-            io.block_nbytes,
-            io.threads,
-            io.direct,
-            verify,
-            self.objects_are_pickled and not transformed,
+        self.job = source.job(
+            nbytes, slices_are_archives=self.objects_are_pickled and not transformed
         )
 
-    def run(self) -> None:
+    def run(self, exchange: _native.ExchangeStream | None = None) -> None:
         """Loads tensors through the engine, then whatever is left through torch."""
         # All extents before any target is written.
         slices = [stored for _, stored, _ in self.tensors]
         self.job.check(slices + [stored for _, stored in self.streams])
-        left = self._load_tensors()
+        left = self._load_tensors(exchange)
         self._load_streams(self.streams + left)
 
-    def _storage_info(self, item: ReadItem) -> _StorageInfo:
-        try:
-            return self.storage_data[item.storage_index]
-        except KeyError:
-            raise CorruptionError(
-                f"metadata does not say where {item.storage_index} is stored"
-            ) from None
-
-    def _stored_dtype(self, item: ReadItem) -> torch.dtype | None:
-        """The dtype of a tensor that the engine can read; ``None`` for all that is torch's."""
-        if item.type == LoadItemType.BYTE_IO:
-            return None
-        stored = self.state_dict_metadata.get(item.storage_index.fqn)
-        if not isinstance(stored, TensorStorageMetadata):
-            return None
-        dtype = stored.properties.dtype
-        return dtype if dtype in DTYPE_CODES else None
-
-    def _load_tensors(self) -> list[tuple[ReadItem, _Slice]]:
-        """Loads tensors in one call of the engine, or in batches where they need temporaries.
+    def _load_tensors(
+        self, exchange: _native.ExchangeStream | None
+    ) -> list[tuple[ReadItem, _Slice]]:
+        """Loads tensors in one call of the engine, and then those that must wait for others.
 
         Returns:
             Those that only torch can read; nothing was written to their targets.
         """
         left: list[tuple[ReadItem, _Slice]] = []
-        waiting = iter(self.tensors)
-        pending: _Tensor | None = next(waiting, None)
-        while pending is not None:
-            batch, pending = self._next_batch(pending, waiting)
-            left += self._load_batch(batch)
+        waiting = self.tensors
+        while waiting or exchange is not None:
+            batch, waiting = self._next_batch(waiting, pass_over=exchange is not None)
+            left += self._load_batch(batch, exchange)
+            exchange = None  # All that ranks exchange comes with the first batch.
         return left
 
     def _next_batch(
-        self, first: _Tensor, waiting: Iterator[_Tensor]
-    ) -> tuple[list[_Destination], _Tensor | None]:
-        """Resolves tensors as long as they can be read together.
+        self, waiting: list[_Tensor], *, pass_over: bool
+    ) -> tuple[list[_Destination], list[_Tensor]]:
+        """Resolves tensors as far as they can be read together.
+
+        Args:
+            waiting: In DCP's order.
+            pass_over: Whether one that cannot be read with those before it is passed over;
+                otherwise the batch ends there.
 
         Returns:
-            What to read, and the tensor that must wait for it, if there is one.
+            What to read, and the tensors that must wait for it.
         """
         batch: list[_Destination] = []
+        must_wait: list[_Tensor] = []
         taken = Destinations()
+        passed_over: set[int] = set()  # Storages.
         held_nbytes = 0
-        for tensor in itertools.chain([first], waiting):
+        for number, tensor in enumerate(waiting):
             item, stored, dtype = tensor
             resolved = self.planner.resolve_tensor(item)
             temporary = is_temporary(resolved)
             target = resolved.detach()
             if target.size() != item.lengths:
                 raise _shape_mismatch(item, target, item.lengths)
-            if not taken.add(target, item.dest_index.fqn):
-                return batch, tensor
-            memory = target
-            if target.dtype != dtype or not _tensor_view.is_loadable(target):
-                memory = torch.empty(item.lengths, dtype=dtype, device="cpu")
-                temporary = True
-            batch.append((item, stored, target, memory))
-            if temporary:
-                held_nbytes += memory.nbytes
-                if held_nbytes >= self.max_held_nbytes:
-                    return batch, next(waiting, None)
-        return batch, None
-
-    def _load_batch(self, batch: list[_Destination]) -> list[tuple[ReadItem, _Slice]]:
-        requests = [
-            (stored, item.storage_offsets, _tensor_view.view(memory, stored[3], writable=True))
-            for item, stored, _, memory in batch
-        ]
-        loaded, _ = self.job.run(requests, [])
-        left: list[tuple[ReadItem, _Slice]] = []
-        for done, (item, stored, target, memory) in zip(loaded, batch, strict=True):
-            if not done:
-                left.append((item, stored))
+            fqn = item.dest_index.fqn
+            storage = target.untyped_storage().data_ptr()
+            if storage in passed_over or taken.meets(target, fqn):
+                if not pass_over:
+                    return batch, waiting[number:]
+                passed_over.add(storage)
+                must_wait.append(tensor)
                 continue
-            if memory is not target:
-                target.copy_(memory)
-            self.planner.commit_tensor(item, target)
+            taken.add(target, fqn)
+            is_direct = target.dtype == dtype and _tensor_view.is_loadable(target)
+            batch.append((item, stored, target, None if is_direct else dtype))
+            if temporary:
+                held_nbytes += target.nbytes
+                if held_nbytes >= self.max_held_nbytes:
+                    return batch, must_wait + waiting[number + 1 :]
+        return batch, must_wait
+
+    def _load_batch(
+        self, batch: list[_Destination], exchange: _native.ExchangeStream | None
+    ) -> list[tuple[ReadItem, _Slice]]:
+        requests = [
+            (
+                stored,
+                item.storage_offsets,
+                _tensor_view.view(target, stored[3], writable=True)
+                if dtype is None
+                else _native.TensorView.without_memory(DTYPE_CODES[dtype], item.lengths),
+            )
+            for item, stored, target, dtype in batch
+        ]
+
+        def take(number: int, elements: _native.LoadedBytes) -> None:
+            item, _, target, dtype = batch[number]
+            assert dtype is not None
+            _copy_to(target, elements, dtype, item.lengths)
+
+        loaded, _ = self.job.run(requests, [], take, exchange)
+        left: list[tuple[ReadItem, _Slice]] = []
+        for done, (item, stored, target, _) in zip(loaded, batch, strict=True):
+            if done:
+                self.planner.commit_tensor(item, target)
+            else:
+                left.append((item, stored))
         return left
 
     def _load_streams(self, streams: list[tuple[ReadItem, _Slice]]) -> None:
@@ -227,7 +268,7 @@ class Load:
         for item, stored in streams:
             wanted.setdefault(stored, []).append(item)
         for batch in _batches(wanted, self.max_held_nbytes):
-            _, slices = self.job.run([], batch)
+            _, slices = self.job.run([], batch, _take_none)
             for stored, data in zip(batch, slices, strict=True):
                 self._load_stream(stored, wanted[stored], data)
 
@@ -254,7 +295,7 @@ class Load:
             return
         is_archive = bytes(stream.getbuffer()[:4]) == b"PK\3\4"
         try:
-            if self.trust_pickle:
+            if self.source.trust_pickle:
                 self.planner.load_bytes(item, stream)
             else:
                 _store_object(self.planner, item, load_object(stream))
@@ -276,16 +317,28 @@ class Load:
     ) -> _io.BytesIO:
         """The bytes of a slice, with stream transforms undone."""
         stream = _io.BytesIO(memoryview(data))
-        descriptors = getattr(self._storage_info(item), "transform_descriptors", None)
+        descriptors = getattr(self.source.storage_info(item), "transform_descriptors", None)
         if not descriptors:
             return stream
-        transformed = self.transforms.transform_load_stream(item, descriptors, stream)
+        transformed = self.source.transforms.transform_load_stream(item, descriptors, stream)
         try:
             return _io.BytesIO(transformed.read(-1))
         except Exception as error:
             raise CorruptionError(
                 f"cannot undo {list(descriptors)} of {_where(stored)}: {error}"
             ) from error
+
+
+def _copy_to(
+    target: torch.Tensor, elements: _native.LoadedBytes, dtype: torch.dtype, lengths: torch.Size
+) -> None:
+    """Copies elements, as the engine hands them over, to a tensor of another device or dtype."""
+    data = torch.frombuffer(memoryview(elements), dtype=torch.uint8)
+    target.copy_(data.view(dtype).view(lengths))
+
+
+def _take_none(number: int, elements: _native.LoadedBytes) -> None:
+    raise AssertionError("no tensor was asked for")
 
 
 def _store_object(planner: Any, item: ReadItem, value: object) -> None:

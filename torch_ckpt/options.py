@@ -17,6 +17,9 @@ class IoOptions:
         block_nbytes: Size of one buffer, and so of the longest single request, in bytes: a multiple
             of 4096, at least 256 KiB. Every thread needs at least two.
         threads: Threads that read. A writer uses one for each file (``thread_count``).
+        exchange_nbytes: Budget of a reader, in bytes, for what it has in flight to and from other
+            ranks that load the same; at least 4 MiB. Used only where there is something to
+            exchange, and then besides ``buffer_nbytes``.
         direct: Whether to go past the page cache (``O_DIRECT``) where the file system allows it.
             What the page cache holds is read from there in any case.
 
@@ -27,6 +30,7 @@ class IoOptions:
     buffer_nbytes: int = 64 << 20
     block_nbytes: int = 4 << 20
     threads: int = 4
+    exchange_nbytes: int = 256 << 20
     direct: bool = True
 
     def __post_init__(self) -> None:
@@ -41,6 +45,8 @@ class IoOptions:
             )
         if self.threads < 1:
             raise ValueError(f"threads={self.threads} is not positive")
+        if self.exchange_nbytes < 4 << 20:
+            raise ValueError(f"exchange_nbytes={self.exchange_nbytes} is less than 4 MiB")
 
 
 @dataclass(frozen=True)

@@ -106,29 +106,30 @@ class Destinations:
     """
 
     def __init__(self) -> None:
-        # By storage: where in it a tensor begins, where it ends, its FQN; in ascending order. Those
-        # of different FQNs do not overlap; those of one are disjoint boxes of it.
+        # By storage: where in it a tensor begins, where it ends, its FQN; in ascending order.
         self._extents: dict[int, list[tuple[int, int, str]]] = {}
 
-    def add(self, tensor: torch.Tensor, fqn: str) -> bool:
-        """Adds a tensor; false, and nothing is added, where its memory is taken."""
+    def meets(self, tensor: torch.Tensor, fqn: str) -> bool:
+        """Whether memory of this tensor is taken: by another FQN, or by the same box of its own."""
         storage, begin, end = _tensor_view.extent(tensor)
         if begin == end:
-            return True
-        extents = self._extents.get(storage)
-        if extents is None:
-            self._extents[storage] = [(begin, end, fqn)]
-            return True
+            return False
+        extents = self._extents.get(storage, [])
         at = bisect.bisect_left(extents, (begin,))
         if at > 0 and extents[at - 1][1] > begin and extents[at - 1][2] != fqn:
-            return False
+            return True
         for other_begin, _, other in extents[at:]:
             if other_begin >= end:
                 break
             if other != fqn or other_begin == begin:
-                return False
-        extents.insert(at, (begin, end, fqn))
-        return True
+                return True
+        return False
+
+    def add(self, tensor: torch.Tensor, fqn: str) -> None:
+        """Takes the memory of a tensor."""
+        storage, begin, end = _tensor_view.extent(tensor)
+        if begin < end:
+            bisect.insort(self._extents.setdefault(storage, []), (begin, end, fqn))
 
 
 @contextlib.contextmanager

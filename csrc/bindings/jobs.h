@@ -31,6 +31,7 @@ inline LiveTensor to_live(const TensorView& view) {
 // The sums of a file's blocks, as 8 bytes each.
 pybind11::bytes to_bytes(const BlockSums& sums);
 
+void bind_exchange(pybind11::module_& module);
 void bind_file_system(pybind11::module_& module);
 void bind_index(pybind11::module_& module);
 void bind_save_job(pybind11::module_& module);

@@ -4,6 +4,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <exception>
+#include <functional>
+#include <optional>
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
@@ -52,9 +55,31 @@ void check(const LoadJob& job, const std::vector<PySlice>& slices) {
   raise_if_error(without_gil([&] { return job.check(stored); }));
 }
 
-// For each tensor whether it was loaded (False leaves it to torch), and the raw slices.
-std::pair<std::vector<bool>, std::vector<LoadedBytes>> run(
-    LoadJob& job, const std::vector<PyTensorRequest>& tensors, const std::vector<PySlice>& bytes) {
+using OnTensor = std::function<void(int64_t request, LoadedBytes elements)>;
+
+// Runs a job without the GIL. `on_tensor` takes the number of a request that came without memory,
+// and its elements; what it raises ends the job, and is raised.
+LoadResult run(LoadJob& job, const std::vector<TensorRequest>& requests,
+               const std::vector<StoredSlice>& slices, const OnTensor& on_tensor,
+               ExchangeStream* exchange) {
+  std::exception_ptr raised;
+  const HandOver hand_over = [&](int64_t request, LoadedBytes bytes) {
+    const py::gil_scoped_acquire locked;
+    try {
+      on_tensor(request, std::move(bytes));
+    } catch (const py::error_already_set&) {
+      raised = std::current_exception();
+      return cancelled("a tensor could not be taken");
+    }
+    return ok_status();
+  };
+  Result<LoadResult> result =
+      without_gil([&] { return job.run(requests, slices, hand_over, exchange); });
+  if (raised != nullptr) std::rethrow_exception(raised);
+  return value_or_raise(std::move(result));
+}
+
+std::vector<TensorRequest> to_requests(const std::vector<PyTensorRequest>& tensors) {
   std::vector<TensorRequest> requests;
   requests.reserve(tensors.size());
   for (const auto& [slice, offsets, destination] : tensors) {
@@ -62,12 +87,29 @@ std::pair<std::vector<bool>, std::vector<LoadedBytes>> run(
       throw py::value_error("a destination is a view for reading");
     requests.push_back({to_slice(slice), {offsets, destination->sizes}, to_live(*destination)});
   }
-  const std::vector<StoredSlice> slices = to_slices(bytes);
-  LoadResult result = value_or_raise(without_gil([&] { return job.run(requests, slices); }));
+  return requests;
+}
+
+// For each tensor whether it was loaded (False leaves it to torch), and the raw slices.
+std::pair<std::vector<bool>, std::vector<LoadedBytes>> run_job(
+    LoadJob& job, const std::vector<PyTensorRequest>& tensors, const std::vector<PySlice>& bytes,
+    const py::function& on_tensor, ExchangeStream* exchange) {
+  const auto on_request = [&](int64_t request, LoadedBytes elements) {
+    on_tensor(request, std::move(elements));
+  };
+  LoadResult result = run(job, to_requests(tensors), to_slices(bytes), on_request, exchange);
   std::vector<bool> loaded;
   loaded.reserve(result.outcomes.size());
   for (const Outcome outcome : result.outcomes) loaded.push_back(outcome == Outcome::kLoaded);
   return {std::move(loaded), std::move(result.bytes)};
+}
+
+// What the requests would read, encoded.
+py::bytes wanted(LoadJob& job, const std::vector<TensorRequest>& requests) {
+  return to_bytes(value_or_raise(without_gil([&]() -> Result<std::vector<std::byte>> {
+    ASSIGN_OR_RETURN(WantedBytes bytes, job.wanted(requests));
+    return bytes.encode();
+  })));
 }
 
 StoredSlice to_slice(const ReadPlan& plan, const PlannedRead& read, const ItemTable& items) {
@@ -111,9 +153,21 @@ class Reads {
     raise_if_error(without_gil([&] { return job.check(slices); }));
   }
 
-  // Reads what can go straight into these tensors, one for each item of the table. Returns the
+  // What of the files is wanted for tensors, encoded.
+  py::bytes wanted_bytes(LoadJob& job) const {
+    std::vector<TensorRequest> requests;
+    for (const PlannedRead& read : plan_.reads()) {
+      const std::optional<DType> dtype = engine_dtype(read);
+      if (dtype) requests.push_back(without_memory(read, *dtype));
+    }
+    return wanted(job, requests);
+  }
+
+  // Reads into these tensors, one for each item of the table, or hands over to `on_tensor` what must
+  // be copied there: the number of the read, and its elements in the stored dtype. Returns the
   // numbers of the reads that are left to others.
-  std::vector<int64_t> run(LoadJob& job, const TensorBatch& batch) const {
+  std::vector<int64_t> run(LoadJob& job, const TensorBatch& batch, const py::function& on_tensor,
+                           ExchangeStream* exchange) const {
     if (std::ssize(batch.views) != items().size()) throw py::value_error("not as many as planned");
     std::vector<int64_t> numbers;
     std::vector<int64_t> left;
@@ -121,21 +175,28 @@ class Reads {
     const std::vector<bool> is_shared = shared_memory(batch);
     for (int64_t i = 0; i < size(); ++i) {
       const PlannedRead& read = at(i);
-      const TensorView& view = batch.views[static_cast<size_t>(read.item)];
-      const bool is_plain = batch.kinds[static_cast<size_t>(read.item)] == TensorKind::kPlain &&
-                            view.writable && !read.is_object && !read.is_transformed &&
-                            !is_shared[static_cast<size_t>(read.item)];
-      if (!is_plain || dtype_info(view.dtype).name != plan_.stored_dtype(read.item) ||
+      const auto item = static_cast<size_t>(read.item);
+      const TensorView& view = batch.views[item];
+      const std::optional<DType> dtype = engine_dtype(read);
+      if (!dtype || batch.kinds[item] == TensorKind::kTorchsOwn || is_shared[item] ||
           view.sizes != to_dims(items().box(read.item).sizes)) {
         left.push_back(i);
         continue;
       }
+      const bool is_plain = batch.kinds[item] == TensorKind::kPlain && view.writable;
       numbers.push_back(i);
-      requests.push_back({to_slice(plan_, read, items()),
-                          {read.storage_offsets, read.lengths},
-                          narrowed(view, read)});
+      if (is_plain && view.dtype == *dtype) {
+        requests.push_back({to_slice(plan_, read, items()),
+                            {read.storage_offsets, read.lengths},
+                            narrowed(view, read)});
+      } else {
+        requests.push_back(without_memory(read, *dtype));
+      }
     }
-    const LoadResult result = value_or_raise(without_gil([&] { return job.run(requests, {}); }));
+    const auto on_request = [&](int64_t request, LoadedBytes elements) {
+      on_tensor(numbers[static_cast<size_t>(request)], std::move(elements));
+    };
+    const LoadResult result = torch_ckpt::run(job, requests, {}, on_request, exchange);
     for (size_t i = 0; i < numbers.size(); ++i) {
       if (result.outcomes[i] != Outcome::kLoaded) left.push_back(numbers[i]);
     }
@@ -149,6 +210,21 @@ class Reads {
   const PlannedRead& at(int64_t number) const {
     if (number < 0 || number >= size()) throw py::index_error("there is no such read");
     return plan_.reads()[static_cast<size_t>(number)];
+  }
+
+  // The dtype of a read that the engine can do; nothing for what is left to torch.
+  std::optional<DType> engine_dtype(const PlannedRead& read) const {
+    if (read.is_object || read.is_transformed) return std::nullopt;
+    return dtype_from_name(plan_.stored_dtype(read.item));
+  }
+
+  TensorRequest without_memory(const PlannedRead& read, DType dtype) const {
+    LiveTensor live;
+    live.dtype = dtype;
+    live.sizes = read.lengths;
+    live.strides = contiguous_strides(read.lengths);
+    for (int64_t& stride : live.strides) stride *= itemsize(dtype);
+    return {to_slice(plan_, read, items()), {read.storage_offsets, read.lengths}, std::move(live)};
   }
 
   static LiveTensor narrowed(const TensorView& view, const PlannedRead& read) {
@@ -201,14 +277,20 @@ void bind_load_job(py::module_& module) {
   py::class_<LoadedBytes>(module, "LoadedBytes", py::buffer_protocol())
       .def_buffer([](LoadedBytes& bytes) {
         return py::buffer_info(reinterpret_cast<uint8_t*>(bytes.data.get()), bytes.nbytes,
-                               /*readonly=*/true);
+                               /*readonly=*/false);
       });
   py::class_<LoadJob>(module, "LoadJob")
       .def(py::init(&make), py::arg("fs"), py::arg("directory"), py::arg("index"),
            py::arg("buffer_nbytes"), py::arg("block_nbytes"), py::arg("threads"), py::arg("direct"),
            py::arg("verify"), py::arg("slices_are_archives"), py::keep_alive<1, 2>())
       .def("check", &check, py::arg("slices"))
-      .def("run", &run, py::arg("tensors"), py::arg("slices"));
+      .def("wanted_bytes",
+           [](LoadJob& job, const std::vector<PyTensorRequest>& tensors) {
+             return wanted(job, to_requests(tensors));
+           },
+           py::arg("tensors"))
+      .def("run", &run_job, py::arg("tensors"), py::arg("slices"), py::arg("on_tensor"),
+           py::arg("exchange") = nullptr);
   py::class_<Reads>(module, "Reads")
       .def(py::init<std::shared_ptr<StoredIndex>, std::shared_ptr<HeldTable>, bool>(),
            py::arg("index"), py::arg("items"), py::arg("partial"))
@@ -216,7 +298,9 @@ void bind_load_job(py::module_& module) {
       .def_property_readonly("nbytes", &Reads::nbytes)
       .def("describe", &Reads::describe, py::arg("number"))
       .def("check", &Reads::check, py::arg("job"))
-      .def("run", &Reads::run, py::arg("job"), py::arg("batch"));
+      .def("wanted_bytes", &Reads::wanted_bytes, py::arg("job"))
+      .def("run", &Reads::run, py::arg("job"), py::arg("batch"), py::arg("on_tensor"),
+           py::arg("exchange") = nullptr);
 }
 
 }  // namespace torch_ckpt

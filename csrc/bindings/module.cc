@@ -22,6 +22,19 @@ std::vector<std::string> dtype_names() {
   return names;
 }
 
+// Of a tensor that is handed over when it is loaded. `dtype`: as in DTYPE_NAMES.
+TensorView without_memory(int dtype, const Dims& sizes) {
+  if (dtype < 0 || dtype >= kDTypeCount) throw py::value_error("there is no such dtype");
+  if (!checked_numel(sizes)) throw py::value_error("these are no sizes");
+  TensorView view;
+  view.dtype = static_cast<DType>(dtype);
+  view.sizes = sizes;
+  view.strides = contiguous_strides(sizes);
+  for (int64_t& stride : view.strides) stride *= itemsize(view.dtype);
+  view.writable = true;
+  return view;
+}
+
 py::object unpickle(const py::bytes& pickle, const py::dict& vocabulary) {
   Status status;
   PyObject* value =
@@ -39,7 +52,9 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "The native engine of torch_ckpt. Does without torch.";
   module.attr("DTYPE_NAMES") = dtype_names();
   module.def("unpickle_metadata", &unpickle, py::arg("pickle"), py::arg("vocabulary"));
-  py::class_<TensorView>(module, "TensorView");
+  py::class_<TensorView>(module, "TensorView")
+      .def_static("without_memory", &without_memory, py::arg("dtype"), py::arg("sizes"));
+  bind_exchange(module);
   bind_file_system(module);
   bind_index(module);
   bind_save_job(module);

@@ -1,6 +1,7 @@
 // The extension module torch_ckpt._tensor_view: the only door to libtorch. Everything else that is
 // native (torch_ckpt._native) does without it, and so loads in programs that do without torch.
 
+#include "bindings/peers.h"
 #include "bindings/tensor_view.h"
 
 #include <ATen/core/Tensor.h>
@@ -218,5 +219,6 @@ PYBIND11_MODULE(_tensor_view, module) {
            py::arg("box_sizes"));
   module.def("add_shard", &add_shard, py::arg("sink"), py::arg("fqn"), py::arg("local"),
              py::arg("requires_grad"), py::arg("box"));
+  bind_peers(module);
   module.def("view", &view, py::arg("tensor"), py::arg("name"), py::arg("writable"));
 }

@@ -1,8 +1,11 @@
 #include "engine/load_batch.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <new>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "base/crc.h"
@@ -24,50 +27,102 @@ Dims in_bytes(const std::vector<int64_t>& strides, int64_t itemsize) {
   return out;
 }
 
+// Fetches sums that will be needed, so that a damaged index is found before any tensor is written.
+Status check_sums(const FileSums* sums, const ByteRange& range) {
+  return sums == nullptr ? ok_status() : sums->check(range);
+}
+
 }  // namespace
 
-LoadBatch::LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files,
-                     IndexLookup* index, bool verify, bool slices_are_archives,
-                     std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
-                     LoadResult& result)
-    : stream_(stream),
-      files_(files),
-      index_(index),
-      verify_(verify),
-      slices_are_archives_(slices_are_archives),
-      tensors_(tensors),
-      bytes_(bytes),
-      result_(result),
-      whole_slice_nbytes_(std::min(kWholeSliceNbytes, stream.max_range_nbytes())) {}
-
-// Fetches the sums that will be needed, so that a damaged index is found before any tensor is
-// written.
-Status LoadBatch::check_sums() const {
-  for (const WantedRange& want : wanted_) {
-    if (want.sums != nullptr) RETURN_IF_ERROR(want.sums->check(want.range));
-  }
-  return ok_status();
-}
+LoadBatch::LoadBatch(const BatchContext& context)
+    : stream_(context.stream),
+      files_(context.files),
+      index_(context.index),
+      verify_(context.verify),
+      slices_are_archives_(context.slices_are_archives),
+      tensors_(context.tensors),
+      bytes_(context.bytes),
+      result_(context.result),
+      temporaries_(context.hand_over),
+      whole_slice_nbytes_(std::min(kWholeSliceNbytes, context.stream.max_range_nbytes())) {}
 
 Status LoadBatch::check_slice(const StoredSlice& slice) const {
   return check_extent(slice, file_of(slice).nbytes);
 }
 
-Status LoadBatch::run(const std::vector<int64_t>& tensor_indices,
-                      const std::vector<int64_t>& byte_indices) {
+Status LoadBatch::plan(const std::vector<int64_t>& tensor_indices,
+                       const std::vector<int64_t>& byte_indices) {
   for (const int64_t i : tensor_indices) RETURN_IF_ERROR(check_slice(tensor(i).slice));
   for (const int64_t i : byte_indices) {
     RETURN_IF_ERROR(check_slice(bytes_[static_cast<size_t>(i)]));
   }
   RETURN_IF_ERROR(find_tensors(tensor_indices));
   for (const int64_t i : byte_indices) RETURN_IF_ERROR(plan_bytes(i));
-  RETURN_IF_ERROR(check_sums());
+  byte_indices_ = byte_indices;
+  return ok_status();
+}
 
+Status LoadBatch::run() {
+  for (const WantedRange& want : wanted_) RETURN_IF_ERROR(check_sums(want.sums, want.range));
   RETURN_IF_ERROR(
       stream_.run(wanted_, [this](int64_t index, Bytes bytes) { return consume(index, bytes); }));
+  return verify();
+}
+
+Status LoadBatch::run(ExchangeStream& exchange, std::span<const ExchangePiece> pieces) {
+  std::vector<SharedPiece> shared;
+  for (const ExchangePiece& piece : pieces) {
+    const std::string& name = exchange.files()[static_cast<size_t>(piece.file)];
+    const OpenFile& file = files_.find(name)->second;
+    if (piece.range.end > file.nbytes) {
+      return corruption("cannot read to ", piece.range.end, " of ", name, ": it has ", file.nbytes,
+                        " bytes");
+    }
+    shared.push_back({file.file.get(), piece.range, piece.from, piece.to, file.sums.get()});
+    if (piece.from < 0) RETURN_IF_ERROR(check_sums(file.sums.get(), piece.range));
+  }
+  const ConsumeRange consume_one = [this](int64_t index, Bytes bytes) {
+    return consume(index, bytes);
+  };
+  Assembly assembly(wanted_, shared, consume_one);
+  std::vector<WantedRange> alone;
+  for (const int64_t index : assembly.others()) {
+    alone.push_back(wanted_[static_cast<size_t>(index)]);
+    RETURN_IF_ERROR(check_sums(alone.back().sums, alone.back().range));
+  }
+
+  std::atomic<bool> stopped = false;
+  const auto read_alone = [&] {
+    const Status status = stream_.run(alone, [&](int64_t index, Bytes bytes) {
+      if (stopped) return cancelled("another part of the load has failed");
+      return consume(assembly.others()[static_cast<size_t>(index)], bytes);
+    });
+    if (!status.ok()) exchange.fail(status);
+    return status;
+  };
+  Status status_alone;
+  std::thread reading;
+  try {
+    reading = std::thread([&] { status_alone = read_alone(); });
+  } catch (const std::system_error&) {
+    // No more threads to be had: first the one, then the other.
+  }
+  const Status status = exchange.run(shared, assembly);
+  stopped = !status.ok();
+  if (reading.joinable()) {
+    reading.join();
+  } else if (status.ok()) {
+    status_alone = read_alone();
+  }
+  RETURN_IF_ERROR(status);
+  RETURN_IF_ERROR(status_alone);
+  return verify();
+}
+
+Status LoadBatch::verify() const {
   if (!verify_) return ok_status();
   RETURN_IF_ERROR(verify_payloads());
-  return verify_bytes(byte_indices);
+  return verify_bytes();
 }
 
 // Finds out where the wanted tensors lie: from the index, or else from their frames, of which those
@@ -96,6 +151,7 @@ Status LoadBatch::find_tensors(const std::vector<int64_t>& requests) {
   for (const int64_t i : requests) {
     const StoredSlice& slice = tensor(i).slice;
     if (slice.nbytes > whole_slice_nbytes_) continue;
+    if (comes_without_memory(i)) expect(i);
     whole_slices_.push_back(i);
     wanted_.push_back(want(slice, {slice.offset, slice.offset + slice.nbytes}, nullptr));
   }
@@ -143,7 +199,10 @@ Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>
     tiled = tiled && range.begin == tiled_until;
     tiled_until = range.end;
     const bool one_run = is_one_run(part);
-    std::byte* destination = one_run ? wanted.live.data + part.dst_offset : nullptr;
+    const bool to_hand_over = comes_without_memory(request);
+    if (to_hand_over) expect(request);
+    std::byte* destination =
+        one_run && !to_hand_over ? wanted.live.data + part.dst_offset : nullptr;
     wanted_.push_back(want(wanted.slice, range, destination));
     pieces_.push_back({request, std::move(part), one_run, has_crc});
   }
@@ -211,21 +270,37 @@ Status LoadBatch::consume(int64_t index, Bytes bytes) {
   return ok_status();
 }
 
-Status LoadBatch::consume_piece(Piece& piece, Bytes bytes) const {
+// Where the elements of a request go, until they have arrived.
+Result<std::byte*> LoadBatch::memory_of(int64_t request) {
+  if (comes_without_memory(request)) return temporaries_.memory(request);
+  return tensor(request).live.data;
+}
+
+Status LoadBatch::arrived(int64_t request) {
+  return comes_without_memory(request) ? temporaries_.arrived(request) : ok_status();
+}
+
+void LoadBatch::expect(int64_t request) {
+  const LiveTensor& live = tensor(request).live;
+  temporaries_.expect(request, checked_numel(live.sizes).value_or(0) * itemsize(live.dtype));
+}
+
+Status LoadBatch::consume_piece(Piece& piece, Bytes bytes) {
   const LiveTensor& live = tensor(piece.request).live;
-  std::byte* destination = live.data + piece.copy.dst_offset;
+  ASSIGN_OR_RETURN(std::byte * memory, memory_of(piece.request));
+  std::byte* destination = memory + piece.copy.dst_offset;
   const bool in_place = bytes.data() == destination;
   if (piece.to_be_summed && piece.one_run && !in_place) {
     piece.crc = live.device->copy_and_checksum(bytes, {destination, bytes.size()}, 0);
-    return ok_status();
+    return arrived(piece.request);
   }
   if (!in_place) {
     StridedCopy copy = piece.copy;
     copy.src_offset = 0;  // The first source byte is the first of `bytes`.
-    live.device->copy(copy, bytes.data(), live.data);
+    live.device->copy(copy, bytes.data(), memory);
   }
   if (piece.to_be_summed) piece.crc = crc32(0, bytes);
-  return ok_status();
+  return arrived(piece.request);
 }
 
 Status LoadBatch::consume_whole_slice(int64_t request, Bytes bytes) {
@@ -244,11 +319,12 @@ Status LoadBatch::consume_whole_slice(int64_t request, Bytes bytes) {
   if (verify_ && stored.payload_crc != 0 && crc32(0, payload) != stored.payload_crc) {
     return corruption("cannot read ", describe(wanted.slice), ": its checksum does not match");
   }
+  ASSIGN_OR_RETURN(std::byte * memory, memory_of(request));
   const int64_t size = itemsize(stored.dtype);
   wanted.live.device->copy(copy_of_box(wanted.box, size, stored.storage_offset * size,
                                        in_bytes(stored.strides, size), wanted.live.strides),
-                           payload.data(), wanted.live.data);
-  return ok_status();
+                           payload.data(), memory);
+  return arrived(request);
 }
 
 Status LoadBatch::verify_payloads() const {
@@ -267,8 +343,8 @@ Status LoadBatch::verify_payloads() const {
 }
 
 // What torch.save has pickled carries checksums of its own.
-Status LoadBatch::verify_bytes(const std::vector<int64_t>& byte_indices) const {
-  for (const int64_t i : byte_indices) {
+Status LoadBatch::verify_bytes() const {
+  for (const int64_t i : byte_indices_) {
     if (file_of(bytes_[static_cast<size_t>(i)]).sums != nullptr) continue;
     const LoadedBytes& loaded = result_.bytes[static_cast<size_t>(i)];
     const Bytes raw(loaded.data.get(), static_cast<size_t>(loaded.nbytes));

@@ -11,15 +11,18 @@
 #include <vector>
 
 #include "base/status.h"
+#include "engine/exchange_stream.h"
 #include "engine/index_lookup.h"
 #include "engine/live_tensor.h"
 #include "engine/read_stream.h"
 #include "engine/stored_frames.h"
+#include "engine/temporaries.h"
 #include "geometry/box.h"
 
 namespace torch_ckpt {
 
 // `box` of the stored tensor is wanted in `live`, which has the box's sizes and the stored dtype.
+// Where that has no memory (and the strides of a contiguous tensor), the elements are handed over.
 struct TensorRequest {
   StoredSlice slice;
   Box box;
@@ -31,15 +34,9 @@ enum class Outcome : uint8_t {
   kNeedsTorch,  // Sound, but not a plain tensor of the live dtype: nothing was written to `live`.
 };
 
-// The raw bytes of one slice.
-struct LoadedBytes {
-  std::unique_ptr<std::byte[]> data;
-  int64_t nbytes = 0;
-};
-
 struct LoadResult {
   std::vector<Outcome> outcomes;   // One for each tensor request.
-  std::vector<LoadedBytes> bytes;  // One for each slice that was asked for raw.
+  std::vector<LoadedBytes> bytes;  // One for each slice that was asked for raw, as it is stored.
 };
 
 struct OpenFile {
@@ -48,16 +45,35 @@ struct OpenFile {
   std::unique_ptr<const FileSums> sums = {};  // Where its blocks are to be checked.
 };
 
+// What a batch works with. All of it outlives the batch.
+struct BatchContext {
+  ReadStream& stream;
+  const std::map<std::string, OpenFile>& files;
+  IndexLookup* index;  // nullptr where there is none that says what is in the slices.
+  bool verify;
+  bool slices_are_archives;
+  std::span<const TensorRequest> tensors;
+  std::span<const StoredSlice> bytes;
+  const HandOver& hand_over;
+  LoadResult& result;
+};
+
 // One run over files that are all open. Made, run once and dropped.
 class LoadBatch {
  public:
-  // `index` is nullptr where there is none that says what is in the slices.
-  LoadBatch(ReadStream& stream, const std::map<std::string, OpenFile>& files, IndexLookup* index,
-            bool verify, bool slices_are_archives, std::span<const TensorRequest> tensors,
-            std::span<const StoredSlice> bytes, LoadResult& result);
+  explicit LoadBatch(const BatchContext& context);
 
-  // `tensor_indices` and `byte_indices` are the requests of this batch.
-  Status run(const std::vector<int64_t>& tensor_indices, const std::vector<int64_t>& byte_indices);
+  // Finds out what to read; `tensor_indices` and `byte_indices` are the requests of this batch.
+  Status plan(const std::vector<int64_t>& tensor_indices, const std::vector<int64_t>& byte_indices);
+
+  // What is to be read, as planned.
+  const std::vector<WantedRange>& wanted() const { return wanted_; }
+
+  // Reads what was planned.
+  Status run();
+
+  // Likewise, with what other ranks read of the same files.
+  Status run(ExchangeStream& exchange, std::span<const ExchangePiece> pieces);
 
  private:
   // One cut of a large tensor request.
@@ -81,13 +97,16 @@ class LoadBatch {
   Status plan_tensor(int64_t request, const std::optional<StoredTensor>& found);
   std::vector<StridedCopy> cut(const StridedCopy& copy, const FileSums* sums) const;
   Status plan_bytes(int64_t request);
-  Status check_sums() const;
+  Status verify() const;
   Result<bool> accepts(int64_t request, const StoredTensor& stored);
   Status consume(int64_t index, Bytes bytes);
-  Status consume_piece(Piece& piece, Bytes bytes) const;
+  Status consume_piece(Piece& piece, Bytes bytes);
+  Result<std::byte*> memory_of(int64_t request);
+  Status arrived(int64_t request);
+  void expect(int64_t request);
   Status consume_whole_slice(int64_t request, Bytes bytes);
   Status verify_payloads() const;
-  Status verify_bytes(const std::vector<int64_t>& byte_indices) const;
+  Status verify_bytes() const;
 
   const OpenFile& file_of(const StoredSlice& slice) const {
     return files_.find(slice.file)->second;
@@ -99,6 +118,11 @@ class LoadBatch {
   }
   const TensorRequest& tensor(int64_t request) const {
     return tensors_[static_cast<size_t>(request)];
+  }
+  // Of what is empty, nothing needs memory.
+  bool comes_without_memory(int64_t request) const {
+    const LiveTensor& live = tensor(request).live;
+    return live.data == nullptr && checked_numel(live.sizes).value_or(0) > 0;
   }
   void leave_to_torch(int64_t request) {
     result_.outcomes[static_cast<size_t>(request)] = Outcome::kNeedsTorch;
@@ -112,6 +136,7 @@ class LoadBatch {
   std::span<const TensorRequest> tensors_;
   std::span<const StoredSlice> bytes_;
   LoadResult& result_;
+  Temporaries temporaries_;
   const int64_t whole_slice_nbytes_;  // Slices up to this long are read whole.
 
   // What is wanted, in the order of `wanted_`: pieces, then whole slices, then raw bytes.
@@ -119,6 +144,7 @@ class LoadBatch {
   std::vector<Piece> pieces_;
   std::vector<int64_t> whole_slices_;  // Requests.
   std::vector<WholePayload> whole_payloads_;
+  std::vector<int64_t> byte_indices_;
 };
 
 }  // namespace torch_ckpt

@@ -86,50 +86,88 @@ Status LoadJob::check(std::span<const StoredSlice> slices) const {
   return ok_status();
 }
 
+Result<WantedBytes> LoadJob::wanted(std::span<const TensorRequest> tensors) {
+  WantedBytes out;
+  LoadResult result;
+  RETURN_IF_ERROR(run_batches(tensors, {}, {}, nullptr, &out, &result));
+  return out;
+}
+
 Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
-                                std::span<const StoredSlice> bytes) {
-  struct Wanted {
+                                std::span<const StoredSlice> bytes, const HandOver& hand_over,
+                                ExchangeStream* exchange) {
+  LoadResult result;
+  const Status status = run_batches(tensors, bytes, hand_over, exchange, nullptr, &result);
+  if (!status.ok() && exchange != nullptr) exchange->fail(status);
+  RETURN_IF_ERROR(status);
+  return result;
+}
+
+// Runs the requests, as many files at a time as may be open; or where `only_wanted` is given, only
+// adds to it what would be read.
+Status LoadJob::run_batches(std::span<const TensorRequest> tensors,
+                            std::span<const StoredSlice> bytes, const HandOver& hand_over,
+                            ExchangeStream* exchange, WantedBytes* only_wanted,
+                            LoadResult* result) {
+  struct OfFile {
     std::vector<int64_t> tensors;
     std::vector<int64_t> bytes;
-    const StoredSlice* first;  // For messages.
+    std::vector<ExchangePiece> pieces;
+    StoredSlice any;  // For messages.
   };
-  std::map<std::string, Wanted> by_file;
+  std::map<std::string, OfFile> by_file;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    Wanted& wanted = by_file[tensors[i].slice.file];
-    wanted.tensors.push_back(static_cast<int64_t>(i));
-    wanted.first = &tensors[i].slice;
+    OfFile& of_file = by_file[tensors[i].slice.file];
+    of_file.tensors.push_back(static_cast<int64_t>(i));
+    of_file.any = tensors[i].slice;
     if (tensors[i].box.sizes != tensors[i].live.sizes) {
       return mismatch("a destination of sizes ", to_string(tensors[i].live.sizes), " is not for ",
                       to_string(tensors[i].box.sizes), " elements of ", describe(tensors[i].slice));
     }
   }
   for (size_t i = 0; i < bytes.size(); ++i) {
-    Wanted& wanted = by_file[bytes[i].file];
-    wanted.bytes.push_back(static_cast<int64_t>(i));
-    wanted.first = &bytes[i];
+    OfFile& of_file = by_file[bytes[i].file];
+    of_file.bytes.push_back(static_cast<int64_t>(i));
+    of_file.any = bytes[i];
+  }
+  if (exchange != nullptr) {
+    for (const ExchangePiece& piece : exchange->pieces()) {
+      const std::string& name = exchange->files()[static_cast<size_t>(piece.file)];
+      OfFile& of_file = by_file[name];
+      of_file.pieces.push_back(piece);
+      if (of_file.any.file.empty()) of_file.any = {name, piece.range.begin, piece.range.nbytes(), ""};
+    }
   }
 
-  LoadResult result;
-  result.outcomes.assign(tensors.size(), Outcome::kLoaded);
-  result.bytes.resize(bytes.size());
+  result->outcomes.assign(tensors.size(), Outcome::kLoaded);
+  result->bytes.resize(bytes.size());
   for (auto next = by_file.begin(); next != by_file.end();) {
     std::map<std::string, OpenFile> files;
-    std::vector<int64_t> tensor_indices;
-    std::vector<int64_t> byte_indices;
+    OfFile all;
     for (; next != by_file.end() && files.size() < kMaxOpenFiles; ++next) {
-      const auto& [name, wanted] = *next;
-      ASSIGN_OR_RETURN(OpenFile file, state_->open(*wanted.first));
+      const auto& [name, of_file] = *next;
+      ASSIGN_OR_RETURN(OpenFile file, state_->open(of_file.any));
       files.emplace(name, std::move(file));
-      tensor_indices.insert(tensor_indices.end(), wanted.tensors.begin(), wanted.tensors.end());
-      byte_indices.insert(byte_indices.end(), wanted.bytes.begin(), wanted.bytes.end());
+      all.tensors.insert(all.tensors.end(), of_file.tensors.begin(), of_file.tensors.end());
+      all.bytes.insert(all.bytes.end(), of_file.bytes.begin(), of_file.bytes.end());
+      all.pieces.insert(all.pieces.end(), of_file.pieces.begin(), of_file.pieces.end());
     }
     IndexLookup* index = state_->index.get();
     const bool indexed = index != nullptr && index->knows_slices();
-    LoadBatch batch(*state_->stream, files, indexed ? index : nullptr, state_->options.verify,
-                    state_->options.slices_are_archives, tensors, bytes, result);
-    RETURN_IF_ERROR(batch.run(tensor_indices, byte_indices));
+    LoadBatch batch({*state_->stream, files, indexed ? index : nullptr, state_->options.verify,
+                     state_->options.slices_are_archives, tensors, bytes, hand_over, *result});
+    RETURN_IF_ERROR(batch.plan(all.tensors, all.bytes));
+    if (only_wanted != nullptr) {
+      std::map<const File*, std::string_view> names;
+      for (const auto& [name, file] : files) names.emplace(file.file.get(), name);
+      for (const WantedRange& want : batch.wanted()) {
+        only_wanted->add(names[want.file], checkable_range(want));
+      }
+      continue;
+    }
+    RETURN_IF_ERROR(exchange == nullptr ? batch.run() : batch.run(*exchange, all.pieces));
   }
-  return result;
+  return ok_status();
 }
 
 }  // namespace torch_ckpt

@@ -41,6 +41,11 @@ struct Task {
 
 }  // namespace
 
+ByteRange checkable_range(const WantedRange& want) {
+  if (want.sums == nullptr) return want.range;
+  return {want.sums->block_begin(want.range.begin), want.sums->block_end(want.range.end)};
+}
+
 // What the lanes share while a run lasts.
 struct ReadStream::Work {
   std::span<const WantedRange> wanted;
@@ -89,19 +94,32 @@ struct ReadStream::Work {
     stopped = true;
   }
 
-  // The status of a failed read, with the FQN of the first range that it was for.
-  Status with_name(const Task& task, const Status& error) const {
-    const std::string* name =
-        wanted[static_cast<size_t>(order[static_cast<size_t>(task.first)])].name;
-    if (name == nullptr) return error;
-    return Status(error.code(), str_cat("cannot load '", *name, "': ", error.message()),
-                  error.error_number());
+  // Some of the FQNs that a task reads bytes of in `range`: "'a', 'b'".
+  std::string names_in(const Task& task, const ByteRange& range) const {
+    constexpr size_t kMostNames = 8;
+    std::set<std::string> names;
+    for (int64_t i = task.first; i < task.last && names.size() < kMostNames; ++i) {
+      const WantedRange& want = wanted[static_cast<size_t>(order[static_cast<size_t>(i)])];
+      if (want.range.begin >= range.end || want.range.end <= range.begin) continue;
+      if (want.name != nullptr) names.insert(*want.name);
+      if (want.names != nullptr) want.names->add_names(range, &names);
+    }
+    std::string out;
+    size_t count = 0;
+    for (const std::string& name : names) {
+      if (count++ == kMostNames) break;
+      out += str_cat(out.empty() ? "'" : ", '", name, "'");
+    }
+    return out;
   }
 
-  // What must be read to have a wanted range, and to check it.
-  static ByteRange checkable_range(const WantedRange& want) {
-    if (want.sums == nullptr) return want.range;
-    return {want.sums->block_begin(want.range.begin), want.sums->block_end(want.range.end)};
+  // The status of a failed read, with FQNs that it was for.
+  Status with_name(const Task& task, const Status& error) const {
+    const WantedRange& first = wanted[static_cast<size_t>(order[static_cast<size_t>(task.first)])];
+    const std::string names = names_in(task, first.range);
+    if (names.empty()) return error;
+    return Status(error.code(), str_cat("cannot load ", names, ": ", error.message()),
+                  error.error_number());
   }
 
   // Checks what a task has read against the sums of its blocks.
@@ -112,17 +130,7 @@ struct ReadStream::Work {
     if (mismatch < 0) return ok_status();
     const int64_t end = first.sums->block_end(mismatch + 1);
     // Any of those that have bytes in the block may be the one that is damaged.
-    constexpr size_t kMostNames = 8;
-    std::set<std::string> names;
-    for (int64_t i = task.first; i < task.last; ++i) {
-      const WantedRange& want = wanted[static_cast<size_t>(order[static_cast<size_t>(i)])];
-      if (want.range.begin < end && want.range.end > mismatch && want.name != nullptr &&
-          names.size() < kMostNames) {
-        names.insert(*want.name);
-      }
-    }
-    std::string who;
-    for (const std::string& name : names) who += str_cat(who.empty() ? "'" : ", '", name, "'");
+    const std::string who = names_in(task, {mismatch, end});
     return corruption("cannot load ", who, ": the ", end - mismatch, " bytes at ", mismatch, " of ",
                       task.file->path(), " do not have the checksum that the index states");
   }

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -26,6 +27,15 @@ namespace torch_ckpt {
 // What direct I/O may ask of offsets, lengths and addresses.
 inline constexpr int64_t kReadAlignment = 4096;
 
+// Tells whose bytes lie in a range, for messages.
+class RangeNames {
+ public:
+  virtual ~RangeNames() = default;
+
+  // Adds FQNs that have bytes in `range` of the file.
+  virtual void add_names(const ByteRange& range, std::set<std::string>* out) const = 0;
+};
+
 struct WantedRange {
   File* file = nullptr;
   ByteRange range;  // Within the file, no longer than the stream's max_*_nbytes().
@@ -34,7 +44,11 @@ struct WantedRange {
   std::byte* destination = nullptr;
   const std::string* name = nullptr;  // FQN, for messages.
   const FileSums* sums = nullptr;     // Of the file, where it is to be checked.
+  const RangeNames* names = nullptr;  // FQNs, of a range that is of several.
 };
+
+// What must be read to have a wanted range, and to check it.
+ByteRange checkable_range(const WantedRange& want);
 
 // Takes the bytes of wanted range `index`; unless they are in place they are gone when it returns.
 // Called from several threads at a time, once for each range.

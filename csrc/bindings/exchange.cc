@@ -1,0 +1,58 @@
+#include "engine/exchange_stream.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/errors.h"
+#include "bindings/jobs.h"
+#include "bindings/plan.h"
+#include "plan/exchange.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt {
+namespace {
+
+Exchange make_exchange(const std::vector<py::bytes>& wanted, const std::vector<std::string>& nodes,
+                       int64_t budget_nbytes) {
+  std::vector<Bytes> views;
+  for (const py::bytes& bytes : wanted) views.push_back(view_of(bytes));
+  return value_or_raise(without_gil([&]() -> Result<Exchange> {
+    std::vector<WantedBytes> decoded;
+    std::vector<const WantedBytes*> of_ranks;
+    for (const Bytes view : views) {
+      ASSIGN_OR_RETURN(WantedBytes one, WantedBytes::decode(view));
+      decoded.push_back(std::move(one));
+    }
+    for (const WantedBytes& one : decoded) of_ranks.push_back(&one);
+    return Exchange::make(of_ranks, nodes, budget_nbytes);
+  }));
+}
+
+std::unique_ptr<ExchangeStream> make_stream(FileSystem& fs, const py::bytes& plan,
+                                            std::shared_ptr<Peers> peers, int64_t budget_nbytes) {
+  const Bytes view = view_of(plan);
+  return value_or_raise(without_gil([&]() -> Result<std::unique_ptr<ExchangeStream>> {
+    ASSIGN_OR_RETURN(RankExchange decoded, RankExchange::decode(view));
+    return ExchangeStream::make(fs, std::move(decoded), std::move(peers), budget_nbytes);
+  }));
+}
+
+}  // namespace
+
+void bind_exchange(py::module_& module) {
+  py::class_<Peers, std::shared_ptr<Peers>>(module, "Peers");
+  py::class_<Exchange>(module, "Exchange")
+      .def(py::init(&make_exchange), py::arg("wanted"), py::arg("nodes"), py::arg("budget_nbytes"))
+      .def_property_readonly("saved_nbytes", &Exchange::saved_nbytes)
+      .def("is_in_ring", &Exchange::is_in_ring, py::arg("rank"))
+      .def("of_rank", [](const Exchange& exchange, int32_t rank) {
+        return to_bytes(exchange.of_rank(rank).encode());
+      }, py::arg("rank"));
+  py::class_<ExchangeStream>(module, "ExchangeStream")
+      .def(py::init(&make_stream), py::arg("fs"), py::arg("plan"), py::arg("peers"),
+           py::arg("budget_nbytes"), py::keep_alive<1, 2>())
+      .def("close", &ExchangeStream::close);
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,115 @@
+// Peers over torch's point-to-point transfers. Waiting is done in threads of the engine, which hold
+// no GIL; nothing that torch throws leaves this file.
+
+#include "engine/peers.h"
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/peers.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt {
+namespace {
+
+// Of all transfers: between two ranks they come in the order in which they were begun.
+constexpr int kTag = 0;
+
+// What torch says, without where in its own sources it says so.
+std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+at::Tensor bytes_at(std::byte* data, size_t nbytes) {
+  return at::from_blob(data, {static_cast<int64_t>(nbytes)}, at::TensorOptions(at::kByte));
+}
+
+class BackendTransfer : public Transfer {
+ public:
+  BackendTransfer(c10::intrusive_ptr<c10d::Work> work, std::chrono::milliseconds timeout,
+                  std::string what)
+      : work_(std::move(work)), timeout_(timeout), what_(std::move(what)) {}
+
+  Status wait() override {
+    try {
+      if (work_->wait(timeout_)) return ok_status();
+      return cancelled("stopped to ", what_);
+    } catch (const std::exception& error) {
+      return cancelled("cannot ", what_, ": ", first_line(error));
+    }
+  }
+
+  void abort() override {
+    try {
+      work_->abort();
+    } catch (const std::exception&) {
+      // It ends by its timeout.
+    }
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Work> work_;
+  const std::chrono::milliseconds timeout_;
+  const std::string what_;
+};
+
+class BackendPeers : public Peers {
+ public:
+  BackendPeers(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout)
+      : backend_(std::move(backend)), timeout_(timeout) {}
+
+  Result<std::unique_ptr<Transfer>> send(Bytes bytes, int32_t rank) override {
+    return begin(const_cast<std::byte*>(bytes.data()), bytes.size(),
+                 str_cat("send ", bytes.size(), " bytes to rank ", rank),
+                 [&](std::vector<at::Tensor>& tensors) {
+                   return backend_->send(tensors, rank, kTag);
+                 });
+  }
+
+  Result<std::unique_ptr<Transfer>> receive(MutableBytes memory, int32_t rank) override {
+    return begin(memory.data(), memory.size(),
+                 str_cat("receive ", memory.size(), " bytes from rank ", rank),
+                 [&](std::vector<at::Tensor>& tensors) {
+                   return backend_->recv(tensors, rank, kTag);
+                 });
+  }
+
+ private:
+  template <typename Begin>
+  Result<std::unique_ptr<Transfer>> begin(std::byte* data, size_t nbytes, std::string what,
+                                          const Begin& begin) {
+    try {
+      std::vector<at::Tensor> tensors = {bytes_at(data, nbytes)};
+      const std::lock_guard<std::mutex> lock(mutex_);
+      return std::unique_ptr<Transfer>(
+          std::make_unique<BackendTransfer>(begin(tensors), timeout_, std::move(what)));
+    } catch (const std::exception& error) {
+      return cancelled("cannot ", what, ": ", first_line(error));
+    }
+  }
+
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_;  // Backends count what they begin.
+};
+
+std::shared_ptr<Peers> make_peers(c10::intrusive_ptr<c10d::Backend> backend, int64_t timeout_ms) {
+  return std::make_shared<BackendPeers>(std::move(backend), std::chrono::milliseconds(timeout_ms));
+}
+
+}  // namespace
+
+void bind_peers(py::module_& module) {
+  module.def("make_peers", &make_peers, py::arg("backend"), py::arg("timeout_ms"));
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,243 @@
+#include "engine/exchange_stream.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "base/memory.h"
+
+namespace torch_ckpt {
+namespace {
+
+// Threads that read, each with two buffers.
+constexpr int kReadThreads = 2;
+
+// What a piece of a file that is not checked may be read in: the blocks of direct I/O around it.
+int64_t read_block_nbytes(int64_t piece_nbytes) { return piece_nbytes + 4 * kReadAlignment; }
+
+// Pieces that must be in flight at once, so that one is received while another is sent.
+constexpr int64_t kLeastInFlight = 2;
+
+}  // namespace
+
+ExchangeStream::ExchangeStream(RankExchange plan, std::shared_ptr<Peers> peers,
+                               std::unique_ptr<BufferPool> pool, std::unique_ptr<ReadStream> reads)
+    : plan_(std::move(plan)),
+      pieces_(plan_.pieces()),
+      peers_(std::move(peers)),
+      pool_(std::move(pool)),
+      reads_(std::move(reads)) {}
+
+ExchangeStream::~ExchangeStream() = default;
+
+Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, RankExchange plan,
+                                                             std::shared_ptr<Peers> peers,
+                                                             int64_t budget_nbytes) {
+  const int64_t block_nbytes = read_block_nbytes(plan.piece_nbytes);
+  const int64_t reads_nbytes = kReadThreads * 2 * block_nbytes;
+  if (budget_nbytes < reads_nbytes + kLeastInFlight * plan.piece_nbytes) {
+    return invalid_argument("cannot exchange pieces of ", plan.piece_nbytes, " bytes in ",
+                            budget_nbytes, " bytes of memory");
+  }
+  ASSIGN_OR_RETURN(auto reads, ReadStream::make(fs, reads_nbytes, block_nbytes, kReadThreads));
+  HeapMemorySource heap;
+  ASSIGN_OR_RETURN(auto pool,
+                   BufferPool::make(heap, budget_nbytes - reads_nbytes, plan.piece_nbytes));
+  return std::unique_ptr<ExchangeStream>(
+      new ExchangeStream(std::move(plan), std::move(peers), std::move(pool), std::move(reads)));
+}
+
+void ExchangeStream::fail(const Status& error) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!failed_) status_ = error;
+  failed_ = true;
+  for (Transfer* transfer : transfers_) transfer->abort();
+  changed_.notify_all();
+}
+
+Status ExchangeStream::run(std::span<const SharedPiece> pieces, Assembly& assembly) {
+  run_pieces_ = pieces;
+  assembly_ = &assembly;
+  in_flight_ = std::vector<InFlight>(pieces.size());
+  with_room_ = 0;
+  const auto guarded = [this](auto&& work) {
+    return [this, work] {
+      try {
+        work();
+      } catch (const std::exception& error) {
+        fail(internal_error("cannot go on exchanging: ", error.what()));
+      }
+    };
+  };
+  std::vector<std::thread> threads;
+  try {
+    threads.emplace_back(guarded([this] { make_room_for_all(); }));
+    threads.emplace_back(guarded([this] { read_all(); }));
+  } catch (const std::system_error& error) {
+    fail(internal_error("cannot begin a thread: ", error.what()));
+  }
+  guarded([this] {
+    const Status status = take_all();
+    if (!status.ok()) fail(status);
+  })();
+  for (std::thread& thread : threads) thread.join();
+  transfers_.clear();
+  in_flight_.clear();  // What is in flight after an error ends here.
+  return status_;
+}
+
+// Gives every piece room, in order, and begins to receive those that come from peers.
+void ExchangeStream::make_room_for_all() {
+  for (int64_t piece = 0; piece < std::ssize(run_pieces_); ++piece) {
+    if (!make_room(piece)) return;
+  }
+}
+
+// False after an error.
+bool ExchangeStream::make_room(int64_t piece) {
+  const auto i = static_cast<size_t>(piece);
+  const SharedPiece& shared = run_pieces_[i];
+  InFlight& own = in_flight_[i];
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!failed_ && pool_->free_count() == 0) {
+    if (sending_.empty()) {
+      changed_.wait(lock);
+      continue;
+    }
+    const Status status = finish_oldest_send(lock);
+    if (!status.ok()) {
+      lock.unlock();
+      fail(status);
+      return false;
+    }
+  }
+  if (failed_) return false;
+  own.block = *pool_->acquire();
+  own.memory = assembly_->place(piece);
+  if (own.memory == nullptr) own.memory = pool_->block(own.block).data();
+  if (shared.from < 0) {
+    to_read_.push_back(piece);
+  } else {
+    lock.unlock();
+    auto incoming = peers_->receive(memory_of(piece), shared.from);
+    if (!incoming.ok()) {
+      fail(incoming.status());
+      return false;
+    }
+    keep(std::move(*incoming), &own.incoming);
+    lock.lock();
+  }
+  with_room_ = piece + 1;
+  changed_.notify_all();
+  return true;
+}
+
+// Holds on to a transfer, so that `fail` finds it.
+void ExchangeStream::keep(std::unique_ptr<Transfer> transfer, std::unique_ptr<Transfer>* place) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (failed_) transfer->abort();
+  transfers_.insert(transfer.get());
+  *place = std::move(transfer);
+}
+
+// Waits for the oldest piece that is on its way to the next rank, and lets it go.
+Status ExchangeStream::finish_oldest_send(std::unique_lock<std::mutex>& lock) {
+  const int64_t piece = sending_.front();
+  sending_.pop_front();
+  Transfer& outgoing = *in_flight_[static_cast<size_t>(piece)].outgoing;
+  lock.unlock();
+  const Status status = outgoing.wait();
+  lock.lock();
+  RETURN_IF_ERROR(status);
+  let_go(piece);
+  return ok_status();
+}
+
+// Requires: the mutex is held, and nothing of the piece is in flight.
+void ExchangeStream::let_go(int64_t piece) {
+  InFlight& own = in_flight_[static_cast<size_t>(piece)];
+  for (std::unique_ptr<Transfer>* transfer : {&own.incoming, &own.outgoing}) {
+    transfers_.erase(transfer->get());
+    transfer->reset();
+  }
+  pool_->release(own.block);
+  changed_.notify_all();
+}
+
+// Reads what is this rank's to read, as it gets room.
+void ExchangeStream::read_all() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] {
+      return failed_ || !to_read_.empty() || with_room_ == std::ssize(run_pieces_);
+    });
+    if (failed_ || to_read_.empty()) return;
+    const std::vector<int64_t> numbers(to_read_.begin(), to_read_.end());
+    to_read_.clear();
+    lock.unlock();
+    std::vector<WantedRange> wanted;
+    for (const int64_t number : numbers) {
+      const SharedPiece& shared = run_pieces_[static_cast<size_t>(number)];
+      wanted.push_back({shared.file, shared.range, memory_of(number).data(), nullptr, shared.sums,
+                        assembly_->names(shared.file)});
+    }
+    const Status status = reads_->run(wanted, [&](int64_t index, Bytes bytes) {
+      const int64_t number = numbers[static_cast<size_t>(index)];
+      std::byte* memory = memory_of(number).data();
+      if (bytes.data() != memory) std::memcpy(memory, bytes.data(), bytes.size());
+      const std::lock_guard<std::mutex> holding(mutex_);
+      in_flight_[static_cast<size_t>(number)].is_read = true;
+      changed_.notify_all();
+      return failed_ ? cancelled("another part of the load has failed") : ok_status();
+    });
+    if (!status.ok()) {
+      fail(status);
+      return;
+    }
+    lock.lock();
+  }
+}
+
+// Takes every piece in order, as soon as it is there.
+Status ExchangeStream::take_all() {
+  for (int64_t piece = 0; piece < std::ssize(run_pieces_); ++piece) {
+    RETURN_IF_ERROR(arrive(piece));
+    const bool passed_on = run_pieces_[static_cast<size_t>(piece)].to >= 0;
+    if (passed_on) RETURN_IF_ERROR(pass_on(piece));
+    RETURN_IF_ERROR(assembly_->take(piece, memory_of(piece)));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (passed_on) {
+      sending_.push_back(piece);
+      changed_.notify_all();
+    } else {
+      let_go(piece);
+    }
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!sending_.empty()) RETURN_IF_ERROR(finish_oldest_send(lock));
+  return failed_ ? status_ : ok_status();
+}
+
+// Waits until a piece is read or received.
+Status ExchangeStream::arrive(int64_t piece) {
+  InFlight& own = in_flight_[static_cast<size_t>(piece)];
+  const bool is_own = run_pieces_[static_cast<size_t>(piece)].from < 0;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return failed_ || (is_own ? own.is_read : with_room_ > piece); });
+    if (failed_) return status_;
+  }
+  return is_own ? ok_status() : own.incoming->wait();
+}
+
+Status ExchangeStream::pass_on(int64_t piece) {
+  auto outgoing = peers_->send(memory_of(piece), run_pieces_[static_cast<size_t>(piece)].to);
+  if (!outgoing.ok()) return outgoing.status();
+  keep(std::move(*outgoing), &in_flight_[static_cast<size_t>(piece)].outgoing);
+  return ok_status();
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,106 @@
+#pragma once
+
+// ExchangeStream: what several ranks want, read once and passed on.
+//
+// The counterpart of ReadStream for bytes that are shared: this rank's pieces come one after
+// another, from its own disk or from a peer, are passed on, and are taken apart by the caller.
+// Reading, checking, receiving, passing on and taking go on at the same time; memory is bounded.
+//
+// All ranks have their pieces in the same order, and make room for them in that order. So of all
+// pieces that are not done, the first has room wherever it belongs, and goes on: nobody waits in a
+// circle, however little memory there is.
+//
+// A rank that fails breaks off, and so do the others, when their transfers with it fail.
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/assembly.h"
+#include "engine/peers.h"
+#include "engine/read_stream.h"
+#include "io/buffer_pool.h"
+#include "io/file_system.h"
+#include "plan/exchange.h"
+
+namespace torch_ckpt {
+
+class ExchangeStream {
+ public:
+  // `budget_nbytes` bounds the memory of pieces in flight and of reading them.
+  // Errors: kInvalidArgument where that is less than six pieces.
+  static Result<std::unique_ptr<ExchangeStream>> make(FileSystem& fs, RankExchange plan,
+                                                      std::shared_ptr<Peers> peers,
+                                                      int64_t budget_nbytes);
+  ~ExchangeStream();
+
+  // The files of this rank's pieces, ascending by name, and the pieces: in the order in which they
+  // must be run.
+  const std::vector<std::string>& files() const { return plan_.files; }
+  std::span<const ExchangePiece> pieces() const { return pieces_; }
+
+  // Runs some pieces, those after the ones that were run before, and has `assembly` take each.
+  // After an error no piece is in flight, and the stream must not be used again.
+  Status run(std::span<const SharedPiece> pieces, Assembly& assembly);
+
+  // Lets go of the peers. Requires: no `run` now or to come.
+  void close() { peers_.reset(); }
+
+  // Ends a `run`, now or to come, with this error. Safe to call from any thread.
+  void fail(const Status& error);
+
+ private:
+  // A piece between the time when it has room and when it is done.
+  struct InFlight {
+    std::byte* memory = nullptr;
+    int block = -1;
+    bool is_read = false;
+    std::unique_ptr<Transfer> incoming = nullptr;
+    std::unique_ptr<Transfer> outgoing = nullptr;
+  };
+
+  ExchangeStream(RankExchange plan, std::shared_ptr<Peers> peers, std::unique_ptr<BufferPool> pool,
+                 std::unique_ptr<ReadStream> reads);
+
+  void make_room_for_all();
+  bool make_room(int64_t piece);
+  void read_all();
+  Status take_all();
+  Status arrive(int64_t piece);
+  Status pass_on(int64_t piece);
+  Status finish_oldest_send(std::unique_lock<std::mutex>& lock);
+  void keep(std::unique_ptr<Transfer> transfer, std::unique_ptr<Transfer>* place);
+  void let_go(int64_t piece);
+  MutableBytes memory_of(int64_t piece) const {
+    const auto i = static_cast<size_t>(piece);
+    return {in_flight_[i].memory, static_cast<size_t>(run_pieces_[i].range.nbytes())};
+  }
+
+  const RankExchange plan_;
+  const std::vector<ExchangePiece> pieces_;
+  std::shared_ptr<Peers> peers_;
+  const std::unique_ptr<BufferPool> pool_;
+  const std::unique_ptr<ReadStream> reads_;
+
+  // Of the present run.
+  std::span<const SharedPiece> run_pieces_;
+  Assembly* assembly_ = nullptr;
+
+  std::mutex mutex_;  // Guards what follows, and the pool.
+  std::condition_variable changed_;
+  std::vector<InFlight> in_flight_;
+  int64_t with_room_ = 0;         // Pieces before this one have, or had, room.
+  std::deque<int64_t> to_read_;
+  std::deque<int64_t> sending_;   // Taken, and on their way to the next rank.
+  std::set<Transfer*> transfers_;
+  bool failed_ = false;
+  Status status_;
+};
+
+}  // namespace torch_ckpt

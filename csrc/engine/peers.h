@@ -1,0 +1,37 @@
+#pragma once
+
+// The ranks that this one exchanges bytes with. The engine knows no process group: the binding
+// layer makes one into `Peers`, and a test threads of one process.
+
+#include <cstdint>
+#include <memory>
+
+#include "base/bytes.h"
+#include "base/status.h"
+
+namespace torch_ckpt {
+
+// Bytes on their way to or from a peer. While it exists, its memory belongs to it.
+class Transfer {
+ public:
+  virtual ~Transfer() = default;
+
+  // Returns when the bytes have left or come. Called once.
+  // Errors: kCancelled when it was aborted, the peer is gone, or nothing has moved for too long.
+  virtual Status wait() = 0;
+
+  // Ends a `wait`, now or to come. Safe to call from any thread.
+  virtual void abort() = 0;
+};
+
+// Transfers between two ranks come in the order in which both have begun them. Each function may be
+// called from any thread, but one rank is sent to, or received from, by one thread at a time.
+class Peers {
+ public:
+  virtual ~Peers() = default;
+
+  virtual Result<std::unique_ptr<Transfer>> send(Bytes bytes, int32_t rank) = 0;
+  virtual Result<std::unique_ptr<Transfer>> receive(MutableBytes memory, int32_t rank) = 0;
+};
+
+}  // namespace torch_ckpt

@@ -1,0 +1,456 @@
+#include "plan/exchange.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <utility>
+
+#include "plan/wire.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr uint32_t kVersion = 1;
+constexpr std::string_view kWantedMagic = "TCXW";
+constexpr std::string_view kExchangeMagic = "TCXP";
+
+// Less than this is not worth a round of its own.
+constexpr int64_t kSmallNbytes = int64_t{256} << 10;
+
+// Pieces begin and end at multiples of it: whole blocks of any data file.
+constexpr int64_t kGrain = int64_t{64} << 10;
+constexpr int64_t kMaxPieceNbytes = int64_t{4} << 20;
+
+// Of the memory for what is in flight, a piece is at most one of so many parts.
+constexpr int64_t kLeastParts = 16;
+
+constexpr int64_t kMaxOffset = int64_t{1} << 61;
+
+using Wanters = std::vector<int32_t>;  // Ascending numbers of ranks, or of kinds of ranks.
+
+// A run of a file that the same ranks want.
+struct Run {
+  ByteRange range;
+  Wanters wanters;
+};
+
+Wanters united(const Wanters& a, const Wanters& b) {
+  Wanters out;
+  std::ranges::set_union(a, b, std::back_inserter(out));
+  return out;
+}
+
+// Cuts one file where the set of those who want it changes.
+std::vector<Run> cut_by_wanters(
+    const std::vector<std::pair<int32_t, const std::vector<ByteRange>*>>& wanted) {
+  struct Change {
+    int64_t at;
+    int32_t wanter;
+    bool begins;
+  };
+  std::vector<Change> changes;
+  for (const auto& [wanter, ranges] : wanted) {
+    for (const ByteRange& range : *ranges) {
+      changes.push_back({range.begin, wanter, true});
+      changes.push_back({range.end, wanter, false});
+    }
+  }
+  std::ranges::sort(changes, {}, &Change::at);
+  std::vector<Run> runs;
+  Wanters now;
+  for (size_t i = 0; i < changes.size();) {
+    const int64_t at = changes[i].at;
+    for (; i < changes.size() && changes[i].at == at; ++i) {
+      const auto place = std::ranges::lower_bound(now, changes[i].wanter);
+      if (changes[i].begins) {
+        now.insert(place, changes[i].wanter);
+      } else {
+        now.erase(place);
+      }
+    }
+    if (i < changes.size() && !now.empty()) runs.push_back({{at, changes[i].at}, now});
+  }
+  return runs;
+}
+
+// Neighbours of the same wanters as one run, and so small ones of any.
+std::vector<Run> joined(std::vector<Run> runs) {
+  std::vector<Run> out;
+  for (Run& run : runs) {
+    if (!out.empty() && out.back().range.end == run.range.begin) {
+      Run& last = out.back();
+      const bool small = last.range.nbytes() < kSmallNbytes && run.range.nbytes() < kSmallNbytes;
+      if (small || last.wanters == run.wanters) {
+        last.wanters = united(last.wanters, run.wanters);
+        last.range.end = run.range.end;
+        continue;
+      }
+    }
+    out.push_back(std::move(run));
+  }
+  return out;
+}
+
+// Pours `nbytes` into the lowest of the ranks' loads. Returns what each has got.
+std::vector<int64_t> pour(int64_t nbytes, const std::vector<int32_t>& ranks,
+                          std::vector<int64_t>* load) {
+  std::vector<int64_t> levels;
+  for (const int32_t rank : ranks) levels.push_back((*load)[static_cast<size_t>(rank)]);
+  std::ranges::sort(levels);
+  int64_t below = 0;  // Of the levels that the water covers.
+  int64_t level = 0;
+  for (size_t i = 0; i < levels.size(); ++i) {
+    below += levels[i];
+    const auto count = static_cast<int64_t>(i) + 1;
+    level = (below + nbytes + count - 1) / count;
+    if (i + 1 == levels.size() || level <= levels[i + 1]) break;
+  }
+  std::vector<int64_t> out;
+  for (const int32_t rank : ranks) {
+    int64_t& held = (*load)[static_cast<size_t>(rank)];
+    const int64_t poured = std::max<int64_t>(level - held, 0);
+    held += poured;
+    out.push_back(poured);
+  }
+  return out;
+}
+
+// Who reads the pieces of a ring, one after another: whoever is furthest behind with his share.
+class Turns {
+ public:
+  explicit Turns(const ReadRing& ring)
+      : shares_(ring.shares),
+        total_(std::accumulate(ring.shares.begin(), ring.shares.end(), int64_t{0})),
+        read_(ring.shares.size(), 0) {
+    if (total_ > 0) return;
+    shares_.assign(shares_.size(), 1);
+    total_ = std::ssize(shares_);
+  }
+
+  // The place in the ring of the rank that reads the next `nbytes`.
+  size_t next(int64_t nbytes) {
+    all_read_ += nbytes;
+    size_t behind = 0;
+    double most = 0;
+    for (size_t i = 0; i < shares_.size(); ++i) {
+      const double due = static_cast<double>(shares_[i]) / static_cast<double>(total_) *
+                         static_cast<double>(all_read_);
+      const double lacks = due - static_cast<double>(read_[i]);
+      if (i == 0 || lacks > most) {
+        behind = i;
+        most = lacks;
+      }
+    }
+    read_[behind] += nbytes;
+    return behind;
+  }
+
+ private:
+  std::vector<int64_t> shares_;
+  int64_t total_;
+  std::vector<int64_t> read_;
+  int64_t all_read_ = 0;
+};
+
+}  // namespace
+
+void WantedBytes::add(std::string_view file, const ByteRange& range) {
+  if (files_.empty() || files_.back().name != file) files_.push_back({std::string(file), {}});
+  std::vector<ByteRange>& ranges = files_.back().ranges;
+  if (!ranges.empty() && ranges.back().end == range.begin) {
+    ranges.back().end = range.end;
+  } else {
+    ranges.push_back(range);
+  }
+}
+
+void WantedBytes::sort() {
+  std::ranges::stable_sort(files_, {}, &File::name);
+  std::vector<File> merged;
+  for (File& file : files_) {
+    if (merged.empty() || merged.back().name != file.name) {
+      merged.push_back(std::move(file));
+    } else {
+      std::vector<ByteRange>& ranges = merged.back().ranges;
+      ranges.insert(ranges.end(), file.ranges.begin(), file.ranges.end());
+    }
+  }
+  files_ = std::move(merged);
+  for (File& file : files_) {
+    std::ranges::sort(file.ranges, {}, &ByteRange::begin);
+    std::vector<ByteRange> disjoint;
+    for (const ByteRange& range : file.ranges) {
+      if (!disjoint.empty() && range.begin <= disjoint.back().end) {
+        disjoint.back().end = std::max(disjoint.back().end, range.end);
+      } else {
+        disjoint.push_back(range);
+      }
+    }
+    file.ranges = std::move(disjoint);
+  }
+}
+
+std::vector<std::byte> WantedBytes::encode() {
+  sort();
+  WireWriter out;
+  out.varint(std::ssize(files_));
+  for (const File& file : files_) {
+    out.word(file.name);
+    out.varint(std::ssize(file.ranges));
+    int64_t at = 0;
+    for (const ByteRange& range : file.ranges) {
+      out.varint(range.begin - at);
+      out.varint(range.nbytes());
+      at = range.end;
+    }
+  }
+  return out.sealed(kWantedMagic, kVersion);
+}
+
+Result<WantedBytes> WantedBytes::decode(Bytes bytes) {
+  ASSIGN_OR_RETURN(const Bytes body, open_sealed(bytes, kWantedMagic, kVersion, "a list of reads"));
+  WireReader in(body);
+  WantedBytes out;
+  const auto unsound = [] { return corruption("a list of reads is unsound"); };
+  int64_t files;
+  if (!in.varint(&files) || files > in.left()) return unsound();
+  for (int64_t i = 0; i < files; ++i) {
+    std::string_view name;
+    int64_t ranges;
+    if (!in.word(&name) || !in.varint(&ranges) || ranges > in.left()) return unsound();
+    if (!out.files_.empty() && out.files_.back().name >= name) return unsound();
+    File file{std::string(name), {}};
+    int64_t at = 0;
+    for (int64_t r = 0; r < ranges; ++r) {
+      int64_t gap;
+      int64_t nbytes;
+      if (!in.varint(&gap) || !in.varint(&nbytes) || nbytes == 0) return unsound();
+      if (gap > kMaxOffset - at || nbytes > kMaxOffset - at - gap) return unsound();
+      file.ranges.push_back({at + gap, at + gap + nbytes});
+      at = file.ranges.back().end;
+    }
+    out.files_.push_back(std::move(file));
+  }
+  if (in.left() != 0) return unsound();
+  return out;
+}
+
+std::vector<ExchangePiece> RankExchange::pieces() const {
+  std::vector<Turns> turns(rings.begin(), rings.end());
+  std::vector<int64_t> places;  // Of this rank in each ring.
+  for (const ReadRing& ring : rings) {
+    places.push_back(std::ranges::find(ring.ranks, rank) - ring.ranks.begin());
+  }
+  std::vector<ExchangePiece> out;
+  for (const SharedRange& shared : ranges) {
+    const auto number = static_cast<size_t>(shared.ring);
+    const std::vector<int32_t>& ranks = rings[number].ranks;
+    const auto count = ranks.size();
+    const auto place = static_cast<size_t>(places[number]);
+    for (int64_t begin = shared.range.begin; begin < shared.range.end;) {
+      const int64_t end = std::min(shared.range.end, align_down(begin, piece_nbytes) + piece_nbytes);
+      const size_t reader = turns[number].next(end - begin);
+      ExchangePiece piece{.file = shared.file, .range = {begin, end}};
+      if (place != reader) piece.from = ranks[(place + count - 1) % count];
+      if ((place + 1) % count != reader) piece.to = ranks[(place + 1) % count];
+      out.push_back(piece);
+      begin = end;
+    }
+  }
+  return out;
+}
+
+std::vector<std::byte> RankExchange::encode() const {
+  WireWriter out;
+  out.varint(rank);
+  out.varint(piece_nbytes);
+  out.varint(std::ssize(files));
+  for (const std::string& file : files) out.word(file);
+  out.varint(std::ssize(rings));
+  for (const ReadRing& ring : rings) {
+    out.varint(std::ssize(ring.ranks));
+    for (size_t i = 0; i < ring.ranks.size(); ++i) {
+      out.varint(ring.ranks[i]);
+      out.varint(ring.shares[i]);
+    }
+  }
+  out.varint(std::ssize(ranges));
+  SharedRange last;
+  for (const SharedRange& range : ranges) {
+    if (range.file != last.file) last.range.end = 0;
+    out.varint(range.file - last.file);
+    out.varint(range.ring);
+    out.varint(range.range.begin - last.range.end);
+    out.varint(range.range.nbytes());
+    last = range;
+  }
+  return out.sealed(kExchangeMagic, kVersion);
+}
+
+Result<RankExchange> RankExchange::decode(Bytes bytes) {
+  ASSIGN_OR_RETURN(const Bytes body, open_sealed(bytes, kExchangeMagic, kVersion, "an exchange"));
+  WireReader in(body);
+  RankExchange out;
+  const auto unsound = [] { return corruption("an exchange is unsound"); };
+  constexpr int64_t kMaxRank = int64_t{1} << 30;
+  int64_t rank;
+  int64_t count;
+  if (!in.varint(&rank) || rank > kMaxRank || !in.varint(&out.piece_nbytes)) return unsound();
+  if (out.piece_nbytes <= 0 || out.piece_nbytes > kMaxPieceNbytes) return unsound();
+  out.rank = static_cast<int32_t>(rank);
+  if (!in.varint(&count) || count > in.left()) return unsound();
+  for (int64_t i = 0; i < count; ++i) {
+    std::string_view name;
+    if (!in.word(&name) || (i > 0 && out.files.back() >= name)) return unsound();
+    out.files.emplace_back(name);
+  }
+  if (!in.varint(&count) || count > in.left()) return unsound();
+  for (int64_t i = 0; i < count; ++i) {
+    ReadRing ring;
+    int64_t ranks;
+    if (!in.varint(&ranks) || ranks < 2 || ranks > in.left()) return unsound();
+    for (int64_t r = 0; r < ranks; ++r) {
+      int64_t share;
+      if (!in.varint(&rank) || rank > kMaxRank || !in.varint(&share) || share > kMaxOffset) {
+        return unsound();
+      }
+      ring.ranks.push_back(static_cast<int32_t>(rank));
+      ring.shares.push_back(share);
+    }
+    if (std::ranges::count(ring.ranks, out.rank) != 1) return unsound();
+    out.rings.push_back(std::move(ring));
+  }
+  if (!in.varint(&count) || count > in.left()) return unsound();
+  int64_t file = 0;
+  int64_t at = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    int64_t files;
+    int64_t ring;
+    int64_t gap;
+    int64_t nbytes;
+    if (!in.varint(&files) || !in.varint(&ring) || !in.varint(&gap) || !in.varint(&nbytes)) {
+      return unsound();
+    }
+    if (files >= std::ssize(out.files) - file || ring >= std::ssize(out.rings)) return unsound();
+    if (files > 0) at = 0;
+    file += files;
+    if (nbytes == 0 || gap > kMaxOffset - at || nbytes > kMaxOffset - at - gap) return unsound();
+    out.ranges.push_back({static_cast<int32_t>(file), static_cast<int32_t>(ring),
+                          {at + gap, at + gap + nbytes}});
+    at += gap + nbytes;
+  }
+  if (in.left() != 0) return unsound();
+  return out;
+}
+
+Result<Exchange> Exchange::make(std::span<const WantedBytes* const> wanted,
+                                std::span<const std::string> nodes, int64_t budget_nbytes) {
+  if (wanted.size() != nodes.size()) {
+    return invalid_argument(wanted.size(), " ranks are on ", nodes.size(), " nodes");
+  }
+  // Ranks that want the same are one kind, of which a thousand are no more work than one.
+  using Files = std::vector<WantedBytes::File>;
+  const auto less = [](const Files* a, const Files* b) {
+    return std::ranges::lexicographical_compare(*a, *b, [](const auto& x, const auto& y) {
+      if (x.name != y.name) return x.name < y.name;
+      return std::ranges::lexicographical_compare(
+          x.ranges, y.ranges, {}, [](const ByteRange& r) { return std::pair(r.begin, r.end); },
+          [](const ByteRange& r) { return std::pair(r.begin, r.end); });
+    });
+  };
+  std::map<const Files*, int32_t, decltype(less)> kinds(less);
+  std::vector<std::vector<int32_t>> ranks_of_kind;
+  std::map<std::string_view, std::vector<std::pair<int32_t, const std::vector<ByteRange>*>>> files;
+  for (size_t rank = 0; rank < wanted.size(); ++rank) {
+    const Files& of_rank = wanted[rank]->files();
+    const auto [found, is_new] =
+        kinds.emplace(&of_rank, static_cast<int32_t>(ranks_of_kind.size()));
+    if (is_new) {
+      ranks_of_kind.emplace_back();
+      for (const auto& file : of_rank) files[file.name].emplace_back(found->second, &file.ranges);
+    }
+    ranks_of_kind[static_cast<size_t>(found->second)].push_back(static_cast<int32_t>(rank));
+  }
+
+  const auto ranks_of = [&](const Wanters& wanters) {
+    std::vector<int32_t> out;
+    for (const int32_t kind : wanters) {
+      const auto& some = ranks_of_kind[static_cast<size_t>(kind)];
+      out.insert(out.end(), some.begin(), some.end());
+    }
+    return out;
+  };
+
+  Exchange out;
+  std::map<Wanters, int32_t> ring_of;
+  std::vector<int64_t> ring_nbytes;
+  std::vector<int64_t> load(wanted.size(), 0);
+  for (const auto& [name, of_kinds] : files) {
+    std::vector<Run> runs = cut_by_wanters(of_kinds);
+    for (const Run& run : runs) {
+      out.saved_nbytes_ += run.range.nbytes() * (std::ssize(ranks_of(run.wanters)) - 1);
+    }
+    for (const Run& run : joined(std::move(runs))) {
+      std::vector<int32_t> ranks = ranks_of(run.wanters);
+      if (ranks.size() == 1) {
+        load[static_cast<size_t>(ranks.front())] += run.range.nbytes();
+        continue;
+      }
+      const auto [ring, is_new] =
+          ring_of.emplace(run.wanters, static_cast<int32_t>(out.rings_.size()));
+      if (is_new) {
+        std::ranges::sort(ranks, {}, [&](int32_t rank) {
+          return std::pair(std::string_view(nodes[static_cast<size_t>(rank)]), rank);
+        });
+        out.rings_.push_back({std::move(ranks), {}});
+        ring_nbytes.push_back(0);
+      }
+      if (out.files_.empty() || out.files_.back() != name) out.files_.emplace_back(name);
+      ring_nbytes[static_cast<size_t>(ring->second)] += run.range.nbytes();
+      out.ranges_.push_back(
+          {static_cast<int32_t>(out.files_.size()) - 1, ring->second, run.range});
+    }
+  }
+
+  std::vector<size_t> order(out.rings_.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::ranges::stable_sort(order, {}, [&](size_t ring) { return out.rings_[ring].ranks.size(); });
+  size_t widest = 2;
+  for (const size_t number : order) {
+    ReadRing& ring = out.rings_[number];
+    ring.shares = pour(ring_nbytes[number], ring.ranks, &load);
+    widest = std::max(widest, ring.ranks.size());
+  }
+  // A piece is on its way to the last of a ring while as many others are.
+  const int64_t parts = std::max<int64_t>(2 * static_cast<int64_t>(widest), kLeastParts);
+  out.piece_nbytes_ = std::clamp(align_down(budget_nbytes / parts, kGrain), kGrain, kMaxPieceNbytes);
+  return out;
+}
+
+bool Exchange::is_in_ring(int32_t rank) const {
+  return std::ranges::any_of(rings_, [&](const ReadRing& ring) {
+    return std::ranges::find(ring.ranks, rank) != ring.ranks.end();
+  });
+}
+
+RankExchange Exchange::of_rank(int32_t rank) const {
+  RankExchange out{.rank = rank, .piece_nbytes = piece_nbytes_, .files = {}, .rings = {},
+                   .ranges = {}};
+  std::vector<int32_t> new_ring(rings_.size(), -1);
+  for (size_t i = 0; i < rings_.size(); ++i) {
+    if (std::ranges::find(rings_[i].ranks, rank) == rings_[i].ranks.end()) continue;
+    new_ring[i] = static_cast<int32_t>(out.rings.size());
+    out.rings.push_back(rings_[i]);
+  }
+  int32_t last = -1;
+  for (const SharedRange& shared : ranges_) {
+    const int32_t ring = new_ring[static_cast<size_t>(shared.ring)];
+    if (ring < 0) continue;
+    if (shared.file != last) out.files.push_back(files_[static_cast<size_t>(shared.file)]);
+    last = shared.file;
+    out.ranges.push_back({static_cast<int32_t>(out.files.size()) - 1, ring, shared.range});
+  }
+  return out;
+}
+
+}  // namespace torch_ckpt
