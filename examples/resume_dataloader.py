@@ -2,8 +2,8 @@
 
 Ranks train a small byte-level model on paragraphs of the Python standard library. Each packs whole
 paragraphs into batches, as many as fit, so each is at another place in the data, at a pace of its
-own, and draws dropout from a random state of its own. A checkpoint has that of each rank. On as many
-ranks each has its own back; on others, `deal_again` deals what all of them had left.
+own, and draws dropout from a random state of its own. A checkpoint holds both for each rank. On as
+many ranks each gets its own back; on others, `deal_again` deals what all of them had left.
 
 Two runs on CPUs, the first of which stops between two checkpoints as if it were killed::
 

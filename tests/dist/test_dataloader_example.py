@@ -17,7 +17,7 @@ import pytest
 pytestmark = pytest.mark.timeout(300)
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "resume_dataloader.py"
-RUN_TIMEOUT_S = 120
+RUN_TIMEOUT_S = 140
 
 
 def run(folder: Path, *, ranks: int, options: str) -> str:
