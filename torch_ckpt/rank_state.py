@@ -47,10 +47,11 @@ class RankState:
     - ``merge(states, rank, world_size)``: its result is set. Each rank reads the states of all
       ranks that saved, in their order, so these should be small.
 
-    It works with stock ``dcp.save`` and ``dcp.load``, any storage, and all planners derived from
-    DCP's default ones, if they flatten state dicts, as they do by default. DCP asks only what is
-    at the top of a state dict for its state: a ``Stateful`` of yours that holds some
-    ``RankState`` passes their ``state_dict()`` on, and gives them what is loaded there.
+    It works with ``dcp.save`` and ``dcp.load``, any storage, and all planners derived from DCP's
+    default ones, which the first one made extends in this process; they must flatten state dicts,
+    as they do by default. DCP asks only what is at the top of a state dict for its state: a
+    ``Stateful`` of yours that holds a ``RankState`` passes its ``state_dict()`` on, and gives it
+    what is loaded there. What is loaded is set in the order of the keys at the top.
 
     Args:
         get_state: Returns what to save, or an object with ``state_dict`` and ``load_state_dict``.
