@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from torch_ckpt.load_planner import FastLoadPlanner
     from torch_ckpt.options import IoMode, IoOptions
+    from torch_ckpt.rank_state import RankState
     from torch_ckpt.reader import FastReader
     from torch_ckpt.save_planner import FastSavePlanner
     from torch_ckpt.writer import FastWriter
@@ -40,6 +41,7 @@ _HOMES = {
     "IoOptions": "options",
     "MismatchError": "errors",
     "NotFoundError": "errors",
+    "RankState": "rank_state",
     "RankTimeoutError": "errors",
     "StorageError": "errors",
     "UnsupportedError": "errors",
@@ -62,6 +64,7 @@ __all__ = [
     "IoOptions",
     "MismatchError",
     "NotFoundError",
+    "RankState",
     "RankTimeoutError",
     "StorageError",
     "UnsupportedError",

@@ -18,6 +18,7 @@ from torch_ckpt import _native, _tensor_view
 from torch_ckpt.errors import MismatchError, NotFoundError
 from torch_ckpt.index import index_of
 from torch_ckpt.listing import Lister
+from torch_ckpt.rank_state import look_up_rank_states
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["FastLoadPlanner", "KeptReads", "PlannedReads"]
@@ -108,8 +109,9 @@ class FastLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Flattens the state dict."""
+        """Flattens the state dict, and has each `RankState` in it look up what there is."""
         with gc_paused():
+            look_up_rank_states(state_dict, metadata, is_flattened=self.flatten_state_dict)
             _init_state_dict(state_dict)
             self.original_state_dict = state_dict
             if not self.flatten_state_dict:

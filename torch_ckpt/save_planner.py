@@ -35,6 +35,7 @@ from torch_ckpt.planned import (
     PlannedMetadata,
     PlannedPaths,
 )
+from torch_ckpt.rank_state import check_rank_states
 from torch_ckpt.seal import INDEX_MARK
 from torch_ckpt.sharing import CutItem, ranks_per_node
 from torch_ckpt.tensors import gc_paused
@@ -118,6 +119,7 @@ class FastSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Flattens the state dict."""
+        check_rank_states(state_dict, is_flattened=self.flatten_state_dict)
         with gc_paused():
             if self.flatten_state_dict:
                 state_dict, self.mappings = _tensor_view.flatten(state_dict)
