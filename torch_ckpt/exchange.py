@@ -209,11 +209,8 @@ def _connect(membership: _Membership, timeout_s: float) -> ProcessGroupGloo:
     store = PrefixStore(
         f"torch_ckpt/exchange/{membership.token}", _get_process_group_store(_get_default_group())
     )
-    options = ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    # Ranks connect to those only that they have something to exchange with.
-    options._devices = [ProcessGroupGloo.create_default_device(lazy_init=True)]
+    timeout = timedelta(seconds=timeout_s)
     try:
-        return ProcessGroupGloo(store, membership.rank, membership.size, options)
+        return ProcessGroupGloo(store, membership.rank, membership.size, timeout)
     except Exception as error:
         raise CancelledError(f"cannot connect to the other ranks: {error}") from error

@@ -23,10 +23,12 @@ namespace {
 // Of all transfers: between two ranks they come in the order in which they were begun.
 constexpr int kTag = 0;
 
-// What torch says, without where in its own sources it says so.
-std::string first_line(const std::exception& error) {
-  const std::string text = error.what();
-  return text.substr(0, text.find('\n'));
+// What torch and gloo say, without where in their own sources they say so.
+std::string reason_of(const std::exception& error) {
+  std::string text = error.what();
+  text = text.substr(0, text.find('\n'));
+  const size_t end = text.starts_with('[') ? text.find("] ") : std::string::npos;
+  return end == std::string::npos ? text : text.substr(end + 2);
 }
 
 at::Tensor bytes_at(std::byte* data, size_t nbytes) {
@@ -44,7 +46,7 @@ class BackendTransfer : public Transfer {
       if (work_->wait(timeout_)) return ok_status();
       return cancelled("stopped to ", what_);
     } catch (const std::exception& error) {
-      return cancelled("cannot ", what_, ": ", first_line(error));
+      return cancelled("cannot ", what_, ": ", reason_of(error));
     }
   }
 
@@ -93,7 +95,7 @@ class BackendPeers : public Peers {
       return std::unique_ptr<Transfer>(
           std::make_unique<BackendTransfer>(begin(tensors), timeout_, std::move(what)));
     } catch (const std::exception& error) {
-      return cancelled("cannot ", what, ": ", first_line(error));
+      return cancelled("cannot ", what, ": ", reason_of(error));
     }
   }
 
