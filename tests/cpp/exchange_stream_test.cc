@@ -1,0 +1,250 @@
+// Several ranks, as threads, load what they want of one checkpoint together.
+
+#include "engine/exchange_stream.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/load_job.h"
+#include "support/memory_file_system.h"
+#include "support/saved_checkpoint.h"
+#include "support/status_matchers.h"
+#include "support/test_tensor.h"
+#include "support/thread_peers.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr LoadOptions kTiny = {.buffer_nbytes = 1 << 20, .block_nbytes = 256 << 10, .threads = 2};
+constexpr int64_t kBudget = int64_t{4} << 20;
+
+std::string packed_box(const TestTensor& tensor, const Box& box) {
+  return tensor.narrowed(box.offsets, box.sizes).packed();
+}
+
+// One rank: a disk of its own, and boxes of the stored tensors that it wants.
+struct TestRank {
+  std::unique_ptr<MemoryFileSystem> fs;
+  std::vector<TensorRequest> requests;
+  std::vector<TestTensor> loaded;  // Empty where a request comes without memory.
+  std::vector<std::string> expected;
+  std::vector<std::string> handed_over;
+  Status status;
+  int64_t read_nbytes = 0;
+};
+
+// A checkpoint of three files, and ranks that want of it what a test says.
+struct TestWorld {
+  std::vector<std::vector<TestTensor>> saved;
+  std::vector<std::vector<StoredSlice>> slices;
+  std::vector<TestRank> ranks;
+  PeerNetwork network;
+
+  explicit TestWorld(size_t rank_count, uint32_t seed = 1) : ranks(rank_count) {
+    for (uint32_t file = 0; file < 3; ++file) {
+      saved.push_back({
+          TestTensor::random("small" + std::to_string(file), DType::kInt16, {30, 20}, seed + file),
+          TestTensor::random("large" + std::to_string(file), DType::kFloat32, {300 + file, 700},
+                             seed + file + 10),
+          TestTensor::random("bytes" + std::to_string(file), DType::kUInt8, {200003},
+                             seed + file + 20),
+      });
+    }
+    for (size_t rank = 0; rank < rank_count; ++rank) {
+      ranks[rank].fs = std::make_unique<MemoryFileSystem>(
+          MemoryOptions{.seed = seed + static_cast<uint32_t>(rank)});
+      slices.clear();
+      for (size_t file = 0; file < saved.size(); ++file) {
+        slices.push_back(save_file(*ranks[rank].fs, "f" + std::to_string(file), saved[file]));
+      }
+    }
+  }
+
+  void want(size_t rank, size_t file, size_t tensor, const Box& box, bool with_memory = true) {
+    TestRank& one = ranks[rank];
+    const TestTensor& stored = saved[file][tensor];
+    one.expected.push_back(packed_box(stored, box));
+    one.handed_over.emplace_back();
+    const auto seed = static_cast<uint32_t>(1000 + one.loaded.size());
+    one.loaded.push_back(TestTensor::random("live", stored.live.dtype, box.sizes, seed));
+    LiveTensor live = one.loaded.back().live;
+    if (!with_memory) live.data = nullptr;
+    one.requests.push_back({slices[file][tensor], box, live});
+  }
+
+  void want_all(size_t rank) {
+    for (size_t file = 0; file < saved.size(); ++file) {
+      for (size_t tensor = 0; tensor < saved[file].size(); ++tensor) {
+        const Dims& sizes = saved[file][tensor].live.sizes;
+        want(rank, file, tensor, {Dims(sizes.size(), 0), sizes});
+      }
+    }
+  }
+
+  Status load(size_t rank, const std::vector<std::byte>& plan, int64_t budget_nbytes) {
+    TestRank& one = ranks[rank];
+    ASSIGN_OR_RETURN(RankExchange part, RankExchange::decode(plan));
+    ASSIGN_OR_RETURN(auto exchange,
+                     ExchangeStream::make(*one.fs, std::move(part),
+                                          network.peers_of(static_cast<int32_t>(rank)),
+                                          budget_nbytes));
+    ASSIGN_OR_RETURN(const auto job, LoadJob::make(*one.fs, kCheckpoint, kTiny));
+    const HandOver hand_over = [&](int64_t request, LoadedBytes bytes) {
+      one.handed_over[static_cast<size_t>(request)] =
+          as_text({bytes.data.get(), static_cast<size_t>(bytes.nbytes)});
+      return ok_status();
+    };
+    return job->run(one.requests, {}, hand_over, exchange.get()).status();
+  }
+
+  // As FastReader does: all say what they want, one shares it out, all read.
+  void load_together(int64_t budget_nbytes = kBudget) {
+    std::vector<WantedBytes> wanted;
+    for (TestRank& rank : ranks) {
+      ASSERT_OK_AND_ASSIGN(const auto job, LoadJob::make(*rank.fs, kCheckpoint, kTiny));
+      ASSERT_OK_AND_ASSIGN(WantedBytes bytes, job->wanted(rank.requests));
+      wanted.push_back(*WantedBytes::decode(bytes.encode()));
+    }
+    std::vector<const WantedBytes*> all;
+    for (const WantedBytes& one : wanted) all.push_back(&one);
+    const std::vector<std::string> nodes(ranks.size());
+    ASSERT_OK_AND_ASSIGN(const Exchange exchange, Exchange::make(all, nodes, budget_nbytes));
+    std::vector<std::thread> threads;
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      threads.emplace_back([&, rank] {
+        const auto before = static_cast<size_t>(std::ssize(ranks[rank].fs->operations()));
+        const auto plan = exchange.of_rank(static_cast<int32_t>(rank)).encode();
+        ranks[rank].status = load(rank, plan, budget_nbytes);
+        if (!ranks[rank].status.ok()) network.hang_up(static_cast<int32_t>(rank));
+        const auto operations = ranks[rank].fs->operations();
+        for (size_t i = before; i < operations.size(); ++i) {
+          if (operations[i].kind == Operation::Kind::kRead) {
+            ranks[rank].read_nbytes += operations[i].nbytes;
+          }
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  void expect_loaded() const {
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      const TestRank& one = ranks[rank];
+      EXPECT_OK(one.status);
+      for (size_t i = 0; i < one.requests.size(); ++i) {
+        const bool with_memory = one.requests[i].live.data != nullptr;
+        EXPECT_TRUE((with_memory ? one.loaded[i].packed() : one.handed_over[i]) == one.expected[i])
+            << "rank " << rank << ", request " << i << ": " << describe(one.requests[i].slice);
+      }
+    }
+  }
+};
+
+TEST(ExchangeStreamTest, ReplicasReadEveryByteOnce) {
+  TestWorld world(4);
+  int64_t stored = 0;
+  for (const auto& file : world.slices) stored += file.back().offset + file.back().nbytes;
+  for (size_t rank = 0; rank < 4; ++rank) world.want_all(rank);
+  world.load_together();
+  world.expect_loaded();
+  int64_t read = 0;
+  for (const TestRank& rank : world.ranks) read += rank.read_nbytes;
+  // Without an index, the frames of long slices are read by every rank.
+  EXPECT_LT(read, stored + 4 * 6 * (32 << 10) + (64 << 10));
+  EXPECT_GT(world.network.sent_nbytes(), 3 * (stored - (200 << 10)));
+}
+
+TEST(ExchangeStreamTest, RandomBoxesOfRandomRanksArriveInAnyMemory) {
+  for (uint32_t seed = 0; seed < 40; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const auto up_to = [&](int64_t most) {
+      return std::uniform_int_distribution<int64_t>(0, most)(random);
+    };
+    TestWorld world(2 + seed % 4, seed);
+    for (size_t rank = 0; rank < world.ranks.size(); ++rank) {
+      if (up_to(3) == 0) world.want_all(rank);
+      for (int64_t i = up_to(6); i > 0; --i) {
+        const auto file = static_cast<size_t>(up_to(2));
+        const auto tensor = static_cast<size_t>(up_to(2));
+        const Dims& sizes = world.saved[file][tensor].live.sizes;
+        Box box{Dims(sizes.size(), 0), sizes};
+        for (size_t d = 0; d < sizes.size(); ++d) {
+          box.offsets[d] = up_to(sizes[d] - 1);
+          box.sizes[d] = up_to(sizes[d] - box.offsets[d]);
+        }
+        if (up_to(1) == 0) {  // Whole rows.
+          box.offsets.back() = 0;
+          box.sizes.back() = sizes.back();
+        }
+        const bool empty = checked_numel(box.sizes) == 0;
+        world.want(rank, file, tensor, box, empty || up_to(2) != 0);
+      }
+    }
+    world.load_together(seed % 2 == 0 ? kBudget : kBudget / 4);
+    world.expect_loaded();
+  }
+}
+
+TEST(ExchangeStreamTest, WhenOneRankCannotReadAllOthersAreCancelled) {
+  for (size_t failing = 0; failing < 3; ++failing) {
+    for (const int64_t operation : {0, 3, 7, 11, 13, 15}) {
+      SCOPED_TRACE("rank " + std::to_string(failing) + ", operation " + std::to_string(operation));
+      TestWorld world(3);
+      for (size_t rank = 0; rank < 3; ++rank) world.want_all(rank);
+      // Of planning, which comes first, nothing is to fail.
+      ASSERT_OK_AND_ASSIGN(const auto job,
+                           LoadJob::make(*world.ranks[failing].fs, kCheckpoint, kTiny));
+      const auto before = std::ssize(world.ranks[failing].fs->operations());
+      ASSERT_OK(job->wanted(world.ranks[failing].requests));
+      const auto planning = std::ssize(world.ranks[failing].fs->operations()) - before;
+      world.ranks[failing].fs->fail_operation(planning + operation, errno_status(EIO, "cannot read"));
+      world.load_together();
+      ASSERT_TRUE(world.ranks[failing].fs->clear_fault());
+      for (size_t rank = 0; rank < 3; ++rank) {
+        EXPECT_CODE(world.ranks[rank].status,
+                    rank == failing ? StatusCode::kStorage : StatusCode::kCancelled);
+      }
+    }
+  }
+}
+
+TEST(ExchangeStreamTest, AFileThatIsShorterThanPlannedIsCorrupt) {
+  TestWorld world(2);
+  for (size_t rank = 0; rank < 2; ++rank) world.want_all(rank);
+  MemoryFileSystem& disk = *world.ranks[0].fs;
+  ASSERT_OK_AND_ASSIGN(const auto job, LoadJob::make(disk, kCheckpoint, kTiny));
+  ASSERT_OK_AND_ASSIGN(WantedBytes bytes, job->wanted(world.ranks[0].requests));
+  const auto wanted = WantedBytes::decode(bytes.encode());
+  const WantedBytes* both[] = {&*wanted, &*wanted};
+  ASSERT_OK_AND_ASSIGN(const Exchange exchange,
+                       Exchange::make(both, std::vector<std::string>(2), kBudget));
+  world.ranks[0].requests.clear();
+  disk.put("step-1/f1", "cut off");
+  world.network.hang_up(1);
+  EXPECT_CODE(world.load(0, exchange.of_rank(0).encode(), kBudget), StatusCode::kCorruption);
+}
+
+TEST(ExchangeStreamTest, MemoryForLessThanTwoPiecesIsRefused) {
+  TestWorld world(2);
+  for (size_t rank = 0; rank < 2; ++rank) world.want_all(rank);
+  WantedBytes wanted;
+  wanted.add("f0", {0, 1 << 20});
+  const auto decoded = WantedBytes::decode(wanted.encode());
+  const WantedBytes* both[] = {&*decoded, &*decoded};
+  ASSERT_OK_AND_ASSIGN(const Exchange exchange,
+                       Exchange::make(both, std::vector<std::string>(2), kBudget));
+  EXPECT_CODE(world.load(0, exchange.of_rank(0).encode(), 100 << 10), StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace torch_ckpt
