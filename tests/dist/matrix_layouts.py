@@ -1,13 +1,14 @@
 """Parallel layouts of one model with its optimizer, over the first ranks of a world of eight.
 
-The model is built by torch's own means: `fully_shard`, `parallelize_module`, DDP, `distribute_tensor`;
-stages and experts that are elsewhere are left out. Meshes and groups are made once in a process: a
-call of `build` is one of the ranks of that layout only, but `meet` is one of all ranks of the world.
+By torch's own means: `fully_shard`, `parallelize_module`, DDP, `distribute_tensor`; stages and
+experts that are elsewhere are left out. Meshes and groups are made once in a process, by `meet` on
+all ranks of the world; `build` is called on the ranks of a layout only.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,13 +141,11 @@ MESHES: dict[tuple[int, ...], tuple[str, ...]] = {
 def _met() -> tuple[dict[tuple[int, ...], DeviceMesh], dict[int, dist.ProcessGroup]]:
     meshes = {
         shape: DeviceMesh(
-            "cpu",
-            torch.arange(int(torch.tensor(shape).prod())).reshape(shape),
-            mesh_dim_names=names,
+            "cpu", torch.arange(math.prod(shape)).reshape(shape), mesh_dim_names=names
         )
         for shape, names in MESHES.items()
     }
-    groups = {size: dist.new_group(range(size)) for size in (1, 2, 3, 4, 6, 8) if size <= dist.get_world_size()}
+    groups = {size: dist.new_group(range(size)) for size in (1, 2, 3, 4, 6, 8)}
     return meshes, groups
 
 
@@ -172,7 +171,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return int(torch.tensor(self.shape).prod())
+        return math.prod(self.shape)
 
 
 def _fsdp(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -227,21 +226,12 @@ TWO_STAGES = [["embed", "blocks.0"], ["blocks.1", "norm", "head", "seen"]]
 THREE_STAGES = [["embed"], ["blocks.0", "blocks.1", "seen"], ["norm", "head"]]
 
 
-def _pp_fsdp(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return _fsdp(_pp(TWO_STAGES)(net, mesh), mesh["inner"])
-
-
-def _named_experts(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Each expert on one rank, by its name; the rest everywhere."""
+def _experts(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Experts with names on one rank each, the tensor of experts cut; the rest everywhere."""
     each = net.get_submodule("blocks.0.experts.each")
     for number in range(EXPERTS):
         if number % mesh.size() != mesh.get_local_rank():
             del each[str(number)]
-    return net
-
-
-def _stacked_experts(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """The tensor of experts cut between experts; the rest everywhere."""
     _distribute(net, "blocks.1.experts.bank", mesh, (Shard(0),))
     return net
 
@@ -270,9 +260,7 @@ LAYOUTS: dict[str, Layout] = {
     "grid_2x3": Layout((2, 3), _grid),
     "pp_2": Layout((2,), _pp(TWO_STAGES)),
     "pp_3": Layout((3,), _pp(THREE_STAGES)),
-    "pp_fsdp_2x2": Layout((2, 2), _pp_fsdp),
-    "named_experts_4": Layout((4,), _named_experts),
-    "stacked_experts_3": Layout((3,), _stacked_experts),
+    "experts_4": Layout((4,), _experts),
     "ddp_2": Layout((2,), _ddp),
 }
 
