@@ -28,7 +28,17 @@ ROOMS = {
 # Modules of torch_ckpt from the ground up: each imports only from rows above its own.
 LAYERS = [
     {"errors", "options", "_native", "_tensor_view"},
-    {"mappings", "tensors", "roll_call", "pickles", "rank_state", "seal", "sharing", "tree"},
+    {
+        "exchange",
+        "mappings",
+        "tensors",
+        "roll_call",
+        "pickles",
+        "rank_state",
+        "seal",
+        "sharing",
+        "tree",
+    },
     {"index", "metadata", "tree_exchange", "planned", "listing", "leftovers"},
     {"plan_cache"},
     {"deadline"},

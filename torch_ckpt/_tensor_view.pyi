@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_ckpt._native import TensorBatch, TensorSink, TensorView
+from torch_ckpt._native import Peers, TensorBatch, TensorSink, TensorView
 
 class TensorKind(enum.Enum):
     PLAIN = ...
@@ -35,3 +35,4 @@ class ShardBox:
 def add_shard(
     sink: TensorSink, fqn: str, local: torch.Tensor, requires_grad: bool, box: ShardBox
 ) -> None: ...
+def make_peers(backend: Any, timeout_ms: int) -> Peers: ...

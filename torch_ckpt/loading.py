@@ -268,7 +268,7 @@ class Load:
         for item, stored in streams:
             wanted.setdefault(stored, []).append(item)
         for batch in _batches(wanted, self.max_held_nbytes):
-            _, slices = self.job.run([], batch, _take_none)
+            _, slices = self.job.run([], batch)
             for stored, data in zip(batch, slices, strict=True):
                 self._load_stream(stored, wanted[stored], data)
 
@@ -335,10 +335,6 @@ def _copy_to(
     """Copies elements, as the engine hands them over, to a tensor of another device or dtype."""
     data = torch.frombuffer(memoryview(elements), dtype=torch.uint8)
     target.copy_(data.view(dtype).view(lengths))
-
-
-def _take_none(number: int, elements: _native.LoadedBytes) -> None:
-    raise AssertionError("no tensor was asked for")
 
 
 def _store_object(planner: Any, item: ReadItem, value: object) -> None:

@@ -46,9 +46,12 @@ void bind_exchange(py::module_& module) {
       .def(py::init(&make_exchange), py::arg("wanted"), py::arg("nodes"), py::arg("budget_nbytes"))
       .def_property_readonly("saved_nbytes", &Exchange::saved_nbytes)
       .def("is_in_ring", &Exchange::is_in_ring, py::arg("rank"))
-      .def("of_rank", [](const Exchange& exchange, int32_t rank) {
-        return to_bytes(exchange.of_rank(rank).encode());
-      }, py::arg("rank"));
+      .def(
+          "of_rank",
+          [](const Exchange& exchange, int32_t rank) {
+            return to_bytes(exchange.of_rank(rank).encode());
+          },
+          py::arg("rank"));
   py::class_<ExchangeStream>(module, "ExchangeStream")
       .def(py::init(&make_stream), py::arg("fs"), py::arg("plan"), py::arg("peers"),
            py::arg("budget_nbytes"), py::keep_alive<1, 2>())

@@ -63,16 +63,19 @@ LoadResult run(LoadJob& job, const std::vector<TensorRequest>& requests,
                const std::vector<StoredSlice>& slices, const OnTensor& on_tensor,
                ExchangeStream* exchange) {
   std::exception_ptr raised;
-  const HandOver hand_over = [&](int64_t request, LoadedBytes bytes) {
-    const py::gil_scoped_acquire locked;
-    try {
-      on_tensor(request, std::move(bytes));
-    } catch (const py::error_already_set&) {
-      raised = std::current_exception();
-      return cancelled("a tensor could not be taken");
-    }
-    return ok_status();
-  };
+  HandOver hand_over;
+  if (on_tensor) {
+    hand_over = [&](int64_t request, LoadedBytes elements) {
+      const py::gil_scoped_acquire locked;
+      try {
+        on_tensor(request, std::move(elements));
+      } catch (const py::error_already_set&) {
+        raised = std::current_exception();
+        return cancelled("a tensor could not be taken");
+      }
+      return ok_status();
+    };
+  }
   Result<LoadResult> result =
       without_gil([&] { return job.run(requests, slices, hand_over, exchange); });
   if (raised != nullptr) std::rethrow_exception(raised);
@@ -93,10 +96,13 @@ std::vector<TensorRequest> to_requests(const std::vector<PyTensorRequest>& tenso
 // For each tensor whether it was loaded (False leaves it to torch), and the raw slices.
 std::pair<std::vector<bool>, std::vector<LoadedBytes>> run_job(
     LoadJob& job, const std::vector<PyTensorRequest>& tensors, const std::vector<PySlice>& bytes,
-    const py::function& on_tensor, ExchangeStream* exchange) {
-  const auto on_request = [&](int64_t request, LoadedBytes elements) {
-    on_tensor(request, std::move(elements));
-  };
+    const std::optional<py::function>& on_tensor, ExchangeStream* exchange) {
+  OnTensor on_request;
+  if (on_tensor) {
+    on_request = [&](int64_t request, LoadedBytes elements) {
+      (*on_tensor)(request, std::move(elements));
+    };
+  }
   LoadResult result = run(job, to_requests(tensors), to_slices(bytes), on_request, exchange);
   std::vector<bool> loaded;
   loaded.reserve(result.outcomes.size());
@@ -163,8 +169,8 @@ class Reads {
     return wanted(job, requests);
   }
 
-  // Reads into these tensors, one for each item of the table, or hands over to `on_tensor` what must
-  // be copied there: the number of the read, and its elements in the stored dtype. Returns the
+  // Reads into these tensors, one for each item of the table, or hands over to `on_tensor` what
+  // must be copied there: the number of the read, and its elements in the stored dtype. Returns the
   // numbers of the reads that are left to others.
   std::vector<int64_t> run(LoadJob& job, const TensorBatch& batch, const py::function& on_tensor,
                            ExchangeStream* exchange) const {
@@ -284,13 +290,14 @@ void bind_load_job(py::module_& module) {
            py::arg("buffer_nbytes"), py::arg("block_nbytes"), py::arg("threads"), py::arg("direct"),
            py::arg("verify"), py::arg("slices_are_archives"), py::keep_alive<1, 2>())
       .def("check", &check, py::arg("slices"))
-      .def("wanted_bytes",
-           [](LoadJob& job, const std::vector<PyTensorRequest>& tensors) {
-             return wanted(job, to_requests(tensors));
-           },
-           py::arg("tensors"))
-      .def("run", &run_job, py::arg("tensors"), py::arg("slices"), py::arg("on_tensor"),
-           py::arg("exchange") = nullptr);
+      .def(
+          "wanted_bytes",
+          [](LoadJob& job, const std::vector<PyTensorRequest>& tensors) {
+            return wanted(job, to_requests(tensors));
+          },
+          py::arg("tensors"))
+      .def("run", &run_job, py::arg("tensors"), py::arg("slices"),
+           py::arg("on_tensor") = py::none(), py::arg("exchange") = nullptr);
   py::class_<Reads>(module, "Reads")
       .def(py::init<std::shared_ptr<StoredIndex>, std::shared_ptr<HeldTable>, bool>(),
            py::arg("index"), py::arg("items"), py::arg("partial"))

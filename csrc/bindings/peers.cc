@@ -3,8 +3,8 @@
 
 #include "engine/peers.h"
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <chrono>
 #include <exception>
@@ -35,7 +35,7 @@ at::Tensor bytes_at(std::byte* data, size_t nbytes) {
   return at::from_blob(data, {static_cast<int64_t>(nbytes)}, at::TensorOptions(at::kByte));
 }
 
-class BackendTransfer : public Transfer {
+class BackendTransfer : public PeerTransfer {
  public:
   BackendTransfer(c10::intrusive_ptr<c10d::Work> work, std::chrono::milliseconds timeout,
                   std::string what)
@@ -69,30 +69,27 @@ class BackendPeers : public Peers {
   BackendPeers(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout)
       : backend_(std::move(backend)), timeout_(timeout) {}
 
-  Result<std::unique_ptr<Transfer>> send(Bytes bytes, int32_t rank) override {
-    return begin(const_cast<std::byte*>(bytes.data()), bytes.size(),
-                 str_cat("send ", bytes.size(), " bytes to rank ", rank),
-                 [&](std::vector<at::Tensor>& tensors) {
-                   return backend_->send(tensors, rank, kTag);
-                 });
+  Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank) override {
+    return begin(
+        const_cast<std::byte*>(bytes.data()), bytes.size(),
+        str_cat("send ", bytes.size(), " bytes to rank ", rank),
+        [&](std::vector<at::Tensor>& tensors) { return backend_->send(tensors, rank, kTag); });
   }
 
-  Result<std::unique_ptr<Transfer>> receive(MutableBytes memory, int32_t rank) override {
-    return begin(memory.data(), memory.size(),
-                 str_cat("receive ", memory.size(), " bytes from rank ", rank),
-                 [&](std::vector<at::Tensor>& tensors) {
-                   return backend_->recv(tensors, rank, kTag);
-                 });
+  Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank) override {
+    return begin(
+        memory.data(), memory.size(), str_cat("receive ", memory.size(), " bytes from rank ", rank),
+        [&](std::vector<at::Tensor>& tensors) { return backend_->recv(tensors, rank, kTag); });
   }
 
  private:
   template <typename Begin>
-  Result<std::unique_ptr<Transfer>> begin(std::byte* data, size_t nbytes, std::string what,
-                                          const Begin& begin) {
+  Result<std::unique_ptr<PeerTransfer>> begin(std::byte* data, size_t nbytes, std::string what,
+                                              const Begin& begin) {
     try {
       std::vector<at::Tensor> tensors = {bytes_at(data, nbytes)};
       const std::lock_guard<std::mutex> lock(mutex_);
-      return std::unique_ptr<Transfer>(
+      return std::unique_ptr<PeerTransfer>(
           std::make_unique<BackendTransfer>(begin(tensors), timeout_, std::move(what)));
     } catch (const std::exception& error) {
       return cancelled("cannot ", what, ": ", reason_of(error));

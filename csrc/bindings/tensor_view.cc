@@ -1,8 +1,8 @@
 // The extension module torch_ckpt._tensor_view: the only door to libtorch. Everything else that is
 // native (torch_ckpt._native) does without it, and so loads in programs that do without torch.
 
-#include "bindings/peers.h"
 #include "bindings/tensor_view.h"
+#include "bindings/peers.h"
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>

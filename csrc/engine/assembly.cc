@@ -117,8 +117,7 @@ Status Assembly::take_part(Part& part, const ByteRange& range, Bytes bytes) {
   if (place != here.data()) std::memcpy(place, here.data(), here.size());
   part.missing_nbytes -= common.nbytes();
   if (part.missing_nbytes > 0) return ok_status();
-  const Status status =
-      consume_(part.index, {memory, static_cast<size_t>(part.range.nbytes())});
+  const Status status = consume_(part.index, {memory, static_cast<size_t>(part.range.nbytes())});
   part.buffer.reset();
   return status;
 }

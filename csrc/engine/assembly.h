@@ -18,7 +18,7 @@ namespace torch_ckpt {
 struct SharedPiece {
   File* file = nullptr;
   ByteRange range;
-  int32_t from = -1;               // As of ExchangePiece.
+  int32_t from = -1;  // As of ExchangePiece.
   int32_t to = -1;
   const FileSums* sums = nullptr;  // Of the file, where it is to be checked.
 };

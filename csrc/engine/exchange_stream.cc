@@ -54,7 +54,7 @@ void ExchangeStream::fail(const Status& error) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!failed_) status_ = error;
   failed_ = true;
-  for (Transfer* transfer : transfers_) transfer->abort();
+  for (PeerTransfer* transfer : transfers_) transfer->abort();
   changed_.notify_all();
 }
 
@@ -136,7 +136,8 @@ bool ExchangeStream::make_room(int64_t piece) {
 }
 
 // Holds on to a transfer, so that `fail` finds it.
-void ExchangeStream::keep(std::unique_ptr<Transfer> transfer, std::unique_ptr<Transfer>* place) {
+void ExchangeStream::keep(std::unique_ptr<PeerTransfer> transfer,
+                          std::unique_ptr<PeerTransfer>* place) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (failed_) transfer->abort();
   transfers_.insert(transfer.get());
@@ -147,7 +148,7 @@ void ExchangeStream::keep(std::unique_ptr<Transfer> transfer, std::unique_ptr<Tr
 Status ExchangeStream::finish_oldest_send(std::unique_lock<std::mutex>& lock) {
   const int64_t piece = sending_.front();
   sending_.pop_front();
-  Transfer& outgoing = *in_flight_[static_cast<size_t>(piece)].outgoing;
+  PeerTransfer& outgoing = *in_flight_[static_cast<size_t>(piece)].outgoing;
   lock.unlock();
   const Status status = outgoing.wait();
   lock.lock();
@@ -159,7 +160,7 @@ Status ExchangeStream::finish_oldest_send(std::unique_lock<std::mutex>& lock) {
 // Requires: the mutex is held, and nothing of the piece is in flight.
 void ExchangeStream::let_go(int64_t piece) {
   InFlight& own = in_flight_[static_cast<size_t>(piece)];
-  for (std::unique_ptr<Transfer>* transfer : {&own.incoming, &own.outgoing}) {
+  for (std::unique_ptr<PeerTransfer>* transfer : {&own.incoming, &own.outgoing}) {
     transfers_.erase(transfer->get());
     transfer->reset();
   }

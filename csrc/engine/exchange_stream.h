@@ -61,8 +61,8 @@ class ExchangeStream {
     std::byte* memory = nullptr;
     int block = -1;
     bool is_read = false;
-    std::unique_ptr<Transfer> incoming = nullptr;
-    std::unique_ptr<Transfer> outgoing = nullptr;
+    std::unique_ptr<PeerTransfer> incoming = nullptr;
+    std::unique_ptr<PeerTransfer> outgoing = nullptr;
   };
 
   ExchangeStream(RankExchange plan, std::shared_ptr<Peers> peers, std::unique_ptr<BufferPool> pool,
@@ -75,7 +75,7 @@ class ExchangeStream {
   Status arrive(int64_t piece);
   Status pass_on(int64_t piece);
   Status finish_oldest_send(std::unique_lock<std::mutex>& lock);
-  void keep(std::unique_ptr<Transfer> transfer, std::unique_ptr<Transfer>* place);
+  void keep(std::unique_ptr<PeerTransfer> transfer, std::unique_ptr<PeerTransfer>* place);
   void let_go(int64_t piece);
   MutableBytes memory_of(int64_t piece) const {
     const auto i = static_cast<size_t>(piece);
@@ -95,10 +95,10 @@ class ExchangeStream {
   std::mutex mutex_;  // Guards what follows, and the pool.
   std::condition_variable changed_;
   std::vector<InFlight> in_flight_;
-  int64_t with_room_ = 0;         // Pieces before this one have, or had, room.
+  int64_t with_room_ = 0;  // Pieces before this one have, or had, room.
   std::deque<int64_t> to_read_;
-  std::deque<int64_t> sending_;   // Taken, and on their way to the next rank.
-  std::set<Transfer*> transfers_;
+  std::deque<int64_t> sending_;  // Taken, and on their way to the next rank.
+  std::set<PeerTransfer*> transfers_;
   bool failed_ = false;
   Status status_;
 };

@@ -135,7 +135,8 @@ Status LoadJob::run_batches(std::span<const TensorRequest> tensors,
       const std::string& name = exchange->files()[static_cast<size_t>(piece.file)];
       OfFile& of_file = by_file[name];
       of_file.pieces.push_back(piece);
-      if (of_file.any.file.empty()) of_file.any = {name, piece.range.begin, piece.range.nbytes(), ""};
+      if (of_file.any.file.empty())
+        of_file.any = {name, piece.range.begin, piece.range.nbytes(), ""};
     }
   }
 

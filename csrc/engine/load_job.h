@@ -19,7 +19,7 @@
 #include "engine/load_batch.h"
 #include "format/stored_index.h"
 #include "io/file_system.h"
-#include "plan/exchange.h"
+#include "plan/wanted_bytes.h"
 
 namespace torch_ckpt {
 
@@ -56,14 +56,13 @@ class LoadJob {
 
   // Reads tensors into place, and raw slices into memory of their own. A tensor that comes without
   // memory is handed over when it is read. With an exchange, what other ranks read of it is had
-  // from them, and all of its pieces are run; every rank of it must. Files, extents and the frames of large tensors are checked before anything is allocated or any `live` written (of more
-  // than 128 files: for 128 at a time); after a later error, what the live tensors hold is
-  // unspecified. Errors: kNotFound for a missing file; kCorruption for a slice that its file does
-  // not hold, a broken frame or a wrong checksum; kMismatch for a box outside the stored tensor;
-  // kStorage.
-  Result<LoadResult> run(std::span<const TensorRequest> tensors,
-                         std::span<const StoredSlice> bytes, const HandOver& hand_over = {},
-                         ExchangeStream* exchange = nullptr);
+  // from them, and all of its pieces are run; every rank of it must. Files, extents and the frames
+  // of large tensors are checked before anything is allocated or any `live` written (of more than
+  // 128 files: for 128 at a time); after a later error, what the live tensors hold is unspecified.
+  // Errors: kNotFound for a missing file; kCorruption for a slice that its file does not hold, a
+  // broken frame or a wrong checksum; kMismatch for a box outside the stored tensor; kStorage.
+  Result<LoadResult> run(std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
+                         const HandOver& hand_over = {}, ExchangeStream* exchange = nullptr);
 
  private:
   struct State;

@@ -12,9 +12,9 @@
 namespace torch_ckpt {
 
 // Bytes on their way to or from a peer. While it exists, its memory belongs to it.
-class Transfer {
+class PeerTransfer {
  public:
-  virtual ~Transfer() = default;
+  virtual ~PeerTransfer() = default;
 
   // Returns when the bytes have left or come. Called once.
   // Errors: kCancelled when it was aborted, the peer is gone, or nothing has moved for too long.
@@ -30,8 +30,8 @@ class Peers {
  public:
   virtual ~Peers() = default;
 
-  virtual Result<std::unique_ptr<Transfer>> send(Bytes bytes, int32_t rank) = 0;
-  virtual Result<std::unique_ptr<Transfer>> receive(MutableBytes memory, int32_t rank) = 0;
+  virtual Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank) = 0;
+  virtual Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank) = 0;
 };
 
 }  // namespace torch_ckpt

@@ -11,8 +11,7 @@ namespace torch_ckpt {
 namespace {
 
 constexpr uint32_t kVersion = 1;
-constexpr std::string_view kWantedMagic = "TCXW";
-constexpr std::string_view kExchangeMagic = "TCXP";
+constexpr std::string_view kMagic = "TCXP";
 
 // Less than this is not worth a round of its own.
 constexpr int64_t kSmallNbytes = int64_t{256} << 10;
@@ -154,87 +153,6 @@ class Turns {
 
 }  // namespace
 
-void WantedBytes::add(std::string_view file, const ByteRange& range) {
-  if (files_.empty() || files_.back().name != file) files_.push_back({std::string(file), {}});
-  std::vector<ByteRange>& ranges = files_.back().ranges;
-  if (!ranges.empty() && ranges.back().end == range.begin) {
-    ranges.back().end = range.end;
-  } else {
-    ranges.push_back(range);
-  }
-}
-
-void WantedBytes::sort() {
-  std::ranges::stable_sort(files_, {}, &File::name);
-  std::vector<File> merged;
-  for (File& file : files_) {
-    if (merged.empty() || merged.back().name != file.name) {
-      merged.push_back(std::move(file));
-    } else {
-      std::vector<ByteRange>& ranges = merged.back().ranges;
-      ranges.insert(ranges.end(), file.ranges.begin(), file.ranges.end());
-    }
-  }
-  files_ = std::move(merged);
-  for (File& file : files_) {
-    std::ranges::sort(file.ranges, {}, &ByteRange::begin);
-    std::vector<ByteRange> disjoint;
-    for (const ByteRange& range : file.ranges) {
-      if (!disjoint.empty() && range.begin <= disjoint.back().end) {
-        disjoint.back().end = std::max(disjoint.back().end, range.end);
-      } else {
-        disjoint.push_back(range);
-      }
-    }
-    file.ranges = std::move(disjoint);
-  }
-}
-
-std::vector<std::byte> WantedBytes::encode() {
-  sort();
-  WireWriter out;
-  out.varint(std::ssize(files_));
-  for (const File& file : files_) {
-    out.word(file.name);
-    out.varint(std::ssize(file.ranges));
-    int64_t at = 0;
-    for (const ByteRange& range : file.ranges) {
-      out.varint(range.begin - at);
-      out.varint(range.nbytes());
-      at = range.end;
-    }
-  }
-  return out.sealed(kWantedMagic, kVersion);
-}
-
-Result<WantedBytes> WantedBytes::decode(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_sealed(bytes, kWantedMagic, kVersion, "a list of reads"));
-  WireReader in(body);
-  WantedBytes out;
-  const auto unsound = [] { return corruption("a list of reads is unsound"); };
-  int64_t files;
-  if (!in.varint(&files) || files > in.left()) return unsound();
-  for (int64_t i = 0; i < files; ++i) {
-    std::string_view name;
-    int64_t ranges;
-    if (!in.word(&name) || !in.varint(&ranges) || ranges > in.left()) return unsound();
-    if (!out.files_.empty() && out.files_.back().name >= name) return unsound();
-    File file{std::string(name), {}};
-    int64_t at = 0;
-    for (int64_t r = 0; r < ranges; ++r) {
-      int64_t gap;
-      int64_t nbytes;
-      if (!in.varint(&gap) || !in.varint(&nbytes) || nbytes == 0) return unsound();
-      if (gap > kMaxOffset - at || nbytes > kMaxOffset - at - gap) return unsound();
-      file.ranges.push_back({at + gap, at + gap + nbytes});
-      at = file.ranges.back().end;
-    }
-    out.files_.push_back(std::move(file));
-  }
-  if (in.left() != 0) return unsound();
-  return out;
-}
-
 std::vector<ExchangePiece> RankExchange::pieces() const {
   std::vector<Turns> turns(rings.begin(), rings.end());
   std::vector<int64_t> places;  // Of this rank in each ring.
@@ -248,7 +166,8 @@ std::vector<ExchangePiece> RankExchange::pieces() const {
     const auto count = ranks.size();
     const auto place = static_cast<size_t>(places[number]);
     for (int64_t begin = shared.range.begin; begin < shared.range.end;) {
-      const int64_t end = std::min(shared.range.end, align_down(begin, piece_nbytes) + piece_nbytes);
+      const int64_t end =
+          std::min(shared.range.end, align_down(begin, piece_nbytes) + piece_nbytes);
       const size_t reader = turns[number].next(end - begin);
       ExchangePiece piece{.file = shared.file, .range = {begin, end}};
       if (place != reader) piece.from = ranks[(place + count - 1) % count];
@@ -284,11 +203,11 @@ std::vector<std::byte> RankExchange::encode() const {
     out.varint(range.range.nbytes());
     last = range;
   }
-  return out.sealed(kExchangeMagic, kVersion);
+  return out.sealed(kMagic, kVersion);
 }
 
 Result<RankExchange> RankExchange::decode(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_sealed(bytes, kExchangeMagic, kVersion, "an exchange"));
+  ASSIGN_OR_RETURN(const Bytes body, open_sealed(bytes, kMagic, kVersion, "an exchange"));
   WireReader in(body);
   RankExchange out;
   const auto unsound = [] { return corruption("an exchange is unsound"); };
@@ -335,8 +254,8 @@ Result<RankExchange> RankExchange::decode(Bytes bytes) {
     if (files > 0) at = 0;
     file += files;
     if (nbytes == 0 || gap > kMaxOffset - at || nbytes > kMaxOffset - at - gap) return unsound();
-    out.ranges.push_back({static_cast<int32_t>(file), static_cast<int32_t>(ring),
-                          {at + gap, at + gap + nbytes}});
+    out.ranges.push_back(
+        {static_cast<int32_t>(file), static_cast<int32_t>(ring), {at + gap, at + gap + nbytes}});
     at += gap + nbytes;
   }
   if (in.left() != 0) return unsound();
@@ -407,8 +326,7 @@ Result<Exchange> Exchange::make(std::span<const WantedBytes* const> wanted,
       }
       if (out.files_.empty() || out.files_.back() != name) out.files_.emplace_back(name);
       ring_nbytes[static_cast<size_t>(ring->second)] += run.range.nbytes();
-      out.ranges_.push_back(
-          {static_cast<int32_t>(out.files_.size()) - 1, ring->second, run.range});
+      out.ranges_.push_back({static_cast<int32_t>(out.files_.size()) - 1, ring->second, run.range});
     }
   }
 
@@ -423,7 +341,8 @@ Result<Exchange> Exchange::make(std::span<const WantedBytes* const> wanted,
   }
   // A piece is on its way to the last of a ring while as many others are.
   const int64_t parts = std::max<int64_t>(2 * static_cast<int64_t>(widest), kLeastParts);
-  out.piece_nbytes_ = std::clamp(align_down(budget_nbytes / parts, kGrain), kGrain, kMaxPieceNbytes);
+  out.piece_nbytes_ =
+      std::clamp(align_down(budget_nbytes / parts, kGrain), kGrain, kMaxPieceNbytes);
   return out;
 }
 
@@ -434,8 +353,8 @@ bool Exchange::is_in_ring(int32_t rank) const {
 }
 
 RankExchange Exchange::of_rank(int32_t rank) const {
-  RankExchange out{.rank = rank, .piece_nbytes = piece_nbytes_, .files = {}, .rings = {},
-                   .ranges = {}};
+  RankExchange out{
+      .rank = rank, .piece_nbytes = piece_nbytes_, .files = {}, .rings = {}, .ranges = {}};
   std::vector<int32_t> new_ring(rings_.size(), -1);
   for (size_t i = 0; i < rings_.size(); ++i) {
     if (std::ranges::find(rings_[i].ranks, rank) == rings_[i].ranks.end()) continue;

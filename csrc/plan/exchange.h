@@ -8,40 +8,16 @@
 // carries it out.
 
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "base/bytes.h"
 #include "base/status.h"
 #include "geometry/overlap.h"
+#include "plan/wanted_bytes.h"
 
 namespace torch_ckpt {
-
-// What one rank wants to read.
-class WantedBytes {
- public:
-  struct File {
-    std::string name;
-    std::vector<ByteRange> ranges;
-  };
-
-  // Adds a range of a file. Requires: 0 <= begin < end.
-  void add(std::string_view file, const ByteRange& range);
-
-  // As they were added; of what was decoded each once, ascending by name.
-  const std::vector<File>& files() const { return files_; }
-
-  std::vector<std::byte> encode();
-  // Errors: kCorruption for bytes that encode did not return; kUnsupported for a newer release's.
-  static Result<WantedBytes> decode(Bytes bytes);
-
- private:
-  void sort();
-  std::vector<File> files_;
-};
 
 // Ranks that want the same bytes.
 struct ReadRing {

@@ -93,10 +93,10 @@ struct TestWorld {
   Status load(size_t rank, const std::vector<std::byte>& plan, int64_t budget_nbytes) {
     TestRank& one = ranks[rank];
     ASSIGN_OR_RETURN(RankExchange part, RankExchange::decode(plan));
-    ASSIGN_OR_RETURN(auto exchange,
-                     ExchangeStream::make(*one.fs, std::move(part),
-                                          network.peers_of(static_cast<int32_t>(rank)),
-                                          budget_nbytes));
+    ASSIGN_OR_RETURN(
+        auto exchange,
+        ExchangeStream::make(*one.fs, std::move(part), network.peers_of(static_cast<int32_t>(rank)),
+                             budget_nbytes));
     ASSIGN_OR_RETURN(const auto job, LoadJob::make(*one.fs, kCheckpoint, kTiny));
     const HandOver hand_over = [&](int64_t request, LoadedBytes bytes) {
       one.handed_over[static_cast<size_t>(request)] =
@@ -207,7 +207,8 @@ TEST(ExchangeStreamTest, WhenOneRankCannotReadAllOthersAreCancelled) {
       const auto before = std::ssize(world.ranks[failing].fs->operations());
       ASSERT_OK(job->wanted(world.ranks[failing].requests));
       const auto planning = std::ssize(world.ranks[failing].fs->operations()) - before;
-      world.ranks[failing].fs->fail_operation(planning + operation, errno_status(EIO, "cannot read"));
+      world.ranks[failing].fs->fail_operation(planning + operation,
+                                              errno_status(EIO, "cannot read"));
       world.load_together();
       ASSERT_TRUE(world.ranks[failing].fs->clear_fault());
       for (size_t rank = 0; rank < 3; ++rank) {

@@ -45,7 +45,7 @@ class PeerNetwork {
     std::deque<std::shared_ptr<State>> receives;
   };
 
-  class TransferOf : public Transfer {
+  class TransferOf : public PeerTransfer {
    public:
     TransferOf(PeerNetwork& network, Link link, std::shared_ptr<State> state)
         : network_(network), link_(link), state_(std::move(state)) {}
@@ -81,11 +81,11 @@ class PeerNetwork {
   class PeersOf : public Peers {
    public:
     PeersOf(PeerNetwork& network, int32_t rank) : network_(network), rank_(rank) {}
-    Result<std::unique_ptr<Transfer>> send(Bytes bytes, int32_t rank) override {
+    Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank) override {
       const MutableBytes memory(const_cast<std::byte*>(bytes.data()), bytes.size());
       return network_.begin({rank_, rank}, memory, &Waiting::sends);
     }
-    Result<std::unique_ptr<Transfer>> receive(MutableBytes memory, int32_t rank) override {
+    Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank) override {
       return network_.begin({rank, rank_}, memory, &Waiting::receives);
     }
 
@@ -94,8 +94,8 @@ class PeerNetwork {
     const int32_t rank_;
   };
 
-  std::unique_ptr<Transfer> begin(Link link, MutableBytes memory,
-                                  std::deque<std::shared_ptr<State>> Waiting::*side) {
+  std::unique_ptr<PeerTransfer> begin(Link link, MutableBytes memory,
+                                      std::deque<std::shared_ptr<State>> Waiting::*side) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto state = std::make_shared<State>(State{memory});
     Waiting& waiting = waiting_[link];

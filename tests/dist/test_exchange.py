@@ -1,0 +1,274 @@
+"""Ranks that want the same bytes read them once, and what goes wrong on one reaches all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import RankError, Worlds, run_ranks
+from states import assert_same, full_value, sharded
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import torch_ckpt
+from torch_ckpt import FastLoadPlanner, FastReader, FastWriter, IoOptions, RankTimeoutError
+from torch_ckpt.exchange import CONNECTIONS
+
+pytestmark = pytest.mark.timeout(180)
+
+TINY = IoOptions(buffer_nbytes=1 << 20, block_nbytes=256 << 10, exchange_nbytes=4 << 20)
+SHAPES = {"a": (1031, 1033), "b": (7, 5), "c": (300, 4, 257), "d": (), "e": (0, 3)}
+PROMPT_S = 30  # Within which a failure of one rank must have reached the others.
+
+
+def state_of(version: str) -> dict[str, Any]:
+    tensors = {
+        name: full_value(f"{name} {version}", shape, torch.float32)
+        for name, shape in SHAPES.items()
+    }
+    return {"model": tensors, "step": 7 if version == "saved" else 0}
+
+
+def planner_of(fast: bool) -> DefaultLoadPlanner:
+    return FastLoadPlanner() if fast else DefaultLoadPlanner()
+
+
+def save_alone(path: Path) -> None:
+    dcp.save(state_of("saved"), storage_writer=FastWriter(path), no_dist=True)
+
+
+def load_replicas(path: Path, mode: Any, fast: bool) -> int:
+    """Loads, and returns how many bytes this rank has read from the disk."""
+    state = state_of("of no version")
+    before = read_nbytes()
+    dcp.load(
+        state,
+        storage_reader=FastReader(path, io=TINY, exchange=mode),
+        planner=planner_of(fast),
+    )
+    assert_same(state, state_of("saved"))
+    return read_nbytes() - before
+
+
+def read_nbytes() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_replicas_together_read_every_byte_once(
+    worlds: Worlds, tmp_path: Path, ranks: int, fast: bool
+) -> None:
+    save_alone(tmp_path)
+    nbytes = sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
+    alone = worlds.run(ranks, load_replicas, tmp_path, "off", fast)
+    together = worlds.run(ranks, load_replicas, tmp_path, "ring", fast)
+    if sum(alone) < ranks * nbytes * 0.9:
+        pytest.skip("this file system does not count what is read directly")
+    # Objects, and what is left of blocks at ends of files, are read by each.
+    assert sum(together) < 1.1 * nbytes + ranks * (256 << 10)
+
+
+def load_sharded(path: Path, placement: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements = {"rows": Shard(0), "columns": Shard(-1), "replicas": Replicate()}[placement]
+    state = {
+        name: sharded(full_value("none", shape, torch.float32), mesh, (placements,))
+        for name, shape in SHAPES.items()
+        if len(shape) > 1
+    }
+    expected = {
+        name: sharded(full_value(f"{name} saved", shape, torch.float32), mesh, (placements,))
+        for name, shape in SHAPES.items()
+        if len(shape) > 1
+    }
+    held = {"model": state}
+    dcp.load(held, storage_reader=FastReader(path, io=TINY, exchange="ring"))
+    for name, value in expected.items():
+        assert_same(held["model"][name].to_local(), value.to_local())
+
+
+@pytest.mark.parametrize("placement", ["rows", "columns", "replicas"])
+def test_each_rank_takes_its_part_of_what_blocks_hold(
+    worlds: Worlds, tmp_path: Path, placement: str
+) -> None:
+    save_alone(tmp_path)
+    worlds.run(3, load_sharded, tmp_path, placement)
+
+
+def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Random bits hold NaNs, of which a cast keeps no bits."""
+    torch.testing.assert_close(actual.detach(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def load_oddly(path: Path, fast: bool) -> None:
+    """Targets that only copies reach, of which one is there twice."""
+    saved = state_of("saved")["model"]
+    state = state_of("of no version")["model"]
+    state["a"] = state["a"].double() if dist.get_rank() == 0 else state["a"].t().contiguous().t()
+    state["c"] = torch.nn.Parameter(state["c"].bfloat16())
+    state["b"] = torch.zeros(14, 10)[::2, ::2]
+    tied = {**state, "tied": state["a"]}
+    held = {"model": tied if dist.get_rank() == 1 else state}
+    planner = planner_of(fast)
+    dcp.load(held, storage_reader=FastReader(path, io=TINY, exchange="ring"), planner=planner)
+    for name, value in state.items():
+        if name == "a" and dist.get_rank() == 1:
+            continue  # Whichever of the two came last.
+        assert_equal(value, saved[name].to(value.dtype))
+    if dist.get_rank() == 1:
+        assert_equal(state["a"], full_value("tied", SHAPES["a"], torch.float32))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_targets_that_need_copies_are_exchanged_too(
+    worlds: Worlds, tmp_path: Path, fast: bool
+) -> None:
+    state = state_of("saved")
+    state["model"]["tied"] = full_value("tied", SHAPES["a"], torch.float32)
+    dcp.save(state, storage_writer=FastWriter(tmp_path), no_dist=True)
+    worlds.run(3, load_oddly, tmp_path, fast)
+
+
+def load_as_group(path: Path) -> None:
+    group = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        state = state_of("of no version")
+        reader = FastReader(path, io=TINY, exchange="ring")
+        dcp.load(state, storage_reader=reader, process_group=group)
+        assert_same(state, state_of("saved"))
+        assert len(CONNECTIONS.take()) == 1
+    state = state_of("of no version")
+    dcp.load(state, storage_reader=FastReader(path, exchange="ring"), no_dist=True)
+    assert_same(state, state_of("saved"))
+    assert not CONNECTIONS.take()
+
+
+def test_a_group_exchanges_among_itself_and_a_lone_rank_not_at_all(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    save_alone(tmp_path)
+    worlds.run(4, load_as_group, tmp_path)
+
+
+def connections_of_loads(path: Path) -> list[int]:
+    """Which connections were kept after a load with each of these modes."""
+    kept: list[int] = []
+    for mode in ("auto", "ring", "ring", "off"):
+        load_replicas(path, mode, fast=True)
+        taken = CONNECTIONS.take()
+        kept.append(sum(map(id, taken.values())))
+        for membership, backend in taken.items():
+            CONNECTIONS.put_back(membership, backend)
+    return kept
+
+
+def test_connections_are_made_where_they_pay_and_kept(worlds: Worlds, tmp_path: Path) -> None:
+    save_alone(tmp_path)
+    for auto, ring, again, off in worlds.run(2, connections_of_loads, tmp_path):
+        assert auto == 0  # A few MiB are not worth it.
+        assert ring == again == off != 0
+
+
+def load_copies(paths: list[Path], faulty: int) -> tuple[float, dict[int, str]]:
+    """Loads each rank's own copy, and then that of rank 0, which is sound again."""
+    began = time.monotonic()
+    reader = FastReader(paths[dist.get_rank()], io=TINY, exchange="ring")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state_of("of no version"), storage_reader=reader)
+    took_s = time.monotonic() - began
+    kinds = {rank: type(error).__name__ for rank, (error, _) in caught.value.failures.items()}
+    assert "a.saved" not in str(caught.value.failures[faulty][0])
+    sound = paths[(faulty + 1) % len(paths)]
+    load_replicas(sound, "ring", fast=False)
+    return took_s, kinds
+
+
+@pytest.mark.parametrize("faulty", range(3))
+def test_damage_that_one_rank_reads_fails_all_and_the_next_load_is_whole(
+    worlds: Worlds, tmp_path: Path, faulty: int
+) -> None:
+    save_alone(tmp_path / "0")
+    paths = [tmp_path / str(rank) for rank in range(3)]
+    for path in paths[1:]:
+        shutil.copytree(paths[0], path)
+    for file in paths[faulty].glob("*.distcp"):
+        sound = file.read_bytes()
+        file.write_bytes(bytes(byte ^ 1 for byte in sound))
+    for took_s, kinds in worlds.run(3, load_copies, paths, faulty):
+        assert took_s < PROMPT_S
+        assert kinds.pop(faulty) == "CorruptionError"
+        assert set(kinds.values()) == {"CancelledError"}
+
+
+class Deadly(DefaultLoadPlanner):
+    """Kills its process, raises, or sleeps, when the first tensor is to be read."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        if self.how == "raise early":
+            raise RuntimeError("not this plan")
+        return super().finish_plan(new_plan)
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "raise":
+            raise RuntimeError("not this tensor")
+        if self.how == "sleep":
+            self.how = ""
+            time.sleep(8)
+        return super().resolve_tensor(read_item)
+
+
+def load_with_a_deadly_rank(path: Path, how: str, deadly: int) -> float:
+    began = time.monotonic()
+    planner = Deadly(how if dist.get_rank() == deadly else "")
+    reader = FastReader(path, io=TINY, exchange="ring")
+    with pytest.raises((CheckpointException, RankTimeoutError)):
+        torch_ckpt.load(
+            state_of("of no version"), storage_reader=reader, planner=planner, timeout_s=4
+        )
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("how", ["raise", "raise early", "sleep"])
+def test_no_rank_waits_for_one_that_does_not_take_part(tmp_path: Path, how: str) -> None:
+    save_alone(tmp_path)
+    for deadly in range(2) if how == "raise" else [1]:
+        results = run_ranks(2, load_with_a_deadly_rank, tmp_path, how, deadly)
+        assert max(results) < PROMPT_S
+
+
+def survive(path: Path) -> None:
+    took_s = load_with_a_deadly_rank(path, "kill", 1)
+    (path / "survived").write_text(str(took_s))
+
+
+def test_ranks_survive_one_that_is_killed(tmp_path: Path) -> None:
+    save_alone(tmp_path)
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(2, survive, tmp_path)
+    assert float((tmp_path / "survived").read_text()) < PROMPT_S
+
+
+def test_a_mode_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="exchange='always'"):
+        FastReader(tmp_path, exchange="always")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="exchange_nbytes=1 "):
+        IoOptions(exchange_nbytes=1)
