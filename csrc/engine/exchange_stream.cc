@@ -43,9 +43,11 @@ Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, Ran
                             budget_nbytes, " bytes of memory");
   }
   ASSIGN_OR_RETURN(auto reads, ReadStream::make(fs, reads_nbytes, block_nbytes, kReadThreads));
+  const auto most_in_flight = std::max(kLeastInFlight, std::ssize(plan.pieces()));
+  const int64_t pool_nbytes =
+      std::min(budget_nbytes - reads_nbytes, most_in_flight * plan.piece_nbytes);
   HeapMemorySource heap;
-  ASSIGN_OR_RETURN(auto pool,
-                   BufferPool::make(heap, budget_nbytes - reads_nbytes, plan.piece_nbytes));
+  ASSIGN_OR_RETURN(auto pool, BufferPool::make(heap, pool_nbytes, plan.piece_nbytes));
   return std::unique_ptr<ExchangeStream>(
       new ExchangeStream(std::move(plan), std::move(peers), std::move(pool), std::move(reads)));
 }
