@@ -25,8 +25,9 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from contenders import silence
+from load_contenders import nbytes_of
 from machine import MIB, Meter
-from rank_loads import LOADERS, State, empty, first_difference, nbytes_of, save, takes_exchange
+from rank_loads import LOADERS, State, empty, first_difference, save, takes_exchange
 from throttled_disk import mount_node
 
 _PR_SET_PDEATHSIG = 1
@@ -59,6 +60,10 @@ class Rank:
         if self.options["device"]:
             mount_node(self.options["device"], self.directory)
 
+    def takes_exchange(self) -> bool:
+        """Whether FastReader can be told not to exchange what it reads."""
+        return takes_exchange()
+
     def save(self, saved: str, kind: str, gib: float, folder: str) -> None:
         """Saves with the others."""
         save(saved, kind, gib, self.directory / folder)
@@ -72,7 +77,7 @@ class Rank:
             for tensor in state.values():
                 tensor.zero_()
         path = self.directory / folder
-        return self._measure(lambda: LOADERS[loader].load(state, path), state if check else {})
+        return self._measure(lambda: LOADERS[loader](state, path), state if check else {})
 
     def load_new(self, loader: str, kind: str, gib: float, folder: str) -> Answer:
         """Loads into tensors that are made for it, whose memory counts; checks their bits."""
@@ -80,7 +85,7 @@ class Rank:
 
         def run() -> None:
             state.update(empty(kind, gib))
-            LOADERS[loader].load(state, self.directory / folder)
+            LOADERS[loader](state, self.directory / folder)
 
         return self._measure(run, state)
 

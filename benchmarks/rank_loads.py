@@ -11,14 +11,12 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from contenders import OURS
-from machine import GIB
+from load_contenders import OURS, OURS_OFF, ROWS, STOCK, shapes
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, zeros
@@ -29,33 +27,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 State = dict[str, torch.Tensor]
 
-REPLICATED, ROWS, ONE = "replicated", "rows", "one"  # Kinds of state dicts.
-SAVED = (OURS, "dcp", "torch.save", "safetensors")  # Formats, each in a folder of its name.
-OURS_OFF = f"{OURS}, exchange off"
-STOCK = "dcp"
 SAFETENSORS_FILES = 8
 _PIECE_WORDS = 4 << 20
-
-
-def shapes(kind: str, gib: float) -> dict[str, tuple[int, int]]:
-    """Shapes of the bf16 tensors of a state dict: of 1 GiB, or of `gib` times that.
-
-    `REPLICATED` is 24 tensors of 32 MiB, 224 of 1 MiB and 512 of 64 KiB; `ROWS` is alike, and no
-    number of rows divides by 2 or 3; `ONE` is a single tensor.
-    """
-    scale = max(int(gib * GIB) >> 20, 4)  # Of 1024; rows are a multiple of 8 bytes.
-    scale -= scale % 4
-    odd = 3 if kind == ROWS else 0  # 4099, 515 and 35 rows.
-    if kind == ONE:
-        return {"embedding.weight": (512 * 1024, scale)}
-    found = {f"layers.{i}.weight": (4096 + odd, 4 * scale) for i in range(24)}
-    found |= {f"layers.{i}.gate": (512 + odd, scale) for i in range(224)}
-    return found | {f"layers.{i}.norm": (32 + odd, scale) for i in range(512)}
-
-
-def nbytes_of(kind: str, gib: float) -> int:
-    """Bytes of the whole state dict, each tensor once."""
-    return sum(2 * rows * columns for rows, columns in shapes(kind, gib).values())
 
 
 @functools.cache
@@ -153,23 +126,6 @@ def _safetensors_file(directory: Path, number: int) -> Path:
 # Loading ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Loader:
-    """One way for every rank of the default group to load its tensors, in place.
-
-    Attributes:
-        saved: The format that it reads, one of `SAVED`.
-        load: Takes the state dict and the directory.
-        temporary: Memory that it takes for a while, of what it loads; roughly.
-        shards: Whether it loads row shards.
-    """
-
-    saved: str
-    load: Callable[[State, Path], None]
-    temporary: float = 0.1
-    shards: bool = False
-
-
 def _load_ours(state: State, directory: Path, **options: str) -> None:
     from torch_ckpt import FastReader
 
@@ -226,15 +182,16 @@ def _load_runai(state: State, directory: Path) -> None:
             state[name].copy_(tensor)
 
 
-LOADERS = {
-    OURS: Loader(OURS, _load_ours, 0.4, shards=True),
-    OURS_OFF: Loader(OURS, functools.partial(_load_ours, exchange="off"), shards=True),
-    STOCK: Loader(STOCK, _load_stock, shards=True),
-    "torch.load": Loader("torch.save", functools.partial(_load_torch, mmap=False), 1.0),
-    "torch.load-mmap": Loader("torch.save", functools.partial(_load_torch, mmap=True)),
-    "safetensors": Loader("safetensors", _load_safetensors, shards=True),
-    "fastsafetensors": Loader("safetensors", _load_fastsafetensors, 1.0),
-    "runai": Loader("safetensors", _load_runai, 0.5),
+# By contender: each loads the tensors of every rank of the default group, in place.
+LOADERS: dict[str, Callable[[State, Path], None]] = {
+    OURS: _load_ours,
+    OURS_OFF: functools.partial(_load_ours, exchange="off"),
+    STOCK: _load_stock,
+    "torch.load": functools.partial(_load_torch, mmap=False),
+    "torch.load-mmap": functools.partial(_load_torch, mmap=True),
+    "safetensors": _load_safetensors,
+    "fastsafetensors": _load_fastsafetensors,
+    "runai": _load_runai,
 }
 
 

@@ -195,12 +195,15 @@ class ThrottledDisk:
             raise
 
     def close(self) -> None:
-        """Removes the disk; the processes that have mounted it must have ended."""
-        for device in _run(
-            "losetup", "--noheadings", "--output", "NAME", "-j", self.device
-        ).split():
-            _run("losetup", "--detach", device)  # Of a process killed before it had mounted it.
+        """Removes the disk; the processes that have mounted it must have ended. May be repeated."""
+        if self._held < 0:
+            return
+        # Of a process killed before it had mounted it.
+        columns = ("--noheadings", "--output", "NAME", "--associated", self.device)
+        for device in _run("losetup", *columns).split():
+            _run("losetup", "--detach", device)
         os.close(self._held)
+        self._held = -1
         self.limit.close()
         self.image.unlink(missing_ok=True)
 
