@@ -108,7 +108,7 @@ class _LimitV2(ReadLimit):
         for line in (self.folder / "io.stat").read_text().splitlines():
             device, *counters = line.split()
             if device == self.device:
-                return int(dict(counter.split("=") for counter in counters)["rbytes"])
+                return int(dict(counter.split("=") for counter in counters).get("rbytes", 0))
         return 0
 
 
