@@ -29,7 +29,8 @@ ExchangeStream::ExchangeStream(RankExchange plan, std::shared_ptr<Peers> peers,
       pieces_(plan_.pieces()),
       peers_(std::move(peers)),
       pool_(std::move(pool)),
-      reads_(std::move(reads)) {}
+      reads_(std::move(reads)),
+      room_(pool_->block_count()) {}
 
 ExchangeStream::~ExchangeStream() = default;
 
@@ -104,7 +105,7 @@ bool ExchangeStream::make_room(int64_t piece) {
   const SharedPiece& shared = run_pieces_[i];
   InFlight& own = in_flight_[i];
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!failed_ && pool_->free_count() == 0) {
+  while (!failed_ && room_ == 0) {
     if (sending_.empty()) {
       changed_.wait(lock);
       continue;
@@ -117,9 +118,12 @@ bool ExchangeStream::make_room(int64_t piece) {
     }
   }
   if (failed_) return false;
-  own.block = *pool_->acquire();
+  --room_;
   own.memory = assembly_->place(piece);
-  if (own.memory == nullptr) own.memory = pool_->block(own.block).data();
+  if (own.memory == nullptr) {
+    own.block = *pool_->acquire();  // There are as many blocks as there was room.
+    own.memory = pool_->block(own.block).data();
+  }
   if (shared.from < 0) {
     to_read_.push_back(piece);
   } else {
@@ -166,7 +170,8 @@ void ExchangeStream::let_go(int64_t piece) {
     transfers_.erase(transfer->get());
     transfer->reset();
   }
-  pool_->release(own.block);
+  if (own.block >= 0) pool_->release(own.block);
+  ++room_;
   changed_.notify_all();
 }
 

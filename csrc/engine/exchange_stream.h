@@ -59,7 +59,7 @@ class ExchangeStream {
   // A piece between the time when it has room and when it is done.
   struct InFlight {
     std::byte* memory = nullptr;
-    int block = -1;
+    int block = -1;  // Of the pool; none where the piece goes to its place at once.
     bool is_read = false;
     std::unique_ptr<PeerTransfer> incoming = nullptr;
     std::unique_ptr<PeerTransfer> outgoing = nullptr;
@@ -95,6 +95,7 @@ class ExchangeStream {
   std::mutex mutex_;  // Guards what follows, and the pool.
   std::condition_variable changed_;
   std::vector<InFlight> in_flight_;
+  int64_t room_;           // For so many more pieces.
   int64_t with_room_ = 0;  // Pieces before this one have, or had, room.
   std::deque<int64_t> to_read_;
   std::deque<int64_t> sending_;  // Taken, and on their way to the next rank.
