@@ -121,8 +121,7 @@ class FastSavePlanner(DefaultSavePlanner):
                 state_dict, self.mappings = _tensor_view.flatten(state_dict)
             # Its copy of what is not flat differs: keys are text, and empty dicts are gone.
             if self.flatten_sharded_tensors and (
-                not self.flatten_state_dict
-                or has_sharded_tensors(state_dict)
+                not self.flatten_state_dict or has_sharded_tensors(state_dict)
             ):
                 state_dict = _flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict

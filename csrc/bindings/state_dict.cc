@@ -20,6 +20,22 @@ class Level {
   ~Level() { Py_LeaveRecursiveCall(); }
 };
 
+// What a dict holds, in its order: nobody may change it under a walk, which may run code.
+class Entries {
+ public:
+  explicit Entries(py::handle dict)
+      : keys_(py::reinterpret_steal<py::list>(PyDict_Keys(dict.ptr()))),
+        values_(py::reinterpret_steal<py::list>(PyDict_Values(dict.ptr()))) {}
+
+  py::ssize_t size() const { return PyList_GET_SIZE(keys_.ptr()); }
+  py::handle key(py::ssize_t i) const { return PyList_GET_ITEM(keys_.ptr(), i); }
+  py::handle value(py::ssize_t i) const { return PyList_GET_ITEM(values_.ptr(), i); }
+
+ private:
+  const py::list keys_;
+  const py::list values_;
+};
+
 class Flattener {
  public:
   Flattener() : mapping_(py::module_::import("collections.abc").attr("Mapping")) {}
@@ -53,11 +69,9 @@ class Flattener {
   void visit_mapping(const py::tuple& path, const py::str& prefix, const py::object& value) {
     const Level level;
     if (PyDict_CheckExact(value.ptr())) {
-      // A copy of the order: nobody may change it under the walk, and keys may run code.
-      const auto items = py::reinterpret_steal<py::list>(PyDict_Items(value.ptr()));
-      for (const py::handle item : items) {
-        visit(path, prefix, to_text_of(PyTuple_GET_ITEM(item.ptr(), 0)),
-              PyTuple_GET_ITEM(item.ptr(), 1), true);
+      const Entries entries(value);
+      for (py::ssize_t i = 0; i < entries.size(); ++i) {
+        visit(path, prefix, to_text_of(entries.key(i)), entries.value(i), true);
       }
       return;
     }
@@ -137,6 +151,12 @@ std::string_view utf8_of(py::handle text) {
   const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &nbytes);
   if (data == nullptr) throw py::error_already_set();
   return {data, static_cast<size_t>(nbytes)};
+}
+
+// What DCP says of a DTensor: that which holds of what `to_local` returns.
+bool seen_to_require_grad(py::handle dtensor, py::handle local) {
+  if (is_grad_enabled()) return requires_grad(dtensor);
+  return requires_grad(local) && requires_grad(dtensor.attr("to_local")());
 }
 
 constexpr std::array<int64_t, 64> kZeros = {};
@@ -219,12 +239,14 @@ py::list list_tensors(const py::dict& flat, TensorSink& sink, ShardBoxes& boxes,
     raise_if_refused(sink.add(tensor));
     sources.append(stored);
   };
-  const auto items = py::reinterpret_steal<py::list>(PyDict_Items(flat.ptr()));
-  for (const py::handle item : items) {
-    const py::handle fqn = PyTuple_GET_ITEM(item.ptr(), 0);
-    const py::handle value = PyTuple_GET_ITEM(item.ptr(), 1);
+  const Entries entries(flat);
+  for (py::ssize_t i = 0; i < entries.size(); ++i) {
+    const py::handle fqn = entries.key(i);
+    const py::handle value = entries.value(i);
     if (is_plannable(value)) {
       TensorItem tensor = describe(value);
+      tensor.requires_grad = requires_grad(value);
+      tensor.sizes = sizes_of(value);
       if (tensor.sizes.size() > kZeros.size()) throw py::value_error("too many dimensions");
       tensor.offsets = std::span(kZeros).first(tensor.sizes.size());
       tensor.box_sizes = tensor.sizes;
@@ -235,7 +257,7 @@ py::list list_tensors(const py::dict& flat, TensorSink& sink, ShardBoxes& boxes,
     const ShardBox* box = local ? boxes.find(value) : nullptr;
     if (box != nullptr) {
       TensorItem shard = describe(local);
-      shard.requires_grad = tracks_gradient(value);  // As DCP sees it.
+      shard.requires_grad = seen_to_require_grad(value, local);
       shard.is_shard = true;
       shard.sizes = box->sizes;
       shard.offsets = box->offsets;

@@ -21,14 +21,18 @@ bool is_tensor(pybind11::handle object);
 // Whether it is an exact torch.Tensor or Parameter that the engine can store.
 bool is_plannable(pybind11::handle object);
 
-// What there is to know of one, but its name and its box. Requires: is_plannable(object).
+// Dtype and memory of one, and nothing else. Requires: is_plannable(object).
 TensorItem describe(pybind11::handle object);
 
-// The sizes of a tensor; of a DTensor, of the whole. Valid while it is. Requires: is_tensor(object).
+// The sizes of a tensor; of a DTensor, of the whole. Valid while it is. Requires:
+// is_tensor(object).
 std::span<const int64_t> sizes_of(pybind11::handle object);
 
-// Whether a gradient of it would be computed now. Requires: is_tensor(object).
-bool tracks_gradient(pybind11::handle object);
+// Requires: is_tensor(object).
+bool requires_grad(pybind11::handle object);
+
+// Whether this thread computes gradients.
+bool is_grad_enabled();
 
 // What DCP's flatten_state_dict returns: values by FQN, and their paths.
 // Raises ValueError where two values have the same FQN.
@@ -42,9 +46,9 @@ struct ShardBox {
   Dims box_sizes;
 };
 
-// Where the local parts of DTensors lie. Knows it of all of the same mesh, placements and sizes once
-// it was told of one of them; these are compared by value, for every tensor may have objects of its
-// own. For whoever holds the GIL.
+// Where the local parts of DTensors lie. Knows it of all of the same mesh, placements and sizes
+// once it was told of one of them; these are compared by value, for every tensor may have objects
+// of its own. For whoever holds the GIL.
 class ShardBoxes {
  public:
   // `dtensor`, `shard` and `replicate` are torch's classes. `box_of` is called with a DTensor and
@@ -55,8 +59,8 @@ class ShardBoxes {
   // The local part of an exact DTensor that the engine can store; nothing of any other object.
   pybind11::object local_of(pybind11::handle object) const;
 
-  // Valid until the next call; nullptr where there is none. Requires: local_of(dtensor). Raises what
-  // `box_of` raises.
+  // Valid until the next call; nullptr where there is none. Requires: local_of(dtensor). Raises
+  // what `box_of` raises.
   const ShardBox* find(pybind11::handle dtensor);
 
  private:

@@ -189,11 +189,7 @@ bool is_plannable(py::handle object) {
 TensorItem describe(py::handle object) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   const DTypeInfo& dtype = dtype_info(*dtype_of(tensor));
-  return {.dtype = dtype.name,
-          .itemsize = dtype.itemsize,
-          .requires_grad = tensor.requires_grad(),
-          .pin_memory = tensor.is_pinned(),
-          .sizes = sizes_of(object)};
+  return {.dtype = dtype.name, .itemsize = dtype.itemsize, .pin_memory = tensor.is_pinned()};
 }
 
 std::span<const int64_t> sizes_of(py::handle object) {
@@ -201,9 +197,9 @@ std::span<const int64_t> sizes_of(py::handle object) {
   return {sizes.data(), sizes.size()};
 }
 
-bool tracks_gradient(py::handle object) {
-  return THPVariable_Unpack(object.ptr()).requires_grad() && at::GradMode::is_enabled();
-}
+bool requires_grad(py::handle object) { return THPVariable_Unpack(object.ptr()).requires_grad(); }
+
+bool is_grad_enabled() { return at::GradMode::is_enabled(); }
 
 }  // namespace torch_ckpt
 
