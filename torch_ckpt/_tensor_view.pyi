@@ -23,16 +23,26 @@ def look(objects: list[Any], writable: bool) -> TensorBatch: ...
 def flatten(
     state_dict: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]: ...
-def list_tensors(
-    flat: dict[str, Any], sink: TensorSink, other: Callable[[str, Any], list[Any]]
-) -> list[Any]: ...
 
 class ShardBox:
     def __init__(
         self, sizes: Sequence[int], offsets: Sequence[int], box_sizes: Sequence[int]
     ) -> None: ...
 
-def add_shard(
-    sink: TensorSink, fqn: str, local: torch.Tensor, requires_grad: bool, box: ShardBox
-) -> None: ...
 def make_peers(backend: Any, timeout_ms: int) -> Peers: ...
+
+class ShardBoxes:
+    def __init__(
+        self,
+        dtensor: type,
+        shard: type,
+        replicate: type,
+        box_of: Callable[[Any], ShardBox | None],
+    ) -> None: ...
+
+def list_tensors(
+    flat: dict[str, Any],
+    sink: TensorSink,
+    boxes: ShardBoxes,
+    other: Callable[[str, Any], list[Any]],
+) -> list[Any]: ...

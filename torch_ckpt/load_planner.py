@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast, overload
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.errors import MismatchError, NotFoundError
 from torch_ckpt.index import index_of
-from torch_ckpt.listing import Lister
+from torch_ckpt.listing import has_sharded_tensors, table_of
 from torch_ckpt.rank_state import look_up_rank_states
 from torch_ckpt.tensors import gc_paused
 
@@ -119,9 +118,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
                     state_dict = _flatten_sharded_tensors(state_dict)
             else:
                 flat, paths = _tensor_view.flatten(state_dict)
-                if self.flatten_sharded_tensors and any(
-                    isinstance(value, ShardedTensor) for value in flat.values()
-                ):
+                if self.flatten_sharded_tensors and has_sharded_tensors(flat):
                     flat, paths = _tensor_view.flatten(_flatten_sharded_tensors(state_dict))
                 state_dict, self.mappings = flat, paths
         self.state_dict = state_dict
@@ -135,7 +132,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
         if index is not None:
             try:
                 with gc_paused():
-                    table, sources = Lister().table_of(self.state_dict, for_load=True)
+                    table, sources = table_of(self.state_dict, for_load=True)
                     reads = _native.Reads(index, table, self.allow_partial_load)
                 self._reads = PlannedReads(reads, sources)
                 return LoadPlan(cast(list[ReadItem], self._reads))

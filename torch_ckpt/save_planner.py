@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.deadline import take_part_in_dcp
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.listing import Lister
+from torch_ckpt.listing import has_sharded_tensors, table_of
 from torch_ckpt.plan_cache import (
     PLAN_CACHE,
     PlanUnknownError,
@@ -98,7 +97,6 @@ class FastSavePlanner(DefaultSavePlanner):
         self._listed: ListedItems | None = None
         self._known: RankPlanEntry | None = None  # What it was planned to be before.
         self._sources: list[Any] = []  # What each item of it is stored from.
-        self._lister = Lister()
         self._lazy = False
         take_part_in_dcp()  # For all ranks to plan anew where a plan is not known.
 
@@ -125,8 +123,7 @@ class FastSavePlanner(DefaultSavePlanner):
                 state_dict, self.mappings = _tensor_view.flatten(state_dict)
             # Its copy of what is not flat differs: keys are text, and empty dicts are gone.
             if self.flatten_sharded_tensors and (
-                not self.flatten_state_dict
-                or any(isinstance(value, ShardedTensor) for value in state_dict.values())
+                not self.flatten_state_dict or has_sharded_tensors(state_dict)
             ):
                 state_dict = _flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
@@ -235,7 +232,7 @@ class FastSavePlanner(DefaultSavePlanner):
 
     def _plan_in_columns(self) -> SavePlan:
         try:
-            table, self._sources = self._lister.table_of(self.state_dict)
+            table, self._sources = table_of(self.state_dict)
             paths = _native.encode_paths(self.mappings) if self.flatten_state_dict else None
         except (ValueError, TypeError) as error:
             raise _NoColumns from error

@@ -111,12 +111,13 @@ py::bytes encode_paths(const py::dict& paths) {
   listed.reserve(paths.size());
   for (const auto& [fqn, keys] : paths) {
     StatePath& path = listed.emplace_back();
-    path.fqn = py::cast<std::string>(fqn);
+    path.fqn = py::cast<std::string_view>(fqn);
+    path.keys.reserve(py::len(keys));
     for (const py::handle key : keys) {
       if (PyLong_CheckExact(key.ptr())) {
         path.keys.emplace_back(py::cast<int64_t>(key));
       } else {
-        path.keys.emplace_back(py::cast<std::string>(key));
+        path.keys.emplace_back(std::string(py::cast<std::string_view>(key)));
       }
     }
   }
@@ -135,15 +136,17 @@ PyPaths decoded_paths(const py::bytes& encoded) {
 }  // namespace
 
 Status HeldTable::add(const TensorItem& item) {
-  const Facts facts = {.is_tensor = true,
-                       .dtype = std::string(item.dtype),
-                       .itemsize = item.itemsize,
-                       .memory_format = "contiguous_format",  // As DCP says of every tensor.
-                       .requires_grad = item.requires_grad,
-                       .pin_memory = item.pin_memory,
-                       .sizes = to_dims(item.sizes)};
-  return table.add_tensor(item.fqn, facts, item.is_shard ? ItemKind::kShard : ItemKind::kTensor,
-                          {to_dims(item.offsets), to_dims(item.box_sizes)});
+  facts_.is_tensor = true;
+  facts_.dtype = item.dtype;
+  facts_.itemsize = item.itemsize;
+  facts_.memory_format = "contiguous_format";  // As DCP says of every tensor.
+  facts_.requires_grad = item.requires_grad;
+  facts_.pin_memory = item.pin_memory;
+  facts_.sizes.assign(item.sizes.begin(), item.sizes.end());
+  box_.offsets.assign(item.offsets.begin(), item.offsets.end());
+  box_.sizes.assign(item.box_sizes.begin(), item.box_sizes.end());
+  return table.add_tensor(item.fqn, facts_, item.is_shard ? ItemKind::kShard : ItemKind::kTensor,
+                          box_);
 }
 
 std::optional<PyFacts> to_python(const Facts& facts) {

@@ -22,6 +22,10 @@ struct HeldTable final : TensorSink {
   HeldTable() = default;
   explicit HeldTable(ItemTable from) : table(std::move(from)) {}
   Status add(const TensorItem& item) override;
+
+ private:
+  Facts facts_;  // Of the item that is being added: their memory serves for all.
+  Box box_;
 };
 
 // Dtype, memory format, requires_grad, pin_memory, sizes of the whole tensor.

@@ -20,6 +20,22 @@ class Level {
   ~Level() { Py_LeaveRecursiveCall(); }
 };
 
+// What a dict holds, in its order: nobody may change it under a walk, which may run code.
+class Entries {
+ public:
+  explicit Entries(py::handle dict)
+      : keys_(py::reinterpret_steal<py::list>(PyDict_Keys(dict.ptr()))),
+        values_(py::reinterpret_steal<py::list>(PyDict_Values(dict.ptr()))) {}
+
+  py::ssize_t size() const { return PyList_GET_SIZE(keys_.ptr()); }
+  py::handle key(py::ssize_t i) const { return PyList_GET_ITEM(keys_.ptr(), i); }
+  py::handle value(py::ssize_t i) const { return PyList_GET_ITEM(values_.ptr(), i); }
+
+ private:
+  const py::list keys_;
+  const py::list values_;
+};
+
 class Flattener {
  public:
   Flattener() : mapping_(py::module_::import("collections.abc").attr("Mapping")) {}
@@ -53,11 +69,9 @@ class Flattener {
   void visit_mapping(const py::tuple& path, const py::str& prefix, const py::object& value) {
     const Level level;
     if (PyDict_CheckExact(value.ptr())) {
-      // A copy of the order: nobody may change it under the walk, and keys may run code.
-      const auto items = py::reinterpret_steal<py::list>(PyDict_Items(value.ptr()));
-      for (const py::handle item : items) {
-        visit(path, prefix, to_text_of(PyTuple_GET_ITEM(item.ptr(), 0)),
-              PyTuple_GET_ITEM(item.ptr(), 1), true);
+      const Entries entries(value);
+      for (py::ssize_t i = 0; i < entries.size(); ++i) {
+        visit(path, prefix, to_text_of(entries.key(i)), entries.value(i), true);
       }
       return;
     }
@@ -139,44 +153,121 @@ std::string_view utf8_of(py::handle text) {
   return {data, static_cast<size_t>(nbytes)};
 }
 
+// What DCP says of a DTensor: that which holds of what `to_local` returns.
+bool seen_to_require_grad(py::handle dtensor, py::handle local) {
+  if (is_grad_enabled()) return requires_grad(dtensor);
+  return requires_grad(local) && requires_grad(dtensor.attr("to_local")());
+}
+
 constexpr std::array<int64_t, 64> kZeros = {};
+
+// Made once: to look up an attribute by the very object that names it is cheapest.
+struct AttributeNames {
+  PyObject* local = PyUnicode_InternFromString("_local_tensor");
+  PyObject* spec = PyUnicode_InternFromString("_spec");
+  PyObject* mesh = PyUnicode_InternFromString("mesh");
+  PyObject* placements = PyUnicode_InternFromString("placements");
+  PyObject* dim = PyUnicode_InternFromString("dim");
+};
+
+const AttributeNames& names() {
+  static const AttributeNames names;
+  return names;
+}
 
 }  // namespace
 
 py::tuple flatten(const py::object& state_dict) { return Flattener().flatten(state_dict); }
 
-py::list list_tensors(const py::dict& flat, TensorSink& sink, const py::function& other) {
-  py::list sources;
-  const auto items = py::reinterpret_steal<py::list>(PyDict_Items(flat.ptr()));
-  for (const py::handle item : items) {
-    const py::handle fqn = PyTuple_GET_ITEM(item.ptr(), 0);
-    const py::handle value = PyTuple_GET_ITEM(item.ptr(), 1);
-    if (!is_plannable(value)) {
-      for (const py::handle source : py::cast<py::list>(other(fqn, value))) sources.append(source);
-      continue;
-    }
-    TensorItem tensor = describe(value);
-    if (tensor.sizes.size() > kZeros.size()) throw py::value_error("too many dimensions");
-    tensor.fqn = utf8_of(fqn);
-    tensor.offsets = std::span(kZeros).first(tensor.sizes.size());
-    tensor.box_sizes = tensor.sizes;
-    raise_if_refused(sink.add(tensor));
-    sources.append(value);
-  }
-  return sources;
+ShardBoxes::ShardBoxes(py::type dtensor, py::type shard, py::type replicate, py::function box_of)
+    : dtensor_(std::move(dtensor)),
+      shard_(std::move(shard)),
+      replicate_(std::move(replicate)),
+      box_of_(std::move(box_of)) {}
+
+py::object ShardBoxes::local_of(py::handle object) const {
+  if (!py::type::handle_of(object).is(dtensor_)) return {};
+  py::object local = py::getattr(object, names().local);
+  return is_plannable(local) ? local : py::object();
 }
 
-void add_shard(TensorSink& sink, std::string_view fqn, const py::object& local, bool requires_grad,
-               const ShardBox& box) {
-  if (!is_plannable(local)) throw py::value_error("the local tensor is none of the engine's");
-  TensorItem tensor = describe(local);
-  tensor.fqn = fqn;
-  tensor.requires_grad = requires_grad;
-  tensor.is_shard = true;
-  tensor.sizes = box.sizes;
-  tensor.offsets = box.offsets;
-  tensor.box_sizes = box.box_sizes;
-  raise_if_refused(sink.add(tensor));
+int64_t ShardBoxes::number_of(py::handle object) {
+  // With its class: torch has had placements that were equal to some of another class.
+  const py::tuple key = py::make_tuple(py::type::handle_of(object), object);
+  const py::int_ next(numbers_.size());
+  PyObject* number = PyDict_SetDefault(numbers_.ptr(), key.ptr(), next.ptr());
+  if (number == nullptr) throw py::error_already_set();
+  return py::cast<int64_t>(py::handle(number));
+}
+
+void ShardBoxes::add_placement(py::handle placement) {
+  const py::handle type = py::type::handle_of(placement);
+  if (type.is(replicate_)) {
+    key_.insert(key_.end(), {0, 0});
+  } else if (type.is(shard_)) {
+    key_.insert(key_.end(), {1, py::cast<int64_t>(py::getattr(placement, names().dim))});
+  } else {
+    key_.insert(key_.end(), {2, number_of(placement)});
+  }
+}
+
+const ShardBox* ShardBoxes::find(py::handle dtensor) {
+  const py::object spec = py::getattr(dtensor, names().spec);
+  const py::object mesh = py::getattr(spec, names().mesh);
+  if (!mesh.is(mesh_)) {
+    mesh_number_ = number_of(mesh);
+    mesh_ = mesh;
+  }
+  const py::tuple placements = py::getattr(spec, names().placements);
+  const std::span<const int64_t> sizes = sizes_of(dtensor);
+  key_.assign({mesh_number_, static_cast<int64_t>(placements.size())});
+  for (const py::handle placement : placements) add_placement(placement);
+  key_.insert(key_.end(), sizes.begin(), sizes.end());
+  auto known = boxes_.find(key_);
+  if (known == boxes_.end()) {
+    auto box = py::cast<std::optional<ShardBox>>(box_of_(dtensor));
+    known = boxes_.emplace(key_, std::move(box)).first;
+  }
+  return known->second ? &*known->second : nullptr;
+}
+
+py::list list_tensors(const py::dict& flat, TensorSink& sink, ShardBoxes& boxes,
+                      const py::function& other) {
+  py::list sources;
+  const auto add = [&](py::handle fqn, py::handle stored, TensorItem tensor) {
+    tensor.fqn = utf8_of(fqn);
+    raise_if_refused(sink.add(tensor));
+    sources.append(stored);
+  };
+  const Entries entries(flat);
+  for (py::ssize_t i = 0; i < entries.size(); ++i) {
+    const py::handle fqn = entries.key(i);
+    const py::handle value = entries.value(i);
+    if (is_plannable(value)) {
+      TensorItem tensor = describe(value);
+      tensor.requires_grad = requires_grad(value);
+      tensor.sizes = sizes_of(value);
+      if (tensor.sizes.size() > kZeros.size()) throw py::value_error("too many dimensions");
+      tensor.offsets = std::span(kZeros).first(tensor.sizes.size());
+      tensor.box_sizes = tensor.sizes;
+      add(fqn, value, tensor);
+      continue;
+    }
+    const py::object local = boxes.local_of(value);
+    const ShardBox* box = local ? boxes.find(value) : nullptr;
+    if (box != nullptr) {
+      TensorItem shard = describe(local);
+      shard.requires_grad = seen_to_require_grad(value, local);
+      shard.is_shard = true;
+      shard.sizes = box->sizes;
+      shard.offsets = box->offsets;
+      shard.box_sizes = box->box_sizes;
+      add(fqn, local, shard);
+      continue;
+    }
+    for (const py::handle source : py::cast<py::list>(other(fqn, value))) sources.append(source);
+  }
+  return sources;
 }
 
 }  // namespace torch_ckpt

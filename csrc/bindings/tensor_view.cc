@@ -2,15 +2,16 @@
 // native (torch_ckpt._native) does without it, and so loads in programs that do without torch.
 
 #include "bindings/tensor_view.h"
-#include "bindings/peers.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
 
+#include "bindings/peers.h"
 #include "bindings/state_dict.h"
 
 namespace py = pybind11;
@@ -189,12 +190,17 @@ bool is_plannable(py::handle object) {
 TensorItem describe(py::handle object) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   const DTypeInfo& dtype = dtype_info(*dtype_of(tensor));
-  return {.dtype = dtype.name,
-          .itemsize = dtype.itemsize,
-          .requires_grad = tensor.requires_grad(),
-          .pin_memory = tensor.is_pinned(),
-          .sizes = {tensor.sizes().data(), tensor.sizes().size()}};
+  return {.dtype = dtype.name, .itemsize = dtype.itemsize, .pin_memory = tensor.is_pinned()};
 }
+
+std::span<const int64_t> sizes_of(py::handle object) {
+  const at::IntArrayRef sizes = THPVariable_Unpack(object.ptr()).sizes();
+  return {sizes.data(), sizes.size()};
+}
+
+bool requires_grad(py::handle object) { return THPVariable_Unpack(object.ptr()).requires_grad(); }
+
+bool is_grad_enabled() { return at::GradMode::is_enabled(); }
 
 }  // namespace torch_ckpt
 
@@ -213,12 +219,14 @@ PYBIND11_MODULE(_tensor_view, module) {
   module.def("has_own_storage", &has_own_storage, py::arg("tensor"));
   module.def("look", &look, py::arg("objects"), py::arg("writable"));
   module.def("flatten", &flatten, py::arg("state_dict"));
-  module.def("list_tensors", &list_tensors, py::arg("flat"), py::arg("sink"), py::arg("other"));
   py::class_<ShardBox>(module, "ShardBox")
       .def(py::init<Dims, Dims, Dims>(), py::arg("sizes"), py::arg("offsets"),
            py::arg("box_sizes"));
-  module.def("add_shard", &add_shard, py::arg("sink"), py::arg("fqn"), py::arg("local"),
-             py::arg("requires_grad"), py::arg("box"));
   bind_peers(module);
+  py::class_<ShardBoxes>(module, "ShardBoxes")
+      .def(py::init<py::type, py::type, py::type, py::function>(), py::arg("dtensor"),
+           py::arg("shard"), py::arg("replicate"), py::arg("box_of"));
+  module.def("list_tensors", &list_tensors, py::arg("flat"), py::arg("sink"), py::arg("boxes"),
+             py::arg("other"));
   module.def("view", &view, py::arg("tensor"), py::arg("name"), py::arg("writable"));
 }

@@ -14,26 +14,27 @@ constexpr std::string_view kMagic = "TCPP";
 constexpr uint32_t kVersion = 1;
 constexpr int64_t kMaxPosition = (int64_t{1} << 62) - 1;  // Doubled, it is still a varint.
 
-std::string joined(const StatePath& path) {
-  std::string out;
-  for (const auto& key : path.keys) {
-    if (&key != path.keys.data()) out += '.';
-    if (const auto* text = std::get_if<std::string>(&key)) {
-      out += *text;
-    } else {
-      out += std::to_string(std::get<int64_t>(key));
-    }
-  }
-  return out;
+// Takes `word` off the beginning of `text`; false where it does not stand there.
+bool take(std::string_view word, std::string_view* text) {
+  if (!text->starts_with(word)) return false;
+  text->remove_prefix(word.size());
+  return true;
 }
 
 // Whether these are the keys that the path's name is made of, as far as they can be written.
 bool is_sound(const StatePath& path) {
+  std::string_view rest = path.fqn;
   for (const auto& key : path.keys) {
-    const auto* position = std::get_if<int64_t>(&key);
-    if (position != nullptr && (*position < 0 || *position > kMaxPosition)) return false;
+    if (&key != path.keys.data() && !take(".", &rest)) return false;
+    if (const auto* text = std::get_if<std::string>(&key)) {
+      if (!take(*text, &rest)) return false;
+      continue;
+    }
+    const int64_t position = std::get<int64_t>(key);
+    if (position < 0 || position > kMaxPosition) return false;
+    if (!take(std::to_string(position), &rest)) return false;
   }
-  return !path.keys.empty() && joined(path) == path.fqn;
+  return !path.keys.empty() && rest.empty();
 }
 
 void write_keys(const StatePath& path, WireWriter* out) {
@@ -54,19 +55,14 @@ bool read_keys(WireReader* reader, StatePath* path) {
   for (int64_t i = 0; i < count; ++i) {
     int64_t key;
     if (!reader->varint(&key)) return false;
-    if (i > 0) {
-      if (!rest.starts_with('.')) return false;
-      rest.remove_prefix(1);
-    }
+    if (i > 0 && !take(".", &rest)) return false;
     if (key % 2 == 0) {
       if (key / 2 > std::ssize(rest)) return false;
       path->keys.emplace_back(std::string(rest.substr(0, static_cast<size_t>(key / 2))));
       rest.remove_prefix(static_cast<size_t>(key / 2));
     } else {
-      const std::string digits = std::to_string(key / 2);
-      if (!rest.starts_with(digits)) return false;
+      if (!take(std::to_string(key / 2), &rest)) return false;
       path->keys.emplace_back(key / 2);
-      rest.remove_prefix(digits.size());
     }
   }
   return rest.empty();
