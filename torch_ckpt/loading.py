@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
+from torch_ckpt.formats.opened import Contents
 from torch_ckpt.load_planner import FastLoadPlanner, PlannedReads
 from torch_ckpt.options import IoOptions
 from torch_ckpt.pickles import ForbiddenPickleError, load_object
@@ -45,6 +46,7 @@ def load_planned(
     fs: _native.FileSystem,
     path: str | os.PathLike[str],
     index: _native.Index | None,
+    contents: Contents | None,
     io: IoOptions,
     verify: bool,
     trust_pickle: bool,
@@ -73,6 +75,7 @@ def load_planned(
             fs=fs,
             path=path,
             index=index,
+            contents=contents,
             io=io,
             verify=verify,
             trust_pickle=trust_pickle,
@@ -92,6 +95,7 @@ class Load:
         fs: _native.FileSystem,
         path: str | os.PathLike[str],
         index: _native.Index | None,
+        contents: Contents | None,
         io: IoOptions,
         verify: bool,
         trust_pickle: bool,
@@ -100,6 +104,7 @@ class Load:
         self.storage_data: dict[Any, _StorageInfo] = metadata.storage_data
         self.state_dict_metadata = metadata.state_dict_metadata
         self.planner = planner
+        self.contents = contents
         self.transforms = transforms
         self.max_held_nbytes = held_nbytes_limit(io)
         # Another planner may have stored bytes of any kind.
@@ -223,6 +228,10 @@ class Load:
 
     def _load_streams(self, streams: list[tuple[ReadItem, _Slice]]) -> None:
         """Loads objects, and tensors that torch must unpickle: each stored slice read once."""
+        if self.contents is not None:
+            for item, stored in streams:
+                self._load_content(item, stored, self.contents.value(stored[3]))
+            return
         wanted: dict[_Slice, list[ReadItem]] = {}
         for item, stored in streams:
             wanted.setdefault(stored, []).append(item)
@@ -241,12 +250,26 @@ class Load:
                 continue
             if tensor is None:
                 tensor = _unpickle_tensor(self._open_stream(item, data, stored), stored)
-            part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-            target = self.planner.resolve_tensor(item).detach()
-            if target.size() != part.size():
-                raise _shape_mismatch(item, target, part.size())
-            target.copy_(part)
-            self.planner.commit_tensor(item, target)
+            self._copy_part(item, tensor)
+
+    def _load_content(self, item: ReadItem, stored: _Slice, value: object) -> None:
+        if item.type == LoadItemType.BYTE_IO:
+            stream = _io.BytesIO()  # A copy: nobody else may change what the reader keeps.
+            torch.save(value, stream)
+            stream.seek(0)
+            self._load_bytes(item, stream, stored)
+            return
+        if not isinstance(value, torch.Tensor):
+            raise CorruptionError(f"cannot load {_where(stored)}: it is no tensor")
+        self._copy_part(item, value)
+
+    def _copy_part(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+        target = self.planner.resolve_tensor(item).detach()
+        if target.size() != part.size():
+            raise _shape_mismatch(item, target, part.size())
+        target.copy_(part)
+        self.planner.commit_tensor(item, target)
 
     def _load_bytes(self, item: ReadItem, stream: _io.BytesIO, stored: _Slice) -> None:
         if not self.objects_are_pickled:
