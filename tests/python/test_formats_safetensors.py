@@ -151,7 +151,10 @@ def test_the_index_decides_between_files_that_hold_the_same(
 def test_what_dcps_own_writer_has_written_loads(
     tmp_path: Path, state: dict[str, torch.Tensor], consolidated: bool
 ) -> None:
-    state = {fqn: tensor for fqn, tensor in state.items() if tensor.numel()}  # As the writer needs.
+    # Its consolidation takes whole tensors of few dtypes.
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    state = {fqn: tensor for fqn, tensor in state.items() if tensor.dtype in dtypes}
+    state = {fqn: tensor for fqn, tensor in state.items() if tensor.dim() and tensor.numel()}
     writer = HuggingFaceStorageWriter(
         str(tmp_path), save_distributed=True, enable_consolidation=consolidated
     )
@@ -352,7 +355,7 @@ def mutations(good: bytes, rng: random.Random) -> Iterator[bytes]:
     words = [b"0", b"-1", b"9" * 19, b"[", b"}", b'"', b",", b'"F16"', b"null", b"1e3", b"\\u0000"]
     for _ in range(1500):
         data = bytearray(good)
-        for _ in range(rng.randint(1, 3)):
+        for _ in range(rng.choice([1, 1, 2, 3])):
             at = rng.randrange(8 + header_nbytes)
             match rng.randrange(4):
                 case 0:
@@ -372,7 +375,11 @@ def mutations(good: bytes, rng: random.Random) -> Iterator[bytes]:
 def test_random_headers_are_refused_or_mean_what_the_library_reads(
     tmp_path: Path, rng: random.Random
 ) -> None:
-    good = {"a.w": random_tensor([2, 3], torch.float32), "b": random_tensor([4], torch.int16)}
+    names = ["model.layers.0.self_attention.weight", "model.layers.0.self_attention.bias"]
+    good = {
+        names[0]: random_tensor([2, 3], torch.float32),
+        names[1]: random_tensor([4], torch.int16),
+    }
     path = tmp_path / "mutated.safetensors"
     save_file(good, path)
     refused = read = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
+import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import (
     DTYPES,
+    ROOT,
     CuttingLoadPlanner,
     blank,
     differences,
@@ -118,7 +120,8 @@ def test_names_and_paths_are_those_of_dcp(file: Path, state: dict[str, Any]) -> 
 
 def test_a_whole_file_comes_without_a_state_to_load_into(file: Path) -> None:
     expected = torch.load(file, weights_only=True)
-    del expected["empty"]  # Of which DCP keeps nothing.
+    del expected["empty"]  # Of which DCP keeps nothing. Its paths have texts for numbers.
+    expected["optim"]["state"] = {str(k): v for k, v in expected["optim"]["state"].items()}
 
     assert differences(expected, _load_state_dict_from_keys(storage_reader=FastReader(file))) == []
 
@@ -219,7 +222,7 @@ def test_what_is_no_state_dict_is_refused_by_its_kind(tmp_path: Path) -> None:
         assert f"holds a {name}" in str(error)
 
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
-    assert "TorchScript" in str(failure_of(load, {"w": torch.ones(3)}, FastReader(path)))
+    assert type(failure_of(load, {}, FastReader(path))) is UnsupportedError
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/hello", "world")
     assert type(failure_of(load, {}, FastReader(path))) is UnsupportedError
@@ -255,7 +258,7 @@ def exponential() -> dict[str, Any]:
 
 def long_names() -> dict[str, Any]:
     value: Any = dict.fromkeys(map(str, range(100)), 1)
-    for _ in range(400):
+    for _ in range(250):
         value = OrderedDict({"a" * 100_000: value})
     return dict(value)
 
@@ -355,7 +358,7 @@ def test_random_damage_is_refused_or_does_not_matter(tmp_path: Path, rng: random
     torch.save(state, path)
     good = path.read_bytes()
     refused = right = 0
-    for _ in range(400):
+    for _ in range(250):
         data = bytearray(good)
         at = rng.randrange(len(data))
         if rng.random() < 0.1:
@@ -376,3 +379,11 @@ def test_random_damage_is_refused_or_does_not_matter(tmp_path: Path, rng: random
         right += 1
     print(f"{refused} refused, {right} right")
     assert refused > 50
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"<!-- formats example -->\n```python\n(.*?)```", text, re.S)
+    monkeypatch.chdir(tmp_path)
+
+    exec(compile(example, "README.md", "exec"), {})

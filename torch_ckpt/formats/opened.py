@@ -16,7 +16,7 @@ from typing import Protocol
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt import _native
-from torch_ckpt.errors import CorruptionError
+from torch_ckpt.errors import CorruptionError, UnsupportedError
 from torch_ckpt.index import to_metadata
 
 __all__ = ["Contents", "ForeignFiles", "Opened"]
@@ -83,7 +83,14 @@ class ForeignFiles:
 
         Raises:
             CorruptionError: Names or numbers are such as no file can have.
+            UnsupportedError: The name of a file is no UTF-8.
         """
+        for name, _ in self.files:
+            if not _is_text(name):
+                raise UnsupportedError(f"cannot load {name!r}: the name of the file is no UTF-8")
+        for fqn in self.paths:
+            if not _is_text(fqn):
+                raise CorruptionError(f"cannot read {self.path}: {fqn!r} is no text")
         identity = hashlib.sha256(repr(self.files).encode() + version).hexdigest()[:16]
         paths = [(fqn, list(keys)) for fqn, keys in self.paths.items()]
         try:
@@ -94,3 +101,11 @@ class ForeignFiles:
         assert metadata.storage_meta is not None
         metadata.storage_meta.modules = []  # Nothing seals them.
         return Opened(metadata, self.directory, index, contents)
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # Half of a surrogate pair.
+        return False
+    return True

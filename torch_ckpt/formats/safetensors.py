@@ -304,7 +304,9 @@ def _check_tensor(facts: Any, data_begin: int, file_nbytes: int, where: str) -> 
     if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptionError(f"cannot read {where}: it lacks dtype, shape or data_offsets")
     dtype, sizes, ends = facts["dtype"], facts["shape"], facts["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
+    if not isinstance(dtype, str):
+        raise CorruptionError(f"cannot read {where}: its dtype is {str(dtype)[:200]}")
+    if dtype not in _DTYPES:
         raise UnsupportedError(f"cannot read {where}: no dtype {dtype!r} is known")
     if not _are_lengths(sizes) or len(sizes) > _MAX_NDIM:
         raise CorruptionError(f"cannot read {where}: its shape is {str(sizes)[:200]}")

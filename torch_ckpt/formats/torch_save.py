@@ -83,8 +83,6 @@ class _Archive:
         self.path = path
         root = records[0][0].partition("/")[0] if records else ""
         by_name = {name.removeprefix(f"{root}/"): place for name, *place in records}
-        if "constants.pkl" in by_name:
-            raise UnsupportedError(f"cannot load {path}: it is a TorchScript module")
         if "data.pkl" not in by_name:
             raise UnsupportedError(f"cannot load {path}: torch.save has not written that archive")
         self.pickle_offset, self.pickle_nbytes, _ = by_name["data.pkl"]
@@ -136,7 +134,11 @@ class _Archive:
                     f"{storage_offset}"
                 )
             box = self.box(sizes, plain=True, offset=storage_offset, nbytes=nbytes)
-            foreign.views[len(foreign.entries)] = (tensor.stride(), int(tensor.storage_offset()), crc)
+            foreign.views[len(foreign.entries)] = (
+                tensor.stride(),
+                int(tensor.storage_offset()),
+                crc,
+            )
         foreign.entries.append((fqn, properties, [box]))
 
     def box(
