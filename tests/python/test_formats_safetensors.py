@@ -353,7 +353,7 @@ def mutations(good: bytes, rng: random.Random) -> Iterator[bytes]:
     """Headers in which something is other than it was."""
     header_nbytes = struct.unpack("<Q", good[:8])[0]
     words = [b"0", b"-1", b"9" * 19, b"[", b"}", b'"', b",", b'"F16"', b"null", b"1e3", b"\\u0000"]
-    for _ in range(1500):
+    for _ in range(700):
         data = bytearray(good)
         for _ in range(rng.choice([1, 1, 2, 3])):
             at = rng.randrange(8 + header_nbytes)
@@ -396,8 +396,8 @@ def test_random_headers_are_refused_or_mean_what_the_library_reads(
         assert loads(path, expected) == []
         read += 1
     print(f"{refused} refused, {read} read")
-    assert refused > 500
-    assert read > 50
+    assert refused > 300
+    assert read > 30
 
 
 def test_a_process_group_is_not_needed(file: Path, state: dict[str, torch.Tensor]) -> None:

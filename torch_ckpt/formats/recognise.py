@@ -39,7 +39,7 @@ def open_stored(
     if path.is_file():
         if prefix:  # Which only ranks of DCP have.
             raise NotFoundError(f"{path} is a file: no rank has saved alone there")
-        return _open_file(fs, path, trust_pickle=trust_pickle)
+        return _open_file(fs, path, verify=verify, trust_pickle=trust_pickle)
     try:
         return open_dcp(fs, path, prefix, verify=verify, trust_pickle=trust_pickle)
     except NotFoundError:
@@ -49,10 +49,10 @@ def open_stored(
     return open_safetensors_directory(fs, path, names)
 
 
-def _open_file(fs: _native.FileSystem, path: Path, *, trust_pickle: bool) -> Opened:
+def _open_file(fs: _native.FileSystem, path: Path, *, verify: bool, trust_pickle: bool) -> Opened:
     nbytes, start = fs.read_part(os.fsencode(path), 0, 512)
     if is_archive(start):
-        return open_torch_save(fs, path, trust_pickle=trust_pickle)
+        return open_torch_save(fs, path, verify=verify, trust_pickle=trust_pickle)
     if is_safetensors(start) or path.suffix == ".safetensors":
         return open_safetensors(fs, path)
     if is_legacy(start):

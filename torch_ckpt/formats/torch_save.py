@@ -44,12 +44,15 @@ def is_legacy(start: bytes) -> bool:
     return tar or _LEGACY_MAGIC in start[:32]
 
 
-def open_torch_save(fs: _native.FileSystem, path: Path, *, trust_pickle: bool) -> Opened:
+def open_torch_save(
+    fs: _native.FileSystem, path: Path, *, verify: bool, trust_pickle: bool
+) -> Opened:
     """Opens a file that holds a state dict: nested dicts and lists of tensors and anything else.
 
     Args:
         fs: Where it lies.
         path: The file.
+        verify: Whether its pickle is checked against its CRC-32, as torch does not.
         trust_pickle: Whether its pickle may ask for anything.
 
     Raises:
@@ -60,6 +63,8 @@ def open_torch_save(fs: _native.FileSystem, path: Path, *, trust_pickle: bool) -
     """
     nbytes, records = fs.read_archive(os.fsencode(path))
     archive = _Archive(fs, path, records)
+    if verify:
+        archive.check_pickle()
     with gc_paused():
         state, contents = archive.read_state(trust_pickle=trust_pickle)
         foreign = ForeignFiles(path, path.parent, [(path.name, nbytes)])
@@ -80,12 +85,13 @@ class _Archive:
     def __init__(
         self, fs: _native.FileSystem, path: Path, records: list[tuple[str, int, int, int]]
     ) -> None:
+        self.fs = fs
         self.path = path
         root = records[0][0].partition("/")[0] if records else ""
         by_name = {name.removeprefix(f"{root}/"): place for name, *place in records}
         if "data.pkl" not in by_name:
             raise UnsupportedError(f"cannot load {path}: torch.save has not written that archive")
-        self.pickle_offset, self.pickle_nbytes, _ = by_name["data.pkl"]
+        self.pickle_offset, self.pickle_nbytes, self.pickle_crc = by_name["data.pkl"]
         if "byteorder" in by_name:
             offset, nbytes, crc = by_name["byteorder"]
             order = fs.read_part(os.fsencode(path), offset, min(nbytes, 16))[1]
@@ -99,6 +105,13 @@ class _Archive:
             if nbytes
             if name.startswith("data/")
         }
+
+    def check_pickle(self) -> None:
+        """Raises CorruptionError where the pickle is not what was written."""
+        path = os.fsencode(self.path)
+        _, pickled = self.fs.read_part(path, self.pickle_offset, self.pickle_nbytes)
+        if self.pickle_crc and zlib.crc32(pickled) != self.pickle_crc:
+            raise CorruptionError(f"cannot load {self.path}: its pickle fails its checksum")
 
     def read_state(self, *, trust_pickle: bool) -> tuple[Any, _Objects]:
         """What the file holds, with tensors whose storages are not there but know their offsets."""
