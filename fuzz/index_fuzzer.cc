@@ -38,14 +38,17 @@ void check_index(const Index& index, int64_t nbytes) {
   for (const IndexedFile& file : index.files) {
     text += static_cast<int64_t>(file.name.size());
     require(file.name.find('/') == std::string::npos, "files lie in the directory");
-    require(std::ssize(file.sums.sums) ==
-                BlockSums::block_count(file.sums.file_nbytes, file.sums.block_nbytes),
+    const int64_t blocks = BlockSums::block_count(file.sums.file_nbytes, file.sums.block_nbytes);
+    require(std::ssize(file.sums.sums) == (index.is_foreign ? 0 : blocks),
             "there is a sum for each block");
   }
   for (const IndexedEntry& entry : index.entries) {
     text += static_cast<int64_t>(entry.fqn.size());
     require(checked_numel(entry.sizes).has_value(), "elements can be counted");
     require(entry.is_tensor || entry.boxes.size() == 1, "an object is in one slice");
+    require(!entry.view || (index.is_foreign && entry.boxes.size() == 1 &&
+                            entry.view->strides.size() == entry.sizes.size()),
+            "a view is of the one box of a foreign tensor");
     for (const IndexedBox& box : entry.boxes) check_box(index, entry, box);
   }
   for (const IndexedPath& path : index.paths) text += static_cast<int64_t>(path.fqn.size());
@@ -77,6 +80,7 @@ void look_up(const StoredIndex& index, int64_t number) {
     const auto file = index.file(box.file);
     if (!file.ok()) continue;
     require(range_within(box.offset, box.nbytes, file->nbytes), "slices lie in files");
+    if (index.is_foreign()) continue;
     const auto sums =
         index.sums(*file, 0, BlockGrid::block_count(file->nbytes, index.block_nbytes()));
     const Status checked =

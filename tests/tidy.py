@@ -40,8 +40,9 @@ LAYERS = [
         "tree",
     },
     {"index", "metadata", "tree_exchange", "planned", "listing", "leftovers"},
-    {"plan_cache"},
-    {"deadline"},
+    {"plan_cache", "formats.opened"},
+    {"deadline", "formats.dcp", "formats.safetensors", "formats.torch_save"},
+    {"formats.recognise"},
     {"save_planner", "load_planner"},
     {"data_file", "loading", "sealed_metadata"},
     {"split_work"},
@@ -101,7 +102,7 @@ def import_breaches() -> Iterator[str]:
         for node in tree.body:  # Only what importing the module runs.
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
-                if node.module in {"torch_ckpt", "torch_ckpt.commands"}:
+                if node.module in {"torch_ckpt", "torch_ckpt.commands", "torch_ckpt.formats"}:
                     names = [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
+from torch_ckpt.formats.opened import Contents
 from torch_ckpt.load_planner import FastLoadPlanner, PlannedReads
 from torch_ckpt.options import IoOptions
 from torch_ckpt.pickles import ForbiddenPickleError, load_object
@@ -46,6 +47,7 @@ class Source:
     fs: _native.FileSystem
     path: str | os.PathLike[str]
     index: _native.Index | None
+    contents: Contents | None
     io: IoOptions
     verify: bool
     trust_pickle: bool
@@ -264,6 +266,10 @@ class Load:
 
     def _load_streams(self, streams: list[tuple[ReadItem, _Slice]]) -> None:
         """Loads objects, and tensors that torch must unpickle: each stored slice read once."""
+        if self.source.contents is not None:
+            for item, stored in streams:
+                self._load_content(item, stored, self.source.contents.value(stored[3]))
+            return
         wanted: dict[_Slice, list[ReadItem]] = {}
         for item, stored in streams:
             wanted.setdefault(stored, []).append(item)
@@ -282,12 +288,26 @@ class Load:
                 continue
             if tensor is None:
                 tensor = _unpickle_tensor(self._open_stream(item, data, stored), stored)
-            part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-            target = self.planner.resolve_tensor(item).detach()
-            if target.size() != part.size():
-                raise _shape_mismatch(item, target, part.size())
-            target.copy_(part)
-            self.planner.commit_tensor(item, target)
+            self._copy_part(item, tensor)
+
+    def _load_content(self, item: ReadItem, stored: _Slice, value: object) -> None:
+        if item.type == LoadItemType.BYTE_IO:
+            stream = _io.BytesIO()  # A copy: nobody else may change what the reader keeps.
+            torch.save(value, stream)
+            stream.seek(0)
+            self._load_bytes(item, stream, stored)
+            return
+        if not isinstance(value, torch.Tensor):
+            raise CorruptionError(f"cannot load {_where(stored)}: it is no tensor")
+        self._copy_part(item, value)
+
+    def _copy_part(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+        target = self.planner.resolve_tensor(item).detach()
+        if target.size() != part.size():
+            raise _shape_mismatch(item, target, part.size())
+        target.copy_(part)
+        self.planner.commit_tensor(item, target)
 
     def _load_bytes(self, item: ReadItem, stream: _io.BytesIO, stored: _Slice) -> None:
         if not self.objects_are_pickled:

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable
 from enum import Enum
 from types import NoneType
+from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import metadata as old
@@ -68,15 +69,19 @@ def load_allowed(pickled: bytes) -> object:
         raise ValueError(str(error)) from None
 
 
-def load_object(stream: io.BytesIO) -> object:
+def load_object(source: io.BytesIO | pathlib.Path, **how: Any) -> object:
     """Unpickles what ``torch.save`` has written, as far as ``weights_only`` allows.
+
+    Args:
+        source: The bytes, or a file.
+        **how: Other arguments of ``torch.load``.
 
     Raises:
         ForbiddenPickleError: It asks for more.
         Exception: Whatever else ``torch.load`` raises on damage.
     """
     try:
-        return torch.load(stream, weights_only=True)
+        return torch.load(source, weights_only=True, **how)
     except pickle.UnpicklingError as error:
         # The rest of torch's message is advice, some of it bad.
         reason = _REFUSAL.search(str(error))

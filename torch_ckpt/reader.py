@@ -33,36 +33,47 @@ from torch_ckpt.exchange import (
     share_reads,
     wanted,
 )
-from torch_ckpt.index import to_metadata
+from torch_ckpt.formats.opened import Contents
+from torch_ckpt.formats.recognise import open_stored
 from torch_ckpt.load_planner import FastLoadPlanner, KeptReads, PlannedReads
 from torch_ckpt.loading import Load, Source, load_planned
-from torch_ckpt.metadata import UnreadableMetadata, load_committed
+from torch_ckpt.metadata import UnreadableMetadata
 from torch_ckpt.options import IoOptions
 from torch_ckpt.plan_cache import PLAN_CACHE
-from torch_ckpt.seal import open_committed
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["FastReader"]
 
 
 class FastReader(StorageReader):
-    """Reads a checkpoint through the native engine: one of ours, or any that stock DCP has written.
+    """Reads a checkpoint through the native engine: ours, stock DCP's, or files of other formats.
 
     Pass it to :func:`torch.distributed.checkpoint.load` in place of ``FileSystemReader``. Only the
     byte ranges that this rank wants are read, many at a time, straight into the tensors where they
     are contiguous. Tensors on other devices, of other dtypes than stored, or that only torch can
     unpickle are loaded by way of a temporary, and cast as stock DCP casts.
 
+    What ``path`` is, its files tell:
+
+    - a directory that FastWriter or stock ``FileSystemWriter`` has written;
+    - a file that ``torch.save`` has written, of a dict that may be nested: its FQNs are those that
+      DCP gives to such a state dict, and what is no tensor in it is loaded, too;
+    - a safetensors file;
+    - a directory of safetensors files: those that a ``*.safetensors.index.json`` of Hugging Face
+      lists, or else all, also as ``HuggingFaceStorageWriter`` writes them, a file for each rank.
+
     Args:
-        path: Directory of the checkpoint.
+        path: Directory of the checkpoint, or its file.
         _extension_registry: Where stream transforms are looked up; stock's own by default.
         io: Tuning.
         verify: Whether what is read is checked: against the index, or where stock DCP has written
-            none, against the CRC-32 of payloads that are read whole.
+            none, against the CRC-32 of payloads that are read whole; ``torch.save``'s, of storages.
+            Safetensors have no checksums.
         trust_pickle: Whether to unpickle whatever the checkpoint asks for, as stock DCP does: this
             can run any code. By default ``.metadata`` may hold only what stock DCP writes, and
-            objects only what ``torch.load(weights_only=True)`` allows (register your own classes
-            with ``torch.serialization.add_safe_globals``). A planner with a ``load_bytes`` of its
+            objects and the files of ``torch.save`` only what ``torch.load(weights_only=True)``
+            allows (register your own classes with
+            ``torch.serialization.add_safe_globals``). A planner with a ``load_bytes`` of its
             own is given the bytes as they are stored in either case, and decides what to do with
             them; ``super().load_bytes`` would unpickle them without restriction.
 
@@ -78,7 +89,8 @@ class FastReader(StorageReader):
             checksum. Names the file, the offset and the FQN.
         MismatchError: A tensor wants elements that the stored one does not have.
         StorageError: The disk or store failed.
-        UnsupportedError: A pickle asks for more than it may have. Names the global.
+        UnsupportedError: A pickle asks for more than it may have: names the global. Or a file is of
+            a format that is not known.
         CancelledError: Another rank failed, which this one was to have bytes from.
         ValueError: ``exchange`` is no such mode.
 
@@ -86,6 +98,7 @@ class FastReader(StorageReader):
 
         state = {"model": model.state_dict()}
         dcp.load(state, storage_reader=FastReader("run/step-100"))
+        dcp.load(model.state_dict(), storage_reader=FastReader("model.safetensors"))
     """
 
     def __init__(
@@ -110,7 +123,9 @@ class FastReader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self._file_system = _native.local_file_system()
         self._metadata: Metadata | None = None
+        self._directory = self.path  # Of the files that metadata name.
         self._index: _native.Index | None = None
+        self._contents: Contents | None = None  # Of files that are not slices alone.
         self._kept: Sequence[ReadItem] = []  # What this rank reads, while its plan travels.
         self._taken: dict[Any, Any] = {}  # Connections to other ranks, for this load.
         self._shared_save_id: str | None = None  # Of the save that all ranks are to load.
@@ -123,6 +138,7 @@ class FastReader(StorageReader):
             "_file_system": None,
             "_metadata": None,
             "_index": None,
+            "_contents": None,
             "_kept": [],
             "_taken": {},
         }
@@ -137,14 +153,14 @@ class FastReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The directory of the checkpoint."""
+        """The directory or file of the checkpoint."""
         return self.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Turns to another checkpoint, or to a new load of the same."""
         if checkpoint_id:
             self.path = Path(checkpoint_id)
-        self._metadata = self._index = self._unreadable = None
+        self._metadata = self._index = self._contents = self._unreadable = None
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -186,16 +202,21 @@ class FastReader(StorageReader):
 
     def _read_metadata(self, prefix: str) -> Metadata:
         """Reads metadata whose name has this prefix, from the index wherever there is one."""
-        committed, self._index = open_committed(
-            self._file_system, self.path, prefix, verify=self.verify
+        opened = open_stored(
+            self._file_system,
+            self.path,
+            prefix,
+            verify=self.verify,
+            trust_pickle=self.trust_pickle,
+        )
+        self._directory, self._index, self._contents = (
+            opened.directory,
+            opened.index,
+            opened.contents,
         )
         if self._index is not None and self._index.has_entries:
             PLAN_CACHE.remember(self._index)
-            return to_metadata(self._index, checkpoint_id=self.path)
-        pickled = committed.read_pickle(verify=self.verify)
-        return load_committed(
-            pickled, where=str(self.path / f"{prefix}.metadata"), trust_pickle=self.trust_pickle
-        )
+        return opened.metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Says in the plan which checkpoint this rank has opened, and what it wants of it."""
@@ -273,8 +294,9 @@ class FastReader(StorageReader):
         return Source(
             self._metadata,
             self._file_system,
-            self.path,
+            self._directory,
             self._index,
+            self._contents,
             self.io,
             self.verify,
             self.trust_pickle,

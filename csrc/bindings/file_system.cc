@@ -3,8 +3,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "engine/archive_records.h"
 #include "engine/commit.h"
 #include "io/posix_file_system.h"
 
@@ -22,6 +25,33 @@ py::bytes read_whole_file(FileSystem& fs, const std::string& path) {
   const std::vector<std::byte> bytes =
       value_or_raise(without_gil([&] { return read_file(fs, path); }));
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+// How long a file is, and those of these bytes that it has.
+std::pair<int64_t, py::bytes> read_part(FileSystem& fs, const std::string& path, int64_t offset,
+                                        int64_t nbytes) {
+  if (offset < 0 || nbytes < 0) throw py::value_error("a part begins and ends within its file");
+  std::vector<std::byte> bytes;
+  const int64_t file_nbytes = value_or_raise(without_gil([&]() -> Result<int64_t> {
+    ASSIGN_OR_RETURN(const auto file, fs.open(path, OpenMode::kRead, Caching::kBuffered));
+    ASSIGN_OR_RETURN(const int64_t all, file->size());
+    bytes.resize(static_cast<size_t>(std::clamp<int64_t>(all - offset, 0, nbytes)));
+    if (!bytes.empty()) RETURN_IF_ERROR(file->read(offset, bytes));
+    return all;
+  }));
+  return {file_nbytes, {reinterpret_cast<const char*>(bytes.data()), bytes.size()}};
+}
+
+// The length of a file that torch.save has written; of its records names, offsets, lengths, CRCs.
+using PyRecord = std::tuple<py::object, int64_t, int64_t, uint32_t>;
+std::pair<int64_t, std::vector<PyRecord>> read_archive_of(FileSystem& fs, const std::string& path) {
+  const Archive archive = value_or_raise(without_gil([&] { return read_archive(fs, path); }));
+  std::pair<int64_t, std::vector<PyRecord>> out(archive.nbytes, {});
+  out.second.reserve(archive.records.size());
+  for (const ArchiveRecord& record : archive.records) {
+    out.second.emplace_back(to_text(record.name), record.offset, record.nbytes, record.crc);
+  }
+  return out;
 }
 
 // Names need not be UTF-8.
@@ -79,6 +109,8 @@ void bind_file_system(py::module_& module) {
       .def("list_directory", &list_directory, py::arg("path"))
       .def("exists", &exists, py::arg("path"))
       .def("read_file", &read_whole_file, py::arg("path"))
+      .def("read_part", &read_part, py::arg("path"), py::arg("offset"), py::arg("nbytes"))
+      .def("read_archive", &read_archive_of, py::arg("path"))
       .def("commit", &commit_checkpoint, py::arg("directory"), py::arg("metadata_name"),
            py::arg("index_name"), py::arg("metadata"), py::arg("index"), py::arg("save_id"),
            py::arg("data_files"), py::arg("sync"));

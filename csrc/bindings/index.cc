@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <unordered_map>
 #include <unordered_set>
 
 #include "bindings/errors.h"
@@ -180,18 +181,45 @@ std::pair<py::bytes, py::bytes> seal_plan(const GlobalPlan& plan, const std::str
   return {to_python(sealed.metadata), to_python(sealed.index)};
 }
 
+// Strides, offset of the first element, CRC-32 of the extent.
+using PyView = std::tuple<Dims, int64_t, uint32_t>;
+
 // An index that is not in a file, with its bytes.
 struct IndexInMemory {
   std::vector<std::byte> bytes;
   std::shared_ptr<const StoredIndex> index;
 };
 
-std::shared_ptr<StoredIndex> index_of(const py::bytes& bytes) {
+std::shared_ptr<StoredIndex> hold(std::vector<std::byte> bytes) {
   const auto held = std::make_shared<IndexInMemory>();
-  const Bytes view = view_of(bytes);
-  held->bytes.assign(view.begin(), view.end());
+  held->bytes = std::move(bytes);
   held->index = value_or_raise(without_gil([&] { return StoredIndex::in_memory(held->bytes); }));
   return {held, std::const_pointer_cast<StoredIndex>(held->index).get()};
+}
+
+std::shared_ptr<StoredIndex> index_of(const py::bytes& bytes) {
+  const Bytes view = view_of(bytes);
+  return hold({view.begin(), view.end()});
+}
+
+// An index of files in another format. Views are by the numbers of entries.
+std::shared_ptr<StoredIndex> foreign_index(
+    const std::string& save_id, const std::vector<std::pair<std::string, int64_t>>& files,
+    const std::vector<PyEntry>& entries, const std::unordered_map<size_t, PyView>& views,
+    const std::vector<PyPath>& paths) {
+  Index index = to_index(save_id, {}, "", entries, paths);
+  index.is_foreign = true;
+  for (const auto& [name, nbytes] : files) {
+    IndexedFile& file = index.files.emplace_back();
+    file.name = name;
+    file.sums.file_nbytes = nbytes;
+  }
+  for (const auto& [entry, view] : views) {
+    const auto& [strides, offset, crc] = view;
+    if (entry >= index.entries.size()) throw py::index_error("a view of no entry");
+    index.entries[entry].view = IndexedView{strides, offset, crc};
+  }
+  return hold(value_or_raise(without_gil([&] { return write_index(index); })));
 }
 
 // Text of Python as the index has it; nothing for text that has no such form.
@@ -389,6 +417,8 @@ void bind_index(py::module_& module) {
   module.def("seal_plan", &seal_plan, py::arg("plan"), py::arg("save_id"), py::arg("files"),
              py::arg("version"), py::arg("paths"), py::arg("mark"), py::arg("storage_meta"));
   module.def("index_of", &index_of, py::arg("encoded"));
+  module.def("foreign_index", &foreign_index, py::arg("save_id"), py::arg("files"),
+             py::arg("entries"), py::arg("views"), py::arg("paths"));
   module.def("open_checkpoint", &open_one, py::arg("fs"), py::arg("directory"),
              py::arg("metadata_name"), py::arg("index_name"));
 }

@@ -6,6 +6,31 @@
 #include "base/strided.h"
 
 namespace torch_ckpt {
+namespace {
+
+// A tensor whose elements are the extent, or lie in it.
+Result<StoredTensor> tensor_without_frame(const StoredSlice& slice, DType dtype,
+                                          const IndexedBox& box,
+                                          const std::optional<IndexedView>& view) {
+  StoredTensor stored;
+  stored.dtype = dtype;
+  stored.sizes = box.sizes;
+  if (view) {
+    stored.strides = view->strides;
+  } else {
+    // Sizes beside a 0 may be such that strides overflow: those are not asked for.
+    const bool is_empty = checked_numel(box.sizes) == 0;
+    stored.strides = is_empty ? Dims(box.sizes.size()) : contiguous_strides(box.sizes);
+  }
+  stored.storage_offset = view ? view->storage_offset : 0;
+  stored.payload_nbytes = slice.nbytes;
+  stored.payload_crc = view ? view->crc : 0;
+  const Status placed = check_elements(stored);
+  if (!placed.ok()) return with_slice(placed, slice);
+  return stored;
+}
+
+}  // namespace
 
 Result<std::unique_ptr<const FileSums>> IndexLookup::sums(const StoredSlice& slice) const {
   ASSIGN_OR_RETURN(const auto number, index_->find_file(slice.file));
@@ -65,6 +90,11 @@ Result<std::optional<StoredTensor>> IndexLookup::tensor(const StoredSlice& slice
   const IndexedBox& box = boxes.front();
   const std::optional<DType> dtype = dtype_from_name(entry.facts.dtype);
   if (!box.plain || !dtype) return std::optional<StoredTensor>();
+  if (index_->is_foreign()) {
+    ASSIGN_OR_RETURN(StoredTensor stored,
+                     tensor_without_frame(slice, *dtype, box, entry.facts.view));
+    return std::optional(std::move(stored));
+  }
 
   const Result<TensorFrame> frame = TensorFrame::make(*dtype, box.sizes);
   if (!frame.ok() || frame->nbytes() != slice.nbytes) {

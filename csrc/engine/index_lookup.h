@@ -24,6 +24,9 @@ class IndexLookup {
   // The sums of the file that a slice is in. Errors: kCorruption where the index does not know it.
   Result<std::unique_ptr<const FileSums>> sums(const StoredSlice& slice) const;
 
+  // Whether files can be checked by blocks.
+  bool has_sums() const { return !index_->is_foreign(); }
+
   // Whether the index says what is in every slice; otherwise their frames do.
   bool knows_slices() const { return index_->has_entries(); }
 

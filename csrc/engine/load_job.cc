@@ -46,7 +46,7 @@ struct LoadJob::State {
       return corruption("cannot read ", describe(slice), ": the file is ", nbytes,
                         " bytes long, the index says ", sums->file_nbytes);
     }
-    if (options.verify) open.sums = std::move(sums);
+    if (options.verify && index->has_sums()) open.sums = std::move(sums);
     return open;
   }
 };

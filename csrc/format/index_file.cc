@@ -20,7 +20,7 @@ class IndexWriter {
  public:
   Result<std::vector<std::byte>> write(const Index& index) {
     header_.magic = records::kMagic;
-    header_.version = records::kVersion;
+    header_.version = index.is_foreign ? records::kForeignVersion : records::kVersion;
     if (static_cast<int64_t>(index.save_id.size()) != kSaveIdNbytes) {
       return invalid_argument("a save id has ", kSaveIdNbytes, " characters, not ",
                               index.save_id.size());
@@ -120,7 +120,8 @@ class IndexWriter {
     record.ndim = narrow<uint16_t>(entry.sizes.size());
     record.kind = entry.is_tensor ? records::kTensor : records::kObject;
     record.flags = static_cast<uint8_t>((entry.requires_grad ? records::kRequiresGrad : 0) |
-                                        (entry.pin_memory ? records::kPinMemory : 0));
+                                        (entry.pin_memory ? records::kPinMemory : 0) |
+                                        (entry.view ? records::kHasView : 0));
     entry_names_.push_back(name(entry.fqn, entry_names_.size()));
     put(records::kEntrySection, record);
     add_dims(entry.sizes);
@@ -141,6 +142,10 @@ class IndexWriter {
                        narrow<uint64_t>(box.offset), narrow<uint64_t>(box.nbytes),
                        text(transforms)});
     }
+    if (!entry.view) return;
+    fits_ = fits_ && entry.view->strides.size() == entry.sizes.size();
+    add_dims(entry.view->strides);
+    add_dims({entry.view->storage_offset, entry.view->crc});
   }
 
   void add_path(const IndexedPath& path) {

@@ -8,6 +8,7 @@
 // targets have all of it parsed into a value again.
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,12 +36,21 @@ struct IndexedBox {
   int64_t offset = 0;
   int64_t nbytes = 0;
   // Whether the slice is a frame of ours (zip_frame.h) around the box's elements in the tensor's
-  // dtype; otherwise only torch can read it.
+  // dtype, or in a foreign index these elements themselves; otherwise only torch can read it.
   bool plain = false;
   // Stream transforms that were applied, in DCP's names.
   std::vector<std::string> transforms = {};
 
   bool operator==(const IndexedBox&) const = default;
+};
+
+// Where the elements of a tensor lie in an extent that may hold more than them.
+struct IndexedView {
+  Dims strides = {};           // In elements.
+  int64_t storage_offset = 0;  // In elements.
+  uint32_t crc = 0;            // CRC-32 of the whole extent; 0 where it is not known.
+
+  bool operator==(const IndexedView&) const = default;
 };
 
 // One FQN. Words are torch's: a dtype is "bfloat16", a memory format "contiguous_format".
@@ -53,6 +63,8 @@ struct IndexedEntry {
   bool pin_memory = false;
   Dims sizes = {};
   std::vector<IndexedBox> boxes = {};
+  // Of the only box of a tensor in a foreign index; otherwise elements are in row-major order.
+  std::optional<IndexedView> view = {};
 
   bool operator==(const IndexedEntry&) const = default;
 };
@@ -72,6 +84,10 @@ struct Index {
   std::vector<IndexedEntry> entries = {};  // In the order of Metadata.state_dict_metadata.
   bool has_paths = false;                  // Whether Metadata.planner_data is a dict of paths.
   std::vector<IndexedPath> paths = {};
+
+  // Whether the files are of another format: they have no sums, and extents may share bytes. Such
+  // an index is used where it was made, and never published.
+  bool is_foreign = false;
 
   bool operator==(const Index&) const = default;
 };

@@ -17,6 +17,9 @@ static_assert(std::endian::native == std::endian::little);
 inline constexpr std::array<char, 8> kMagic = {'T', 'C', 'K', 'P', 'T', 'I', 'D', 'X'};
 inline constexpr uint32_t kVersion = 2;
 
+// Of an index of files in another format. It is made when they are opened, and never in a file.
+inline constexpr uint32_t kForeignVersion = 0x80000000 | kVersion;
+
 // All uses of text together stay within this many times the file, so that a small file cannot ask
 // for much memory where all of it is read; and a single text, a word (a dtype, a memory format) and
 // the transforms of a box within these lengths, where it is not.
@@ -46,7 +49,8 @@ enum SectionId {
   kEntrySection,
   kEntryNameSection,  // Name: the FQN of every entry.
   kBoxSection,
-  kDimSection,  // int64_t: of every entry its sizes, then of each of its boxes offsets and sizes.
+  kDimSection,  // int64_t: of every entry its sizes, of each of its boxes offsets and sizes; a
+                // view.
   kPathSection,
   kKeySection,
   kTextSection,
@@ -91,7 +95,10 @@ struct Name {
 };
 
 enum EntryKind : uint8_t { kObject = 0, kTensor = 1 };
-enum EntryFlag : uint8_t { kRequiresGrad = 1, kPinMemory = 2 };
+enum EntryFlag : uint8_t { kRequiresGrad = 1, kPinMemory = 2, kHasView = 4 };
+
+// A view: strides, offset of the first element, CRC-32.
+inline constexpr int64_t kViewDims = 2;  // Besides the strides.
 
 struct Entry {
   Text fqn;

@@ -27,10 +27,16 @@ constexpr int64_t kCacheNbytes = int64_t{32} << 20;
 
 Result<std::shared_ptr<const StoredIndex>> StoredIndex::open(ReadAt read, int64_t nbytes,
                                                              std::string where) {
+  return open_kind(false, std::move(read), nbytes, std::move(where));
+}
+
+Result<std::shared_ptr<const StoredIndex>> StoredIndex::open_kind(bool may_be_foreign, ReadAt read,
+                                                                  int64_t nbytes,
+                                                                  std::string where) {
   auto start =
       std::make_shared<std::vector<std::byte>>(static_cast<size_t>(std::min(nbytes, kStartNbytes)));
   if (!start->empty()) RETURN_IF_ERROR(read(0, *start));
-  ASSIGN_OR_RETURN(const records::Header header, read_header(*start, where));
+  ASSIGN_OR_RETURN(const records::Header header, read_header(*start, may_be_foreign, where));
   std::shared_ptr<StoredIndex> index(new StoredIndex(header, nbytes, std::move(where)));
   RETURN_IF_ERROR(index->to_signed(header.metadata_nbytes, &index->metadata_.nbytes));
   CheckedBlocks::Place place;
@@ -51,7 +57,7 @@ Result<std::shared_ptr<const StoredIndex>> StoredIndex::in_memory(Bytes bytes) {
     std::copy(from.begin(), from.end(), into.begin());
     return ok_status();
   };
-  ASSIGN_OR_RETURN(auto index, open(read, ssize(bytes), "the index"));
+  ASSIGN_OR_RETURN(auto index, open_kind(true, read, ssize(bytes), "the index"));
   std::const_pointer_cast<StoredIndex>(index)->memory_ = bytes;
   return index;
 }
@@ -63,7 +69,8 @@ StoredIndex::StoredIndex(const records::Header& header, int64_t nbytes, std::str
       save_id_(header.save_id.data(), header.save_id.size()),
       metadata_{0, header.metadata_sum} {}
 
-Result<records::Header> StoredIndex::read_header(Bytes bytes, const std::string& where) {
+Result<records::Header> StoredIndex::read_header(Bytes bytes, bool may_be_foreign,
+                                                 const std::string& where) {
   records::Header header;
   if (bytes.size() < sizeof(header)) {
     return corruption("cannot read ", where, ": an index of ", bytes.size(),
@@ -76,7 +83,8 @@ Result<records::Header> StoredIndex::read_header(Bytes bytes, const std::string&
   if (header.header_sum != xxh3(bytes.first(offsetof(records::Header, header_sum)))) {
     return corruption("cannot read ", where, ": the header of the index fails its checksum");
   }
-  if (header.version != records::kVersion) {
+  const bool is_foreign = may_be_foreign && header.version == records::kForeignVersion;
+  if (header.version != records::kVersion && !is_foreign) {
     return unsupported("cannot read ", where, ": the index has version ", header.version,
                        "; this build reads ", records::kVersion);
   }

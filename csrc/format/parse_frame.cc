@@ -109,23 +109,6 @@ Result<Bytes> record_data(const Ends& ends, const ZipEntry& entry) {
   return data;
 }
 
-// Checks that every element lies inside the storage.
-Status check_elements(const StoredTensor& tensor) {
-  const int64_t size = itemsize(tensor.dtype);
-  std::optional<int64_t> last = tensor.storage_offset;
-  bool fits = true;
-  for (size_t d = 0; d < tensor.sizes.size(); ++d) {
-    // Also the stride of a dimension that is never stepped must make sense in bytes.
-    fits = fits && checked_mul(tensor.strides[d], size).has_value();
-    const auto reach = checked_mul(tensor.sizes[d] - 1, tensor.strides[d]);
-    last = last && reach ? checked_add(*last, *reach) : std::nullopt;
-  }
-  if (fits && last && *last < tensor.payload_nbytes / size) return ok_status();
-  return corruption("a tensor of sizes ", to_string(tensor.sizes), ", strides ",
-                    to_string(tensor.strides), " and offset ", tensor.storage_offset,
-                    " reaches beyond its storage of ", tensor.payload_nbytes, " bytes");
-}
-
 // Gives a tensor without elements the place and strides of a contiguous one.
 Status place_empty(StoredTensor& tensor) {
   int64_t extent = itemsize(tensor.dtype);
@@ -157,6 +140,25 @@ bool looks_like_archive(Bytes bytes) {
 }
 
 }  // namespace
+
+Status check_elements(StoredTensor& tensor) {
+  if (std::find(tensor.sizes.begin(), tensor.sizes.end(), 0) != tensor.sizes.end()) {
+    return place_empty(tensor);
+  }
+  const int64_t size = itemsize(tensor.dtype);
+  std::optional<int64_t> last = tensor.storage_offset;
+  bool fits = true;
+  for (size_t d = 0; d < tensor.sizes.size(); ++d) {
+    // Also the stride of a dimension that is never stepped must make sense in bytes.
+    fits = fits && checked_mul(tensor.strides[d], size).has_value();
+    const auto reach = checked_mul(tensor.sizes[d] - 1, tensor.strides[d]);
+    last = last && reach ? checked_add(*last, *reach) : std::nullopt;
+  }
+  if (fits && last && *last < tensor.payload_nbytes / size) return ok_status();
+  return corruption("a tensor of sizes ", to_string(tensor.sizes), ", strides ",
+                    to_string(tensor.strides), " and offset ", tensor.storage_offset,
+                    " reaches beyond its storage of ", tensor.payload_nbytes, " bytes");
+}
 
 Status verify_archive(Bytes archive, bool strict) {
   if (!looks_like_archive(archive)) return ok_status();
@@ -206,8 +208,7 @@ Result<StoredTensor> parse_frame(Bytes head, Bytes tail, int64_t nbytes) {
   tensor.sizes = std::move(pickled.sizes);
   tensor.strides = std::move(pickled.strides);
   tensor.storage_offset = pickled.storage_offset;
-  const bool empty = std::find(tensor.sizes.begin(), tensor.sizes.end(), 0) != tensor.sizes.end();
-  RETURN_IF_ERROR(empty ? place_empty(tensor) : check_elements(tensor));
+  RETURN_IF_ERROR(check_elements(tensor));
   return tensor;
 }
 

@@ -45,6 +45,7 @@ class StoredIndex::Scan {
       out_->has_entries = index_.has_entries();
       out_->has_paths = index_.has_paths();
       out_->version = std::move(version);
+      out_->is_foreign = index_.is_foreign();
     }
     RETURN_IF_ERROR(scan_files());
     RETURN_IF_ERROR(scan_entries());
@@ -62,7 +63,8 @@ class StoredIndex::Scan {
       ASSIGN_OR_RETURN(StoredFile file, index_.file(i));
       RETURN_IF_ERROR(text_.use(file.name.size()));
       if (file.first_sum != next_sum) return index_.unsound(file.name, " has others' checksums");
-      const int64_t blocks = BlockGrid::block_count(file.nbytes, index_.block_nbytes());
+      const int64_t blocks =
+          index_.is_foreign() ? 0 : BlockGrid::block_count(file.nbytes, index_.block_nbytes());
       next_sum += blocks;
       names.push_back(file.name);
       if (out_ == nullptr) {
@@ -94,7 +96,7 @@ class StoredIndex::Scan {
       if (entry.first_dim != next_dim || entry.first_box != next_box) {
         return index_.unsound("the record of ", facts.fqn, " contradicts the others");
       }
-      next_dim += std::ssize(facts.sizes) * (1 + 2 * entry.box_count);
+      next_dim += entry.dim_count();
       next_box += entry.box_count;
       fqns.push_back(facts.fqn);
       if (out_ != nullptr) out_->entries.push_back(entry.facts);
@@ -121,8 +123,9 @@ class StoredIndex::Scan {
     return ok_status();
   }
 
-  // No two slices share a byte.
+  // No two slices share a byte; tensors of another format may share a storage.
   Status check_overlap() {
+    if (index_.is_foreign()) return ok_status();
     std::sort(places_.begin(), places_.end());
     for (size_t i = 1; i < places_.size(); ++i) {
       const StoredPlace& before = places_[i - 1];

@@ -83,7 +83,7 @@ Result<StoredFile> StoredIndex::file(int64_t number) const {
   if (!is_plain_name(out.name)) return unsound("it names a file outside the checkpoint");
   RETURN_IF_ERROR(to_signed(from.nbytes, &out.nbytes));
   RETURN_IF_ERROR(to_signed(from.first_sum, &out.first_sum));
-  const int64_t blocks = BlockGrid::block_count(out.nbytes, block_nbytes());
+  const int64_t blocks = is_foreign() ? 0 : BlockGrid::block_count(out.nbytes, block_nbytes());
   if (!range_within(out.first_sum, blocks, count(records::kSumSection))) {
     return unsound("checksums are missing for ", out.name);
   }
@@ -104,7 +104,9 @@ Result<StoredEntry> StoredIndex::entry(int64_t number) const {
   facts.is_tensor = from.kind == records::kTensor;
   facts.requires_grad = (from.flags & records::kRequiresGrad) != 0;
   facts.pin_memory = (from.flags & records::kPinMemory) != 0;
-  const int64_t dims = from.ndim * (1 + 2 * out.box_count);  // At most 2 ** 39.
+  facts.sizes.resize(std::min(from.ndim, kMaxNdim));
+  if ((from.flags & records::kHasView) != 0) facts.view.emplace();
+  const int64_t dims = out.dim_count();  // Less than 2 ** 40.
   if (from.kind > records::kTensor || from.ndim > kMaxNdim ||
       !range_within(out.first_dim, dims, count(records::kDimSection)) ||
       !range_within(out.first_box, out.box_count, box_count())) {
@@ -113,7 +115,6 @@ Result<StoredEntry> StoredIndex::entry(int64_t number) const {
   if (!facts.is_tensor && (from.ndim != 0 || from.box_count != 1)) {
     return unsound("an object has sizes or several boxes: ", facts.fqn);
   }
-  facts.sizes.resize(from.ndim);
   RETURN_IF_ERROR(read_records(records::kDimSection, out.first_dim, facts.sizes.data(), from.ndim));
   for (const int64_t size : facts.sizes) {
     if (size < 0) return unsound("a size of ", facts.fqn, " is negative");
@@ -122,7 +123,26 @@ Result<StoredEntry> StoredIndex::entry(int64_t number) const {
   if (!numel || !checked_mul(*numel, kMaxItemsize)) {
     return unsound(facts.fqn, " has too many elements");
   }
+  RETURN_IF_ERROR(read_view(out));
   return out;
+}
+
+Status StoredIndex::read_view(StoredEntry& entry) const {
+  if (!entry.facts.view) return ok_status();
+  const size_t ndim = entry.facts.sizes.size();
+  std::vector<int64_t> numbers(ndim + records::kViewDims);
+  const int64_t first = entry.first_dim + entry.dim_count() - ssize(numbers);
+  RETURN_IF_ERROR(read_records(records::kDimSection, first, numbers.data(), ssize(numbers)));
+  const bool is_signed = std::any_of(numbers.begin(), numbers.end(), [](auto n) { return n < 0; });
+  if (!is_foreign() || entry.box_count != 1 || is_signed ||
+      !std::in_range<uint32_t>(numbers[ndim + 1])) {
+    return unsound("the view of ", entry.facts.fqn, " is none");
+  }
+  entry.facts.view->storage_offset = numbers[ndim];
+  entry.facts.view->crc = static_cast<uint32_t>(numbers[ndim + 1]);
+  numbers.resize(ndim);
+  entry.facts.view->strides = std::move(numbers);
+  return ok_status();
 }
 
 // Both kinds of record begin with the text of their name.

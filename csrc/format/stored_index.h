@@ -35,6 +35,12 @@ struct StoredEntry {
   int64_t box_count = 0;
   int64_t first_box = 0;  // Numbers of records.
   int64_t first_dim = 0;
+
+  // How many numbers there are from first_dim on.
+  int64_t dim_count() const {
+    const auto ndim = static_cast<int64_t>(facts.sizes.size());
+    return ndim * (1 + 2 * box_count) + (facts.view ? ndim + index_records::kViewDims : 0);
+  }
 };
 
 // Where a box lies.
@@ -55,7 +61,7 @@ class StoredIndex {
   static Result<std::shared_ptr<const StoredIndex>> open(ReadAt read, int64_t nbytes,
                                                          std::string where);
 
-  // Requires: `bytes` outlive it.
+  // Also a foreign one. Requires: `bytes` outlive it.
   static Result<std::shared_ptr<const StoredIndex>> in_memory(Bytes bytes);
 
   // All bytes of one in memory; empty for one in a file.
@@ -67,6 +73,7 @@ class StoredIndex {
   std::string plan() const;  // As of Index.
   bool has_entries() const { return (header_.flags & index_records::kHasEntries) != 0; }
   bool has_paths() const { return (header_.flags & index_records::kHasPaths) != 0; }
+  bool is_foreign() const { return header_.version == index_records::kForeignVersion; }
   int64_t nbytes() const { return nbytes_; }
   int64_t block_nbytes() const { return header_.block_nbytes; }  // Of the data files.
   int64_t file_count() const { return count(index_records::kFileSection); }
@@ -97,7 +104,7 @@ class StoredIndex {
   Result<std::vector<int64_t>> overlapping(const StoredEntry& entry, const Dims& offsets,
                                            const Dims& sizes) const;
 
-  // The sums of the blocks [first, last) of a file. Requires: it has them.
+  // The sums of the blocks [first, last) of a file. Requires: it has them, as no foreign one does.
   Result<std::vector<uint64_t>> sums(const StoredFile& file, int64_t first, int64_t last) const;
 
   // Checks what `sums` would read.
@@ -119,7 +126,10 @@ class StoredIndex {
   class TextBudget;
 
   StoredIndex(const index_records::Header& header, int64_t nbytes, std::string where);
-  static Result<index_records::Header> read_header(Bytes bytes, const std::string& where);
+  static Result<std::shared_ptr<const StoredIndex>> open_kind(bool may_be_foreign, ReadAt read,
+                                                              int64_t nbytes, std::string where);
+  static Result<index_records::Header> read_header(Bytes bytes, bool may_be_foreign,
+                                                   const std::string& where);
   Status check_sections(CheckedBlocks::Place* place) const;
 
   template <typename... Args>
@@ -149,6 +159,7 @@ class StoredIndex {
   Result<std::optional<int64_t>> find_name(index_records::SectionId names, std::string_view name,
                                            index_records::SectionId bearers) const;
   Status check_names(index_records::SectionId id, const std::vector<std::string>& names) const;
+  Status read_view(StoredEntry& entry) const;
   Status to_box(const StoredEntry& entry, const index_records::Box& from, const int64_t* dims,
                 IndexedBox* out) const;
   Status to_place(const StoredEntry& entry, const index_records::Box& from, StoredPlace* out) const;

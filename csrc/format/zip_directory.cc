@@ -26,7 +26,9 @@ class Fields {
   const std::byte* at_;
 };
 
-Status no_archive(std::string_view why) { return corruption("not a stored tensor: ", why); }
+Status no_archive(std::string_view why) {
+  return corruption("not an archive of torch.save: ", why);
+}
 
 // Where the directory lies. Unsigned as in the file, and not yet checked.
 struct End {
@@ -56,7 +58,7 @@ Result<End> read_zip64_end(Bytes tail, int64_t nbytes) {
   return end;
 }
 
-Result<End> read_end(Bytes tail, int64_t nbytes) {
+Result<End> read_end_record(Bytes tail, int64_t nbytes) {
   if (ssize(tail) < kZipEndNbytes) return no_archive("it is too short for a zip archive");
   Fields fields(slice(tail, ssize(tail) - kZipEndNbytes, kZipEndNbytes));
   if (fields.u32() != kZipEndSignature) return no_archive("no zip archive ends there");
@@ -72,6 +74,15 @@ Result<End> read_end(Bytes tail, int64_t nbytes) {
   }
   if (disk != 0 || directory_disk != 0 || count_on_disk != end.count) {
     return no_archive("its zip archive spans disks");
+  }
+  return end;
+}
+
+Result<End> read_end(Bytes tail, int64_t nbytes) {
+  ASSIGN_OR_RETURN(const End end, read_end_record(tail, nbytes));
+  if (end.nbytes > static_cast<uint64_t>(end.limit) ||
+      end.offset > static_cast<uint64_t>(end.limit) - end.nbytes) {
+    return no_archive("its zip directory lies outside it");
   }
   return end;
 }
@@ -149,12 +160,13 @@ Result<ZipEntry> take_entry(Bytes* directory) {
 
 }  // namespace
 
+Result<int64_t> zip_directory_offset(Bytes tail, int64_t nbytes) {
+  ASSIGN_OR_RETURN(const End end, read_end(tail, nbytes));
+  return static_cast<int64_t>(end.offset);
+}
+
 Result<ZipDirectory> read_zip_directory(Bytes tail, int64_t nbytes) {
   ASSIGN_OR_RETURN(const End end, read_end(tail, nbytes));
-  if (end.nbytes > static_cast<uint64_t>(end.limit) ||
-      end.offset > static_cast<uint64_t>(end.limit) - end.nbytes) {
-    return no_archive("its zip directory lies outside it");
-  }
   ZipDirectory directory;
   directory.offset = static_cast<int64_t>(end.offset);
   const int64_t tail_offset = nbytes - ssize(tail);

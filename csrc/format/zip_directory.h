@@ -3,7 +3,8 @@
 // The directory of a zip archive, which lists its records, read from the archive's last bytes.
 //
 // Only what torch.save and `zip_frame` write: no comment behind the archive, no spanned disks;
-// zip64 where the sizes ask for it. Called by `zip_frame`.
+// zip64 where the sizes ask for it. Called by `zip_frame`, and by
+// `engine/archive_records` for whole files.
 
 #include <cstdint>
 #include <string_view>
@@ -65,6 +66,11 @@ struct ZipDirectory {
   std::vector<ZipEntry> entries;  // By header_offset, ascending.
   int64_t offset = 0;             // Where the directory begins.
 };
+
+// Where the directory of an archive of `nbytes` bytes begins, read from its last bytes: at least
+// kZipEndsNbytes of them, or all. Errors: kCorruption for bytes that are no such archive.
+inline constexpr int64_t kZipEndsNbytes = kZipEndNbytes + kZip64LocatorNbytes + kZip64EndNbytes;
+Result<int64_t> zip_directory_offset(Bytes tail, int64_t nbytes);
 
 // Reads the directory of an archive of `nbytes` bytes from its last bytes. Every entry it returns
 // is uncompressed and fits, header and data, between its offset and its limit. Requires:

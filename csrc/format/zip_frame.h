@@ -66,6 +66,11 @@ struct StoredTensor {
   uint32_t payload_crc = 0;  // 0 where torch.save was told not to compute it.
 };
 
+// Checks that every element lies inside the payload, and gives a tensor without elements the place
+// that a StoredTensor has. Requires: there are as many strides as sizes, and none is negative.
+// Errors: kCorruption.
+Status check_elements(StoredTensor& tensor);
+
 // How many bytes at the start of a slice of `nbytes` bytes `parse_frame` needs to see, read off
 // `tail`, the last bytes of the slice (at least kFrameTailNbytes of them, or all).
 // Errors: as parse_frame.

@@ -74,6 +74,53 @@ TEST(IndexFileTest, WhatIsWrittenIsRead) {
   EXPECT_EQ(empty, Index{.save_id = "0123456789abcdef"});
 }
 
+// Of two tensors in one storage, and an object beside them.
+Index foreign_sample() {
+  Index index;
+  index.save_id = "0123456789abcdef";
+  index.files = {{.name = "model.pt", .sums = {}}};
+  index.files[0].sums.file_nbytes = 5000;
+  index.has_entries = index.has_paths = index.is_foreign = true;
+  const IndexedBox box = {{0, 0}, {4, 6}, 0, 64, 96, true, {}};
+  index.entries = {
+      {.fqn = "w", .is_tensor = true, .dtype = "float32", .sizes = {4, 6}, .boxes = {box}},
+      {.fqn = "w.t", .is_tensor = true, .dtype = "float32", .sizes = {4, 6}, .boxes = {box}},
+      {.fqn = "step", .boxes = {{{}, {}, 0, 0, 64, false, {}}}},
+  };
+  index.entries[1].view = IndexedView{{1, 4}, 0, 0xFFFFFFFF};
+  return index;
+}
+
+TEST(IndexFileTest, AForeignIndexIsReadInMemoryAlone) {
+  const Index index = foreign_sample();
+  const std::vector<std::byte> bytes = written(index);
+
+  ASSERT_OK_AND_ASSIGN(const Index read, parse_index(bytes));
+  EXPECT_EQ(read, index);
+  EXPECT_EQ(opened(bytes).status().code(), StatusCode::kUnsupported);
+}
+
+TEST(IndexFileTest, SlicesShareBytesAndViewsAreThereInAForeignIndexOnly) {
+  Index index = foreign_sample();
+  index.is_foreign = false;
+  index.files = {file("__0_0_a.distcp", 5000)};
+  EXPECT_THAT(write_index(index).status().message(), HasSubstr("view"));
+  index.entries[1].view.reset();
+  EXPECT_THAT(write_index(index).status().message(), HasSubstr("slices overlap"));
+}
+
+TEST(IndexFileTest, AnImpossibleViewIsRefused) {
+  for (const IndexedView& view : {IndexedView{{1, -4}, 0, 0}, IndexedView{{1, 4}, -1, 0},
+                                  IndexedView{{1}, 0, 0}, IndexedView{{1, 4, 1}, 0, 0}}) {
+    Index index = foreign_sample();
+    index.entries[1].view = view;
+    EXPECT_EQ(write_index(index).status().code(), StatusCode::kInvalidArgument);
+  }
+  Index index = foreign_sample();
+  index.entries[1].boxes.push_back(index.entries[1].boxes[0]);
+  EXPECT_EQ(write_index(index).status().code(), StatusCode::kInvalidArgument);
+}
+
 TEST(IndexFileTest, AnyFlippedBitIsCorruption) {
   const std::vector<std::byte> bytes = written(sample());
   for (size_t at = 0; at < bytes.size(); ++at) {
