@@ -1,0 +1,1 @@
+"""A module for each format of files: where the bytes of tensors lie in them."""
