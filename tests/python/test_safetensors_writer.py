@@ -266,9 +266,7 @@ def test_plans_that_stock_keeps_are_refused(
 ) -> None:
     for kept in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
         monkeypatch.setattr(SavePlanner, f"_cached_{kept}", {})
-    save(
-        state_of(1), model_writer(tmp_path), planner=DefaultSavePlanner(enable_plan_caching=True)
-    )
+    save(state_of(1), model_writer(tmp_path), planner=DefaultSavePlanner(enable_plan_caching=True))
     planner = DefaultSavePlanner(enable_plan_caching=True)
     error = failure_of(save, state_of(2), model_writer(tmp_path), planner=planner)
     assert isinstance(error, UnsupportedError)
@@ -287,7 +285,7 @@ def test_plans_that_stock_keeps_are_refused(
     ids=str,
 )
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: Any) -> None:
-    with pytest.raises(ValueError, match="format|max_shard|single_file|_extensions"):
+    with pytest.raises(ValueError, match=r"format|max_shard|single_file|_extensions"):
         FastWriter(tmp_path, **options)
 
 
