@@ -28,6 +28,7 @@ ROOMS = {
 # Modules of torch_ckpt from the ground up: each imports only from rows above its own.
 LAYERS = [
     {"errors", "options", "_native", "_tensor_view"},
+    {"formats.safetensors_layout"},
     {
         "exchange",
         "mappings",
@@ -39,13 +40,13 @@ LAYERS = [
         "sharing",
         "tree",
     },
-    {"index", "metadata", "tree_exchange", "planned", "listing", "leftovers"},
-    {"plan_cache", "formats.opened"},
+    {"index", "metadata", "tree_exchange", "planned", "listing", "leftovers", "buffers"},
+    {"plan_cache", "model_directory", "formats.opened"},
     {"deadline", "formats.dcp", "formats.safetensors", "formats.torch_save"},
     {"formats.recognise"},
     {"save_planner", "load_planner"},
     {"data_file", "loading", "sealed_metadata"},
-    {"split_work"},
+    {"split_work", "model_files"},
     {"writer", "reader"},
     {"api", "commands.opened"},
     {"commands.inspect", "commands.verify"},
@@ -53,7 +54,7 @@ LAYERS = [
     {"__init__"},
 ]
 WITHOUT_TORCH = {
-    *("errors", "options", "seal", "tree", "cli", "__init__"),
+    *("errors", "options", "seal", "tree", "cli", "__init__", "formats.safetensors_layout"),
     *("commands.opened", "commands.inspect", "commands.verify"),
 }
 

@@ -25,7 +25,7 @@ from torch_ckpt.planned import to_write_item
 from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import DTYPE_CODES, gc_paused, held_nbytes_limit, is_temporary, to_plain
 
-__all__ = ["write_data_file", "write_planned_file"]
+__all__ = ["resolve_whole", "write_data_file", "write_planned_file"]
 
 
 @dataclass
@@ -167,7 +167,7 @@ def _sort(
         if item.type == WriteItemType.BYTE_IO or transforms.extensions:
             sort.pickled.append(item)
             continue
-        tensor = _resolve_whole(planner, item)
+        tensor = resolve_whole(planner, item)
         if _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.TORCHS_OWN:
             sort.pickled.append(item)
             continue
@@ -187,14 +187,14 @@ def _as_it_is(item: CutItem, planner: SavePlanner) -> WriteItem | None:
     Then the rank with its first rows writes it whole, and the others, to whom it looks the same,
     write nothing of it.
     """
-    tensor = _resolve_whole(planner, item)
+    tensor = resolve_whole(planner, item)
     is_torchs_own = _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.TORCHS_OWN
     if not is_torchs_own and tensor.size() == item.piece.whole.sizes:
         return item
     return item.whole if item.first_row == 0 else None
 
 
-def _resolve_whole(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+def resolve_whole(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     """The tensor of an item, or of the one that it is cut from."""
     whole = item.whole if isinstance(item, CutItem) and item.whole is not None else item
     tensor = planner.resolve_data(whole)
@@ -226,7 +226,7 @@ def _write_laid_out(
     for number, (item, resolved) in enumerate(zip(sort.laid_out, sort.resolved, strict=True)):
         tensor = resolved
         if tensor is None:
-            tensor = _resolve_whole(planner, item)
+            tensor = resolve_whole(planner, item)
             if isinstance(item, CutItem):
                 tensor = item.rows_of(tensor)
         is_plain = _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.PLAIN
@@ -253,7 +253,7 @@ def _append_pickled(
     """Appends an item as stock DCP serialises it."""
     data: torch.Tensor | _io.BytesIO
     if isinstance(item, CutItem):
-        data = item.rows_of(_resolve_whole(planner, item))
+        data = item.rows_of(resolve_whole(planner, item))
     else:
         data = planner.resolve_data(item)
     if isinstance(data, torch.Tensor):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint._extension import StreamTransformExtension
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torch_ckpt import _native
+from torch_ckpt.buffers import STOCK_COPY_AHEAD, buffer_pools
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
@@ -38,6 +39,8 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.index import WrittenFile
 from torch_ckpt.leftovers import stale_files
+from torch_ckpt.model_directory import COMMITTED_NAMES
+from torch_ckpt.model_files import ModelFiles
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.plan_cache import PLAN_CACHE
 from torch_ckpt.planned import (
@@ -57,14 +60,12 @@ from torch_ckpt.sharing import (
     share_out,
 )
 from torch_ckpt.split_work import Part, SplitWork, split
-from torch_ckpt.tensors import gc_paused, useful_buffer_nbytes
+from torch_ckpt.tensors import gc_paused
 
 __all__ = ["FastWriter"]
 
 _METADATA = ".metadata"
 _INDEX = ".index"
-_STOCK_COPY_AHEAD = 10_000_000
-_LEAST_BLOCK = 64 << 10
 
 
 class FastWriter(BlockingAsyncStager, StorageWriter):
@@ -98,17 +99,25 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             cut by rows. Values that differ from rank to rank, though one FQN and box promise the
             same, may then be stored of several. Otherwise, and with DCP's plan caching, the
             planner's choice of ranks stands.
+        format: ``"safetensors"`` for the files of a model that Hugging Face's loaders read, whole
+            tensors in ``model.safetensors`` or the files of ``model.safetensors.index.json``, which
+            all ranks write at once. Those hold tensors alone, and no stream transforms.
+        max_shard_nbytes: Most bytes of a safetensors file, unless it is of a single tensor.
 
     Raises:
         AlreadyExistsError: ``path`` is committed and ``overwrite`` is false.
         StorageError: The disk or store failed. ``error.retriable`` tells whether the same save may
             be tried again. DCP gathers it into a ``CheckpointException`` naming the rank.
-        UnsupportedError: ``path`` is a URL, or ``serialization_format`` is another one.
+        UnsupportedError: ``path`` is a URL, or ``serialization_format`` is another one. From a
+            save: safetensors has no form for an object or dtype, which the error names.
 
     Example::
 
         state = {"model": model.state_dict(), "step": 100}
         dcp.save(state, storage_writer=FastWriter("run/step-100"))
+
+        tensors = model.state_dict()
+        dcp.save(tensors, storage_writer=FastWriter("model", format="safetensors"))
 
     Note:
         Saves into one directory must not overlap: the later one to end takes the files of the other
@@ -124,7 +133,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         single_file_per_rank: bool = True,
         sync_files: bool = True,
         thread_count: int = 1,
-        per_thread_copy_ahead: int = _STOCK_COPY_AHEAD,
+        per_thread_copy_ahead: int = STOCK_COPY_AHEAD,
         cache_staged_state_dict: bool = False,
         overwrite: bool = True,
         _extensions: Sequence[StreamTransformExtension] | None = None,
@@ -132,6 +141,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         *,
         io: IoOptions | None = None,
         share_replicas: bool = True,
+        format: Literal["dcp", "safetensors"] = "dcp",
+        max_shard_nbytes: int = 5_000_000_000,
     ) -> None:
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         if thread_count < 1:
@@ -153,6 +164,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         self.serialization_format = serialization_format
         self.io = io or IoOptions()
         self.share_replicas = share_replicas
+        self._model = ModelFiles.of(format, max_shard_nbytes, single_file_per_rank, _extensions)
         self.io_mode: IoMode | None = None
         """How this process last wrote, fallbacks included; ``None`` before that."""
         self.save_id = _new_save_id()
@@ -225,7 +237,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         """Creates the directory; refuses one that is committed unless ``overwrite``."""
         self._file_system.create_directories(os.fsencode(self.path))
         self._found = frozenset(self._list_directory())
-        if not self.overwrite and self._own_name(_METADATA) in self._found:
+        committed = COMMITTED_NAMES if self._model else {self._own_name(_METADATA)}
+        if not self.overwrite and not committed.isdisjoint(self._found):
             raise AlreadyExistsError(
                 f"a checkpoint is already committed in {self.path}, and overwrite is false"
             )
@@ -258,6 +271,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         """
         with gc_paused():
             plans = share_out(plans)
+        if self._model is not None:
+            return self._model.plan(self, plans)
         columns: list[Any] = [plan.items for plan in plans]
         self._plan = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
         return [
@@ -269,6 +284,12 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; returns when they are in the files (and synced)."""
+        self._check_idle()
+        future: Future[list[WriteResult]] = Future()
+        if self._model is not None:
+            with self._writing, portable_errors():
+                future.set_result(self._model.write(self, plan, planner))
+            return future
         work = split(
             plan, planner, self.transforms, self.thread_count if self.single_file_per_rank else None
         )
@@ -277,8 +298,6 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             f"{prefix}{number}_{self.save_id}.distcp": part
             for number, part in enumerate(part for part in work.parts if part)
         }
-        self._check_idle()
-        future: Future[list[WriteResult]] = Future()
         finished: list[str] = []
         with self._writing, portable_errors():
             try:
@@ -293,6 +312,9 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes what they have replaced."""
+        if self._model is not None:
+            self._model.finish(self, metadata, results)
+            return
         storage_data: dict[MetadataIndex, Any] = {}
         written: list[tuple[int, WrittenFile]] = []  # With the rank.
         for rank, of_rank in enumerate(results):
@@ -353,7 +375,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         workers = min(self.thread_count, len(files))
         if workers == 0:
             return []
-        pools = self._buffer_pools(workers, work.nbytes)
+        pools = self._take_pools(workers, work.nbytes)
 
         def write_every(first: int) -> list[WriteResult]:
             results: list[WriteResult] = []
@@ -392,21 +414,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
     def _list_directory(self) -> list[str]:
         return [os.fsdecode(n) for n in self._file_system.list_directory(os.fsencode(self.path))]
 
-    def _buffer_pools(self, count: int, nbytes: int) -> list[_native.BufferPool]:
-        """One pool of buffers for each of ``count`` threads, for ``nbytes`` of data in all.
-
-        Kept for the next save, which may find them larger than it needs.
-        """
-        if self.per_thread_copy_ahead != _STOCK_COPY_AHEAD:
-            most = self.per_thread_copy_ahead
-        else:
-            most = self.io.buffer_nbytes // count
-        # A thread needs two blocks: many threads share the budget in smaller ones.
-        block_nbytes = max(_LEAST_BLOCK, min(self.io.block_nbytes, most // 2 // 4096 * 4096))
-        pool_nbytes = useful_buffer_nbytes(nbytes // count, most, block_nbytes)
-        if len(self._pools) != count or any(pool.nbytes < pool_nbytes for pool in self._pools):
-            self._pools = []  # The old ones go before the new ones come.
-            self._pools = [_native.BufferPool(pool_nbytes, block_nbytes) for _ in range(count)]
+    def _take_pools(self, count: int, nbytes: int) -> list[_native.BufferPool]:
+        self._pools = buffer_pools(self._pools, count, nbytes, self.io, self.per_thread_copy_ahead)
         return self._pools
 
     def _missing_files(self, files: Iterable[str]) -> list[str]:

@@ -106,6 +106,19 @@ void bind_file_system(py::module_& module) {
             raise_if_error(without_gil([&] { return fs.remove(path); }));
           },
           py::arg("path"))
+      .def(
+          "rename",
+          [](FileSystem& fs, const std::string& from, const std::string& to) {
+            raise_if_error(without_gil([&] { return fs.rename(from, to); }));
+          },
+          py::arg("from_path"), py::arg("to_path"))
+      .def(
+          "write_file",
+          [](FileSystem& fs, const std::string& path, const py::bytes& contents, bool sync) {
+            const Bytes bytes = as_bytes(static_cast<std::string_view>(contents));
+            raise_if_error(without_gil([&] { return write_file(fs, path, bytes, sync); }));
+          },
+          py::arg("path"), py::arg("contents"), py::arg("sync"))
       .def("list_directory", &list_directory, py::arg("path"))
       .def("exists", &exists, py::arg("path"))
       .def("read_file", &read_whole_file, py::arg("path"))

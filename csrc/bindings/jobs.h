@@ -4,11 +4,15 @@
 
 #include <pybind11/pybind11.h>
 
+#include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "base/block_sums.h"
 #include "bindings/tensor_view.h"
 #include "engine/live_tensor.h"
+#include "engine/save_job.h"
 #include "io/file_system.h"
 
 namespace torch_ckpt {
@@ -28,6 +32,10 @@ inline LiveTensor to_live(const TensorView& view) {
           .data = view.data};
 }
 
+// (queue, direct, registered_buffers, reasons)
+using PyIoMode = std::tuple<std::string, bool, bool, std::vector<std::string>>;
+PyIoMode to_python(const IoMode& mode);
+
 // The sums of a file's blocks, as 8 bytes each.
 pybind11::bytes to_bytes(const BlockSums& sums);
 
@@ -36,6 +44,7 @@ void bind_file_system(pybind11::module_& module);
 void bind_index(pybind11::module_& module);
 void bind_save_job(pybind11::module_& module);
 void bind_load_job(pybind11::module_& module);
+void bind_part_job(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_verify_job(pybind11::module_& module);
 void bind_work(pybind11::module_& module);

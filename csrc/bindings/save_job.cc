@@ -69,17 +69,15 @@ void finish(SaveJob& job) {
   raise_if_error(without_gil([&] { return job.finish(); }));
 }
 
-// (queue, direct, registered_buffers, reasons)
-std::tuple<std::string, bool, bool, std::vector<std::string>> mode(const SaveJob& job) {
-  const IoMode& mode = job.mode();
+}  // namespace
+
+PyIoMode to_python(const IoMode& mode) {
   std::vector<std::string> reasons;
   for (const std::string& reason : {mode.queue.reason, mode.reason}) {
     if (!reason.empty()) reasons.push_back(reason);
   }
   return {mode.queue.name, mode.direct, mode.queue.registered, reasons};
 }
-
-}  // namespace
 
 void bind_save_job(py::module_& module) {
   py::class_<Layout>(module, "Layout")
@@ -100,7 +98,7 @@ void bind_save_job(py::module_& module) {
                                return py::make_tuple(job.sums().file_nbytes, to_bytes(job.sums()));
                              })
       .def("abort", [](SaveJob& job) { without_gil([&] { job.abort(); }); })
-      .def_property_readonly("mode", &mode);
+      .def_property_readonly("mode", [](const SaveJob& job) { return to_python(job.mode()); });
 }
 
 }  // namespace torch_ckpt

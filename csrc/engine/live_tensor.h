@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "base/bytes.h"
 #include "base/dtype.h"
 #include "base/strided.h"
 #include "device/device.h"
@@ -19,5 +20,12 @@ struct LiveTensor {
   std::byte* data = nullptr;
   const Device* device = &cpu_device();
 };
+
+// Whether its elements lie one behind the other, in row-major order.
+bool is_contiguous(const LiveTensor& tensor);
+
+// Packs the bytes that the elements [begin, end) of a strided tensor, counted in row-major order,
+// take one after another.
+void pack_elements(const LiveTensor& tensor, int64_t begin, int64_t end, MutableBytes out);
 
 }  // namespace torch_ckpt

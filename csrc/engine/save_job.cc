@@ -6,8 +6,6 @@
 
 #include "base/crc.h"
 #include "format/zip_frame.h"
-#include "geometry/flat_range.h"
-#include "geometry/overlap.h"
 
 namespace torch_ckpt {
 namespace {
@@ -17,28 +15,6 @@ namespace {
 constexpr int64_t kPackChunk = int64_t{128} << 10;
 
 static_assert(kSmallAlignment % kFrameAlignment == 0, "a slice must start where frames expect");
-
-bool is_contiguous(const LiveTensor& tensor) {
-  int64_t stride = itemsize(tensor.dtype);
-  for (size_t d = tensor.sizes.size(); d-- > 0;) {
-    if (tensor.sizes[d] != 1 && tensor.strides[d] != stride) return false;
-    stride *= tensor.sizes[d];
-  }
-  return true;
-}
-
-// Packs the bytes that the elements [begin, end) of a strided tensor, counted in row-major order,
-// take one after another.
-void pack_elements(const LiveTensor& tensor, int64_t begin, int64_t end, MutableBytes out) {
-  const int64_t size = itemsize(tensor.dtype);
-  std::byte* to = out.data();
-  for (const Box& box : flat_range_to_boxes(tensor.sizes, begin, end)) {
-    Dims packed = contiguous_strides(box.sizes);
-    for (int64_t& stride : packed) stride *= size;
-    tensor.device->copy(copy_of_box(box, size, 0, tensor.strides, packed), tensor.data, to);
-    to += *checked_numel(box.sizes) * size;
-  }
-}
 
 }  // namespace
 

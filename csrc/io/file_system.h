@@ -24,6 +24,7 @@ namespace torch_ckpt {
 enum class OpenMode {
   kRead,    // The file must exist.
   kCreate,  // Must not exist: data files and temporaries have names of their own.
+  kShare,   // Created unless another process has: several write it at the same time.
 };
 
 enum class Caching {
@@ -54,6 +55,10 @@ class File {
   // Reads these bytes through the page cache and returns when they are there: for what is small and
   // rare, and not worth a queue. Errors: those of a read in `IoDone`.
   virtual Status read(int64_t offset, MutableBytes memory) = 0;
+
+  // Writes exactly these bytes through the page cache and returns when it has them: what other
+  // processes write to the same page at the same time stays. Errors: as for `read`.
+  virtual Status write(int64_t offset, Bytes bytes) = 0;
 
   // Reserves room, and makes the file `nbytes` long, so that writes neither run out of space nor
   // move the end of the file.

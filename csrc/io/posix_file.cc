@@ -84,9 +84,10 @@ Result<std::unique_ptr<PosixFile>> PosixFile::open(const std::string& path, Open
 
 Status PosixFile::open_descriptors(OpenMode mode, Caching caching) {
   const bool create = mode == OpenMode::kCreate;
-  const int flags = O_CLOEXEC | O_RDWR | O_CREAT | O_EXCL;
+  // Of a shared file that is a link somebody else has put there, nothing is written.
+  const int flags = O_CLOEXEC | O_RDWR | O_CREAT | (create ? O_EXCL : O_NOFOLLOW);
   buffered_ =
-      create
+      mode != OpenMode::kRead
           ? Descriptor(retry_interrupted([&] { return ::open(path_.c_str(), flags, kFileMode); }))
           : open_to_read(path_, 0);
   if (!buffered_.valid()) {
@@ -108,7 +109,7 @@ Status PosixFile::open_descriptors(OpenMode mode, Caching caching) {
 Status PosixFile::open_direct(OpenMode mode) {
   const int flags = O_CLOEXEC | O_RDWR | O_DIRECT;
   Descriptor direct =
-      mode == OpenMode::kCreate
+      mode != OpenMode::kRead
           ? Descriptor(retry_interrupted([&] { return ::open(path_.c_str(), flags); }))
           : open_to_read(path_, O_DIRECT);
   if (!direct.valid()) {
@@ -147,7 +148,17 @@ bool PosixFile::is_resident(int64_t offset, int64_t nbytes) const {
 }
 
 Status PosixFile::read(int64_t offset, MutableBytes memory) {
-  Transfer transfer({.kind = IoRequest::Kind::kRead,
+  return transfer(IoRequest::Kind::kRead, offset, memory);
+}
+
+Status PosixFile::write(int64_t offset, Bytes bytes) {
+  // A request names memory to read into or to write from; this one is written from.
+  auto* const from = const_cast<std::byte*>(bytes.data());
+  return transfer(IoRequest::Kind::kWrite, offset, {from, bytes.size()});
+}
+
+Status PosixFile::transfer(IoRequest::Kind kind, int64_t offset, MutableBytes memory) {
+  Transfer transfer({.kind = kind,
                      .file = this,
                      .offset = offset,
                      .memory = memory,

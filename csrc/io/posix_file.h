@@ -51,6 +51,7 @@ class PosixFile : public File {
   const std::string& fallback_reason() const override { return fallback_reason_; }
   bool is_resident(int64_t offset, int64_t nbytes) const override;
   Status read(int64_t offset, MutableBytes memory) override;
+  Status write(int64_t offset, Bytes bytes) override;
   Status preallocate(int64_t nbytes) override;
   Status truncate(int64_t nbytes) override;
 
@@ -63,6 +64,7 @@ class PosixFile : public File {
   // Opens both descriptors. ESTALE when they came to name different files.
   Status open_descriptors(OpenMode mode, Caching caching);
   Status open_direct(OpenMode mode);
+  Status transfer(IoRequest::Kind kind, int64_t offset, MutableBytes memory);
 
   const std::string path_;
   Descriptor buffered_;

@@ -71,6 +71,26 @@ TEST_F(PosixFileSystemTest, CreatingAnExistingFileFailsAndLeavesItAlone) {
   EXPECT_EQ(as_text(bytes), "old");
 }
 
+TEST_F(PosixFileSystemTest, ASharedFileKeepsWhatOthersHaveWritten) {
+  for (const Caching caching : {Caching::kDirect, Caching::kBuffered}) {
+    ASSERT_OK_AND_ASSIGN(const auto one, fs_.open(path("a"), OpenMode::kShare, caching));
+    ASSERT_OK(one->preallocate(10));
+    ASSERT_OK_AND_ASSIGN(const auto other, fs_.open(path("a"), OpenMode::kShare, caching));
+    ASSERT_OK(one->write(0, as_bytes("01234")));
+    ASSERT_OK(other->preallocate(10));
+    ASSERT_OK(other->write(5, as_bytes("56789")));
+    ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs_, path("a")));
+    EXPECT_EQ(as_text(bytes), "0123456789");
+  }
+}
+
+TEST_F(PosixFileSystemTest, ASharedFileIsNotWrittenThroughALink) {
+  ASSERT_OK(write_file(fs_, path("a"), as_bytes("old"), false));
+  ASSERT_EQ(::symlink(path("a").c_str(), path("link").c_str()), 0);
+  const auto file = fs_.open(path("link"), OpenMode::kShare, Caching::kBuffered);
+  EXPECT_EQ(file.status().error_number(), ELOOP);
+}
+
 TEST_F(PosixFileSystemTest, OpeningAFolderAsAFileFails) {
   const auto file = fs_.open(directory_.path(), OpenMode::kRead, Caching::kDirect);
   ASSERT_CODE(file, StatusCode::kStorage);

@@ -1,1 +1,1 @@
-"""One module for each format that a checkpoint may have: from its files to an index over them."""
+"""A module for each format of files: where the bytes of tensors lie in them."""

@@ -228,6 +228,15 @@ class MemoryFile : public File {
     if (!fault.ok()) std::ranges::fill(memory, std::byte{0xEE});
     return fault;
   }
+  Status write(int64_t offset, Bytes bytes) override {
+    const Status fault = fs_.begin({Operation::Kind::kWrite, path_, offset, ssize(bytes)});
+    const std::lock_guard<std::mutex> lock(fs_.mutex_);
+    if (fs_.killed()) return fault;
+    const auto end = static_cast<size_t>(offset) + bytes.size();
+    if (data_->size() < end) data_->resize(end);
+    std::copy_n(bytes.begin(), bytes.size() / (fault.ok() ? 1 : 2), data_->begin() + offset);
+    return fault;
+  }
   Status preallocate(int64_t nbytes) override {
     RETURN_IF_ERROR(fs_.begin({Operation::Kind::kPreallocate, path_, 0, nbytes}));
     const std::lock_guard<std::mutex> lock(fs_.mutex_);
@@ -349,11 +358,11 @@ inline Result<std::unique_ptr<File>> MemoryFileSystem::open(const std::string& p
   RETURN_IF_ERROR(begin({Operation::Kind::kOpen, path}));
   const std::lock_guard<std::mutex> lock(mutex_);
   const bool create = mode == OpenMode::kCreate;
-  if (create == files_.contains(path)) {
+  if (mode != OpenMode::kShare && create == files_.contains(path)) {
     return errno_status(create ? EEXIST : ENOENT, "cannot open " + path);
   }
   std::shared_ptr<Data>& data = files_[path];
-  if (create) data = std::make_shared<Data>();
+  if (data == nullptr) data = std::make_shared<Data>();
   most_open_files_ = std::max(most_open_files_, ++open_files_);
   return std::unique_ptr<File>(new MemoryFile(*this, path, data, caching));
 }

@@ -138,6 +138,19 @@ class RecordingFile : public File {
     return inner_->is_resident(offset, nbytes);
   }
   Status read(int64_t offset, MutableBytes memory) override { return inner_->read(offset, memory); }
+  Status write(int64_t offset, Bytes bytes) override {
+    const std::lock_guard<std::mutex> lock(fs_.mutex_);
+    const int64_t submitted_at = fs_.journal_.last_instant();
+    const Status status = inner_->write(offset, bytes);
+    fs_.add({.kind = DiskChange::Kind::kWrite,
+             .path = path(),
+             .file = number_,
+             .offset = offset,
+             .bytes = contents_of(std::string(as_text(bytes))),
+             .submitted_at = submitted_at,
+             .failed = !status.ok()});
+    return status;
+  }
   Status preallocate(int64_t nbytes) override {
     const std::lock_guard<std::mutex> lock(fs_.mutex_);
     return resized(inner_->preallocate(nbytes), nbytes);
@@ -229,7 +242,7 @@ inline Result<std::unique_ptr<File>> RecordingFileSystem::open(const std::string
                                                                OpenMode mode, Caching caching) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ASSIGN_OR_RETURN(std::unique_ptr<File> file, inner_.open(path, mode, caching));
-  if (mode == OpenMode::kCreate) {
+  if (mode == OpenMode::kCreate || (mode == OpenMode::kShare && !files_.contains(path))) {
     files_[path] = next_file_++;
     add({.kind = DiskChange::Kind::kCreate, .path = path, .file = files_[path]});
   }

@@ -1,0 +1,59 @@
+#include "engine/part_job.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/errors.h"
+#include "bindings/jobs.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt {
+namespace {
+
+// File system and pool are kept alive by pybind11 (keep_alive below) for as long as the job.
+std::unique_ptr<PartJob> start(FileSystem& fs, const std::string& path, int64_t file_nbytes,
+                               BufferPool& pool, bool direct, bool sync) {
+  const SaveOptions options = {direct ? Caching::kDirect : Caching::kBuffered, sync};
+  return value_or_raise(
+      without_gil([&] { return PartJob::start(fs, path, file_nbytes, pool, options); }));
+}
+
+void write(PartJob& job,
+           const std::vector<std::tuple<const TensorView*, int64_t, Dims, Dims>>& items) {
+  for (const auto& item : items) {
+    if (std::get<0>(item) == nullptr) throw py::value_error("there is no tensor to write");
+  }
+  raise_if_error(without_gil([&] {
+    Status status;
+    for (size_t i = 0; i < items.size() && status.ok(); ++i) {
+      const auto& [tensor, offset, sizes, box_offsets] = items[i];
+      status = job.write({offset, sizes, box_offsets}, to_live(*tensor));
+    }
+    return status;
+  }));
+}
+
+void put(PartJob& job, int64_t offset, const py::buffer& buffer) {
+  const py::buffer_info info = buffer.request();
+  const Bytes bytes(static_cast<const std::byte*>(info.ptr),
+                    static_cast<size_t>(info.size * info.itemsize));
+  raise_if_error(without_gil([&] { return job.put(offset, bytes); }));
+}
+
+}  // namespace
+
+void bind_part_job(py::module_& module) {
+  py::class_<PartJob>(module, "PartJob")
+      .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("file_nbytes"),
+           py::arg("pool"), py::arg("direct"), py::arg("sync"), py::keep_alive<1, 2>(),
+           py::keep_alive<1, 5>())
+      .def("write", &write, py::arg("items"))
+      .def("put", &put, py::arg("offset"), py::arg("data"))
+      .def("finish",
+           [](PartJob& job) { raise_if_error(without_gil([&] { return job.finish(); })); })
+      .def("abort", [](PartJob& job) { without_gil([&] { job.abort(); }); })
+      .def_property_readonly("mode", [](const PartJob& job) { return to_python(job.mode()); });
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,28 @@
+#include "engine/live_tensor.h"
+
+#include "geometry/flat_range.h"
+#include "geometry/overlap.h"
+
+namespace torch_ckpt {
+
+bool is_contiguous(const LiveTensor& tensor) {
+  int64_t stride = itemsize(tensor.dtype);
+  for (size_t d = tensor.sizes.size(); d-- > 0;) {
+    if (tensor.sizes[d] != 1 && tensor.strides[d] != stride) return false;
+    stride *= tensor.sizes[d];
+  }
+  return true;
+}
+
+void pack_elements(const LiveTensor& tensor, int64_t begin, int64_t end, MutableBytes out) {
+  const int64_t size = itemsize(tensor.dtype);
+  std::byte* to = out.data();
+  for (const Box& box : flat_range_to_boxes(tensor.sizes, begin, end)) {
+    Dims packed = contiguous_strides(box.sizes);
+    for (int64_t& stride : packed) stride *= size;
+    tensor.device->copy(copy_of_box(box, size, 0, tensor.strides, packed), tensor.data, to);
+    to += *checked_numel(box.sizes) * size;
+  }
+}
+
+}  // namespace torch_ckpt

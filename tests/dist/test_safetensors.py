@@ -1,0 +1,311 @@
+"""One set of safetensors files, written by all ranks, whatever the layout of the tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from random_layouts import random_layout
+from ranks import RankError, Worlds, run_ranks
+from safetensors.torch import load_file, save_file
+from states import assert_same, full_value, sharded
+from test_layouts import EvenNet, Net, build
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+import torch_ckpt
+from torch_ckpt import FastSavePlanner, FastWriter
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+DEADLINE_S = 30  # Within which a failure of one rank must have reached the others.
+PLANNERS = {"stock": DefaultSavePlanner, "fast": FastSavePlanner}
+ROWS, COLUMNS, REPLICAS = (Shard(0),), (Shard(1),), (Replicate(),)
+GRIDS: dict[str, tuple[Placement, ...]] = {
+    "rows": ROWS,
+    "columns": COLUMNS,
+    "replicas": REPLICAS,
+    "hsdp": (Replicate(), Shard(0)),
+    "rows_of_columns": (Shard(0), Shard(1)),
+}
+BOXES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "uneven": ((7, 5), torch.float32),
+    "fewer_than_ranks": ((2, 3), torch.bfloat16),
+    "none": ((0, 5), torch.float32),
+    "deep": ((5, 6, 7), torch.float16),
+    "small_floats": ((6, 10), torch.float8_e4m3fn),
+    "masks": ((9, 13), torch.bool),
+    "large": ((1031, 1033), torch.float32),
+    "long_rows": ((3, 900_001), torch.uint8),
+}
+
+
+def load_model(path: Path) -> dict[str, torch.Tensor]:
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        return load_file(path / "model.safetensors")
+    names = set(json.loads(index.read_bytes())["weight_map"].values())
+    parts = [load_file(path / name) for name in sorted(names)]
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def names_in(path: Path) -> set[str]:
+    return {file.name for file in path.iterdir()}
+
+
+def save_model(state: Any, path: Path, planner: str = "stock", **options: Any) -> None:
+    writer = FastWriter(path, format="safetensors", **options)
+    dcp.save(state, storage_writer=writer, planner=PLANNERS[planner]())
+
+
+def placed(version: str, grid: str) -> dict[str, DTensor]:
+    placements, world = GRIDS[grid], dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, world // 2) if len(placements) == 2 else (world,))
+    return {
+        name: sharded(full_value(f"{name} {version}", *box), mesh, placements)
+        for name, box in BOXES.items()
+    }
+
+
+def whole(version: str) -> dict[str, torch.Tensor]:
+    return {name: full_value(f"{name} {version}", *box) for name, box in BOXES.items()}
+
+
+def save_placed(path: Path, version: str, grid: str, planner: str, options: Any) -> None:
+    save_model(placed(version, grid), path, planner, **options)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize(
+    ("grid", "world"),
+    [
+        ("rows", 1),
+        ("rows", 3),
+        ("columns", 2),
+        ("columns", 3),
+        ("replicas", 3),
+        ("hsdp", 4),
+        ("rows_of_columns", 4),
+    ],
+)
+def test_ranks_write_the_file_that_one_process_would(
+    worlds: Worlds, tmp_path: Path, grid: str, world: int, planner: str
+) -> None:
+    worlds.run(world, save_placed, tmp_path, "new", grid, planner, {"thread_count": world % 2 + 1})
+
+    assert names_in(tmp_path) == {"model.safetensors"}
+    save_file(whole("new"), tmp_path / "library", metadata={"format": "pt"})
+    ours, library = ((tmp_path / n).read_bytes() for n in ("model.safetensors", "library"))
+    ours_begin, begin = (8 + int.from_bytes(file[:8], "little") for file in (ours, library))
+    assert ours[8:ours_begin].rstrip() == library[8:begin].rstrip()
+    assert ours[ours_begin:] == library[begin:]
+
+
+def save_net(path: Path, layout: str) -> dict[str, Any]:
+    net, _ = build(EvenNet if layout == "fsdp2_tp" else Net, layout, seed=3, rate=0.1)
+    save_model(get_model_state_dict(net), path, max_shard_nbytes=4400)
+    return get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [("ddp", 2), ("fsdp1", 2), ("fsdp2", 3), ("tp", 2), ("hsdp", 4), ("fsdp2_tp", 4)],
+)
+def test_parallel_modules_are_stored_as_if_they_were_not(
+    worlds: Worlds, tmp_path: Path, layout: str, world: int
+) -> None:
+    expected = worlds.run(world, save_net, tmp_path, layout)[0]
+    assert len(names_in(tmp_path)) > 1
+    assert_same(load_model(tmp_path), expected)
+
+
+Facts = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def save_random(path: Path, names: int, world_options: list[dict[str, Any]]) -> Facts:
+    """Saves several layouts of the same tensors; returns what this rank knows of them."""
+    facts: Facts = {}
+    for number, options in enumerate(world_options):
+        state = random_layout(names, 100 * names + number, owners=3)
+        del state["objects"]
+        save_model(state, path / f"{number}", list(PLANNERS)[number % 2], **options)
+        for group, tensors in state.items():
+            facts |= {f"{group}.{n}": (tuple(t.size()), t.dtype) for n, t in tensors.items()}
+    return facts
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("names", range(3))
+def test_random_layouts_are_stored_whole(
+    worlds: Worlds, tmp_path: Path, world: int, names: int
+) -> None:
+    rng = random.Random(names)
+    options = [
+        {
+            "thread_count": rng.choice([1, 2]),
+            "max_shard_nbytes": rng.choice([1, 10_000, 10**9]),
+            "share_replicas": rng.random() < 0.8,
+            "sync_files": False,
+        }
+        for _ in range(4)
+    ]
+    of_ranks = worlds.run(world, save_random, tmp_path, names, options)
+    expected = {
+        fqn: full_value(f"{names} {fqn.partition('.')[2]}", *facts)
+        for of_rank in of_ranks
+        for fqn, facts in of_rank.items()
+    }
+    assert len(expected) == 24
+    for number in range(len(options)):
+        assert_same(load_model(tmp_path / f"{number}"), expected)
+
+
+def bytes_written(path: Path) -> int:
+    """Saves what all ranks hold; returns what this one has written."""
+    counted: Counter[str] = Counter()
+
+    class Counting(FastWriter):
+        def write_data(self, *args: Any) -> Any:
+            future = super().write_data(*args)
+            counted["nbytes"] += sum(result.size_in_bytes for result in future.value())
+            return future
+
+    writer = Counting(path, format="safetensors")
+    dcp.save(placed("new", "replicas"), storage_writer=writer)
+    return counted["nbytes"]
+
+
+def test_replicas_are_shared_out_among_the_ranks(worlds: Worlds, tmp_path: Path) -> None:
+    written = worlds.run(3, bytes_written, tmp_path)
+    assert sum(written) == (tmp_path / "model.safetensors").stat().st_size
+    assert max(written) < sum(written) / 3 + (1 << 20)
+
+
+def save_with_deadline(path: Path) -> None:
+    writer = FastWriter(path, format="safetensors", max_shard_nbytes=3_000_000)
+    for version in ("1", "2", "3"):
+        torch_ckpt.save(placed(version, "rows"), storage_writer=writer, timeout_s=DEADLINE_S)
+
+
+def test_saves_one_after_another_replace_each_other(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(2, save_with_deadline, tmp_path)
+    assert_same(load_model(tmp_path), whole("3"))
+    assert len(names_in(tmp_path)) == 4  # Three files and the index.
+
+
+def failing(save: Any) -> dict[int, tuple[str, str]]:
+    with pytest.raises(CheckpointException) as caught:
+        save()
+    return {
+        rank: (type(cause).__name__, str(cause))
+        for rank, (cause, _) in caught.value.failures.items()
+    }
+
+
+def save_with_an_object(path: Path) -> dict[int, tuple[str, str]]:
+    state: dict[str, Any] = dict(placed("new", "rows"))
+    if dist.get_rank() == 1:
+        state["step"] = 7
+    return failing(lambda: save_model(state, path))
+
+
+def test_an_object_of_one_rank_is_refused_on_all(worlds: Worlds, tmp_path: Path) -> None:
+    seen = worlds.run(2, save_with_an_object, tmp_path)
+    assert seen[0] == seen[1]
+    ((kind, message),) = seen[0].values()
+    assert kind == "UnsupportedError"
+    assert "'step'" in message
+    assert names_in(tmp_path) == set()
+
+
+def save_alone(path: Path) -> str:
+    writer = FastWriter(path, format="safetensors")
+    try:
+        dcp.save({"t": torch.zeros(2)}, storage_writer=writer, use_collectives=False)
+    except torch_ckpt.UnsupportedError as error:
+        return str(error)
+    return "saved"
+
+
+def test_ranks_do_not_write_models_of_their_own(worlds: Worlds, tmp_path: Path) -> None:
+    assert all("collectives" in said for said in worlds.run(2, save_alone, tmp_path))
+
+
+class LosingPlanner(DefaultSavePlanner):
+    """Cannot hand out one tensor."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if dist.get_rank() == 1 and write_item.index.fqn == "large":
+            raise LookupError("large is lost")
+        return super().resolve_data(write_item)
+
+
+class DyingPlanner(DefaultSavePlanner):
+    """Ends the process in the middle of its writes."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if dist.get_rank() == 1 and write_item.index.fqn == "large":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().resolve_data(write_item)
+
+
+def save_badly(path: Path, fault: str) -> dict[int, tuple[str, str]]:
+    planner = LosingPlanner() if fault == "lost" else DefaultSavePlanner()
+    writer = FastWriter(path, format="safetensors")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if fault == "full" and dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        state = placed("new", "rows")
+        return failing(lambda: dcp.save(state, storage_writer=writer, planner=planner))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize(("fault", "said"), [("full", "File too large"), ("lost", "large is lost")])
+def test_failure_of_one_rank_keeps_the_old_model(
+    worlds: Worlds, tmp_path: Path, fault: str, said: str
+) -> None:
+    worlds.run(2, save_placed, tmp_path, "old", "columns", "stock", {})
+
+    seen = worlds.run(2, save_badly, tmp_path, fault, timeout_s=DEADLINE_S)
+
+    assert seen[0] == seen[1]
+    assert seen[0].keys() == {1}
+    assert said.lower() in seen[0][1][1].lower()
+    assert_same(load_model(tmp_path), whole("old"))
+    worlds.run(2, save_placed, tmp_path, "newer", "columns", "stock", {})
+    assert names_in(tmp_path) == {"model.safetensors"}
+    assert_same(load_model(tmp_path), whole("newer"))
+
+
+def save_and_die(path: Path) -> None:
+    writer = FastWriter(path, format="safetensors")
+    dcp.save(placed("new", "rows"), storage_writer=writer, planner=DyingPlanner())
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_old_model(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, save_placed, tmp_path, "old", "rows", "stock", {"max_shard_nbytes": 10**6})
+    with pytest.raises(RankError):
+        run_ranks(2, save_and_die, tmp_path)
+    assert_same(load_model(tmp_path), whole("old"))
+    assert any(name.endswith(".tmp") for name in names_in(tmp_path)), "it was not in the middle"
+    worlds.run(2, save_placed, tmp_path, "newer", "rows", "stock", {})
+    assert names_in(tmp_path) == {"model.safetensors"}
+    assert_same(load_model(tmp_path), whole("newer"))

@@ -1,0 +1,367 @@
+"""Models written as safetensors by one process, read back by the library itself."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import (
+    DTYPES,
+    ROOT,
+    CuttingSavePlanner,
+    bits,
+    differences,
+    failure_of,
+    files,
+    layouts,
+    random_tensor,
+    save,
+)
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from torch_ckpt import (
+    AlreadyExistsError,
+    FastSavePlanner,
+    FastWriter,
+    IoOptions,
+    MismatchError,
+    UnsupportedError,
+)
+from torch_ckpt.formats.safetensors_layout import DTYPES as STORED
+
+State = dict[str, torch.Tensor]
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def model_writer(path: Path, **options: Any) -> FastWriter:
+    return FastWriter(path, format="safetensors", **options)
+
+
+def load_model(path: Path, *, index_first: bool = False) -> State:
+    """As Hugging Face's loaders do: the only file, or those that the index names.
+
+    ``index_first`` for those that look for the latter first.
+    """
+    choices = [path / INDEX, path / MODEL] if index_first else [path / MODEL, path / INDEX]
+    found = next(file for file in choices if file.exists())
+    if found.name == MODEL:
+        return load_file(found)
+    index = json.loads(found.read_bytes())
+    loaded: State = {}
+    for name in sorted(set(index["weight_map"].values())):
+        with safe_open(path / name, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}  # transformers refuses others.
+        loaded |= (shard := load_file(path / name))
+        assert shard.keys() == {fqn for fqn, of in index["weight_map"].items() if of == name}
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in loaded.values())}
+    return loaded
+
+
+def state_of(number: int) -> State:
+    torch.manual_seed(number)
+    return {f"t{n}": random_tensor([n + 3, 40], torch.bfloat16) for n in range(6)}
+
+
+def same_payload(path: Path, library: Path) -> bool:
+    """Whether two files have the same header, but for spaces, and the same bytes behind it."""
+    parts = []
+    for file in (path, library):
+        content = file.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        parts.append((content[8:end].rstrip(b" "), content[end:]))
+    return parts[0] == parts[1]
+
+
+PLANNERS = {"stock": DefaultSavePlanner, "fast": FastSavePlanner}
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+def test_every_dtype_and_layout_is_stored_as_the_library_stores_it(
+    tmp_path: Path, direct: bool, planner: str
+) -> None:
+    state = {}
+    for dtype in DTYPES:
+        if str(dtype).removeprefix("torch.") in STORED:
+            made = layouts(dtype)
+            large = dtype in (torch.bfloat16, torch.uint8)
+            state |= {f"{dtype} {n}": t for n, t in made.items() if large or "large" not in n}
+    state["conj"] = random_tensor([3, 4], torch.complex64).conj()
+    state["tied"] = state["torch.bfloat16 large"]
+    writer = model_writer(tmp_path / "model", io=IoOptions(direct=direct), thread_count=2)
+
+    save(state, writer, planner=PLANNERS[planner]())
+
+    assert files(tmp_path / "model").keys() == {MODEL}
+    expected = {name: tensor.resolve_conj().contiguous().clone() for name, tensor in state.items()}
+    save_file(expected, tmp_path / "library", metadata={"format": "pt"})
+    assert same_payload(tmp_path / "model" / MODEL, tmp_path / "library")
+    assert differences(expected, load_model(tmp_path / "model")) == []
+
+
+def test_any_boxes_make_up_the_tensors(rng: random.Random, tmp_path: Path) -> None:
+    state = layouts(torch.float32) | {"long rows": random_tensor([3, 1 << 20], torch.uint8)}
+    for threads in (1, 3):
+        writer = model_writer(tmp_path, thread_count=threads, max_shard_nbytes=2 << 20)
+        save(state, writer, planner=CuttingSavePlanner(rng))
+        assert differences(state, load_model(tmp_path)) == []
+
+
+def test_large_models_have_shards_and_an_index(tmp_path: Path) -> None:
+    state = {f"layer.{n}.weight": random_tensor([100 + n, 30], torch.float32) for n in range(20)}
+    metadata = save({"model": state}, model_writer(tmp_path, max_shard_nbytes=40_000))
+
+    found = files(tmp_path)
+    count = len(found) - 1
+    assert count > 5
+    names = {f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)}
+    assert found.keys() == {INDEX} | names
+    assert all(len(found[name]) <= 40_000 for name in names)
+    loaded = load_model(tmp_path)
+    assert differences({f"model.{name}": tensor for name, tensor in state.items()}, loaded) == []
+    for fqn, tensor in loaded.items():  # What DCP returns says where everything is.
+        info = metadata.storage_data[MetadataIndex(fqn, torch.Size([0, 0]))]
+        stored = found[info.relative_path][info.offset : info.offset + info.length]
+        assert stored == bits(tensor), fqn
+        assert metadata.state_dict_metadata[fqn].size == tensor.size()
+    assert metadata.planner_data["model.layer.0.weight"] == ("model", "layer.0.weight")
+
+
+def test_a_model_without_tensors_is_a_model(tmp_path: Path) -> None:
+    save({}, model_writer(tmp_path))
+    assert load_model(tmp_path) == {}
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_objects_are_refused_by_name_before_anything_is_written(
+    tmp_path: Path, planner: str
+) -> None:
+    state = {"model": state_of(1), "step": 7, "config": {"name": "net"}}
+    error = failure_of(save, state, model_writer(tmp_path), planner=PLANNERS[planner]())
+    assert isinstance(error, UnsupportedError)
+    assert "'step'" in str(error)
+    assert "'config.name'" in str(error)
+    assert files(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (torch.zeros(2, dtype=torch.complex128), "complex128"),
+        (torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), "qint8"),
+        (torch.eye(2).to_sparse(), "sparse"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_tensors_without_a_form_are_refused_by_name(
+    tmp_path: Path, value: torch.Tensor, named: str, planner: str
+) -> None:
+    state = {**state_of(1), "odd": value}
+    error = failure_of(save, state, model_writer(tmp_path), planner=PLANNERS[planner]())
+    assert isinstance(error, UnsupportedError)
+    assert "'odd'" in str(error)
+    assert named in str(error)
+    assert files(tmp_path) == {}
+
+
+class CastingPlanner(DefaultSavePlanner):
+    """Resolves tensors to others than it has planned."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(index).float()
+
+
+def test_a_tensor_that_is_not_as_planned_fails_the_save_and_keeps_the_old_model(
+    tmp_path: Path,
+) -> None:
+    save(state_of(1), model_writer(tmp_path))
+    error = failure_of(save, state_of(2), model_writer(tmp_path), planner=CastingPlanner())
+    assert isinstance(error, MismatchError)
+    assert "float32" in str(error)
+    assert files(tmp_path).keys() == {MODEL}
+    assert differences(state_of(1), load_model(tmp_path)) == []
+
+
+class CastsPlanned(CastingPlanner):
+    """Plans what it resolves to: temporaries, which are let go in batches."""
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(state_dict, *args, **kwargs)
+        self.kept = self.state_dict
+        self.state_dict = {name: tensor.float() for name, tensor in self.kept.items()}
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        self.state_dict = self.kept
+        return plan
+
+
+def test_tensors_that_a_planner_makes_are_stored(tmp_path: Path) -> None:
+    state = {f"t{n}": random_tensor([300, 1000], torch.bfloat16).nan_to_num() for n in range(9)}
+    io = IoOptions(buffer_nbytes=1 << 20, block_nbytes=256 << 10)
+    save(state, model_writer(tmp_path, io=io), planner=CastsPlanned())
+    expected = {name: tensor.float() for name, tensor in state.items()}
+    assert differences(expected, load_model(tmp_path)) == []
+
+
+def test_a_model_replaces_another_of_any_number_of_files_and_nothing_else(tmp_path: Path) -> None:
+    others = {"config.json": b"{}", "tokenizer.model": b"t", "model-card.md": b"m", "a.distcp": b""}
+    for name, content in others.items():
+        (tmp_path / name).write_bytes(content)
+    for number, most in enumerate([4096, 1_000_000, 4096, 4096, 6000, 4096, 1_000_000, 1_000_000]):
+        save(state_of(number), model_writer(tmp_path, max_shard_nbytes=most))
+        assert differences(state_of(number), load_model(tmp_path)) == []
+        assert differences(state_of(number), load_model(tmp_path, index_first=True)) == []
+        left = files(tmp_path)
+        assert others.items() <= left.items()
+        shards = [name for name in left.keys() - others.keys() if name not in (MODEL, INDEX)]
+        assert ((MODEL in left), (INDEX in left)) == ((most > 6000), (most <= 6000))
+        assert len(shards) == (0 if most > 6000 else len(load_index(tmp_path)))
+
+
+def load_index(path: Path) -> set[str]:
+    return set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
+
+
+@pytest.mark.parametrize("most", [4096, 1_000_000])
+def test_a_model_that_must_not_be_replaced_is_not(tmp_path: Path, most: int) -> None:
+    save(state_of(1), model_writer(tmp_path, max_shard_nbytes=most))
+    before = files(tmp_path)
+    error = failure_of(save, state_of(2), model_writer(tmp_path, overwrite=False))
+    assert isinstance(error, AlreadyExistsError)
+    assert files(tmp_path) == before
+
+
+def test_leftovers_of_a_save_that_died_are_removed_by_the_next(tmp_path: Path) -> None:
+    for name in (f".{MODEL}.{'0' * 16}.tmp", f".model-00001-of-00002.safetensors.{'f' * 16}.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    (tmp_path / f".{INDEX}.{'a' * 16}.tmp").write_bytes(b"{")
+    (tmp_path / "model-00002-of-00009.safetensors").write_bytes(b"renamed, and no index")
+    save(state_of(1), model_writer(tmp_path))
+    assert files(tmp_path).keys() == {MODEL}
+
+
+def test_a_plan_is_used_again_by_the_fast_planner(tmp_path: Path) -> None:
+    hits = FastSavePlanner().plan_cache.hits
+    for number in range(3):
+        save(state_of(number), model_writer(tmp_path), planner=FastSavePlanner())
+        assert differences(state_of(number), load_model(tmp_path)) == []
+    assert FastSavePlanner().plan_cache.hits == hits + 2
+
+
+def test_plans_that_stock_keeps_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kept in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+        monkeypatch.setattr(SavePlanner, f"_cached_{kept}", {})
+    save(state_of(1), model_writer(tmp_path), planner=DefaultSavePlanner(enable_plan_caching=True))
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    error = failure_of(save, state_of(2), model_writer(tmp_path), planner=planner)
+    assert isinstance(error, UnsupportedError)
+    assert "FastSavePlanner" in str(error)
+    assert differences(state_of(1), load_model(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"format": "pickle"},
+        {"format": "safetensors", "max_shard_nbytes": 0},
+        {"format": "safetensors", "single_file_per_rank": False},
+        {"format": "safetensors", "_extensions": [object()]},
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: Any) -> None:
+    with pytest.raises(ValueError, match=r"format|max_shard|single_file|_extensions"):
+        FastWriter(tmp_path, **options)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_background_save_writes_what_was_staged(tmp_path: Path) -> None:
+    writer = model_writer(tmp_path)
+    for number in range(2):
+        state = state_of(number)
+        saving = dcp.async_save(state, storage_writer=writer)
+        saving.result()
+        assert differences(state_of(number), load_model(tmp_path)) == []
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that records what is done to a disk: of C++, for tests alone."""
+    if not list(ROOT.glob("build/cpp/recorder*.so")):
+        pytest.skip("the module recorder is built by tests/check.py")
+    monkeypatch.syspath_prepend(ROOT / "build/cpp")
+    return importlib.import_module("recorder")
+
+
+ONE, MANY = 1_000_000, 4500  # Bytes of a file: the states have some 1000 bytes in all.
+
+
+def small_state(number: int) -> State:
+    torch.manual_seed(number)
+    return {f"t{n}": random_tensor([20 + n, 10], torch.uint8) for n in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(None, ONE), (None, MANY), (ONE, ONE), (ONE, MANY), (MANY, ONE), (MANY, MANY)]
+)
+def test_power_cut_or_kill_at_any_instant_leaves_the_old_model_or_the_new(
+    recorder: Any, tmp_path: Path, old: int | None, new: int
+) -> None:
+    path, rebuilt = tmp_path / "saved", tmp_path / "rebuilt"
+    path.mkdir()
+    versions: dict[str, State | None] = {"new": small_state(2), "nothing": None}
+    before = "nothing"
+    if old is not None:
+        save(small_state(1), model_writer(path, max_shard_nbytes=old))
+        before, versions["old"] = "old", small_state(1)
+    initial = {str(file): file.read_bytes() for file in path.iterdir()}
+    writer = model_writer(path, max_shard_nbytes=new)
+    writer._file_system = recorder.RecordingFileSystem(initial, str(path))
+    save(small_state(2), writer)
+    cuts = recorder.PowerCuts(writer._file_system, 600, 150, 7)
+
+    found: dict[Any, set[str]] = {}
+    seen: set[str] = set()
+    for instant in range(cuts.last_instant + 1):
+        for tree in [*cuts.trees_after(instant), cuts.tree_after_kill(instant)]:
+            visible = {n: c for n, c in tree.items() if not Path(n).name.startswith(".")}
+            key = tuple(sorted(visible.items()))
+            if key not in found:
+                shutil.rmtree(rebuilt, ignore_errors=True)
+                rebuilt.mkdir()
+                for name, content in visible.items():
+                    (rebuilt / Path(name).name).write_bytes(content)
+                found[key] = {
+                    version_found(rebuilt, versions, index_first=first) for first in (False, True)
+                }
+            done = instant == cuts.last_instant
+            where = f"instant {instant}, after: {cuts.change_before(instant)}; {sorted(tree)}"
+            assert found[key] <= ({"new"} if done else {before, "new"}), where
+            seen |= found[key]
+    assert seen == {before, "new"}
+
+
+def version_found(path: Path, versions: dict[str, State | None], *, index_first: bool) -> str:
+    try:
+        loaded = load_model(path, index_first=index_first)
+    except StopIteration:  # Neither a file of all tensors nor an index.
+        return "nothing"
+    except Exception as error:
+        return f"error: {error}"
+    matching = [n for n, state in versions.items() if state and not differences(state, loaded)]
+    return matching[0] if matching else "a mix"
