@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 from torch_ckpt import _native
 from torch_ckpt.errors import CorruptionError, MismatchError, NotFoundError, UnsupportedError
 from torch_ckpt.formats.opened import ForeignFiles, Opened
+from torch_ckpt.formats.safetensors_layout import DTYPES, MAX_HEADER_NBYTES
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["is_safetensors", "open_safetensors", "open_safetensors_directory"]
 
-_MAX_HEADER_NBYTES = 100_000_000  # As in the library.
 _MAX_NBYTES = 2**63 - 1
 _MAX_NDIM = 64
 _START_NBYTES = 64 << 10  # Read at once: all of most headers.
@@ -35,25 +35,8 @@ _INDEX_SUFFIX = ".safetensors.index.json"
 
 # Torch's name of each dtype, and bits an element.
 _DTYPES = {
-    "BOOL": ("bool", 8),
-    "U8": ("uint8", 8),
-    "I8": ("int8", 8),
-    "F8_E4M3": ("float8_e4m3fn", 8),
-    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
-    "F8_E5M2": ("float8_e5m2", 8),
-    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
-    "F8_E8M0": ("float8_e8m0fnu", 8),
-    "U16": ("uint16", 16),
-    "I16": ("int16", 16),
-    "F16": ("float16", 16),
-    "BF16": ("bfloat16", 16),
-    "U32": ("uint32", 32),
-    "I32": ("int32", 32),
-    "F32": ("float32", 32),
-    "U64": ("uint64", 64),
-    "I64": ("int64", 64),
-    "F64": ("float64", 64),
-    "C64": ("complex64", 64),
+    **{word: (name, 8 * itemsize) for name, (word, itemsize) in DTYPES.items()},
+    "F8_E8M0": ("float8_e8m0fnu", 8),  # Which the library does not load.
     # Of several elements in a byte, which no tensor of torch is.
     "F4": ("", 4),
     "F6_E2M3": ("", 6),
@@ -226,7 +209,7 @@ def _read_weight_map(fs: _native.FileSystem, path: Path) -> dict[str, str]:
     Raises:
         CorruptionError: It is none, or names a file outside its directory.
     """
-    nbytes, data = fs.read_part(os.fsencode(path), 0, _MAX_HEADER_NBYTES)
+    nbytes, data = fs.read_part(os.fsencode(path), 0, MAX_HEADER_NBYTES)
     if nbytes > len(data):
         raise CorruptionError(f"cannot read {path}: it is {nbytes} bytes long")
     index = _parse_json(data, str(path))
@@ -253,7 +236,7 @@ def _read_header(fs: _native.FileSystem, path: Path) -> _Header:
         raise CorruptionError(f"cannot read {path}: {file_nbytes} bytes are no safetensors file")
     header_nbytes = int.from_bytes(start[:_LENGTH_NBYTES], "little")
     data_begin = _LENGTH_NBYTES + header_nbytes
-    if header_nbytes > _MAX_HEADER_NBYTES or data_begin > file_nbytes:
+    if header_nbytes > MAX_HEADER_NBYTES or data_begin > file_nbytes:
         raise CorruptionError(
             f"cannot read {path}: its header would be {header_nbytes} bytes long, in a file of "
             f"{file_nbytes}"

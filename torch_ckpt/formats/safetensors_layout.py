@@ -20,7 +20,7 @@ from typing import Any
 
 from torch_ckpt.errors import UnsupportedError
 
-__all__ = ["DTYPES", "FilePlace", "ModelFile", "ModelLayout", "TensorFacts"]
+__all__ = ["DTYPES", "MAX_HEADER_NBYTES", "FilePlace", "ModelFile", "ModelLayout", "TensorFacts"]
 
 DTYPES = {
     "uint64": ("U64", 8),
