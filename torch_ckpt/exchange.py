@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import secrets
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Literal
@@ -24,14 +22,13 @@ from torch_ckpt import _native, _tensor_view
 from torch_ckpt.errors import CancelledError
 
 __all__ = [
-    "CONNECTIONS",
     "Assigned",
     "ExchangeMode",
     "Wanted",
     "can_exchange",
     "joined",
     "share_reads",
-    "wanted",
+    "this_node",
 ]
 
 ExchangeMode = Literal["auto", "ring", "off"]
@@ -41,18 +38,19 @@ _LEAST_SAVED_NBYTES = 16 << 20
 """With ``"auto"``, ranks do not connect to each other to save less than this."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Membership:
-    """The place of this process among ranks that are connected."""
+_LEAST_SAVED_PART = 16
+"""Nor to save less than one of so many parts of what they want."""
 
-    token: str
-    rank: int
-    size: int
+_MOST_RANKS_BY_ITSELF = 256
+"""With ``"auto"``, more do not connect to each other: each would need so many sockets."""
+
+_CONNECT_TIMEOUT_S = 300.0
+"""Ranks connect within this, or fail: they have all just met."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What a rank wants to read, and who it is; travels in ``LoadPlan.storage_data``."""
+    """What a rank wants to read; travels in ``LoadPlan.storage_data``."""
 
     save_id: str | None
     """Of the save whose metadata it has read."""
@@ -60,8 +58,10 @@ class Wanted:
     """Its byte ranges; ``None`` if it takes no part in an exchange."""
     mode: ExchangeMode = "off"
     node: str = ""
-    memberships: tuple[_Membership, ...] = ()
-    """Connections that it has from former loads."""
+    budget_nbytes: int = 0
+    """Memory for what it has in flight."""
+    verify: bool = True
+    """Whether it checks what it reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,40 +69,16 @@ class Assigned:
     """The part of an exchange that a rank takes; comes back in ``LoadPlan.storage_data``."""
 
     encoded: bytes
-    membership: _Membership
+    token: str
+    """Names the exchange."""
+    rank: int
+    """Place of this rank among those that take part."""
+    size: int
 
 
-class Connections:
-    """Connections of this process to other ranks, kept from load to load.
-
-    They are made beside the process groups of training, so that neither ever waits for the other,
-    and only between ranks that exchange something. A load takes all there are, and puts back what
-    it has left whole: of others, nobody knows what is still on its way. Used by any thread.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: dict[_Membership, ProcessGroupGloo] = {}
-
-    def take(self) -> dict[_Membership, ProcessGroupGloo]:
-        """Takes what is there."""
-        with self._lock:
-            kept, self._kept = self._kept, {}
-        return kept
-
-    def put_back(self, membership: _Membership, backend: ProcessGroupGloo) -> None:
-        """Keeps connections for the next load, in place of all that were kept."""
-        with self._lock:
-            self._kept = {membership: backend}
-
-    def forget(self) -> None:
-        """Closes what is kept."""
-        self.take()
-
-
-CONNECTIONS = Connections()
-# Threads of a backend must not outlive the interpreter.
-atexit.register(CONNECTIONS.forget)
+def this_node() -> str:
+    """The name of the machine, by which rings are ordered."""
+    return socket.gethostname()
 
 
 def can_exchange() -> bool:
@@ -110,107 +86,86 @@ def can_exchange() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def wanted(
-    encoded: bytes | None, *, save_id: str | None, mode: ExchangeMode, taken: Sequence[_Membership]
-) -> Wanted:
-    """What this rank says of itself."""
-    if encoded is None:
-        return Wanted(save_id)
-    return Wanted(save_id, encoded, mode, socket.gethostname(), tuple(taken))
-
-
-def share_reads(plans: Sequence[Wanted], *, budget_nbytes: int) -> list[Assigned | None]:
+def share_reads(plans: Sequence[Wanted]) -> list[Assigned | None]:
     """Shares out what several ranks want; called by the coordinator.
 
     Args:
         plans: What each rank wants, in the order of the ranks.
-        budget_nbytes: Bytes of memory for what a rank has in flight.
 
     Returns:
         The part of each rank, ``None`` for one that has none.
     """
-    nothing: list[Assigned | None] = [None] * len(plans)
+    parts: list[Assigned | None] = [None] * len(plans)
     taking_part = [rank for rank, plan in enumerate(plans) if plan.encoded is not None]
-    exchange = _exchange_of(plans, taking_part, budget_nbytes)
+    if any(plans[rank].verify for rank in taking_part):
+        # What nobody has checked is not for those who want it checked.
+        taking_part = [rank for rank in taking_part if plans[rank].verify]
+    exchange = _exchange_of(plans, taking_part)
     sharing = [rank for place, rank in enumerate(taking_part) if exchange.is_in_ring(place)]
     if not sharing:
-        return nothing
+        return parts
+    if not any(plans[rank].mode == "ring" for rank in taking_part) and (
+        exchange.saved_nbytes < _LEAST_SAVED_NBYTES
+        or exchange.saved_nbytes < exchange.wanted_nbytes // _LEAST_SAVED_PART
+        or len(sharing) > _MOST_RANKS_BY_ITSELF
+    ):
+        return parts
     if len(sharing) < len(taking_part):  # The others need not be connected.
-        taking_part = sharing
-        exchange = _exchange_of(plans, taking_part, budget_nbytes)
-    modes = {plans[rank].mode for rank in taking_part}
-    if exchange.saved_nbytes < (1 if "ring" in modes else _LEAST_SAVED_NBYTES):
-        return nothing
-    size = len(taking_part)
-    # Connections of a former load serve again if all ranks still have them, in the same places.
-    common = set.intersection(
-        *(
-            {m.token for m in plans[rank].memberships if (m.rank, m.size) == (place, size)}
-            for place, rank in enumerate(taking_part)
-        )
+        exchange = _exchange_of(plans, sharing)
+    token = secrets.token_hex(8)
+    for place, rank in enumerate(sharing):
+        parts[rank] = Assigned(exchange.of_rank(place), token, place, len(sharing))
+    return parts
+
+
+def _exchange_of(plans: Sequence[Wanted], ranks: Sequence[int]) -> _native.Exchange:
+    return _native.Exchange(
+        [plans[rank].encoded or b"" for rank in ranks],
+        [plans[rank].node for rank in ranks],
+        min((plans[rank].budget_nbytes for rank in ranks), default=0),
     )
-    token = min(common) if common else secrets.token_hex(8)
-    for place, rank in enumerate(taking_part):
-        encoded = exchange.of_rank(place)
-        nothing[rank] = Assigned(encoded, _Membership(token, place, size))
-    return nothing
-
-
-def _exchange_of(
-    plans: Sequence[Wanted], ranks: Sequence[int], budget_nbytes: int
-) -> _native.Exchange:
-    encoded = [plans[rank].encoded or b"" for rank in ranks]
-    return _native.Exchange(encoded, [plans[rank].node for rank in ranks], budget_nbytes)
 
 
 @contextlib.contextmanager
 def joined(
-    assigned: Assigned,
-    taken: dict[_Membership, ProcessGroupGloo],
-    *,
-    fs: _native.FileSystem,
-    budget_nbytes: int,
-    timeout_s: float,
+    assigned: Assigned, *, fs: _native.FileSystem, budget_nbytes: int, timeout_s: float
 ) -> Iterator[_native.ExchangeStream]:
-    """Takes part in an exchange; leaves it at the end, or breaks it off with an exception.
+    """Takes part in an exchange; comes to its end with the others, or breaks it off by raising.
 
-    When a rank breaks off, its connections end, and with them what the others wait for.
+    When a rank breaks off, its connections end, and the others find that out.
 
     Args:
         assigned: What this rank does.
-        taken: Connections from former loads, of which it may use one.
         fs: Where the files are.
         budget_nbytes: Bytes of memory for what is in flight.
         timeout_s: Seconds that one transfer may take.
 
     Raises:
-        CancelledError: Another rank could not be reached.
+        CancelledError: Another rank could not be reached, or has broken off.
     """
-    membership = assigned.membership
-    backend = taken.pop(membership, None)
-    taken.clear()
-    if backend is None:
-        backend = _connect(membership, timeout_s)
-    try:
-        peers = _tensor_view.make_peers(backend, round(timeout_s * 1000))
-        stream = _native.ExchangeStream(fs, assigned.encoded, peers, budget_nbytes)
-        del peers
-        try:
-            yield stream
-        finally:
-            stream.close()
-    except BaseException:
-        del backend  # The last that holds the connections: the traceback keeps this frame.
-        raise
-    CONNECTIONS.put_back(membership, backend)
-
-
-def _connect(membership: _Membership, timeout_s: float) -> ProcessGroupGloo:
-    store = PrefixStore(
-        f"torch_ckpt/exchange/{membership.token}", _get_process_group_store(_get_default_group())
+    timeout_ms = round(timeout_s * 1000)
+    # Nothing else may hold the connections: the traceback of an error would keep them open.
+    stream = _native.ExchangeStream(
+        fs,
+        assigned.encoded,
+        _tensor_view.make_peers(_connect(assigned, timeout_s), timeout_ms),
+        budget_nbytes,
+        timeout_ms,
     )
-    timeout = timedelta(seconds=timeout_s)
     try:
-        return ProcessGroupGloo(store, membership.rank, membership.size, timeout)
+        yield stream
+        stream.finish()
+    finally:
+        stream.close()
+
+
+def _connect(assigned: Assigned, timeout_s: float) -> ProcessGroupGloo:
+    """Connects to the others, beside the process groups of training."""
+    store = PrefixStore(
+        f"torch_ckpt/exchange/{assigned.token}", _get_process_group_store(_get_default_group())
+    )
+    timeout = timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
+    try:
+        return ProcessGroupGloo(store, assigned.rank, assigned.size, timeout)
     except Exception as error:
         raise CancelledError(f"cannot connect to the other ranks: {error}") from error

@@ -24,14 +24,13 @@ from torch_ckpt import _native
 from torch_ckpt.deadline import time_limit_s
 from torch_ckpt.errors import CheckpointError, NotFoundError, portable_errors
 from torch_ckpt.exchange import (
-    CONNECTIONS,
     Assigned,
     ExchangeMode,
     Wanted,
     can_exchange,
     joined,
     share_reads,
-    wanted,
+    this_node,
 )
 from torch_ckpt.formats.opened import Contents
 from torch_ckpt.formats.recognise import open_stored
@@ -79,9 +78,9 @@ class FastReader(StorageReader):
 
         exchange: Whether ranks that want the same bytes read them once and pass them on to each
             other, over connections of their own beside those of the process group: ``"auto"`` where
-            that saves at least 16 MiB of reading (as it does for replicas), ``"ring"`` always,
-            ``"off"`` never. Every rank passes the same. A rank that loads alone, as with
-            ``no_dist=True``, exchanges nothing.
+            that saves at least 16 MiB and a sixteenth of all reading (as it does for replicas),
+            ``"ring"`` always, ``"off"`` never. A rank that loads alone, as with ``no_dist=True``,
+            exchanges nothing.
 
     Raises:
         NotFoundError: ``path`` holds no committed checkpoint, or a data file is missing.
@@ -127,7 +126,6 @@ class FastReader(StorageReader):
         self._index: _native.Index | None = None
         self._contents: Contents | None = None  # Of files that are not slices alone.
         self._kept: Sequence[ReadItem] = []  # What this rank reads, while its plan travels.
-        self._taken: dict[Any, Any] = {}  # Connections to other ranks, for this load.
         self._shared_save_id: str | None = None  # Of the save that all ranks are to load.
         self._unreadable: Exception | None = None  # Why the coordinator's metadata are.
 
@@ -140,7 +138,6 @@ class FastReader(StorageReader):
             "_index": None,
             "_contents": None,
             "_kept": [],
-            "_taken": {},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -222,17 +219,21 @@ class FastReader(StorageReader):
         """Says in the plan which checkpoint this rank has opened, and what it wants of it."""
         items: Any = plan.items
         self._kept = items
-        encoded: bytes | None = None
-        self._taken = {}
-        if self.exchange != "off" and can_exchange():
-            self._taken = CONNECTIONS.take()
+        said = Wanted(self._shared_save_id)
+        # Without an id nobody can tell whether all ranks mean the same files.
+        if self.exchange != "off" and self._shared_save_id is not None and can_exchange():
             with gc_paused(), portable_errors():
                 encoded = self._source().wanted_bytes(items)
+            said = Wanted(
+                self._shared_save_id,
+                encoded,
+                self.exchange,
+                this_node(),
+                self.io.exchange_nbytes,
+                self.verify,
+            )
         if isinstance(items, PlannedReads):
             items = KeptReads(len(items))
-        said = wanted(
-            encoded, save_id=self._shared_save_id, mode=self.exchange, taken=list(self._taken)
-        )
         return dataclasses.replace(plan, items=items, storage_data=said)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -250,7 +251,7 @@ class FastReader(StorageReader):
                 f"{said[others[0]].save_id}, rank 0 save {said[0].save_id}; was it saved over just "
                 "now?"
             )
-        shares = share_reads(said, budget_nbytes=self.io.exchange_nbytes)
+        shares = share_reads(said)
         return [
             dataclasses.replace(plan, storage_data=share)
             for plan, share in zip(plans, shares, strict=True)
@@ -268,7 +269,6 @@ class FastReader(StorageReader):
                 exchange = stack.enter_context(
                     joined(
                         plan.storage_data,
-                        self._taken,
                         fs=self._file_system,
                         budget_nbytes=self.io.exchange_nbytes,
                         timeout_s=time_limit_s(),
@@ -283,7 +283,6 @@ class FastReader(StorageReader):
                 load_planned(source, planner, items, exchange)
             else:
                 Load(source, planner, list(items)).run(exchange)
-        self._taken = {}
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -30,11 +30,13 @@ Exchange make_exchange(const std::vector<py::bytes>& wanted, const std::vector<s
 }
 
 std::unique_ptr<ExchangeStream> make_stream(FileSystem& fs, const py::bytes& plan,
-                                            std::shared_ptr<Peers> peers, int64_t budget_nbytes) {
+                                            std::shared_ptr<Peers> peers, int64_t budget_nbytes,
+                                            int64_t timeout_ms) {
   const Bytes view = view_of(plan);
   return value_or_raise(without_gil([&]() -> Result<std::unique_ptr<ExchangeStream>> {
     ASSIGN_OR_RETURN(RankExchange decoded, RankExchange::decode(view));
-    return ExchangeStream::make(fs, std::move(decoded), std::move(peers), budget_nbytes);
+    return ExchangeStream::make(fs, std::move(decoded), std::move(peers), budget_nbytes,
+                                std::chrono::milliseconds(timeout_ms));
   }));
 }
 
@@ -45,6 +47,7 @@ void bind_exchange(py::module_& module) {
   py::class_<Exchange>(module, "Exchange")
       .def(py::init(&make_exchange), py::arg("wanted"), py::arg("nodes"), py::arg("budget_nbytes"))
       .def_property_readonly("saved_nbytes", &Exchange::saved_nbytes)
+      .def_property_readonly("wanted_nbytes", &Exchange::wanted_nbytes)
       .def("is_in_ring", &Exchange::is_in_ring, py::arg("rank"))
       .def(
           "of_rank",
@@ -54,8 +57,12 @@ void bind_exchange(py::module_& module) {
           py::arg("rank"));
   py::class_<ExchangeStream>(module, "ExchangeStream")
       .def(py::init(&make_stream), py::arg("fs"), py::arg("plan"), py::arg("peers"),
-           py::arg("budget_nbytes"), py::keep_alive<1, 2>())
-      .def("close", &ExchangeStream::close);
+           py::arg("budget_nbytes"), py::arg("timeout_ms"), py::keep_alive<1, 2>())
+      .def("finish",
+           [](ExchangeStream& stream) {
+             raise_if_error(without_gil([&] { return stream.finish(); }));
+           })
+      .def("close", [](ExchangeStream& stream) { without_gil([&] { stream.close(); }); });
 }
 
 }  // namespace torch_ckpt

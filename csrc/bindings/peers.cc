@@ -20,8 +20,8 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-// Of all transfers: between two ranks they come in the order in which they were begun.
-constexpr int kTag = 0;
+// For what may last as long as the load.
+constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 
 // What torch and gloo say, without where in their own sources they say so.
 std::string reason_of(const std::exception& error) {
@@ -69,28 +69,33 @@ class BackendPeers : public Peers {
   BackendPeers(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout)
       : backend_(std::move(backend)), timeout_(timeout) {}
 
-  Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank) override {
-    return begin(
-        const_cast<std::byte*>(bytes.data()), bytes.size(),
-        str_cat("send ", bytes.size(), " bytes to rank ", rank),
-        [&](std::vector<at::Tensor>& tensors) { return backend_->send(tensors, rank, kTag); });
+  Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel) override {
+    return begin(const_cast<std::byte*>(bytes.data()), bytes.size(), timeout_,
+                 str_cat("send ", bytes.size(), " bytes to rank ", rank),
+                 [&](std::vector<at::Tensor>& tensors) {
+                   return backend_->send(tensors, rank, static_cast<int>(channel));
+                 });
   }
 
-  Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank) override {
-    return begin(
-        memory.data(), memory.size(), str_cat("receive ", memory.size(), " bytes from rank ", rank),
-        [&](std::vector<at::Tensor>& tensors) { return backend_->recv(tensors, rank, kTag); });
+  Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank,
+                                                Channel channel) override {
+    return begin(memory.data(), memory.size(), channel == Channel::kEnd ? kForever : timeout_,
+                 str_cat("receive ", memory.size(), " bytes from rank ", rank),
+                 [&](std::vector<at::Tensor>& tensors) {
+                   return backend_->recv(tensors, rank, static_cast<int>(channel));
+                 });
   }
 
  private:
   template <typename Begin>
-  Result<std::unique_ptr<PeerTransfer>> begin(std::byte* data, size_t nbytes, std::string what,
+  Result<std::unique_ptr<PeerTransfer>> begin(std::byte* data, size_t nbytes,
+                                              std::chrono::milliseconds timeout, std::string what,
                                               const Begin& begin) {
     try {
       std::vector<at::Tensor> tensors = {bytes_at(data, nbytes)};
       const std::lock_guard<std::mutex> lock(mutex_);
       return std::unique_ptr<PeerTransfer>(
-          std::make_unique<BackendTransfer>(begin(tensors), timeout_, std::move(what)));
+          std::make_unique<BackendTransfer>(begin(tensors), timeout, std::move(what)));
     } catch (const std::exception& error) {
       return cancelled("cannot ", what, ": ", reason_of(error));
     }

@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
+#include <set>
 
 namespace torch_ckpt {
 
@@ -19,16 +20,20 @@ Assembly::Assembly(std::span<const WantedRange> wanted, std::span<const SharedPi
       ranges.push_back(piece.range);
     }
   }
+  const auto is_covered = [&](const WantedRange& want) {
+    const auto ranges = covered.find(want.file);
+    if (ranges == covered.end()) return false;
+    const auto after =
+        std::ranges::upper_bound(ranges->second, want.range.begin, {}, &ByteRange::begin);
+    return after != ranges->second.begin() && std::prev(after)->end >= want.range.end;
+  };
+  std::set<int64_t> left_alone;  // Groups of which the pieces have not all.
+  for (const WantedRange& want : wanted) {
+    if (want.group >= 0 && !is_covered(want)) left_alone.insert(want.group);
+  }
   for (int64_t i = 0; i < std::ssize(wanted); ++i) {
     const WantedRange& want = wanted[static_cast<size_t>(i)];
-    const auto ranges = covered.find(want.file);
-    bool is_covered = false;
-    if (ranges != covered.end()) {
-      const auto after =
-          std::ranges::upper_bound(ranges->second, want.range.begin, {}, &ByteRange::begin);
-      is_covered = after != ranges->second.begin() && std::prev(after)->end >= want.range.end;
-    }
-    if (!is_covered) {
+    if (!is_covered(want) || left_alone.contains(want.group)) {
       others_.push_back(i);
       continue;
     }

@@ -31,7 +31,7 @@ class Assembly {
   Assembly(std::span<const WantedRange> wanted, std::span<const SharedPiece> pieces,
            const ConsumeRange& consume);
 
-  // The wanted ranges that the pieces do not have, or not all of.
+  // The wanted ranges that the pieces do not have, or not all of, or not all of their group.
   const std::vector<int64_t>& others() const { return others_; }
 
   // Where the bytes of a piece belong as they are; nullptr where they must be looked at.

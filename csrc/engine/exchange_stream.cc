@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
-#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -24,19 +23,81 @@ constexpr int64_t kLeastInFlight = 2;
 }  // namespace
 
 ExchangeStream::ExchangeStream(RankExchange plan, std::shared_ptr<Peers> peers,
-                               std::unique_ptr<BufferPool> pool, std::unique_ptr<ReadStream> reads)
+                               std::unique_ptr<BufferPool> pool, std::unique_ptr<ReadStream> reads,
+                               std::chrono::milliseconds timeout)
     : plan_(std::move(plan)),
       pieces_(plan_.pieces()),
       peers_(std::move(peers)),
       pool_(std::move(pool)),
       reads_(std::move(reads)),
+      timeout_(timeout),
       room_(pool_->block_count()) {}
 
-ExchangeStream::~ExchangeStream() = default;
+ExchangeStream::~ExchangeStream() { close(); }
+
+// Begins to watch all ranks that pieces come from or go to.
+Status ExchangeStream::watch_all() {
+  std::set<int32_t> ranks;
+  for (const ExchangePiece& piece : pieces_) {
+    if (piece.from >= 0) ranks.insert(piece.from);
+    if (piece.to >= 0) ranks.insert(piece.to);
+  }
+  for (const int32_t rank : ranks) {
+    Watched& watched = watched_.emplace_back();
+    watched.rank = rank;
+    ASSIGN_OR_RETURN(watched.end, peers_->receive({&watched.word, 1}, rank, Channel::kEnd));
+    watched.thread = std::thread([this, &watched] { watch(watched.rank, *watched.end); });
+  }
+  return ok_status();
+}
+
+void ExchangeStream::watch(int32_t rank, PeerTransfer& end) {
+  const Status status = end.wait();
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (status.ok()) {
+    ++ended_;
+    changed_.notify_all();
+  } else if (!closing_) {
+    lock.unlock();
+    fail(cancelled("rank ", rank, " has broken off: ", status.message()));
+  }
+}
+
+Status ExchangeStream::finish() {
+  const std::byte word{1};
+  std::vector<std::unique_ptr<PeerTransfer>> sends;
+  for (const Watched& watched : watched_) {
+    ASSIGN_OR_RETURN(auto send, peers_->send({&word, 1}, watched.rank, Channel::kEnd));
+    sends.push_back(std::move(send));
+  }
+  for (const auto& send : sends) RETURN_IF_ERROR(send->wait());
+  // Who left now would break off what the others have still to say.
+  std::unique_lock<std::mutex> lock(mutex_);
+  const bool in_time =
+      changed_.wait_for(lock, timeout_, [&] { return failed_ || ended_ == std::ssize(watched_); });
+  if (in_time) return status_;
+  return cancelled("after ", timeout_.count(), " ms, not all ranks have come to the end");
+}
+
+void ExchangeStream::close() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;
+  }
+  for (Watched& watched : watched_) {
+    if (watched.end != nullptr) watched.end->abort();
+  }
+  for (Watched& watched : watched_) {
+    if (watched.thread.joinable()) watched.thread.join();
+  }
+  watched_.clear();
+  peers_.reset();
+}
 
 Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, RankExchange plan,
                                                              std::shared_ptr<Peers> peers,
-                                                             int64_t budget_nbytes) {
+                                                             int64_t budget_nbytes,
+                                                             std::chrono::milliseconds timeout) {
   const int64_t block_nbytes = read_block_nbytes(plan.piece_nbytes);
   const int64_t reads_nbytes = kReadThreads * 2 * block_nbytes;
   if (budget_nbytes < reads_nbytes + kLeastInFlight * plan.piece_nbytes) {
@@ -49,8 +110,8 @@ Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, Ran
       std::min(budget_nbytes - reads_nbytes, most_in_flight * plan.piece_nbytes);
   HeapMemorySource heap;
   ASSIGN_OR_RETURN(auto pool, BufferPool::make(heap, pool_nbytes, plan.piece_nbytes));
-  return std::unique_ptr<ExchangeStream>(
-      new ExchangeStream(std::move(plan), std::move(peers), std::move(pool), std::move(reads)));
+  return std::unique_ptr<ExchangeStream>(new ExchangeStream(
+      std::move(plan), std::move(peers), std::move(pool), std::move(reads), timeout));
 }
 
 void ExchangeStream::fail(const Status& error) {
@@ -62,10 +123,6 @@ void ExchangeStream::fail(const Status& error) {
 }
 
 Status ExchangeStream::run(std::span<const SharedPiece> pieces, Assembly& assembly) {
-  run_pieces_ = pieces;
-  assembly_ = &assembly;
-  in_flight_ = std::vector<InFlight>(pieces.size());
-  with_room_ = 0;
   const auto guarded = [this](auto&& work) {
     return [this, work] {
       try {
@@ -75,18 +132,25 @@ Status ExchangeStream::run(std::span<const SharedPiece> pieces, Assembly& assemb
       }
     };
   };
-  std::vector<std::thread> threads;
-  try {
-    threads.emplace_back(guarded([this] { make_room_for_all(); }));
-    threads.emplace_back(guarded([this] { read_all(); }));
-  } catch (const std::system_error& error) {
-    fail(internal_error("cannot begin a thread: ", error.what()));
-  }
-  guarded([this] {
-    const Status status = take_all();
+  std::thread making_room;
+  std::thread reading;
+  guarded([&] {
+    run_pieces_ = pieces;
+    assembly_ = &assembly;
+    in_flight_ = std::vector<InFlight>(pieces.size());
+    with_room_ = 0;
+    Status status = watched_.empty() ? watch_all() : ok_status();
+    if (status.ok()) {
+      making_room = std::thread(guarded([this] { make_room_for_all(); }));
+      reading = std::thread(guarded([this] { read_all(); }));
+      status = take_all();
+    }
     if (!status.ok()) fail(status);
   })();
-  for (std::thread& thread : threads) thread.join();
+  for (std::thread* thread : {&making_room, &reading}) {
+    if (thread->joinable()) thread->join();
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
   transfers_.clear();
   in_flight_.clear();  // What is in flight after an error ends here.
   return status_;
@@ -128,7 +192,7 @@ bool ExchangeStream::make_room(int64_t piece) {
     to_read_.push_back(piece);
   } else {
     lock.unlock();
-    auto incoming = peers_->receive(memory_of(piece), shared.from);
+    auto incoming = peers_->receive(memory_of(piece), shared.from, Channel::kPieces);
     if (!incoming.ok()) {
       fail(incoming.status());
       return false;
@@ -242,7 +306,8 @@ Status ExchangeStream::arrive(int64_t piece) {
 }
 
 Status ExchangeStream::pass_on(int64_t piece) {
-  auto outgoing = peers_->send(memory_of(piece), run_pieces_[static_cast<size_t>(piece)].to);
+  auto outgoing =
+      peers_->send(memory_of(piece), run_pieces_[static_cast<size_t>(piece)].to, Channel::kPieces);
   if (!outgoing.ok()) return outgoing.status();
   keep(std::move(*outgoing), &in_flight_[static_cast<size_t>(piece)].outgoing);
   return ok_status();

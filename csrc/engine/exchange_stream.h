@@ -10,8 +10,11 @@
 // pieces that are not done, the first has room wherever it belongs, and goes on: nobody waits in a
 // circle, however little memory there is.
 //
-// A rank that fails breaks off, and so do the others, when their transfers with it fail.
+// A rank that fails breaks off, and so do the others, when their transfers with it fail. Every rank
+// watches those that it exchanges with: each says when it has come to the end, so that a rank that
+// is gone before is found out whatever it left half done.
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -19,6 +22,8 @@
 #include <mutex>
 #include <set>
 #include <span>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "base/status.h"
@@ -33,11 +38,13 @@ namespace torch_ckpt {
 
 class ExchangeStream {
  public:
-  // `budget_nbytes` bounds the memory of pieces in flight and of reading them.
+  // `budget_nbytes` bounds the memory of pieces in flight and of reading them; `timeout`, how long
+  // this rank waits at the end for others.
   // Errors: kInvalidArgument where that is less than six pieces.
   static Result<std::unique_ptr<ExchangeStream>> make(FileSystem& fs, RankExchange plan,
                                                       std::shared_ptr<Peers> peers,
-                                                      int64_t budget_nbytes);
+                                                      int64_t budget_nbytes,
+                                                      std::chrono::milliseconds timeout);
   ~ExchangeStream();
 
   // The files of this rank's pieces, ascending by name, and the pieces: in the order in which they
@@ -49,8 +56,12 @@ class ExchangeStream {
   // After an error no piece is in flight, and the stream must not be used again.
   Status run(std::span<const SharedPiece> pieces, Assembly& assembly);
 
+  // Tells the others that this rank has come to the end, and waits until they have, too. All pieces
+  // have been run. Errors: kCancelled where another has broken off, or is late.
+  Status finish();
+
   // Lets go of the peers. Requires: no `run` now or to come.
-  void close() { peers_.reset(); }
+  void close();
 
   // Ends a `run`, now or to come, with this error. Safe to call from any thread.
   void fail(const Status& error);
@@ -66,8 +77,10 @@ class ExchangeStream {
   };
 
   ExchangeStream(RankExchange plan, std::shared_ptr<Peers> peers, std::unique_ptr<BufferPool> pool,
-                 std::unique_ptr<ReadStream> reads);
+                 std::unique_ptr<ReadStream> reads, std::chrono::milliseconds timeout);
 
+  Status watch_all();
+  void watch(int32_t rank, PeerTransfer& end);
   void make_room_for_all();
   bool make_room(int64_t piece);
   void read_all();
@@ -87,10 +100,20 @@ class ExchangeStream {
   std::shared_ptr<Peers> peers_;
   const std::unique_ptr<BufferPool> pool_;
   const std::unique_ptr<ReadStream> reads_;
+  const std::chrono::milliseconds timeout_;
 
   // Of the present run.
   std::span<const SharedPiece> run_pieces_;
   Assembly* assembly_ = nullptr;
+
+  // The ranks that pieces come from or go to, and the word of each that it has come to the end.
+  struct Watched {
+    int32_t rank = -1;
+    std::byte word{};
+    std::unique_ptr<PeerTransfer> end = nullptr;
+    std::thread thread = {};
+  };
+  std::deque<Watched> watched_;
 
   std::mutex mutex_;  // Guards what follows, and the pool.
   std::condition_variable changed_;
@@ -101,6 +124,8 @@ class ExchangeStream {
   std::deque<int64_t> sending_;  // Taken, and on their way to the next rank.
   std::set<PeerTransfer*> transfers_;
   bool failed_ = false;
+  bool closing_ = false;
+  int64_t ended_ = 0;  // Of the watched, how many have come to the end.
   Status status_;
 };
 

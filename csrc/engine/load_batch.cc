@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <exception>
 #include <new>
 #include <system_error>
 #include <thread>
@@ -103,7 +104,14 @@ Status LoadBatch::run(ExchangeStream& exchange, std::span<const ExchangePiece> p
   Status status_alone;
   std::thread reading;
   try {
-    reading = std::thread([&] { status_alone = read_alone(); });
+    reading = std::thread([&] {
+      try {
+        status_alone = read_alone();
+      } catch (const std::exception& error) {
+        status_alone = internal_error("cannot go on reading: ", error.what());
+        exchange.fail(status_alone);
+      }
+    });
   } catch (const std::system_error&) {
     // No more threads to be had: first the one, then the other.
   }
@@ -204,6 +212,8 @@ Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>
     std::byte* destination =
         one_run && !to_hand_over ? wanted.live.data + part.dst_offset : nullptr;
     wanted_.push_back(want(wanted.slice, range, destination));
+    // So that its memory is not held for long.
+    if (to_hand_over) wanted_.back().group = request;
     pieces_.push_back({request, std::move(part), one_run, has_crc});
   }
   const auto last = static_cast<int64_t>(pieces_.size());

@@ -24,14 +24,23 @@ class PeerTransfer {
   virtual void abort() = 0;
 };
 
-// Transfers between two ranks come in the order in which both have begun them. Each function may be
-// called from any thread, but one rank is sent to, or received from, by one thread at a time.
+// What is sent between two ranks. Transfers of one kind come in the order in which both have begun
+// them.
+enum class Channel : uint8_t {
+  kPieces,
+  kEnd,  // Received for as long as it takes: when the peer is gone, this is what is sure to fail.
+};
+
+// Each function may be called from any thread, but one rank is sent to, or received from, by one
+// thread at a time.
 class Peers {
  public:
   virtual ~Peers() = default;
 
-  virtual Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank) = 0;
-  virtual Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank) = 0;
+  virtual Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank,
+                                                     Channel channel) = 0;
+  virtual Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank,
+                                                        Channel channel) = 0;
 };
 
 }  // namespace torch_ckpt

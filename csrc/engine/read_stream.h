@@ -45,6 +45,7 @@ struct WantedRange {
   const std::string* name = nullptr;  // FQN, for messages.
   const FileSums* sums = nullptr;     // Of the file, where it is to be checked.
   const RangeNames* names = nullptr;  // FQNs, of a range that is of several.
+  int64_t group = -1;  // Ranges that are best read together, by a number of their own.
 };
 
 // What must be read to have a wanted range, and to check it.

@@ -216,6 +216,7 @@ Result<RankExchange> RankExchange::decode(Bytes bytes) {
   int64_t count;
   if (!in.varint(&rank) || rank > kMaxRank || !in.varint(&out.piece_nbytes)) return unsound();
   if (out.piece_nbytes <= 0 || out.piece_nbytes > kMaxPieceNbytes) return unsound();
+  if (out.piece_nbytes % kGrain != 0) return unsound();
   out.rank = static_cast<int32_t>(rank);
   if (!in.varint(&count) || count > in.left()) return unsound();
   for (int64_t i = 0; i < count; ++i) {
@@ -307,7 +308,9 @@ Result<Exchange> Exchange::make(std::span<const WantedBytes* const> wanted,
   for (const auto& [name, of_kinds] : files) {
     std::vector<Run> runs = cut_by_wanters(of_kinds);
     for (const Run& run : runs) {
-      out.saved_nbytes_ += run.range.nbytes() * (std::ssize(ranks_of(run.wanters)) - 1);
+      const int64_t wanters = std::ssize(ranks_of(run.wanters));
+      out.wanted_nbytes_ += run.range.nbytes() * wanters;
+      out.saved_nbytes_ += run.range.nbytes() * (wanters - 1);
     }
     for (const Run& run : joined(std::move(runs))) {
       std::vector<int32_t> ranks = ranks_of(run.wanters);

@@ -76,6 +76,9 @@ class Exchange {
   // How many bytes need not be read, as another rank has.
   int64_t saved_nbytes() const { return saved_nbytes_; }
 
+  // Of all that the ranks want, each by itself.
+  int64_t wanted_nbytes() const { return wanted_nbytes_; }
+
   // Whether a rank wants anything that another does.
   bool is_in_ring(int32_t rank) const;
 
@@ -84,6 +87,7 @@ class Exchange {
  private:
   int64_t piece_nbytes_ = 0;
   int64_t saved_nbytes_ = 0;
+  int64_t wanted_nbytes_ = 0;
   std::vector<std::string> files_;
   std::vector<ReadRing> rings_;
   std::vector<SharedRange> ranges_;

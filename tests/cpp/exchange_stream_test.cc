@@ -96,14 +96,15 @@ struct TestWorld {
     ASSIGN_OR_RETURN(
         auto exchange,
         ExchangeStream::make(*one.fs, std::move(part), network.peers_of(static_cast<int32_t>(rank)),
-                             budget_nbytes));
+                             budget_nbytes, std::chrono::seconds(60)));
     ASSIGN_OR_RETURN(const auto job, LoadJob::make(*one.fs, kCheckpoint, kTiny));
     const HandOver hand_over = [&](int64_t request, LoadedBytes bytes) {
       one.handed_over[static_cast<size_t>(request)] =
           as_text({bytes.data.get(), static_cast<size_t>(bytes.nbytes)});
       return ok_status();
     };
-    return job->run(one.requests, {}, hand_over, exchange.get()).status();
+    RETURN_IF_ERROR(job->run(one.requests, {}, hand_over, exchange.get()).status());
+    return exchange->finish();
   }
 
   // As FastReader does: all say what they want, one shares it out, all read.

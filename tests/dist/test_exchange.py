@@ -23,7 +23,6 @@ from torch.distributed.tensor import Replicate, Shard
 
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastWriter, IoOptions, RankTimeoutError
-from torch_ckpt.exchange import CONNECTIONS
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -149,11 +148,9 @@ def load_as_group(path: Path) -> None:
         reader = FastReader(path, io=TINY, exchange="ring")
         dcp.load(state, storage_reader=reader, process_group=group)
         assert_same(state, state_of("saved"))
-        assert len(CONNECTIONS.take()) == 1
     state = state_of("of no version")
     dcp.load(state, storage_reader=FastReader(path, exchange="ring"), no_dist=True)
     assert_same(state, state_of("saved"))
-    assert not CONNECTIONS.take()
 
 
 def test_a_group_exchanges_among_itself_and_a_lone_rank_not_at_all(
@@ -161,25 +158,6 @@ def test_a_group_exchanges_among_itself_and_a_lone_rank_not_at_all(
 ) -> None:
     save_alone(tmp_path)
     worlds.run(4, load_as_group, tmp_path)
-
-
-def connections_of_loads(path: Path) -> list[int]:
-    """Which connections were kept after a load with each of these modes."""
-    kept: list[int] = []
-    for mode in ("auto", "ring", "ring", "off"):
-        load_replicas(path, mode, fast=True)
-        taken = CONNECTIONS.take()
-        kept.append(sum(map(id, taken.values())))
-        for membership, backend in taken.items():
-            CONNECTIONS.put_back(membership, backend)
-    return kept
-
-
-def test_connections_are_made_where_they_pay_and_kept(worlds: Worlds, tmp_path: Path) -> None:
-    save_alone(tmp_path)
-    for auto, ring, again, off in worlds.run(2, connections_of_loads, tmp_path):
-        assert auto == 0  # A few MiB are not worth it.
-        assert ring == again == off != 0
 
 
 def load_copies(paths: list[Path], faulty: int) -> tuple[float, dict[int, str]]:

@@ -119,8 +119,13 @@ def planned_by_stock(planner: DefaultSavePlanner, state: dict[Any, Any]) -> dict
 
 
 def flattened_metadata(metadata: Metadata) -> dict[str, Any]:
-    """Everything that metadata say but for places; sizes and offsets as what they are."""
+    """Everything that metadata say but for places; sizes and offsets as what they are.
+
+    Stock keeps some paths of what it does not store, such as an empty dict in a mapping.
+    """
     paths = metadata.planner_data
+    if paths is not None:
+        paths = {fqn: path for fqn, path in paths.items() if fqn in metadata.state_dict_metadata}
     return {
         "stored": list(dict(metadata.state_dict_metadata).items()),
         "paths": None if paths is None else dict(paths),

@@ -265,6 +265,7 @@ def test_ranks_that_have_opened_different_checkpoints_do_not_mix_them(tmp_path: 
         save(state, FastWriter(tmp_path))  # Between what the two ranks do.
         reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
         plans.append(reader.prepare_local_plan(LoadPlan([])))
-    assert readers[0].prepare_global_plan([plans[0], plans[0]]) == [plans[0], plans[0]]
+    shared = readers[0].prepare_global_plan([plans[0], plans[0]])
+    assert [plan.storage_data for plan in shared] == [None, None]
     with pytest.raises(CheckpointError, match=r"rank 1 has opened save [0-9a-f]+, rank 0 save"):
         readers[0].prepare_global_plan(plans)

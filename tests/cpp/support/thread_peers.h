@@ -33,7 +33,12 @@ class PeerNetwork {
   }
 
  private:
-  using Link = std::pair<int32_t, int32_t>;  // From, to.
+  struct Link {
+    int32_t from;
+    int32_t to;
+    Channel channel;
+    auto operator<=>(const Link&) const = default;
+  };
 
   struct State {
     MutableBytes memory;
@@ -59,7 +64,7 @@ class PeerNetwork {
     Status wait() override {
       std::unique_lock<std::mutex> lock(network_.mutex_);
       const auto gone = [&] {
-        return network_.gone_.contains(link_.first) || network_.gone_.contains(link_.second);
+        return network_.gone_.contains(link_.from) || network_.gone_.contains(link_.to);
       };
       network_.changed_.wait(lock, [&] { return state_->done || state_->aborted || gone(); });
       if (state_->done) return ok_status();
@@ -81,12 +86,14 @@ class PeerNetwork {
   class PeersOf : public Peers {
    public:
     PeersOf(PeerNetwork& network, int32_t rank) : network_(network), rank_(rank) {}
-    Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank) override {
+    Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank,
+                                               Channel channel) override {
       const MutableBytes memory(const_cast<std::byte*>(bytes.data()), bytes.size());
-      return network_.begin({rank_, rank}, memory, &Waiting::sends);
+      return network_.begin({rank_, rank, channel}, memory, &Waiting::sends);
     }
-    Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank) override {
-      return network_.begin({rank, rank_}, memory, &Waiting::receives);
+    Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank,
+                                                  Channel channel) override {
+      return network_.begin({rank, rank_, channel}, memory, &Waiting::receives);
     }
 
    private:
@@ -105,7 +112,7 @@ class PeerNetwork {
       State& to = *waiting.receives.front();
       if (from.memory.size() != to.memory.size()) break;  // Never done: the test ends by its limit.
       std::memcpy(to.memory.data(), from.memory.data(), to.memory.size());
-      sent_nbytes_ += ssize(to.memory);
+      if (link.channel == Channel::kPieces) sent_nbytes_ += ssize(to.memory);
       from.done = to.done = true;
       waiting.sends.pop_front();
       waiting.receives.pop_front();
