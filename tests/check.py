@@ -159,6 +159,7 @@ def main() -> None:
     test_cpp()
     test_seeds()
     if what == "full":
+        os.environ.setdefault("TEST_SEED", "random")  # Other cases than those of every other run.
         check_clang_tidy()
         test_cpp_sanitized()
         run(build_cpp("no-uring", "-DTORCH_CKPT_URING=OFF") / "torch_ckpt_tests", "--gtest_brief=1")

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Of what a test draws: ``TEST_SEED``, which may be ``random``, or always the test's own."""
+    asked = os.environ.get("TEST_SEED", "")
+    own = zlib.crc32(request.node.nodeid.encode())
+    found = random.SystemRandom().randrange(2**32) if asked == "random" else int(asked or own)
+    print(f"TEST_SEED={found}  # repeats {request.node.nodeid}")
+    return found
 
 
 @pytest.fixture

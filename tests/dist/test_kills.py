@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,6 @@ from kills import Campaign
 from syscalls import can_stop
 
 needs_stops = pytest.mark.skipif(not can_stop(), reason="no system calls can be stopped here")
-
-
-@pytest.fixture
-def seed() -> int:
-    return int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**32)))
 
 
 @pytest.mark.timeout(300)
@@ -44,8 +37,8 @@ def test_the_campaign_notices_a_writer_that_removes_the_old_checkpoint_first(
     tmp_path: Path, seed: int
 ) -> None:
     campaign = Campaign(tmp_path, seed, writer="careless", victims="all")
-    campaign.run(2, ["remove data", "commit"])
-    assert len(campaign.breaches) == 1, campaign.report()
+    campaign.run(6, ["remove data", "commit"])  # Some of them where nothing is to be lost.
+    assert campaign.breaches, campaign.report()
     assert "None" in campaign.breaches[0]
 
 

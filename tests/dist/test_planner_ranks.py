@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import pickle
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,14 +44,6 @@ LOADS: list[tuple[Any, Any]] = [
     (FastReader, DefaultLoadPlanner),
     (FastReader, FastLoadPlanner),
 ]
-
-
-@pytest.fixture
-def seed() -> int:
-    """From TEST_SEED or at random; a failing test prints it."""
-    found = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**32)))
-    print(f"TEST_SEED={found}")
-    return found
 
 
 def boxes_of(metadata: Metadata) -> dict[str, Any]:

@@ -34,10 +34,8 @@ def quiet_dcp() -> Iterator[None]:
 
 
 @pytest.fixture
-def rng(request: pytest.FixtureRequest) -> random.Random:
-    """A generator, seeded from TEST_SEED or at random; a failing test prints the seed."""
-    seed = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**32)))
-    print(f"TEST_SEED={seed}  # repeats {request.node.nodeid}")
+def rng(seed: int) -> random.Random:
+    """A generator of the test's seed, which is torch's as well."""
     torch.manual_seed(seed)
     return random.Random(seed)
 

@@ -171,7 +171,10 @@ def _zero_quantised(value: torch.Tensor) -> torch.Tensor:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two nested values are of the same types and values; tensors bit for bit."""
+    """Whether two nested values are of the same types and values; tensors bit for bit.
+
+    Keys that a load adds to a mapping come in the order of the files that held their values.
+    """
     if isinstance(a, torch.Tensor):
         return (
             isinstance(b, torch.Tensor)
@@ -181,7 +184,7 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, dict | UserDict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and not isinstance(a, torch.Size):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
+    _version,
 )
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -174,7 +175,10 @@ SAVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def loaded(path: Path, state: dict[Any, Any], reader: Any, planner: Any) -> Any:
-    return outcome(load, blanked(state), reader(path), planner=planner)
+    try:
+        return outcome(load, blanked(state), reader(path), planner=planner)
+    finally:  # Stock's planner leaves it behind when it fails, and then flattens all otherwise.
+        _version._derived_version = None
 
 
 def trusting(path: Path) -> FastReader:
