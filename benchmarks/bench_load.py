@@ -87,15 +87,16 @@ def _local(bench: Bench, storages: dict[str, Storage]) -> None:
         load_in_turns(turns, bench.contenders())
 
 
+PIPELINE = "pipeline: read_data alone"
 STAGES = {
-    "read and verify alone": "load_share",
+    "read and verify alone": "read_share",
     "transfer alone": "transfer",
     "unpack alone": "unpack",
 }
 
 
 def _overlap(bench: Bench, storages: dict[str, Storage]) -> None:
-    """A whole load by replicas, and each of its stages alone."""
+    """Replicas: a whole load, its part after planning, and each stage of that alone."""
     for storage in storages.values():
         ranks = OVERLAP_RANKS[storage.name]
         folder = folder_of(OURS, bench.options.gib)
@@ -105,9 +106,10 @@ def _overlap(bench: Bench, storages: dict[str, Storage]) -> None:
                 continue
             for round_number in range(bench.options.rounds):
                 turns.load(OURS, round_number=round_number)
+                turns.stage(PIPELINE, "read_data", round_number, folder=folder)
                 for name, function in STAGES.items():
-                    rest = {"folder": folder} if function == "load_share" else {}
-                    rest |= {"piece_mib": piece_mib} if function != "load_share" else {}
+                    reads = function == "read_share"
+                    rest = {"folder": folder} if reads else {"piece_mib": piece_mib}
                     turns.stage(name, function, round_number, **rest)
 
 
@@ -210,9 +212,9 @@ def _print_samples(bench: Bench, scenario: str) -> None:
 
 
 def _worst_overlap(bench: Bench, storage: str) -> float | None:
-    """The whole by the slowest stage: the median of the rounds."""
+    """The pipeline by the slowest stage: the median of the rounds."""
     ranks = OVERLAP_RANKS[storage]
-    rows = [bench.of("overlap", storage, ranks, name) for name in (OURS, *STAGES)]
+    rows = [bench.of("overlap", storage, ranks, name) for name in (PIPELINE, *STAGES)]
     ratios = [
         whole.seconds / max(stage.seconds for stage in stages)
         for whole, *stages in zip(*rows, strict=False)

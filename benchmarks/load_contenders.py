@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from machine import GIB
 
 OURS = "torch-ckpt"
-OURS_OFF = f"{OURS}, exchange off"
+OURS_OFF = f"{OURS} without exchange"
 STOCK = "dcp"
 
 SAVED = (OURS, STOCK, "torch.save", "safetensors")  # Formats, each in a folder of its name.

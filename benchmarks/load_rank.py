@@ -89,18 +89,40 @@ class Rank:
 
         return self._measure(run, state)
 
-    def load_share(self, kind: str, gib: float, folder: str) -> Answer:
-        """Loads this rank's share of the tensors, as large as the others', and passes none on."""
+    def read_data(self, kind: str, gib: float, folder: str) -> Answer:
+        """What comes of a load after all ranks have planned it."""
+        return self._measure_read_data(self._states[kind, gib], folder)
+
+    def read_share(self, kind: str, gib: float, folder: str) -> Answer:
+        """Likewise of this rank's share of the tensors, as large as the others', and no more."""
+        state = self._states[kind, gib]
+        names = list(state)[self.options["rank"] :: self.options["count"]]
+        share = {name: state[name] for name in names}
+        options = {"exchange": "off"} if takes_exchange() else {}
+        return self._measure_read_data(share, folder, no_dist=True, **options)
+
+    def _measure_read_data(
+        self, state: State, folder: str, *, no_dist: bool = False, **options: Any
+    ) -> Answer:
         import torch.distributed.checkpoint as dcp
 
         from torch_ckpt import FastReader
 
-        state = self._states[kind, gib]
-        names = list(state)[self.options["rank"] :: self.options["count"]]
-        share = {name: state[name] for name in names}
-        options: Any = {"exchange": "off"} if takes_exchange() else {}
-        reader = FastReader(self.directory / folder, **options)
-        return self._measure(lambda: dcp.load(share, storage_reader=reader, no_dist=True))
+        measure = self._measure
+
+        class MeasuredReader(FastReader):
+            answer: Answer
+
+            def read_data(self, *arguments: Any) -> Any:
+                done: list[Any] = []
+                self.answer = measure(
+                    lambda: done.append(super(MeasuredReader, self).read_data(*arguments))
+                )
+                return done[0]
+
+        reader = MeasuredReader(self.directory / folder, **options)
+        dcp.load(state, storage_reader=reader, no_dist=no_dist)
+        return reader.answer
 
     def transfer(self, kind: str, gib: float, piece_mib: float) -> Answer:
         """Passes as many bytes around a ring as replicas do that each read a share of them."""

@@ -34,7 +34,13 @@ class Exchange:
 
 class ExchangeStream:
     def __init__(
-        self, fs: FileSystem, plan: bytes, peers: Peers, budget_nbytes: int, timeout_ms: int
+        self,
+        fs: FileSystem,
+        plan: bytes,
+        peers: Peers,
+        pids: dict[int, int],
+        budget_nbytes: int,
+        timeout_ms: int,
     ) -> None: ...
     def finish(self) -> None: ...
     def close(self) -> None: ...

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import os
 import secrets
 import socket
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
@@ -28,7 +32,8 @@ __all__ = [
     "can_exchange",
     "joined",
     "share_reads",
-    "this_node",
+    "these_processes",
+    "this_machine",
 ]
 
 ExchangeMode = Literal["auto", "ring", "off"]
@@ -57,7 +62,11 @@ class Wanted:
     encoded: bytes | None = None
     """Its byte ranges; ``None`` if it takes no part in an exchange."""
     mode: ExchangeMode = "off"
-    node: str = ""
+    machine: str = ""
+    """Rings go round machine by machine."""
+    processes: str = ""
+    """Ranks of the same may know each other by their process ids."""
+    pid: int = 0
     budget_nbytes: int = 0
     """Memory for what it has in flight."""
     verify: bool = True
@@ -74,11 +83,26 @@ class Assigned:
     rank: int
     """Place of this rank among those that take part."""
     size: int
+    pids: dict[int, int]
+    """Process ids of others, by their places, whose memory this rank may be able to read."""
 
 
-def this_node() -> str:
-    """The name of the machine, by which rings are ordered."""
-    return socket.gethostname()
+@functools.cache
+def this_machine() -> str:
+    """A name that processes have in common if they share the memory of a machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+@functools.cache
+def these_processes() -> str:
+    """A name that processes have in common if they know each other by their ids."""
+    try:
+        return f"{this_machine()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def can_exchange() -> bool:
@@ -113,15 +137,24 @@ def share_reads(plans: Sequence[Wanted]) -> list[Assigned | None]:
     if len(sharing) < len(taking_part):  # The others need not be connected.
         exchange = _exchange_of(plans, sharing)
     token = secrets.token_hex(8)
+    by_processes = defaultdict(list)
     for place, rank in enumerate(sharing):
-        parts[rank] = Assigned(exchange.of_rank(place), token, place, len(sharing))
+        if plans[rank].processes:
+            by_processes[plans[rank].processes].append(place)
+    for place, rank in enumerate(sharing):
+        pids = {
+            other: plans[sharing[other]].pid
+            for other in by_processes[plans[rank].processes]
+            if other != place
+        }
+        parts[rank] = Assigned(exchange.of_rank(place), token, place, len(sharing), pids)
     return parts
 
 
 def _exchange_of(plans: Sequence[Wanted], ranks: Sequence[int]) -> _native.Exchange:
     return _native.Exchange(
         [plans[rank].encoded or b"" for rank in ranks],
-        [plans[rank].node for rank in ranks],
+        [plans[rank].machine for rank in ranks],
         min((plans[rank].budget_nbytes for rank in ranks), default=0),
     )
 
@@ -149,6 +182,7 @@ def joined(
         fs,
         assigned.encoded,
         _tensor_view.make_peers(_connect(assigned, timeout_s), timeout_ms),
+        assigned.pids,
         budget_nbytes,
         timeout_ms,
     )

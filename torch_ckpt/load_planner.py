@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+from collections import UserList
 from collections.abc import Iterator, Sequence
 from typing import Any, cast, overload
 
@@ -20,7 +22,7 @@ from torch_ckpt.listing import has_sharded_tensors, table_of
 from torch_ckpt.rank_state import look_up_rank_states
 from torch_ckpt.tensors import gc_paused
 
-__all__ = ["FastLoadPlanner", "KeptReads", "PlannedReads"]
+__all__ = ["FastLoadPlanner", "KeptReads", "PlannedReads", "TravellingReads"]
 
 
 class PlannedReads(Sequence[ReadItem]):
@@ -61,6 +63,47 @@ class KeptReads(Sequence[ReadItem]):
 
     def __getitem__(self, at: int | slice) -> Any:
         raise RuntimeError("the rank that planned these reads has kept them")
+
+
+class TravellingReads(UserList[ReadItem]):
+    """Any other reads of a rank, while its plan travels: who does not look at them unpickles none.
+
+    The coordinator has the plans of all ranks, and stock's planners pass them on as they are.
+    """
+
+    def __init__(self, pickled: bytes, length: int) -> None:
+        self._pickled = pickled
+        self._length = length
+        self._items: list[ReadItem] | None = None
+
+    @classmethod
+    def of(cls, items: Sequence[ReadItem]) -> TravellingReads:
+        """Packs reads; what comes back equals ``list(items)``."""
+        return cls(pickle.dumps(list(items)), len(items))
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody has looked at them, and so nobody has changed any."""
+        return self._items is None
+
+    @property
+    def data(self) -> list[ReadItem]:
+        """The reads themselves, which ``UserList`` does everything else with."""
+        if self._items is None:
+            self._items = pickle.loads(self._pickled)
+        return self._items
+
+    @data.setter
+    def data(self, items: list[ReadItem]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return self._length if self._items is None else len(self._items)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._items is None:
+            return TravellingReads, (self._pickled, self._length)
+        return list, (self._items,)
 
 
 def _to_read_item(described: tuple[Any, ...]) -> ReadItem:

@@ -30,11 +30,17 @@ from torch_ckpt.exchange import (
     can_exchange,
     joined,
     share_reads,
-    this_node,
+    these_processes,
+    this_machine,
 )
 from torch_ckpt.formats.opened import Contents
 from torch_ckpt.formats.recognise import open_stored
-from torch_ckpt.load_planner import FastLoadPlanner, KeptReads, PlannedReads
+from torch_ckpt.load_planner import (
+    FastLoadPlanner,
+    KeptReads,
+    PlannedReads,
+    TravellingReads,
+)
 from torch_ckpt.loading import Load, Source, load_planned
 from torch_ckpt.metadata import UnreadableMetadata
 from torch_ckpt.options import IoOptions
@@ -228,12 +234,16 @@ class FastReader(StorageReader):
                 self._shared_save_id,
                 encoded,
                 self.exchange,
-                this_node(),
+                this_machine(),
+                these_processes(),
+                os.getpid(),
                 self.io.exchange_nbytes,
                 self.verify,
             )
         if isinstance(items, PlannedReads):
             items = KeptReads(len(items))
+        elif can_exchange():
+            items = TravellingReads.of(items)
         return dataclasses.replace(plan, items=items, storage_data=said)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -259,7 +269,10 @@ class FastReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads every item of the plan into place."""
-        items = self._kept if isinstance(plan.items, KeptReads) else plan.items
+        items: Any = plan.items
+        untouched = isinstance(items, TravellingReads) and items.is_untouched
+        if isinstance(items, KeptReads) or untouched:
+            items = self._kept
         self._kept = []
         with contextlib.ExitStack() as stack:
             stack.enter_context(gc_paused())

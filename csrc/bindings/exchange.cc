@@ -6,6 +6,7 @@
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
+#include "engine/node_peers.h"
 #include "plan/exchange.h"
 
 namespace py = pybind11;
@@ -30,12 +31,14 @@ Exchange make_exchange(const std::vector<py::bytes>& wanted, const std::vector<s
 }
 
 std::unique_ptr<ExchangeStream> make_stream(FileSystem& fs, const py::bytes& plan,
-                                            std::shared_ptr<Peers> peers, int64_t budget_nbytes,
+                                            std::shared_ptr<Peers> peers,
+                                            std::map<int32_t, int64_t> pids, int64_t budget_nbytes,
                                             int64_t timeout_ms) {
   const Bytes view = view_of(plan);
   return value_or_raise(without_gil([&]() -> Result<std::unique_ptr<ExchangeStream>> {
     ASSIGN_OR_RETURN(RankExchange decoded, RankExchange::decode(view));
-    return ExchangeStream::make(fs, std::move(decoded), std::move(peers), budget_nbytes,
+    return ExchangeStream::make(fs, std::move(decoded),
+                                make_node_peers(std::move(peers), std::move(pids)), budget_nbytes,
                                 std::chrono::milliseconds(timeout_ms));
   }));
 }
@@ -57,7 +60,7 @@ void bind_exchange(py::module_& module) {
           py::arg("rank"));
   py::class_<ExchangeStream>(module, "ExchangeStream")
       .def(py::init(&make_stream), py::arg("fs"), py::arg("plan"), py::arg("peers"),
-           py::arg("budget_nbytes"), py::arg("timeout_ms"), py::keep_alive<1, 2>())
+           py::arg("pids"), py::arg("budget_nbytes"), py::arg("timeout_ms"), py::keep_alive<1, 2>())
       .def("finish",
            [](ExchangeStream& stream) {
              raise_if_error(without_gil([&] { return stream.finish(); }));

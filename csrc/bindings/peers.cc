@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <exception>
+#include <limits>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -29,6 +30,12 @@ std::string reason_of(const std::exception& error) {
   text = text.substr(0, text.find('\n'));
   const size_t end = text.starts_with('[') ? text.find("] ") : std::string::npos;
   return end == std::string::npos ? text : text.substr(end + 2);
+}
+
+// What tells transfers between two ranks apart; no two with the same are ever under way at once.
+int tag_of(Channel channel, int64_t number) {
+  constexpr int64_t kNumbers = std::numeric_limits<int32_t>::max() / kChannels;
+  return static_cast<int>(number % kNumbers) * kChannels + static_cast<int>(channel);
 }
 
 at::Tensor bytes_at(std::byte* data, size_t nbytes) {
@@ -69,20 +76,21 @@ class BackendPeers : public Peers {
   BackendPeers(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout)
       : backend_(std::move(backend)), timeout_(timeout) {}
 
-  Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel) override {
+  Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
+                                             int64_t number) override {
     return begin(const_cast<std::byte*>(bytes.data()), bytes.size(), timeout_,
                  str_cat("send ", bytes.size(), " bytes to rank ", rank),
                  [&](std::vector<at::Tensor>& tensors) {
-                   return backend_->send(tensors, rank, static_cast<int>(channel));
+                   return backend_->send(tensors, rank, tag_of(channel, number));
                  });
   }
 
-  Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank,
-                                                Channel channel) override {
+  Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank, Channel channel,
+                                                int64_t number) override {
     return begin(memory.data(), memory.size(), channel == Channel::kEnd ? kForever : timeout_,
                  str_cat("receive ", memory.size(), " bytes from rank ", rank),
                  [&](std::vector<at::Tensor>& tensors) {
-                   return backend_->recv(tensors, rank, static_cast<int>(channel));
+                   return backend_->recv(tensors, rank, tag_of(channel, number));
                  });
   }
 

@@ -112,6 +112,7 @@ Status Assembly::take_part(Part& part, const ByteRange& range, Bytes bytes) {
   if (common == part.range) return consume_(part.index, here);
   std::byte* memory = part.destination;
   if (memory == nullptr) {
+    const std::lock_guard<std::mutex> lock(mutex_);
     if (part.buffer == nullptr) {
       part.buffer.reset(new (std::nothrow) std::byte[static_cast<size_t>(part.range.nbytes())]);
     }
@@ -120,8 +121,11 @@ Status Assembly::take_part(Part& part, const ByteRange& range, Bytes bytes) {
   }
   std::byte* place = memory + (common.begin - part.range.begin);
   if (place != here.data()) std::memcpy(place, here.data(), here.size());
-  part.missing_nbytes -= common.nbytes();
-  if (part.missing_nbytes > 0) return ok_status();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    part.missing_nbytes -= common.nbytes();
+    if (part.missing_nbytes > 0) return ok_status();
+  }
   const Status status = consume_(part.index, {memory, static_cast<size_t>(part.range.nbytes())});
   part.buffer.reset();
   return status;

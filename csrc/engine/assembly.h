@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -23,7 +24,7 @@ struct SharedPiece {
   const FileSums* sums = nullptr;  // Of the file, where it is to be checked.
 };
 
-// Used by one thread at a time; `place` and `names` by any.
+// Used by any thread once it is made.
 class Assembly {
  public:
   // The pieces of a file ascend and do not overlap. `consume` is called once for each wanted range
@@ -40,7 +41,7 @@ class Assembly {
   // Whose bytes the pieces of a file are; nullptr where nobody here wants any.
   const RangeNames* names(const File* file) const;
 
-  // Takes a piece, which may lie where `place` says; its bytes may go when this returns.
+  // Takes a piece, once, which may lie where `place` says; its bytes may go when this returns.
   Status take(int64_t piece, Bytes bytes);
 
  private:
@@ -71,6 +72,7 @@ class Assembly {
   const ConsumeRange& consume_;
   std::map<const File*, OfFile> files_;
   std::vector<int64_t> others_;
+  std::mutex mutex_;  // Guards what parts lack, and their buffers.
 };
 
 }  // namespace torch_ckpt

@@ -11,8 +11,8 @@
 namespace torch_ckpt {
 namespace {
 
-// Threads that read, each with two buffers.
-constexpr int kReadThreads = 2;
+// Threads that read, one piece at a time: so many are read at once, and checked.
+constexpr int64_t kReaders = 4;
 
 // What a piece of a file that is not checked may be read in: the blocks of direct I/O around it.
 int64_t read_block_nbytes(int64_t piece_nbytes) { return piece_nbytes + 4 * kReadAlignment; }
@@ -22,14 +22,15 @@ constexpr int64_t kLeastInFlight = 2;
 
 }  // namespace
 
-ExchangeStream::ExchangeStream(RankExchange plan, std::shared_ptr<Peers> peers,
-                               std::unique_ptr<BufferPool> pool, std::unique_ptr<ReadStream> reads,
+ExchangeStream::ExchangeStream(std::vector<std::string> files, std::vector<ExchangePiece> pieces,
+                               std::shared_ptr<Peers> peers, std::unique_ptr<BufferPool> pool,
+                               std::vector<std::unique_ptr<ReadStream>> readers,
                                std::chrono::milliseconds timeout)
-    : plan_(std::move(plan)),
-      pieces_(plan_.pieces()),
+    : files_(std::move(files)),
+      pieces_(std::move(pieces)),
       peers_(std::move(peers)),
       pool_(std::move(pool)),
-      reads_(std::move(reads)),
+      readers_(std::move(readers)),
       timeout_(timeout),
       room_(pool_->block_count()) {}
 
@@ -42,10 +43,11 @@ Status ExchangeStream::watch_all() {
     if (piece.from >= 0) ranks.insert(piece.from);
     if (piece.to >= 0) ranks.insert(piece.to);
   }
+  RETURN_IF_ERROR(peers_->meet(std::vector<int32_t>(ranks.begin(), ranks.end())));
   for (const int32_t rank : ranks) {
     Watched& watched = watched_.emplace_back();
     watched.rank = rank;
-    ASSIGN_OR_RETURN(watched.end, peers_->receive({&watched.word, 1}, rank, Channel::kEnd));
+    ASSIGN_OR_RETURN(watched.end, peers_->receive({&watched.word, 1}, rank, Channel::kEnd, 0));
     watched.thread = std::thread([this, &watched] { watch(watched.rank, *watched.end); });
   }
   return ok_status();
@@ -67,7 +69,7 @@ Status ExchangeStream::finish() {
   const std::byte word{1};
   std::vector<std::unique_ptr<PeerTransfer>> sends;
   for (const Watched& watched : watched_) {
-    ASSIGN_OR_RETURN(auto send, peers_->send({&word, 1}, watched.rank, Channel::kEnd));
+    ASSIGN_OR_RETURN(auto send, peers_->send({&word, 1}, watched.rank, Channel::kEnd, 0));
     sends.push_back(std::move(send));
   }
   for (const auto& send : sends) RETURN_IF_ERROR(send->wait());
@@ -99,19 +101,26 @@ Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, Ran
                                                              int64_t budget_nbytes,
                                                              std::chrono::milliseconds timeout) {
   const int64_t block_nbytes = read_block_nbytes(plan.piece_nbytes);
-  const int64_t reads_nbytes = kReadThreads * 2 * block_nbytes;
-  if (budget_nbytes < reads_nbytes + kLeastInFlight * plan.piece_nbytes) {
+  const int64_t reader_nbytes = 2 * block_nbytes;
+  const int64_t room_nbytes = budget_nbytes - kReaders * reader_nbytes;
+  if (room_nbytes < kLeastInFlight * plan.piece_nbytes) {
     return invalid_argument("cannot exchange pieces of ", plan.piece_nbytes, " bytes in ",
                             budget_nbytes, " bytes of memory");
   }
-  ASSIGN_OR_RETURN(auto reads, ReadStream::make(fs, reads_nbytes, block_nbytes, kReadThreads));
-  const auto most_in_flight = std::max(kLeastInFlight, std::ssize(plan.pieces()));
-  const int64_t pool_nbytes =
-      std::min(budget_nbytes - reads_nbytes, most_in_flight * plan.piece_nbytes);
+  std::vector<std::unique_ptr<ReadStream>> readers;
+  for (int64_t i = 0; i < kReaders; ++i) {
+    ASSIGN_OR_RETURN(auto reader, ReadStream::make(fs, reader_nbytes, block_nbytes, 1));
+    readers.push_back(std::move(reader));
+  }
+  std::vector<ExchangePiece> pieces = plan.pieces();
+  const auto most_in_flight = std::max(kLeastInFlight, std::ssize(pieces));
   HeapMemorySource heap;
-  ASSIGN_OR_RETURN(auto pool, BufferPool::make(heap, pool_nbytes, plan.piece_nbytes));
-  return std::unique_ptr<ExchangeStream>(new ExchangeStream(
-      std::move(plan), std::move(peers), std::move(pool), std::move(reads), timeout));
+  ASSIGN_OR_RETURN(auto pool,
+                   BufferPool::make(heap, std::min(room_nbytes, most_in_flight * plan.piece_nbytes),
+                                    plan.piece_nbytes));
+  return std::unique_ptr<ExchangeStream>(
+      new ExchangeStream(std::move(plan.files), std::move(pieces), std::move(peers),
+                         std::move(pool), std::move(readers), timeout));
 }
 
 void ExchangeStream::fail(const Status& error) {
@@ -123,86 +132,92 @@ void ExchangeStream::fail(const Status& error) {
 }
 
 Status ExchangeStream::run(std::span<const SharedPiece> pieces, Assembly& assembly) {
+  // Nothing may escape from a thread: running out of memory is an error of this load.
   const auto guarded = [this](auto&& work) {
     return [this, work] {
       try {
-        work();
+        const Status status = work();
+        if (!status.ok()) fail(status);
       } catch (const std::exception& error) {
         fail(internal_error("cannot go on exchanging: ", error.what()));
       }
     };
   };
-  std::thread making_room;
-  std::thread reading;
-  guarded([&] {
+  std::vector<std::thread> threads;
+  guarded([&]() -> Status {
     run_pieces_ = pieces;
     assembly_ = &assembly;
-    in_flight_ = std::vector<InFlight>(pieces.size());
-    with_room_ = 0;
-    Status status = watched_.empty() ? watch_all() : ok_status();
-    if (status.ok()) {
-      making_room = std::thread(guarded([this] { make_room_for_all(); }));
-      reading = std::thread(guarded([this] { read_all(); }));
-      status = take_all();
+    number_all();
+    if (watched_.empty()) RETURN_IF_ERROR(watch_all());
+    std::set<int32_t> sources;
+    for (const SharedPiece& piece : pieces) sources.insert(piece.from);
+    for (const int32_t from : sources) {
+      if (from >= 0) threads.emplace_back(guarded([this, from] { return receive_all(from); }));
     }
-    if (!status.ok()) fail(status);
+    for (const auto& reader : readers_) {
+      if (!sources.contains(-1)) break;
+      threads.emplace_back(guarded([this, &reader] { return read_all(*reader); }));
+    }
+    RETURN_IF_ERROR(make_room_for_all());
+    return wait_for_the_rest();
   })();
-  for (std::thread* thread : {&making_room, &reading}) {
-    if (thread->joinable()) thread->join();
-  }
+  for (std::thread& thread : threads) thread.join();
   const std::lock_guard<std::mutex> lock(mutex_);
   transfers_.clear();
   in_flight_.clear();  // What is in flight after an error ends here.
   return status_;
 }
 
-// Gives every piece room, in order, and begins to receive those that come from peers.
-void ExchangeStream::make_room_for_all() {
+// Numbers the pieces between this rank and each other, which has the same in the same order.
+void ExchangeStream::number_all() {
+  in_flight_ = std::vector<InFlight>(run_pieces_.size());
+  with_room_ = 0;
+  done_ = 0;
   for (int64_t piece = 0; piece < std::ssize(run_pieces_); ++piece) {
-    if (!make_room(piece)) return;
+    const auto [from, to] = std::pair(shared(piece).from, shared(piece).to);
+    if (from >= 0) in_flight(piece).received_as = received_count_[from]++;
+    if (to >= 0) in_flight(piece).sent_as = sent_count_[to]++;
   }
 }
 
-// False after an error.
-bool ExchangeStream::make_room(int64_t piece) {
-  const auto i = static_cast<size_t>(piece);
-  const SharedPiece& shared = run_pieces_[i];
-  InFlight& own = in_flight_[i];
+// Gives every piece room, in order, and begins to receive those that come from peers.
+Status ExchangeStream::make_room_for_all() {
+  for (int64_t piece = 0; piece < std::ssize(run_pieces_); ++piece) {
+    RETURN_IF_ERROR(make_room(piece));
+  }
+  return ok_status();
+}
+
+Status ExchangeStream::make_room(int64_t piece) {
+  InFlight& own = in_flight(piece);
+  const int32_t from = shared(piece).from;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!failed_ && room_ == 0) {
     if (sending_.empty()) {
       changed_.wait(lock);
-      continue;
-    }
-    const Status status = finish_oldest_send(lock);
-    if (!status.ok()) {
-      lock.unlock();
-      fail(status);
-      return false;
+    } else {
+      RETURN_IF_ERROR(finish_oldest_send(lock));
     }
   }
-  if (failed_) return false;
+  if (failed_) return status_;
   --room_;
   own.memory = assembly_->place(piece);
   if (own.memory == nullptr) {
     own.block = *pool_->acquire();  // There are as many blocks as there was room.
     own.memory = pool_->block(own.block).data();
   }
-  if (shared.from < 0) {
+  if (from < 0) {
     to_read_.push_back(piece);
   } else {
     lock.unlock();
-    auto incoming = peers_->receive(memory_of(piece), shared.from, Channel::kPieces);
-    if (!incoming.ok()) {
-      fail(incoming.status());
-      return false;
-    }
-    keep(std::move(*incoming), &own.incoming);
+    ASSIGN_OR_RETURN(auto incoming,
+                     peers_->receive(memory_of(piece), from, Channel::kPieces, own.received_as));
+    keep(std::move(incoming), &own.incoming);
     lock.lock();
   }
   with_room_ = piece + 1;
   changed_.notify_all();
-  return true;
+  return ok_status();
 }
 
 // Holds on to a transfer, so that `fail` finds it.
@@ -218,7 +233,7 @@ void ExchangeStream::keep(std::unique_ptr<PeerTransfer> transfer,
 Status ExchangeStream::finish_oldest_send(std::unique_lock<std::mutex>& lock) {
   const int64_t piece = sending_.front();
   sending_.pop_front();
-  PeerTransfer& outgoing = *in_flight_[static_cast<size_t>(piece)].outgoing;
+  PeerTransfer& outgoing = *in_flight(piece).outgoing;
   lock.unlock();
   const Status status = outgoing.wait();
   lock.lock();
@@ -227,90 +242,105 @@ Status ExchangeStream::finish_oldest_send(std::unique_lock<std::mutex>& lock) {
   return ok_status();
 }
 
+// Once all pieces have room: until all are done.
+Status ExchangeStream::wait_for_the_rest() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!failed_ && done_ < std::ssize(run_pieces_)) {
+    if (sending_.empty()) {
+      changed_.wait(lock);
+    } else {
+      RETURN_IF_ERROR(finish_oldest_send(lock));
+    }
+  }
+  return ok_status();
+}
+
 // Requires: the mutex is held, and nothing of the piece is in flight.
 void ExchangeStream::let_go(int64_t piece) {
-  InFlight& own = in_flight_[static_cast<size_t>(piece)];
+  InFlight& own = in_flight(piece);
   for (std::unique_ptr<PeerTransfer>* transfer : {&own.incoming, &own.outgoing}) {
     transfers_.erase(transfer->get());
     transfer->reset();
   }
   if (own.block >= 0) pool_->release(own.block);
   ++room_;
+  ++done_;
   changed_.notify_all();
 }
 
-// Reads what is this rank's to read, as it gets room.
-void ExchangeStream::read_all() {
-  std::unique_lock<std::mutex> lock(mutex_);
+// Reads what is this rank's to read, as it gets room; several readers share it.
+Status ExchangeStream::read_all(ReadStream& reader) {
   while (true) {
-    changed_.wait(lock, [&] {
-      return failed_ || !to_read_.empty() || with_room_ == std::ssize(run_pieces_);
-    });
-    if (failed_ || to_read_.empty()) return;
-    const std::vector<int64_t> numbers(to_read_.begin(), to_read_.end());
-    to_read_.clear();
-    lock.unlock();
-    std::vector<WantedRange> wanted;
-    for (const int64_t number : numbers) {
-      const SharedPiece& shared = run_pieces_[static_cast<size_t>(number)];
-      wanted.push_back({shared.file, shared.range, memory_of(number).data(), nullptr, shared.sums,
-                        assembly_->names(shared.file)});
-    }
-    const Status status = reads_->run(wanted, [&](int64_t index, Bytes bytes) {
-      const int64_t number = numbers[static_cast<size_t>(index)];
-      std::byte* memory = memory_of(number).data();
-      if (bytes.data() != memory) std::memcpy(memory, bytes.data(), bytes.size());
-      const std::lock_guard<std::mutex> holding(mutex_);
-      in_flight_[static_cast<size_t>(number)].is_read = true;
-      changed_.notify_all();
-      return failed_ ? cancelled("another part of the load has failed") : ok_status();
-    });
-    if (!status.ok()) {
-      fail(status);
-      return;
-    }
-    lock.lock();
+    const std::vector<int64_t> numbers = next_to_read();
+    if (numbers.empty()) return ok_status();
+    RETURN_IF_ERROR(read(reader, numbers));
   }
 }
 
-// Takes every piece in order, as soon as it is there.
-Status ExchangeStream::take_all() {
-  for (int64_t piece = 0; piece < std::ssize(run_pieces_); ++piece) {
-    RETURN_IF_ERROR(arrive(piece));
-    const bool passed_on = run_pieces_[static_cast<size_t>(piece)].to >= 0;
-    if (passed_on) RETURN_IF_ERROR(pass_on(piece));
-    RETURN_IF_ERROR(assembly_->take(piece, memory_of(piece)));
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (passed_on) {
-      sending_.push_back(piece);
-      changed_.notify_all();
-    } else {
-      let_go(piece);
-    }
-  }
+// Pieces that are best read with one request, or a few; none when all have been, or after an error.
+std::vector<int64_t> ExchangeStream::next_to_read() {
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!sending_.empty()) RETURN_IF_ERROR(finish_oldest_send(lock));
-  return failed_ ? status_ : ok_status();
-}
-
-// Waits until a piece is read or received.
-Status ExchangeStream::arrive(int64_t piece) {
-  InFlight& own = in_flight_[static_cast<size_t>(piece)];
-  const bool is_own = run_pieces_[static_cast<size_t>(piece)].from < 0;
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return failed_ || (is_own ? own.is_read : with_room_ > piece); });
-    if (failed_) return status_;
+  changed_.wait(
+      lock, [&] { return failed_ || !to_read_.empty() || with_room_ == std::ssize(run_pieces_); });
+  std::vector<int64_t> numbers;
+  int64_t nbytes = 0;
+  while (!failed_ && !to_read_.empty()) {
+    nbytes += shared(to_read_.front()).range.nbytes();
+    if (!numbers.empty() && nbytes > pool_->block_nbytes()) break;
+    numbers.push_back(to_read_.front());
+    to_read_.pop_front();
   }
-  return is_own ? ok_status() : own.incoming->wait();
+  return numbers;
 }
 
-Status ExchangeStream::pass_on(int64_t piece) {
-  auto outgoing =
-      peers_->send(memory_of(piece), run_pieces_[static_cast<size_t>(piece)].to, Channel::kPieces);
-  if (!outgoing.ok()) return outgoing.status();
-  keep(std::move(*outgoing), &in_flight_[static_cast<size_t>(piece)].outgoing);
+Status ExchangeStream::read(ReadStream& reader, const std::vector<int64_t>& numbers) {
+  std::vector<WantedRange> wanted;
+  for (const int64_t number : numbers) {
+    const SharedPiece& piece = shared(number);
+    wanted.push_back({piece.file, piece.range, memory_of(number).data(), nullptr, piece.sums,
+                      assembly_->names(piece.file)});
+  }
+  return reader.run(wanted, [&](int64_t index, Bytes bytes) {
+    const int64_t number = numbers[static_cast<size_t>(index)];
+    std::byte* memory = memory_of(number).data();
+    if (bytes.data() != memory) std::memcpy(memory, bytes.data(), bytes.size());
+    return arrived(number);
+  });
+}
+
+// Receives what comes from one rank.
+Status ExchangeStream::receive_all(int32_t from) {
+  for (int64_t piece = 0; piece < std::ssize(run_pieces_); ++piece) {
+    if (shared(piece).from != from) continue;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [&] { return failed_ || with_room_ > piece; });
+      if (failed_) return status_;
+    }
+    RETURN_IF_ERROR(in_flight(piece).incoming->wait());
+    RETURN_IF_ERROR(arrived(piece));
+  }
   return ok_status();
+}
+
+// Passes a piece on that is in its memory now, and has it taken.
+Status ExchangeStream::arrived(int64_t piece) {
+  const int32_t to = shared(piece).to;
+  InFlight& own = in_flight(piece);
+  if (to >= 0) {
+    ASSIGN_OR_RETURN(auto outgoing,
+                     peers_->send(memory_of(piece), to, Channel::kPieces, own.sent_as));
+    keep(std::move(outgoing), &own.outgoing);
+  }
+  RETURN_IF_ERROR(assembly_->take(piece, memory_of(piece)));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (to < 0) {
+    let_go(piece);
+  } else {
+    sending_.push_back(piece);
+    changed_.notify_all();
+  }
+  return failed_ ? status_ : ok_status();
 }
 
 }  // namespace torch_ckpt

@@ -8,7 +8,8 @@
 //
 // All ranks have their pieces in the same order, and make room for them in that order. So of all
 // pieces that are not done, the first has room wherever it belongs, and goes on: nobody waits in a
-// circle, however little memory there is.
+// circle, however little memory there is. A piece that has room waits for no other: it is passed on
+// as soon as it is there.
 //
 // A rank that fails breaks off, and so do the others, when their transfers with it fail. Every rank
 // watches those that it exchanges with: each says when it has come to the end, so that a rank that
@@ -18,6 +19,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -40,7 +42,7 @@ class ExchangeStream {
  public:
   // `budget_nbytes` bounds the memory of pieces in flight and of reading them; `timeout`, how long
   // this rank waits at the end for others.
-  // Errors: kInvalidArgument where that is less than six pieces.
+  // Errors: kInvalidArgument where that is less than about a dozen pieces.
   static Result<std::unique_ptr<ExchangeStream>> make(FileSystem& fs, RankExchange plan,
                                                       std::shared_ptr<Peers> peers,
                                                       int64_t budget_nbytes,
@@ -49,7 +51,7 @@ class ExchangeStream {
 
   // The files of this rank's pieces, ascending by name, and the pieces: in the order in which they
   // must be run.
-  const std::vector<std::string>& files() const { return plan_.files; }
+  const std::vector<std::string>& files() const { return files_; }
   std::span<const ExchangePiece> pieces() const { return pieces_; }
 
   // Runs some pieces, those after the ones that were run before, and has `assembly` take each.
@@ -70,41 +72,50 @@ class ExchangeStream {
   // A piece between the time when it has room and when it is done.
   struct InFlight {
     std::byte* memory = nullptr;
-    int block = -1;  // Of the pool; none where the piece goes to its place at once.
-    bool is_read = false;
+    int block = -1;           // Of the pool; none where the piece goes to its place at once.
+    int64_t received_as = 0;  // Its number among those from the same rank, and to the same.
+    int64_t sent_as = 0;
     std::unique_ptr<PeerTransfer> incoming = nullptr;
     std::unique_ptr<PeerTransfer> outgoing = nullptr;
   };
 
-  ExchangeStream(RankExchange plan, std::shared_ptr<Peers> peers, std::unique_ptr<BufferPool> pool,
-                 std::unique_ptr<ReadStream> reads, std::chrono::milliseconds timeout);
+  ExchangeStream(std::vector<std::string> files, std::vector<ExchangePiece> pieces,
+                 std::shared_ptr<Peers> peers, std::unique_ptr<BufferPool> pool,
+                 std::vector<std::unique_ptr<ReadStream>> readers,
+                 std::chrono::milliseconds timeout);
 
   Status watch_all();
   void watch(int32_t rank, PeerTransfer& end);
-  void make_room_for_all();
-  bool make_room(int64_t piece);
-  void read_all();
-  Status take_all();
-  Status arrive(int64_t piece);
-  Status pass_on(int64_t piece);
+  void number_all();
+  Status make_room_for_all();
+  Status make_room(int64_t piece);
+  Status read_all(ReadStream& reader);
+  std::vector<int64_t> next_to_read();
+  Status read(ReadStream& reader, const std::vector<int64_t>& numbers);
+  Status receive_all(int32_t from);
+  Status arrived(int64_t piece);
   Status finish_oldest_send(std::unique_lock<std::mutex>& lock);
+  Status wait_for_the_rest();
   void keep(std::unique_ptr<PeerTransfer> transfer, std::unique_ptr<PeerTransfer>* place);
   void let_go(int64_t piece);
-  MutableBytes memory_of(int64_t piece) const {
-    const auto i = static_cast<size_t>(piece);
-    return {in_flight_[i].memory, static_cast<size_t>(run_pieces_[i].range.nbytes())};
+  InFlight& in_flight(int64_t piece) { return in_flight_[static_cast<size_t>(piece)]; }
+  const SharedPiece& shared(int64_t piece) const { return run_pieces_[static_cast<size_t>(piece)]; }
+  MutableBytes memory_of(int64_t piece) {
+    return {in_flight(piece).memory, static_cast<size_t>(shared(piece).range.nbytes())};
   }
 
-  const RankExchange plan_;
+  const std::vector<std::string> files_;
   const std::vector<ExchangePiece> pieces_;
   std::shared_ptr<Peers> peers_;
   const std::unique_ptr<BufferPool> pool_;
-  const std::unique_ptr<ReadStream> reads_;
+  const std::vector<std::unique_ptr<ReadStream>> readers_;  // Each of one thread.
   const std::chrono::milliseconds timeout_;
 
   // Of the present run.
   std::span<const SharedPiece> run_pieces_;
   Assembly* assembly_ = nullptr;
+  std::map<int32_t, int64_t> received_count_;  // Of each rank, in all runs so far.
+  std::map<int32_t, int64_t> sent_count_;
 
   // The ranks that pieces come from or go to, and the word of each that it has come to the end.
   struct Watched {
@@ -122,6 +133,7 @@ class ExchangeStream {
   int64_t with_room_ = 0;  // Pieces before this one have, or had, room.
   std::deque<int64_t> to_read_;
   std::deque<int64_t> sending_;  // Taken, and on their way to the next rank.
+  int64_t done_ = 0;             // So many pieces are.
   std::set<PeerTransfer*> transfers_;
   bool failed_ = false;
   bool closing_ = false;

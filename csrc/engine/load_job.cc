@@ -97,9 +97,7 @@ Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
                                 std::span<const StoredSlice> bytes, const HandOver& hand_over,
                                 ExchangeStream* exchange) {
   LoadResult result;
-  const Status status = run_batches(tensors, bytes, hand_over, exchange, nullptr, &result);
-  if (!status.ok() && exchange != nullptr) exchange->fail(status);
-  RETURN_IF_ERROR(status);
+  RETURN_IF_ERROR(run_batches(tensors, bytes, hand_over, exchange, nullptr, &result));
   return result;
 }
 

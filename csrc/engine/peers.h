@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 
 #include "base/bytes.h"
 #include "base/status.h"
@@ -24,23 +25,28 @@ class PeerTransfer {
   virtual void abort() = 0;
 };
 
-// What is sent between two ranks. Transfers of one kind come in the order in which both have begun
-// them.
+// What is sent between two ranks.
 enum class Channel : uint8_t {
   kPieces,
-  kEnd,  // Received for as long as it takes: when the peer is gone, this is what is sure to fail.
+  kEnd,      // Received for as long as it takes: when the peer is gone, this is sure to fail.
+  kMeeting,  // How two ranks of a node find each other's memory.
+  kCopied,   // What one has copied out of the other's.
 };
+inline constexpr int kChannels = 4;
 
-// Each function may be called from any thread, but one rank is sent to, or received from, by one
-// thread at a time.
+// Each function may be called from any thread. Both ends give a transfer the same number, which no
+// other has of those from the one rank to the other on this channel: they go in any order.
 class Peers {
  public:
   virtual ~Peers() = default;
 
-  virtual Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank,
-                                                     Channel channel) = 0;
+  // Comes before any transfer. Each of these ranks has this one among its own.
+  virtual Status meet(std::span<const int32_t> /*ranks*/) { return ok_status(); }
+
+  virtual Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
+                                                     int64_t number) = 0;
   virtual Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank,
-                                                        Channel channel) = 0;
+                                                        Channel channel, int64_t number) = 0;
 };
 
 }  // namespace torch_ckpt

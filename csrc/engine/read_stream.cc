@@ -156,19 +156,23 @@ Result<std::unique_ptr<ReadStream>> ReadStream::make(FileSystem& fs, int64_t buf
   // Every lane needs two blocks to overlap reading and copying.
   const int64_t most_lanes = std::max<int64_t>(buffer_nbytes / (2 * block_nbytes), 1);
   const int64_t lane_count = std::clamp<int64_t>(threads, 1, most_lanes);
-  std::vector<Lane> lanes;
+  const int64_t lane_nbytes = buffer_nbytes / lane_count;
+  RETURN_IF_ERROR(BufferPool::check(lane_nbytes, block_nbytes));
+  return std::unique_ptr<ReadStream>(
+      new ReadStream(fs, static_cast<size_t>(lane_count), lane_nbytes, block_nbytes));
+}
+
+Status ReadStream::open(Lane& lane) {
+  if (lane.pool != nullptr) return ok_status();
   HeapMemorySource heap;
-  for (int64_t i = 0; i < lane_count; ++i) {
-    Lane lane;
-    ASSIGN_OR_RETURN(lane.pool, BufferPool::make(heap, buffer_nbytes / lane_count, block_nbytes));
-    lane.queue = fs.make_queue(lane.pool->block_count(), lane.pool->arena());
-    lanes.push_back(std::move(lane));
-  }
-  return std::unique_ptr<ReadStream>(new ReadStream(std::move(lanes)));
+  ASSIGN_OR_RETURN(auto pool, BufferPool::make(heap, lane_nbytes_, block_nbytes_));
+  lane.queue = fs_.make_queue(pool->block_count(), pool->arena());
+  lane.pool = std::move(pool);
+  return ok_status();
 }
 
 int64_t ReadStream::max_aligned_range_nbytes(const FileSums* sums) const {
-  return align_down(lanes_.front().pool->block_nbytes(), grain_of(sums));
+  return align_down(align_up(block_nbytes_, kReadAlignment), grain_of(sums));
 }
 
 int64_t ReadStream::max_range_nbytes(const FileSums* sums) const {
@@ -179,6 +183,8 @@ Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& 
   Work work(wanted, consume, max_range_nbytes());
   std::vector<std::thread> threads;
   const size_t lanes = std::min(lanes_.size(), work.tasks.size());
+  if (lanes == 0) return ok_status();
+  for (size_t i = 0; i < lanes; ++i) RETURN_IF_ERROR(open(lanes_[i]));
   for (size_t i = 1; i < lanes; ++i) {
     try {
       threads.emplace_back([&lane = lanes_[i], &work] { run_lane_to_end(lane, work); });

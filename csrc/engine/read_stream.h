@@ -57,6 +57,7 @@ using ConsumeRange = std::function<Status(int64_t index, Bytes bytes)>;
 
 class ReadStream {
  public:
+  // Errors: kInvalidArgument where the buffers are too small to read through.
   static Result<std::unique_ptr<ReadStream>> make(FileSystem& fs, int64_t buffer_nbytes,
                                                   int64_t block_nbytes, int threads);
 
@@ -71,17 +72,23 @@ class ReadStream {
   Status run(std::span<const WantedRange> wanted, const ConsumeRange& consume);
 
  private:
-  // One thread's share of the buffers, with its own queue.
+  // One thread's share of the buffers, with its own queue. Without either until there is work for
+  // it: memory that a queue has registered is there for good.
   struct Lane {
     std::unique_ptr<BufferPool> pool;
     std::unique_ptr<IoQueue> queue;  // Destroyed before the pool: it may have registered it.
   };
   struct Work;
 
-  explicit ReadStream(std::vector<Lane> lanes) : lanes_(std::move(lanes)) {}
+  ReadStream(FileSystem& fs, size_t lanes, int64_t lane_nbytes, int64_t block_nbytes)
+      : fs_(fs), lane_nbytes_(lane_nbytes), block_nbytes_(block_nbytes), lanes_(lanes) {}
+  Status open(Lane& lane);
   static void run_lane_to_end(Lane& lane, Work& work);
   static void run_lane(Lane& lane, Work& work);
 
+  FileSystem& fs_;
+  const int64_t lane_nbytes_;
+  const int64_t block_nbytes_;
   std::vector<Lane> lanes_;
 };
 

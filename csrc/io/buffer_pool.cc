@@ -9,8 +9,7 @@ constexpr int64_t kPage = 4096;
 
 }  // namespace
 
-Result<std::unique_ptr<BufferPool>> BufferPool::make(MemorySource& source, int64_t nbytes,
-                                                     int64_t block_nbytes) {
+Status BufferPool::check(int64_t nbytes, int64_t block_nbytes) {
   if (block_nbytes <= 0 || block_nbytes > nbytes) {
     return invalid_argument("cannot cut ", nbytes, " bytes of buffers into blocks of ",
                             block_nbytes);
@@ -24,6 +23,14 @@ Result<std::unique_ptr<BufferPool>> BufferPool::make(MemorySource& source, int64
     return invalid_argument("cannot use ", nbytes, " bytes of buffers in blocks of ", block,
                             ": that is ", count, " blocks, and it takes at least 2");
   }
+  return ok_status();
+}
+
+Result<std::unique_ptr<BufferPool>> BufferPool::make(MemorySource& source, int64_t nbytes,
+                                                     int64_t block_nbytes) {
+  RETURN_IF_ERROR(check(nbytes, block_nbytes));
+  const int64_t block = align_up(block_nbytes, kPage);
+  const int64_t count = nbytes / block;
   ASSIGN_OR_RETURN(Memory memory, source.allocate(count * block));
   return std::unique_ptr<BufferPool>(
       new BufferPool(std::move(memory), static_cast<int>(count), block));

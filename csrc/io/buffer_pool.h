@@ -26,13 +26,16 @@ class BufferPool {
   static Result<std::unique_ptr<BufferPool>> make(MemorySource& source, int64_t nbytes,
                                                   int64_t block_nbytes);
 
-  // All blocks, for `FileSystem::make_queue`. Lives as long as the pool.
+  // Whether `make` would do, and if not, why.
+  static Status check(int64_t nbytes, int64_t block_nbytes);
+
   // Reserves the pool for one job; false where another has it. Safe to call from any thread.
   bool claim() { return !claimed_.test_and_set(); }
 
   // Ends the reservation. Requires: every block has been given back.
   void unclaim() { claimed_.clear(); }
 
+  // All blocks, for `FileSystem::make_queue`. Lives as long as the pool.
   MutableBytes arena() const { return arena_; }
 
   int block_count() const { return static_cast<int>(held_.size()); }

@@ -25,6 +25,8 @@ constexpr int64_t kLeastParts = 16;
 
 constexpr int64_t kMaxOffset = int64_t{1} << 61;
 
+__extension__ using Wide = __int128;  // Holds products of two sizes.
+
 using Wanters = std::vector<int32_t>;  // Ascending numbers of ranks, or of kinds of ranks.
 
 // A run of a file that the same ranks want.
@@ -126,15 +128,14 @@ class Turns {
     total_ = std::ssize(shares_);
   }
 
-  // The place in the ring of the rank that reads the next `nbytes`.
+  // The place in the ring of the rank that reads the next `nbytes`: the same on every machine.
   size_t next(int64_t nbytes) {
     all_read_ += nbytes;
     size_t behind = 0;
-    double most = 0;
+    Wide most = 0;
     for (size_t i = 0; i < shares_.size(); ++i) {
-      const double due = static_cast<double>(shares_[i]) / static_cast<double>(total_) *
-                         static_cast<double>(all_read_);
-      const double lacks = due - static_cast<double>(read_[i]);
+      // What is due and lacking, times all shares.
+      const Wide lacks = Wide{shares_[i]} * all_read_ - Wide{read_[i]} * total_;
       if (i == 0 || lacks > most) {
         behind = i;
         most = lacks;

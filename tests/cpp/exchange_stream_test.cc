@@ -4,17 +4,21 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/load_job.h"
+#include "engine/node_peers.h"
 #include "support/memory_file_system.h"
 #include "support/saved_checkpoint.h"
 #include "support/status_matchers.h"
@@ -48,6 +52,15 @@ struct TestWorld {
   std::vector<std::vector<StoredSlice>> slices;
   std::vector<TestRank> ranks;
   PeerNetwork network;
+  bool one_node = false;  // Whether ranks copy from each other's memory.
+
+  std::shared_ptr<Peers> peers_of(size_t rank) {
+    std::map<int32_t, int64_t> pids;
+    for (size_t other = 0; one_node && other < ranks.size(); ++other) {
+      if (other != rank) pids.emplace(static_cast<int32_t>(other), getpid());
+    }
+    return make_node_peers(network.peers_of(static_cast<int32_t>(rank)), std::move(pids));
+  }
 
   explicit TestWorld(size_t rank_count, uint32_t seed = 1) : ranks(rank_count) {
     for (uint32_t file = 0; file < 3; ++file) {
@@ -93,10 +106,8 @@ struct TestWorld {
   Status load(size_t rank, const std::vector<std::byte>& plan, int64_t budget_nbytes) {
     TestRank& one = ranks[rank];
     ASSIGN_OR_RETURN(RankExchange part, RankExchange::decode(plan));
-    ASSIGN_OR_RETURN(
-        auto exchange,
-        ExchangeStream::make(*one.fs, std::move(part), network.peers_of(static_cast<int32_t>(rank)),
-                             budget_nbytes, std::chrono::seconds(60)));
+    ASSIGN_OR_RETURN(auto exchange, ExchangeStream::make(*one.fs, std::move(part), peers_of(rank),
+                                                         budget_nbytes, std::chrono::seconds(60)));
     ASSIGN_OR_RETURN(const auto job, LoadJob::make(*one.fs, kCheckpoint, kTiny));
     const HandOver hand_over = [&](int64_t request, LoadedBytes bytes) {
       one.handed_over[static_cast<size_t>(request)] =
@@ -172,6 +183,7 @@ TEST(ExchangeStreamTest, RandomBoxesOfRandomRanksArriveInAnyMemory) {
       return std::uniform_int_distribution<int64_t>(0, most)(random);
     };
     TestWorld world(2 + seed % 4, seed);
+    world.one_node = up_to(1) == 0;
     for (size_t rank = 0; rank < world.ranks.size(); ++rank) {
       if (up_to(3) == 0) world.want_all(rank);
       for (int64_t i = up_to(6); i > 0; --i) {

@@ -20,11 +20,34 @@ from unittest import mock
 
 import torch.distributed as dist
 
-__all__ = ["Forks"]
+__all__ = ["Forks", "fork_context", "rank_environment"]
 
 TIMEOUT_S = 60
 PR_SET_PDEATHSIG = 1
 TESTS = Path(__file__).resolve().parent
+
+
+def fork_context() -> Any:
+    """Where processes come from that have imported torch."""
+    context = get_context("forkserver")
+    # What DTensor imports when it is first used takes seconds.
+    context.set_forkserver_preload(
+        ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "kills"]
+    )
+    return context
+
+
+def rank_environment() -> dict[str, str]:
+    """What the server must have in its environment, besides what this process has."""
+    folders = [str(TESTS), str(TESTS.parents[1]), os.environ.get("PYTHONPATH")]
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",  # Where DCP's background processes meet.
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "FATAL",  # Of connections that kills have cut.
+    }
 
 
 class Forks:
@@ -32,9 +55,7 @@ class Forks:
 
     def __init__(self) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._context = get_context("forkserver")
-        # What DTensor imports when it is first used takes seconds.
-        self._context.set_forkserver_preload(["torch._dynamo", "kills"])
+        self._context = fork_context()
         self._numbers = itertools.count()
 
     def next_number(self) -> int:
@@ -49,7 +70,7 @@ class Forks:
         """
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(function, theirs, *args))
-        with mock.patch.dict(os.environ, _environment()):  # The server's, if it starts now.
+        with mock.patch.dict(os.environ, rank_environment()):  # The server's, if it starts now.
             process.start()
         theirs.close()
         return process, ours
@@ -72,17 +93,6 @@ class Forks:
             pipe.close()
         assert ok, answer
         return answer
-
-
-def _environment() -> dict[str, str]:
-    folders = [str(TESTS), str(TESTS.parents[1]), os.environ.get("PYTHONPATH")]
-    return {
-        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "FATAL",  # Of connections that kills have cut.
-    }
 
 
 def _serve(function: Callable[..., None], pipe: connection.Connection, *args: Any) -> None:

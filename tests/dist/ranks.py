@@ -1,7 +1,7 @@
 """Runs functions on gloo ranks, each a process of its own, and leaves no process behind.
 
-Starting a process that imports torch takes seconds, so a world outlives a call: `Worlds` keeps one
-of each size for the whole test session and replaces one in which a call went wrong. Linux only:
+Processes are forked from one that has imported torch, and a world outlives a call: `Worlds` keeps
+one of each size for the whole test session and replaces one in which a call went wrong. Linux only:
 ranks ask the kernel to die with the process that started them.
 """
 
@@ -17,13 +17,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from types import TracebackType
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from forks import fork_context, rank_environment
 
 __all__ = ["RankError", "Ranks", "Worlds", "run_ranks"]
 
@@ -52,15 +53,15 @@ class Ranks:
         self._pipes: list[connection.Connection] = []
         self._processes: list[Any] = []
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="torch_ckpt-ranks-"))
-        context = get_context("spawn")
+        context = fork_context()
         try:
-            with mock.patch.dict(os.environ, _environment()):
+            with mock.patch.dict(os.environ, rank_environment()):
                 for rank in range(world_size):
                     ours, theirs = context.Pipe()
                     self._pipes.append(ours)
                     process = context.Process(
                         target=_serve,
-                        args=(rank, world_size, f"{folder}/store", os.getpid(), theirs),
+                        args=(rank, world_size, f"{folder}/store", dict(os.environ), theirs),
                     )
                     process.start()
                     theirs.close()
@@ -191,23 +192,17 @@ def run_ranks(
         return ranks.run(function, *args, timeout_s=timeout_s)
 
 
-def _environment() -> dict[str, str]:
-    return {
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",  # Where DCP's background processes meet.
-        "OMP_NUM_THREADS": "1",
-    }
-
-
 def _serve(
-    rank: int, world_size: int, store: str, parent: int, calls: connection.Connection
+    rank: int,
+    world_size: int,
+    store: str,
+    environment: dict[str, str],
+    calls: connection.Connection,
 ) -> None:
     """A rank: answers calls until the pipe is closed."""
     os.setsid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return  # It died before it could take us with it.
+    os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import threading
 import time
+import unittest.mock
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +51,26 @@ def save_alone(path: Path) -> None:
     dcp.save(state_of("saved"), storage_writer=FastWriter(path), no_dist=True)
 
 
-def load_replicas(path: Path, mode: Any, fast: bool) -> int:
+@contextlib.contextmanager
+def passed_on(by: str) -> Iterator[None]:
+    """Has bytes go through sockets; or as they do, between processes of one machine."""
+    if by == "memory":
+        yield
+        return
+    with unittest.mock.patch.object(torch_ckpt.reader, "these_processes", return_value=""):
+        yield
+
+
+def load_replicas(path: Path, mode: Any, fast: bool, by: str = "memory") -> int:
     """Loads, and returns how many bytes this rank has read from the disk."""
     state = state_of("of no version")
     before = read_nbytes()
-    dcp.load(
-        state,
-        storage_reader=FastReader(path, io=TINY, exchange=mode),
-        planner=planner_of(fast),
-    )
+    with passed_on(by):
+        dcp.load(
+            state,
+            storage_reader=FastReader(path, io=TINY, exchange=mode),
+            planner=planner_of(fast),
+        )
     assert_same(state, state_of("saved"))
     return read_nbytes() - before
 
@@ -65,15 +80,16 @@ def read_nbytes() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
+@pytest.mark.parametrize("by", ["memory", "wire"])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_replicas_together_read_every_byte_once(
-    worlds: Worlds, tmp_path: Path, ranks: int, fast: bool
+    worlds: Worlds, tmp_path: Path, ranks: int, fast: bool, by: str
 ) -> None:
     save_alone(tmp_path)
     nbytes = sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
     alone = worlds.run(ranks, load_replicas, tmp_path, "off", fast)
-    together = worlds.run(ranks, load_replicas, tmp_path, "ring", fast)
+    together = worlds.run(ranks, load_replicas, tmp_path, "ring", fast, by)
     if sum(alone) < ranks * nbytes * 0.9:
         pytest.skip("this file system does not count what is read directly")
     # Objects, and what is left of blocks at ends of files, are read by each.
@@ -160,11 +176,11 @@ def test_a_group_exchanges_among_itself_and_a_lone_rank_not_at_all(
     worlds.run(4, load_as_group, tmp_path)
 
 
-def load_copies(paths: list[Path], faulty: int) -> tuple[float, dict[int, str]]:
+def load_copies(paths: list[Path], faulty: int, by: str) -> tuple[float, dict[int, str]]:
     """Loads each rank's own copy, and then that of rank 0, which is sound again."""
     began = time.monotonic()
     reader = FastReader(paths[dist.get_rank()], io=TINY, exchange="ring")
-    with pytest.raises(CheckpointException) as caught:
+    with passed_on(by), pytest.raises(CheckpointException) as caught:
         dcp.load(state_of("of no version"), storage_reader=reader)
     took_s = time.monotonic() - began
     kinds = {rank: type(error).__name__ for rank, (error, _) in caught.value.failures.items()}
@@ -174,9 +190,10 @@ def load_copies(paths: list[Path], faulty: int) -> tuple[float, dict[int, str]]:
     return took_s, kinds
 
 
+@pytest.mark.parametrize("by", ["memory", "wire"])
 @pytest.mark.parametrize("faulty", range(3))
 def test_damage_that_one_rank_reads_fails_all_and_the_next_load_is_whole(
-    worlds: Worlds, tmp_path: Path, faulty: int
+    worlds: Worlds, tmp_path: Path, faulty: int, by: str
 ) -> None:
     save_alone(tmp_path / "0")
     paths = [tmp_path / str(rank) for rank in range(3)]
@@ -185,7 +202,7 @@ def test_damage_that_one_rank_reads_fails_all_and_the_next_load_is_whole(
     for file in paths[faulty].glob("*.distcp"):
         sound = file.read_bytes()
         file.write_bytes(bytes(byte ^ 1 for byte in sound))
-    for took_s, kinds in worlds.run(3, load_copies, paths, faulty):
+    for took_s, kinds in worlds.run(3, load_copies, paths, faulty, by):
         assert took_s < PROMPT_S
         assert kinds.pop(faulty) == "CorruptionError"
         assert set(kinds.values()) == {"CancelledError"}
@@ -243,6 +260,127 @@ def test_ranks_survive_one_that_is_killed(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(2, survive, tmp_path)
     assert float((tmp_path / "survived").read_text()) < PROMPT_S
+
+
+def large_state(value: float) -> dict[str, Any]:
+    return {"model": {f"w{i}": torch.full((8 << 20,), value + i) for i in range(8)}}
+
+
+class SlowDeath(FastReader):
+    """Reads, and kills its process some seconds after that has begun."""
+
+    def __init__(self, path: Path, after_s: float) -> None:
+        super().__init__(path, exchange="ring")
+        self.after_s = after_s
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        threading.Timer(self.after_s, os.kill, [os.getpid(), signal.SIGKILL]).start()
+        return super().read_data(plan, planner)
+
+
+def load_beside_a_dying_rank(path: Path, by: str, dying: int, after_s: float) -> None:
+    """Leaves a file that says how it ended."""
+    rank = dist.get_rank()
+    reader = SlowDeath(path, after_s) if rank == dying else FastReader(path, exchange="ring")
+    state = large_state(-1)
+    began = time.monotonic()
+    ended = "loaded"
+    with passed_on(by):
+        try:
+            dcp.load(state, storage_reader=reader)
+            assert_same(state, large_state(1))
+        except CheckpointException as error:
+            ended = type(error.failures[rank][0]).__name__
+        except RuntimeError:  # Of the process group, which has lost a rank.
+            ended = "lost"
+    (path / f"ended {rank}").write_text(f"{ended} {time.monotonic() - began}")
+    if rank == dying:
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("by", ["memory", "wire"])
+@pytest.mark.parametrize("after_s", [0.02, 0.08])
+def test_ranks_survive_one_that_dies_with_pieces_half_sent(
+    tmp_path: Path, by: str, after_s: float
+) -> None:
+    dcp.save(large_state(1), storage_writer=FastWriter(tmp_path), no_dist=True)
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(3, load_beside_a_dying_rank, tmp_path, by, 1, after_s)
+    for rank in (0, 2):
+        ended, took_s = (tmp_path / f"ended {rank}").read_text().split()
+        assert ended in ("CancelledError", "loaded", "lost")
+        assert float(took_s) < PROMPT_S
+
+
+def load_with_unequal_options(path: Path) -> None:
+    rank = dist.get_rank()
+    io = IoOptions(exchange_nbytes=(4 << 20) << rank)
+    for verify in (True, rank != 1):
+        state = state_of("of no version")
+        reader = FastReader(path, io=io, exchange="auto" if rank else "ring", verify=verify)
+        dcp.load(state, storage_reader=reader)
+        assert_same(state, state_of("saved"))
+
+
+def test_ranks_may_differ_in_memory_and_in_what_they_check(worlds: Worlds, tmp_path: Path) -> None:
+    save_alone(tmp_path)
+    worlds.run(3, load_with_unequal_options, tmp_path)
+
+
+def load_two_at_once(paths: list[Path]) -> None:
+    groups = [dist.new_group() for _ in paths]
+    states = [state_of("of no version") for _ in paths]
+    errors: list[BaseException] = []
+
+    def load(number: int) -> None:
+        reader = FastReader(paths[number], io=TINY, exchange="ring")
+        try:
+            dcp.load(states[number], storage_reader=reader, process_group=groups[number])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=load, args=[number]) for number in range(len(paths))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for state in states:
+        assert_same(state, state_of("saved"))
+
+
+def test_two_loads_at_once_do_not_mix(worlds: Worlds, tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        save_alone(path)
+    worlds.run(2, load_two_at_once, paths)
+
+
+MANY = 300  # Files, more than are open at a time.
+
+
+def many_tensors(version: str) -> dict[str, torch.Tensor]:
+    return {
+        f"w{i:03}": full_value(f"{i} {version}", (5 + i, 301), torch.float32) for i in range(MANY)
+    }
+
+
+def load_some_of_many(path: Path) -> None:
+    rank = dist.get_rank()
+    some = {
+        name: value for name, value in many_tensors("none").items() if int(name[1:]) % 3 != rank
+    }
+    dcp.load(some, storage_reader=FastReader(path, io=TINY, exchange="ring"))
+    saved = many_tensors("saved")
+    for name, value in some.items():
+        assert_same(value, saved[name])
+
+
+def test_of_many_files_each_rank_has_what_it_wants(worlds: Worlds, tmp_path: Path) -> None:
+    writer = FastWriter(tmp_path, single_file_per_rank=False)
+    dcp.save(many_tensors("saved"), storage_writer=writer, no_dist=True)
+    assert len(list(tmp_path.glob("*.distcp"))) == MANY
+    worlds.run(3, load_some_of_many, tmp_path)
 
 
 def test_a_mode_that_is_none_is_refused(tmp_path: Path) -> None:

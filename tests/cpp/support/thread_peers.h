@@ -1,7 +1,7 @@
 #pragma once
 
 // Ranks that are threads of the test. As over a wire, bytes go when both have begun their transfer,
-// in the order in which they did, and a rank that has hung up fails whatever is begun with it.
+// and a rank that has hung up fails whatever is begun with it.
 
 #include <condition_variable>
 #include <cstring>
@@ -37,6 +37,7 @@ class PeerNetwork {
     int32_t from;
     int32_t to;
     Channel channel;
+    int64_t number;
     auto operator<=>(const Link&) const = default;
   };
 
@@ -86,14 +87,14 @@ class PeerNetwork {
   class PeersOf : public Peers {
    public:
     PeersOf(PeerNetwork& network, int32_t rank) : network_(network), rank_(rank) {}
-    Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank,
-                                               Channel channel) override {
+    Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
+                                               int64_t number) override {
       const MutableBytes memory(const_cast<std::byte*>(bytes.data()), bytes.size());
-      return network_.begin({rank_, rank, channel}, memory, &Waiting::sends);
+      return network_.begin({rank_, rank, channel, number}, memory, &Waiting::sends);
     }
     Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank,
-                                                  Channel channel) override {
-      return network_.begin({rank, rank_, channel}, memory, &Waiting::receives);
+                                                  Channel channel, int64_t number) override {
+      return network_.begin({rank, rank_, channel, number}, memory, &Waiting::receives);
     }
 
    private:
