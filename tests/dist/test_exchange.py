@@ -21,7 +21,7 @@ from ranks import RankError, Worlds, run_ranks
 from states import assert_same, full_value, sharded
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
@@ -155,6 +155,34 @@ def test_targets_that_need_copies_are_exchanged_too(
     state["model"]["tied"] = full_value("tied", SHAPES["a"], torch.float32)
     dcp.save(state, storage_writer=FastWriter(tmp_path), no_dist=True)
     worlds.run(3, load_oddly, tmp_path, fast)
+
+
+class Reordering(DefaultLoadPlanner):
+    """Changes the plans of all ranks in place: whatever a list can do, their items can."""
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        for plan in global_plan:
+            assert all(isinstance(item, ReadItem) for item in plan.items)
+            plan.items.sort(key=lambda item: item.dest_index.fqn)
+            plan.items.reverse()
+            plan.items.remove(next(item for item in plan.items if item.dest_index.fqn == "step"))
+        return super().create_global_plan(global_plan)
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        names = [item.dest_index.fqn for item in new_plan.items]
+        assert names == sorted(names, reverse=True)
+        return super().finish_plan(new_plan)
+
+
+def load_reordered(path: Path) -> None:
+    state = state_of("of no version")
+    dcp.load(state, storage_reader=FastReader(path), planner=Reordering())
+    assert_same(state, {**state_of("saved"), "step": 0})
+
+
+def test_a_planner_may_change_what_all_ranks_read(worlds: Worlds, tmp_path: Path) -> None:
+    save_alone(tmp_path)
+    worlds.run(2, load_reordered, tmp_path)
 
 
 def load_as_group(path: Path) -> None:
