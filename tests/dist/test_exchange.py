@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 import signal
@@ -163,6 +164,8 @@ class Reordering(DefaultLoadPlanner):
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         for plan in global_plan:
             assert all(isinstance(item, ReadItem) for item in plan.items)
+            assert copy.copy(plan.items) == plan.items == list(plan.items)
+            plan.items = plan.items[1:] + plan.items[:1]
             plan.items.sort(key=lambda item: item.dest_index.fqn)
             plan.items.reverse()
             plan.items.remove(next(item for item in plan.items if item.dest_index.fqn == "step"))
