@@ -62,7 +62,7 @@ class KeptReads(Sequence[ReadItem]):
         return self._length
 
     def __getitem__(self, at: int | slice) -> Any:
-        raise RuntimeError("the rank that planned these reads has kept them")
+        raise RuntimeError("only the reader that planned these reads has them, and for one load")
 
 
 class TravellingReads(UserList[ReadItem]):
@@ -87,10 +87,9 @@ class TravellingReads(UserList[ReadItem]):
         reads._items, reads._pickled, reads._length = None, pickled, length
         return reads
 
-    @property
-    def is_untouched(self) -> bool:
-        """Whether nobody has looked at them, and so nobody has changed any."""
-        return self._items is None
+    def are(self, sent: TravellingReads) -> bool:
+        """Whether they are those that were sent, and nobody has looked at them on their way."""
+        return self._items is None and self._pickled == sent._pickled
 
     @property
     def data(self) -> list[ReadItem]:

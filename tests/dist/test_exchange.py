@@ -11,6 +11,7 @@ import threading
 import time
 import unittest.mock
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,70 @@ def load_reordered(path: Path) -> None:
 def test_a_planner_may_change_what_all_ranks_read(worlds: Worlds, tmp_path: Path) -> None:
     save_alone(tmp_path)
     worlds.run(2, load_reordered, tmp_path)
+
+
+class Swapping(DefaultLoadPlanner):
+    """Gives every rank what the next one has planned to read."""
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return [*global_plan[1:], global_plan[0]]
+
+
+class Twice(FastReader):
+    """Reads everything twice."""
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        super().read_data(plan, planner)
+        for tensor in planner.state_dict.values():
+            if isinstance(tensor, torch.Tensor):
+                tensor.zero_()
+        return super().read_data(plan, planner)
+
+
+def load_swapped(path: Path) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own, other = f"w{rank}", f"w{(rank + 1) % ranks}"
+    state = {name: torch.zeros(5) for name in (own, other)}
+    planner = Swapping()
+    planner.set_up_planner = partial(_plan_only, planner, own)  # type: ignore[method-assign]
+    dcp.load(state, storage_reader=FastReader(path, exchange="off"), planner=planner)
+    assert torch.equal(state[other], torch.full((5,), float((rank + 1) % ranks)))
+    assert torch.equal(state[own], torch.zeros(5))
+
+
+def _plan_only(planner: Any, own: str, state: Any, metadata: Any, is_coordinator: bool) -> None:
+    """Sets a planner up that knows both tensors and wants its own."""
+    DefaultLoadPlanner.set_up_planner(planner, {own: state[own]}, metadata, is_coordinator)
+    planner.original_state_dict = {own: state[own]}
+    planner.create_local_plan = lambda: _then_know_all(planner, state)
+
+
+def _then_know_all(planner: Any, state: Any) -> LoadPlan:
+    plan = DefaultLoadPlanner.create_local_plan(planner)
+    planner.state_dict = dict(state)
+    return plan
+
+
+def test_a_rank_reads_what_the_plan_says_even_if_another_has_planned_it(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    dcp.save(
+        {f"w{rank}": torch.full((5,), float(rank)) for rank in range(3)},
+        storage_writer=FastWriter(tmp_path),
+        no_dist=True,
+    )
+    worlds.run(3, load_swapped, tmp_path)
+
+
+def load_twice(path: Path) -> None:
+    state = state_of("of no version")
+    dcp.load(state, storage_reader=Twice(path, exchange="off"))
+    assert_same(state, state_of("saved"))
+
+
+def test_a_plan_may_be_read_twice(worlds: Worlds, tmp_path: Path) -> None:
+    save_alone(tmp_path)
+    worlds.run(2, load_twice, tmp_path)
 
 
 def load_as_group(path: Path) -> None:
