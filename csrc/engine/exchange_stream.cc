@@ -128,6 +128,7 @@ void ExchangeStream::fail(const Status& error) {
   if (!failed_) status_ = error;
   failed_ = true;
   for (PeerTransfer* transfer : transfers_) transfer->abort();
+  if (!closing_) peers_->abort();
   changed_.notify_all();
 }
 

@@ -134,6 +134,12 @@ class NodePeers : public Peers {
 
   Status meet(std::span<const int32_t> ranks) override;
 
+  void abort() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    aborted_ = true;
+    for (const auto& transfer : meeting_) transfer->abort();
+  }
+
   Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
                                              int64_t number) override {
     if (channel != Channel::kPieces || !reading_us_.contains(rank)) {
@@ -155,6 +161,10 @@ class NodePeers : public Peers {
   const std::map<int32_t, int64_t> pids_;
   std::set<int32_t> read_by_us_;  // Whose memory we can read.
   std::set<int32_t> reading_us_;  // Who can read ours.
+
+  std::mutex mutex_;  // Guards what follows.
+  bool aborted_ = false;
+  std::vector<std::unique_ptr<PeerTransfer>> meeting_;  // What ranks say when they meet.
 };
 
 // Every rank shows the others of its machine a secret in its memory, and they say if they see it.
@@ -177,18 +187,30 @@ Status NodePeers::meet(std::span<const int32_t> ranks) {
   for (const int32_t rank : ranks) {
     if (pids_.contains(rank)) mates.push_back({rank});
   }
-  std::vector<std::unique_ptr<PeerTransfer>> transfers;
+  struct Ended {  // Before the memory of what was said goes.
+    NodePeers& peers;
+    ~Ended() {
+      const std::lock_guard<std::mutex> lock(peers.mutex_);
+      peers.meeting_.clear();
+    }
+  } ended{*this};
+  const auto keep = [&](std::unique_ptr<PeerTransfer> transfer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (aborted_) transfer->abort();
+    meeting_.push_back(std::move(transfer));
+  };
   const auto tell = [&](const Mate& mate, Bytes said, MutableBytes heard,
                         int64_t number) -> Status {
     ASSIGN_OR_RETURN(auto in, wire_->receive(heard, mate.rank, Channel::kMeeting, number));
-    transfers.push_back(std::move(in));
+    keep(std::move(in));
     ASSIGN_OR_RETURN(auto out, wire_->send(said, mate.rank, Channel::kMeeting, number));
-    transfers.push_back(std::move(out));
+    keep(std::move(out));
     return ok_status();
   };
   const auto wait_for_all = [&]() -> Status {
-    for (const auto& transfer : transfers) RETURN_IF_ERROR(transfer->wait());
-    transfers.clear();
+    for (const auto& transfer : meeting_) RETURN_IF_ERROR(transfer->wait());
+    const std::lock_guard<std::mutex> lock(mutex_);
+    meeting_.clear();
     return ok_status();
   };
   for (Mate& mate : mates) {

@@ -359,19 +359,26 @@ def test_ranks_survive_one_that_is_killed(tmp_path: Path) -> None:
 
 
 def large_state(value: float) -> dict[str, Any]:
-    return {"model": {f"w{i}": torch.full((8 << 20,), value + i) for i in range(8)}}
+    return {"model": {f"w{i}": torch.full((4 << 20,), value + i) for i in range(4)}}
 
 
 class SlowDeath(FastReader):
-    """Reads, and kills its process some seconds after that has begun."""
+    """Reads, and kills its process some seconds after ranks have connected."""
 
     def __init__(self, path: Path, after_s: float) -> None:
         super().__init__(path, exchange="ring")
         self.after_s = after_s
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        threading.Timer(self.after_s, os.kill, [os.getpid(), signal.SIGKILL]).start()
-        return super().read_data(plan, planner)
+        connect = torch_ckpt.exchange._connect
+
+        def connect_to_die(*args: Any) -> Any:
+            connected = connect(*args)
+            threading.Timer(self.after_s, os.kill, [os.getpid(), signal.SIGKILL]).start()
+            return connected
+
+        with unittest.mock.patch.object(torch_ckpt.exchange, "_connect", connect_to_die):
+            return super().read_data(plan, planner)
 
 
 def load_beside_a_dying_rank(path: Path, by: str, dying: int, after_s: float) -> None:
