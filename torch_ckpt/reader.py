@@ -235,11 +235,11 @@ class FastReader(StorageReader):
                 self._shared_save_id,
                 encoded,
                 self.exchange,
-                this_machine(),
-                these_processes(),
-                os.getpid(),
-                self.io.exchange_nbytes,
-                self.verify,
+                machine=this_machine(),
+                processes=these_processes(),
+                pid=os.getpid(),
+                budget_nbytes=self.io.exchange_nbytes,
+                verify=self.verify,
             )
         if isinstance(items, PlannedReads):
             items = KeptReads(len(items))
