@@ -180,6 +180,7 @@ Status Planner::add_copy(const TensorCopy& from, std::vector<ByteCopy>& out) con
 Status Planner::put_contiguous(const ByteCopy& copy) {
   const int64_t nbytes = copy.end - copy.begin;
   if (nbytes >= options_.direct_nbytes) {
+    if (packs()) close_window();  // One that went on behind it would be copied over it.
     plan_.direct.push_back({copy.tensor, copy.begin, nbytes});
     return ok_status();
   }
