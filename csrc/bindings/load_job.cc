@@ -6,11 +6,15 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
+#include <map>
+#include <memory>
 #include <optional>
+#include <utility>
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
+#include "device/cuda_device.h"
 #include "engine/read_plan.h"
 
 namespace py = pybind11;
@@ -23,6 +27,40 @@ using PySlice = std::tuple<std::string, int64_t, int64_t, std::string>;
 
 // Slice, offsets of the wanted box in the stored tensor, destination.
 using PyTensorRequest = std::tuple<PySlice, Dims, const TensorView*>;
+
+// What the tensors of a run lie on; made as the first tensor on each comes.
+class Devices {
+ public:
+  // A live tensor of this view. Raises where its GPU cannot be used.
+  LiveTensor live(const TensorView& view, const std::string& name) {
+    LiveTensor out = to_live(view);
+    if (view.gpu < 0) return out;
+    std::unique_ptr<Device>& device = gpus_[{view.gpu, view.stream}];
+    if (device == nullptr) {
+      auto made = without_gil([&] { return make_gpu(view); });
+      if (!made.ok()) {
+        raise_if_error(Status(made.status().code(),
+                              str_cat("cannot load '", name, "': ", made.status().message()),
+                              made.status().error_number()));
+      }
+      device = std::move(*made);
+    }
+    out.device = device.get();
+    return out;
+  }
+
+ private:
+  static Result<std::unique_ptr<Device>> make_gpu(const TensorView& view) {
+    // For two windows: what is read at a time, or a little more.
+    constexpr int64_t kWindowNbytes = int64_t{4} << 20;
+    ASSIGN_OR_RETURN(auto gpu, CudaDevice::make(view.gpu, kWindowNbytes));
+    const auto after = reinterpret_cast<CudaStream>(view.stream);
+    ASSIGN_OR_RETURN(auto tensors, CudaTensors::make(std::move(gpu), after));
+    return std::unique_ptr<Device>(std::move(tensors));
+  }
+
+  std::map<std::pair<int, uint64_t>, std::unique_ptr<Device>> gpus_;
+};
 
 StoredSlice to_slice(const PySlice& slice) {
   const auto& [file, offset, nbytes, name] = slice;
@@ -82,13 +120,16 @@ LoadResult run(LoadJob& job, const std::vector<TensorRequest>& requests,
   return value_or_raise(std::move(result));
 }
 
-std::vector<TensorRequest> to_requests(const std::vector<PyTensorRequest>& tensors) {
+std::vector<TensorRequest> to_requests(const std::vector<PyTensorRequest>& tensors,
+                                       Devices& devices) {
   std::vector<TensorRequest> requests;
   requests.reserve(tensors.size());
   for (const auto& [slice, offsets, destination] : tensors) {
     if (destination == nullptr || !destination->writable)
       throw py::value_error("a destination is a view for reading");
-    requests.push_back({to_slice(slice), {offsets, destination->sizes}, to_live(*destination)});
+    requests.push_back({to_slice(slice),
+                        {offsets, destination->sizes},
+                        devices.live(*destination, destination->name)});
   }
   return requests;
 }
@@ -103,7 +144,9 @@ std::pair<std::vector<bool>, std::vector<LoadedBytes>> run_job(
       (*on_tensor)(request, std::move(elements));
     };
   }
-  LoadResult result = run(job, to_requests(tensors), to_slices(bytes), on_request, exchange);
+  Devices devices;
+  LoadResult result =
+      run(job, to_requests(tensors, devices), to_slices(bytes), on_request, exchange);
   std::vector<bool> loaded;
   loaded.reserve(result.outcomes.size());
   for (const Outcome outcome : result.outcomes) loaded.push_back(outcome == Outcome::kLoaded);
@@ -178,6 +221,7 @@ class Reads {
     std::vector<int64_t> numbers;
     std::vector<int64_t> left;
     std::vector<TensorRequest> requests;
+    Devices devices;
     const std::vector<bool> is_shared = shared_memory(batch);
     for (int64_t i = 0; i < size(); ++i) {
       const PlannedRead& read = at(i);
@@ -194,7 +238,7 @@ class Reads {
       if (is_plain && view.dtype == *dtype) {
         requests.push_back({to_slice(plan_, read, items()),
                             {read.storage_offsets, read.lengths},
-                            narrowed(view, read)});
+                            narrowed(view, read, devices)});
       } else {
         requests.push_back(without_memory(read, *dtype));
       }
@@ -233,8 +277,8 @@ class Reads {
     return {to_slice(plan_, read, items()), {read.storage_offsets, read.lengths}, std::move(live)};
   }
 
-  static LiveTensor narrowed(const TensorView& view, const PlannedRead& read) {
-    LiveTensor live = to_live(view);
+  LiveTensor narrowed(const TensorView& view, const PlannedRead& read, Devices& devices) const {
+    LiveTensor live = devices.live(view, std::string(items().fqn(read.item)));
     for (size_t d = 0; d < read.lengths.size(); ++d) {
       live.data += read.dest_offsets[d] * live.strides[d];
       live.sizes[d] = read.lengths[d];
@@ -293,7 +337,8 @@ void bind_load_job(py::module_& module) {
       .def(
           "wanted_bytes",
           [](LoadJob& job, const std::vector<PyTensorRequest>& tensors) {
-            return wanted(job, to_requests(tensors));
+            Devices devices;
+            return wanted(job, to_requests(tensors, devices));
           },
           py::arg("tensors"))
       .def("run", &run_job, py::arg("tensors"), py::arg("slices"),

@@ -113,11 +113,37 @@ TensorView shape_of(const at::Tensor& tensor) {
 
 TensorKind tensor_kind(py::handle tensor) { return kind_of(tensor, unpack(tensor)); }
 
-// Whether the engine can read into the tensor's memory: it is plain, and no two of its elements
-// share memory by a stride of 0.
+// Whether the engine itself copies to GPUs. Where it does not, torch does.
+bool engine_has_cuda() {
+  static std::optional<bool> known;  // Guarded by the GIL; two that ask at once learn the same.
+  if (!known) {
+    known = py::module_::import("torch_ckpt._native").attr("why_no_cuda")().is_none();
+  }
+  return *known;
+}
+
+// Whether the engine can read into the tensor's memory: it is plain, or would be if it were on the
+// CPU, and no two of its elements share memory by a stride of 0.
 bool is_loadable(py::handle object) {
   const at::Tensor& tensor = unpack(object);
-  return kind_of(object, tensor) == TensorKind::kPlain && !is_expanded(tensor);
+  switch (kind_of(object, tensor)) {
+    case TensorKind::kPlain:
+      return !is_expanded(tensor);
+    case TensorKind::kNeedsCopy:
+      return tensor.is_cuda() && !tensor.is_conj() && !tensor.is_neg() && !is_expanded(tensor) &&
+             engine_has_cuda();
+    case TensorKind::kTorchsOwn:
+      break;
+  }
+  return false;
+}
+
+// Through Python, as a build for a torch without CUDA has no other way to ask one that has it.
+uint64_t current_stream(int gpu) {
+  return py::module_::import("torch.cuda")
+      .attr("current_stream")(gpu)
+      .attr("cuda_stream")
+      .cast<uint64_t>();
 }
 
 // Which storage a tensor lies in, and where in it, in bytes: [begin, end). Empty where it has no
@@ -138,7 +164,7 @@ bool has_own_storage(py::handle tensor) { return unpack(tensor).storage().use_co
 TensorView view(py::handle object, std::string name, bool writable) {
   const at::Tensor& tensor = unpack(object);
   if (writable ? !is_loadable(object) : kind_of(object, tensor) != TensorKind::kPlain) {
-    throw py::value_error("tensor '" + name + "' is not a plain strided CPU tensor");
+    throw py::value_error("tensor '" + name + "' is not a plain strided tensor");
   }
   const int64_t extent = tensor.numel() == 0 ? 0 : storage_end(tensor);
   if (extent > static_cast<int64_t>(tensor.storage().nbytes())) {
@@ -153,22 +179,29 @@ TensorView view(py::handle object, std::string name, bool writable) {
   out.data = static_cast<std::byte*>(writable ? tensor.mutable_data_ptr()
                                               : const_cast<void*>(tensor.const_data_ptr()));
   out.writable = writable;
+  if (tensor.is_cuda()) {
+    out.gpu = tensor.get_device();
+    out.stream = current_stream(out.gpu);
+  }
   out.storage = std::make_shared<c10::Storage>(tensor.storage());
   return out;
 }
 
 // A look at each of these objects; what is no tensor is torch's own. Where they are to be written,
-// views of those that the engine cannot read into are not writable.
+// views of those that the engine cannot read into are not writable, and one that it can read into
+// is plain.
 TensorBatch look(const py::list& objects, bool writable) {
   TensorBatch out;
   out.views.reserve(objects.size());
   out.kinds.reserve(objects.size());
   for (const py::handle object : objects) {
     const bool is_tensor = THPVariable_Check(object.ptr());
-    const TensorKind kind = is_tensor ? kind_of(object, unpack(object)) : TensorKind::kTorchsOwn;
+    const bool loads = writable && is_tensor && is_loadable(object);
+    TensorKind kind = is_tensor ? kind_of(object, unpack(object)) : TensorKind::kTorchsOwn;
+    if (loads) kind = TensorKind::kPlain;
     out.kinds.push_back(kind);
     if (kind == TensorKind::kPlain) {
-      out.views.push_back(view(object, "", writable && is_loadable(object)));
+      out.views.push_back(view(object, "", loads));
     } else if (kind == TensorKind::kNeedsCopy) {
       out.views.push_back(shape_of(unpack(object)));
     } else {

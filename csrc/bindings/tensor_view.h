@@ -4,6 +4,7 @@
 // to the one that knows the engine. Opaque objects to Python, which hands them over.
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
@@ -16,7 +17,7 @@
 
 namespace torch_ckpt {
 
-// A view of a plain CPU tensor, which keeps its memory alive.
+// A view of a plain tensor, which keeps its memory alive.
 struct TensorView {
   std::string name;  // FQN.
   DType dtype = DType::kUInt8;
@@ -24,6 +25,8 @@ struct TensorView {
   Dims strides;  // In bytes.
   std::byte* data = nullptr;
   bool writable = false;
+  int gpu = -1;         // In whose memory it lies; -1 for ordinary memory.
+  uint64_t stream = 0;  // Torch's current one of that GPU, as CUDA's handle.
   std::shared_ptr<void> storage;
 };
 
@@ -35,7 +38,7 @@ enum class TensorKind {
 };
 
 // Tensors side by side, each with a view of it: without memory unless it is plain, and empty for
-// one that is torch's own. Without names.
+// one that is torch's own. Without names. To be written, one in the memory of a GPU is plain, too.
 struct TensorBatch {
   std::vector<TensorView> views;
   std::vector<TensorKind> kinds;

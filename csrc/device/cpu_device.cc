@@ -116,6 +116,21 @@ class CpuDevice : public Device {
     }
     return crc;
   }
+
+  bool is_host() const override { return true; }
+
+  MemorySource& buffers() const override {
+    static HeapMemorySource heap;
+    return heap;
+  }
+
+  Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
+                                              Bytes buffer) const override {
+    for (const TensorCopy& one : copies) {
+      RETURN_IF_ERROR(copy(one.copy, buffer.data(), one.tensor));
+    }
+    return std::unique_ptr<DeviceEvent>();
+  }
 };
 
 }  // namespace

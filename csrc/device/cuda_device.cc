@@ -123,6 +123,7 @@ class Gpu final : public CudaDevice {
   Status open();
 
   int ordinal() const override { return ordinal_; }
+  int64_t window_nbytes() const override { return window_nbytes_; }
   Result<std::unique_ptr<CudaPlan>> upload(PackPlan plan) override;
   Result<std::unique_ptr<CudaEvent>> pack_to_host(const CudaPlan& plan, MutableBytes image,
                                                   CudaStream after) override {

@@ -47,15 +47,8 @@ class PinnedMemorySource : public MemorySource {
   const int ordinal_;
 };
 
-// What was asked of a GPU, up to some point. Safe to use from any thread.
-class CudaEvent {
+class CudaEvent : public DeviceEvent {
  public:
-  virtual ~CudaEvent() = default;
-
-  // Until it is done. An error is that of any work before it.
-  virtual Status wait() const = 0;
-  virtual Result<bool> done() const = 0;
-
   // Has what is put on `stream` from now on wait for it, while the calling thread goes on.
   virtual Status hold_back(CudaStream stream) const = 0;
 };
@@ -85,6 +78,7 @@ class CudaDevice {
   virtual ~CudaDevice() = default;  // Waits for everything that was started.
 
   virtual int ordinal() const = 0;
+  virtual int64_t window_nbytes() const = 0;
 
   // kInvalidArgument where a window of the plan is larger than the buffers.
   virtual Result<std::unique_ptr<CudaPlan>> upload(PackPlan plan) = 0;
@@ -111,34 +105,47 @@ class CudaDevice {
   virtual Status wait() = 0;
 };
 
-// Copies single tensors between ordinary memory and that of a GPU, and waits for each: for what
-// comes too seldom, or too late, for a plan. Bytes go through a bounded pinned buffer.
+// Tensors in the memory of a GPU, as the engine has devices. `unpack` makes a plan of its copies
+// and starts it. Single copies are waited for, each: for what comes too seldom, or too late, for a
+// plan; their bytes go through a bounded pinned buffer.
 //
 // What lies where is found out by the address; a copy within ordinary memory is the CPU's.
 // kInvalidArgument where both sides are in the memory of a GPU.
 class CudaTensors : public Device {
  public:
-  // `after`: as above, of every copy. Requires: nobody else uses `device` meanwhile.
+  // `after`: as above, of every copy. Requires: nobody else uses `device` meanwhile. The buffer of
+  // `copy` is made when it is first used.
   static Result<std::unique_ptr<CudaTensors>> make(std::unique_ptr<CudaDevice> device,
                                                    CudaStream after,
                                                    int64_t buffer_nbytes = int64_t{4} << 20);
 
   Status copy(const StridedCopy& copy, const std::byte* src, std::byte* dst) const override;
   Result<uint32_t> copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc) const override;
+  bool is_host() const override { return false; }
+  MemorySource& buffers() const override { return buffers_; }
+
+  // From memory that is not pinned it copies as well, but has the calling thread wait.
+  Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
+                                              Bytes buffer) const override;
 
  private:
-  CudaTensors(std::unique_ptr<CudaDevice> device, CudaStream after, Memory buffer)
-      : device_(std::move(device)), after_(after), buffer_(std::move(buffer)) {}
+  CudaTensors(std::unique_ptr<CudaDevice> device, CudaStream after, int64_t buffer_nbytes)
+      : device_(std::move(device)),
+        after_(after),
+        buffer_nbytes_(buffer_nbytes),
+        buffers_(device_->ordinal()) {}
 
   Status copy_parts(const StridedCopy& copy, PackDirection direction, const std::byte* src,
                     std::byte* dst) const;
   Status copy_part(const StridedCopy& copy, PackDirection direction, const std::byte* src,
                    std::byte* dst) const;
 
-  mutable std::mutex mutex_;
+  mutable std::mutex mutex_;  // Guards the device and the buffer.
   const std::unique_ptr<CudaDevice> device_;
   const CudaStream after_;
-  const Memory buffer_;
+  const int64_t buffer_nbytes_;
+  mutable PinnedMemorySource buffers_;
+  mutable Memory buffer_;
 };
 
 }  // namespace torch_ckpt

@@ -29,8 +29,8 @@ Dims packed_strides(const StridedCopy& copy) {
 
 Result<std::unique_ptr<CudaTensors>> CudaTensors::make(std::unique_ptr<CudaDevice> device,
                                                        CudaStream after, int64_t buffer_nbytes) {
-  ASSIGN_OR_RETURN(Memory buffer, PinnedMemorySource(device->ordinal()).allocate(buffer_nbytes));
-  return std::unique_ptr<CudaTensors>(new CudaTensors(std::move(device), after, std::move(buffer)));
+  if (buffer_nbytes <= 0) return invalid_argument("a buffer of ", buffer_nbytes, " bytes");
+  return std::unique_ptr<CudaTensors>(new CudaTensors(std::move(device), after, buffer_nbytes));
 }
 
 Status CudaTensors::copy(const StridedCopy& copy, const std::byte* src, std::byte* dst) const {
@@ -43,6 +43,9 @@ Status CudaTensors::copy(const StridedCopy& copy, const std::byte* src, std::byt
   if (!from_gpu && !to_gpu) return cpu_device().copy(copy, src, dst);
   if (from_gpu && to_gpu) return invalid_argument("a copy is within the memory of GPUs");
   const PackDirection direction = from_gpu ? PackDirection::kPack : PackDirection::kUnpack;
+  if (buffer_.nbytes() == 0) {
+    ASSIGN_OR_RETURN(buffer_, buffers_.allocate(buffer_nbytes_));
+  }
   return copy_parts(simplified(copy), direction, src, dst);
 }
 
@@ -99,6 +102,18 @@ Result<uint32_t> CudaTensors::copy_and_checksum(Bytes src, MutableBytes dst, uin
   const CurrentDevice current(device_->ordinal());
   ASSIGN_OR_RETURN(const bool from_gpu, on_gpu(src.data()));
   return crc32(crc, from_gpu ? Bytes(dst) : src);
+}
+
+Result<std::unique_ptr<DeviceEvent>> CudaTensors::unpack(std::span<const TensorCopy> copies,
+                                                         Bytes buffer) const {
+  const PackOptions options = {.staging_nbytes = ssize(buffer),
+                               .window_nbytes = device_->window_nbytes()};
+  ASSIGN_OR_RETURN(PackPlan made, plan_pack(PackDirection::kUnpack, copies, options));
+  const std::scoped_lock lock(mutex_);
+  // The tables are freed in the order of the stream: the plan need not outlast the copies.
+  ASSIGN_OR_RETURN(const auto plan, device_->upload(std::move(made)));
+  ASSIGN_OR_RETURN(auto started, device_->unpack_from_host(*plan, buffer, after_));
+  return std::unique_ptr<DeviceEvent>(std::move(started));
 }
 
 }  // namespace torch_ckpt

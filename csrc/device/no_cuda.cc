@@ -27,6 +27,10 @@ Result<uint32_t> CudaTensors::copy_and_checksum(Bytes, MutableBytes, uint32_t) c
   return cuda_available();
 }
 
+Result<std::unique_ptr<DeviceEvent>> CudaTensors::unpack(std::span<const TensorCopy>, Bytes) const {
+  return cuda_available();
+}
+
 }  // namespace torch_ckpt
 
 #endif  // !TORCH_CKPT_HAVE_CUDA

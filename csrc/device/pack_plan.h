@@ -19,6 +19,7 @@
 #include "base/bytes.h"
 #include "base/status.h"
 #include "base/strided.h"
+#include "device/device.h"
 #include "device/pack_lane.h"
 
 namespace torch_ckpt {
@@ -29,13 +30,6 @@ inline constexpr int64_t kStagingAlignment = 256;
 enum class PackDirection {
   kPack,    // From tensors to the staging buffer.
   kUnpack,  // From the staging buffer to tensors.
-};
-
-// The copy of one tensor. Of `copy`, the tensor's side counts from `tensor`, the other one from the
-// start of the staging buffer.
-struct TensorCopy {
-  std::byte* tensor = nullptr;
-  StridedCopy copy;
 };
 
 // A contiguous tensor that is worth a copy call of its own.

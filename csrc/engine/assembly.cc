@@ -10,7 +10,7 @@ namespace torch_ckpt {
 
 Assembly::Assembly(std::span<const WantedRange> wanted, std::span<const SharedPiece> pieces,
                    const ConsumeRange& consume)
-    : pieces_(pieces), consume_(consume) {
+    : pieces_(pieces), consume_(consume), device_(device_of(wanted)) {
   std::map<const File*, std::vector<ByteRange>> covered;
   for (const SharedPiece& piece : pieces) {
     std::vector<ByteRange>& ranges = covered[piece.file];
@@ -39,13 +39,14 @@ Assembly::Assembly(std::span<const WantedRange> wanted, std::span<const SharedPi
     }
     OfFile& file = files_[want.file];
     file.wanted = wanted;
-    file.parts.push_back({i, want.range, want.destination, want.range.nbytes()});
+    file.parts.push_back(
+        {i, want.range, want.destination, want.device, want.name, want.range.nbytes()});
     file.longest_nbytes = std::max(file.longest_nbytes, want.range.nbytes());
   }
   for (auto& [file, of_file] : files_) {
     std::ranges::sort(of_file.parts, {}, [](const Part& part) { return part.range.begin; });
     for (const Part& part : of_file.parts) {
-      if (part.destination == nullptr) continue;
+      if (part.destination == nullptr || !part.device->is_host()) continue;
       if (!of_file.runs.empty()) {
         Run& last = of_file.runs.back();
         if (last.range.end == part.range.begin &&
@@ -91,7 +92,7 @@ std::byte* Assembly::place(int64_t piece) const {
   return run.destination + (shared.range.begin - run.range.begin);
 }
 
-Status Assembly::take(int64_t piece, Bytes bytes) {
+Status Assembly::take(int64_t piece, Bytes bytes, Unpacking& unpacking) {
   const SharedPiece& shared = pieces_[static_cast<size_t>(piece)];
   const auto file = files_.find(shared.file);
   if (file == files_.end()) return ok_status();
@@ -99,17 +100,17 @@ Status Assembly::take(int64_t piece, Bytes bytes) {
   for (size_t i = file->second.first_part(shared.range.begin);
        i < parts.size() && parts[i].range.begin < shared.range.end; ++i) {
     if (parts[i].range.end <= shared.range.begin) continue;
-    RETURN_IF_ERROR(take_part(parts[i], shared.range, bytes));
+    RETURN_IF_ERROR(take_part(parts[i], shared.range, bytes, unpacking));
   }
   return ok_status();
 }
 
 // Takes what a part has in common with `range`, whose bytes these are.
-Status Assembly::take_part(Part& part, const ByteRange& range, Bytes bytes) {
+Status Assembly::take_part(Part& part, const ByteRange& range, Bytes bytes, Unpacking& unpacking) {
   const ByteRange common = {std::max(part.range.begin, range.begin),
                             std::min(part.range.end, range.end)};
   const Bytes here = slice(bytes, common.begin - range.begin, common.nbytes());
-  if (common == part.range) return consume_(part.index, here);
+  if (common == part.range) return consume_(part.index, here, unpacking);
   std::byte* memory = part.destination;
   if (memory == nullptr) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -120,13 +121,28 @@ Status Assembly::take_part(Part& part, const ByteRange& range, Bytes bytes) {
     if (memory == nullptr) return errno_status(ENOMEM, "cannot allocate a buffer");
   }
   std::byte* place = memory + (common.begin - part.range.begin);
-  if (place != here.data()) std::memcpy(place, here.data(), here.size());
+  if (part.destination != nullptr && !part.device->is_host()) {
+    const StridedCopy run = {.sizes = {ssize(here)}, .src_strides = {1}, .dst_strides = {1}};
+    RETURN_IF_ERROR(unpacking.add(*part.device, *part.name, place, run, here.data()));
+  } else if (place != here.data()) {
+    std::memcpy(place, here.data(), here.size());
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     part.missing_nbytes -= common.nbytes();
     if (part.missing_nbytes > 0) return ok_status();
   }
-  const Status status = consume_(part.index, {memory, static_cast<size_t>(part.range.nbytes())});
+  return take_assembled(part, memory, unpacking);
+}
+
+// Has a part consumed that came in several pieces, out of `memory`: where it belongs, or a buffer.
+Status Assembly::take_assembled(Part& part, std::byte* memory, Unpacking& unpacking) {
+  const Bytes all(memory, static_cast<size_t>(part.range.nbytes()));
+  if (part.buffer == nullptr) return consume_(part.index, all, unpacking);
+  Unpacking of_buffer(all);
+  Status status = consume_(part.index, all, of_buffer);
+  if (status.ok()) status = of_buffer.start();
+  if (status.ok()) status = of_buffer.wait();
   part.buffer.reset();
   return status;
 }

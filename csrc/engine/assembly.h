@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/status.h"
@@ -41,14 +42,20 @@ class Assembly {
   // Whose bytes the pieces of a file are; nullptr where nobody here wants any.
   const RangeNames* names(const File* file) const;
 
-  // Takes a piece, once, which may lie where `place` says; its bytes may go when this returns.
-  Status take(int64_t piece, Bytes bytes);
+  // Takes a piece, once, which may lie where `place` says; its bytes may go when this returns, and
+  // what it has added to `unpacking`, of a buffer that has them, is started and done.
+  Status take(int64_t piece, Bytes bytes, Unpacking& unpacking);
+
+  // A device that wanted ranges go to; nullptr where all are of ordinary memory.
+  const Device* device() const { return device_; }
 
  private:
   struct Part {
     int64_t index = 0;  // Of the wanted range.
     ByteRange range;
-    std::byte* destination = nullptr;
+    std::byte* destination = nullptr;  // In memory of the device.
+    const Device* device = nullptr;
+    const std::string* name = nullptr;
     int64_t missing_nbytes = 0;
     std::unique_ptr<std::byte[]> buffer = nullptr;  // Of one that comes in several pieces.
   };
@@ -66,12 +73,14 @@ class Assembly {
     void add_names(const ByteRange& range, std::set<std::string>* out) const override;
   };
 
-  Status take_part(Part& part, const ByteRange& range, Bytes bytes);
+  Status take_part(Part& part, const ByteRange& range, Bytes bytes, Unpacking& unpacking);
+  Status take_assembled(Part& part, std::byte* memory, Unpacking& unpacking);
 
   std::span<const SharedPiece> pieces_;
   const ConsumeRange& consume_;
   std::map<const File*, OfFile> files_;
   std::vector<int64_t> others_;
+  const Device* device_;
   std::mutex mutex_;  // Guards what parts lack, and their buffers.
 };
 

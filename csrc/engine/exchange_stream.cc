@@ -23,16 +23,17 @@ constexpr int64_t kLeastInFlight = 2;
 }  // namespace
 
 ExchangeStream::ExchangeStream(std::vector<std::string> files, std::vector<ExchangePiece> pieces,
-                               std::shared_ptr<Peers> peers, std::unique_ptr<BufferPool> pool,
+                               std::shared_ptr<Peers> peers, int64_t pool_nbytes,
+                               int64_t block_nbytes,
                                std::vector<std::unique_ptr<ReadStream>> readers,
                                std::chrono::milliseconds timeout)
     : files_(std::move(files)),
       pieces_(std::move(pieces)),
       peers_(std::move(peers)),
-      pool_(std::move(pool)),
+      pool_nbytes_(pool_nbytes),
+      block_nbytes_(block_nbytes),
       readers_(std::move(readers)),
-      timeout_(timeout),
-      room_(pool_->block_count()) {}
+      timeout_(timeout) {}
 
 ExchangeStream::~ExchangeStream() { close(); }
 
@@ -114,13 +115,22 @@ Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, Ran
   }
   std::vector<ExchangePiece> pieces = plan.pieces();
   const auto most_in_flight = std::max(kLeastInFlight, std::ssize(pieces));
-  HeapMemorySource heap;
-  ASSIGN_OR_RETURN(auto pool,
-                   BufferPool::make(heap, std::min(room_nbytes, most_in_flight * plan.piece_nbytes),
-                                    plan.piece_nbytes));
+  const int64_t pool_nbytes = std::min(room_nbytes, most_in_flight * plan.piece_nbytes);
+  RETURN_IF_ERROR(BufferPool::check(pool_nbytes, plan.piece_nbytes));
   return std::unique_ptr<ExchangeStream>(
-      new ExchangeStream(std::move(plan.files), std::move(pieces), std::move(peers),
-                         std::move(pool), std::move(readers), timeout));
+      new ExchangeStream(std::move(plan.files), std::move(pieces), std::move(peers), pool_nbytes,
+                         plan.piece_nbytes, std::move(readers), timeout));
+}
+
+// Makes the memory of pieces, of the kind that what they go to copies from.
+Status ExchangeStream::open_pool() {
+  const Device* const device = assembly_->device();
+  MemorySource& source = (device == nullptr ? cpu_device() : *device).buffers();
+  ASSIGN_OR_RETURN(auto pool, BufferPool::make(source, pool_nbytes_, block_nbytes_));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  pool_ = std::move(pool);
+  room_ = pool_->block_count();
+  return ok_status();
 }
 
 void ExchangeStream::fail(const Status& error) {
@@ -149,6 +159,7 @@ Status ExchangeStream::run(std::span<const SharedPiece> pieces, Assembly& assemb
     run_pieces_ = pieces;
     assembly_ = &assembly;
     number_all();
+    if (pool_ == nullptr) RETURN_IF_ERROR(open_pool());
     if (watched_.empty()) RETURN_IF_ERROR(watch_all());
     std::set<int32_t> sources;
     for (const SharedPiece& piece : pieces) sources.insert(piece.from);
@@ -217,27 +228,29 @@ void ExchangeStream::keep(std::unique_ptr<PeerTransfer> transfer,
   *place = std::move(transfer);
 }
 
-// Waits for the oldest piece that is on its way to the next rank, and lets it go.
-Status ExchangeStream::finish_oldest_send(std::unique_lock<std::mutex>& lock) {
-  const int64_t piece = sending_.front();
-  sending_.pop_front();
-  PeerTransfer& outgoing = *in_flight(piece).outgoing;
+// Waits for the oldest piece that is on its way, and lets it go.
+Status ExchangeStream::finish_oldest(std::unique_lock<std::mutex>& lock) {
+  const int64_t piece = leaving_.front();
+  leaving_.pop_front();
+  InFlight& own = in_flight(piece);
   lock.unlock();
-  const Status status = outgoing.wait();
+  const Status sent = own.outgoing == nullptr ? ok_status() : own.outgoing->wait();
+  const Status unpacked = own.unpacking.wait();
   lock.lock();
-  RETURN_IF_ERROR(status);
+  RETURN_IF_ERROR(sent);
+  RETURN_IF_ERROR(unpacked);
   let_go(piece);
   return ok_status();
 }
 
-// Waits for `happened`, and meanwhile lets go of what has been sent. Errors: that of the run.
+// Waits for `happened`, and meanwhile lets go of what has left. Errors: that of the run.
 Status ExchangeStream::wait_until(std::unique_lock<std::mutex>& lock,
                                   const std::function<bool()>& happened) {
   while (!failed_ && !happened()) {
-    if (sending_.empty()) {
+    if (leaving_.empty()) {
       changed_.wait(lock);
     } else {
-      RETURN_IF_ERROR(finish_oldest_send(lock));
+      RETURN_IF_ERROR(finish_oldest(lock));
     }
   }
   return failed_ ? status_ : ok_status();
@@ -274,7 +287,7 @@ std::vector<int64_t> ExchangeStream::next_to_read() {
   int64_t nbytes = 0;
   while (!failed_ && !to_read_.empty()) {
     nbytes += shared(to_read_.front()).range.nbytes();
-    if (!numbers.empty() && nbytes > pool_->block_nbytes()) break;
+    if (!numbers.empty() && nbytes > block_nbytes_) break;
     numbers.push_back(to_read_.front());
     to_read_.pop_front();
   }
@@ -288,7 +301,7 @@ Status ExchangeStream::read(ReadStream& reader, const std::vector<int64_t>& numb
     wanted.push_back({piece.file, piece.range, memory_of(number).data(), nullptr, piece.sums,
                       assembly_->names(piece.file)});
   }
-  return reader.run(wanted, [&](int64_t index, Bytes bytes) {
+  return reader.run(wanted, [&](int64_t index, Bytes bytes, Unpacking&) {
     const int64_t number = numbers[static_cast<size_t>(index)];
     std::byte* memory = memory_of(number).data();
     if (bytes.data() != memory) std::memcpy(memory, bytes.data(), bytes.size());
@@ -320,12 +333,15 @@ Status ExchangeStream::arrived(int64_t piece) {
                      peers_->send(memory_of(piece), to, Channel::kPieces, own.sent_as));
     keep(std::move(outgoing), &own.outgoing);
   }
-  RETURN_IF_ERROR(assembly_->take(piece, memory_of(piece)));
+  own.unpacking = Unpacking(memory_of(piece));
+  RETURN_IF_ERROR(assembly_->take(piece, memory_of(piece), own.unpacking));
+  RETURN_IF_ERROR(own.unpacking.start());
+  ASSIGN_OR_RETURN(const bool unpacked, own.unpacking.done());
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (to < 0) {
+  if (to < 0 && unpacked) {
     let_go(piece);
   } else {
-    sending_.push_back(piece);
+    leaving_.push_back(piece);
     changed_.notify_all();
   }
   return failed_ ? status_ : ok_status();

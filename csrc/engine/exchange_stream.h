@@ -77,10 +77,11 @@ class ExchangeStream {
     int64_t sent_as = 0;
     std::unique_ptr<PeerTransfer> incoming = nullptr;
     std::unique_ptr<PeerTransfer> outgoing = nullptr;
+    Unpacking unpacking = {};
   };
 
   ExchangeStream(std::vector<std::string> files, std::vector<ExchangePiece> pieces,
-                 std::shared_ptr<Peers> peers, std::unique_ptr<BufferPool> pool,
+                 std::shared_ptr<Peers> peers, int64_t pool_nbytes, int64_t block_nbytes,
                  std::vector<std::unique_ptr<ReadStream>> readers,
                  std::chrono::milliseconds timeout);
 
@@ -93,7 +94,8 @@ class ExchangeStream {
   Status read(ReadStream& reader, const std::vector<int64_t>& numbers);
   Status receive_all(int32_t from);
   Status arrived(int64_t piece);
-  Status finish_oldest_send(std::unique_lock<std::mutex>& lock);
+  Status open_pool();
+  Status finish_oldest(std::unique_lock<std::mutex>& lock);
   Status wait_until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& happened);
   void keep(std::unique_ptr<PeerTransfer> transfer, std::unique_ptr<PeerTransfer>* place);
   void let_go(int64_t piece);
@@ -106,7 +108,8 @@ class ExchangeStream {
   const std::vector<std::string> files_;
   const std::vector<ExchangePiece> pieces_;
   std::shared_ptr<Peers> peers_;
-  const std::unique_ptr<BufferPool> pool_;
+  const int64_t pool_nbytes_;
+  const int64_t block_nbytes_;
   const std::vector<std::unique_ptr<ReadStream>> readers_;  // Each of one thread.
   const std::chrono::milliseconds timeout_;
 
@@ -127,11 +130,12 @@ class ExchangeStream {
 
   std::mutex mutex_;  // Guards what follows, and the pool.
   std::condition_variable changed_;
+  std::unique_ptr<BufferPool> pool_;  // Made by the first run, which knows what it is for.
   std::vector<InFlight> in_flight_;
-  int64_t room_;           // For so many more pieces.
+  int64_t room_ = 0;       // For so many more pieces.
   int64_t with_room_ = 0;  // Pieces before this one have, or had, room.
   std::deque<int64_t> to_read_;
-  std::deque<int64_t> sending_;  // Taken, and on their way to the next rank.
+  std::deque<int64_t> leaving_;  // Taken, and on their way to the next rank or to a device.
   int64_t done_ = 0;             // So many pieces are.
   std::set<PeerTransfer*> transfers_;
   bool failed_ = false;

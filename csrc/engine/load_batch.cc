@@ -65,8 +65,9 @@ Status LoadBatch::plan(const std::vector<int64_t>& tensor_indices,
 
 Status LoadBatch::run() {
   for (const WantedRange& want : wanted_) RETURN_IF_ERROR(check_sums(want.sums, want.range));
-  RETURN_IF_ERROR(
-      stream_.run(wanted_, [this](int64_t index, Bytes bytes) { return consume(index, bytes); }));
+  RETURN_IF_ERROR(stream_.run(wanted_, [this](int64_t index, Bytes bytes, Unpacking& unpacking) {
+    return consume(index, bytes, unpacking);
+  }));
   return verify();
 }
 
@@ -82,8 +83,8 @@ Status LoadBatch::run(ExchangeStream& exchange, std::span<const ExchangePiece> p
     shared.push_back({file.file.get(), piece.range, piece.from, piece.to, file.sums.get()});
     if (piece.from < 0) RETURN_IF_ERROR(check_sums(file.sums.get(), piece.range));
   }
-  const ConsumeRange consume_one = [this](int64_t index, Bytes bytes) {
-    return consume(index, bytes);
+  const ConsumeRange consume_one = [this](int64_t index, Bytes bytes, Unpacking& unpacking) {
+    return consume(index, bytes, unpacking);
   };
   Assembly assembly(wanted_, shared, consume_one);
   std::vector<WantedRange> alone;
@@ -94,10 +95,11 @@ Status LoadBatch::run(ExchangeStream& exchange, std::span<const ExchangePiece> p
 
   std::atomic<bool> stopped = false;
   const auto read_alone = [&] {
-    const Status status = stream_.run(alone, [&](int64_t index, Bytes bytes) {
+    const ConsumeRange consume_alone = [&](int64_t index, Bytes bytes, Unpacking& unpacking) {
       if (stopped) return cancelled("another part of the load has failed");
-      return consume(assembly.others()[static_cast<size_t>(index)], bytes);
-    });
+      return consume(assembly.others()[static_cast<size_t>(index)], bytes, unpacking);
+    };
+    const Status status = stream_.run(alone, consume_alone);
     if (!status.ok()) exchange.fail(status);
     return status;
   };
@@ -161,7 +163,7 @@ Status LoadBatch::find_tensors(const std::vector<int64_t>& requests) {
     if (slice.nbytes > whole_slice_nbytes_) continue;
     if (comes_without_memory(i)) expect(i);
     whole_slices_.push_back(i);
-    wanted_.push_back(want(slice, {slice.offset, slice.offset + slice.nbytes}, nullptr));
+    wanted_.push_back(want(i, {slice.offset, slice.offset + slice.nbytes}, nullptr));
   }
   return ok_status();
 }
@@ -209,9 +211,10 @@ Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>
     const bool one_run = is_one_run(part);
     const bool to_hand_over = comes_without_memory(request);
     if (to_hand_over) expect(request);
-    std::byte* destination =
-        one_run && !to_hand_over ? wanted.live.data + part.dst_offset : nullptr;
-    wanted_.push_back(want(wanted.slice, range, destination));
+    // What must be summed here is not copied before it is looked at.
+    const bool direct = one_run && !to_hand_over && (!has_crc || wanted.live.device->is_host());
+    std::byte* destination = direct ? wanted.live.data + part.dst_offset : nullptr;
+    wanted_.push_back(want(request, range, destination));
     // So that its memory is not held for long.
     if (to_hand_over) wanted_.back().group = request;
     pieces_.push_back({request, std::move(part), one_run, has_crc});
@@ -267,13 +270,13 @@ Status LoadBatch::plan_bytes(int64_t request) {
   return ok_status();
 }
 
-Status LoadBatch::consume(int64_t index, Bytes bytes) {
+Status LoadBatch::consume(int64_t index, Bytes bytes, Unpacking& unpacking) {
   if (index < static_cast<int64_t>(pieces_.size())) {
-    return consume_piece(pieces_[static_cast<size_t>(index)], bytes);
+    return consume_piece(pieces_[static_cast<size_t>(index)], bytes, unpacking);
   }
   const int64_t slice_index = index - static_cast<int64_t>(pieces_.size());
   if (slice_index < static_cast<int64_t>(whole_slices_.size())) {
-    return consume_whole_slice(whole_slices_[static_cast<size_t>(slice_index)], bytes);
+    return consume_whole_slice(whole_slices_[static_cast<size_t>(slice_index)], bytes, unpacking);
   }
   std::byte* destination = wanted_[static_cast<size_t>(index)].destination;
   if (bytes.data() != destination) std::copy(bytes.begin(), bytes.end(), destination);
@@ -295,26 +298,33 @@ void LoadBatch::expect(int64_t request) {
   temporaries_.expect(request, checked_numel(live.sizes).value_or(0) * itemsize(live.dtype));
 }
 
-Status LoadBatch::consume_piece(Piece& piece, Bytes bytes) {
-  const LiveTensor& live = tensor(piece.request).live;
+// Brings elements of a request from `from`, which the copy's source counts from, to where they go.
+Status LoadBatch::put(int64_t request, const StridedCopy& copy, const std::byte* from,
+                      Unpacking& unpacking) {
+  ASSIGN_OR_RETURN(std::byte * memory, memory_of(request));
+  const TensorRequest& wanted = tensor(request);
+  return unpacking.add(*wanted.live.device, wanted.slice.name, memory, copy, from);
+}
+
+Status LoadBatch::consume_piece(Piece& piece, Bytes bytes, Unpacking& unpacking) {
+  const Device& device = *tensor(piece.request).live.device;
   ASSIGN_OR_RETURN(std::byte * memory, memory_of(piece.request));
   std::byte* destination = memory + piece.copy.dst_offset;
   const bool in_place = bytes.data() == destination;
-  if (piece.to_be_summed && piece.one_run && !in_place) {
-    ASSIGN_OR_RETURN(piece.crc,
-                     live.device->copy_and_checksum(bytes, {destination, bytes.size()}, 0));
+  if (piece.to_be_summed && piece.one_run && !in_place && device.is_host()) {
+    ASSIGN_OR_RETURN(piece.crc, device.copy_and_checksum(bytes, {destination, bytes.size()}, 0));
     return arrived(piece.request);
   }
   if (!in_place) {
     StridedCopy copy = piece.copy;
     copy.src_offset = 0;  // The first source byte is the first of `bytes`.
-    RETURN_IF_ERROR(live.device->copy(copy, bytes.data(), memory));
+    RETURN_IF_ERROR(put(piece.request, copy, bytes.data(), unpacking));
   }
   if (piece.to_be_summed) piece.crc = crc32(0, bytes);
   return arrived(piece.request);
 }
 
-Status LoadBatch::consume_whole_slice(int64_t request, Bytes bytes) {
+Status LoadBatch::consume_whole_slice(int64_t request, Bytes bytes, Unpacking& unpacking) {
   const TensorRequest& wanted = tensor(request);
   const Result<StoredTensor> parsed = parse_frame(bytes, bytes, ssize(bytes));
   if (parsed.status().code() == StatusCode::kUnsupported) {
@@ -330,12 +340,10 @@ Status LoadBatch::consume_whole_slice(int64_t request, Bytes bytes) {
   if (verify_ && stored.payload_crc != 0 && crc32(0, payload) != stored.payload_crc) {
     return corruption("cannot read ", describe(wanted.slice), ": its checksum does not match");
   }
-  ASSIGN_OR_RETURN(std::byte * memory, memory_of(request));
   const int64_t size = itemsize(stored.dtype);
-  RETURN_IF_ERROR(
-      wanted.live.device->copy(copy_of_box(wanted.box, size, stored.storage_offset * size,
-                                           in_bytes(stored.strides, size), wanted.live.strides),
-                               payload.data(), memory));
+  const StridedCopy copy = copy_of_box(wanted.box, size, stored.storage_offset * size,
+                                       in_bytes(stored.strides, size), wanted.live.strides);
+  RETURN_IF_ERROR(put(request, copy, payload.data(), unpacking));
   return arrived(request);
 }
 

@@ -99,12 +99,13 @@ class LoadBatch {
   Status plan_bytes(int64_t request);
   Status verify() const;
   Result<bool> accepts(int64_t request, const StoredTensor& stored);
-  Status consume(int64_t index, Bytes bytes);
-  Status consume_piece(Piece& piece, Bytes bytes);
+  Status consume(int64_t index, Bytes bytes, Unpacking& unpacking);
+  Status consume_piece(Piece& piece, Bytes bytes, Unpacking& unpacking);
+  Status put(int64_t request, const StridedCopy& copy, const std::byte* from, Unpacking& unpacking);
   Result<std::byte*> memory_of(int64_t request);
   Status arrived(int64_t request);
   void expect(int64_t request);
-  Status consume_whole_slice(int64_t request, Bytes bytes);
+  Status consume_whole_slice(int64_t request, Bytes bytes, Unpacking& unpacking);
   Status verify_payloads() const;
   Status verify_bytes() const;
 
@@ -115,6 +116,11 @@ class LoadBatch {
   WantedRange want(const StoredSlice& slice, const ByteRange& range, std::byte* destination) const {
     const OpenFile& file = file_of(slice);
     return {file.file.get(), range, destination, &slice.name, file.sums.get()};
+  }
+  WantedRange want(int64_t request, const ByteRange& range, std::byte* destination) const {
+    WantedRange out = want(tensor(request).slice, range, destination);
+    out.device = tensor(request).live.device;
+    return out;
   }
   const TensorRequest& tensor(int64_t request) const {
     return tensors_[static_cast<size_t>(request)];

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
 #include <exception>
 #include <map>
 #include <mutex>
@@ -41,6 +42,12 @@ struct Task {
 
 }  // namespace
 
+const Device* device_of(std::span<const WantedRange> wanted) {
+  const auto found =
+      std::ranges::find_if(wanted, [](const WantedRange& want) { return !want.device->is_host(); });
+  return found == wanted.end() ? nullptr : found->device;
+}
+
 ByteRange checkable_range(const WantedRange& want) {
   if (want.sums == nullptr) return want.range;
   return {want.sums->block_begin(want.range.begin), want.sums->block_end(want.range.end)};
@@ -69,7 +76,8 @@ struct ReadStream::Work {
       }
       const auto at = static_cast<int64_t>(order.size());
       order.push_back(i);
-      tasks.push_back({want.file, want.range, at, at + 1, want.destination});
+      std::byte* in_place = want.device->is_host() ? want.destination : nullptr;
+      tasks.push_back({want.file, want.range, at, at + 1, in_place});
     }
     for (const auto& [file, indices] : shared) add_shared(file, indices, max_nbytes);
   }
@@ -136,15 +144,16 @@ struct ReadStream::Work {
   }
 
   // Has every range of a task checked and consumed, out of `bytes`, which begin at `offset` of the
-  // file.
-  Status consume_task(const Task& task, Bytes bytes, int64_t offset) const {
+  // file, and begins to unpack them.
+  Status consume_task(const Task& task, Bytes bytes, int64_t offset, Unpacking& unpacking) const {
     RETURN_IF_ERROR(check_task(task, slice(bytes, task.range.begin - offset, task.range.nbytes())));
     for (int64_t i = task.first; i < task.last; ++i) {
       const int64_t index = order[static_cast<size_t>(i)];
       const ByteRange& range = wanted[static_cast<size_t>(index)].range;
-      RETURN_IF_ERROR(consume(index, slice(bytes, range.begin - offset, range.nbytes())));
+      const Bytes here = slice(bytes, range.begin - offset, range.nbytes());
+      RETURN_IF_ERROR(consume(index, here, unpacking));
     }
-    return ok_status();
+    return unpacking.start();
   }
 };
 
@@ -162,12 +171,16 @@ Result<std::unique_ptr<ReadStream>> ReadStream::make(FileSystem& fs, int64_t buf
       new ReadStream(fs, static_cast<size_t>(lane_count), lane_nbytes, block_nbytes));
 }
 
-Status ReadStream::open(Lane& lane) {
-  if (lane.pool != nullptr) return ok_status();
-  HeapMemorySource heap;
-  ASSIGN_OR_RETURN(auto pool, BufferPool::make(heap, lane_nbytes_, block_nbytes_));
+// Makes what a lane needs. `device`: that buffers are for; nullptr where any memory will do.
+Status ReadStream::open(Lane& lane, const Device* device) {
+  if (lane.pool != nullptr && (lane.for_device || device == nullptr)) return ok_status();
+  lane.queue.reset();
+  lane.pool.reset();  // Before there is another: the budget is for one.
+  MemorySource& source = (device == nullptr ? cpu_device() : *device).buffers();
+  ASSIGN_OR_RETURN(auto pool, BufferPool::make(source, lane_nbytes_, block_nbytes_));
   lane.queue = fs_.make_queue(pool->block_count(), pool->arena());
   lane.pool = std::move(pool);
+  lane.for_device = device != nullptr;
   return ok_status();
 }
 
@@ -184,7 +197,8 @@ Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& 
   std::vector<std::thread> threads;
   const size_t lanes = std::min(lanes_.size(), work.tasks.size());
   if (lanes == 0) return ok_status();
-  for (size_t i = 0; i < lanes; ++i) RETURN_IF_ERROR(open(lanes_[i]));
+  const Device* const device = device_of(wanted);
+  for (size_t i = 0; i < lanes; ++i) RETURN_IF_ERROR(open(lanes_[i], device));
   for (size_t i = 1; i < lanes; ++i) {
     try {
       threads.emplace_back([&lane = lanes_[i], &work] { run_lane_to_end(lane, work); });
@@ -197,88 +211,139 @@ Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& 
   return work.status;
 }
 
-// Nothing may escape from a thread: running out of memory is an error of this load, not the end of
-// the process. What is in flight is waited for, since it is read into memory of the caller.
-void ReadStream::run_lane_to_end(Lane& lane, Work& work) {
-  try {
-    run_lane(lane, work);
-  } catch (const std::exception& error) {
-    work.fail(internal_error("cannot go on reading: ", error.what()));
-    while (lane.queue->in_flight() > 0) (void)lane.queue->wait();
+// One thread's run: takes tasks until none is left, keeping as many in flight as there are blocks.
+class ReadStream::LaneRun {
+ public:
+  LaneRun(Lane& lane, Work& work)
+      : pool_(*lane.pool),
+        queue_(*lane.queue),
+        work_(work),
+        slots_(static_cast<size_t>(pool_.block_count())) {
+    for (size_t i = 0; i < slots_.size(); ++i) free_slots_.push_back(i);
   }
-}
 
-// Takes tasks until none is left, keeping as many in flight as there are blocks.
-void ReadStream::run_lane(Lane& lane, Work& work) {
+  void run() {
+    while (true) {
+      give_back_unpacked();
+      while (!work_.stopped && !free_slots_.empty() && queue_.room() > 0) {
+        if (!submit_next()) break;
+      }
+      if (queue_.in_flight() > 0) {
+        for (const IoDone& done : queue_.wait()) take(done);
+      } else if (!unpacking_.empty()) {
+        finish(unpacking_.front());
+        unpacking_.pop_front();
+      } else {
+        return;
+      }
+    }
+  }
+
+ private:
+  // From when a read is submitted until its bytes are in place.
   struct InFlight {
     const Task* task = nullptr;
     int block = -1;      // -1 for a read in place.
     int64_t offset = 0;  // Where `memory` begins in the file.
     MutableBytes memory;
-  };
-  BufferPool& pool = *lane.pool;
-  std::vector<InFlight> slots(static_cast<size_t>(pool.block_count()));
-  std::vector<size_t> free_slots;
-  for (size_t i = 0; i < slots.size(); ++i) free_slots.push_back(i);
-
-  // Returns whether it is worth submitting more before looking at what is done.
-  const auto submit_next = [&]() -> bool {
-    const size_t next = work.next_task++;
-    if (next >= work.tasks.size()) return false;
-    const Task& task = work.tasks[next];
-    const int64_t alignment = task.file->alignment();
-    const bool cached =
-        alignment == 1 || task.file->is_resident(task.range.begin, task.range.nbytes());
-    const bool fits = task.range.begin % alignment == 0 && task.range.nbytes() % alignment == 0 &&
-                      is_aligned(task.destination, alignment);
-    InFlight read;
-    read.task = &task;
-    read.offset = task.range.begin;
-    if (task.destination != nullptr && (cached || fits)) {
-      read.memory = {task.destination, static_cast<size_t>(task.range.nbytes())};
-    } else {
-      const int64_t grain = cached ? 1 : alignment;
-      read.block = *pool.acquire();  // There are as many blocks as slots.
-      read.offset = align_down(task.range.begin, grain);
-      const int64_t nbytes = align_up(task.range.end, grain) - read.offset;
-      if (nbytes > pool.block_nbytes()) {
-        pool.release(read.block);
-        work.fail(internal_error("a read of ", nbytes, " bytes does not fit its buffer"));
-        return false;
-      }
-      read.memory = slice(pool.block(read.block), 0, nbytes);
-    }
-    const size_t slot = free_slots.back();
-    free_slots.pop_back();
-    slots[slot] = read;
-    const IoRequest request = {.kind = IoRequest::Kind::kRead,
-                               .file = task.file,
-                               .offset = read.offset,
-                               .memory = read.memory,
-                               .caching = cached ? Caching::kBuffered : Caching::kDirect,
-                               .tag = slot};
-    lane.queue->submit({&request, 1});
-    // What the page cache holds arrives at once: consume it while it is in the processor's cache.
-    return !cached;
+    Unpacking unpacking;
   };
 
-  while (true) {
-    while (!work.stopped && !free_slots.empty() && lane.queue->room() > 0) {
-      if (!submit_next()) break;
+  bool submit_next();
+  void take(const IoDone& done);
+  void finish(size_t slot);
+  void give_back_unpacked();
+
+  BufferPool& pool_;
+  IoQueue& queue_;
+  Work& work_;
+  std::vector<InFlight> slots_;
+  std::vector<size_t> free_slots_;
+  std::deque<size_t> unpacking_;  // Slots that have been read, and wait for a device.
+};
+
+// Returns whether it is worth submitting more before looking at what is done.
+bool ReadStream::LaneRun::submit_next() {
+  const size_t next = work_.next_task++;
+  if (next >= work_.tasks.size()) return false;
+  const Task& task = work_.tasks[next];
+  const int64_t alignment = task.file->alignment();
+  const bool cached =
+      alignment == 1 || task.file->is_resident(task.range.begin, task.range.nbytes());
+  const bool fits = task.range.begin % alignment == 0 && task.range.nbytes() % alignment == 0 &&
+                    is_aligned(task.destination, alignment);
+  InFlight read;
+  read.task = &task;
+  read.offset = task.range.begin;
+  if (task.destination != nullptr && (cached || fits)) {
+    read.memory = {task.destination, static_cast<size_t>(task.range.nbytes())};
+  } else {
+    const int64_t grain = cached ? 1 : alignment;
+    read.block = *pool_.acquire();  // There are as many blocks as slots.
+    read.offset = align_down(task.range.begin, grain);
+    const int64_t nbytes = align_up(task.range.end, grain) - read.offset;
+    if (nbytes > pool_.block_nbytes()) {
+      pool_.release(read.block);
+      work_.fail(internal_error("a read of ", nbytes, " bytes does not fit its buffer"));
+      return false;
     }
-    if (lane.queue->in_flight() == 0) return;
-    for (const IoDone& done : lane.queue->wait()) {
-      const InFlight& read = slots[done.tag];
-      Status status;
-      if (!done.status.ok()) {
-        status = work.with_name(*read.task, done.status);
-      } else if (!work.stopped) {
-        status = work.consume_task(*read.task, read.memory, read.offset);
-      }
-      if (!status.ok()) work.fail(status);
-      if (read.block >= 0) pool.release(read.block);
-      free_slots.push_back(done.tag);
-    }
+    read.memory = slice(pool_.block(read.block), 0, nbytes);
+  }
+  read.unpacking = Unpacking(read.memory);
+  const size_t slot = free_slots_.back();
+  free_slots_.pop_back();
+  const IoRequest request = {.kind = IoRequest::Kind::kRead,
+                             .file = task.file,
+                             .offset = read.offset,
+                             .memory = read.memory,
+                             .caching = cached ? Caching::kBuffered : Caching::kDirect,
+                             .tag = slot};
+  slots_[slot] = std::move(read);
+  queue_.submit({&request, 1});
+  // What the page cache holds arrives at once: consume it while it is in the processor's cache.
+  return !cached;
+}
+
+void ReadStream::LaneRun::take(const IoDone& done) {
+  InFlight& read = slots_[done.tag];
+  Status status;
+  if (!done.status.ok()) {
+    status = work_.with_name(*read.task, done.status);
+  } else if (!work_.stopped) {
+    status = work_.consume_task(*read.task, read.memory, read.offset, read.unpacking);
+  }
+  if (!status.ok()) work_.fail(status);
+  unpacking_.push_back(done.tag);
+  give_back_unpacked();
+}
+
+// Waits until a slot is unpacked, and frees it.
+void ReadStream::LaneRun::finish(size_t slot) {
+  InFlight& read = slots_[slot];
+  const Status status = read.unpacking.wait();
+  if (!status.ok()) work_.fail(status);
+  if (read.block >= 0) pool_.release(read.block);
+  read = {};
+  free_slots_.push_back(slot);
+}
+
+void ReadStream::LaneRun::give_back_unpacked() {
+  std::erase_if(unpacking_, [this](size_t slot) {
+    const Result<bool> done = slots_[slot].unpacking.done();
+    if (done.ok() && !*done) return false;
+    finish(slot);  // Where it has failed, this says so again.
+    return true;
+  });
+}
+
+// Nothing may escape from a thread: running out of memory is an error of this load, not the end of
+// the process. What is in flight is waited for, since it is read into memory of the caller.
+void ReadStream::run_lane_to_end(Lane& lane, Work& work) {
+  try {
+    LaneRun(lane, work).run();
+  } catch (const std::exception& error) {
+    work.fail(internal_error("cannot go on reading: ", error.what()));
+    while (lane.queue->in_flight() > 0) (void)lane.queue->wait();
   }
 }
 

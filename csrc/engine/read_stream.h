@@ -7,6 +7,9 @@
 // full and the memory bounded, and stops everything at the first error. Where a file's blocks have
 // known sums, it reads whole blocks and lets nobody see bytes that fail them (in place, where they
 // are seen to fail too late, it is an error as well).
+//
+// A buffer is read into again when what was in it is in place. Where that is up to a device, others
+// are read into meanwhile, and the buffers are of the kind that the device copies from fastest.
 
 #include <cstdint>
 #include <functional>
@@ -18,6 +21,7 @@
 
 #include "base/status.h"
 #include "engine/file_sums.h"
+#include "engine/unpacking.h"
 #include "geometry/overlap.h"
 #include "io/buffer_pool.h"
 #include "io/file_system.h"
@@ -40,20 +44,25 @@ struct WantedRange {
   File* file = nullptr;
   ByteRange range;  // Within the file, no longer than the stream's max_*_nbytes().
   // Where the bytes belong as they are, or nullptr. A hint: they are read in place if alignment
-  // allows it, and `consume` sees which from the address it is given.
+  // allows it and it is ordinary memory, and `consume` sees which from the address it is given.
   std::byte* destination = nullptr;
   const std::string* name = nullptr;  // FQN, for messages.
   const FileSums* sums = nullptr;     // Of the file, where it is to be checked.
   const RangeNames* names = nullptr;  // FQNs, of a range that is of several.
   int64_t group = -1;  // Ranges that are best read together, by a number of their own.
+  const Device* device = &cpu_device();  // Of what the bytes go to.
 };
+
+// A device that some of the ranges go to, and that is not the CPU; nullptr where there is none.
+const Device* device_of(std::span<const WantedRange> wanted);
 
 // What must be read to have a wanted range, and to check it.
 ByteRange checkable_range(const WantedRange& want);
 
-// Takes the bytes of wanted range `index`; unless they are in place they are gone when it returns.
-// Called from several threads at a time, once for each range.
-using ConsumeRange = std::function<Status(int64_t index, Bytes bytes)>;
+// Takes the bytes of wanted range `index`. Unless they are in place they are gone when it returns,
+// but for what is added to `unpacking`, which is started then. Called from several threads at a
+// time, once for each range.
+using ConsumeRange = std::function<Status(int64_t index, Bytes bytes, Unpacking& unpacking)>;
 
 class ReadStream {
  public:
@@ -77,14 +86,15 @@ class ReadStream {
   struct Lane {
     std::unique_ptr<BufferPool> pool;
     std::unique_ptr<IoQueue> queue;  // Destroyed before the pool: it may have registered it.
+    bool for_device = false;         // Whether its memory is of the kind that devices copy from.
   };
   struct Work;
+  class LaneRun;
 
   ReadStream(FileSystem& fs, size_t lanes, int64_t lane_nbytes, int64_t block_nbytes)
       : fs_(fs), lane_nbytes_(lane_nbytes), block_nbytes_(block_nbytes), lanes_(lanes) {}
-  Status open(Lane& lane);
+  Status open(Lane& lane, const Device* device);
   static void run_lane_to_end(Lane& lane, Work& work);
-  static void run_lane(Lane& lane, Work& work);
 
   FileSystem& fs_;
   const int64_t lane_nbytes_;

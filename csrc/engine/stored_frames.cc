@@ -34,7 +34,7 @@ Status read_ends(ReadStream& stream, std::span<PendingFrame> pending) {
     want(begin, begin + frame.head_nbytes);
     want(end - kFrameTailNbytes, end);
   }
-  return stream.run(wanted, [&](int64_t index, Bytes bytes) {
+  return stream.run(wanted, [&](int64_t index, Bytes bytes, Unpacking&) {
     PendingFrame& frame = pending[static_cast<size_t>(index / 2)];
     (index % 2 == 0 ? frame.head : frame.tail).assign(bytes.begin(), bytes.end());
     return ok_status();

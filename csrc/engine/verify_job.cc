@@ -73,7 +73,7 @@ Result<std::vector<ByteRange>> VerifyJob::check(int64_t file, int64_t begin, int
   for (int64_t from = begin; from < readable; from += step) {
     wanted.push_back({opened.get(), {from, std::min(from + step, readable)}});
   }
-  RETURN_IF_ERROR(stream_->run(wanted, [&](int64_t i, Bytes bytes) {
+  RETURN_IF_ERROR(stream_->run(wanted, [&](int64_t i, Bytes bytes, Unpacking&) {
     const int64_t from = wanted[static_cast<size_t>(i)].range.begin;
     for (int64_t at = 0; at < ssize(bytes);) {
       ASSIGN_OR_RETURN(const int64_t mismatch,

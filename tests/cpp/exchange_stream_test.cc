@@ -19,6 +19,7 @@
 
 #include "engine/load_job.h"
 #include "engine/node_peers.h"
+#include "support/later_device.h"
 #include "support/memory_file_system.h"
 #include "support/saved_checkpoint.h"
 #include "support/status_matchers.h"
@@ -35,9 +36,13 @@ std::string packed_box(const TestTensor& tensor, const Box& box) {
   return tensor.narrowed(box.offsets, box.sizes).packed();
 }
 
-// One rank: a disk of its own, and boxes of the stored tensors that it wants.
+// What a rank wants a box in.
+enum class Where { kHost, kDevice, kNoMemory };
+
+// One rank: a disk and a device of its own, and boxes of the stored tensors that it wants.
 struct TestRank {
   std::unique_ptr<MemoryFileSystem> fs;
+  std::unique_ptr<LaterDevice> device = std::make_unique<LaterDevice>();
   std::vector<TensorRequest> requests;
   std::vector<TestTensor> loaded;  // Empty where a request comes without memory.
   std::vector<std::string> expected;
@@ -82,7 +87,7 @@ struct TestWorld {
     }
   }
 
-  void want(size_t rank, size_t file, size_t tensor, const Box& box, bool with_memory = true) {
+  void want(size_t rank, size_t file, size_t tensor, const Box& box, Where where = Where::kHost) {
     TestRank& one = ranks[rank];
     const TestTensor& stored = saved[file][tensor];
     one.expected.push_back(packed_box(stored, box));
@@ -90,15 +95,16 @@ struct TestWorld {
     const auto seed = static_cast<uint32_t>(1000 + one.loaded.size());
     one.loaded.push_back(TestTensor::random("live", stored.live.dtype, box.sizes, seed));
     LiveTensor live = one.loaded.back().live;
-    if (!with_memory) live.data = nullptr;
+    if (where == Where::kNoMemory) live.data = nullptr;
+    if (where == Where::kDevice) live = one.device->holding(live);
     one.requests.push_back({slices[file][tensor], box, live});
   }
 
-  void want_all(size_t rank) {
+  void want_all(size_t rank, Where where = Where::kHost) {
     for (size_t file = 0; file < saved.size(); ++file) {
       for (size_t tensor = 0; tensor < saved[file].size(); ++tensor) {
         const Dims& sizes = saved[file][tensor].live.sizes;
-        want(rank, file, tensor, {Dims(sizes.size(), 0), sizes});
+        want(rank, file, tensor, {Dims(sizes.size(), 0), sizes}, where);
       }
     }
   }
@@ -185,7 +191,7 @@ TEST(ExchangeStreamTest, RandomBoxesOfRandomRanksArriveInAnyMemory) {
     TestWorld world(2 + seed % 4, seed);
     world.one_node = up_to(1) == 0;
     for (size_t rank = 0; rank < world.ranks.size(); ++rank) {
-      if (up_to(3) == 0) world.want_all(rank);
+      if (up_to(3) == 0) world.want_all(rank, up_to(1) == 0 ? Where::kHost : Where::kDevice);
       for (int64_t i = up_to(6); i > 0; --i) {
         const auto file = static_cast<size_t>(up_to(2));
         const auto tensor = static_cast<size_t>(up_to(2));
@@ -200,11 +206,50 @@ TEST(ExchangeStreamTest, RandomBoxesOfRandomRanksArriveInAnyMemory) {
           box.sizes.back() = sizes.back();
         }
         const bool empty = checked_numel(box.sizes) == 0;
-        world.want(rank, file, tensor, box, empty || up_to(2) != 0);
+        const Where somewhere[] = {Where::kNoMemory, Where::kHost, Where::kDevice};
+        const Where where = somewhere[up_to(2)];
+        world.want(rank, file, tensor, box,
+                   empty && where == Where::kNoMemory ? Where::kHost : where);
       }
     }
     world.load_together(seed % 2 == 0 ? kBudget : kBudget / 4);
     world.expect_loaded();
+  }
+}
+
+TEST(ExchangeStreamTest, ReplicasOnDevicesReadEveryByteOnceAndCopyItFromBuffersOfTheirs) {
+  TestWorld world(3);
+  for (size_t rank = 0; rank < 3; ++rank) world.want_all(rank, Where::kDevice);
+  world.load_together();
+  world.expect_loaded();
+  int64_t read = 0;
+  int64_t stored = 0;
+  for (const auto& file : world.slices) stored += file.back().offset + file.back().nbytes;
+  for (const TestRank& rank : world.ranks) {
+    read += rank.read_nbytes;
+    EXPECT_GT(rank.device->begun(), 0);
+    // But for whole slices, of which pieces may hold only a part.
+    EXPECT_LE(rank.device->from_elsewhere(), 3);
+  }
+  EXPECT_LT(read, stored + 3 * 6 * (32 << 10) + (64 << 10));
+}
+
+TEST(ExchangeStreamTest, WhenADeviceFailsTheRankNamesTheTensorAndOthersAreCancelled) {
+  for (const bool at_beginning : {false, true}) {
+    for (const int64_t n : {0, 2, 4}) {
+      SCOPED_TRACE(n);
+      TestWorld world(3);
+      for (size_t rank = 0; rank < 3; ++rank) world.want_all(rank, Where::kDevice);
+      world.ranks[1].device->fail(n, at_beginning, internal_error("the device is lost"));
+      world.load_together();
+      for (size_t rank = 0; rank < 3; ++rank) {
+        const Status& status = world.ranks[rank].status;
+        EXPECT_CODE(status, rank == 1 ? StatusCode::kInternal : StatusCode::kCancelled);
+        EXPECT_EQ(world.ranks[rank].device->pending(), 0);
+      }
+      EXPECT_THAT(world.ranks[1].status.message(),
+                  testing::MatchesRegex("cannot load '.*[0-9]'.*: the device is lost"));
+    }
   }
 }
 
@@ -245,7 +290,7 @@ TEST(ExchangeStreamTest, AFailureEndsAMeetingToWhichAnotherRankDoesNotCome) {
                        ExchangeStream::make(*world.ranks[0].fs, exchange.of_rank(0),
                                             world.peers_of(0), kBudget, std::chrono::seconds(60)));
   const std::vector<WantedRange> nothing;
-  const ConsumeRange consume = [](int64_t, Bytes) { return ok_status(); };
+  const ConsumeRange consume = [](int64_t, Bytes, Unpacking&) { return ok_status(); };
   Assembly assembly(nothing, {}, consume);
   Status status;
   std::thread running([&] { status = stream->run({}, assembly); });

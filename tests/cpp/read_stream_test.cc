@@ -57,7 +57,7 @@ struct OneFile {
     return {file.get(), {begin, end}, destination};
   }
   ConsumeRange checker(const std::vector<WantedRange>& wanted, std::atomic<int>& consumed) const {
-    return [&](int64_t index, Bytes bytes) {
+    return [&](int64_t index, Bytes bytes, Unpacking&) {
       const ByteRange& range = wanted[static_cast<size_t>(index)].range;
       EXPECT_TRUE(as_text(bytes) ==
                   std::string_view(text).substr(static_cast<size_t>(range.begin),
@@ -92,7 +92,7 @@ TEST(ReadStreamTest, RandomRangesOfSeveralFilesAreEachConsumedOnce) {
       wanted.push_back({files[file_of.back()].get(), {begin, begin + pick(random, most + 1)}});
     }
     std::vector<std::atomic<int>> times(wanted.size());
-    ASSERT_OK(stream->run(wanted, [&](int64_t index, Bytes bytes) {
+    ASSERT_OK(stream->run(wanted, [&](int64_t index, Bytes bytes, Unpacking&) {
       const auto i = static_cast<size_t>(index);
       const ByteRange& range = wanted[i].range;
       EXPECT_TRUE(as_text(bytes) == std::string_view(texts[file_of[i]])
@@ -121,7 +121,8 @@ TEST(ReadStreamTest, TheLongestRangeFitsABlockAtAnyAlignment) {
 TEST(ReadStreamTest, NothingWantedReadsNothing) {
   MemoryFileSystem fs;
   const auto stream = make_stream(fs, 3);
-  EXPECT_OK(stream->run({}, [](int64_t, Bytes) { return internal_error("not called"); }));
+  EXPECT_OK(
+      stream->run({}, [](int64_t, Bytes, Unpacking&) { return internal_error("not called"); }));
   EXPECT_TRUE(fs.operations().empty());
 }
 
@@ -170,7 +171,7 @@ TEST(ReadStreamTest, AlignedDestinationsAreReadInPlace) {
   for (const Case& c : cases) {
     const std::vector<WantedRange> wanted = {a.range(c.begin, c.begin + c.nbytes, c.destination)};
     int consumed = 0;
-    ASSERT_OK(make_stream(fs, 1, 512 << 10)->run(wanted, [&](int64_t, Bytes bytes) {
+    ASSERT_OK(make_stream(fs, 1, 512 << 10)->run(wanted, [&](int64_t, Bytes bytes, Unpacking&) {
       EXPECT_EQ(bytes.data() == c.destination, c.in_place);
       EXPECT_EQ(std::memcmp(bytes.data(), a.text.data() + c.begin, bytes.size()), 0);
       EXPECT_EQ(ssize(bytes), c.nbytes);
@@ -187,7 +188,7 @@ TEST(ReadStreamTest, BufferedReadsGoInPlaceAtAnyAddress) {
   std::vector<std::byte> memory(kInPlace + 1);
   std::byte* odd = memory.data() + 1;
   const std::vector<WantedRange> wanted = {a.range(13, 13 + kInPlace, odd)};
-  ASSERT_OK(make_stream(fs, 1, 512 << 10)->run(wanted, [&](int64_t, Bytes bytes) {
+  ASSERT_OK(make_stream(fs, 1, 512 << 10)->run(wanted, [&](int64_t, Bytes bytes, Unpacking&) {
     EXPECT_EQ(bytes.data(), odd);
     return ok_status();
   }));
@@ -229,7 +230,7 @@ TEST(ReadStreamTest, AnErrorOfTheConsumerStopsTheReading) {
   const OneFile a(fs, 4000000);
   const std::vector<WantedRange> wanted = far_apart(a);
   int consumed = 0;
-  const Status status = make_stream(fs)->run(wanted, [&](int64_t, Bytes) {
+  const Status status = make_stream(fs)->run(wanted, [&](int64_t, Bytes, Unpacking&) {
     return ++consumed == 3 ? corruption("it is bad") : ok_status();
   });
   EXPECT_CODE(status, StatusCode::kCorruption);
@@ -243,7 +244,7 @@ TEST(ReadStreamTest, AnExceptionOfTheConsumerBecomesAStatus) {
     MemoryFileSystem fs;
     OneFile a(fs, 4000000);
     const auto stream = make_stream(fs, threads);
-    const Status status = stream->run(far_apart(a), [](int64_t index, Bytes) -> Status {
+    const Status status = stream->run(far_apart(a), [](int64_t index, Bytes, Unpacking&) -> Status {
       if (index == 50) throw std::runtime_error("out of something");
       return ok_status();
     });

@@ -1,0 +1,116 @@
+#include "engine/unpacking.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace torch_ckpt {
+namespace {
+
+// Whether elements of the source share bytes, as those of an expanded tensor that was saved do.
+bool source_meets_itself(const StridedCopy& copy) {
+  std::vector<size_t> dims(copy.sizes.size());
+  std::iota(dims.begin(), dims.end(), size_t{0});
+  std::ranges::sort(dims, {}, [&](size_t d) { return copy.src_strides[d]; });
+  int64_t extent = copy.itemsize;
+  for (const size_t d : dims) {
+    if (copy.sizes[d] == 1) continue;
+    if (copy.src_strides[d] < extent) return true;
+    extent += (copy.sizes[d] - 1) * copy.src_strides[d];
+  }
+  return false;
+}
+
+using Names = std::vector<const std::string*>;
+
+// "cannot load 'a', 'b': why"
+Status with_names(const Names& names, const Status& error) {
+  constexpr size_t kMostNames = 8;
+  std::string text;
+  for (size_t i = 0; i < std::min(names.size(), kMostNames); ++i) {
+    text += str_cat(i == 0 ? "'" : ", '", *names[i], "'");
+  }
+  if (names.size() > kMostNames) text += str_cat(" and ", names.size() - kMostNames, " more");
+  return Status(error.code(), str_cat("cannot load ", text, ": ", error.message()),
+                error.error_number());
+}
+
+// Lays the source out row by row before it is copied: plans take no elements that share bytes.
+Status unpack_laid_out(const Device& device, std::byte* tensor, StridedCopy copy,
+                       const std::byte* from) {
+  const int64_t nbytes = checked_numel(copy.sizes).value_or(0) * copy.itemsize;
+  ASSIGN_OR_RETURN(const Memory memory, device.buffers().allocate(nbytes));
+  StridedCopy to_row = copy;
+  to_row.dst_offset = 0;
+  to_row.dst_strides = contiguous_strides(copy.sizes);
+  for (int64_t& stride : to_row.dst_strides) stride *= copy.itemsize;
+  RETURN_IF_ERROR(cpu_device().copy(to_row, from, memory.bytes().data()));
+  copy.src_offset = 0;
+  copy.src_strides = to_row.dst_strides;
+  const TensorCopy one = {tensor, std::move(copy)};
+  ASSIGN_OR_RETURN(const auto event, device.unpack({&one, 1}, slice(memory.bytes(), 0, nbytes)));
+  return event == nullptr ? ok_status() : event->wait();
+}
+
+}  // namespace
+
+Unpacking& Unpacking::operator=(Unpacking&& other) noexcept {
+  std::swap(buffer_, other.buffer_);
+  std::swap(parts_, other.parts_);
+  return *this;
+}
+
+Unpacking::~Unpacking() {
+  for (const auto& [device, part] : parts_) {
+    if (part.event != nullptr) (void)part.event->wait();
+  }
+}
+
+Status Unpacking::add(const Device& device, const std::string& name, std::byte* tensor,
+                      const StridedCopy& copy, const std::byte* from) {
+  if (device.is_host()) return device.copy(copy, from, tensor);
+  if (checked_numel(copy.sizes).value_or(0) == 0) return ok_status();
+  OfDevice& part = parts_[&device];
+  if (part.names.empty() || *part.names.back() != name) part.names.push_back(&name);
+  if (source_meets_itself(copy)) {
+    const Status status = unpack_laid_out(device, tensor, copy, from);
+    return status.ok() ? status : with_names({&name}, status);
+  }
+  part.copies.push_back({tensor, copy});
+  part.copies.back().copy.src_offset += from - buffer_.data();
+  return ok_status();
+}
+
+Status Unpacking::start() {
+  for (auto& [device, part] : parts_) {
+    if (part.copies.empty()) continue;
+    auto begun = device->unpack(part.copies, buffer_);
+    if (!begun.ok()) return with_names(part.names, begun.status());
+    part.event = std::move(*begun);
+    part.copies = {};
+  }
+  return ok_status();
+}
+
+Result<bool> Unpacking::done() {
+  for (auto& [device, part] : parts_) {
+    if (part.event == nullptr) continue;
+    const Result<bool> is_done = part.event->done();
+    if (!is_done.ok()) return with_names(part.names, is_done.status());
+    if (!*is_done) return false;
+  }
+  return true;
+}
+
+Status Unpacking::wait() {
+  Status first;
+  for (auto& [device, part] : parts_) {
+    if (part.event == nullptr) continue;
+    const Status status = part.event->wait();
+    part.event.reset();
+    if (first.ok() && !status.ok()) first = with_names(part.names, status);
+  }
+  return first;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,176 @@
+#pragma once
+
+// A device of ordinary memory that does everything as late as it may, as a GPU that is busy.
+//
+// Its tensors are at addresses where no processor finds anything, so that nothing but its own
+// `unpack` writes them. That makes a plan, as a GPU's does, and carries it out only when it is
+// waited for, or when it has been asked a few times whether it is done: a buffer that is used again
+// too early shows as wrong bytes. One piece of work may fail, when it is begun or when it is waited
+// for.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/memory.h"
+#include "device/device.h"
+#include "device/pack_plan.h"
+#include "engine/live_tensor.h"
+
+namespace torch_ckpt {
+
+// Safe to use from any thread. Outlives its events and buffers.
+class LaterDevice : public Device {
+ public:
+  explicit LaterDevice(int asked_before_done = 3, int64_t window_nbytes = 4096)
+      : asked_before_done_(asked_before_done), window_nbytes_(window_nbytes), buffers_(*this) {}
+  ~LaterDevice() override { EXPECT_EQ(pending_, 0) << "work was neither waited for nor done"; }
+
+  // Where that memory is as this device has it.
+  static std::byte* address(std::byte* memory) { return memory + kFar; }
+
+  // The same tensor, as one of this device.
+  LiveTensor holding(LiveTensor live) const {
+    live.data = address(live.data);
+    live.device = this;
+    return live;
+  }
+
+  // Work number `n`, from 0, fails with this status: at its beginning, or when it is waited for.
+  void fail(int64_t n, bool at_beginning, Status status) {
+    failing_ = n;
+    fails_at_beginning_ = at_beginning;
+    failure_ = std::move(status);
+  }
+
+  int64_t begun() const { return begun_; }      // Pieces of work.
+  int64_t copied() const { return copied_; }    // Tensors, or parts of them.
+  int64_t pending() const { return pending_; }  // Pieces of work.
+  int64_t most_pending() const { return most_pending_; }
+  int64_t from_elsewhere() const { return from_elsewhere_; }  // Than from buffers of its own.
+
+  Status copy(const StridedCopy&, const std::byte*, std::byte*) const override {
+    return internal_error("a single copy was asked of a device");
+  }
+  Result<uint32_t> copy_and_checksum(Bytes, MutableBytes, uint32_t) const override {
+    return internal_error("a sum was asked of a device");
+  }
+  bool is_host() const override { return false; }
+  MemorySource& buffers() const override { return buffers_; }
+
+  Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
+                                              Bytes buffer) const override {
+    std::vector<TensorCopy> here(copies.begin(), copies.end());
+    for (TensorCopy& copy : here) copy.tensor -= kFar;
+    const PackOptions options = {
+        .staging_nbytes = ssize(buffer), .window_nbytes = window_nbytes_, .direct_nbytes = 3000};
+    ASSIGN_OR_RETURN(PackPlan plan, plan_pack(PackDirection::kUnpack, here, options));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const bool fails = begun_++ == failing_;
+    if (fails && fails_at_beginning_) return failure_;
+    copied_ += std::ssize(copies);
+    if (!is_own(buffer)) ++from_elsewhere_;
+    most_pending_ = std::max(most_pending_, ++pending_);
+    return std::unique_ptr<DeviceEvent>(
+        std::make_unique<Event>(*this, std::move(plan), buffer, fails ? failure_ : ok_status()));
+  }
+
+ private:
+  static constexpr int64_t kFar = int64_t{1} << 60;
+
+  // Heap blocks that the device remembers.
+  class Buffers : public MemorySource {
+   public:
+    explicit Buffers(LaterDevice& device) : device_(device) {}
+    Result<Memory> allocate(int64_t nbytes) override {
+      ASSIGN_OR_RETURN(Memory memory, HeapMemorySource().allocate(nbytes));
+      const std::lock_guard<std::mutex> lock(device_.mutex_);
+      device_.own_.emplace_back(memory.bytes());
+      return memory;
+    }
+
+   private:
+    LaterDevice& device_;
+  };
+
+  class Event : public DeviceEvent {
+   public:
+    Event(const LaterDevice& device, PackPlan plan, Bytes buffer, Status status)
+        : device_(device),
+          plan_(std::move(plan)),
+          buffer_(buffer),
+          status_(std::move(status)),
+          questions_left_(device.asked_before_done_) {}
+    ~Event() override { EXPECT_TRUE(is_done_) << "nobody has waited for a device"; }
+
+    Status wait() const override {
+      const std::lock_guard<std::mutex> lock(device_.mutex_);
+      carry_out();
+      return status_;
+    }
+    Result<bool> done() const override {
+      const std::lock_guard<std::mutex> lock(device_.mutex_);
+      if (questions_left_-- > 0) return false;
+      carry_out();
+      RETURN_IF_ERROR(status_);
+      return true;
+    }
+
+   private:
+    // As a GPU does: windows are copied to memory of its own first.
+    void carry_out() const {
+      if (std::exchange(is_done_, true)) return;
+      --device_.pending_;
+      if (!status_.ok()) return;
+      std::vector<std::byte> memory(static_cast<size_t>(plan_.window_nbytes + kStagingAlignment));
+      auto* aligned = reinterpret_cast<std::byte*>(
+          align_up(reinterpret_cast<int64_t>(memory.data()), kStagingAlignment));
+      for (const PackWindow& window : plan_.windows) {
+        const Bytes from = slice(buffer_, window.begin, window.end - window.begin);
+        std::copy(from.begin(), from.end(), aligned + (window.begin - window.base()));
+        run_window_on_cpu(plan_, window, aligned);
+      }
+      for (const DirectCopy& copy : plan_.direct) {
+        const Bytes from = slice(buffer_, copy.staging_offset, copy.nbytes);
+        std::copy(from.begin(), from.end(), copy.tensor);
+      }
+    }
+
+    const LaterDevice& device_;
+    const PackPlan plan_;
+    const Bytes buffer_;
+    const Status status_;
+    mutable int questions_left_;
+    mutable bool is_done_ = false;
+  };
+
+  bool is_own(Bytes buffer) const {
+    return std::ranges::any_of(own_, [&](Bytes own) {
+      return own.data() <= buffer.data() &&
+             buffer.data() + buffer.size() <= own.data() + own.size();
+    });
+  }
+
+  const int asked_before_done_;
+  const int64_t window_nbytes_;
+  int64_t failing_ = -1;
+  bool fails_at_beginning_ = false;
+  Status failure_;
+  mutable std::mutex mutex_;  // Guards what follows.
+  mutable Buffers buffers_;
+  std::vector<Bytes> own_;
+  mutable int64_t begun_ = 0;
+  mutable int64_t copied_ = 0;
+  mutable int64_t pending_ = 0;
+  mutable int64_t most_pending_ = 0;
+  mutable int64_t from_elsewhere_ = 0;
+};
+
+}  // namespace torch_ckpt
