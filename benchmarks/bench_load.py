@@ -264,7 +264,8 @@ def _print_head(directory: Path, options: argparse.Namespace) -> None:
             path.unlink(missing_ok=True)
         print(f"local disk, fio O_DIRECT reads ({fio.engine}): ", end="")
         print(" ".join(f"{rate:.2f}" for rate in sorted(rates)), "GB/s")
-    print(f"throttled disk: {options.rate_mb:g} MB/s for all ranks together", flush=True)
+    print(f"throttled disk: {options.rate_mb:g} MB/s for all ranks together")
+    print(f"tensors are on: {options.device}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -276,6 +277,9 @@ def _arguments() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", choices=list(SCENARIOS), help="repeatable")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: replicas only, no shards"
+    )
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to be measured")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     parser.add_argument("--gib", type=float, default=1.0, help="size of a model")
@@ -294,6 +298,10 @@ def _arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.rounds < 1 or min(options.gib, options.memory_gib, options.rate_mb) <= 0:
         parser.error("--rounds, --gib, --memory-gib and --rate-mb must be positive")
+    on_device = [n for n, s in SCENARIOS.items() if options.device == "cpu" or s.kind == REPLICATED]
+    options.only = options.only or on_device
+    if left := set(options.only) - set(on_device):
+        parser.error(f"{', '.join(sorted(left))}: not with --device {options.device}")
     return options
 
 
@@ -301,7 +309,7 @@ def main() -> None:
     """Runs what the command line asks for; leaves no files but the one of `--json`."""
     options = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    scenarios = options.only or list(SCENARIOS)
+    scenarios = options.only
     directory = Path(tempfile.mkdtemp(prefix="bench-load-", dir=options.dir)).resolve()
     bench = Bench(directory, options)
     try:

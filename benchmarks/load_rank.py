@@ -42,6 +42,8 @@ class Rank:
         self.options = options
         self.directory = Path(options["directory"])
         self._states: dict[tuple[str, float], State] = {}
+        if options["cuda"]:
+            torch.cuda.set_device(options["rank"] % torch.cuda.device_count())
 
     def start(self) -> None:
         """Joins the others."""
@@ -71,7 +73,7 @@ class Rank:
     def load(self, loader: str, kind: str, gib: float, folder: str, check: bool) -> Answer:
         """Loads into tensors that are kept; with `check`, requires the bits to be as saved."""
         if (kind, gib) not in self._states:
-            self._states = {(kind, gib): empty(kind, gib)}
+            self._states = {(kind, gib): empty(kind, gib, cuda=self.options["cuda"])}
         state = self._states[kind, gib]
         if check:
             for tensor in state.values():
@@ -84,7 +86,7 @@ class Rank:
         state: State = {}
 
         def run() -> None:
-            state.update(empty(kind, gib))
+            state.update(empty(kind, gib, cuda=self.options["cuda"]))
             LOADERS[loader](state, self.directory / folder)
 
         return self._measure(run, state)
@@ -185,12 +187,14 @@ class Rank:
             for fd in files:
                 os.close(fd)
 
-    @staticmethod
-    def _measure(run: Callable[[], None], check: State | None = None) -> Answer:
+    def _measure(self, run: Callable[[], None], check: State | None = None) -> Answer:
+        finish = torch.cuda.synchronize if self.options["cuda"] else lambda: None
+        finish()
         with Meter() as meter:
             dist.barrier()
             begin = time.perf_counter()
             run()
+            finish()
             end = time.perf_counter()
         different = first_difference(check) if check else None
         if different is not None:

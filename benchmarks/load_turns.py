@@ -68,10 +68,10 @@ class Storage:
         """As samples have it."""
         return THROTTLED if self.disk else LOCAL
 
-    def group(self, ranks: int, timeout_s: float) -> RankGroup:
+    def group(self, ranks: int, timeout_s: float, *, cuda: bool) -> RankGroup:
         """Processes that load from there."""
         directory = self.node if self.disk else self.saved
-        return RankGroup(ranks, directory, disk=self.disk, timeout_s=timeout_s)
+        return RankGroup(ranks, directory, cuda=cuda, disk=self.disk, timeout_s=timeout_s)
 
     def make_cold(self, group: RankGroup) -> None:
         """Empties the page cache."""
@@ -187,7 +187,8 @@ class Turns:
         self.group = self._start()
 
     def _start(self) -> RankGroup:
-        return self.storage.group(self.ranks, self.bench.options.timeout_s)
+        options = self.bench.options
+        return self.storage.group(self.ranks, options.timeout_s, cuda=options.device == "cuda")
 
     def __enter__(self) -> Turns:
         return self

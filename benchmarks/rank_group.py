@@ -27,6 +27,7 @@ class RankGroup:
     Args:
         count: Number of ranks.
         directory: Where they find saved state dicts; with a disk, where each mounts it.
+        cuda: Whether they load into CUDA tensors; the ranks share the GPUs in turn.
         disk: Makes each rank a node of its own that reads the directory from this disk.
         timeout_s: For the start, and for any call.
 
@@ -40,9 +41,16 @@ class RankGroup:
     """
 
     def __init__(
-        self, count: int, directory: Path, *, disk: ThrottledDisk | None = None, timeout_s: float
+        self,
+        count: int,
+        directory: Path,
+        *,
+        cuda: bool = False,
+        disk: ThrottledDisk | None = None,
+        timeout_s: float,
     ) -> None:
         self.count = count
+        self.cuda = cuda
         self.disk = disk
         self.timeout_s = timeout_s
         self._meeting = tempfile.TemporaryDirectory(prefix="bench-load-ranks-")
@@ -62,6 +70,7 @@ class RankGroup:
             "count": self.count,
             "meeting": str(Path(self._meeting.name) / "store"),
             "directory": str(directory),
+            "cuda": self.cuda,
             "timeout_s": self.timeout_s,
             "device": self.disk and self.disk.device,
             "cgroup": self.disk and str(self.disk.limit.processes),

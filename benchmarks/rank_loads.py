@@ -36,8 +36,15 @@ def _mesh() -> dist.DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def empty(kind: str, gib: float) -> State:
-    """This rank's tensors, zero, their pages touched; of `ROWS`, DTensors sharded by rows."""
+def empty(kind: str, gib: float, *, cuda: bool = False) -> State:
+    """This rank's tensors, zero, their pages touched; of `ROWS`, DTensors sharded by rows.
+
+    Args:
+        kind: Of state dict.
+        gib: Its size.
+        cuda: Whether they are on the current GPU; none of `ROWS` can be.
+    """
+    device = "cuda" if cuda else "cpu"
     found: State = {}
     for name, shape in shapes(kind, gib).items():
         if kind == ROWS:
@@ -45,7 +52,7 @@ def empty(kind: str, gib: float) -> State:
                 shape, dtype=torch.bfloat16, device_mesh=_mesh(), placements=[Shard(0)]
             )
         else:
-            found[name] = torch.zeros(shape, dtype=torch.bfloat16).fill_(0)
+            found[name] = torch.zeros(shape, dtype=torch.bfloat16, device=device).fill_(0)
     return found
 
 
@@ -81,7 +88,7 @@ def fill(state: State) -> None:
 def first_difference(state: State) -> str | None:
     """The name of the first tensor that has other bits than its own, or None."""
     for name, tensor in state.items():
-        if not all(torch.equal(part, bits) for part, bits in _pieces(name, tensor)):
+        if not all(torch.equal(part.cpu(), bits) for part, bits in _pieces(name, tensor)):
             return name
     return None
 

@@ -56,8 +56,10 @@ class FastReader(StorageReader):
 
     Pass it to :func:`torch.distributed.checkpoint.load` in place of ``FileSystemReader``. Only the
     byte ranges that this rank wants are read, many at a time, straight into the tensors where they
-    are contiguous. Tensors on other devices, of other dtypes than stored, or that only torch can
-    unpickle are loaded by way of a temporary, and cast as stock DCP casts.
+    are contiguous. CUDA tensors are copied to from pinned buffers while the next ranges are being
+    read, where the package was built with CUDA. Tensors on other devices, of other dtypes than
+    stored, or that only torch can unpickle are loaded by way of a temporary, and cast as stock DCP
+    casts.
 
     What ``path`` is, its files tell:
 

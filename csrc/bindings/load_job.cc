@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <string_view>
 #include <utility>
 
 #include "bindings/errors.h"
@@ -32,7 +33,7 @@ using PyTensorRequest = std::tuple<PySlice, Dims, const TensorView*>;
 class Devices {
  public:
   // A live tensor of this view. Raises where its GPU cannot be used.
-  LiveTensor live(const TensorView& view, const std::string& name) {
+  LiveTensor live(const TensorView& view, std::string_view name) {
     LiveTensor out = to_live(view);
     if (view.gpu < 0) return out;
     std::unique_ptr<Device>& device = gpus_[{view.gpu, view.stream}];
@@ -278,7 +279,7 @@ class Reads {
   }
 
   LiveTensor narrowed(const TensorView& view, const PlannedRead& read, Devices& devices) const {
-    LiveTensor live = devices.live(view, std::string(items().fqn(read.item)));
+    LiveTensor live = devices.live(view, items().fqn(read.item));
     for (size_t d = 0; d < read.lengths.size(); ++d) {
       live.data += read.dest_offsets[d] * live.strides[d];
       live.sizes[d] = read.lengths[d];

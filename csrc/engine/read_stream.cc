@@ -228,11 +228,14 @@ class ReadStream::LaneRun {
       while (!work_.stopped && !free_slots_.empty() && queue_.room() > 0) {
         if (!submit_next()) break;
       }
-      if (queue_.in_flight() > 0) {
-        for (const IoDone& done : queue_.wait()) take(done);
-      } else if (!unpacking_.empty()) {
+      // A device that has most of the blocks is waited for: else too few would be read at a time.
+      const auto unpacking = std::ssize(unpacking_);
+      if (unpacking > 0 &&
+          (queue_.in_flight() == 0 || (free_slots_.empty() && unpacking > queue_.in_flight()))) {
         finish(unpacking_.front());
         unpacking_.pop_front();
+      } else if (queue_.in_flight() > 0) {
+        for (const IoDone& done : queue_.wait()) take(done);
       } else {
         return;
       }

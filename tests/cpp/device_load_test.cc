@@ -138,15 +138,15 @@ TEST(DeviceLoadTest, ReadingGoesOnWhileADeviceCopiesAndNeverBeyondTheBuffers) {
   const auto saved = TestTensor::random("w", DType::kFloat32, {1000, 1000}, 1);
   const StoredSlice slice = save_file(fs, "a", {saved})[0];
   const auto loaded = TestTensor::random("w", DType::kFloat32, {1000, 1000}, 2);
-  const LaterDevice device(/*asked_before_done=*/1000);  // Only when nothing else is left to do.
-  const LoadOptions options = {.buffer_nbytes = 640 << 10, .block_nbytes = 64 << 10, .threads = 2};
+  const LaterDevice device(/*asked_before_done=*/1000);  // Only when it is waited for.
+  const LoadOptions options = {.buffer_nbytes = 6 << 16, .block_nbytes = 64 << 10, .threads = 1};
   ASSERT_OK_AND_ASSIGN(const auto job, LoadJob::make(fs, kCheckpoint, options));
   ASSERT_OK(job->run(std::vector{on(device, whole(slice, loaded))}, {}));
   EXPECT_TRUE(loaded.packed() == saved.packed());
   EXPECT_GE(device.begun(), 60);
   EXPECT_EQ(device.from_elsewhere(), 0);
-  EXPECT_GE(device.most_pending(), 5);   // All blocks of a thread,
-  EXPECT_LE(device.most_pending(), 10);  // or of both.
+  EXPECT_GE(device.most_pending(), 3);
+  EXPECT_LE(device.most_pending(), 6);
 }
 
 TEST(DeviceLoadTest, WhenADeviceFailsSoDoesTheLoadAndNamesTheTensor) {

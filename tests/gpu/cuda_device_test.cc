@@ -17,6 +17,8 @@
 #include "base/block_sums.h"
 #include "base/crc.h"
 #include "base/xxh3.h"
+#include "engine/load_job.h"
+#include "support/indexed_checkpoint.h"
 #include "support/pack_cases.h"
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
@@ -304,6 +306,48 @@ TEST_F(CudaDeviceTest, SingleCopiesContinueACrcInBothDirections) {
   EXPECT_EQ(to, crc32(17, bytes));
   EXPECT_EQ(from, to);
   EXPECT_EQ(back, bytes);
+}
+
+TEST_F(CudaDeviceTest, BuffersAreUnpackedAsByTheCpuWhetherTheyArePinnedOrNot) {
+  ASSERT_OK_AND_ASSIGN(const auto tensors, CudaTensors::make(device(4096), nullptr));
+  for (uint32_t seed = 0; seed < 100; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const PackCase given = random_pack_case(seed, PackDirection::kUnpack);
+    const Memory memory = pinned(given.staging);
+    for (const Bytes buffer :
+         {Bytes(given.staging), Bytes(slice(memory.bytes(), 0, ssize(given.staging)))}) {
+      const OnGpu there(given.tensors);
+      ASSERT_OK_AND_ASSIGN(const auto event,
+                           tensors->unpack(given.copies_in(there.data()), buffer));
+      ASSERT_OK(event->wait());
+      EXPECT_EQ(there.fetch(), packed_by_cpu(given).first);
+    }
+  }
+}
+
+// Of many buffers at a time, by several threads, each given back when its event is done.
+TEST_F(CudaDeviceTest, ALoadLeavesOnTheGpuWhatWasSaved) {
+  for (const bool indexed : {true, false}) {
+    Indexed a;
+    ASSERT_OK_AND_ASSIGN(const auto gpu, CudaTensors::make(device(8192), nullptr));
+    ASSERT_OK_AND_ASSIGN(const auto job, LoadJob::make(a.fs, kCheckpoint, Indexed::options(),
+                                                       indexed ? opened(*a.index) : nullptr));
+    for (int round = 0; round < 10; ++round) {
+      std::vector<std::unique_ptr<OnGpu>> loaded;
+      std::vector<TensorRequest> requests;
+      for (size_t i = 0; i < a.saved.size(); ++i) {
+        const TestTensor destination = a.destination(i);
+        loaded.push_back(std::make_unique<OnGpu>(*destination.memory));
+        requests.push_back(whole(a.slices[i], destination));
+        requests.back().live.data = loaded.back()->data();
+        requests.back().live.device = gpu.get();
+      }
+      ASSERT_OK(job->run(requests, {}));
+      for (size_t i = 0; i < a.saved.size(); ++i) {
+        EXPECT_EQ(loaded[i]->fetch(), *a.saved[i].memory) << i;
+      }
+    }
+  }
 }
 
 }  // namespace
