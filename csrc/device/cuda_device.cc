@@ -204,6 +204,10 @@ Result<std::unique_ptr<CudaPlan>> Gpu::upload(PackPlan plan) {
     return invalid_argument("a plan has windows of ", plan.window_nbytes,
                             " bytes, the buffers for them ", window_nbytes_);
   }
+  if (plan.windows.empty()) {  // Nothing is for the kernel.
+    return std::unique_ptr<CudaPlan>(
+        std::make_unique<Plan>(ordinal_, std::move(plan), StreamMemory(), PackTables()));
+  }
   const CurrentDevice current(ordinal_);
   RETURN_IF_ERROR(current.status());
   const auto nbytes_of = [](const auto& table) {

@@ -10,7 +10,7 @@ namespace torch_ckpt {
 
 Assembly::Assembly(std::span<const WantedRange> wanted, std::span<const SharedPiece> pieces,
                    const ConsumeRange& consume)
-    : pieces_(pieces), consume_(consume), device_(device_of(wanted)) {
+    : pieces_(pieces), consume_(consume), for_device_(first_for_device(wanted)) {
   std::map<const File*, std::vector<ByteRange>> covered;
   for (const SharedPiece& piece : pieces) {
     std::vector<ByteRange>& ranges = covered[piece.file];

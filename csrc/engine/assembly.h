@@ -46,8 +46,8 @@ class Assembly {
   // what it has added to `unpacking`, of a buffer that has them, is started and done.
   Status take(int64_t piece, Bytes bytes, Unpacking& unpacking);
 
-  // A device that wanted ranges go to; nullptr where all are of ordinary memory.
-  const Device* device() const { return device_; }
+  // Of the wanted ranges, the first that goes to a device other than the CPU, or nullptr.
+  const WantedRange* for_device() const { return for_device_; }
 
  private:
   struct Part {
@@ -80,7 +80,7 @@ class Assembly {
   const ConsumeRange& consume_;
   std::map<const File*, OfFile> files_;
   std::vector<int64_t> others_;
-  const Device* device_;
+  const WantedRange* for_device_;
   std::mutex mutex_;  // Guards what parts lack, and their buffers.
 };
 

@@ -6,8 +6,6 @@
 #include <thread>
 #include <utility>
 
-#include "base/memory.h"
-
 namespace torch_ckpt {
 namespace {
 
@@ -124,9 +122,7 @@ Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, Ran
 
 // Makes the memory of pieces, of the kind that what they go to copies from.
 Status ExchangeStream::open_pool() {
-  const Device* const device = assembly_->device();
-  MemorySource& source = (device == nullptr ? cpu_device() : *device).buffers();
-  ASSIGN_OR_RETURN(auto pool, BufferPool::make(source, pool_nbytes_, block_nbytes_));
+  ASSIGN_OR_RETURN(auto pool, make_pool_for(assembly_->for_device(), pool_nbytes_, block_nbytes_));
   const std::lock_guard<std::mutex> lock(mutex_);
   pool_ = std::move(pool);
   room_ = pool_->block_count();

@@ -42,10 +42,20 @@ struct Task {
 
 }  // namespace
 
-const Device* device_of(std::span<const WantedRange> wanted) {
+const WantedRange* first_for_device(std::span<const WantedRange> wanted) {
   const auto found =
       std::ranges::find_if(wanted, [](const WantedRange& want) { return !want.device->is_host(); });
-  return found == wanted.end() ? nullptr : found->device;
+  return found == wanted.end() ? nullptr : &*found;
+}
+
+Result<std::unique_ptr<BufferPool>> make_pool_for(const WantedRange* range, int64_t nbytes,
+                                                  int64_t block_nbytes) {
+  if (range == nullptr) return BufferPool::make(cpu_device().buffers(), nbytes, block_nbytes);
+  auto pool = BufferPool::make(range->device->buffers(), nbytes, block_nbytes);
+  if (pool.ok() || range->name == nullptr) return pool;
+  return Status(pool.status().code(),
+                str_cat("cannot load '", *range->name, "': ", pool.status().message()),
+                pool.status().error_number());
 }
 
 ByteRange checkable_range(const WantedRange& want) {
@@ -171,16 +181,15 @@ Result<std::unique_ptr<ReadStream>> ReadStream::make(FileSystem& fs, int64_t buf
       new ReadStream(fs, static_cast<size_t>(lane_count), lane_nbytes, block_nbytes));
 }
 
-// Makes what a lane needs. `device`: that buffers are for; nullptr where any memory will do.
-Status ReadStream::open(Lane& lane, const Device* device) {
-  if (lane.pool != nullptr && (lane.for_device || device == nullptr)) return ok_status();
+// Makes what a lane needs. `for_device`: what buffers are for; nullptr where any memory will do.
+Status ReadStream::open(Lane& lane, const WantedRange* for_device) {
+  if (lane.pool != nullptr && (lane.for_device || for_device == nullptr)) return ok_status();
   lane.queue.reset();
   lane.pool.reset();  // Before there is another: the budget is for one.
-  MemorySource& source = (device == nullptr ? cpu_device() : *device).buffers();
-  ASSIGN_OR_RETURN(auto pool, BufferPool::make(source, lane_nbytes_, block_nbytes_));
+  ASSIGN_OR_RETURN(auto pool, make_pool_for(for_device, lane_nbytes_, block_nbytes_));
   lane.queue = fs_.make_queue(pool->block_count(), pool->arena());
   lane.pool = std::move(pool);
-  lane.for_device = device != nullptr;
+  lane.for_device = for_device != nullptr;
   return ok_status();
 }
 
@@ -197,8 +206,8 @@ Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& 
   std::vector<std::thread> threads;
   const size_t lanes = std::min(lanes_.size(), work.tasks.size());
   if (lanes == 0) return ok_status();
-  const Device* const device = device_of(wanted);
-  for (size_t i = 0; i < lanes; ++i) RETURN_IF_ERROR(open(lanes_[i], device));
+  const WantedRange* const for_device = first_for_device(wanted);
+  for (size_t i = 0; i < lanes; ++i) RETURN_IF_ERROR(open(lanes_[i], for_device));
   for (size_t i = 1; i < lanes; ++i) {
     try {
       threads.emplace_back([&lane = lanes_[i], &work] { run_lane_to_end(lane, work); });

@@ -53,8 +53,13 @@ struct WantedRange {
   const Device* device = &cpu_device();  // Of what the bytes go to.
 };
 
-// A device that some of the ranges go to, and that is not the CPU; nullptr where there is none.
-const Device* device_of(std::span<const WantedRange> wanted);
+// The first range that goes to a device other than the CPU; nullptr where there is none.
+const WantedRange* first_for_device(std::span<const WantedRange> wanted);
+
+// A pool of what that range's device copies from fastest; of ordinary memory where it is nullptr.
+// Errors: those of `BufferPool::make`, with the name of the range.
+Result<std::unique_ptr<BufferPool>> make_pool_for(const WantedRange* range, int64_t nbytes,
+                                                  int64_t block_nbytes);
 
 // What must be read to have a wanted range, and to check it.
 ByteRange checkable_range(const WantedRange& want);
@@ -93,7 +98,7 @@ class ReadStream {
 
   ReadStream(FileSystem& fs, size_t lanes, int64_t lane_nbytes, int64_t block_nbytes)
       : fs_(fs), lane_nbytes_(lane_nbytes), block_nbytes_(block_nbytes), lanes_(lanes) {}
-  Status open(Lane& lane, const Device* device);
+  Status open(Lane& lane, const WantedRange* for_device);
   static void run_lane_to_end(Lane& lane, Work& work);
 
   FileSystem& fs_;

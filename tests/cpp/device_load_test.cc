@@ -171,6 +171,16 @@ TEST(DeviceLoadTest, WhenADeviceFailsSoDoesTheLoadAndNamesTheTensor) {
   }
 }
 
+TEST(DeviceLoadTest, BuffersThatCannotBeHadAreAnErrorThatNamesATensor) {
+  Indexed a;
+  LaterDevice device;
+  device.fail_buffers(errno_status(ENOMEM, "cannot pin 4096 bytes"));
+  const TestTensor loaded = a.destination(3);
+  const Status status = a.load({on(device, whole(a.slices[3], loaded))}).status();
+  EXPECT_CODE(status, StatusCode::kStorage);
+  EXPECT_THAT(status.message(), HasSubstr("cannot load 't3': cannot pin 4096 bytes"));
+}
+
 TEST(DeviceLoadTest, WhenAReadFailsTheDeviceIsWaitedFor) {
   for (int64_t n = 0; n < 12; ++n) {
     SCOPED_TRACE(n);

@@ -143,8 +143,8 @@ def test_a_load_comes_after_what_the_current_stream_has_still_to_do(tmp_path):
             torch.cuda._sleep(200_000_000)  # Of the GPU's cycles: about 0.1 s.
             loaded["weight"].fill_(1.0)
             dcp.load(loaded, storage_reader=FastReader(tmp_path), no_dist=True)
-            doubled = loaded["weight"].view(torch.int32) + 1
-        assert torch.equal(doubled.cpu(), state["weight"].view(torch.int32) + 1)
+        # By another stream at once: what was loaded is there.
+        assert bits(loaded["weight"]) == bits(state["weight"])
 
 
 def test_damage_is_found_on_the_way_to_the_gpu_and_named(tmp_path):

@@ -50,6 +50,9 @@ class LaterDevice : public Device {
     failure_ = std::move(status);
   }
 
+  // No buffers are to be had.
+  void fail_buffers(Status status) { no_buffers_ = std::move(status); }
+
   int64_t begun() const { return begun_; }      // Pieces of work.
   int64_t copied() const { return copied_; }    // Tensors, or parts of them.
   int64_t pending() const { return pending_; }  // Pieces of work.
@@ -90,6 +93,7 @@ class LaterDevice : public Device {
    public:
     explicit Buffers(LaterDevice& device) : device_(device) {}
     Result<Memory> allocate(int64_t nbytes) override {
+      RETURN_IF_ERROR(device_.no_buffers_);
       ASSIGN_OR_RETURN(Memory memory, HeapMemorySource().allocate(nbytes));
       const std::lock_guard<std::mutex> lock(device_.mutex_);
       device_.own_.emplace_back(memory.bytes());
@@ -163,6 +167,7 @@ class LaterDevice : public Device {
   int64_t failing_ = -1;
   bool fails_at_beginning_ = false;
   Status failure_;
+  Status no_buffers_;
   mutable std::mutex mutex_;  // Guards what follows.
   mutable Buffers buffers_;
   std::vector<Bytes> own_;
