@@ -76,6 +76,9 @@ class AgentClient:
         place: Of this rank.
         options: Of the agent, if this rank starts it.
 
+    Attributes:
+        folder: Where the memory of the run lies.
+
     Raises:
         CheckpointError: No agent answers, or it is that of others.
     """
@@ -83,7 +86,7 @@ class AgentClient:
     def __init__(self, place: Place, options: AgentOptions) -> None:
         self.place = place
         self._options = options
-        self._folder = open_folder(place.run)
+        self.folder = open_folder(place.run)
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._connect()
@@ -141,7 +144,8 @@ class AgentClient:
         return AgentClient(self.place, self._options)
 
     def _ask(self, kind: Kind, *fields: int | bytes) -> Message:
-        for last in (False, True):
+        deadline = time.monotonic() + _START_S
+        while True:
             try:
                 if self._connection is None:
                     self._connect()
@@ -151,10 +155,9 @@ class AgentClient:
                 if isinstance(error, CheckpointError):
                     raise
                 self.close()
-                if last:
+                if time.monotonic() > deadline:
                     raise StorageError(f"the agent of this machine is gone: {error}") from error
                 _log.warning("the agent of this machine is gone (%s): starting another", error)
-        raise AssertionError("unreachable")
 
     def _talk(self, connection: socket.socket, kind: Kind, *fields: int | bytes) -> Message:
         send(connection, kind, *fields)
@@ -174,7 +177,7 @@ class AgentClient:
                 break
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"no agent answers in {self._folder}, and none could be started; agent.log "
+                    f"no agent answers in {self.folder}, and none could be started; agent.log "
                     "there may say why"
                 )
             if self._child is None or self._child.poll() is not None:
@@ -195,7 +198,7 @@ class AgentClient:
     def _try_connect(self) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.connect(os.fspath(self._folder / "agent.socket"))
+            connection.connect(os.fspath(self.folder / "agent.socket"))
         except OSError:
             connection.close()
             return None

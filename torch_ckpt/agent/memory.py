@@ -25,6 +25,7 @@ __all__ = [
     "SLOTS_PER_RANK",
     "SlotHeader",
     "agent_lock",
+    "complete_slots",
     "folder_of",
     "found_slots",
     "open_folder",
@@ -134,6 +135,17 @@ def found_slots(folder: Path) -> Iterator[tuple[int, int, Path]]:
             yield int(match[1]), int(match[2]), folder / name
 
 
+def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[Path, SlotHeader]]:
+    """Every slot of a run that holds a complete snapshot."""
+    for _, _, path in found_slots(folder):
+        with contextlib.suppress(CheckpointError):
+            slot = _native.Slot.open(os.fsencode(path), False)
+            header = SlotHeader.of(slot)
+            slot.read()
+            if header.run == run:
+                yield path, header
+
+
 @contextlib.contextmanager
 def agent_lock(folder: Path) -> Iterator[bool]:
     """Holds the lock of a run's agent; gives whether it could be had."""
@@ -144,6 +156,8 @@ def agent_lock(folder: Path) -> Iterator[bool]:
         except BlockingIOError:
             yield False
             return
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)  # For people.
         # Its folder may have been removed by the agent that has just ended.
         yield os.fstat(descriptor).st_nlink > 0
     finally:

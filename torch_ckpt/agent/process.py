@@ -123,6 +123,8 @@ class Agent:
             listener.close()
             path.unlink(missing_ok=True)
             self._drain()
+            if any(t.connections and not t.said_bye for t in self._trainers.values()):
+                return False  # They go on, with the next agent.
             newest = self._slots.newest()
             return newest is None or newest.save == self._last_persisted or self._is_dropped
 

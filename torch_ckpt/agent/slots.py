@@ -57,10 +57,10 @@ class SlotTable:
         for rank, number, path in found_slots(folder):
             slot = HeldSlot(path)
             slot.look()
-            if number < SLOTS_PER_RANK and slot.header is not None and slot.header.run == run:
+            if slot.header is not None and slot.header.run != run:
+                slot.header = None
+            if number < SLOTS_PER_RANK:  # Also one that is being filled: a rank has it.
                 self._of(rank)[number] = slot
-            else:  # Torn, or another's: there is nothing to be had from it.
-                path.unlink(missing_ok=True)
 
     def _of(self, rank: int) -> list[HeldSlot]:
         return self._slots.setdefault(

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import (
 
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.agent.client import AgentClient, Place
-from torch_ckpt.agent.memory import SlotHeader
+from torch_ckpt.agent.memory import SlotHeader, complete_slots
 from torch_ckpt.agent.process import AgentOptions
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.exchange import this_machine
@@ -34,7 +34,7 @@ from torch_ckpt.planned import ListedItems, to_write_item
 from torch_ckpt.save_planner import FastSavePlanner
 from torch_ckpt.tensors import gc_paused, to_plain
 
-__all__ = ["OnBusy", "SnapshotAgent", "StagedSave"]
+__all__ = ["OnBusy", "Remembered", "SnapshotAgent", "StagedSave", "run_of"]
 
 OnBusy = Literal["wait", "skip", "error"]
 """What a save does while former ones keep all slots: waits, is not done, or fails."""
@@ -53,6 +53,21 @@ class StagedSave:
 
     header: SlotHeader
     directory: Path
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A save that is in memory.
+
+    Attributes:
+        step: What the user has called it.
+        folder: Where its slots lie.
+        slots: Of all ranks that made it, in no order.
+    """
+
+    step: int
+    folder: Path
+    slots: Sequence[Path]
 
 
 class SnapshotAgent:
@@ -96,6 +111,7 @@ class SnapshotAgent:
         self.on_busy: OnBusy = on_busy
         self.timeout_s = timeout_s
         self.skipped = 0
+        self._group = process_group
         self._place = _find_place(run, process_group)
         self._client = AgentClient(self._place, options or AgentOptions())
         self._sequence = 0
@@ -151,7 +167,7 @@ class SnapshotAgent:
                 raise CheckpointError(f"cannot save {directory}: former saves keep all slots")
             header = self._place.header(sequence, step)
             slot = self._slot(path)
-            slot.begin(header.to_native(), table, held.nbytes)
+            self._begin(slot, header.to_native(), table, held.nbytes)
             held.copy_to(slot)
             slot.complete()
             self._client.filled(path)
@@ -169,6 +185,34 @@ class SnapshotAgent:
         finally:
             client.close()
 
+    def newest(self) -> Remembered | None:
+        """The newest snapshot that is complete on all ranks that made it; ``None`` if none is.
+
+        Every rank must call it, before the first save: they agree.
+        """
+        mine = [
+            (this_machine(), os.fspath(path), header)
+            for path, header in complete_slots(self._client.folder, self._place.run)
+        ]
+        said: list[list[tuple[str, str, SlotHeader]]] = [mine]
+        if self._place.world_size > 1:
+            said = [[] for _ in range(self._place.world_size)]
+            dist.all_gather_object(said, mine, group=self._group)
+        saves: dict[tuple[bytes, int], dict[int, tuple[str, str, SlotHeader]]] = {}
+        for of_rank in said:
+            for slot in of_rank:
+                saves.setdefault(slot[2].save, {})[slot[2].rank] = slot
+        for _, found in sorted(saves.items(), reverse=True):
+            any_header = next(iter(found.values()))[2]
+            if len(found) != any_header.world_size:
+                continue
+            if any(machine != this_machine() for machine, *_ in found.values()):
+                continue  # It is in the memory of several machines.
+            own_first = sorted(found, key=lambda rank: (rank != self._place.rank, rank))
+            paths = [Path(found[rank][1]) for rank in own_first]
+            return Remembered(any_header.step, self._client.folder, paths)
+        return None
+
     def close(self, *, drop: bool = False) -> None:
         """Ends in good order.
 
@@ -183,6 +227,10 @@ class SnapshotAgent:
         # Of a process that an exception ends, memory is what the next one goes on from.
         if getattr(sys, "last_type", None) is None:
             self._client.bye(drop=False)
+
+    @staticmethod
+    def _begin(slot: _native.Slot, *what: Any) -> None:
+        slot.begin(*what)
 
     def _slot(self, path: Path) -> _native.Slot:
         """A slot, mapped; it may have been made anew, and larger, under the same name."""
@@ -256,9 +304,14 @@ def _pickled(item: Any, planner: FastSavePlanner) -> memoryview:
     return stream.getbuffer()
 
 
+def run_of(name: str | os.PathLike[str]) -> bytes:
+    """The 16 bytes that stand for a run of this name."""
+    return hashlib.sha256(os.fsencode(os.path.realpath(name))).digest()[:16]
+
+
 def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Place:
     """Which rank of which run this is; all ranks meet here."""
-    name = hashlib.sha256(os.fsencode(os.path.realpath(run))).digest()[:16]
+    name = run_of(run)
     session = time.time_ns().to_bytes(8, "big") + secrets.token_bytes(8)
     if not dist.is_available() or not dist.is_initialized():
         return Place(name, session, 0, 1, 0, 1, [0])
