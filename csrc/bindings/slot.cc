@@ -17,9 +17,9 @@ namespace torch_ckpt {
 namespace {
 
 // Run, session, sequence, step, rank, world size, node, node count, ranks
-// of this machine.
+// of this machine, whether it is to be brought to disk.
 using PySlotHeader = std::tuple<py::bytes, py::bytes, int64_t, int64_t, int64_t, int64_t, int64_t,
-                                int64_t, int64_t>;
+                                int64_t, int64_t, int64_t>;
 
 SlotId to_id(const py::bytes& bytes) {
   const Bytes from = view_of(bytes);
@@ -35,7 +35,7 @@ py::bytes from_id(const SlotId& id) {
 
 PySlotHeader to_python(const SlotHeader& h) {
   return {from_id(h.run), from_id(h.session), h.sequence, h.step,
-          h.rank,         h.world_size,       h.node,     h.node_count,   h.ranks_here};
+          h.rank,         h.world_size,       h.node,     h.node_count,   h.ranks_here,    h.persist};
 }
 
 SlotHeader from_python(const PySlotHeader& from) {
@@ -49,6 +49,7 @@ SlotHeader from_python(const PySlotHeader& from) {
   h.node = std::get<6>(from);
   h.node_count = std::get<7>(from);
   h.ranks_here = std::get<8>(from);
+  h.persist = std::get<9>(from);
   return h;
 }
 

@@ -33,6 +33,7 @@ void for_each_number(Header& header, const Visit& visit) {
   visit(header.node);
   visit(header.node_count);
   visit(header.ranks_here);
+  visit(header.persist);
   visit(header.holder);
   visit(header.table_nbytes);
   visit(header.table_sum);

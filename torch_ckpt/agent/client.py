@@ -52,7 +52,7 @@ class Place:
     node_count: int
     ranks_here: Sequence[int]
 
-    def header(self, sequence: int, step: int) -> SlotHeader:
+    def header(self, sequence: int, step: int, *, persist: bool) -> SlotHeader:
         """That of a snapshot of this rank."""
         return SlotHeader(
             self.session,
@@ -63,6 +63,7 @@ class Place:
             self.node,
             self.node_count,
             len(self.ranks_here),
+            int(persist),
             self.run,
         )
 
@@ -113,9 +114,7 @@ class AgentClient:
         self._ask(Kind.FILLED, os.fsencode(path))
 
     def persist(self, sequence: int) -> None:
-        """Has a save of this session brought to disk, and waits until it is committed.
-
-        Every rank of the machine asks for it; none of them does any of it.
+        """Waits until a save of this session is committed, which need not be wanted on disk yet.
 
         Raises:
             CheckpointError: It has failed.

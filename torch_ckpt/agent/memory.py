@@ -54,6 +54,7 @@ class SlotHeader:
         node: The machine, by number.
         node_count: How many the ranks are on.
         ranks_here: How many of the ranks are on this one.
+        persist: Whether it is to be brought to disk without being asked again: 0 or 1.
         run: 16 bytes.
     """
 
@@ -65,6 +66,7 @@ class SlotHeader:
     node: int
     node_count: int
     ranks_here: int
+    persist: int
     run: bytes
 
     @classmethod
@@ -88,7 +90,7 @@ class SlotHeader:
         """In the engine's order."""
         return (
             *(self.run, self.session, self.sequence, self.step, self.rank, self.world_size),
-            *(self.node, self.node_count, self.ranks_here),
+            *(self.node, self.node_count, self.ranks_here, self.persist),
         )
 
 

@@ -49,12 +49,8 @@ class Kind(enum.IntEnum):
     FILLED = 8
     """A snapshot is complete: file of the slot."""
     PERSIST = 9
-    """Asks for a save to be brought to disk, and waits: session, sequence."""
-    NEWEST = 10
-    """Asks which snapshot is the newest that is complete on all ranks of this machine."""
-    SNAPSHOT = 11
-    """Answers: session, sequence, step, world size; or sequence -1 where there is none."""
-    BYE = 12
+    """Waits until a save is on disk: session, sequence."""
+    BYE = 10
     """A rank ends in good order: whether its snapshots are of no more use."""
 
 
@@ -68,8 +64,6 @@ _FIELDS: dict[Kind, str] = {
     Kind.BUSY: "",
     Kind.FILLED: "b",
     Kind.PERSIST: "bi",
-    Kind.NEWEST: "",
-    Kind.SNAPSHOT: "biii",
     Kind.BYE: "i",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
@@ -19,10 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch_ckpt.agent.memory import SlotHeader, agent_lock, open_folder, remove_abandoned
+from torch_ckpt.agent.memory import agent_lock, open_folder, remove_abandoned
 from torch_ckpt.agent.messages import Kind, Message, error_message, receive, send
-from torch_ckpt.agent.persist import persist
-from torch_ckpt.agent.slots import Save, SlotTable
+from torch_ckpt.agent.saves import Saves
+from torch_ckpt.agent.slots import SlotTable
 from torch_ckpt.errors import CancelledError, CheckpointError
 from torch_ckpt.options import IoOptions
 
@@ -33,7 +34,7 @@ _log = logging.getLogger("torch_ckpt.agent")
 _SETTLE_S = 1.0
 """After a trainer has died: the others of its kind mostly die as well."""
 
-_PERSISTED = "persisted"  # Names the save that was last brought to disk, for the next agent.
+_POLL_S = 0.5
 
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
 
@@ -58,25 +59,29 @@ class AgentOptions:
     io: IoOptions = field(default_factory=IoOptions)
 
 
-@dataclass
 class _Trainer:
-    """A rank that is connected, or was."""
+    """The process of a rank."""
 
-    rank: int
-    session: bytes
-    pid: int
-    connections: int = 0
-    said_bye: bool = False
+    def __init__(self, rank: int, session: bytes, pid: int) -> None:
+        self.rank = rank
+        self.session = session
+        self.pid = pid
+        self.said_bye = False
+        self._died = False
+        self._descriptor = os.pidfd_open(pid)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there. Its connections may be silent for long."""
+        if not self._died and select.select([self._descriptor], [], [], 0)[0]:
+            self._died = True
+            os.close(self._descriptor)
+        return not self._died
 
-@dataclass
-class _Persisting:
-    """A save on its way to disk."""
-
-    asked: set[int] = field(default_factory=set)
-    begun: bool = False
-    done: bool = False
-    error: BaseException | None = None
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended without saying so."""
+        return not self.said_bye and not self.is_alive
 
 
 class Agent:
@@ -92,13 +97,15 @@ class Agent:
         self.run = run
         self.folder = folder
         self.options = options
-        self._slots = SlotTable(folder, run)
         self._changed = threading.Condition()
+        self._slots = SlotTable(folder, run)
+        self._saves = Saves(
+            folder, self._slots, self._changed, io=options.io, threads=options.threads
+        )
         self._trainers: dict[int, _Trainer] = {}
         self._ranks: list[int] = []  # Of this machine, in the session that goes on.
-        self._saves: dict[Save, _Persisting] = {}
-        self._last_persisted = _read_save(folder / _PERSISTED)
-        self._died_at: float | None = None
+        self._idle_since = time.monotonic()  # Since when there has been nobody.
+        self._lost_since: float | None = None
         self._stop = False
         self._is_dropped = False  # Whether trainers have said that they want nothing of it.
 
@@ -115,101 +122,58 @@ class Agent:
         path.chmod(0o600)
         listener.listen(256)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-        began = time.monotonic()
         with self._changed:
-            while not self._stop and not self._is_over(began):
-                self._changed.wait(0.5)
-                self._persist_after_death()
+            self._saves.begin_next()  # What a former agent has left.
+            while not self._stop and not self._is_over():
+                self._changed.wait(_POLL_S)
+                self._look_after_trainers()
             listener.close()
             path.unlink(missing_ok=True)
-            self._drain()
-            if any(t.connections and not t.said_bye for t in self._trainers.values()):
+            if not self._is_dropped:
+                self._persist_newest()
+            while self._saves.is_running:
+                self._changed.wait()
+            if any(not t.said_bye and t.is_alive for t in self._trainers.values()):
                 return False  # They go on, with the next agent.
             newest = self._slots.newest()
-            return newest is None or newest.save == self._last_persisted or self._is_dropped
+            return self._is_dropped or newest is None or self._saves.is_done(newest.save)
 
     def stop(self) -> None:
         """Has :meth:`serve` end soon, with the newest complete snapshot on disk."""
-        self._stop = True  # The condition is not to be had in a signal's way; it is polled.
+        self._stop = True  # By a signal, in whose way the condition is not to be had: it is polled.
 
-    def _is_over(self, began: float) -> bool:
-        if any(save.begun and not save.done for save in self._saves.values()):
+    def _is_over(self) -> bool:
+        if self._saves.is_running:
             return False
-        if not self._trainers:
-            return time.monotonic() - began > self.options.linger_s
-        if all(trainer.said_bye for trainer in self._trainers.values()):
-            return len(self._trainers) >= len(self._ranks)
-        if any(trainer.connections for trainer in self._trainers.values()):
-            return False
-        return self._died_at is not None and (
-            time.monotonic() - self._died_at > self.options.linger_s
-        )
+        trainers = self._trainers.values()
+        if trainers and all(trainer.said_bye for trainer in trainers):
+            return len(trainers) >= len(self._ranks)
+        if any(trainer.is_alive for trainer in trainers):
+            self._idle_since = time.monotonic()
+        return time.monotonic() - self._idle_since > self.options.linger_s
 
-    def _persist_after_death(self) -> None:
-        """Brings the newest snapshot to disk when a trainer has died; holds the lock."""
-        if self._died_at is None or time.monotonic() - self._died_at < _SETTLE_S:
+    def _look_after_trainers(self) -> None:
+        """Brings the newest snapshot to disk when a trainer has died."""
+        lost = [trainer for trainer in self._trainers.values() if trainer.is_lost]
+        if not lost:
+            self._lost_since = None
             return
-        if self.options.persist_on_failure:
+        if self._lost_since is None:
+            self._lost_since = time.monotonic()
+            _log.info("rank %d, process %d, is gone", lost[0].rank, lost[0].pid)
+        if time.monotonic() - self._lost_since >= _SETTLE_S:
             self._persist_newest()
 
     def _persist_newest(self) -> None:
         newest = self._slots.newest()
-        if newest is None or newest.save == self._last_persisted:
+        if newest is None or not self.options.persist_on_failure:
             return
-        save = self._saves.setdefault(newest.save, _Persisting())
-        if not save.begun:
-            _log.info("step %d is brought to disk for its trainers, who are gone", newest.step)
-            self._begin(newest.save, save)
-
-    def _drain(self) -> None:
-        """Ends what is going on, and what must be before the process ends; holds the lock."""
-        if self._stop or not all(t.said_bye for t in self._trainers.values()):
-            if self.options.persist_on_failure:
-                self._persist_newest()
-        while any(save.begun and not save.done for save in self._saves.values()):
-            self._changed.wait()
-
-    # Bringing to disk.
-
-    def _begin(self, key: Save, save: _Persisting) -> None:
-        save.begun = True
-        held = self._slots.of_save(key)
-        for slot in held:
-            slot.readers += 1
-
-        def work() -> None:
-            error: BaseException | None = None
-            try:
-                snapshots = []
-                for slot in held:
-                    assert slot.memory is not None
-                    snapshots.append(slot.memory.read())
-                if not snapshots[0].directory:
-                    return
-                persist(
-                    snapshots,
-                    io=self.options.io,
-                    threads=self.options.threads,
-                    is_current=lambda: all(
-                        SlotHeader.of(slot.memory) == slot.header for slot in held if slot.memory
-                    ),
-                )
-            except BaseException as problem:
-                error = problem
-                _log.warning("a save has failed: %s", problem)
-            finally:
-                with self._changed:
-                    for slot in held:
-                        slot.readers -= 1
-                    save.error, save.done = error, True
-                    if error is None:
-                        self._last_persisted = key
-                        _write_save(self.folder / _PERSISTED, key)
-                    self._changed.notify_all()
-
-        threading.Thread(target=work, name="torch_ckpt-persist").start()
-
-    # Talking to trainers.
+        save = newest.save
+        if not (self._saves.is_done(save) or self._saves.is_pending(save)) and (
+            self._saves.error_of(save) is None
+        ):
+            _log.info("step %d is to come to disk, as its trainers are gone", newest.step)
+            self._saves.ask(save)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -217,31 +181,24 @@ class Agent:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            _, user, _ = _PEER.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-            )
-            if user != os.getuid():
-                connection.close()
-                continue
             threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
 
     def _talk(self, connection: socket.socket) -> None:
-        trainer: _Trainer | None = None
+        """Answers one connection, until it ends."""
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        pid, user, _ = _PEER.unpack(peer)
         with connection, contextlib.suppress(OSError):
             try:
                 message = receive(connection)
-                if message is None or message.kind != Kind.HELLO:
+                if user != os.getuid() or message is None or message.kind != Kind.HELLO:
                     return
-                trainer = self._greet(message)
+                trainer = self._greet(message, pid)
                 send(connection, Kind.OK)
                 while (message := receive(connection)) is not None:
                     answer = self._answer(trainer, message)
                     send(connection, answer.kind, *answer.fields)
             except CheckpointError as error:
                 send(connection, Kind.ERROR, *error_message(error))
-            finally:
-                if trainer is not None:
-                    self._hang_up(trainer)
 
     def _answer(self, trainer: _Trainer, message: Message) -> Message:
         answers: dict[Kind, Callable[[_Trainer, Message], Message]] = {
@@ -249,131 +206,100 @@ class Agent:
             Kind.TAKE: self._take,
             Kind.FILLED: self._filled,
             Kind.PERSIST: self._persist,
-            Kind.NEWEST: self._newest,
             Kind.BYE: self._bye,
         }
         try:
             if message.kind not in answers:
                 raise CheckpointError(f"an agent is not told {message.kind.name}")
-            return answers[message.kind](trainer, message)
+            with self._changed:
+                return answers[message.kind](trainer, message)
         except Exception as error:
             return Message(Kind.ERROR, error_message(error))
 
-    def _greet(self, message: Message) -> _Trainer:
-        run, session = message.data(0), message.data(1)
-        rank, ranks, pid = message.integer(2), message.data(6), message.integer(7)
+    def _greet(self, message: Message, pid: int) -> _Trainer:
+        run, session, rank = message.data(0), message.data(1), message.integer(2)
         if run != self.run:
             raise CheckpointError("this is the agent of another run")
         with self._changed:
             known = self._trainers.get(rank)
-            if known is not None and known.session != session:
-                if session < known.session:
-                    raise CheckpointError(f"rank {rank} has started again since")
-                # That one is gone, and its connections are about to be found so.
-                self._changed.wait_for(lambda: not known.connections, timeout=10)
-                if known.connections:
+            if known is None or known.pid != pid or known.session != session:
+                if known is not None and not known.said_bye and known.is_alive:
                     raise CheckpointError(
-                        f"rank {rank} of this run is process {known.pid}: only one can be"
+                        f"rank {rank} of this run is process {known.pid} already: only one can be"
                     )
-                known = None
-            if known is None:
-                known = self._trainers[rank] = _Trainer(rank, session, pid)
-            known.connections += 1
-            self._ranks = [r for (r,) in struct.iter_unpack("<q", ranks)]
-            if all(t.session == session for t in self._trainers.values()):
-                self._died_at = None
+                try:
+                    known = self._trainers[rank] = _Trainer(rank, session, pid)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"the agent does not see process {pid}: {error.strerror}"
+                    ) from error
+            self._ranks = [r for (r,) in struct.iter_unpack("<q", message.data(6))]
+            self._is_dropped = False
+            for other in set(self._trainers).difference(self._ranks):
+                if not self._trainers[other].is_alive:
+                    del self._trainers[other]  # Of a life with other ranks.
             self._changed.notify_all()
             return known
 
-    def _hang_up(self, trainer: _Trainer) -> None:
-        with self._changed:
-            trainer.connections -= 1
-            if not trainer.connections and not trainer.said_bye:
-                self._died_at = time.monotonic()
-                _log.info("rank %d, process %d, is gone", trainer.rank, trainer.pid)
-            self._changed.notify_all()
-
     def _reserve(self, trainer: _Trainer, message: Message) -> Message:
-        with self._changed:
-            self._slots.reserve(trainer.rank, message.integer(0))
+        self._slots.reserve(trainer.rank, message.integer(0))
         return Message(Kind.OK)
 
     def _take(self, trainer: _Trainer, message: Message) -> Message:
         deadline = time.monotonic() + message.integer(2) / 1000
-        with self._changed:
-            while True:
-                slot = self._slots.take(trainer.rank, trainer.session, message.integer(1))
-                if slot is not None:
-                    return Message(Kind.SLOT, (os.fsencode(slot.path),))
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    return Message(Kind.BUSY)
+        while True:
+            slot = self._slots.take(
+                trainer.rank, trainer.session, message.integer(1), self._saves.is_pending
+            )
+            if slot is not None:
+                return Message(Kind.SLOT, (os.fsencode(slot.path),))
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return Message(Kind.BUSY)
+            self._changed.wait(min(left, _POLL_S))
+            if not trainer.is_alive:
+                raise CancelledError("the trainer is gone")
 
     def _filled(self, trainer: _Trainer, message: Message) -> Message:
         path = Path(os.fsdecode(message.data(0)))
-        with self._changed:
-            self._slots.look_at(trainer.rank, trainer.session, path)
-            self._changed.notify_all()
+        self._slots.check_filled(trainer.rank, trainer.session, path)
+        self._saves.begin_next()
+        self._changed.notify_all()
         return Message(Kind.OK)
 
     def _persist(self, trainer: _Trainer, message: Message) -> Message:
-        key = message.data(0), message.integer(1)
-        with self._changed:
-            save = self._saves.setdefault(key, _Persisting())
-            if save.done and save.error is not None and trainer.rank in save.asked:
-                save = self._saves[key] = _Persisting()  # It is tried again.
-            save.asked.add(trainer.rank)
-            while not save.done:
-                if not save.begun and save.asked.issuperset(self._ranks):
-                    if not self._slots.is_complete(key):
-                        raise CheckpointError("the snapshots of this save are not complete")
-                    self._begin(key, save)
-                if not save.begun:
-                    self._raise_if_lost(key[0])
-                self._changed.wait(1.0)
-            if save.error is not None:
-                return Message(Kind.ERROR, error_message(save.error))
+        save = message.data(0), message.integer(1)
+        asked = False
+        while not self._saves.is_done(save):
+            error = self._saves.error_of(save)
+            if error is not None:
+                raise CheckpointError(error)
+            if save in self._slots.complete_saves():
+                if not asked:
+                    self._saves.ask(save)
+                    asked = True
+            else:
+                self._raise_if_lost(save)
+            if not trainer.is_alive:
+                raise CancelledError("the trainer is gone")
+            self._changed.wait(_POLL_S)
         return Message(Kind.OK)
 
-    def _raise_if_lost(self, session: bytes) -> None:
-        """Raises where a rank will never ask for what others wait for; holds the lock."""
+    def _raise_if_lost(self, save: tuple[bytes, int]) -> None:
+        """Raises where a save will never be complete."""
+        newest = self._slots.newest()
+        if newest is not None and newest.save > save:
+            raise CancelledError(f"save {save[1]} is in memory no more, and did not come to disk")
         for rank in self._ranks:
             other = self._trainers.get(rank)
-            gone = other is None or other.session != session or not other.connections
-            if gone and self._died_at and time.monotonic() - self._died_at > 2 * _SETTLE_S:
+            if other is not None and other.is_lost:
                 raise CancelledError(f"rank {rank} has ended before it had given its part")
 
-    def _newest(self, trainer: _Trainer, message: Message) -> Message:
-        with self._changed:
-            newest = self._slots.newest()
-        if newest is None:
-            return Message(Kind.SNAPSHOT, (b"", -1, -1, 0))
-        return Message(
-            Kind.SNAPSHOT, (newest.session, newest.sequence, newest.step, newest.world_size)
-        )
-
     def _bye(self, trainer: _Trainer, message: Message) -> Message:
-        with self._changed:
-            trainer.said_bye = True
-            self._is_dropped = bool(message.integer(0))
-            if not self._is_dropped:
-                self._persist_newest()
-            self._changed.notify_all()
+        trainer.said_bye = True
+        self._is_dropped = bool(message.integer(0))
+        self._changed.notify_all()
         return Message(Kind.OK)
-
-
-def _read_save(path: Path) -> Save | None:
-    try:
-        content = path.read_bytes()
-        return content[:16], int.from_bytes(content[16:24], "little")
-    except OSError:
-        return None
-
-
-def _write_save(path: Path, save: Save) -> None:
-    with contextlib.suppress(OSError):  # At worst it is brought to disk once more.
-        fresh = path.with_suffix(".new")
-        fresh.write_bytes(save[0] + save[1].to_bytes(8, "little"))
-        fresh.replace(path)
 
 
 def run_agent(run: bytes, options: AgentOptions) -> int:

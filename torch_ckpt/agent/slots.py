@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,28 +24,29 @@ class HeldSlot:
 
     Attributes:
         path: Its file.
-        memory: Mapped; ``None`` before it was needed.
-        header: What it holds; ``None`` if that is nothing complete.
+        memory: Mapped; ``None`` where there is none yet.
         readers: How many are bringing it to disk.
     """
 
     path: Path
     memory: _native.Slot | None = None
-    header: SlotHeader | None = None
     readers: int = 0
 
-    def look(self) -> None:
-        """Finds out what it holds. Damage is nothing."""
-        self.header = None
-        with contextlib.suppress(CheckpointError):
-            if self.memory is None:
-                self.memory = _native.Slot.open(os.fsencode(self.path), False)
-            self.header = SlotHeader.of(self.memory)
-            self.memory.read()
+    @property
+    def header(self) -> SlotHeader | None:
+        """What it holds, as it says itself; ``None`` if that is nothing complete and sound."""
+        if self.memory is None:
+            return None
+        try:
+            return SlotHeader.of(self.memory)
+        except CheckpointError:
+            return None
 
 
 class SlotTable:
     """All slots of a run on this machine. For whoever holds the agent's lock.
+
+    Slots say themselves what they hold, so there is nothing here that a new agent does not find.
 
     Args:
         folder: The run's.
@@ -53,59 +55,54 @@ class SlotTable:
 
     def __init__(self, folder: Path, run: bytes) -> None:
         self._folder = folder
+        self._run = run
         self._slots: dict[int, list[HeldSlot]] = {}
         for rank, number, path in found_slots(folder):
-            slot = HeldSlot(path)
-            slot.look()
-            if slot.header is not None and slot.header.run != run:
-                slot.header = None
-            if number < SLOTS_PER_RANK:  # Also one that is being filled: a rank has it.
-                self._of(rank)[number] = slot
+            if number < SLOTS_PER_RANK:
+                with contextlib.suppress(CheckpointError):
+                    self._of(rank)[number].memory = _native.Slot.open(os.fsencode(path), True)
 
     def _of(self, rank: int) -> list[HeldSlot]:
         return self._slots.setdefault(
             rank, [HeldSlot(slot_path(self._folder, rank, n)) for n in range(SLOTS_PER_RANK)]
         )
 
-    def headers(self) -> list[SlotHeader]:
-        """Of all that is complete."""
-        return [s.header for slots in self._slots.values() for s in slots if s.header is not None]
+    def complete_saves(self) -> dict[Save, list[tuple[SlotHeader, HeldSlot]]]:
+        """The slots of each save that all ranks of this machine have completed, by rank.
 
-    def of_save(self, save: Save) -> list[HeldSlot]:
-        """The complete slots of a save, in order of the ranks."""
-        found = [
-            slot
-            for slots in self._slots.values()
-            for slot in slots
-            if slot.header is not None and slot.header.save == save
-        ]
-        return sorted(found, key=lambda slot: slot.header.rank if slot.header else -1)
-
-    def is_complete(self, save: Save) -> bool:
-        """Whether all ranks of this machine have a slot of the save."""
-        found = self.of_save(save)
-        return bool(found) and found[0].header is not None and (
-            len(found) == found[0].header.ranks_here
-        )
+        The newest save comes last.
+        """
+        found: dict[Save, list[tuple[SlotHeader, HeldSlot]]] = {}
+        for slots in self._slots.values():
+            for slot in slots:
+                header = slot.header
+                if header is not None and header.run == self._run:
+                    found.setdefault(header.save, []).append((header, slot))
+        complete = {}
+        for save, of_save in sorted(found.items()):
+            of_save.sort(key=lambda one: one[0].rank)
+            if len({header.rank for header, _ in of_save}) == of_save[0][0].ranks_here:
+                complete[save] = of_save
+        return complete
 
     def newest(self) -> SlotHeader | None:
         """The newest save that is complete on this machine."""
-        complete = (h for h in sorted(self.headers(), reverse=True) if self.is_complete(h.save))
-        return next(complete, None)
+        complete = self.complete_saves()
+        return complete[max(complete)][0][0] if complete else None
 
-    def look_at(self, rank: int, session: bytes, path: Path) -> None:
-        """Takes note of a slot that a rank has filled.
+    def check_filled(self, rank: int, session: bytes, path: Path) -> None:
+        """Looks at a slot that a rank says it has filled.
 
         Raises:
             CheckpointError: It is not the rank's, or holds no complete snapshot.
         """
         slot = next((slot for slot in self._of(rank) if slot.path == path), None)
-        if slot is None:
-            raise CheckpointError(f"{path} is no slot of rank {rank}")
-        slot.look()
-        if slot.header is None or (slot.header.rank, slot.header.session) != (rank, session):
-            slot.header = None
+        header = None if slot is None else slot.header
+        if slot is None or slot.memory is None or header is None:
             raise CheckpointError(f"rank {rank} has left no complete snapshot in {path}")
+        if (header.run, header.session, header.rank) != (self._run, session, rank):
+            raise CheckpointError(f"the snapshot in {path} is not of rank {rank} of this session")
+        slot.memory.read()
 
     def reserve(self, rank: int, nbytes: int) -> None:
         """Makes both slots of a rank, so that no save will wait for memory.
@@ -117,28 +114,40 @@ class SlotTable:
             if slot.header is None and not slot.readers:
                 self._make(slot, nbytes)
 
-    def take(self, rank: int, session: bytes, nbytes: int) -> HeldSlot | None:
-        """A slot of a rank that it may fill; ``None`` where none is free.
+    def take(
+        self, rank: int, session: bytes, nbytes: int, is_pending: Callable[[Save], bool]
+    ) -> HeldSlot | None:
+        """A slot of a rank that it may fill, and that holds nothing from now on.
 
-        It is never the one that belongs to the newest save that is complete, nor one that waits
-        for the other ranks to complete theirs, nor one that is being brought to disk.
+        It is never of the newest save that is complete, nor of one that waits for other ranks to
+        complete theirs, nor of one that has still to come to disk.
+
+        Args:
+            rank: The rank.
+            session: Its session.
+            nbytes: Room that it needs.
+            is_pending: Whether a save has still to come to disk.
+
+        Returns:
+            The slot; ``None`` where none is free.
 
         Raises:
             StorageError: There is not as much memory.
         """
-        newest = self.newest()
+        complete = self.complete_saves()
+        newest = max(complete, default=None)
         for slot in self._of(rank):
             header = slot.header
             if slot.readers:
                 continue
-            if header is not None and newest is not None and header.save == newest.save:
-                continue
-            if header is not None and header.session == session and (
-                newest is None or header.save > newest.save
-            ):
-                continue
-            slot.header = None
+            if header is not None:
+                is_awaited = header.session == session and (newest is None or header.save > newest)
+                has_to_stay = header.save in complete and is_pending(header.save)
+                if header.save == newest or is_awaited or has_to_stay:
+                    continue
             self._make(slot, nbytes)
+            if slot.memory is not None:
+                slot.memory.clear()
             return slot
         return None
 
@@ -151,10 +160,10 @@ class SlotTable:
         try:
             slot.memory = _native.Slot.create(os.fsencode(slot.path), nbytes)
         except CheckpointError as error:
-            free = os.statvfs(self._folder)
+            room = os.statvfs(self._folder)
             error.args = (
-                f"{error.args[0]}; {self._folder} has {free.f_bavail * free.f_frsize} bytes free, "
-                f"and a rank needs {SLOTS_PER_RANK} slots",
+                f"{error.args[0]}; {self._folder} has {room.f_bavail * room.f_frsize} bytes left, "
+                f"and each rank needs {SLOTS_PER_RANK} slots",
                 *error.args[1:],
             )
             raise

@@ -134,7 +134,13 @@ class SnapshotAgent:
         self._client.reserve(_native.slot_nbytes(len(held.table("", sync=True)), held.nbytes))
 
     def stage(
-        self, state_dict: dict[str, Any], directory: str | os.PathLike[str], *, step: int, sync: bool
+        self,
+        state_dict: dict[str, Any],
+        directory: str | os.PathLike[str],
+        *,
+        step: int,
+        sync: bool = True,
+        persist: bool = True,
     ) -> StagedSave | None:
         """Copies all that this rank holds into a slot. Training stops for this alone.
 
@@ -143,6 +149,8 @@ class SnapshotAgent:
             directory: The checkpoint that it is to become.
             step: What the user calls it.
             sync: Whether the checkpoint is to survive a power cut.
+            persist: Whether it is to be brought to disk. Otherwise it is there for ranks that start
+                again, and goes to disk if they do not, or if :meth:`persist` asks for it.
 
         Returns:
             The save; ``None`` where it was skipped, on this rank at least.
@@ -165,7 +173,7 @@ class SnapshotAgent:
                     self.skipped += 1
                     return None
                 raise CheckpointError(f"cannot save {directory}: former saves keep all slots")
-            header = self._place.header(sequence, step)
+            header = self._place.header(sequence, step, persist=persist)
             slot = self._slot(path)
             self._begin(slot, header.to_native(), table, held.nbytes)
             held.copy_to(slot)
@@ -174,7 +182,7 @@ class SnapshotAgent:
             return StagedSave(header, directory)
 
     def persist(self, staged: StagedSave) -> None:
-        """Waits until the agent has committed a save, which every rank must ask for.
+        """Waits until the agent has committed a save.
 
         Raises:
             CheckpointError: It has failed.
