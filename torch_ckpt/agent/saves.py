@@ -99,10 +99,8 @@ class Saves:
                 return
 
     def _is_done(self, save: Save) -> bool:
-        before = self._found  # A former agent has brought all up to it there.
-        return save in self._done or (
-            before is not None and before[0] == save[0] and save[1] <= before[1]
-        )
+        # A former agent has brought there all that is not newer.
+        return save in self._done or (self._found is not None and save <= self._found)
 
     def _work(self, save: Save, held: list[HeldSlot]) -> None:
         """In a thread of its own, without the lock."""

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import (
 
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.agent.client import AgentClient, Place
-from torch_ckpt.agent.memory import SlotHeader, complete_slots
+from torch_ckpt.agent.memory import SlotHeader, complete_slots, folder_of
 from torch_ckpt.agent.process import AgentOptions
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.exchange import this_machine
@@ -320,7 +320,10 @@ def run_of(name: str | os.PathLike[str]) -> bytes:
 def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Place:
     """Which rank of which run this is; all ranks meet here."""
     name = run_of(run)
-    session = time.time_ns().to_bytes(8, "big") + secrets.token_bytes(8)
+    # Later than any that is remembered, whatever clocks say.
+    known = [header.session for _, header in complete_slots(folder_of(name), name)]
+    since = int.from_bytes(max(known, default=b"")[:8], "big") + 1
+    session = max(time.time_ns(), since).to_bytes(8, "big") + secrets.token_bytes(8)
     if not dist.is_available() or not dist.is_initialized():
         return Place(name, session, 0, 1, 0, 1, [0])
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -332,4 +335,4 @@ def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) ->
     nodes = list(dict.fromkeys(machines))
     here = [other for other in range(world_size) if machines[other] == machines[rank]]
     node = nodes.index(machines[rank])
-    return Place(name, sessions[0], rank, world_size, node, len(nodes), here)
+    return Place(name, max(sessions), rank, world_size, node, len(nodes), here)
