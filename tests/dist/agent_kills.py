@@ -30,15 +30,15 @@ import torch.distributed.checkpoint as dcp
 from forks import Forks
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
-from torch_ckpt import CheckpointError, FastReader, NotFoundError
+from torch_ckpt import CheckpointError, FastReader, NotFoundError, _native
 from torch_ckpt.agent.memory import folder_of
 from torch_ckpt.agent.process import AgentOptions
 from torch_ckpt.agent.reader import SnapshotReader
-from torch_ckpt.agent.trainer import SnapshotAgent
+from torch_ckpt.agent.trainer import SnapshotAgent, run_of
 
-__all__ = ["AgentCampaign"]
+__all__ = ["AgentCampaign", "end_agents"]
 
-ROWS = 6 * 1024  # Divides by all world sizes; 24 MiB of shards.
+ROWS = 12 * 1024  # Divides by all world sizes; 48 MiB of shards, so that copies take a while.
 COLUMNS = 1024
 TIMEOUT_S = 60.0
 VICTIMS = ["all", "one", "agent", "all and agent", "one by SIGTERM", "agent by SIGTERM"]
@@ -126,7 +126,7 @@ class AgentCampaign:
                 self._listen(life, pipes, lambda: not pipes)
                 self._check_end()
                 return
-            self._pause(life, pipes, self.rng.uniform(0, 0.06))
+            self._pause(life, pipes, self.rng.uniform(0, self.rng.choice([0.02, 0.1])))
             self._kill(life, pipes, ranks, victims)
         finally:
             for process, pipe in ranks:
@@ -203,14 +203,20 @@ class AgentCampaign:
 
 
 def _folder(directory: Path) -> Path:
-    from torch_ckpt.agent.trainer import run_of
-
     return folder_of(run_of(directory))
 
 
 def _agent_pid(directory: Path) -> int:
     """The process that is the run's agent, or was."""
     return int((_folder(directory) / "agent.lock").read_text())
+
+
+def end_agents(directory: Path) -> None:
+    """Ends the agents of all runs in a directory that a campaign has left, and their memory."""
+    for run in directory.glob("run*"):
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(_agent_pid(run), signal.SIGKILL)
+        shutil.rmtree(_folder(run), ignore_errors=True)
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -276,9 +282,12 @@ def _train(
             rank=rank,
             world_size=world_size,
         )
-        with mock.patch.object(SnapshotAgent, "_begin", _complete_at_once) if torn else (
-            contextlib.nullcontext()
-        ):
+        with contextlib.ExitStack() as stack:
+            if torn:
+                begin = _native.Slot.begin
+                stack.enter_context(
+                    mock.patch.object(_native.Slot, "begin", lambda *a: _begin_complete(begin, *a))
+                )
             _train_until_told(pipe, directory, say)
     except BaseException as error:
         say("failed", f"{type(error).__name__}: {error}")
@@ -286,8 +295,8 @@ def _train(
     dist.destroy_process_group()
 
 
-def _complete_at_once(slot: Any, *args: Any) -> None:
-    slot.begin(*args)
+def _begin_complete(begin: Any, slot: _native.Slot, *what: Any) -> None:
+    begin(slot, *what)
     slot.complete()
 
 
@@ -346,6 +355,7 @@ def main() -> int:
         campaign.run(arguments.kills)
         print(campaign.report())
         print(f"{time.monotonic() - began:.0f} s")
+        end_agents(Path(folder))
     return 1 if campaign.breaches else 0
 
 

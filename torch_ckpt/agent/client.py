@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from torch_ckpt.agent.memory import SlotHeader, open_folder
+from torch_ckpt.agent.memory import SlotHeader, open_folder, short_path
 from torch_ckpt.agent.messages import Kind, Message, raise_error, receive, send
 from torch_ckpt.agent.process import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
@@ -171,9 +171,9 @@ class AgentClient:
         deadline = time.monotonic() + _START_S
         while True:
             open_folder(self.place.run)  # An agent that ends takes it along.
-            connection = self._try_connect()
-            if connection is not None:
-                break
+            with contextlib.suppress(ConnectionError, FileNotFoundError):
+                self._connection = self._greet()
+                return
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"no agent answers in {self.folder}, and none could be started; agent.log "
@@ -182,9 +182,14 @@ class AgentClient:
             if self._child is None or self._child.poll() is not None:
                 self._start()
             time.sleep(0.02)
+
+    def _greet(self) -> socket.socket:
+        place = self.place
+        ranks = b"".join(struct.pack("<q", rank) for rank in place.ranks_here)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            place = self.place
-            ranks = b"".join(struct.pack("<q", rank) for rank in place.ranks_here)
+            with short_path(self.folder) as folder:
+                connection.connect(f"{folder}/agent.socket")
             self._talk(
                 *(connection, Kind.HELLO, place.run, place.session, place.rank, place.world_size),
                 *(place.node, place.node_count, ranks, os.getpid()),
@@ -192,15 +197,6 @@ class AgentClient:
         except BaseException:
             connection.close()
             raise
-        self._connection = connection
-
-    def _try_connect(self) -> socket.socket | None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(os.fspath(self.folder / "agent.socket"))
-        except OSError:
-            connection.close()
-            return None
         return connection
 
     def _start(self) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "found_slots",
     "open_folder",
     "remove_abandoned",
+    "short_path",
     "slot_path",
 ]
 
@@ -121,6 +122,16 @@ def open_folder(run: bytes) -> Path:
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
             raise CheckpointError(f"{path} is not this user's alone: no memory is shared there")
     return folder
+
+
+@contextlib.contextmanager
+def short_path(folder: Path) -> Iterator[str]:
+    """Another name of a folder, for sockets: the names of these have at most 108 bytes."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def slot_path(folder: Path, rank: int, number: int) -> Path:

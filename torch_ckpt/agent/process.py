@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch_ckpt.agent.memory import agent_lock, open_folder, remove_abandoned
+from torch_ckpt.agent.memory import agent_lock, open_folder, remove_abandoned, short_path
 from torch_ckpt.agent.messages import Kind, Message, error_message, receive, send
 from torch_ckpt.agent.saves import Saves
 from torch_ckpt.agent.slots import SlotTable
@@ -118,7 +118,8 @@ class Agent:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path = self.folder / "agent.socket"
         path.unlink(missing_ok=True)
-        listener.bind(os.fspath(path))
+        with short_path(self.folder) as folder:
+            listener.bind(f"{folder}/{path.name}")
         path.chmod(0o600)
         listener.listen(256)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()

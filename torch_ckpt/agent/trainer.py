@@ -175,7 +175,7 @@ class SnapshotAgent:
                 raise CheckpointError(f"cannot save {directory}: former saves keep all slots")
             header = self._place.header(sequence, step, persist=persist)
             slot = self._slot(path)
-            self._begin(slot, header.to_native(), table, held.nbytes)
+            slot.begin(header.to_native(), table, held.nbytes)
             held.copy_to(slot)
             slot.complete()
             self._client.filled(path)
@@ -235,10 +235,6 @@ class SnapshotAgent:
         # Of a process that an exception ends, memory is what the next one goes on from.
         if getattr(sys, "last_type", None) is None:
             self._client.bye(drop=False)
-
-    @staticmethod
-    def _begin(slot: _native.Slot, *what: Any) -> None:
-        slot.begin(*what)
 
     def _slot(self, path: Path) -> _native.Slot:
         """A slot, mapped; it may have been made anew, and larger, under the same name."""
