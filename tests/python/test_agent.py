@@ -39,6 +39,7 @@ from torch_ckpt.agent.messages import Kind, receive, send
 from torch_ckpt.agent.process import Agent, AgentOptions
 from torch_ckpt.agent.reader import SnapshotReader
 from torch_ckpt.agent.trainer import SnapshotAgent, run_of
+from torch_ckpt.agent.writer import AgentWriter
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -132,6 +133,51 @@ def test_whatever_is_saved_is_what_a_save_without_agent_stores(
             assert same(outcome(state, SnapshotReader(remembered)), expected)
             compared += same(expected, state)
     assert compared > 8
+
+
+@pytest.mark.parametrize("planner", [None, FastSavePlanner()])
+def test_stock_async_save_has_the_agent_save(
+    agent: SnapshotAgent, tmp_path: Path, world_of_one: None, planner: Any
+) -> None:
+    for step in (1, 2):
+        path = tmp_path / "run" / str(step)
+        state = state_of(step)
+        writer = AgentWriter(path, agent, step=step)
+        future = dcp.async_save(state, storage_writer=writer, planner=planner)
+        state["w"].fill_(-1)
+        metadata: Any = future.result()
+        assert set(metadata.state_dict_metadata) == {"w", "n.step", "n.l.0", "n.l.1"}
+        assert same(loaded(state_of(step), FastReader(path)), state_of(step))
+        found = agent.newest()
+        assert found is not None and found.step == step
+    # Without async_save it is a writer as any other.
+    writer = AgentWriter(tmp_path / "other", agent)
+    dcp.save(state_of(5), storage_writer=writer)
+    assert same(loaded(state_of(5), FastReader(tmp_path / "other")), state_of(5))
+
+
+def test_a_planner_of_the_callers_own_is_refused(
+    agent: SnapshotAgent, tmp_path: Path, world_of_one: None
+) -> None:
+    class Own(FastSavePlanner):
+        pass
+
+    writer = AgentWriter(tmp_path / "run" / "1", agent)
+    future = dcp.async_save(state_of(1), storage_writer=writer, planner=Own())
+    with pytest.raises(BaseException, match="not as .*Own would have it"):
+        future.result()
+
+
+def test_a_future_is_done_when_the_checkpoint_is_there(
+    agent: SnapshotAgent, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    first = agent.async_save(state_of(1), run / "1", step=1)
+    second = agent.async_save(state_of(2), run / "2", step=2, persist=False)
+    assert first is not None and second is not None and second.done()
+    first.result(SOON_S)
+    assert (run / "1" / ".metadata").exists()
+    assert not (run / "2").exists()
 
 
 def test_later_changes_are_not_saved(agent: SnapshotAgent, tmp_path: Path) -> None:

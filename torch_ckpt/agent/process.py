@@ -23,7 +23,7 @@ from pathlib import Path
 from torch_ckpt.agent.memory import agent_lock, open_folder, remove_abandoned, short_path
 from torch_ckpt.agent.messages import Kind, Message, error_message, receive, send
 from torch_ckpt.agent.saves import Saves
-from torch_ckpt.agent.slots import SlotTable
+from torch_ckpt.agent.slots import Save, SlotTable
 from torch_ckpt.errors import CancelledError, CheckpointError
 from torch_ckpt.options import IoOptions
 
@@ -35,6 +35,8 @@ _SETTLE_S = 1.0
 """After a trainer has died: the others of its kind mostly die as well."""
 
 _POLL_S = 0.5
+
+_ADMITTED = 64  # Decisions that are kept: ranks are never so far apart.
 
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
 
@@ -106,6 +108,7 @@ class Agent:
         self._ranks: list[int] = []  # Of this machine, in the session that goes on.
         self._idle_since = time.monotonic()  # Since when there has been nobody.
         self._lost_since: float | None = None
+        self._admitted: dict[Save, bool] = {}
         self._stop = False
         self._is_dropped = False  # Whether trainers have said that they want nothing of it.
 
@@ -247,10 +250,13 @@ class Agent:
         return Message(Kind.OK)
 
     def _take(self, trainer: _Trainer, message: Message) -> Message:
-        deadline = time.monotonic() + message.integer(2) / 1000
+        sequence, nbytes, wait_ms = (message.integer(at) for at in range(3))
+        if not wait_ms and not self._is_admitted((trainer.session, sequence)):
+            return Message(Kind.BUSY)
+        deadline = time.monotonic() + wait_ms / 1000
         while True:
             slot = self._slots.take(
-                trainer.rank, trainer.session, message.integer(1), self._saves.is_pending
+                trainer.rank, trainer.session, nbytes, self._saves.is_pending
             )
             if slot is not None:
                 return Message(Kind.SLOT, (os.fsencode(slot.path),))
@@ -260,6 +266,16 @@ class Agent:
             self._changed.wait(min(left, _POLL_S))
             if not trainer.is_alive:
                 raise CancelledError("the trainer is gone")
+
+    def _is_admitted(self, save: Save) -> bool:
+        """Whether no rank would have to wait for a slot; the first that asks decides for all."""
+        if save not in self._admitted:
+            self._admitted[save] = all(
+                self._slots.has_free(rank, save[0], self._saves.is_pending) for rank in self._ranks
+            )
+        while len(self._admitted) > _ADMITTED:
+            del self._admitted[next(iter(self._admitted))]
+        return self._admitted[save]
 
     def _filled(self, trainer: _Trainer, message: Message) -> Message:
         path = Path(os.fsdecode(message.data(0)))
@@ -286,7 +302,7 @@ class Agent:
             self._changed.wait(_POLL_S)
         return Message(Kind.OK)
 
-    def _raise_if_lost(self, save: tuple[bytes, int]) -> None:
+    def _raise_if_lost(self, save: Save) -> None:
         """Raises where a save will never be complete."""
         newest = self._slots.newest()
         if newest is not None and newest.save > save:

@@ -134,6 +134,20 @@ class SlotTable:
         Raises:
             StorageError: There is not as much memory.
         """
+        slot = self._free(rank, session, is_pending)
+        if slot is not None:
+            self._make(slot, nbytes)
+            if slot.memory is not None:
+                slot.memory.clear()
+        return slot
+
+    def has_free(self, rank: int, session: bytes, is_pending: Callable[[Save], bool]) -> bool:
+        """Whether :meth:`take` would find a slot."""
+        return self._free(rank, session, is_pending) is not None
+
+    def _free(
+        self, rank: int, session: bytes, is_pending: Callable[[Save], bool]
+    ) -> HeldSlot | None:
         complete = self.complete_saves()
         newest = max(complete, default=None)
         for slot in self._of(rank):
@@ -145,9 +159,6 @@ class SlotTable:
                 has_to_stay = header.save in complete and is_pending(header.save)
                 if header.save == newest or is_awaited or has_to_stay:
                     continue
-            self._make(slot, nbytes)
-            if slot.memory is not None:
-                slot.memory.clear()
             return slot
         return None
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import (
 
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.agent.client import AgentClient, Place
-from torch_ckpt.agent.memory import SlotHeader, complete_slots, folder_of
+from torch_ckpt.agent.memory import SLOTS_PER_RANK, SlotHeader, complete_slots, folder_of
 from torch_ckpt.agent.process import AgentOptions
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.exchange import this_machine
@@ -117,6 +118,7 @@ class SnapshotAgent:
         self._sequence = 0
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # With its inode.
         self._lock = threading.Lock()
+        self._waiting = ThreadPoolExecutor(SLOTS_PER_RANK, "torch_ckpt-wait")
         atexit.register(self._at_exit)
 
     @property
@@ -193,6 +195,40 @@ class SnapshotAgent:
         finally:
             client.close()
 
+    def async_save(
+        self,
+        state_dict: dict[str, Any],
+        directory: str | os.PathLike[str],
+        *,
+        step: int,
+        sync: bool = True,
+        persist: bool = True,
+    ) -> Future[None] | None:
+        """Saves a state as it is now; returns when it has been copied.
+
+        Args:
+            state_dict: As for :meth:`stage`, like all others.
+            directory: The checkpoint that it is to become.
+            step: What the user calls it.
+            sync: Whether the checkpoint is to survive a power cut.
+            persist: Whether it is to be brought to disk.
+
+        Returns:
+            A future that is done when the checkpoint is committed, or at once without ``persist``;
+            ``None`` where the save was skipped.
+
+        Raises:
+            CheckpointError: As :meth:`stage`. The future: the save has failed.
+        """
+        staged = self.stage(state_dict, directory, step=step, sync=sync, persist=persist)
+        if staged is None:
+            return None
+        if persist:
+            return self._waiting.submit(self.persist, staged)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
     def newest(self) -> Remembered | None:
         """The newest snapshot that is complete on all ranks that made it; ``None`` if none is.
 
@@ -228,6 +264,7 @@ class SnapshotAgent:
             drop: Whether what is in memory, and not on disk, is of no more use.
         """
         atexit.unregister(self._at_exit)
+        self._waiting.shutdown()
         self._client.bye(drop=drop)
         self._slots.clear()
 
