@@ -1,8 +1,8 @@
 """Kills trainers and agents at random moments; every restart must go on from a step that was whole.
 
-``python tests/dist/agent_kills.py --kills 200 --seed 7`` prints who was killed how often, from where
-the step came that was found then, and how many steps were lost. It ends with 1 where what was found
-is no single step, or one that is older than the newest that was complete on all ranks.
+``python tests/dist/agent_kills.py --kills 200 --seed 7`` prints who was killed how often, from
+where the step came that was found then, and how many steps were lost. It ends with 1 where what was
+found is no single step, or one that is older than the newest that was complete on all ranks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from forks import Forks
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from torch_ckpt import CheckpointError, FastReader, NotFoundError, _native
-from torch_ckpt.agent.memory import folder_of
+from torch_ckpt.agent.memory import folder_of, run_of
 from torch_ckpt.agent.process import AgentOptions
 from torch_ckpt.agent.reader import SnapshotReader
-from torch_ckpt.agent.trainer import SnapshotAgent, run_of
+from torch_ckpt.agent.trainer import SnapshotAgent
 
 __all__ = ["AgentCampaign", "end_agents"]
 
@@ -99,10 +99,10 @@ class AgentCampaign:
         """Who was killed, and what was found."""
         rows = [f"{victims:<20}{count:>6}" for victims, count in self.kills.items()]
         rows += [f"restored from {where:<12}{count:>6}" for where, count in self.found.items()]
-        rows += [f"steps lost: {lost:<4}{count:>6} times" for lost, count in sorted(self.lost.items())]
-        rows.append(
-            f"{self.kills.total()} kills, seed {self.seed}, {len(self.breaches)} breaches"
-        )
+        rows += [
+            f"steps lost: {lost:<4}{count:>6} times" for lost, count in sorted(self.lost.items())
+        ]
+        rows.append(f"{self.kills.total()} kills, seed {self.seed}, {len(self.breaches)} breaches")
         return "\n".join(rows + self.breaches)
 
     def _live(self, victims: str | None) -> None:
@@ -156,7 +156,7 @@ class AgentCampaign:
             # Trainers go on, with another agent: what comes now is saved as ever.
             step = max(life.begun.values()) + 2
             self._listen(
-                life, pipes, lambda: min((life.persisted.get(r, 0) for r in pipes.values())) >= step
+                life, pipes, lambda: min(life.persisted.get(r, 0) for r in pipes.values()) >= step
             )
             return
         order = list(range(len(ranks)))

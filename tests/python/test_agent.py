@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from random_states import random_state, same, blanked
+from random_states import blanked, random_state, same
 
 from torch_ckpt import (
     CheckpointError,
@@ -34,11 +34,17 @@ from torch_ckpt import (
     _native,
 )
 from torch_ckpt.agent import process, saves
-from torch_ckpt.agent.memory import folder_of, open_folder, remove_abandoned, slot_path
+from torch_ckpt.agent.memory import (
+    folder_of,
+    open_folder,
+    remove_abandoned,
+    run_of,
+    slot_path,
+)
 from torch_ckpt.agent.messages import Kind, receive, send
 from torch_ckpt.agent.process import Agent, AgentOptions
 from torch_ckpt.agent.reader import SnapshotReader
-from torch_ckpt.agent.trainer import SnapshotAgent, run_of
+from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.agent.writer import AgentWriter
 
 pytestmark = pytest.mark.timeout(120)
@@ -53,10 +59,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TORCH_CKPT_MEMORY", str(folder))
     yield folder
     for lock in folder.glob("*/*/agent.lock"):
-        try:
+        with contextlib.suppress(ProcessLookupError, ValueError):
             os.kill(int(lock.read_text()), signal.SIGKILL)
-        except (ProcessLookupError, ValueError):
-            pass
     shutil.rmtree(folder)
 
 
@@ -90,10 +94,8 @@ def agent_pid(run: Path) -> int:
 
 
 def is_gone(pid: int) -> bool:
-    try:
+    with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        pass
     return not Path(f"/proc/{pid}").exists()
 
 
@@ -123,7 +125,8 @@ def test_whatever_is_saved_is_what_a_save_without_agent_stores(
         staged = agent.stage(state, path, step=step)
         assert staged is not None
         remembered = agent.newest()
-        assert remembered is not None and remembered.step == step
+        assert remembered is not None
+        assert remembered.step == step
         agent.persist(staged)
         expected = outcome(state, FastReader(other))
         assert same(outcome(state, FastReader(path)), expected)
@@ -149,7 +152,8 @@ def test_stock_async_save_has_the_agent_save(
         assert set(metadata.state_dict_metadata) == {"w", "n.step", "n.l.0", "n.l.1"}
         assert same(loaded(state_of(step), FastReader(path)), state_of(step))
         found = agent.newest()
-        assert found is not None and found.step == step
+        assert found is not None
+        assert found.step == step
     # Without async_save it is a writer as any other.
     writer = AgentWriter(tmp_path / "other", agent)
     dcp.save(state_of(5), storage_writer=writer)
@@ -164,7 +168,7 @@ def test_a_planner_of_the_callers_own_is_refused(
 
     writer = AgentWriter(tmp_path / "run" / "1", agent)
     future = dcp.async_save(state_of(1), storage_writer=writer, planner=Own())
-    with pytest.raises(BaseException, match="not as .*Own would have it"):
+    with pytest.raises(BaseException, match=r"not as .*Own would have it"):
         future.result()
 
 
@@ -174,7 +178,8 @@ def test_a_future_is_done_when_the_checkpoint_is_there(
     run = tmp_path / "run"
     first = agent.async_save(state_of(1), run / "1", step=1)
     second = agent.async_save(state_of(2), run / "2", step=2, persist=False)
-    assert first is not None and second is not None and second.done()
+    assert first is not None
+    assert second is not None and second.done()
     first.result(SOON_S)
     assert (run / "1" / ".metadata").exists()
     assert not (run / "2").exists()
@@ -270,7 +275,8 @@ def test_a_trainer_that_is_killed_in_mid_copy_leaves_the_former_snapshot(tmp_pat
     assert same(loaded(state, FastReader(run / "1")), state)
     agent = SnapshotAgent(run)
     found = agent.newest()
-    assert found is not None and found.step == 1
+    assert found is not None
+    assert found.step == 1
     assert same(loaded(state, SnapshotReader(found)), state)
     agent.close(drop=True)
     assert not (run / "2").exists()
@@ -281,7 +287,8 @@ def test_it_would_be_noticed_if_a_slot_were_complete_before_it_is_filled(tmp_pat
     kill_in_mid_copy(run, "torn")
     agent = SnapshotAgent(run)
     found = agent.newest()
-    assert found is not None and found.step == 2  # Which it never was.
+    assert found is not None
+    assert found.step == 2  # Which it never was.
     agent.close(drop=True)
 
 
@@ -314,7 +321,8 @@ def test_an_agent_that_is_told_to_end_brings_the_newest_step_to_disk_first(
     assert same(loaded(state_of(7), FastReader(run / "7")), state_of(7))
     # This process goes on, with another.
     found = agent.newest()
-    assert found is not None and found.step == 7
+    assert found is not None
+    assert found.step == 7
     staged = agent.stage(state_of(8), run / "8", step=8)
     assert staged is not None
     agent.persist(staged)
@@ -465,7 +473,8 @@ def test_a_disk_that_fails_is_the_error_of_that_save_alone(
     run.mkdir()
     (run / "1").write_text("in the way")
     staged = [agent.stage(state_of(step), run / str(step), step=step) for step in (1, 2)]
-    assert staged[0] is not None and staged[1] is not None
+    assert staged[0] is not None
+    assert staged[1] is not None
     with pytest.raises(CheckpointError, match=str(run / "1")):
         agent.persist(staged[0])
     agent.persist(staged[1])
@@ -522,7 +531,8 @@ def test_memory_that_nobody_has_gone_on_with_for_a_day_is_removed(tmp_path: Path
     day = time.time() - 25 * 3600
     os.utime(slot_path(old, 0, 0), (day, day))
     assert remove_abandoned(own) == [old]
-    assert not old.exists() and young.exists()
+    assert not old.exists()
+    assert young.exists()
 
 
 def test_whatever_comes_to_its_socket_the_agent_goes_on(
@@ -554,7 +564,8 @@ def test_whatever_comes_to_its_socket_the_agent_goes_on(
         connection.connect(str(path))
         send(connection, Kind.HELLO, b"another run", b"", 0, 1, 0, 1, b"", 1)
         answer = receive(connection)
-        assert answer is not None and answer.kind == Kind.ERROR
+        assert answer is not None
+        assert answer.kind == Kind.ERROR
     staged = agent.stage(state_of(1), tmp_path / "run" / "1", step=1)
     assert staged is not None
     agent.persist(staged)

@@ -10,10 +10,9 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from torch_ckpt.agent.memory import SlotHeader, open_folder, short_path
 from torch_ckpt.agent.messages import Kind, Message, raise_error, receive, send
@@ -26,8 +25,6 @@ _log = logging.getLogger("torch_ckpt.agent")
 
 _START_S = 30.0
 """Within which an agent that was started answers."""
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -74,6 +71,7 @@ class AgentClient:
     Where the agent has died, another is started, which finds in the slots all that it must know.
 
     Args:
+        run: What names the run.
         place: Of this rank.
         options: Of the agent, if this rank starts it.
 
@@ -84,8 +82,9 @@ class AgentClient:
         CheckpointError: No agent answers, or it is that of others.
     """
 
-    def __init__(self, place: Place, options: AgentOptions) -> None:
+    def __init__(self, run: str | os.PathLike[str], place: Place, options: AgentOptions) -> None:
         self.place = place
+        self._run = run
         self._options = options
         self.folder = open_folder(place.run)
         self._child: subprocess.Popen[bytes] | None = None
@@ -140,7 +139,7 @@ class AgentClient:
 
     def another(self) -> AgentClient:
         """The same rank again, for another thread."""
-        return AgentClient(self.place, self._options)
+        return AgentClient(self._run, self.place, self._options)
 
     def _ask(self, kind: Kind, *fields: int | bytes) -> Message:
         deadline = time.monotonic() + _START_S
@@ -205,7 +204,7 @@ class AgentClient:
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._child = subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch_ckpt.agent", self.place.run.hex()),
+                *(sys.executable, "-m", "torch_ckpt.cli", "agent", os.path.realpath(self._run)),
                 *("--linger", str(options.linger_s), "--threads", str(options.threads)),
                 *("--nice", str(options.nice)),
                 *(() if options.persist_on_failure else ("--no-persist-on-failure",)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ __all__ = [
     "found_slots",
     "open_folder",
     "remove_abandoned",
+    "run_of",
     "short_path",
     "slot_path",
 ]
@@ -79,8 +81,12 @@ class SlotHeader:
             CorruptionError: It is damaged.
             UnsupportedError: It is of another version.
         """
-        run, session, *numbers = slot.header()
-        return cls(session, *numbers, run)
+        run, session, sequence, step, rank, world_size, node, node_count, here, persist = (
+            slot.header()
+        )
+        return cls(
+            *(session, sequence, step, rank, world_size, node, node_count, here, persist, run)
+        )
 
     @property
     def save(self) -> tuple[bytes, int]:
@@ -93,6 +99,11 @@ class SlotHeader:
             *(self.run, self.session, self.sequence, self.step, self.rank, self.world_size),
             *(self.node, self.node_count, self.ranks_here, self.persist),
         )
+
+
+def run_of(name: str | os.PathLike[str]) -> bytes:
+    """The 16 bytes that stand for a run of this name."""
+    return hashlib.sha256(os.fsencode(os.path.realpath(name))).digest()[:16]
 
 
 def folder_of(run: bytes) -> Path:

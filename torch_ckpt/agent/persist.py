@@ -1,8 +1,8 @@
 """Brings the snapshots of all ranks to disk, as one checkpoint that any reader of DCP's loads.
 
-No rank takes part: what each of them holds stands in its slot, so whoever has all slots can plan the
-save and commit it. It is the same plan that ranks would make together, by the same code, and the
-files are those of :class:`torch_ckpt.FastWriter`.
+No rank takes part: what each of them holds stands in its slot, so whoever has all slots can plan
+the save and commit it. It is the same plan that ranks would make together, by the same code, and
+the files are those of :class:`torch_ckpt.FastWriter`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The agent: one process on each machine that outlives trainers, and brings their snapshots to disk.
+"""The agent: a process on each machine that outlives trainers, and saves what they have staged.
 
 It imports no torch and knows no tensors. Whatever it must know to go on after its own death stands
 in the slots, so it keeps nothing else: a new agent looks at them and is where the old one was.
@@ -23,7 +23,7 @@ from pathlib import Path
 from torch_ckpt.agent.memory import agent_lock, open_folder, remove_abandoned, short_path
 from torch_ckpt.agent.messages import Kind, Message, error_message, receive, send
 from torch_ckpt.agent.saves import Saves
-from torch_ckpt.agent.slots import Save, SlotTable
+from torch_ckpt.agent.slots import Save, Slots
 from torch_ckpt.errors import CancelledError, CheckpointError
 from torch_ckpt.options import IoOptions
 
@@ -100,7 +100,7 @@ class Agent:
         self.folder = folder
         self.options = options
         self._changed = threading.Condition()
-        self._slots = SlotTable(folder, run)
+        self._slots = Slots(folder, run)
         self._saves = Saves(
             folder, self._slots, self._changed, io=options.io, threads=options.threads
         )
@@ -255,9 +255,7 @@ class Agent:
             return Message(Kind.BUSY)
         deadline = time.monotonic() + wait_ms / 1000
         while True:
-            slot = self._slots.take(
-                trainer.rank, trainer.session, nbytes, self._saves.is_pending
-            )
+            slot = self._slots.take(trainer.rank, trainer.session, nbytes, self._saves.is_pending)
             if slot is not None:
                 return Message(Kind.SLOT, (os.fsencode(slot.path),))
             left = deadline - time.monotonic()

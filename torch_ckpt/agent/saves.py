@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch_ckpt.agent.memory import SlotHeader
 from torch_ckpt.agent.persist import persist
-from torch_ckpt.agent.slots import HeldSlot, Save, SlotTable
+from torch_ckpt.agent.slots import HeldSlot, Save, Slots
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import IoOptions
 
@@ -38,7 +38,7 @@ class Saves:
     def __init__(
         self,
         folder: Path,
-        slots: SlotTable,
+        slots: Slots,
         changed: threading.Condition,
         *,
         io: IoOptions,
@@ -60,7 +60,7 @@ class Saves:
         return self._running is not None
 
     def is_pending(self, save: Save) -> bool:
-        """Whether a save that is complete is to come to disk, and has neither done so nor failed."""
+        """Whether a save that is complete is to come to disk, and has not, nor has failed."""
         of_save = self._slots.complete_saves().get(save)
         if of_save is None or self._is_done(save) or self.error_of(save) is not None:
             return False

@@ -12,7 +12,7 @@ from torch_ckpt import _native
 from torch_ckpt.agent.memory import SLOTS_PER_RANK, SlotHeader, found_slots, slot_path
 from torch_ckpt.errors import CheckpointError
 
-__all__ = ["HeldSlot", "Save", "SlotTable"]
+__all__ = ["HeldSlot", "Save", "Slots"]
 
 Save = tuple[bytes, int]
 """Session and sequence: what the slots of all ranks of one save have in common."""
@@ -43,7 +43,7 @@ class HeldSlot:
             return None
 
 
-class SlotTable:
+class Slots:
     """All slots of a run on this machine. For whoever holds the agent's lock.
 
     Slots say themselves what they hold, so there is nothing here that a new agent does not find.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import io
 import os
 import secrets
@@ -27,7 +26,13 @@ from torch.distributed.checkpoint.filesystem import (
 
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.agent.client import AgentClient, Place
-from torch_ckpt.agent.memory import SLOTS_PER_RANK, SlotHeader, complete_slots, folder_of
+from torch_ckpt.agent.memory import (
+    SLOTS_PER_RANK,
+    SlotHeader,
+    complete_slots,
+    folder_of,
+    run_of,
+)
 from torch_ckpt.agent.process import AgentOptions
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.exchange import this_machine
@@ -35,7 +40,7 @@ from torch_ckpt.planned import ListedItems, to_write_item
 from torch_ckpt.save_planner import FastSavePlanner
 from torch_ckpt.tensors import gc_paused, to_plain
 
-__all__ = ["OnBusy", "Remembered", "SnapshotAgent", "StagedSave", "run_of"]
+__all__ = ["OnBusy", "Remembered", "SnapshotAgent", "StagedSave"]
 
 OnBusy = Literal["wait", "skip", "error"]
 """What a save does while former ones keep all slots: waits, is not done, or fails."""
@@ -93,6 +98,7 @@ class SnapshotAgent:
 
     Raises:
         CheckpointError: The agent cannot be started, or the run is another live process's.
+        UnsupportedError: The ranks are on several machines.
 
     Example::
 
@@ -114,7 +120,12 @@ class SnapshotAgent:
         self.skipped = 0
         self._group = process_group
         self._place = _find_place(run, process_group)
-        self._client = AgentClient(self._place, options or AgentOptions())
+        if self._place.node_count > 1:
+            raise UnsupportedError(
+                f"the ranks of {os.fspath(run)} are on {self._place.node_count} machines: an agent "
+                "saves for those of one"
+            )
+        self._client = AgentClient(run, self._place, options or AgentOptions())
         self._sequence = 0
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # With its inode.
         self._lock = threading.Lock()
@@ -234,28 +245,27 @@ class SnapshotAgent:
 
         Every rank must call it, before the first save: they agree.
         """
-        mine = [
-            (this_machine(), os.fspath(path), header)
-            for path, header in complete_slots(self._client.folder, self._place.run)
-        ]
-        said: list[list[tuple[str, str, SlotHeader]]] = [mine]
-        if self._place.world_size > 1:
-            said = [[] for _ in range(self._place.world_size)]
-            dist.all_gather_object(said, mine, group=self._group)
-        saves: dict[tuple[bytes, int], dict[int, tuple[str, str, SlotHeader]]] = {}
-        for of_rank in said:
-            for slot in of_rank:
-                saves.setdefault(slot[2].save, {})[slot[2].rank] = slot
-        for _, found in sorted(saves.items(), reverse=True):
-            any_header = next(iter(found.values()))[2]
-            if len(found) != any_header.world_size:
-                continue
-            if any(machine != this_machine() for machine, *_ in found.values()):
-                continue  # It is in the memory of several machines.
-            own_first = sorted(found, key=lambda rank: (rank != self._place.rank, rank))
-            paths = [Path(found[rank][1]) for rank in own_first]
-            return Remembered(any_header.step, self._client.folder, paths)
-        return None
+        saves: dict[tuple[bytes, int], dict[int, tuple[Path, SlotHeader]]] = {}
+        for path, header in complete_slots(self._client.folder, self._place.run):
+            saves.setdefault(header.save, {})[header.rank] = path, header
+        whole = {
+            save: found
+            for save, found in saves.items()
+            if len(found) == next(iter(found.values()))[1].world_size
+        }
+        newest = max(whole, default=None)
+        if self._place.world_size > 1:  # As the first rank has found it.
+            said = [newest]
+            dist.broadcast_object_list(said, group=self._group, group_src=0)
+            newest = said[0]
+        if newest is None:
+            return None
+        if newest not in whole:
+            raise CheckpointError("ranks of one machine find different snapshots in its memory")
+        found = whole[newest]
+        own_first = sorted(found, key=lambda rank: (rank != self._place.rank, rank))
+        paths = [found[rank][0] for rank in own_first]
+        return Remembered(found[own_first[0]][1].step, self._client.folder, paths)
 
     def close(self, *, drop: bool = False) -> None:
         """Ends in good order.
@@ -343,11 +353,6 @@ def _pickled(item: Any, planner: FastSavePlanner) -> memoryview:
         *(_StorageWriterTransforms(None), stream, data, item, ""), SerializationFormat.TORCH_SAVE
     )
     return stream.getbuffer()
-
-
-def run_of(name: str | os.PathLike[str]) -> bytes:
-    """The 16 bytes that stand for a run of this name."""
-    return hashlib.sha256(os.fsencode(os.path.realpath(name))).digest()[:16]
 
 
 def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Place:
