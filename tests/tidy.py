@@ -40,22 +40,33 @@ LAYERS = [
         "sharing",
         "tree",
     },
-    {"index", "metadata", "tree_exchange", "planned", "listing", "leftovers", "buffers"},
+    {
+        *("index", "metadata", "tree_exchange", "planned", "listing", "leftovers", "buffers"),
+        *("agent.memory", "agent.messages"),
+    },
+    {"agent.persist", "agent.slots"},
+    {"agent.saves"},
+    {"agent.process"},
+    {"agent.client"},
     {"plan_cache", "model_directory", "formats.opened"},
-    {"deadline", "formats.dcp", "formats.safetensors", "formats.torch_save"},
+    {"deadline", "formats.dcp", "formats.safetensors", "formats.snapshot", "formats.torch_save"},
     {"formats.recognise"},
     {"save_planner", "load_planner"},
     {"data_file", "loading", "sealed_metadata"},
     {"split_work", "model_files"},
+    {"agent.trainer"},
     {"writer", "reader"},
+    {"agent.writer", "agent.reader"},
     {"api", "commands.opened"},
-    {"commands.inspect", "commands.verify"},
+    {"commands.agent", "commands.inspect", "commands.verify"},
     {"cli"},
     {"__init__"},
 ]
 WITHOUT_TORCH = {
     *("errors", "options", "seal", "tree", "cli", "__init__", "formats.safetensors_layout"),
-    *("commands.opened", "commands.inspect", "commands.verify"),
+    *("commands.agent", "commands.opened", "commands.inspect", "commands.verify"),
+    *("agent.memory", "agent.messages", "agent.persist", "agent.slots", "agent.saves"),
+    *("agent.process", "agent.client", "leftovers"),
 }
 
 VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")

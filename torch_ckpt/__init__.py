@@ -9,6 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_ckpt.agent.process import AgentOptions
+    from torch_ckpt.agent.reader import SnapshotReader
+    from torch_ckpt.agent.trainer import SnapshotAgent
+    from torch_ckpt.agent.writer import AgentWriter
     from torch_ckpt.api import async_save, installed, load, save
     from torch_ckpt.errors import (
         AlreadyExistsError,
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
     from torch_ckpt.writer import FastWriter
 
 _HOMES = {
+    "AgentOptions": "agent.process",
+    "AgentWriter": "agent.writer",
     "AlreadyExistsError": "errors",
     "CancelledError": "errors",
     "CheckpointError": "errors",
@@ -43,6 +49,8 @@ _HOMES = {
     "NotFoundError": "errors",
     "RankState": "rank_state",
     "RankTimeoutError": "errors",
+    "SnapshotAgent": "agent.trainer",
+    "SnapshotReader": "agent.reader",
     "StorageError": "errors",
     "UnsupportedError": "errors",
     "async_save": "api",
@@ -52,6 +60,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "AgentOptions",
+    "AgentWriter",
     "AlreadyExistsError",
     "CancelledError",
     "CheckpointError",
@@ -66,6 +76,8 @@ __all__ = [
     "NotFoundError",
     "RankState",
     "RankTimeoutError",
+    "SnapshotAgent",
+    "SnapshotReader",
     "StorageError",
     "UnsupportedError",
     "async_save",

@@ -69,6 +69,7 @@ PYBIND11_MODULE(_native, module) {
   bind_load_job(module);
   bind_part_job(module);
   bind_plan(module);
+  bind_slot(module);
   bind_verify_job(module);
   bind_work(module);
 }
