@@ -18,14 +18,14 @@ namespace {
 constexpr int64_t kPartNbytes = int64_t{4} << 20;
 
 struct Part {
-  const TensorCopy* copy;
+  const PackedCopy* copy;
   int64_t begin;  // Elements.
   int64_t end;
 };
 
-std::vector<Part> cut(std::span<const TensorCopy> copies) {
+std::vector<Part> cut(std::span<const PackedCopy> copies) {
   std::vector<Part> parts;
-  for (const TensorCopy& copy : copies) {
+  for (const PackedCopy& copy : copies) {
     const int64_t numel = checked_numel(copy.tensor.sizes).value_or(0);
     const int64_t most = std::max<int64_t>(1, kPartNbytes / itemsize(copy.tensor.dtype));
     for (int64_t begin = 0; begin < numel; begin += most) {
@@ -37,7 +37,7 @@ std::vector<Part> cut(std::span<const TensorCopy> copies) {
 
 }  // namespace
 
-Status copy_tensors(std::span<const TensorCopy> copies, int threads) {
+Status copy_tensors(std::span<const PackedCopy> copies, int threads) {
   const std::vector<Part> parts = cut(copies);
   std::atomic<size_t> next = 0;
   std::mutex mutex;

@@ -11,13 +11,13 @@
 namespace torch_ckpt {
 
 // A tensor, and where its elements go, one behind the other.
-struct TensorCopy {
+struct PackedCopy {
   LiveTensor tensor;
   std::byte* to = nullptr;
 };
 
 // Copies all of them, by this thread and others, `threads` in all where there can be as many.
 // Requires: each has room where it goes.
-Status copy_tensors(std::span<const TensorCopy> copies, int threads);
+Status copy_tensors(std::span<const PackedCopy> copies, int threads);
 
 }  // namespace torch_ckpt

@@ -132,7 +132,7 @@ Status Slot::check_room(int64_t offset, int64_t nbytes) const {
 Status Slot::copy(std::span<const LiveTensor> tensors, std::span<const int64_t> offsets,
                   int threads) {
   if (tensors.size() != offsets.size()) return invalid_argument("not as many offsets as tensors");
-  std::vector<TensorCopy> copies;
+  std::vector<PackedCopy> copies;
   copies.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto numel = checked_numel(tensors[i].sizes);

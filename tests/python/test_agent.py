@@ -179,7 +179,8 @@ def test_a_future_is_done_when_the_checkpoint_is_there(
     first = agent.async_save(state_of(1), run / "1", step=1)
     second = agent.async_save(state_of(2), run / "2", step=2, persist=False)
     assert first is not None
-    assert second is not None and second.done()
+    assert second is not None
+    assert second.done()
     first.result(SOON_S)
     assert (run / "1" / ".metadata").exists()
     assert not (run / "2").exists()
