@@ -49,7 +49,10 @@ LAYERS = [
     {"split_work", "model_files"},
     {"writer", "reader"},
     {"api", "commands.opened"},
-    {"commands.inspect", "commands.verify"},
+    {"commands.inspect", "commands.verify", "agreement"},
+    {"background_save", "save_interval", "step_boundary", "step_directories", "step_tiers"},
+    {"runs"},
+    {"adapters.lightning", "adapters.trainer"},
     {"cli"},
     {"__init__"},
 ]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch_ckpt.options import IoMode, IoOptions
     from torch_ckpt.rank_state import RankState
     from torch_ckpt.reader import FastReader
+    from torch_ckpt.runs import Run
     from torch_ckpt.save_planner import FastSavePlanner
     from torch_ckpt.writer import FastWriter
 
@@ -43,6 +44,7 @@ _HOMES = {
     "NotFoundError": "errors",
     "RankState": "rank_state",
     "RankTimeoutError": "errors",
+    "Run": "runs",
     "StorageError": "errors",
     "UnsupportedError": "errors",
     "async_save": "api",
@@ -66,6 +68,7 @@ __all__ = [
     "NotFoundError",
     "RankState",
     "RankTimeoutError",
+    "Run",
     "StorageError",
     "UnsupportedError",
     "async_save",
