@@ -179,6 +179,17 @@ def check_whole(path: Path) -> None:
 
         check_whole(Path("run/step-100"))
     """
+    try:
+        _check_files(path)
+    except _MissingFileError:
+        _check_files(path)  # Removed just then, or replaced: the metadata tell now.
+
+
+class _MissingFileError(CorruptionError):
+    """A file is not there that the metadata name."""
+
+
+def _check_files(path: Path) -> None:
     metadata, index = open_committed(_native.local_file_system(), path, "")
     lengths: dict[str, int] = {}
     if index is not None:
@@ -192,7 +203,7 @@ def check_whole(path: Path) -> None:
         try:
             found = os.stat(path / name).st_size
         except FileNotFoundError:
-            raise CorruptionError(f"{path / name} is missing, which {path} needs") from None
+            raise _MissingFileError(f"{path / name} is missing") from None
         if found < nbytes or (index is not None and found != nbytes):
             raise CorruptionError(f"{path / name} has {found} bytes instead of {nbytes}")
 
