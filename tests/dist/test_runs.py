@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -290,66 +291,69 @@ def test_a_save_that_fails_in_the_background_of_one_rank_is_told_to_all(
         assert "step 1 was not saved: rank 1: ValueError: cannot be pickled" in text
 
 
-TRAINING = """
-import json, os, signal, sys, time, warnings
+def train(directory: Path, kills: list[list[int]], attempt: int) -> None:
+    """Trains to the end, or until this rank is to be killed, as the save of a step goes on."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run = Run(directory / "run", every=2, keep_last=2, asynchronous=True, timeout_s=TIMEOUT_S)
+    start = run.restore({"model": model}) or 0
+    for step in range(start + 1, 13):
+        torch.manual_seed(1000 * step + rank)
+        loss = model(torch.randn(4, 8)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        total = loss.detach().clone()
+        for tensor in [total, *(parameter.grad for parameter in model.parameters())]:
+            dist.all_reduce(tensor)
+        optimizer.step()
+        if rank == 0:
+            with (directory / "losses").open("a") as log:
+                print(json.dumps([attempt, step, total.item()]), file=log, flush=True)
+        if run.should_save(step):
+            run.save(step, {"model": model})
+        if attempt < len(kills) and kills[attempt] == [rank, step]:
+            os.kill(os.getpid(), signal.SIGKILL)
+    run.close()
+
+
+SCRIPT = """
+import json, os, sys
 from pathlib import Path
-import torch, torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
-warnings.simplefilter("ignore")
-from torch_ckpt import Run
-
-directory, kills = Path(sys.argv[1]), json.loads(sys.argv[2])
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+import torch.distributed as dist
+from test_runs import train
 dist.init_process_group("gloo")
-rank = dist.get_rank()
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
-fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-def state_dict():
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    return {"model": of_model, "optimizer": of_optimizer}
-
-run = Run(directory / "run", every=2, keep_last=2, asynchronous=True, timeout_s=30)
-state = state_dict()
-start = run.restore(state) or 0
-set_state_dict(
-    model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-)
-for step in range(start + 1, 13):
-    torch.manual_seed(1000 * step + rank)
-    loss = model(torch.randn(4, 8)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    if rank == 0:
-        with open(directory / "losses", "a") as log:
-            print(json.dumps([attempt, step, total.item()]), file=log, flush=True)
-    if run.should_save(step):
-        run.save(step, state_dict())
-    if attempt < len(kills) and kills[attempt] == [rank, step]:
-        os.kill(os.getpid(), signal.SIGKILL)  # As the save goes on.
-run.close()
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+train(Path(sys.argv[1]), json.loads(sys.argv[2]), attempt)
 dist.destroy_process_group()
 """
 
 
-def train_under_torchrun(directory: Path, kills: list[list[int]]) -> list[list[float]]:
-    """Trains to the end, with ranks killed at steps; returns attempt, step and loss of each."""
-    directory.mkdir()
-    script = directory / "train.py"
-    script.write_text(TRAINING)
+def logged(directory: Path) -> list[tuple[int, int, float]]:
+    """Attempt, step and loss of each step."""
+    return [tuple(json.loads(line)) for line in (directory / "losses").read_text().splitlines()]
+
+
+def test_a_training_that_torchrun_restarts_goes_on_from_its_latest_step(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    (tmp_path / "whole").mkdir()
+    worlds.run(2, train, tmp_path / "whole", [], 0)
+    expected = {step: loss for _, step, loss in logged(tmp_path / "whole")}
+    assert sorted(expected) == list(range(1, 13))
+    killed, script = tmp_path / "killed", tmp_path / "train.py"
+    killed.mkdir()
+    script.write_text(SCRIPT)
+    kills = json.dumps([[1, 6], [0, 9]])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    options = [f"--max-restarts={len(kills)}", "--monitor-interval=0.1"]
+    options = ["--max-restarts=2", "--monitor-interval=0.1"]
+
     done = subprocess.run(
-        [sys.executable, *launcher, *options, script, directory, json.dumps(kills)],
+        [sys.executable, *launcher, *options, script, killed, kills],
         env={
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
             "OMP_NUM_THREADS": "1",
             # Or gloo finds addresses of the ranks that were killed in the store of torchrun.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -358,20 +362,12 @@ def train_under_torchrun(directory: Path, kills: list[list[int]]) -> list[list[f
         text=True,
         timeout=120,
     )
+
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in (directory / "losses").read_text().splitlines()]
-
-
-def test_a_training_that_torchrun_restarts_goes_on_from_its_latest_step(tmp_path: Path) -> None:
-    whole = train_under_torchrun(tmp_path / "whole", [])
-    killed = train_under_torchrun(tmp_path / "killed", [[1, 6], [0, 9]])
-
-    expected = {step: loss for _, step, loss in whole}
-    assert sorted(expected) == list(range(1, 13))
-    assert {step for _, step, _ in killed} == set(expected)
-    for _, step, loss in killed:
-        assert loss == expected[step]
-    begun = {attempt: min(step for a, step, _ in killed if a == attempt) for attempt in (1, 2)}
-    assert begun[1] in (5, 7)  # After step 4, or step 6 if its save was complete at the kill.
-    assert begun[2] == 9
-    assert sorted(os.listdir(tmp_path / "killed/run")) == ["step-10", "step-12"]
+    found = logged(killed)
+    assert {step for _, step, _ in found} == set(expected)
+    assert all(loss == expected[step] for _, step, loss in found)
+    begun = {attempt: min(step for a, step, _ in found if a == attempt) for attempt in (1, 2)}
+    assert begun[1] in (5, 7)  # After step 4, or 6 if its save was complete when a rank was killed.
+    assert begun[2] in (7, 9)
+    assert sorted(os.listdir(killed / "run")) == ["step-10", "step-12"]

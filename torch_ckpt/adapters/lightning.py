@@ -32,7 +32,7 @@ _TENSOR = "tensor of the checkpoint: "
 _TIMEOUT_S = 1800.0
 
 
-class FastCheckpointIO(CheckpointIO):  # type: ignore[misc]
+class FastCheckpointIO(CheckpointIO):
     """Lightning's checkpoints as directories of this package: a plugin for any of its strategies.
 
     ``ModelCheckpoint`` and ``ckpt_path`` decide what is saved, kept and resumed, as ever. Where a
@@ -181,7 +181,9 @@ def _taken_apart(value: Any, name: str, tensors: dict[str, Any]) -> Any:
         return type(value)(parts)
     if type(value) in (list, tuple):
         parts_in_order = enumerate(value)
-        return type(value)([_taken_apart(part, f"{start}{at}", tensors) for at, part in parts_in_order])
+        return type(value)(
+            [_taken_apart(part, f"{start}{at}", tensors) for at, part in parts_in_order]
+        )
     return value
 
 

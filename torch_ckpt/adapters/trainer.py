@@ -14,7 +14,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -27,7 +26,7 @@ from torch_ckpt.runs import Run
 __all__ = ["RunCallback"]
 
 
-class RunCallback(TrainerCallback):  # type: ignore[misc]
+class RunCallback(TrainerCallback):
     """Saves a ``Trainer``'s training in a :class:`Run`, and goes on from there.
 
     What is saved is what ``Trainer`` itself would: model, optimizer, schedule, scaler, random
@@ -99,7 +98,8 @@ class _Stored:
     """What of a trainer is stored, and how it comes back, in the order that it asks for it."""
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
-        self._trainer, self._run = trainer, run
+        self._trainer: Any = trainer  # Much of it is optional to its types, but not in training.
+        self._run = run
         self._step: int | None = None
         self._random: dict[str, Any] | None = None
 
@@ -192,10 +192,10 @@ def _text_of(state: TrainerState) -> str:
 
 
 def _random_state() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),  # type: ignore[union-attr]
+        "numpy": (name, np.asarray(keys).tolist(), *rest),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
