@@ -345,9 +345,9 @@ def test_a_training_that_torchrun_restarts_goes_on_from_its_latest_step(
     killed, script = tmp_path / "killed", tmp_path / "train.py"
     killed.mkdir()
     script.write_text(SCRIPT)
-    kills = json.dumps([[1, 6], [0, 9]])
+    kills = json.dumps([[1, 6]])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    options = ["--max-restarts=2", "--monitor-interval=0.1"]
+    options = ["--max-restarts=1", "--monitor-interval=0.1"]
 
     done = subprocess.run(
         [sys.executable, *launcher, *options, script, killed, kills],
@@ -367,7 +367,6 @@ def test_a_training_that_torchrun_restarts_goes_on_from_its_latest_step(
     found = logged(killed)
     assert {step for _, step, _ in found} == set(expected)
     assert all(loss == expected[step] for _, step, loss in found)
-    begun = {attempt: min(step for a, step, _ in found if a == attempt) for attempt in (1, 2)}
-    assert begun[1] in (5, 7)  # After step 4, or 6 if its save was complete when a rank was killed.
-    assert begun[2] in (7, 9)
+    begun = min(step for attempt, step, _ in found if attempt == 1)
+    assert begun in (5, 7)  # After step 4, or 6 if its save was complete when the rank was killed.
     assert sorted(os.listdir(killed / "run")) == ["step-10", "step-12"]
