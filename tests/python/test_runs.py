@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +15,6 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from torch_ckpt import (
     load,
     save_interval,
 )
-from torch_ckpt.step_directories import StepDirectories
+from torch_ckpt.step_directories import StepDirectories, check_whole, remove_directory
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -275,6 +277,22 @@ def test_a_removal_that_is_killed_leaves_no_half_step_and_the_next_save_ends_it(
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3", "step-4"]
 
 
+def test_a_step_that_is_removed_as_it_is_looked_at_is_not_taken_for_damaged(
+    tmp_path: Path,
+) -> None:
+    save_steps(tmp_path, 0)
+    for step in range(1, 300):
+        shutil.copytree(tmp_path / "step-0", tmp_path / f"step-{step}")
+    paths = [tmp_path / f"step-{step}" for step in range(300)]
+    removing = threading.Thread(target=lambda: [remove_directory(path) for path in paths])
+    removing.start()
+    for path in paths:
+        with contextlib.suppress(NotFoundError):
+            while True:
+                check_whole(path)
+    removing.join()
+
+
 LOADS_IN_A_LOOP = """
 import sys, warnings
 from pathlib import Path
@@ -354,7 +372,7 @@ class Slow:
         return OrderedDict, ()
 
 
-@contextmanager
+@contextlib.contextmanager
 def slow_state(step: int, *, fails: bool = False) -> Iterator[dict[str, Any]]:
     """A state whose save does not end before the context does."""
     Slow.may_go_on.clear()
@@ -653,6 +671,17 @@ def test_a_failed_save_does_not_hide_why_training_raised(tmp_path: Path) -> None
 
 
 # ---- Arguments ----
+
+
+def test_the_example_of_the_readme_runs_and_goes_on_where_it_was(
+    tmp_path: Path, run_python: Callable[..., str]
+) -> None:
+    text = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"<!-- run example -->\n```python\n(.*?)```", text, re.S)
+    run_python(f"{example}\nassert start == 0")
+    saved = Run(tmp_path / "runs/linear").latest_step()
+    assert saved is not None
+    run_python(f"{example}\nassert start == {saved}")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -134,21 +135,30 @@ def test_ranks_agree_when_to_save_though_they_measure_other_costs(
 
 
 class Blocking:
-    """An object that one rank pickles late, in the background."""
+    """An object that one rank does not pickle, in the background, before there is a file."""
+
+    def __init__(self, go: Path) -> None:
+        self.go = go
 
     def __deepcopy__(self, _: object) -> Blocking:
         return self
 
     def __reduce__(self) -> Any:
-        if dist.get_rank() == 1:
-            time.sleep(0.8)
+        while dist.get_rank() == 1 and not self.go.exists():
+            time.sleep(0.01)
         return float, (1.0,)
 
 
 def saves_while_one_is_busy(path: Path) -> tuple[list[bool], int, int]:
-    with Run(path, asynchronous=True, on_busy="skip", timeout_s=TIMEOUT_S) as run:
-        state = {**state_of(1), f"object{dist.get_rank()}": Blocking()}
-        begun = [run.save(1, state), run.save(2, state_of(2))]
+    go = path / "go"
+    with Run(path / "run", asynchronous=True, on_busy="skip", timeout_s=TIMEOUT_S) as run:
+        state = {**state_of(1), f"object{dist.get_rank()}": Blocking(go)}
+        begun = [run.save(1, state)]
+        if dist.get_rank() == 1:
+            run.wait()  # By itself this rank would not skip.
+        else:
+            threading.Timer(0.5, go.touch).start()
+        begun.append(run.save(2, state_of(2)))
         run.wait()
         begun.append(run.save(3, state_of(3)))
         run.wait()
@@ -158,7 +168,7 @@ def saves_while_one_is_busy(path: Path) -> tuple[list[bool], int, int]:
 def test_ranks_skip_the_same_saves(worlds: Worlds, tmp_path: Path) -> None:
     found = worlds.run(2, saves_while_one_is_busy, tmp_path)
     assert found == [([True, False, True], 2, 1)] * 2
-    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3"]
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-1", "step-3"]
 
 
 def raised(call: Any, *arguments: Any) -> tuple[str, str, float]:
@@ -276,7 +286,7 @@ def fails_in_the_background(path: Path) -> list[tuple[str, str, float]]:
     with Run(path, asynchronous=True, timeout_s=TIMEOUT_S) as run:
         state: dict[str, Any] = state_of(1)
         if dist.get_rank() == 1:
-            state["object"] = Unpicklable()
+            state["object"] = Unpicklable(path)
         run.save(1, state)
         found = [raised(run.save, 2, state_of(2))]
         run.save(3, state_of(3))
@@ -322,7 +332,7 @@ SCRIPT = """
 import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
-from test_runs import train
+from test_run_ranks import train
 dist.init_process_group("gloo")
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 train(Path(sys.argv[1]), json.loads(sys.argv[2]), attempt)
