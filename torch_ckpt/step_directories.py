@@ -181,12 +181,8 @@ def check_whole(path: Path) -> None:
     """
     try:
         _check_files(path)
-    except _MissingFileError:
-        _check_files(path)  # Removed just then, or replaced: the metadata tell now.
-
-
-class _MissingFileError(CorruptionError):
-    """A file is not there that the metadata name."""
+    except CorruptionError:
+        _check_files(path)  # It may have been removed or replaced just then, file by file to us.
 
 
 def _check_files(path: Path) -> None:
@@ -203,7 +199,7 @@ def _check_files(path: Path) -> None:
         try:
             found = os.stat(path / name).st_size
         except FileNotFoundError:
-            raise _MissingFileError(f"{path / name} is missing") from None
+            raise CorruptionError(f"{path / name} is missing") from None
         if found < nbytes or (index is not None and found != nbytes):
             raise CorruptionError(f"{path / name} has {found} bytes instead of {nbytes}")
 

@@ -153,14 +153,15 @@ def saves_while_one_is_busy(path: Path) -> tuple[list[bool], int, int]:
     go = path / "go"
     with Run(path / "run", asynchronous=True, on_busy="skip", timeout_s=TIMEOUT_S) as run:
         state = {**state_of(1), f"object{dist.get_rank()}": Blocking(go)}
+        second, third = state_of(2), state_of(3)  # For which the ranks meet.
         begun = [run.save(1, state)]
         if dist.get_rank() == 1:
             run.wait()  # By itself this rank would not skip.
         else:
             threading.Timer(0.5, go.touch).start()
-        begun.append(run.save(2, state_of(2)))
+        begun.append(run.save(2, second))
         run.wait()
-        begun.append(run.save(3, state_of(3)))
+        begun.append(run.save(3, third))
         run.wait()
         return begun, run.saved, run.skipped
 
