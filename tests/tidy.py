@@ -59,6 +59,10 @@ LAYERS = [
     {"agent.writer", "agent.reader"},
     {"api", "commands.opened"},
     {"commands.agent", "commands.inspect", "commands.verify"},
+    {"agreement"},
+    {"background_save", "save_interval", "step_boundary", "step_directories", "step_tiers"},
+    {"runs"},
+    {"adapters.lightning", "adapters.trainer"},
     {"cli"},
     {"__init__"},
 ]

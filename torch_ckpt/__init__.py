@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch_ckpt.options import IoMode, IoOptions
     from torch_ckpt.rank_state import RankState
     from torch_ckpt.reader import FastReader
+    from torch_ckpt.runs import Run
     from torch_ckpt.save_planner import FastSavePlanner
     from torch_ckpt.writer import FastWriter
 
@@ -49,6 +50,7 @@ _HOMES = {
     "NotFoundError": "errors",
     "RankState": "rank_state",
     "RankTimeoutError": "errors",
+    "Run": "runs",
     "SnapshotAgent": "agent.trainer",
     "SnapshotReader": "agent.reader",
     "StorageError": "errors",
@@ -76,6 +78,7 @@ __all__ = [
     "NotFoundError",
     "RankState",
     "RankTimeoutError",
+    "Run",
     "SnapshotAgent",
     "SnapshotReader",
     "StorageError",
