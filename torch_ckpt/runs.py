@@ -8,19 +8,20 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
-from torch_ckpt.agreement import Agreement, own_group, why
-from torch_ckpt.api import async_save, save
+from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agreement import Agreement, why
+from torch_ckpt.api import save
 from torch_ckpt.background_save import BackgroundSave
 from torch_ckpt.deadline import DEFAULT_TIMEOUT_S
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.save_interval import SaveSchedule
+from torch_ckpt.savers import AgentSaver, ThreadSaver
 from torch_ckpt.step_boundary import StepBoundary
 from torch_ckpt.step_directories import StepDirectories, Verify
 from torch_ckpt.step_tiers import StepTiers, the_same
@@ -59,11 +60,17 @@ class Run:
             them all then, so ``timeout_s`` must allow for that.
         process_group: The ranks; all if ``None``.
         timeout_s: Seconds that one rank waits for another.
-        writer: Arguments for the :class:`FastWriter` of all saves.
+        agent: Whether an agent on this machine saves, in the background: see
+            :class:`SnapshotAgent`. Steps are then found in memory, too, by ranks that start again.
+        writer: Arguments for the :class:`FastWriter` of all saves. With an agent, only
+            ``sync_files`` counts.
         reader: Arguments for each :class:`FastReader`.
 
     Raises:
-        ValueError: A number is out of range, or this rank not in the group.
+        CheckpointError: The agent cannot be started.
+        UnsupportedError: There is to be an agent, and the ranks are on several machines.
+        ValueError: A number is out of range, or this rank not in the group; or there is to be an
+            agent, and saves are not ``asynchronous``.
 
     Example::
 
@@ -88,6 +95,7 @@ class Run:
         verify: Verify = "quick",
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        agent: bool | AgentOptions = False,
         writer: dict[str, Any] | None = None,
         reader: dict[str, Any] | None = None,
     ) -> None:
@@ -102,6 +110,8 @@ class Run:
             raise ValueError(f"{verify=} is none of {', '.join(get_args(Verify))}")
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"{timeout_s=} is no positive number of seconds")
+        if agent and not asynchronous:
+            raise ValueError("an agent saves in the background: asynchronous=True")
         self.directory = Path(directory)
         self.keep_last = keep_last
         self.keep_every = keep_every
@@ -114,11 +124,24 @@ class Run:
         """Steps that were not saved because the save before them went on."""
         self._disk = StepDirectories(self.directory, verify=verify, reader=reader)
         self._agreement = Agreement(process_group, timeout_s)
-        self._tiers = StepTiers([self._disk], self._agreement, self.directory)
-        self._background_group: dist.ProcessGroup | None = None
-        if asynchronous and self._agreement.group is not None:
-            self._background_group = own_group(process_group, timeout_s)
         self._writer = FastWriter(self.directory, **(writer or {}))
+        self._saver: ThreadSaver | AgentSaver | None = None
+        if agent:
+            self._saver = AgentSaver(
+                self.directory,
+                self._agreement.group,
+                options=agent if isinstance(agent, AgentOptions) else None,
+                timeout_s=timeout_s,
+                sync=self._writer.sync_files,
+                reader=reader,
+            )
+        elif asynchronous:
+            alone = self._agreement.group is None
+            self._saver = ThreadSaver(
+                process_group, alone=alone, timeout_s=timeout_s, writer=self._writer
+            )
+        memory = [] if self._saver is None else self._saver.tiers
+        self._tiers = StepTiers([*memory, self._disk], self._agreement, self.directory)
         self._pending: BackgroundSave | None = None
         self._schedule = SaveSchedule(every, max_overhead)
         self._boundary = StepBoundary()
@@ -149,13 +172,26 @@ class Run:
         self._boundary.passed(step)
         return self._schedule.is_due(step, beside_a_save=self._is_busy)
 
-    def save(self, step: int, state: dict[str, Any]) -> bool:
+    def reserve(self, state: dict[str, Any]) -> None:
+        """Has the agent make memory for states like this; without one, does nothing.
+
+        The first save is then as fast as the tenth.
+
+        Raises:
+            StorageError: There is not as much.
+        """
+        if self._saver is not None:
+            self._saver.reserve(state)
+
+    def save(self, step: int, state: dict[str, Any], *, persist: bool = True) -> bool:
         """Saves a step, and removes those that are not to be kept.
 
         Args:
             step: How many steps are done. The step's former checkpoint, if there is one, is
                 replaced when this one is complete.
             state: What :func:`torch_ckpt.save` takes.
+            persist: Whether it is to come to disk. Otherwise the agent keeps it in memory, for
+                ranks that start again, and brings it to disk if they end without doing so.
 
         Returns:
             Whether it was saved, or begun to be in the background; otherwise it was skipped.
@@ -165,10 +201,13 @@ class Run:
                 step. This one was not begun. Or it goes on, and ``on_busy`` is ``"error"``.
             CheckpointException: A rank raised; maps ranks to their errors. No ``Exception``.
             RankTimeoutError: A rank was late, stuck or gone.
-            ValueError: ``step`` is negative, or the ranks are at different steps.
+            ValueError: ``step`` is negative, or the ranks are at different steps; or it is for
+                memory alone, and there is no agent.
         """
         if step < 0:
             raise ValueError(f"{step=} is negative")
+        if not persist and not isinstance(self._saver, AgentSaver):
+            raise ValueError("only an agent keeps a step in memory alone")
         begin = time.monotonic()
         self._boundary.passed(step)
         self._schedule.tried(step)
@@ -181,7 +220,7 @@ class Run:
         failure: Exception | None = None
         if self.asynchronous:
             try:
-                self._save_in_background(step, state)
+                self._save_in_background(step, state, persist=persist)
             except Exception as error:  # The others do not know of it.
                 failure = error
         else:
@@ -295,9 +334,9 @@ class Run:
         try:
             self.wait()
         finally:
-            if self._background_group is not None and dist.is_initialized():
-                dist.destroy_process_group(self._background_group)
-            self._background_group = None
+            saver, self._saver = self._saver, None
+            if saver is not None:
+                saver.close()
             self._agreement.close()
 
     def __enter__(self) -> Run:
@@ -309,6 +348,8 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and self._saver is not None:
+            self._saver.leave()  # What is in memory is what the next process goes on from.
         try:
             self.close()
         except CheckpointError as of_save:
@@ -366,17 +407,11 @@ class Run:
         self._boundary.stored = step
         self._committed(step)
 
-    def _save_in_background(self, step: int, state: dict[str, Any]) -> None:
-        future = async_save(
-            state,
-            checkpoint_id=self._disk.path(step),
-            storage_writer=self._writer,
-            process_group=self._background_group,
-            no_dist=self._background_group is None,
-            timeout_s=self.timeout_s,
-        )
-        assert isinstance(future, Future)  # The writer stages before it returns.
-        self._pending = BackgroundSave(step, future, lambda: self._committed(step))
+    def _save_in_background(self, step: int, state: dict[str, Any], *, persist: bool) -> None:
+        assert self._saver is not None
+        future = self._saver.save(step, state, self._disk.path(step), persist=persist)
+        then = self._committed if persist else lambda _: None
+        self._pending = BackgroundSave(step, future, lambda: then(step))
         self._boundary.stored = step
 
     def _committed(self, step: int) -> None:

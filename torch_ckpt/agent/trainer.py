@@ -66,11 +66,13 @@ class Remembered:
     """A save that is in memory.
 
     Attributes:
+        save: Session and sequence; greater than those of earlier ones.
         step: What the user has called it.
         folder: Where its slots lie.
-        slots: Of all ranks that made it, in no order.
+        slots: Of all ranks that made it; that of this rank's own number first.
     """
 
+    save: tuple[bytes, int]
     step: int
     folder: Path
     slots: Sequence[Path]
@@ -129,6 +131,7 @@ class SnapshotAgent:
         self._sequence = 0
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # With its inode.
         self._lock = threading.Lock()
+        self._is_left = False
         self._waiting = ThreadPoolExecutor(SLOTS_PER_RANK, "torch_ckpt-wait")
         atexit.register(self._at_exit)
 
@@ -245,27 +248,29 @@ class SnapshotAgent:
 
         Every rank must call it, before the first save: they agree.
         """
-        saves: dict[tuple[bytes, int], dict[int, tuple[Path, SlotHeader]]] = {}
-        for path, header in complete_slots(self._client.folder, self._place.run):
-            saves.setdefault(header.save, {})[header.rank] = path, header
-        whole = {
-            save: found
-            for save, found in saves.items()
-            if len(found) == next(iter(found.values()))[1].world_size
-        }
-        newest = max(whole, default=None)
+        here = {found.save: found for found in self.remembered()}
+        newest = max(here, default=None)
         if self._place.world_size > 1:  # As the first rank has found it.
             said = [newest]
             dist.broadcast_object_list(said, group=self._group, group_src=0)
             newest = said[0]
-        if newest is None:
-            return None
-        if newest not in whole:
+        if newest is not None and newest not in here:
             raise CheckpointError("ranks of one machine find different snapshots in its memory")
-        found = whole[newest]
-        own_first = sorted(found, key=lambda rank: (rank != self._place.rank, rank))
-        paths = [found[rank][0] for rank in own_first]
-        return Remembered(found[own_first[0]][1].step, self._client.folder, paths)
+        return None if newest is None else here[newest]
+
+    def remembered(self) -> list[Remembered]:
+        """All saves that are in memory whole, the newest first, as this rank alone sees them."""
+        saves: dict[tuple[bytes, int], dict[int, tuple[Path, SlotHeader]]] = {}
+        for path, header in complete_slots(self._client.folder, self._place.run):
+            saves.setdefault(header.save, {})[header.rank] = path, header
+        whole = []
+        for save, found in sorted(saves.items(), reverse=True):
+            _, header = next(iter(found.values()))
+            if len(found) == header.world_size:
+                own_first = sorted(found, key=lambda rank: (rank != self._place.rank, rank))
+                paths = [found[rank][0] for rank in own_first]
+                whole.append(Remembered(save, header.step, self._client.folder, paths))
+        return whole
 
     def close(self, *, drop: bool = False) -> None:
         """Ends in good order.
@@ -273,10 +278,18 @@ class SnapshotAgent:
         Args:
             drop: Whether what is in memory, and not on disk, is of no more use.
         """
+        if self._is_left:
+            return
         atexit.unregister(self._at_exit)
         self._waiting.shutdown()
         self._client.bye(drop=drop)
         self._slots.clear()
+
+    def leave(self) -> None:
+        """Leaves what is in memory to a process that starts again: this one is to end."""
+        self._is_left = True
+        atexit.unregister(self._at_exit)
+        self._client.close()
 
     def _at_exit(self) -> None:
         # Of a process that an exception ends, memory is what the next one goes on from.
