@@ -90,11 +90,10 @@ def write_data_file(
         # the buffers that the next job waits for.
         job.abort()
         raise
-    queue, direct, registered, reasons = job.mode
     written = (*sort.laid_out, *sort.pickled)
     cuts = [i.piece for i in written if isinstance(i, CutItem) and not i.is_listed]
     file = WrittenFile(name, *job.sums, dtypes=dtypes, cuts=cuts)
-    return results, file, IoMode(queue, direct, registered, tuple(reasons))
+    return results, file, IoMode.of(job)
 
 
 def write_planned_file(
@@ -129,9 +128,8 @@ def write_planned_file(
     except BaseException:
         job.abort()
         raise
-    queue, direct, registered, reasons = job.mode
     file = WrittenFile(name, *job.sums, dtypes={}, extents=planned.extents(appended))
-    return file, IoMode(queue, direct, registered, tuple(reasons))
+    return file, IoMode.of(job)
 
 
 def _write_planned(

@@ -316,8 +316,7 @@ class _PartWriter:
             # it the buffers that the next job waits for.
             job.abort()
             raise
-        queue, direct, registered, reasons = job.mode
-        writer.io_mode = IoMode(queue, direct, registered, tuple(reasons))
+        writer.io_mode = IoMode.of(job)
         nbytes = sum(piece.nbytes for piece in pieces)
         return WriteResult(MetadataIndex(self.names[file]), nbytes, file)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_ckpt import _native
 
 __all__ = ["IoMode", "IoOptions"]
 
@@ -64,6 +68,12 @@ class IoMode:
     direct: bool
     registered_buffers: bool
     reasons: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, job: _native.SaveJob | _native.PartJob) -> IoMode:
+        """How a job of the engine writes."""
+        queue, direct, registered, reasons = job.mode
+        return cls(queue, direct, registered, tuple(reasons))
 
     def __str__(self) -> str:
         parts = [self.queue, "O_DIRECT" if self.direct else "page cache"]

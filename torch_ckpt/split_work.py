@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ Part = list[Any]
 
 
 @dataclass(frozen=True)
-class SplitWork:
+class SplitWork(ABC):
     """What a rank writes, by file.
 
     Attributes:
@@ -75,8 +75,9 @@ def split(
         work = columns.work
         sources = planner.sources(work.items)
         if sources is not None:
-            parts = _parts(range(len(work)), work.nbytes, count)
-            return _Columns(parts, sum(work.nbytes), planner, transforms, work, sources)
+            nbytes = work.nbytes
+            parts = _parts(range(len(work)), nbytes, count)
+            return _Columns(parts, sum(nbytes), planner, transforms, work, sources)
     items: list[WriteItem] = work_of(plan)
     nbytes = [item_nbytes(item) for item in items]
     return _Items(_parts(items, nbytes, count), sum(nbytes), planner, transforms)

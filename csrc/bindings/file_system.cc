@@ -21,12 +21,6 @@ FileSystem& local_file_system() {
   return file_system;
 }
 
-py::bytes read_whole_file(FileSystem& fs, const std::string& path) {
-  const std::vector<std::byte> bytes =
-      value_or_raise(without_gil([&] { return read_file(fs, path); }));
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
-
 // How long a file is, and those of these bytes that it has.
 std::pair<int64_t, py::bytes> read_part(FileSystem& fs, const std::string& path, int64_t offset,
                                         int64_t nbytes) {
@@ -121,7 +115,6 @@ void bind_file_system(py::module_& module) {
           py::arg("path"), py::arg("contents"), py::arg("sync"))
       .def("list_directory", &list_directory, py::arg("path"))
       .def("exists", &exists, py::arg("path"))
-      .def("read_file", &read_whole_file, py::arg("path"))
       .def("read_part", &read_part, py::arg("path"), py::arg("offset"), py::arg("nbytes"))
       .def("read_archive", &read_archive_of, py::arg("path"))
       .def("commit", &commit_checkpoint, py::arg("directory"), py::arg("metadata_name"),

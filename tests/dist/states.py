@@ -13,7 +13,17 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Shard
 
 from torch_ckpt import FastReader, FastWriter
 
-__all__ = ["READERS", "WRITERS", "assert_same", "data_files", "full_value", "local_part", "sharded"]
+__all__ = [
+    "READERS",
+    "WRITERS",
+    "assert_same",
+    "data_files",
+    "full_value",
+    "local",
+    "local_part",
+    "sharded",
+    "zeroed",
+]
 
 WRITERS: dict[str, type[StorageWriter]] = {"fast": FastWriter, "stock": FileSystemWriter}
 READERS: dict[str, type[StorageReader]] = {"fast": FastReader, "stock": FileSystemReader}
@@ -68,6 +78,20 @@ def assert_same(actual: Any, expected: Any) -> None:
             continue
         assert (got.dtype, got.size()) == (want.dtype, want.size()), name
         assert torch.equal(_bits(got), _bits(want)), f"{name}: {got} is not {want}"
+
+
+def zeroed(value: Any) -> Any:
+    """The same structure, of zeros."""
+    if isinstance(value, dict):
+        return {key: zeroed(one) for key, one in value.items()}
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
+
+
+def local(value: Any) -> Any:
+    """The same structure, of what this rank holds."""
+    if isinstance(value, dict):
+        return {key: local(one) for key, one in value.items()}
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def data_files(path: Path) -> set[str]:

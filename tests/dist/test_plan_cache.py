@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds, run_ranks
-from states import READERS, assert_same, full_value, sharded
+from states import READERS, assert_same, full_value, local, sharded, zeroed
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
@@ -72,18 +72,6 @@ def check(path: Path, state: dict[str, Any]) -> None:
         loaded = zeroed(state)
         dcp.load(loaded, storage_reader=reader(path))
         assert_same(local(loaded), local(state))
-
-
-def zeroed(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: zeroed(one) for key, one in value.items()}
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
-
-
-def local(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: local(one) for key, one in value.items()}
-    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def new_plan() -> Counts:

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds
-from states import assert_same, full_value
+from states import assert_same, full_value, zeroed
 from test_async import EXECUTORS, assert_saved, become, state_at
 from test_planner_ranks import LOADS
-from test_sharing import zeroed
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (

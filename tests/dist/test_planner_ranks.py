@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from random_layouts import assert_holds, blank_like, random_layout
 from ranks import Worlds
-from states import full_value, sharded
-from test_sharing import MIB, STATES, local, written_nbytes, zeroed
+from states import full_value, local, sharded, zeroed
+from test_sharing import MIB, STATES, written_nbytes
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint import (

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds
-from states import READERS, assert_same, full_value, sharded
+from states import READERS, assert_same, full_value, local, sharded, zeroed
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
@@ -64,18 +64,6 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
     "hsdp": hsdp,
     "experts": experts,
 }
-
-
-def zeroed(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: zeroed(one) for key, one in value.items()}
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
-
-
-def local(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: local(one) for key, one in value.items()}
-    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def written_nbytes(path: Path, ranks: int) -> list[int]:
