@@ -4,8 +4,8 @@
 //
 // The layout says where every byte of the file belongs. Tensors are packed straight to their place
 // in page-aligned windows of the file, each window in one block of a bounded pool; a full window is
-// written while the next is being filled. What lies in memory as it will in the file, in long runs at
-// addresses that the disk takes, is written from there. Checksums, of payloads and of the file's
+// written while the next is being filled. What lies in memory as it will in the file, in long runs
+// at addresses that the disk takes, is written from there. Checksums, of payloads and of the file's
 // blocks, are computed in the same pass over memory.
 // What cannot be laid out beforehand (pickled objects, whose size only pickling tells) is appended
 // behind the layout.
@@ -57,8 +57,8 @@ class SaveJob {
   SaveJob& operator=(const SaveJob&) = delete;
 
   // Writes `tensor` as slice `index` of the layout. Indices ascend from call to call; a slice that
-  // is passed over stays zero and must not be referred to. The tensor is read until `settle` returns.
-  // Errors: kInvalidArgument where index or tensor does not fit the layout; kStorage.
+  // is passed over stays zero and must not be referred to. The tensor is read until `settle`
+  // returns. Errors: kInvalidArgument where index or tensor does not fit the layout; kStorage.
   Status write(int64_t index, const LiveTensor& tensor);
 
   // Returns when nothing is being written from the memory of tensors.
