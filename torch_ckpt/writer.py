@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -60,6 +59,7 @@ from torch_ckpt.sharing import (
     share_out,
 )
 from torch_ckpt.split_work import Part, SplitWork, split
+from torch_ckpt.staging import STAGER
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["FastWriter"]
@@ -68,7 +68,7 @@ _METADATA = ".metadata"
 _INDEX = ".index"
 
 
-class FastWriter(BlockingAsyncStager, StorageWriter):
+class FastWriter(StorageWriter):
     """Writes a checkpoint through the native engine, as files stock DCP can read.
 
     Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save`` in place of
@@ -88,7 +88,8 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             most disks.
         per_thread_copy_ahead: Bytes that may be copied ahead of the disk by each thread. Other than
             the default it takes the place of ``io.buffer_nbytes / thread_count``.
-        cache_staged_state_dict: Whether ``async_save`` keeps its staged copy for the next save.
+        cache_staged_state_dict: Without effect: the memory that ``async_save`` stages in is always
+            kept for the next save (see :class:`SnapshotStager`).
         overwrite: Whether a checkpoint already committed at ``path`` may be replaced. The old one
             stays readable until the new one commits.
         _extensions: Stream transforms such as ``ZStandard``, applied to each item as stock does.
@@ -144,7 +145,6 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         format: Literal["dcp", "safetensors"] = "dcp",
         max_shard_nbytes: int = 5_000_000_000,
     ) -> None:
-        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         if thread_count < 1:
             raise ValueError(f"{thread_count=} is not positive")
         if per_thread_copy_ahead < 0:
@@ -178,15 +178,13 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         self._plan: GlobalPlanEntry | None = None  # The coordinator's, of columns.
 
     def __getstate__(self) -> dict[str, Any]:
-        # Travels to the process that saves in the background: without native handles, and without
-        # the staged state dict, which travels by itself.
+        # Travels to the process that saves in the background: without native handles.
         return {
             **self.__dict__,
             "_pools": [],
             "_plan": None,
             "_file_system": None,
             "_writing": None,
-            "state_dict_cache": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -197,6 +195,24 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             _file_system=_native.local_file_system(),
             save_id=_new_save_id(),
         )
+
+    # An AsyncStager, as DCP asks of a writer that stages by itself.
+    _synchronize_after_execute = True
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether DCP waits for staging after it has begun to save: it has ended by then."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copies everything into memory that all writers of this process share, save by save."""
+        return STAGER.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Returns at once."""
+
+    def close(self) -> None:
+        """Has nothing to let go of: the memory is not the writer's."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
