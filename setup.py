@@ -1,11 +1,15 @@
 """Builds the extension module torch_ckpt._native from csrc/; the rest is in pyproject.toml.
 
 Needs torch in the environment (build with ``--no-build-isolation``), a C++20 compiler, libdeflate
-and the headers of xxhash; uses liburing where it is found.
+and the headers of xxhash; uses liburing and CUDA's nvcc where they are found. Where nvcc is not
+meant to be used, ``TORCH_CKPT_CUDA=0`` says so.
 """
 
 import os
+import re
+import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -17,7 +21,9 @@ BINDINGS = sorted(
     {path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/bindings/*.cc")} - {*WITH_TORCH}
 )
 COMPILE_ARGS = ["-std=c++20", "-O2", "-g1", "-fvisibility=hidden"]
-CORE = [f"csrc/{line}" for line in (ROOT / "csrc/sources.txt").read_text().split()]
+SOURCES = [f"csrc/{line}" for line in (ROOT / "csrc/sources.txt").read_text().split()]
+CORE = [name for name in SOURCES if not name.endswith(".cu")]
+KERNELS = [name for name in SOURCES if name.endswith(".cu")]
 
 
 def static_library(name: str) -> str | None:
@@ -27,6 +33,65 @@ def static_library(name: str) -> str | None:
         [compiler, f"-print-file-name=lib{name}.a"], capture_output=True, text=True, check=True
     ).stdout.strip()
     return found if os.path.isabs(found) else None
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """CUDA's compiler, headers and static runtime. A build with them needs no driver."""
+
+    nvcc: str
+    include: str
+    cudart: str
+
+    def compile(self, source: str, target: Path) -> None:
+        """Compiles one kernel, unless what there is is newer than the room it comes from."""
+        newest = max(path.stat().st_mtime for path in (ROOT / "csrc/device").iterdir())
+        if target.exists() and target.stat().st_mtime > newest:
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        options = ["--options-file", "csrc/device/nvcc.options", "-Icsrc"]
+        command = [self.nvcc, *options, "-c", source, "-o", str(target)]
+        print(" ".join(command), flush=True)
+        subprocess.run(command, cwd=ROOT, check=True)
+
+
+def find_cuda() -> Cuda | None:
+    """CUDA as nvcc itself says where it is, or ``None`` and a word why."""
+    if os.environ.get("TORCH_CKPT_CUDA") == "0":
+        return None
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if nvcc is None:
+        print("nvcc was not found: CUDA tensors will be copied by torch")
+        return None
+    said = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull],
+        capture_output=True,
+        text=True,
+    ).stderr
+    top = re.search(r"^#\$ TOP=(.*)$", said, re.M)
+    for root in [Path(top[1]), *Path(top[1]).glob("targets/*")] if top else []:
+        for library in (root / "lib64", root / "lib"):
+            cudart = library / "libcudart_static.a"
+            if cudart.exists() and (root / "include/cuda_runtime_api.h").exists():
+                return Cuda(nvcc, str(root / "include"), str(cudart))
+    print(f"{nvcc} comes without libcudart_static.a: CUDA tensors will be copied by torch")
+    return None
+
+
+CUDA = find_cuda()
+
+
+class Build(BuildExtension):
+    """Compiles the kernels as well, which no compiler of setuptools can."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Adds the kernels' objects to the engine's."""
+        if CUDA is not None and ext.name == "torch_ckpt._native":
+            for source in KERNELS:
+                target = Path(self.build_temp).absolute() / f"{source}.o"
+                CUDA.compile(source, target)
+                ext.extra_objects.append(str(target))
+        super().build_extension(ext)
 
 
 def engine() -> Extension:
@@ -41,10 +106,19 @@ def engine() -> Extension:
         "torch_ckpt._native",
         BINDINGS + CORE,
         # For pybind11, which both modules must have in the same version to share a class.
-        include_dirs=[str(ROOT / "csrc"), *include_paths()],
-        define_macros=[("TORCH_CKPT_HAVE_URING", "0" if liburing is None else "1")],
+        include_dirs=[str(ROOT / "csrc"), *include_paths(), *([CUDA.include] if CUDA else [])],
+        define_macros=[
+            ("TORCH_CKPT_HAVE_URING", "0" if liburing is None else "1"),
+            ("TORCH_CKPT_HAVE_CUDA", "0" if CUDA is None else "1"),
+        ],
         extra_compile_args=COMPILE_ARGS,
-        extra_link_args=[libdeflate, *([liburing] if liburing else []), "-Wl,--exclude-libs,ALL"],
+        extra_link_args=[
+            libdeflate,
+            *([liburing] if liburing else []),
+            *([CUDA.cudart, "-ldl", "-lrt", "-lpthread"] if CUDA else []),
+            "-Wl,--exclude-libs,ALL",
+        ],
+        depends=[path.as_posix() for path in (ROOT / "csrc/device").iterdir()],
         language="c++",
     )
 
@@ -59,4 +133,4 @@ def tensor_view() -> CppExtension:
     )
 
 
-setup(ext_modules=[engine(), tensor_view()], cmdclass={"build_ext": BuildExtension})
+setup(ext_modules=[engine(), tensor_view()], cmdclass={"build_ext": Build})

@@ -8,6 +8,7 @@ from machine import GIB
 
 OURS = "torch-ckpt"
 OURS_OFF = f"{OURS} without exchange"
+OURS_PLANNED = f"{OURS} with FastLoadPlanner"
 STOCK = "dcp"
 
 SAVED = (OURS, STOCK, "torch.save", "safetensors")  # Formats, each in a folder of its name.
@@ -31,6 +32,7 @@ class Contender:
 CONTENDERS = {
     OURS: Contender(OURS, temporary=0.4, shards=True),
     OURS_OFF: Contender(OURS, shards=True),
+    OURS_PLANNED: Contender(OURS, temporary=0.4, shards=True),
     STOCK: Contender(STOCK, shards=True),
     "torch.load": Contender("torch.save", temporary=1.0),
     "torch.load-mmap": Contender("torch.save"),

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from load_contenders import OURS, OURS_OFF, ROWS, STOCK, shapes
+from load_contenders import OURS, OURS_OFF, OURS_PLANNED, ROWS, STOCK, shapes
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, zeros
@@ -132,6 +132,12 @@ def _load_ours(state: State, directory: Path, **options: str) -> None:
     dcp.load(state, storage_reader=FastReader(directory, **options))  # type: ignore[arg-type]
 
 
+def _load_ours_planned(state: State, directory: Path) -> None:
+    from torch_ckpt import FastLoadPlanner, FastReader
+
+    dcp.load(state, storage_reader=FastReader(directory), planner=FastLoadPlanner())
+
+
 def _load_stock(state: State, directory: Path) -> None:
     dcp.load(state, storage_reader=FileSystemReader(directory))
 
@@ -186,6 +192,7 @@ def _load_runai(state: State, directory: Path) -> None:
 LOADERS: dict[str, Callable[[State, Path], None]] = {
     OURS: _load_ours,
     OURS_OFF: functools.partial(_load_ours, exchange="off"),
+    OURS_PLANNED: _load_ours_planned,
     STOCK: _load_stock,
     "torch.load": functools.partial(_load_torch, mmap=False),
     "torch.load-mmap": functools.partial(_load_torch, mmap=True),

@@ -47,7 +47,7 @@ def check_style() -> None:
     """Format, lint, types, arrows."""
     cpp = sorted(
         p
-        for folder in ("csrc", "tests/cpp", "fuzz", "benchmarks")
+        for folder in ("csrc", "tests/cpp", "tests/gpu", "fuzz", "benchmarks")
         for p in (ROOT / folder).rglob("*")
         if p.suffix in {".h", ".cc", ".cu"}
     )
@@ -133,8 +133,19 @@ def test_cpp_sanitized() -> None:
 def check_clang_tidy() -> None:
     """clang-tidy over the core; its checks are in .clang-tidy."""
     folder = build_cpp("cpp")
-    sources = (ROOT / "csrc/sources.txt").read_text().split()
+    listed = (ROOT / "csrc/sources.txt").read_text().split()
+    sources = [name for name in listed if name.endswith(".cc")]
     run(tool("clang-tidy"), "--quiet", "-p", folder, *(ROOT / "csrc" / name for name in sources))
+
+
+def test_gpu() -> None:
+    """The kernels, where nvcc is found, and CUDA tensors through whole checkpoints."""
+    built = build_cpp("cpp", target="gpu_tests") / "torch_ckpt_gpu_tests"
+    if built.exists():
+        run(built, "--gtest_brief=1")
+    else:
+        print("nvcc was not found: the kernels are not tested")
+    test_python("tests/gpu")
 
 
 def test_python(*arguments: str) -> None:
@@ -153,7 +164,7 @@ def main() -> None:
         fuzz(arguments.seconds)
         return
     if what == "gpu":
-        test_python("tests/gpu")
+        test_gpu()
         return
     check_style()
     test_cpp()

@@ -123,7 +123,7 @@ def source_list_breaches() -> Iterator[str]:
     found = [
         p.relative_to(ROOT / "csrc").as_posix()
         for p in cpp_files()
-        if p.suffix == ".cc" and p.parent.name != "bindings"
+        if p.suffix in {".cc", ".cu"} and p.parent.name != "bindings"
     ]
     if listed != sorted(listed):
         yield "csrc/sources.txt: not sorted"

@@ -42,7 +42,6 @@ ExchangeMode = Literal["auto", "ring", "off"]
 _LEAST_SAVED_NBYTES = 16 << 20
 """With ``"auto"``, ranks do not connect to each other to save less than this."""
 
-
 _LEAST_SAVED_PART = 16
 """Nor to save less than one of so many parts of what they want."""
 

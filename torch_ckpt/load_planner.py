@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections import UserList
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast, overload
 
 import torch
@@ -62,7 +62,7 @@ class KeptReads(Sequence[ReadItem]):
         return self._length
 
     def __getitem__(self, at: int | slice) -> Any:
-        raise RuntimeError("the rank that planned these reads has kept them")
+        raise RuntimeError("only the reader that planned these reads has them, and for one load")
 
 
 class TravellingReads(UserList[ReadItem]):
@@ -71,20 +71,25 @@ class TravellingReads(UserList[ReadItem]):
     The coordinator has the plans of all ranks, and stock's planners pass them on as they are.
     """
 
-    def __init__(self, pickled: bytes, length: int) -> None:
-        self._pickled = pickled
-        self._length = length
-        self._items: list[ReadItem] | None = None
+    def __init__(self, items: Iterable[ReadItem] = ()) -> None:
+        self._items: list[ReadItem] | None = list(items)
+        self._pickled = b""
+        self._length = 0
 
     @classmethod
     def of(cls, items: Sequence[ReadItem]) -> TravellingReads:
         """Packs reads; what comes back equals ``list(items)``."""
-        return cls(pickle.dumps(list(items)), len(items))
+        return cls._packed(pickle.dumps(list(items)), len(items))
 
-    @property
-    def is_untouched(self) -> bool:
-        """Whether nobody has looked at them, and so nobody has changed any."""
-        return self._items is None
+    @classmethod
+    def _packed(cls, pickled: bytes, length: int) -> TravellingReads:
+        reads = cls()
+        reads._items, reads._pickled, reads._length = None, pickled, length
+        return reads
+
+    def are(self, sent: TravellingReads) -> bool:
+        """Whether they are those that were sent, and nobody has looked at them on their way."""
+        return self._items is None and self._pickled == sent._pickled
 
     @property
     def data(self) -> list[ReadItem]:
@@ -102,8 +107,11 @@ class TravellingReads(UserList[ReadItem]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._items is None:
-            return TravellingReads, (self._pickled, self._length)
+            return TravellingReads._packed, (self._pickled, self._length)
         return list, (self._items,)
+
+    def __copy__(self) -> TravellingReads:
+        return TravellingReads(self.data)
 
 
 def _to_read_item(described: tuple[Any, ...]) -> ReadItem:

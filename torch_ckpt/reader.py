@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pickle
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,7 +132,8 @@ class FastReader(StorageReader):
         self._directory = self.path  # Of the files that metadata name.
         self._index: _native.Index | None = None
         self._contents: Contents | None = None  # Of files that are not slices alone.
-        self._kept: Sequence[ReadItem] = []  # What this rank reads, while its plan travels.
+        # What this rank reads, while its plan travels, and what travels in its place.
+        self._kept: tuple[Sequence[ReadItem], Any] | None = None
         self._shared_save_id: str | None = None  # Of the save that all ranks are to load.
         self._unreadable: Exception | None = None  # Why the coordinator's metadata are.
 
@@ -143,7 +145,7 @@ class FastReader(StorageReader):
             "_metadata": None,
             "_index": None,
             "_contents": None,
-            "_kept": [],
+            "_kept": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -224,7 +226,6 @@ class FastReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Says in the plan which checkpoint this rank has opened, and what it wants of it."""
         items: Any = plan.items
-        self._kept = items
         said = Wanted(self._shared_save_id)
         # Without an id nobody can tell whether all ranks mean the same files.
         if self.exchange != "off" and self._shared_save_id is not None and can_exchange():
@@ -234,16 +235,18 @@ class FastReader(StorageReader):
                 self._shared_save_id,
                 encoded,
                 self.exchange,
-                this_machine(),
-                these_processes(),
-                os.getpid(),
-                self.io.exchange_nbytes,
-                self.verify,
+                machine=this_machine(),
+                processes=these_processes(),
+                pid=os.getpid(),
+                budget_nbytes=self.io.exchange_nbytes,
+                verify=self.verify,
             )
         if isinstance(items, PlannedReads):
             items = KeptReads(len(items))
         elif can_exchange():
-            items = TravellingReads.of(items)
+            with contextlib.suppress(pickle.PicklingError, TypeError, AttributeError):
+                items = TravellingReads.of(items)  # Others travel as they can.
+        self._kept = (plan.items, items)
         return dataclasses.replace(plan, items=items, storage_data=said)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -270,10 +273,15 @@ class FastReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads every item of the plan into place."""
         items: Any = plan.items
-        untouched = isinstance(items, TravellingReads) and items.is_untouched
-        if isinstance(items, KeptReads) or untouched:
-            items = self._kept
-        self._kept = []
+        if self._kept is not None:
+            kept, sent = self._kept
+            if isinstance(items, KeptReads) or (
+                isinstance(items, TravellingReads)
+                and isinstance(sent, TravellingReads)
+                and items.are(sent)
+            ):
+                items = kept
+        self._kept = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(gc_paused())
             stack.enter_context(portable_errors())

@@ -15,11 +15,12 @@ constexpr int64_t kHugePage = int64_t{2} << 20;
 
 Memory& Memory::operator=(Memory&& other) noexcept {
   std::swap(bytes_, other.bytes_);
+  std::swap(release_, other.release_);
   return *this;
 }
 
 Memory::~Memory() {
-  if (!bytes_.empty()) ::munmap(bytes_.data(), bytes_.size());
+  if (release_) release_();
 }
 
 Result<Memory> HeapMemorySource::allocate(int64_t nbytes) {
@@ -42,7 +43,8 @@ Result<Memory> HeapMemorySource::allocate(int64_t nbytes) {
     // Only advice: without it everything works, more slowly.
     ::madvise(begin, static_cast<size_t>(size), MADV_HUGEPAGE);
   }
-  return Memory(MutableBytes(begin, static_cast<size_t>(size)));
+  return Memory({begin, static_cast<size_t>(size)},
+                [begin, size] { ::munmap(begin, static_cast<size_t>(size)); });
 }
 
 }  // namespace torch_ckpt

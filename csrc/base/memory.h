@@ -5,7 +5,8 @@
 // markedly faster (fewer segments a request).
 
 #include <cstdint>
-#include <memory>
+#include <functional>
+#include <utility>
 
 #include "base/bytes.h"
 #include "base/status.h"
@@ -16,6 +17,9 @@ namespace torch_ckpt {
 class Memory {
  public:
   Memory() = default;
+  // `release` frees what the block is made of.
+  Memory(MutableBytes bytes, std::function<void()> release)
+      : bytes_(bytes), release_(std::move(release)) {}
   Memory(Memory&& other) noexcept { *this = std::move(other); }
   Memory& operator=(Memory&& other) noexcept;
   ~Memory();
@@ -24,9 +28,8 @@ class Memory {
   int64_t nbytes() const { return ssize(bytes_); }
 
  private:
-  friend class HeapMemorySource;
-  explicit Memory(MutableBytes bytes) : bytes_(bytes) {}
   MutableBytes bytes_;
+  std::function<void()> release_;
 };
 
 // Where blocks come from. Pinned and shared memory are other sources of the same blocks.

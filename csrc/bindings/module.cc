@@ -8,6 +8,7 @@
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "bindings/metadata_unpickler.h"
+#include "device/cuda_device.h"
 
 namespace py = pybind11;
 
@@ -35,6 +36,12 @@ TensorView without_memory(int dtype, const Dims& sizes) {
   return view;
 }
 
+// Why this process can use no GPU, or None.
+py::object why_no_cuda() {
+  const Status status = cuda_available();
+  return status.ok() ? py::object(py::none()) : py::str(status.message());
+}
+
 py::object unpickle(const py::bytes& pickle, const py::dict& vocabulary) {
   Status status;
   PyObject* value =
@@ -52,6 +59,7 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "The native engine of torch_ckpt. Does without torch.";
   module.attr("DTYPE_NAMES") = dtype_names();
   module.def("unpickle_metadata", &unpickle, py::arg("pickle"), py::arg("vocabulary"));
+  module.def("why_no_cuda", &why_no_cuda);
   py::class_<TensorView>(module, "TensorView")
       .def_static("without_memory", &without_memory, py::arg("dtype"), py::arg("sizes"));
   bind_exchange(module);

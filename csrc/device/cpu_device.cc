@@ -94,8 +94,8 @@ void copy_tiled(const StridedCopy& copy, size_t dim, const std::byte* src, std::
 
 class CpuDevice : public Device {
  public:
-  void copy(const StridedCopy& copy, const std::byte* src, std::byte* dst) const override {
-    if (std::find(copy.sizes.begin(), copy.sizes.end(), 0) != copy.sizes.end()) return;
+  Status copy(const StridedCopy& copy, const std::byte* src, std::byte* dst) const override {
+    if (std::find(copy.sizes.begin(), copy.sizes.end(), 0) != copy.sizes.end()) return ok_status();
     const StridedCopy simple = simplified(copy);
     src += simple.src_offset;
     dst += simple.dst_offset;
@@ -104,9 +104,10 @@ class CpuDevice : public Device {
     } else {
       copy_dims(simple, 0, src, dst);
     }
+    return ok_status();
   }
 
-  uint32_t copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc) const override {
+  Result<uint32_t> copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc) const override {
     for (int64_t begin = 0; begin < ssize(src); begin += kChecksumChunk) {
       const int64_t nbytes = std::min(kChecksumChunk, ssize(src) - begin);
       const MutableBytes out = slice(dst, begin, nbytes);

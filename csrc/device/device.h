@@ -8,22 +8,24 @@
 #include <cstdint>
 
 #include "base/bytes.h"
+#include "base/status.h"
 #include "base/strided.h"
 
 namespace torch_ckpt {
 
-// Stateless; safe to call from any thread.
+// Safe to call from any thread.
 class Device {
  public:
   virtual ~Device() = default;
 
   // Carries out `copy`. Source and destination do not overlap.
   // Requires: every element of the copy lies in memory that the caller keeps alive.
-  virtual void copy(const StridedCopy& copy, const std::byte* src, std::byte* dst) const = 0;
+  // An error leaves any bytes at the destination; ordinary memory has none.
+  virtual Status copy(const StridedCopy& copy, const std::byte* src, std::byte* dst) const = 0;
 
   // Copies `src` to `dst` and returns the CRC-32 of `crc`'s bytes followed by these, in one pass
   // over memory. Requires: dst.size() == src.size(), no overlap.
-  virtual uint32_t copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc) const = 0;
+  virtual Result<uint32_t> copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc) const = 0;
 };
 
 // Tensors in ordinary memory. Lives as long as the process.

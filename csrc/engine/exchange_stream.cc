@@ -128,6 +128,7 @@ void ExchangeStream::fail(const Status& error) {
   if (!failed_) status_ = error;
   failed_ = true;
   for (PeerTransfer* transfer : transfers_) transfer->abort();
+  if (!closing_) peers_->abort();
   changed_.notify_all();
 }
 
@@ -158,8 +159,9 @@ Status ExchangeStream::run(std::span<const SharedPiece> pieces, Assembly& assemb
       if (!sources.contains(-1)) break;
       threads.emplace_back(guarded([this, &reader] { return read_all(*reader); }));
     }
-    RETURN_IF_ERROR(make_room_for_all());
-    return wait_for_the_rest();
+    for (int64_t piece = 0; piece < std::ssize(pieces); ++piece) RETURN_IF_ERROR(make_room(piece));
+    std::unique_lock<std::mutex> lock(mutex_);
+    return wait_until(lock, [&] { return done_ == std::ssize(pieces); });
   })();
   for (std::thread& thread : threads) thread.join();
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -180,26 +182,12 @@ void ExchangeStream::number_all() {
   }
 }
 
-// Gives every piece room, in order, and begins to receive those that come from peers.
-Status ExchangeStream::make_room_for_all() {
-  for (int64_t piece = 0; piece < std::ssize(run_pieces_); ++piece) {
-    RETURN_IF_ERROR(make_room(piece));
-  }
-  return ok_status();
-}
-
+// Gives a piece room, after all before it, and begins to receive it if it comes from a peer.
 Status ExchangeStream::make_room(int64_t piece) {
   InFlight& own = in_flight(piece);
   const int32_t from = shared(piece).from;
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!failed_ && room_ == 0) {
-    if (sending_.empty()) {
-      changed_.wait(lock);
-    } else {
-      RETURN_IF_ERROR(finish_oldest_send(lock));
-    }
-  }
-  if (failed_) return status_;
+  RETURN_IF_ERROR(wait_until(lock, [&] { return room_ > 0; }));
   --room_;
   own.memory = assembly_->place(piece);
   if (own.memory == nullptr) {
@@ -242,17 +230,17 @@ Status ExchangeStream::finish_oldest_send(std::unique_lock<std::mutex>& lock) {
   return ok_status();
 }
 
-// Once all pieces have room: until all are done.
-Status ExchangeStream::wait_for_the_rest() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!failed_ && done_ < std::ssize(run_pieces_)) {
+// Waits for `happened`, and meanwhile lets go of what has been sent. Errors: that of the run.
+Status ExchangeStream::wait_until(std::unique_lock<std::mutex>& lock,
+                                  const std::function<bool()>& happened) {
+  while (!failed_ && !happened()) {
     if (sending_.empty()) {
       changed_.wait(lock);
     } else {
       RETURN_IF_ERROR(finish_oldest_send(lock));
     }
   }
-  return ok_status();
+  return failed_ ? status_ : ok_status();
 }
 
 // Requires: the mutex is held, and nothing of the piece is in flight.

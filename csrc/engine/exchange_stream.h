@@ -87,7 +87,6 @@ class ExchangeStream {
   Status watch_all();
   void watch(int32_t rank, PeerTransfer& end);
   void number_all();
-  Status make_room_for_all();
   Status make_room(int64_t piece);
   Status read_all(ReadStream& reader);
   std::vector<int64_t> next_to_read();
@@ -95,7 +94,7 @@ class ExchangeStream {
   Status receive_all(int32_t from);
   Status arrived(int64_t piece);
   Status finish_oldest_send(std::unique_lock<std::mutex>& lock);
-  Status wait_for_the_rest();
+  Status wait_until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& happened);
   void keep(std::unique_ptr<PeerTransfer> transfer, std::unique_ptr<PeerTransfer>* place);
   void let_go(int64_t piece);
   InFlight& in_flight(int64_t piece) { return in_flight_[static_cast<size_t>(piece)]; }

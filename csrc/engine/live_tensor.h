@@ -26,6 +26,6 @@ bool is_contiguous(const LiveTensor& tensor);
 
 // Packs the bytes that the elements [begin, end) of a strided tensor, counted in row-major order,
 // take one after another.
-void pack_elements(const LiveTensor& tensor, int64_t begin, int64_t end, MutableBytes out);
+Status pack_elements(const LiveTensor& tensor, int64_t begin, int64_t end, MutableBytes out);
 
 }  // namespace torch_ckpt

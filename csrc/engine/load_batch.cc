@@ -301,13 +301,14 @@ Status LoadBatch::consume_piece(Piece& piece, Bytes bytes) {
   std::byte* destination = memory + piece.copy.dst_offset;
   const bool in_place = bytes.data() == destination;
   if (piece.to_be_summed && piece.one_run && !in_place) {
-    piece.crc = live.device->copy_and_checksum(bytes, {destination, bytes.size()}, 0);
+    ASSIGN_OR_RETURN(piece.crc,
+                     live.device->copy_and_checksum(bytes, {destination, bytes.size()}, 0));
     return arrived(piece.request);
   }
   if (!in_place) {
     StridedCopy copy = piece.copy;
     copy.src_offset = 0;  // The first source byte is the first of `bytes`.
-    live.device->copy(copy, bytes.data(), memory);
+    RETURN_IF_ERROR(live.device->copy(copy, bytes.data(), memory));
   }
   if (piece.to_be_summed) piece.crc = crc32(0, bytes);
   return arrived(piece.request);
@@ -331,9 +332,10 @@ Status LoadBatch::consume_whole_slice(int64_t request, Bytes bytes) {
   }
   ASSIGN_OR_RETURN(std::byte * memory, memory_of(request));
   const int64_t size = itemsize(stored.dtype);
-  wanted.live.device->copy(copy_of_box(wanted.box, size, stored.storage_offset * size,
-                                       in_bytes(stored.strides, size), wanted.live.strides),
-                           payload.data(), memory);
+  RETURN_IF_ERROR(
+      wanted.live.device->copy(copy_of_box(wanted.box, size, stored.storage_offset * size,
+                                           in_bytes(stored.strides, size), wanted.live.strides),
+                               payload.data(), memory));
   return arrived(request);
 }
 

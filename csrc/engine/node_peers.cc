@@ -134,6 +134,12 @@ class NodePeers : public Peers {
 
   Status meet(std::span<const int32_t> ranks) override;
 
+  void abort() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    aborted_ = true;
+    for (const auto& transfer : meeting_) transfer->abort();
+  }
+
   Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
                                              int64_t number) override {
     if (channel != Channel::kPieces || !reading_us_.contains(rank)) {
@@ -151,11 +157,24 @@ class NodePeers : public Peers {
   }
 
  private:
+  void keep(std::unique_ptr<PeerTransfer> transfer);
+
   const std::shared_ptr<Peers> wire_;
   const std::map<int32_t, int64_t> pids_;
   std::set<int32_t> read_by_us_;  // Whose memory we can read.
   std::set<int32_t> reading_us_;  // Who can read ours.
+
+  std::mutex mutex_;  // Guards what follows.
+  bool aborted_ = false;
+  std::vector<std::unique_ptr<PeerTransfer>> meeting_;  // What ranks say when they meet.
 };
+
+// Holds on to what is said while ranks meet, so that `abort` finds it.
+void NodePeers::keep(std::unique_ptr<PeerTransfer> transfer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (aborted_) transfer->abort();
+  meeting_.push_back(std::move(transfer));
+}
 
 // Every rank shows the others of its machine a secret in its memory, and they say if they see it.
 Status NodePeers::meet(std::span<const int32_t> ranks) {
@@ -177,32 +196,36 @@ Status NodePeers::meet(std::span<const int32_t> ranks) {
   for (const int32_t rank : ranks) {
     if (pids_.contains(rank)) mates.push_back({rank});
   }
-  std::vector<std::unique_ptr<PeerTransfer>> transfers;
-  const auto tell = [&](const Mate& mate, Bytes said, MutableBytes heard,
-                        int64_t number) -> Status {
-    ASSIGN_OR_RETURN(auto in, wire_->receive(heard, mate.rank, Channel::kMeeting, number));
-    transfers.push_back(std::move(in));
-    ASSIGN_OR_RETURN(auto out, wire_->send(said, mate.rank, Channel::kMeeting, number));
-    transfers.push_back(std::move(out));
+  // Says something to each, and hears something of each.
+  const auto tell = [&](int64_t number, auto said, auto heard) -> Status {
+    struct Ended {  // Before the memory of what was said goes.
+      NodePeers& peers;
+      ~Ended() {
+        const std::lock_guard<std::mutex> lock(peers.mutex_);
+        peers.meeting_.clear();
+      }
+    } ended{*this};
+    for (Mate& mate : mates) {
+      ASSIGN_OR_RETURN(auto in, wire_->receive(heard(mate), mate.rank, Channel::kMeeting, number));
+      keep(std::move(in));
+      ASSIGN_OR_RETURN(auto out, wire_->send(said(mate), mate.rank, Channel::kMeeting, number));
+      keep(std::move(out));
+    }
+    for (const auto& transfer : meeting_) RETURN_IF_ERROR(transfer->wait());
     return ok_status();
   };
-  const auto wait_for_all = [&]() -> Status {
-    for (const auto& transfer : transfers) RETURN_IF_ERROR(transfer->wait());
-    transfers.clear();
-    return ok_status();
-  };
-  for (Mate& mate : mates) {
-    RETURN_IF_ERROR(tell(mate, bytes_of(ours), writable_bytes_of(mate.theirs), 0));
-  }
-  RETURN_IF_ERROR(wait_for_all());
+  RETURN_IF_ERROR(tell(
+      0, [&](const Mate&) { return bytes_of(ours); },
+      [](Mate& mate) { return writable_bytes_of(mate.theirs); }));
   for (Mate& mate : mates) {
     uint64_t found = 0;
     const Place place = {mate.theirs.address, sizeof(found)};
     const Status status = copy_from(pids_.at(mate.rank), place, writable_bytes_of(found));
     mate.seen_by_us = status.ok() && found == mate.theirs.value ? 1 : 0;
-    RETURN_IF_ERROR(tell(mate, bytes_of(mate.seen_by_us), writable_bytes_of(mate.seen_by_them), 1));
   }
-  RETURN_IF_ERROR(wait_for_all());
+  RETURN_IF_ERROR(tell(
+      1, [](const Mate& mate) { return bytes_of(mate.seen_by_us); },
+      [](Mate& mate) { return writable_bytes_of(mate.seen_by_them); }));
   for (const Mate& mate : mates) {
     if (mate.seen_by_us != 0) read_by_us_.insert(mate.rank);
     if (mate.seen_by_them != 0) reading_us_.insert(mate.rank);

@@ -146,7 +146,7 @@ Status PartJob::write_runs(const BoxPlace& place, const LiveTensor& tensor) {
     if (!contiguous) {
       const MutableBytes out(packed.data(),
                              static_cast<size_t>(std::min(nbytes - done, kPackChunk)));
-      pack_elements(tensor, done / size, (done + ssize(out)) / size, out);
+      RETURN_IF_ERROR(pack_elements(tensor, done / size, (done + ssize(out)) / size, out));
       chunk = out;
     }
     done += ssize(chunk);

@@ -41,7 +41,11 @@ class Peers {
   virtual ~Peers() = default;
 
   // Comes before any transfer. Each of these ranks has this one among its own.
+  // Errors: kCancelled, also after `abort`.
   virtual Status meet(std::span<const int32_t> /*ranks*/) { return ok_status(); }
+
+  // Ends a `meet`, now or to come. Safe to call from any thread.
+  virtual void abort() {}
 
   virtual Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
                                                      int64_t number) = 0;

@@ -138,10 +138,10 @@ Result<uint32_t> SaveJob::put_payload(const LiveTensor& tensor, int64_t nbytes) 
     const int64_t part = std::min({nbytes - done, ssize(rest), kPackChunk});
     if (contiguous) {
       const Bytes from(tensor.data + done, static_cast<size_t>(part));
-      crc = tensor.device->copy_and_checksum(from, slice(rest, 0, part), crc);
+      ASSIGN_OR_RETURN(crc, tensor.device->copy_and_checksum(from, slice(rest, 0, part), crc));
     } else {
       const MutableBytes out = slice(rest, 0, part);
-      pack_elements(tensor, done / size, (done + part) / size, out);
+      RETURN_IF_ERROR(pack_elements(tensor, done / size, (done + part) / size, out));
       crc = crc32(crc, out);
     }
     done += part;

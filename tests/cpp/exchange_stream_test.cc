@@ -232,6 +232,28 @@ TEST(ExchangeStreamTest, WhenOneRankCannotReadAllOthersAreCancelled) {
   }
 }
 
+TEST(ExchangeStreamTest, AFailureEndsAMeetingToWhichAnotherRankDoesNotCome) {
+  TestWorld world(2);
+  world.one_node = true;
+  WantedBytes wanted;
+  wanted.add("f0", {0, 1 << 20});
+  const auto decoded = WantedBytes::decode(wanted.encode());
+  const WantedBytes* both[] = {&*decoded, &*decoded};
+  ASSERT_OK_AND_ASSIGN(const Exchange exchange,
+                       Exchange::make(both, std::vector<std::string>(2), kBudget));
+  ASSERT_OK_AND_ASSIGN(const auto stream,
+                       ExchangeStream::make(*world.ranks[0].fs, exchange.of_rank(0),
+                                            world.peers_of(0), kBudget, std::chrono::seconds(60)));
+  const std::vector<WantedRange> nothing;
+  const ConsumeRange consume = [](int64_t, Bytes) { return ok_status(); };
+  Assembly assembly(nothing, {}, consume);
+  Status status;
+  std::thread running([&] { status = stream->run({}, assembly); });
+  stream->fail(corruption("damaged"));
+  running.join();
+  EXPECT_CODE(status, StatusCode::kCorruption);
+}
+
 TEST(ExchangeStreamTest, AFileThatIsShorterThanPlannedIsCorrupt) {
   TestWorld world(2);
   for (size_t rank = 0; rank < 2; ++rank) world.want_all(rank);

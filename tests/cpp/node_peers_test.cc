@@ -118,6 +118,16 @@ TEST(NodePeersTest, AnAbortEndsBothKindsOfWait) {
   }
 }
 
+TEST(NodePeersTest, AnAbortEndsAMeetingToWhichTheOtherDoesNotCome) {
+  PeerNetwork network;
+  const auto peers = make_node_peers(network.peers_of(0), {{1, getpid()}});
+  Status status;
+  std::thread meeting([&] { status = peers->meet(std::array{1}); });
+  peers->abort();
+  meeting.join();
+  EXPECT_CODE(status, StatusCode::kCancelled);
+}
+
 TEST(NodePeersTest, ARankThatHangsUpWhileTheyMeetIsAnError) {
   PeerNetwork network;
   network.hang_up(1);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import os
 import shutil
 import signal
@@ -163,6 +165,8 @@ class Reordering(DefaultLoadPlanner):
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         for plan in global_plan:
             assert all(isinstance(item, ReadItem) for item in plan.items)
+            assert copy.copy(plan.items) == plan.items == list(plan.items)
+            plan.items = plan.items[1:] + plan.items[:1]
             plan.items.sort(key=lambda item: item.dest_index.fqn)
             plan.items.reverse()
             plan.items.remove(next(item for item in plan.items if item.dest_index.fqn == "step"))
@@ -183,6 +187,65 @@ def load_reordered(path: Path) -> None:
 def test_a_planner_may_change_what_all_ranks_read(worlds: Worlds, tmp_path: Path) -> None:
     save_alone(tmp_path)
     worlds.run(2, load_reordered, tmp_path)
+
+
+class Swapping(DefaultLoadPlanner):
+    """Plans one tensor of all, and has every rank read what the next one has planned."""
+
+    def __init__(self, own: str) -> None:
+        super().__init__()
+        self.own = own
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        own = [item for item in plan.items if item.dest_index.fqn == self.own]
+        return dataclasses.replace(plan, items=own)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return [*global_plan[1:], global_plan[0]]
+
+
+class Twice(FastReader):
+    """Reads everything twice."""
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        super().read_data(plan, planner)
+        for tensor in planner.state_dict.values():
+            if isinstance(tensor, torch.Tensor):
+                tensor.zero_()
+        return super().read_data(plan, planner)
+
+
+def load_swapped(path: Path) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own, other = f"w{rank}", f"w{(rank + 1) % ranks}"
+    state = {name: torch.zeros(5) for name in (own, other)}
+    reader = FastReader(path, exchange="off")
+    dcp.load(state, storage_reader=reader, planner=Swapping(own))
+    assert torch.equal(state[other], torch.full((5,), float((rank + 1) % ranks)))
+    assert torch.equal(state[own], torch.zeros(5))
+
+
+def test_a_rank_reads_what_the_plan_says_even_if_another_has_planned_it(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    dcp.save(
+        {f"w{rank}": torch.full((5,), float(rank)) for rank in range(3)},
+        storage_writer=FastWriter(tmp_path),
+        no_dist=True,
+    )
+    worlds.run(3, load_swapped, tmp_path)
+
+
+def load_twice(path: Path) -> None:
+    state = state_of("of no version")
+    dcp.load(state, storage_reader=Twice(path, exchange="off"))
+    assert_same(state, state_of("saved"))
+
+
+def test_a_plan_may_be_read_twice(worlds: Worlds, tmp_path: Path) -> None:
+    save_alone(tmp_path)
+    worlds.run(2, load_twice, tmp_path)
 
 
 def load_as_group(path: Path) -> None:
@@ -291,19 +354,26 @@ def test_ranks_survive_one_that_is_killed(tmp_path: Path) -> None:
 
 
 def large_state(value: float) -> dict[str, Any]:
-    return {"model": {f"w{i}": torch.full((8 << 20,), value + i) for i in range(8)}}
+    return {"model": {f"w{i}": torch.full((4 << 20,), value + i) for i in range(4)}}
 
 
 class SlowDeath(FastReader):
-    """Reads, and kills its process some seconds after that has begun."""
+    """Reads, and kills its process some seconds after ranks have connected."""
 
     def __init__(self, path: Path, after_s: float) -> None:
         super().__init__(path, exchange="ring")
         self.after_s = after_s
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        threading.Timer(self.after_s, os.kill, [os.getpid(), signal.SIGKILL]).start()
-        return super().read_data(plan, planner)
+        connect = torch_ckpt.exchange._connect
+
+        def connect_to_die(*args: Any) -> Any:
+            connected = connect(*args)
+            threading.Timer(self.after_s, os.kill, [os.getpid(), signal.SIGKILL]).start()
+            return connected
+
+        with unittest.mock.patch.object(torch_ckpt.exchange, "_connect", connect_to_die):
+            return super().read_data(plan, planner)
 
 
 def load_beside_a_dying_rank(path: Path, by: str, dying: int, after_s: float) -> None:

@@ -37,9 +37,10 @@ def test_the_campaign_notices_a_writer_that_removes_the_old_checkpoint_first(
     tmp_path: Path, seed: int
 ) -> None:
     campaign = Campaign(tmp_path, seed, writer="careless", victims="all")
-    campaign.run(6, ["remove data", "commit"])  # Some of them where nothing is to be lost.
-    assert campaign.breaches, campaign.report()
-    assert "None" in campaign.breaches[0]
+    campaign.run(6, ["remove data", "commit"])
+    # Of the three kills at the commit: some are where nothing was to be lost.
+    assert 1 <= len(campaign.breaches) <= 3, campaign.report()
+    assert all("None" in breach for breach in campaign.breaches)
 
 
 @pytest.mark.slow

@@ -170,10 +170,13 @@ def _zero_quantised(value: torch.Tensor) -> torch.Tensor:
     return zero
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any, *, any_order: bool = False) -> bool:
     """Whether two nested values are of the same types and values; tensors bit for bit.
 
-    Keys that a load adds to a mapping come in the order of the files that held their values.
+    Args:
+        a: One.
+        b: The other.
+        any_order: Whether keys of mappings may come in another order.
     """
     if isinstance(a, torch.Tensor):
         return (
@@ -184,9 +187,15 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, dict | UserDict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        in_order = any_order or list(a) == list(b)
+        return (
+            in_order
+            and a.keys() == b.keys()
+            and all(same(a[key], b[key], any_order=any_order) for key in a)
+        )
     if isinstance(a, list | tuple) and not isinstance(a, torch.Size):
-        return len(a) == len(b) and all(map(same, a, b))
+        pairs = zip(a, b, strict=False)
+        return len(a) == len(b) and all(same(x, y, any_order=any_order) for x, y in pairs)
     return bool(a == b)
 
 

@@ -1,0 +1,398 @@
+#if TORCH_CKPT_HAVE_CUDA
+
+#include "device/cuda_device.h"
+
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "device/cuda_call.h"
+#include "device/kernels.h"
+
+namespace torch_ckpt {
+namespace {
+
+// What is put on a stream from now on comes after the event.
+Status wait_for(cudaStream_t stream, cudaEvent_t event) {
+  return cuda_status(cudaStreamWaitEvent(stream, event, 0), "have a stream wait");
+}
+Status record(cudaEvent_t event, cudaStream_t stream) {
+  return cuda_status(cudaEventRecord(event, stream), "record an event");
+}
+
+Status copy_async(void* to, const void* from, int64_t nbytes, cudaStream_t stream) {
+  const cudaError_t error =
+      cudaMemcpyAsync(to, from, static_cast<size_t>(nbytes), cudaMemcpyDefault, stream);
+  if (error == cudaSuccess) return ok_status();
+  return cuda_status(error, str_cat("copy ", nbytes, " bytes to or from a GPU"));
+}
+
+// Memory of the GPU that is allocated and freed in the order of a stream, so that freeing it waits
+// for nothing and comes after its last use. Must not outlive the stream.
+class StreamMemory {
+ public:
+  // Usable by what is put on `stream` from now on.
+  static Result<StreamMemory> allocate(int64_t nbytes, cudaStream_t stream) {
+    void* data = nullptr;
+    RETURN_IF_ERROR(cuda_status(cudaMallocAsync(&data, static_cast<size_t>(nbytes), stream),
+                                str_cat("allocate ", nbytes, " bytes on a GPU")));
+    return StreamMemory(data, stream);
+  }
+  // Frees it in the order of this one, which has all uses of it.
+  void free_on(cudaStream_t stream) { stream_ = stream; }
+
+  StreamMemory() = default;
+  StreamMemory(StreamMemory&& other) noexcept { *this = std::move(other); }
+  StreamMemory& operator=(StreamMemory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(stream_, other.stream_);
+    return *this;
+  }
+  ~StreamMemory() {
+    if (data_ != nullptr) cudaFreeAsync(data_, stream_);
+  }
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+
+ private:
+  StreamMemory(void* data, cudaStream_t stream) : data_(data), stream_(stream) {}
+  void* data_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+};
+
+class Event final : public CudaEvent {
+ public:
+  Event(int ordinal, OwnedEvent event) : ordinal_(ordinal), event_(std::move(event)) {}
+  ~Event() override {
+    const CurrentDevice current(ordinal_);
+    event_ = {};
+  }
+
+  Status wait() const override {
+    const CurrentDevice current(ordinal_);
+    return cuda_status(cudaEventSynchronize(event_.get()), "finish the work of a GPU");
+  }
+  Result<bool> done() const override {
+    const CurrentDevice current(ordinal_);
+    const cudaError_t error = cudaEventQuery(event_.get());
+    if (error == cudaErrorNotReady) {
+      cudaGetLastError();
+      return false;
+    }
+    RETURN_IF_ERROR(cuda_status(error, "finish the work of a GPU"));
+    return true;
+  }
+  Status hold_back(CudaStream stream) const override {
+    const CurrentDevice current(ordinal_);
+    return wait_for(stream, event_.get());
+  }
+
+ private:
+  const int ordinal_;
+  OwnedEvent event_;
+};
+
+class Plan final : public CudaPlan {
+ public:
+  Plan(int ordinal, PackPlan plan, StreamMemory memory, PackTables tables)
+      : ordinal_(ordinal), plan_(std::move(plan)), memory_(std::move(memory)), tables_(tables) {}
+  ~Plan() override {
+    const CurrentDevice current(ordinal_);
+    memory_ = {};
+  }
+  const PackPlan& plan() const override { return plan_; }
+  const PackTables& tables() const { return tables_; }
+
+ private:
+  const int ordinal_;
+  const PackPlan plan_;
+  StreamMemory memory_;
+  const PackTables tables_;  // In `memory_`.
+};
+
+class Gpu final : public CudaDevice {
+ public:
+  Gpu(int ordinal, int64_t window_nbytes) : ordinal_(ordinal), window_nbytes_(window_nbytes) {}
+  ~Gpu() override {
+    const CurrentDevice current(ordinal_);
+    (void)synchronize();
+    buffers_ = {};
+    for (OwnedEvent* event : {&asked_, &joined_}) *event = {};
+    for (OwnedStream* stream : {&uploads_, &copies_, &kernels_}) *stream = {};
+  }
+
+  Status open();
+
+  int ordinal() const override { return ordinal_; }
+  Result<std::unique_ptr<CudaPlan>> upload(PackPlan plan) override;
+  Result<std::unique_ptr<CudaEvent>> pack_to_host(const CudaPlan& plan, MutableBytes image,
+                                                  CudaStream after) override {
+    return start([&] { return pack_windows(plan, image, after); });
+  }
+  Result<std::unique_ptr<CudaEvent>> unpack_from_host(const CudaPlan& plan, Bytes piece,
+                                                      CudaStream after) override {
+    return start([&] { return unpack_windows(plan, piece, after); });
+  }
+  Result<std::unique_ptr<CudaEvent>> unpack_on_device(const CudaPlan& plan, Bytes piece,
+                                                      CudaStream after) override {
+    return start([&] { return unpack_in_place(plan, piece, after); });
+  }
+  Result<std::vector<uint64_t>> sums(std::span<const SumBlock> blocks, CudaStream after) override;
+  Status wait() override {
+    const CurrentDevice current(ordinal_);
+    RETURN_IF_ERROR(current.status());
+    return synchronize();
+  }
+
+ private:
+  // A window, on its way through the GPU.
+  struct Buffer {
+    StreamMemory memory;
+    OwnedEvent filled;   // What the window is to hold is there.
+    OwnedEvent drained;  // It has been used, and the buffer may be filled again.
+  };
+
+  template <typename Work>
+  Result<std::unique_ptr<CudaEvent>> start(const Work& work);
+  Status pack_windows(const CudaPlan& plan, MutableBytes image, CudaStream after);
+  Status unpack_windows(const CudaPlan& plan, Bytes piece, CudaStream after);
+  Status unpack_in_place(const CudaPlan& plan, Bytes piece, CudaStream after);
+  Status launch(const CudaPlan& plan, const PackWindow& window, const std::byte* memory);
+  Status begin(const PackPlan& plan, PackDirection direction, int64_t nbytes, CudaStream after);
+  Status allocate_buffers();
+  Status synchronize();
+
+  const int ordinal_;
+  const int64_t window_nbytes_;
+  OwnedStream kernels_;
+  OwnedStream copies_;
+  OwnedStream uploads_;  // Of tables: never long, so that a call that waits for it does not either.
+  OwnedEvent asked_;     // What the caller's stream has to do first.
+  OwnedEvent joined_;    // What one of our streams has to do before the other goes on.
+  std::array<Buffer, 2> buffers_;
+};
+
+Status Gpu::open() {
+  RETURN_IF_ERROR(cuda_available());
+  const CurrentDevice current(ordinal_);
+  RETURN_IF_ERROR(current.status());
+  ASSIGN_OR_RETURN(kernels_, make_stream());
+  ASSIGN_OR_RETURN(copies_, make_stream());
+  ASSIGN_OR_RETURN(uploads_, make_stream());
+  ASSIGN_OR_RETURN(asked_, make_event());
+  ASSIGN_OR_RETURN(joined_, make_event());
+  for (Buffer& buffer : buffers_) {
+    ASSIGN_OR_RETURN(buffer.filled, make_event());
+    ASSIGN_OR_RETURN(buffer.drained, make_event());
+  }
+  return ok_status();
+}
+
+Status Gpu::synchronize() {
+  Status first;
+  for (const OwnedStream* stream : {&uploads_, &kernels_, &copies_}) {
+    if (stream->get() == nullptr) continue;  // It was never made; null is the caller's own.
+    const Status status =
+        cuda_status(cudaStreamSynchronize(stream->get()), "finish the work of a GPU");
+    if (first.ok()) first = status;
+  }
+  return first;
+}
+
+Result<std::unique_ptr<CudaPlan>> Gpu::upload(PackPlan plan) {
+  if (plan.window_nbytes > window_nbytes_) {
+    return invalid_argument("a plan has windows of ", plan.window_nbytes,
+                            " bytes, the buffers for them ", window_nbytes_);
+  }
+  const CurrentDevice current(ordinal_);
+  RETURN_IF_ERROR(current.status());
+  const auto nbytes_of = [](const auto& table) {
+    return static_cast<int64_t>(table.size() * sizeof(table[0]));
+  };
+  const int64_t chunks_at = align_up(nbytes_of(plan.shapes), kStagingAlignment);
+  const int64_t first_at = align_up(chunks_at + nbytes_of(plan.chunks), kStagingAlignment);
+  std::vector<std::byte> tables(static_cast<size_t>(first_at + nbytes_of(plan.first_chunk)));
+  const auto put = [&](int64_t offset, const auto& table) {
+    if (!table.empty()) {
+      std::memcpy(tables.data() + offset, table.data(), static_cast<size_t>(nbytes_of(table)));
+    }
+  };
+  put(0, plan.shapes);
+  put(chunks_at, plan.chunks);
+  put(first_at, plan.first_chunk);
+
+  ASSIGN_OR_RETURN(StreamMemory memory, StreamMemory::allocate(ssize(tables), uploads_.get()));
+  // From pageable memory, so that `tables` has been read when the call returns.
+  RETURN_IF_ERROR(copy_async(memory.data(), tables.data(), ssize(tables), uploads_.get()));
+  RETURN_IF_ERROR(record(joined_.get(), uploads_.get()));
+  RETURN_IF_ERROR(wait_for(kernels_.get(), joined_.get()));
+  memory.free_on(kernels_.get());
+  const PackTables on_device = {
+      reinterpret_cast<const PackShape*>(memory.data()),
+      reinterpret_cast<const PackChunk*>(memory.data() + chunks_at),
+      reinterpret_cast<const int32_t*>(memory.data() + first_at),
+  };
+  return std::unique_ptr<CudaPlan>(
+      std::make_unique<Plan>(ordinal_, std::move(plan), std::move(memory), on_device));
+}
+
+// Starts work on both streams, which ends on `kernels_`. Where that fails half way, waits for what
+// was started: nothing may use the caller's memory once it has the error.
+template <typename Work>
+Result<std::unique_ptr<CudaEvent>> Gpu::start(const Work& work) {
+  const CurrentDevice current(ordinal_);
+  RETURN_IF_ERROR(current.status());
+  ASSIGN_OR_RETURN(OwnedEvent done, make_event());
+  Status status = work();
+  if (status.ok()) status = record(done.get(), kernels_.get());
+  if (!status.ok()) {
+    (void)synchronize();
+    return status;
+  }
+  return std::unique_ptr<CudaEvent>(std::make_unique<Event>(ordinal_, std::move(done)));
+}
+
+Status Gpu::begin(const PackPlan& plan, PackDirection direction, int64_t nbytes, CudaStream after) {
+  if (plan.direction != direction || plan.staging_nbytes != nbytes) {
+    return invalid_argument("a plan ", plan.direction == PackDirection::kPack ? "" : "un", "packs ",
+                            plan.staging_nbytes, " bytes; it was used to ",
+                            direction == PackDirection::kPack ? "" : "un", "pack ", nbytes);
+  }
+  RETURN_IF_ERROR(record(asked_.get(), after));
+  RETURN_IF_ERROR(wait_for(kernels_.get(), asked_.get()));
+  return wait_for(copies_.get(), asked_.get());
+}
+
+Status Gpu::allocate_buffers() {
+  for (Buffer& buffer : buffers_) {
+    if (buffer.memory.data() != nullptr) continue;
+    ASSIGN_OR_RETURN(buffer.memory, StreamMemory::allocate(window_nbytes_, kernels_.get()));
+    // Only from here on may the other stream use it.
+    RETURN_IF_ERROR(record(buffer.drained.get(), kernels_.get()));
+  }
+  return ok_status();
+}
+
+Status Gpu::launch(const CudaPlan& plan, const PackWindow& window, const std::byte* memory) {
+  return cuda_status(
+      launch_pack(static_cast<const Plan&>(plan).tables(), plan.plan().bases(window, memory),
+                  window.first_worker, window.worker_end, kernels_.get()),
+      "start a kernel that packs");
+}
+
+Status Gpu::pack_windows(const CudaPlan& cuda_plan, MutableBytes image, CudaStream after) {
+  const PackPlan& plan = cuda_plan.plan();
+  RETURN_IF_ERROR(begin(plan, PackDirection::kPack, ssize(image), after));
+  // First, to have the link busy while the first window is packed.
+  for (const DirectCopy& copy : plan.direct) {
+    RETURN_IF_ERROR(
+        copy_async(image.data() + copy.staging_offset, copy.tensor, copy.nbytes, copies_.get()));
+  }
+  if (!plan.windows.empty()) RETURN_IF_ERROR(allocate_buffers());
+  for (size_t i = 0; i < plan.windows.size(); ++i) {
+    const PackWindow& window = plan.windows[i];
+    Buffer& buffer = buffers_[i % buffers_.size()];
+    RETURN_IF_ERROR(wait_for(kernels_.get(), buffer.drained.get()));
+    // Whatever was in the buffer before must not come into the gaps of a file.
+    RETURN_IF_ERROR(cuda_status(
+        cudaMemsetAsync(buffer.memory.data(), 0, static_cast<size_t>(window.end - window.base()),
+                        kernels_.get()),
+        "clear a buffer"));
+    RETURN_IF_ERROR(launch(cuda_plan, window, buffer.memory.data()));
+    RETURN_IF_ERROR(record(buffer.filled.get(), kernels_.get()));
+    RETURN_IF_ERROR(wait_for(copies_.get(), buffer.filled.get()));
+    RETURN_IF_ERROR(copy_async(image.data() + window.begin,
+                               buffer.memory.data() + (window.begin - window.base()),
+                               window.end - window.begin, copies_.get()));
+    RETURN_IF_ERROR(record(buffer.drained.get(), copies_.get()));
+  }
+  RETURN_IF_ERROR(record(joined_.get(), copies_.get()));
+  return wait_for(kernels_.get(), joined_.get());
+}
+
+Status Gpu::unpack_windows(const CudaPlan& cuda_plan, Bytes piece, CudaStream after) {
+  const PackPlan& plan = cuda_plan.plan();
+  RETURN_IF_ERROR(begin(plan, PackDirection::kUnpack, ssize(piece), after));
+  if (!plan.windows.empty()) RETURN_IF_ERROR(allocate_buffers());
+  for (size_t i = 0; i < plan.windows.size(); ++i) {
+    const PackWindow& window = plan.windows[i];
+    Buffer& buffer = buffers_[i % buffers_.size()];
+    RETURN_IF_ERROR(wait_for(copies_.get(), buffer.drained.get()));
+    RETURN_IF_ERROR(copy_async(buffer.memory.data() + (window.begin - window.base()),
+                               piece.data() + window.begin, window.end - window.begin,
+                               copies_.get()));
+    RETURN_IF_ERROR(record(buffer.filled.get(), copies_.get()));
+    RETURN_IF_ERROR(wait_for(kernels_.get(), buffer.filled.get()));
+    RETURN_IF_ERROR(launch(cuda_plan, window, buffer.memory.data()));
+    RETURN_IF_ERROR(record(buffer.drained.get(), kernels_.get()));
+  }
+  // Last, to have the link busy while the last window is unpacked.
+  for (const DirectCopy& copy : plan.direct) {
+    RETURN_IF_ERROR(
+        copy_async(copy.tensor, piece.data() + copy.staging_offset, copy.nbytes, copies_.get()));
+  }
+  RETURN_IF_ERROR(record(joined_.get(), copies_.get()));
+  return wait_for(kernels_.get(), joined_.get());
+}
+
+Status Gpu::unpack_in_place(const CudaPlan& cuda_plan, Bytes piece, CudaStream after) {
+  const PackPlan& plan = cuda_plan.plan();
+  if (reinterpret_cast<uintptr_t>(piece.data()) % kStagingAlignment != 0) {
+    return invalid_argument("a piece on a GPU begins at no multiple of ", kStagingAlignment);
+  }
+  RETURN_IF_ERROR(begin(plan, PackDirection::kUnpack, ssize(piece), after));
+  for (const PackWindow& window : plan.windows) {
+    RETURN_IF_ERROR(launch(cuda_plan, window, piece.data() + window.base()));
+  }
+  for (const DirectCopy& copy : plan.direct) {
+    RETURN_IF_ERROR(
+        copy_async(copy.tensor, piece.data() + copy.staging_offset, copy.nbytes, kernels_.get()));
+  }
+  return ok_status();
+}
+
+Result<std::vector<uint64_t>> Gpu::sums(std::span<const SumBlock> blocks, CudaStream after) {
+  for (const SumBlock& block : blocks) {
+    if (block.nbytes < kLeastSumNbytes ||
+        reinterpret_cast<uintptr_t>(block.data) % kSumAlignment != 0) {
+      return invalid_argument("a GPU sums no block of ", block.nbytes, " bytes at ",
+                              static_cast<const void*>(block.data));
+    }
+  }
+  std::vector<uint64_t> sums(blocks.size());
+  if (blocks.empty()) return sums;
+  const CurrentDevice current(ordinal_);
+  RETURN_IF_ERROR(current.status());
+  const auto blocks_nbytes = static_cast<int64_t>(blocks.size_bytes());
+  const auto sums_nbytes = static_cast<int64_t>(sums.size() * sizeof(uint64_t));
+  ASSIGN_OR_RETURN(const StreamMemory memory,
+                   StreamMemory::allocate(blocks_nbytes + sums_nbytes, kernels_.get()));
+  std::byte* const sums_there = memory.data() + blocks_nbytes;
+  const auto work = [&] {
+    RETURN_IF_ERROR(record(asked_.get(), after));
+    RETURN_IF_ERROR(wait_for(kernels_.get(), asked_.get()));
+    RETURN_IF_ERROR(copy_async(memory.data(), blocks.data(), blocks_nbytes, kernels_.get()));
+    RETURN_IF_ERROR(
+        cuda_status(launch_sums(reinterpret_cast<const SumBlock*>(memory.data()),
+                                static_cast<int32_t>(blocks.size()),
+                                reinterpret_cast<uint64_t*>(sums_there), kernels_.get()),
+                    "start a kernel that sums"));
+    return copy_async(sums.data(), sums_there, sums_nbytes, kernels_.get());
+  };
+  const Status started = work();
+  const Status finished = synchronize();
+  RETURN_IF_ERROR(started);
+  RETURN_IF_ERROR(finished);
+  return sums;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<CudaDevice>> CudaDevice::make(int ordinal, int64_t window_nbytes) {
+  auto device = std::make_unique<Gpu>(ordinal, window_nbytes);
+  RETURN_IF_ERROR(device->open());
+  return std::unique_ptr<CudaDevice>(std::move(device));
+}
+
+}  // namespace torch_ckpt
+
+#endif  // TORCH_CKPT_HAVE_CUDA

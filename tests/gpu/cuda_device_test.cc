@@ -1,0 +1,310 @@
+// Every kernel, and what runs it, byte for byte against the CPU. Needs a GPU.
+
+#include "device/cuda_device.h"
+
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/block_sums.h"
+#include "base/crc.h"
+#include "base/xxh3.h"
+#include "support/pack_cases.h"
+#include "support/status_matchers.h"
+#include "support/test_tensor.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+// Memory of the GPU, with bytes of the host in it.
+class OnGpu {
+ public:
+  explicit OnGpu(Bytes bytes) : nbytes_(bytes.size()) {
+    EXPECT_EQ(cudaMalloc(&data_, nbytes_ + 1), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(data_, bytes.data(), nbytes_, cudaMemcpyDefault), cudaSuccess);
+  }
+  OnGpu(const OnGpu&) = delete;
+  OnGpu& operator=(const OnGpu&) = delete;
+  ~OnGpu() { cudaFree(data_); }
+
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+  MutableBytes bytes() const { return {data(), nbytes_}; }
+  std::vector<std::byte> fetch() const {
+    std::vector<std::byte> out(nbytes_);
+    EXPECT_EQ(cudaMemcpy(out.data(), data_, nbytes_, cudaMemcpyDefault), cudaSuccess);
+    return out;
+  }
+
+ private:
+  size_t nbytes_;
+  void* data_ = nullptr;
+};
+
+class CudaDeviceTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    const Status available = cuda_available();
+    if (!available.ok()) GTEST_SKIP() << available.message();
+  }
+
+  // Pinned, and with these bytes.
+  Memory pinned(Bytes bytes) {
+    Result<Memory> memory = PinnedMemorySource(0).allocate(std::max<int64_t>(1, ssize(bytes)));
+    EXPECT_OK(memory.status());
+    std::copy(bytes.begin(), bytes.end(), memory->bytes().begin());
+    return std::move(*memory);
+  }
+
+  static std::unique_ptr<CudaDevice> device(int64_t window_nbytes) {
+    Result<std::unique_ptr<CudaDevice>> made = CudaDevice::make(0, window_nbytes);
+    EXPECT_OK(made.status());
+    return std::move(*made);
+  }
+};
+
+// The bytes of a staging buffer that copies write to.
+std::vector<bool> written(const PackCase& given) {
+  std::vector<bool> out(given.staging.size());
+  for (const TensorCopy& copy : given.copies) {
+    for (const auto& [from, to] : element_pairs(copy.copy)) {
+      std::fill_n(out.begin() + to, copy.copy.itemsize, true);
+    }
+  }
+  return out;
+}
+
+TEST_F(CudaDeviceTest, PackedTensorsAreWhereTheCpuPutsThem) {
+  for (const int64_t window_nbytes : {1024, 1 << 20}) {
+    const auto gpu = device(window_nbytes);
+    for (uint32_t seed = 0; seed < 100; ++seed) {
+      SCOPED_TRACE("seed " + std::to_string(seed));
+      const PackCase given = random_pack_case(seed, PackDirection::kPack);
+      const std::vector<std::byte> expected = packed_by_cpu(given).second;
+      const OnGpu tensors(given.tensors);
+      const Memory image = pinned(given.staging);
+      const PackOptions options = {.staging_nbytes = ssize(given.staging),
+                                   .window_nbytes = window_nbytes,
+                                   .direct_nbytes = seed % 2 == 0 ? 500 : kMiB};
+      ASSERT_OK_AND_ASSIGN(
+          PackPlan made, plan_pack(PackDirection::kPack, given.copies_in(tensors.data()), options));
+      ASSERT_OK_AND_ASSIGN(const auto plan, gpu->upload(std::move(made)));
+      const MutableBytes bytes = slice(image.bytes(), 0, ssize(given.staging));
+      ASSERT_OK_AND_ASSIGN(const auto event, gpu->pack_to_host(*plan, bytes, nullptr));
+      ASSERT_OK(event->wait());
+      const std::vector<bool> copied = written(given);
+      for (size_t i = 0; i < copied.size(); ++i) {
+        if (copied[i]) {
+          ASSERT_EQ(bytes[i], expected[i]) << i;
+        } else {  // Between copies: as it was, or zero.
+          ASSERT_TRUE(bytes[i] == given.staging[i] || bytes[i] == std::byte{}) << i;
+        }
+      }
+      EXPECT_EQ(tensors.fetch(), given.tensors);
+    }
+  }
+}
+
+TEST_F(CudaDeviceTest, UnpackedTensorsAreWhereTheCpuPutsThem) {
+  for (const int64_t window_nbytes : {1024, 1 << 20}) {
+    const auto gpu = device(window_nbytes);
+    for (uint32_t seed = 0; seed < 100; ++seed) {
+      SCOPED_TRACE("seed " + std::to_string(seed));
+      const PackCase given = random_pack_case(seed, PackDirection::kUnpack);
+      const std::vector<std::byte> expected = packed_by_cpu(given).first;
+      const PackOptions options = {.staging_nbytes = ssize(given.staging),
+                                   .window_nbytes = window_nbytes,
+                                   .direct_nbytes = seed % 2 == 0 ? 500 : kMiB};
+      const Memory piece = pinned(given.staging);
+      const OnGpu piece_there(given.staging);
+      for (const bool on_device : {false, true}) {
+        const OnGpu tensors(given.tensors);
+        ASSERT_OK_AND_ASSIGN(PackPlan made, plan_pack(PackDirection::kUnpack,
+                                                      given.copies_in(tensors.data()), options));
+        ASSERT_OK_AND_ASSIGN(const auto plan, gpu->upload(std::move(made)));
+        ASSERT_OK_AND_ASSIGN(
+            const auto event,
+            on_device ? gpu->unpack_on_device(*plan, piece_there.bytes(), nullptr)
+                      : gpu->unpack_from_host(*plan, slice(piece.bytes(), 0, ssize(given.staging)),
+                                              nullptr));
+        ASSERT_OK(event->wait());
+        EXPECT_EQ(tensors.fetch(), expected);
+      }
+    }
+  }
+}
+
+// Many windows through two buffers, again and again, with what is large going past them.
+TEST_F(CudaDeviceTest, WindowsDoNotOvertakeEachOther) {
+  std::mt19937 random(1);
+  const std::vector<std::byte> bytes = random_bytes(96 * kMiB, 5);
+  const OnGpu tensors(bytes);
+  std::vector<TensorCopy> copies;
+  std::vector<int64_t> from;
+  int64_t staging = 0;
+  for (int64_t at = 0; at < ssize(bytes);) {
+    const int64_t most = pick(random, 200) == 0 ? 3 * kMiB : 40000;
+    const int64_t nbytes = std::min(ssize(bytes) - at, 2 * (1 + pick(random, most)));
+    copies.push_back({tensors.data() + at,
+                      {.itemsize = 2,
+                       .sizes = {nbytes / 2},
+                       .src_strides = {2},
+                       .dst_offset = staging,
+                       .dst_strides = {2}}});
+    from.push_back(at);
+    at += nbytes;
+    staging = align_up(staging + nbytes, 64) + 384;
+  }
+  const PackOptions options = {.staging_nbytes = staging, .window_nbytes = 2 * kMiB};
+  const auto gpu = device(2 * kMiB);
+  ASSERT_OK_AND_ASSIGN(PackPlan made, plan_pack(PackDirection::kPack, copies, options));
+  ASSERT_GT(made.windows.size(), 10u);
+  ASSERT_GT(made.direct.size(), 1u);
+  ASSERT_OK_AND_ASSIGN(const auto plan, gpu->upload(std::move(made)));
+  for (int round = 0; round < 3; ++round) {
+    const Memory image = pinned(std::vector<std::byte>(static_cast<size_t>(staging)));
+    const MutableBytes there = slice(image.bytes(), 0, staging);
+    ASSERT_OK_AND_ASSIGN(const auto event, gpu->pack_to_host(*plan, there, nullptr));
+    ASSERT_OK(event->wait());
+    for (size_t i = 0; i < copies.size(); ++i) {
+      const int64_t nbytes = copies[i].copy.sizes[0] * 2;
+      ASSERT_EQ(std::memcmp(there.data() + copies[i].copy.dst_offset, bytes.data() + from[i],
+                            static_cast<size_t>(nbytes)),
+                0)
+          << "copy " << i;
+    }
+  }
+}
+
+// Training goes on while a snapshot is made: what it changes is changed after it was packed.
+TEST_F(CudaDeviceTest, AStreamThatIsHeldBackChangesNothingThatIsStillToBePacked) {
+  const std::vector<std::byte> bytes = random_bytes(32 * kMiB, 6);
+  const OnGpu tensor(bytes);
+  const StridedCopy transposed = {
+      .itemsize = 4, .sizes = {2048, 4096}, .src_strides = {4, 8192}, .dst_strides = {16384, 4}};
+  const TensorCopy copy = {tensor.data(), transposed};
+  ASSERT_OK_AND_ASSIGN(PackPlan made,
+                       plan_pack(PackDirection::kPack, {&copy, 1},
+                                 {.staging_nbytes = 32 * kMiB, .window_nbytes = kMiB}));
+  const auto gpu = device(kMiB);
+  ASSERT_OK_AND_ASSIGN(const auto plan, gpu->upload(std::move(made)));
+  const Memory image = pinned(std::vector<std::byte>(bytes.size()));
+  cudaStream_t training = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&training, cudaStreamNonBlocking), cudaSuccess);
+  ASSERT_OK_AND_ASSIGN(const auto event, gpu->pack_to_host(*plan, image.bytes(), training));
+  ASSERT_OK(event->hold_back(training));
+  ASSERT_EQ(cudaMemsetAsync(tensor.data(), 0, bytes.size(), training), cudaSuccess);
+  ASSERT_EQ(cudaStreamSynchronize(training), cudaSuccess);
+  ASSERT_OK_AND_ASSIGN(const bool done, event->done());
+  EXPECT_TRUE(done);
+  std::vector<std::byte> expected(bytes.size());
+  ASSERT_OK(cpu_device().copy(transposed, bytes.data(), expected.data()));
+  EXPECT_EQ(std::memcmp(image.bytes().data(), expected.data(), expected.size()), 0);
+  cudaStreamDestroy(training);
+}
+
+TEST_F(CudaDeviceTest, BlocksHaveTheSumsOfTheCpu) {
+  const std::vector<std::byte> bytes = random_bytes(8 * kMiB, 7);
+  const OnGpu data(bytes);
+  std::vector<SumBlock> blocks;
+  std::vector<uint64_t> expected;
+  const auto add = [&](int64_t begin, int64_t nbytes) {
+    blocks.push_back({data.data() + begin, nbytes});
+    expected.push_back(xxh3(slice(Bytes(bytes), begin, nbytes)));
+  };
+  for (int64_t at = 0; at < ssize(bytes); at += kSumBlockNbytes) add(at, kSumBlockNbytes);
+  std::mt19937 random(8);
+  for (int i = 0; i < 1000; ++i) {
+    add(pick(random, 1000) * kSumAlignment, kLeastSumNbytes + pick(random, 10000));
+  }
+  const auto gpu = device(kMiB);
+  ASSERT_OK_AND_ASSIGN(const auto sums, gpu->sums(blocks, nullptr));
+  EXPECT_EQ(sums, expected);
+  blocks[3].data += 1;
+  EXPECT_EQ(gpu->sums(blocks, nullptr).status().code(), StatusCode::kInvalidArgument);
+}
+
+TEST_F(CudaDeviceTest, PinnedMemoryIsZeroedWholePagesThatTheGpuKnows) {
+  ASSERT_OK_AND_ASSIGN(const Memory memory, PinnedMemorySource(0).allocate(3 * kMiB + 5));
+  EXPECT_EQ(memory.nbytes() % 4096, 0);
+  EXPECT_TRUE(std::ranges::all_of(memory.bytes(), [](std::byte b) { return b == std::byte{}; }));
+  cudaPointerAttributes attributes = {};
+  ASSERT_EQ(cudaPointerGetAttributes(&attributes, memory.bytes().data()), cudaSuccess);
+  EXPECT_EQ(attributes.type, cudaMemoryTypeHost);
+}
+
+TEST_F(CudaDeviceTest, MemoryThatCannotBePinnedIsAnErrorAndNoMore) {
+  const Status status = pin({reinterpret_cast<std::byte*>(uintptr_t{4096}), 4096}, 0).status();
+  EXPECT_NE(status.message().find("cannot pin 4096 bytes: cudaError"), std::string::npos);
+  EXPECT_OK(PinnedMemorySource(0).allocate(4096).status());
+}
+
+TEST_F(CudaDeviceTest, AGpuThatIsNotThereIsAnErrorByName) {
+  const Status status = CudaDevice::make(1000).status();
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("cudaErrorInvalidDevice"), std::string::npos);
+}
+
+TEST_F(CudaDeviceTest, AnImageOfTheWrongSizeIsRefused) {
+  const auto gpu = device(kMiB);
+  const PackOptions options = {.staging_nbytes = 100};
+  ASSERT_OK_AND_ASSIGN(const auto plan, gpu->upload(*plan_pack(PackDirection::kPack, {}, options)));
+  std::byte image[99];
+  EXPECT_EQ(gpu->pack_to_host(*plan, image, nullptr).status().code(), StatusCode::kInvalidArgument);
+  EXPECT_OK(gpu->wait());
+}
+
+// Through a buffer that holds a part of a copy only.
+TEST_F(CudaDeviceTest, SingleCopiesMatchTheCpuDevice) {
+  ASSERT_OK_AND_ASSIGN(const auto tensors, CudaTensors::make(device(kMiB), nullptr, 4096));
+  for (uint32_t seed = 0; seed < 200; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const int64_t itemsizes[] = {1, 2, 4, 8, 16};
+    StridedCopy copy = random_copy(random, itemsizes[random() % std::size(itemsizes)]);
+    if (seed % 10 == 0 && !copy.sizes.empty() && copy.sizes[0] > 0) {
+      copy.sizes.insert(copy.sizes.begin(), 40);
+      copy.src_strides.insert(copy.src_strides.begin(), extent(copy, true));
+      copy.dst_strides.insert(copy.dst_strides.begin(), extent(copy, false));
+      copy.src_strides[0] = align_up(copy.src_strides[0], 16);
+      copy.dst_strides[0] = align_up(copy.dst_strides[0], 16);
+    }
+    const std::vector<std::byte> src = random_bytes(extent(copy, true), seed);
+    const std::vector<std::byte> before = random_bytes(extent(copy, false), seed + 1);
+    std::vector<std::byte> expected = before;
+    ASSERT_OK(cpu_device().copy(copy, src.data(), expected.data()));
+
+    const OnGpu src_there(src);
+    std::vector<std::byte> fetched = before;
+    ASSERT_OK(tensors->copy(copy, src_there.data(), fetched.data()));
+    EXPECT_EQ(fetched, expected);
+
+    const OnGpu dst_there(before);
+    ASSERT_OK(tensors->copy(copy, src.data(), dst_there.data()));
+    EXPECT_EQ(dst_there.fetch(), expected);
+  }
+}
+
+TEST_F(CudaDeviceTest, SingleCopiesContinueACrcInBothDirections) {
+  ASSERT_OK_AND_ASSIGN(const auto tensors, CudaTensors::make(device(kMiB), nullptr));
+  const std::vector<std::byte> bytes = random_bytes(6 * kMiB + 3, 9);
+  const OnGpu there(std::vector<std::byte>(bytes.size()));
+  std::vector<std::byte> back(bytes.size());
+  ASSERT_OK_AND_ASSIGN(const uint32_t to, tensors->copy_and_checksum(bytes, there.bytes(), 17));
+  ASSERT_OK_AND_ASSIGN(const uint32_t from, tensors->copy_and_checksum(there.bytes(), back, 17));
+  EXPECT_EQ(to, crc32(17, bytes));
+  EXPECT_EQ(from, to);
+  EXPECT_EQ(back, bytes);
+}
+
+}  // namespace
+}  // namespace torch_ckpt
