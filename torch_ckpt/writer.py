@@ -41,6 +41,7 @@ from torch_ckpt.leftovers import stale_files
 from torch_ckpt.model_directory import COMMITTED_NAMES
 from torch_ckpt.model_files import ModelFiles
 from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.own_part import not_needed, part_of
 from torch_ckpt.plan_cache import PLAN_CACHE
 from torch_ckpt.planned import (
     AssignedItems,
@@ -59,7 +60,8 @@ from torch_ckpt.sharing import (
     share_out,
 )
 from torch_ckpt.split_work import Part, SplitWork, split
-from torch_ckpt.staging import STAGER
+from torch_ckpt.staged import Staged
+from torch_ckpt.staging import STAGER, SnapshotStager
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["FastWriter"]
@@ -104,6 +106,7 @@ class FastWriter(StorageWriter):
             tensors in ``model.safetensors`` or the files of ``model.safetensors.index.json``, which
             all ranks write at once. Those hold tensors alone, and no stream transforms.
         max_shard_nbytes: Most bytes of a safetensors file, unless it is of a single tensor.
+        stager: Stages for ``async_save``; one for the whole process if ``None``.
 
     Raises:
         AlreadyExistsError: ``path`` is committed and ``overwrite`` is false.
@@ -144,6 +147,7 @@ class FastWriter(StorageWriter):
         share_replicas: bool = True,
         format: Literal["dcp", "safetensors"] = "dcp",
         max_shard_nbytes: int = 5_000_000_000,
+        stager: SnapshotStager | None = None,
     ) -> None:
         if thread_count < 1:
             raise ValueError(f"{thread_count=} is not positive")
@@ -176,6 +180,8 @@ class FastWriter(StorageWriter):
         self._pools: list[_native.BufferPool] = []
         self._found: frozenset[str] = frozenset()  # Names in the directory before this save.
         self._plan: GlobalPlanEntry | None = None  # The coordinator's, of columns.
+        self.stager = STAGER if stager is None else stager
+        self._staged: Staged | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Travels to the process that saves in the background: without native handles.
@@ -185,6 +191,8 @@ class FastWriter(StorageWriter):
             "_plan": None,
             "_file_system": None,
             "_writing": None,
+            "stager": None,
+            "_staged": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -194,6 +202,7 @@ class FastWriter(StorageWriter):
             _writing=threading.Lock(),
             _file_system=_native.local_file_system(),
             save_id=_new_save_id(),
+            stager=STAGER,
         )
 
     # An AsyncStager, as DCP asks of a writer that stages by itself.
@@ -201,18 +210,28 @@ class FastWriter(StorageWriter):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Whether DCP waits for staging after it has begun to save: it has ended by then."""
+        """Whether DCP is to call :meth:`synchronize_staging` when the save has begun."""
         return self._synchronize_after_execute
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies everything into memory that all writers of this process share, save by save."""
-        return STAGER.stage(state_dict)
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        """Copies what this rank will write; all that it has unless that is known.
+
+        It is known where :class:`FastSavePlanner` has planned the same state in the asynchronous
+        save before. See :meth:`SnapshotStager.stage`.
+        """
+        part = self.stager.planned
+        left_out = set() if part is None else not_needed(state_dict, part)
+        state, self._staged = self.stager.begin(state_dict, left_out=left_out, may_leave=True)
+        return state
 
     def synchronize_staging(self) -> None:
-        """Returns at once."""
+        """Returns when what was staged may change: all, or what was written from where it was."""
+        self.stager.wait_staged()
+        if self._staged is not None and self._staged.has_left:
+            self._staged.wait_for_first(self.stager.timeout_s)
 
     def close(self) -> None:
-        """Has nothing to let go of: the memory is not the writer's."""
+        """Has nothing to let go of: the memory is the stager's."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -234,6 +253,8 @@ class FastWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """What ``.metadata`` says of the storage."""
+        if self._staged is not None:
+            self._staged.begin_save()  # The first that DCP asks of a writer, in each save.
         return StorageMeta(
             checkpoint_id=self.checkpoint_id, save_id=self.save_id, modules=[INDEX_MARK]
         )
@@ -302,29 +323,52 @@ class FastWriter(StorageWriter):
         """Writes this rank's items; returns when they are in the files (and synced)."""
         self._check_idle()
         future: Future[list[WriteResult]] = Future()
-        if self._model is not None:
-            with self._writing, portable_errors():
-                future.set_result(self._model.write(self, plan, planner))
-            return future
-        work = split(
-            plan, planner, self.transforms, self.thread_count if self.single_file_per_rank else None
-        )
-        prefix = plan.storage_data.prefix
-        files = {
-            f"{prefix}{number}_{self.save_id}.distcp": part
-            for number, part in enumerate(part for part in work.parts if part)
-        }
-        finished: list[str] = []
+        staged = self._staged
         with self._writing, portable_errors():
             try:
-                results = self._write_files(files, work, finished)
-                if files and self.sync_files:
-                    self._file_system.sync_directory(os.fsencode(self.path))
+                if self._model is not None:
+                    results = self._model.write(self, plan, planner)
+                else:
+                    results = self._write_parts(plan, planner)
+                    if staged is not None:
+                        self.stager.planned = part_of(plan, planner)
             except BaseException:
-                self._remove_files(finished)
+                self.stager.planned = None
                 raise
+            finally:
+                if staged is not None:
+                    staged.first_are_written()
         future.set_result(results)
         return future
+
+    def _write_parts(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Writes this rank's files; those of tensors that were not staged come first."""
+        count = self.thread_count if self.single_file_per_rank else None
+        staged = self._staged
+        partly = staged if staged and (staged.has_left or staged.has_left_out) else None
+        can_wait = None if partly is None else partly.can_wait
+        work = split(plan, planner, self.transforms, count, can_wait=can_wait)
+        numbers = itertools.count()
+        first, others = (
+            {
+                f"{plan.storage_data.prefix}{next(numbers)}_{self.save_id}.distcp": part
+                for part in parts
+                if part
+            }
+            for parts in (work.first, work.parts)
+        )
+        finished: list[str] = []
+        try:
+            results = self._write_files(first, work, finished)
+            if partly is not None:
+                partly.first_are_written()
+            results += self._write_files(others, work, finished)
+            if finished and self.sync_files:
+                self._file_system.sync_directory(os.fsencode(self.path))
+        except BaseException:
+            self._remove_files(finished)
+            raise
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes what they have replaced."""

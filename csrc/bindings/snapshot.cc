@@ -25,7 +25,7 @@ void fill(const Snapshot& snapshot,
     if (tensor == nullptr || !is_contiguous(to_live(*tensor))) {
       throw py::value_error("a snapshot takes contiguous tensors");
     }
-    const int64_t nbytes = checked_volume(tensor->sizes) * itemsize(tensor->dtype);
+    const int64_t nbytes = *checked_numel(tensor->sizes) * itemsize(tensor->dtype);
     copies.push_back({{tensor->data, static_cast<size_t>(nbytes)}, offset});
   }
   raise_if_error(without_gil([&] { return snapshot.fill(copies, threads); }));

@@ -11,6 +11,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace torch_ckpt {
 namespace {
 
@@ -35,6 +39,35 @@ void share(int64_t count, int threads, const Work& work) {
   }
   run();
   for (std::thread& other : others) other.join();
+}
+
+// As memcpy, but past the caches: nobody reads the copy soon, and fetching what it overwrites would
+// cost a third of the time.
+void copy_past_caches(Bytes from, std::byte* to) {
+  const std::byte* in = from.data();
+  size_t left = from.size();
+#if defined(__SSE2__)
+  constexpr size_t kVector = sizeof(__m128i);
+  const size_t head = std::min((kVector - reinterpret_cast<uintptr_t>(to) % kVector) % kVector, left);
+  std::memcpy(to, in, head);
+  in += head;
+  to += head;
+  left -= head;
+  for (; left >= 4 * kVector; left -= 4 * kVector, in += 4 * kVector, to += 4 * kVector) {
+    const auto* vectors = reinterpret_cast<const __m128i*>(in);
+    auto* out = reinterpret_cast<__m128i*>(to);
+    const __m128i a = _mm_loadu_si128(vectors);
+    const __m128i b = _mm_loadu_si128(vectors + 1);
+    const __m128i c = _mm_loadu_si128(vectors + 2);
+    const __m128i d = _mm_loadu_si128(vectors + 3);
+    _mm_stream_si128(out, a);
+    _mm_stream_si128(out + 1, b);
+    _mm_stream_si128(out + 2, c);
+    _mm_stream_si128(out + 3, d);
+  }
+  _mm_sfence();
+#endif
+  std::memcpy(to, in, left);
 }
 
 }  // namespace
@@ -77,7 +110,7 @@ Status Snapshot::fill(std::span<const SnapshotCopy> copies, int threads) const {
   }
   share(std::ssize(parts), threads, [&](int64_t i) {
     const SnapshotCopy& part = parts[static_cast<size_t>(i)];
-    std::memcpy(memory().data() + part.offset, part.source.data(), part.source.size());
+    copy_past_caches(part.source, memory().data() + part.offset);
   });
   return ok_status();
 }

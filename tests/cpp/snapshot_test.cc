@@ -6,6 +6,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <string>
 #include <utility>
@@ -41,6 +42,23 @@ TEST(SnapshotTest, EveryCopyIsAtItsPlaceWhoeverMadeIt) {
       EXPECT_TRUE(as_text(there) == as_text(copy.source));
     }
     EXPECT_EQ(snapshot->memory()[0], std::byte{0});
+  }
+}
+
+TEST(SnapshotTest, CopiesOfAnyLengthAndPlaceTouchNothingElse) {
+  HeapMemorySource heap;
+  ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, kMib, 1));
+  const std::vector<std::byte> source = random_bytes(400, 3);
+  for (const int64_t nbytes : {0, 1, 15, 16, 17, 63, 64, 65, 79, 128, 200}) {
+    for (int64_t from = 0; from < 17; ++from) {
+      const int64_t to = 4096 + (from * 5) % 19;
+      const MutableBytes around = slice(snapshot->memory(), to - 64, nbytes + 128);
+      std::ranges::fill(around, std::byte{0});
+      ASSERT_OK(snapshot->fill(std::vector<SnapshotCopy>{{slice(source, from, nbytes), to}}, 1));
+      std::vector<std::byte> expected(around.size());
+      std::ranges::copy(slice(source, from, nbytes), expected.begin() + 64);
+      EXPECT_TRUE(as_text(around) == as_text(expected)) << nbytes << " bytes from " << from;
+    }
   }
 }
 

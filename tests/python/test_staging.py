@@ -21,14 +21,14 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def state_of(value: float) -> dict[str, Any]:
-    large = torch.full((1 << 20,), value)
+    large = torch.full((1 << 20,), float(value))
     return {
         "large": large,
         "rows": large[4096:8192].view(4, 1024),
-        "small": torch.tensor([value]),
+        "small": torch.tensor([float(value)]),
         "empty": torch.empty(0, 3),
         "step": int(value),
-        "list": [torch.full((300, 301), value), {"deep": torch.tensor(value)}],
+        "list": [torch.full((300, 301), float(value)), {"deep": torch.tensor(float(value))}],
     }
 
 
