@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch_ckpt.rank_state import RankState
     from torch_ckpt.reader import FastReader
     from torch_ckpt.save_planner import FastSavePlanner
+    from torch_ckpt.staging import SnapshotStager
     from torch_ckpt.writer import FastWriter
 
 _HOMES = {
@@ -43,6 +44,7 @@ _HOMES = {
     "NotFoundError": "errors",
     "RankState": "rank_state",
     "RankTimeoutError": "errors",
+    "SnapshotStager": "staging",
     "StorageError": "errors",
     "UnsupportedError": "errors",
     "async_save": "api",
@@ -66,6 +68,7 @@ __all__ = [
     "NotFoundError",
     "RankState",
     "RankTimeoutError",
+    "SnapshotStager",
     "StorageError",
     "UnsupportedError",
     "async_save",

@@ -44,6 +44,7 @@ from torch_ckpt.tree_exchange import TreeExchange
 __all__ = [
     "DEFAULT_TIMEOUT_S",
     "BoundedExchange",
+    "any_rank_says",
     "bounded_call",
     "bounded_everywhere",
     "take_part_in_dcp",
@@ -140,6 +141,17 @@ def time_limit_s() -> float:
     if call is not None:
         return call.limits.timeout_s
     return _process_limits[-1].timeout_s if _process_limits else DEFAULT_TIMEOUT_S
+
+
+def any_rank_says(answer: bool) -> bool:
+    """Whether ``answer`` is true on any rank of the bounded call that this thread is in.
+
+    All ranks must ask, before they begin to save. One that is alone asks nobody.
+    """
+    call = _call.get()
+    if call is None or call.roll_calls is None:
+        return answer
+    return call.roll_calls.any_says(answer, "beginning")
 
 
 @contextlib.contextmanager

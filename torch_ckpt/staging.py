@@ -61,6 +61,8 @@ class SnapshotStager:
 
     Attributes:
         waits: How often a save had to wait for a former one.
+        skips: How often :func:`torch_ckpt.async_save` skipped one instead.
+        refusals: How often it raised.
         planned: What this rank wrote of what was staged last, if that is to go on so.
 
     Example::
@@ -87,7 +89,7 @@ class SnapshotStager:
         self.max_host_nbytes = max_host_nbytes
         self.blocking = blocking
         self.timeout_s = timeout_s
-        self.waits = 0
+        self.waits = self.skips = self.refusals = 0
         self.planned: PlannedPart | None = None
         self._free: list[_native.Snapshot | None] = [None] * slots
         self._in_use: set[Staged] = set()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,9 +14,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from random_states import random_state, same
+from random_states import blanked, random_state, same
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from torch_ckpt import CheckpointError, FastReader, FastWriter, StorageError, _native
+import torch_ckpt
+from torch_ckpt import (
+    CheckpointError,
+    FastReader,
+    FastSavePlanner,
+    FastWriter,
+    StorageError,
+    UnsupportedError,
+    _native,
+    staging,
+)
 from torch_ckpt.staging import SnapshotStager
 
 pytestmark = pytest.mark.timeout(120)
@@ -129,6 +144,186 @@ def test_a_state_that_cannot_be_copied_costs_no_slot() -> None:
         stager.stage({**state_of(1), "odd": Uncopyable()})
     gc.collect()
     assert same(stager.stage(state_of(1)), state_of(1))
+
+
+def test_memory_that_was_reserved_serves_the_first_save() -> None:
+    stager = SnapshotStager(slots=2)
+    with mock.patch.object(_native, "Snapshot", wraps=_native.Snapshot) as made:
+        stager.reserve(state_of(1))
+        assert made.call_count == 2
+        staged = [stager.stage(state_of(value)) for value in (1, 2)]
+    assert made.call_count == 2
+    assert same(staged, [state_of(1), state_of(2)])
+
+
+def test_tensors_side_by_side_in_one_storage_each_begin_at_a_page() -> None:
+    flat = torch.arange(1 << 20, dtype=torch.float32)
+    state = {"a": flat[3 : 1 << 18], "b": flat[1 << 18 :].view(-1, 3, 4).transpose(1, 2)}
+    staged = SnapshotStager().stage(state)
+    assert same(staged, state)
+    assert [staged[name].data_ptr() % 4096 for name in state] == [0, 0]
+    assert staged["b"].stride() == state["b"].stride()
+
+
+def test_a_tensor_without_memory_is_an_error_that_costs_no_slot() -> None:
+    stager = SnapshotStager(timeout_s=1)
+    empty = torch.ones(5)
+    empty.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"sizes \(5,\): its storage has 0 bytes of 20"):
+        stager.stage({"w": empty})
+    assert same(stager.stage(state_of(1)), state_of(1))
+
+
+def test_a_parameter_stays_what_its_metadata_say() -> None:
+    state = {"w": torch.nn.Parameter(torch.ones(3)), "frozen": torch.ones(2)}
+    staged = SnapshotStager().stage(state)
+    assert {name: tensor.requires_grad for name, tensor in staged.items()} == {
+        "w": True,
+        "frozen": False,
+    }
+
+
+class FailingPlanner(DefaultSavePlanner):
+    """Cannot plan."""
+
+    def create_local_plan(self) -> Any:
+        raise RuntimeError("not planned")
+
+
+def test_a_failed_save_whose_error_is_kept_does_not_keep_the_memory(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    stager = SnapshotStager(timeout_s=20)
+    kept = []
+    for step in range(3):
+        writer = FastWriter(tmp_path / f"{step}", stager=stager)
+        future = dcp.async_save(state_of(step), storage_writer=writer, planner=FailingPlanner())
+        kept.append(future)
+    assert all("not planned" in str(future.exception(20)) for future in kept)
+    assert stager.stage(state_of(1))
+
+
+def test_a_planner_that_is_kept_does_not_keep_the_memory(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    stager = SnapshotStager(timeout_s=20)
+    planner = FastSavePlanner()
+    for step in range(3):
+        writer = FastWriter(tmp_path / f"{step}", stager=stager)
+        dcp.async_save(state_of(step), storage_writer=writer, planner=planner)
+    assert same(stager.stage(state_of(1)), state_of(1))
+
+
+class SlowWriter(FastWriter):
+    """Begins to write so late that training goes on meanwhile, unless it waits."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        time.sleep(0.3)
+        return super().write_data(plan, planner)
+
+
+def large_state(value: float) -> dict[str, Any]:
+    return {"step": value, **{f"w{i}": torch.full((1 << 18,), value) for i in range(8)}}
+
+
+@pytest.mark.parametrize("planner", [FastSavePlanner, DefaultSavePlanner])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_the_cap_leaves_is_written_before_async_save_returns(
+    world_of_one: None, tmp_path: Path, planner: Any, threads: int
+) -> None:
+    stager = SnapshotStager(max_host_nbytes=3 << 20)
+    state = large_state(1.0)
+    with mock.patch.object(_native, "Snapshot", wraps=_native.Snapshot) as made:
+        writer = SlowWriter(tmp_path, thread_count=threads, stager=stager)
+        future = dcp.async_save(state, storage_writer=writer, planner=planner())
+    for i in range(8):
+        state[f"w{i}"].fill_(-1)
+    future.result()
+    assert made.call_args.args[0] <= 3 << 20
+    loaded = {f"w{i}": torch.zeros(1 << 18) for i in range(8)}
+    dcp.load(loaded, storage_reader=FastReader(tmp_path))
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, torch.ones(1 << 18)), name
+
+
+def test_a_save_in_waves_that_fails_before_it_writes_does_not_hang(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    writer = FastWriter(tmp_path, stager=SnapshotStager(max_host_nbytes=1 << 20, timeout_s=600))
+    future = dcp.async_save(large_state(1.0), storage_writer=writer, planner=FailingPlanner())
+    assert "not planned" in str(future.exception(20))
+
+
+def test_what_nobody_writes_in_time_is_not_left_out_of_a_snapshot(tmp_path: Path) -> None:
+    capped = SnapshotStager(max_host_nbytes=1 << 20)
+    with pytest.raises(UnsupportedError, match="cannot stage 8388608 bytes"):
+        capped.stage(large_state(1.0))
+    writer = FastWriter(tmp_path, stager=capped)
+    with pytest.raises(UnsupportedError, match="another process"):
+        pickle.dumps(writer.stage(large_state(1.0)))
+    writer.synchronize_staging()  # Which does not wait for what will not be.
+
+
+def test_training_goes_on_before_the_copy_is_made_and_waits_for_it_before_it_changes_anything(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    stager = SnapshotStager(blocking=False)
+    state, go = state_of(1), threading.Event()
+    copy_all = staging._Placed.copy_all
+
+    def copy_when_told(*args: Any) -> None:
+        assert go.wait(30)
+        copy_all(*args)
+
+    with mock.patch.object(staging._Placed, "copy_all", copy_when_told):
+        response = dcp.async_save(state, storage_writer=FastWriter(tmp_path, stager=stager))
+        assert isinstance(response, AsyncSaveResponse)
+        assert not response.staging_completion.done()
+        state["step"] = 2  # What is no tensor has been copied.
+        go.set()
+        stager.wait_staged()
+    state["large"].fill_(-1)
+    response.upload_completion.result()
+    loaded = {**blanked(state_of(1)), "step": 0}
+    dcp.load(loaded, storage_reader=FastReader(tmp_path))
+    assert same(loaded, state_of(1))
+
+
+def test_a_copy_in_the_background_that_fails_fails_the_wait_and_the_save(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    stager = SnapshotStager(blocking=False, timeout_s=20)
+    with mock.patch.object(staging._Placed, "copy_all", side_effect=StorageError("gone")):
+        response = dcp.async_save(state_of(1), storage_writer=FastWriter(tmp_path, stager=stager))
+        with pytest.raises(StorageError, match="gone"):
+            stager.wait_staged()
+    assert isinstance(response.upload_completion.exception(20), StorageError)
+
+
+@pytest.mark.parametrize("on_busy", ["skip", "error"])
+def test_a_save_that_would_wait_is_skipped_or_refused_and_counted(
+    tmp_path: Path, on_busy: Any
+) -> None:
+    stager = SnapshotStager()
+    writer = FastWriter(tmp_path, stager=stager)
+
+    def saved() -> Any:
+        state = state_of(2)
+        return torch_ckpt.async_save(state, storage_writer=writer, on_busy=on_busy, no_dist=True)
+
+    held = stager.stage(state_of(1))
+    for _ in range(2):
+        if on_busy == "skip":
+            assert saved() is None
+        else:
+            with pytest.raises(CheckpointError, match="still goes on"):
+                saved()
+    assert same(held, state_of(1))
+    assert (stager.waits, stager.skips, stager.refusals) == (
+        (0, 2, 0) if on_busy == "skip" else (0, 0, 2)
+    )
+    del held
+    saved().result()
 
 
 def test_an_async_save_stores_what_was_there_when_it_began(
