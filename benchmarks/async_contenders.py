@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 OURS = "torch-ckpt"
+OURS_PLUGIN = f"{OURS} under DCP's planner"
 OURS_RESERVED = f"{OURS}, reserved"
 OURS_SYNC = f"{OURS}, synchronous"
 STOCK_THREAD = "dcp, thread"
@@ -11,4 +12,4 @@ STOCK_PROCESS = "dcp, process, shared memory"
 TORCH_SAVE = "torch.save"
 MEMCPY = "memcpy into warm buffers"
 
-ASYNC = (OURS, STOCK_THREAD, STOCK_CACHED, STOCK_PROCESS)
+ASYNC = (OURS, OURS_PLUGIN, STOCK_THREAD, STOCK_CACHED, STOCK_PROCESS)

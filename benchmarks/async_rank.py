@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from async_contenders import (
     OURS,
+    OURS_PLUGIN,
     OURS_RESERVED,
     OURS_SYNC,
     STOCK_CACHED,
@@ -30,7 +30,7 @@ from rank_loads import empty as empty_state
 from rank_loads import fill, local_rows
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 SAVE_TIMEOUT_S = 300
 
@@ -68,7 +68,7 @@ class AsyncRank(Rank):
 
         STAGER.reserve(self.state)
 
-    def save(self, contender: str, folder: str) -> Answer:
+    def save_by(self, contender: str, folder: str) -> Answer:
         """Saves; returns when the call returned, and when all was on disk, both from its start."""
         begin_save, path = self._saver(contender), self.directory / folder
         dist.barrier()
@@ -109,10 +109,14 @@ class AsyncRank(Rank):
         raise AssertionError
 
     def _saver(self, contender: str) -> Callable[[Path], Future[Any] | None]:
+        import torch_ckpt
         from torch_ckpt import FastWriter
 
+        def save_ours(path: Path) -> Any:
+            return torch_ckpt.async_save(self.state, checkpoint_id=path, process_group=self.group)
+
         def save_async(writer: Any, **options: Any) -> Any:
-            return dcp.async_save(
+            return async_save(
                 self.state, storage_writer=writer, process_group=self.group, **options
             )
 
@@ -121,9 +125,10 @@ class AsyncRank(Rank):
             "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
         }
         savers: dict[str, Callable[[Path], Any]] = {
-            OURS: lambda path: save_async(FastWriter(path)),
-            OURS_RESERVED: lambda path: save_async(FastWriter(path)),
-            OURS_SYNC: lambda path: _none(dcp.save(self.state, storage_writer=FastWriter(path))),
+            OURS: save_ours,
+            OURS_PLUGIN: lambda path: save_async(FastWriter(path)),
+            OURS_RESERVED: save_ours,
+            OURS_SYNC: lambda path: _none(torch_ckpt.save(self.state, checkpoint_id=path)),
             STOCK_THREAD: lambda path: save_async(FileSystemWriter(path)),
             STOCK_CACHED: lambda path: save_async(
                 FileSystemWriter(path), async_stager=self._cached

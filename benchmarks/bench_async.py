@@ -117,7 +117,7 @@ def _saves(bench: Bench) -> None:
         contenders = (MEMCPY, *ASYNC, OURS_SYNC, TORCH_SAVE, *([FIO] if fio else []))
         for contender in contenders:
             if contender not in (MEMCPY, FIO):
-                ranks.call("save", contender=contender, folder="warm-up")
+                ranks.call("save_by", contender=contender, folder="warm-up")
                 remove_tree(bench.directory / "warm-up")
         for number, contender in bench.turns(contenders):
             if contender == MEMCPY:
@@ -128,7 +128,7 @@ def _saves(bench: Bench) -> None:
                 values = {"durable_s": fio.measure(path, int(bench.gib * GIB), write=True).seconds}
                 path.unlink()
             else:
-                values = _slowest(ranks.call("save", contender=contender, folder="saved"))
+                values = _slowest(ranks.call("save_by", contender=contender, folder="saved"))
                 remove_tree(bench.directory / "saved")
             bench.add(SAVES, contender, number, values)
 
@@ -139,7 +139,7 @@ def _first(bench: Bench) -> None:
         with bench.ranks() as ranks:
             if contender == OURS_RESERVED:
                 ranks.call("reserve")
-            values = _slowest(ranks.call("save", contender=contender, folder="saved"))
+            values = _slowest(ranks.call("save_by", contender=contender, folder="saved"))
             copies = [_slowest(ranks.call("memcpy"))["call_s"] for _ in range(4)]
             values["memcpy_s"] = statistics.median(copies[1:])
         remove_tree(bench.directory / "saved")

@@ -93,7 +93,8 @@ class CopiedState(StateDictStager):
     def _copied(self, x: torch.Tensor, memo: Any) -> torch.Tensor:
         if type(x) is DTensor:
             local = self.deepcopy_with_tensor_offload(x._local_tensor, memo)
-            return DTensor(local, x._spec, requires_grad=x.requires_grad)  # type: ignore[no-untyped-call]
+            # Its __init__ does nothing, and imports all of torch's compiler for that.
+            return DTensor.__new__(DTensor, local, x._spec, requires_grad=x.requires_grad)
         if _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCHS_OWN:
             return x.detach().clone()
         if x.is_conj() or x.is_neg():
@@ -125,8 +126,10 @@ class MemoryRun:
         return self.end - self.begin
 
     def live_bytes(self) -> torch.Tensor:
-        """A view of it."""
+        """A contiguous tensor that it is the memory of."""
         live = self.tensors[0][0].live
+        if len(self.tensors) == 1 and live.is_contiguous():
+            return live
         flat = torch.empty(0, dtype=torch.uint8, device=live.device)
         return flat.set_(live.untyped_storage(), self.begin, (self.nbytes,), (1,))
 
@@ -136,13 +139,15 @@ class MemoryRun:
         for (live, copy), begin in self.tensors:
             offset = (begin - self.begin) // live.itemsize
             copy.set_(storage, offset, live.size(), live.stride())
-            copy.requires_grad_(live.requires_grad)
+            if live.requires_grad:
+                copy.requires_grad_()
 
     def give_live_memory(self) -> None:
         """Has the copies be views of the tensors themselves."""
         for (live, copy), _ in self.tensors:
             copy.data = live.detach()
-            copy.requires_grad_(live.requires_grad)
+            if live.requires_grad:
+                copy.requires_grad_()
 
 
 def give_no_memory(tensors: Iterable[CopiedTensor]) -> None:
@@ -150,7 +155,8 @@ def give_no_memory(tensors: Iterable[CopiedTensor]) -> None:
     for live, copy in tensors:
         copy.data = torch.empty_strided(live.size(), live.stride(), dtype=live.dtype)
         copy.untyped_storage().resize_(0)
-        copy.requires_grad_(live.requires_grad)
+        if live.requires_grad:
+            copy.requires_grad_()
 
 
 def runs_of(tensors: Iterable[CopiedTensor]) -> list[MemoryRun]:

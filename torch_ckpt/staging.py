@@ -22,6 +22,7 @@ from torch_ckpt.copied_state import (
 )
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.staged import LOOK_S, PartlyStaged, PlannedPart, Staged
+from torch_ckpt.tensors import gc_paused
 
 __all__ = ["STAGER", "SnapshotStager"]
 
@@ -175,6 +176,12 @@ class SnapshotStager:
             may_leave: Whether the writer first writes what ``max_host_nbytes`` leaves.
         """
         self.wait_staged()
+        with gc_paused():
+            return self._begin(state_dict, left_out, may_leave)
+
+    def _begin(
+        self, state_dict: dict[str, Any], left_out: Collection[int], may_leave: bool
+    ) -> tuple[dict[str, Any] | Future[dict[str, Any]], Staged]:
         copied = CopiedState(state_dict)
         skipped = {at for at in left_out if at not in copied.within_objects}
         give_no_memory(tensor for tensor in copied.tensors if id(tensor.live) in skipped)
@@ -307,7 +314,8 @@ class _Placed:
             The address of the snapshot.
         """
         for run, offset in self._places:
-            memory = torch.frombuffer(view, dtype=torch.uint8, count=run.nbytes, offset=offset)
+            nbytes = run.nbytes
+            memory = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
             run.give_memory(memory)
             self._copies.append((memory, run.live_bytes(), offset))
         for run in self.left:
@@ -322,7 +330,7 @@ class _Placed:
         for memory, live, _ in copies:
             if live.device.type != "cpu":
                 devices.add(live.device)
-                memory.copy_(live, non_blocking=True)
+                memory.copy_(live.detach().reshape(-1).view(torch.uint8), non_blocking=True)
         snapshot.fill(
             [
                 (_tensor_view.view(live, "", writable=False), offset)
