@@ -47,9 +47,10 @@ class AsyncRank(Rank):
 
     def prepare(self, gib: float) -> int:
         """Makes this rank's shards; returns their bytes."""
-        self.state = empty_state(ROWS, gib)
-        fill(self.state)
-        self.parts = [local_rows(tensor)[0] for tensor in self.state.values()]
+        tensors = empty_state(ROWS, gib)
+        fill(tensors)
+        self.state = {"model": tensors, "step": 1}  # DCP takes its time for each key at the top.
+        self.parts = [local_rows(tensor)[0] for tensor in tensors.values()]
         self.buffers = [torch.ones_like(part) for part in self.parts]
         self._model = _model()
         return sum(part.nbytes for part in self.parts)

@@ -47,7 +47,7 @@ LAYERS = [
     {"formats.recognise"},
     {"save_planner", "load_planner"},
     {"data_file", "loading", "own_part", "sealed_metadata"},
-    {"split_work", "model_files"},
+    {"split_work", "model_files", "staging_writer"},
     {"writer", "reader"},
     {"api", "commands.opened"},
     {"commands.inspect", "commands.verify"},

@@ -28,13 +28,13 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torch_ckpt.deadline import (
     DEFAULT_TIMEOUT_S,
-    any_rank_says,
     bounded_call,
     bounded_everywhere,
 )
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.load_planner import FastLoadPlanner
 from torch_ckpt.reader import FastReader
+from torch_ckpt.roll_call import RollCalls
 from torch_ckpt.save_planner import FastSavePlanner
 from torch_ckpt.staging import SnapshotStager
 from torch_ckpt.writer import FastWriter
@@ -152,8 +152,9 @@ def async_save(
         future.result()
     """
     writer = storage_writer or _writer_for(checkpoint_id)
-    with bounded_call(timeout_s, fan_out=fan_out, group=process_group, no_dist=no_dist):
-        if on_busy != "wait" and _is_busy(async_stager or writer, on_busy):
+    call = bounded_call(timeout_s, fan_out=fan_out, group=process_group, no_dist=no_dist)
+    with call as roll_calls:
+        if on_busy != "wait" and _is_busy(async_stager or writer, on_busy, roll_calls):
             return None
         return state_dict_saver.async_save(
             state_dict,
@@ -266,14 +267,17 @@ def _choosing_here(execute_save: Callable[..., Any]) -> Callable[..., Any]:
     return execute
 
 
-def _is_busy(stages: Any, on_busy: str) -> bool:
-    """Whether a rank would have to wait, which is an error if it is to be."""
+def _is_busy(stages: Any, on_busy: str, roll_calls: RollCalls | None) -> bool:
+    """Whether any rank would have to wait, which is an error if it is to be."""
     stager = stages.stager if isinstance(stages, FastWriter) else stages
     if on_busy not in ("skip", "error") or not isinstance(stager, SnapshotStager):
         raise ValueError(
             f'{on_busy=} is not "wait", or, for FastWriter and SnapshotStager, "skip" or "error"'
         )
-    if not any_rank_says(stager.is_busy):
+    is_busy = stager.is_busy
+    if roll_calls is not None:
+        is_busy = roll_calls.any_says(is_busy, "beginning")
+    if not is_busy:
         return False
     if on_busy == "skip":
         stager.skips += 1

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torch_ckpt import _native
@@ -41,7 +41,6 @@ from torch_ckpt.leftovers import stale_files
 from torch_ckpt.model_directory import COMMITTED_NAMES
 from torch_ckpt.model_files import ModelFiles
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.own_part import not_needed, part_of
 from torch_ckpt.plan_cache import PLAN_CACHE
 from torch_ckpt.planned import (
     AssignedItems,
@@ -60,8 +59,8 @@ from torch_ckpt.sharing import (
     share_out,
 )
 from torch_ckpt.split_work import Part, SplitWork, split
-from torch_ckpt.staged import Staged
-from torch_ckpt.staging import STAGER, SnapshotStager
+from torch_ckpt.staging import SnapshotStager
+from torch_ckpt.staging_writer import StagingWriter
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["FastWriter"]
@@ -70,7 +69,7 @@ _METADATA = ".metadata"
 _INDEX = ".index"
 
 
-class FastWriter(StorageWriter):
+class FastWriter(StagingWriter):
     """Writes a checkpoint through the native engine, as files stock DCP can read.
 
     Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save`` in place of
@@ -90,8 +89,7 @@ class FastWriter(StorageWriter):
             most disks.
         per_thread_copy_ahead: Bytes that may be copied ahead of the disk by each thread. Other than
             the default it takes the place of ``io.buffer_nbytes / thread_count``.
-        cache_staged_state_dict: Without effect: the memory that ``async_save`` stages in is always
-            kept for the next save (see :class:`SnapshotStager`).
+        cache_staged_state_dict: Without effect: memory that ``async_save`` stages in is kept.
         overwrite: Whether a checkpoint already committed at ``path`` may be replaced. The old one
             stays readable until the new one commits.
         _extensions: Stream transforms such as ``ZStandard``, applied to each item as stock does.
@@ -149,6 +147,7 @@ class FastWriter(StorageWriter):
         max_shard_nbytes: int = 5_000_000_000,
         stager: SnapshotStager | None = None,
     ) -> None:
+        super().__init__(stager)
         if thread_count < 1:
             raise ValueError(f"{thread_count=} is not positive")
         if per_thread_copy_ahead < 0:
@@ -180,58 +179,18 @@ class FastWriter(StorageWriter):
         self._pools: list[_native.BufferPool] = []
         self._found: frozenset[str] = frozenset()  # Names in the directory before this save.
         self._plan: GlobalPlanEntry | None = None  # The coordinator's, of columns.
-        self.stager = STAGER if stager is None else stager
-        self._staged: Staged | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Travels to the process that saves in the background: without native handles.
-        return {
-            **self.__dict__,
-            "_pools": [],
-            "_plan": None,
-            "_file_system": None,
-            "_writing": None,
-            "stager": None,
-            "_staged": None,
-        }
+        native = {"_pools": [], "_plan": None, "_file_system": None, "_writing": None}
+        return super().__getstate__() | native
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy's data files must not meet those of the original, or of other copies.
-        self.__dict__.update(
-            state,
-            _writing=threading.Lock(),
-            _file_system=_native.local_file_system(),
-            save_id=_new_save_id(),
-            stager=STAGER,
-        )
-
-    # An AsyncStager, as DCP asks of a writer that stages by itself.
-    _synchronize_after_execute = True
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """Whether DCP is to call :meth:`synchronize_staging` when the save has begun."""
-        return self._synchronize_after_execute
-
-    def stage(self, state_dict: dict[str, Any]) -> Any:
-        """Copies what this rank will write; all that it has unless that is known.
-
-        It is known where :class:`FastSavePlanner` has planned the same state in the asynchronous
-        save before. See :meth:`SnapshotStager.stage`.
-        """
-        part = self.stager.planned
-        left_out = set() if part is None else not_needed(state_dict, part)
-        state, self._staged = self.stager.begin(state_dict, left_out=left_out, may_leave=True)
-        return state
-
-    def synchronize_staging(self) -> None:
-        """Returns when what was staged may change: all, or what was written from where it was."""
-        self.stager.wait_staged()
-        if self._staged is not None and self._staged.has_left:
-            self._staged.wait_for_first(self.stager.timeout_s)
-
-    def close(self) -> None:
-        """Has nothing to let go of: the memory is the stager's."""
+        super().__setstate__(state)
+        self._writing = threading.Lock()
+        self._file_system = _native.local_file_system()
+        self.save_id = _new_save_id()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -253,8 +212,7 @@ class FastWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """What ``.metadata`` says of the storage."""
-        if self._staged is not None:
-            self._staged.begin_save()  # The first that DCP asks of a writer, in each save.
+        self._begin_staged_save()
         return StorageMeta(
             checkpoint_id=self.checkpoint_id, save_id=self.save_id, modules=[INDEX_MARK]
         )
@@ -323,45 +281,27 @@ class FastWriter(StorageWriter):
         """Writes this rank's items; returns when they are in the files (and synced)."""
         self._check_idle()
         future: Future[list[WriteResult]] = Future()
-        staged = self._staged
-        with self._writing, portable_errors():
-            try:
-                if self._model is not None:
-                    results = self._model.write(self, plan, planner)
-                else:
-                    results = self._write_parts(plan, planner)
-                    if staged is not None:
-                        self.stager.planned = part_of(plan, planner)
-            except BaseException:
-                self.stager.planned = None
-                raise
-            finally:
-                if staged is not None:
-                    staged.first_are_written()
-        future.set_result(results)
+        with self._writing, portable_errors(), self._writing_staged():
+            if self._model is not None:
+                future.set_result(self._model.write(self, plan, planner))
+            else:
+                future.set_result(self._write_parts(plan, planner))
+                self._wrote_part(plan, planner)
         return future
 
     def _write_parts(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's files; those of tensors that were not staged come first."""
         count = self.thread_count if self.single_file_per_rank else None
-        staged = self._staged
-        partly = staged if staged and (staged.has_left or staged.has_left_out) else None
-        can_wait = None if partly is None else partly.can_wait
-        work = split(plan, planner, self.transforms, count, can_wait=can_wait)
-        numbers = itertools.count()
+        work = split(plan, planner, self.transforms, count, can_wait=self._can_wait)
+        number, prefix = itertools.count(), plan.storage_data.prefix
         first, others = (
-            {
-                f"{plan.storage_data.prefix}{next(numbers)}_{self.save_id}.distcp": part
-                for part in parts
-                if part
-            }
+            {f"{prefix}{next(number)}_{self.save_id}.distcp": part for part in parts if part}
             for parts in (work.first, work.parts)
         )
         finished: list[str] = []
         try:
             results = self._write_files(first, work, finished)
-            if partly is not None:
-                partly.first_are_written()
+            self._first_are_written()
             results += self._write_files(others, work, finished)
             if finished and self.sync_files:
                 self._file_system.sync_directory(os.fsencode(self.path))

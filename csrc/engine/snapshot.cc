@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <system_error>
 #include <thread>
@@ -22,6 +23,10 @@ namespace {
 constexpr int64_t kPart = int64_t{4} << 20;
 
 constexpr int64_t kPage = 4096;
+
+// For the pages of a part. Where memory is fragmented, the kernel moves other pages about to make
+// huge ones, a hundred times as long as they save.
+constexpr auto kPatience = std::chrono::milliseconds(8);
 
 // Calls `work(i)` for every i in [0, count), by this thread and others, as many as there can be.
 template <typename Work>
@@ -78,10 +83,16 @@ Result<std::unique_ptr<Snapshot>> Snapshot::make(MemorySource& source, int64_t n
   ASSIGN_OR_RETURN(Memory memory, source.allocate(nbytes));
   const MutableBytes bytes = memory.bytes();
   std::atomic<int> failed = 0;
+  std::atomic<bool> huge_pages_are_slow = false;
   share((ssize(bytes) + kPart - 1) / kPart, threads, [&](int64_t part) {
     const int64_t begin = part * kPart;
     const MutableBytes some = slice(bytes, begin, std::min(kPart, ssize(bytes) - begin));
-    if (::madvise(some.data(), some.size(), MADV_POPULATE_WRITE) == 0) return;
+    // Only advice, too.
+    if (huge_pages_are_slow) ::madvise(some.data(), some.size(), MADV_NOHUGEPAGE);
+    const auto started = std::chrono::steady_clock::now();
+    const int populated = ::madvise(some.data(), some.size(), MADV_POPULATE_WRITE);
+    if (std::chrono::steady_clock::now() - started > kPatience) huge_pages_are_slow = true;
+    if (populated == 0) return;
     if (errno != EINVAL) {
       failed = errno;
       return;
