@@ -30,7 +30,7 @@ _ALIGNMENT = 4096
 """Of what is long: the disk takes it from where it is."""
 
 _SMALL_ALIGNMENT = 64
-_LONG_NBYTES = 256 << 10
+_LONG_NBYTES = 1 << 20
 _SLACK_NBYTES = 64 << 20
 """A snapshot is kept if it has no more than twice what is needed, and this."""
 

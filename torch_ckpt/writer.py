@@ -182,8 +182,8 @@ class FastWriter(StagingWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # Travels to the process that saves in the background: without native handles.
-        native = {"_pools": [], "_plan": None, "_file_system": None, "_writing": None}
-        return super().__getstate__() | native
+        native = dict.fromkeys(("_plan", "_file_system", "_writing"))
+        return super().__getstate__() | native | {"_pools": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy's data files must not meet those of the original, or of other copies.

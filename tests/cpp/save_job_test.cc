@@ -127,7 +127,7 @@ TEST(SaveJobTest, WhatLiesInMemoryAsInTheFileIsWrittenFromThere) {
   for (const int64_t offset : {0, 64}) {
     MemoryFileSystem fs;
     const TestTensor tensor =
-        TestTensor::random("a", DType::kUInt8, {(600 << 10) + 7}, 1).in_page(offset);
+        TestTensor::random("a", DType::kUInt8, {(1100 << 10) + 7}, 1).in_page(offset);
     const Layout layout = layout_of({tensor});
     const Slice& slice = layout.slices.front();
     const int64_t payload = slice.offset + slice.nbytes.head;

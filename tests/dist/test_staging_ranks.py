@@ -69,7 +69,7 @@ class Saves:
         copy_all = _Placed.copy_all
 
         def copy_counted(placed: _Placed, snapshot: Any) -> None:
-            self.staged.append(sum(live.numel() for _, live, _ in placed._copies))
+            self.staged.append(sum(live.nbytes for _, live, _ in placed._copies))
             copy_all(placed, snapshot)
 
         writer = FastWriter(self.path / str(state["step"]), stager=self.stager)

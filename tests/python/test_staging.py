@@ -157,8 +157,8 @@ def test_memory_that_was_reserved_serves_the_first_save() -> None:
 
 
 def test_tensors_side_by_side_in_one_storage_each_begin_at_a_page() -> None:
-    flat = torch.arange(1 << 20, dtype=torch.float32)
-    state = {"a": flat[3 : 1 << 18], "b": flat[1 << 18 :].view(-1, 3, 4).transpose(1, 2)}
+    flat = torch.arange(1 << 21, dtype=torch.float32)
+    state = {"a": flat[3 : 1 << 19], "b": flat[1 << 19 : 5 << 18].view(-1, 3, 4).transpose(1, 2)}
     staged = SnapshotStager().stage(state)
     assert same(staged, state)
     assert [staged[name].data_ptr() % 4096 for name in state] == [0, 0]
