@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -113,9 +114,9 @@ class SnapshotStager:
         Raises:
             Exception: They could not be copied; the save raises the same.
         """
-        if self._copying is not None:
-            self._copying.result()
-            self._copying = None
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.result()
 
     @property
     def is_busy(self) -> bool:
@@ -128,6 +129,9 @@ class SnapshotStager:
         """Lets go of the memory that is not in use."""
         with self._changed:
             self._free = [None] * len(self._free)
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
 
     def reserve(self, state_dict: dict[str, Any]) -> None:
         """Makes the memory for such a state dict in all slots that are free, and copies nothing.
@@ -175,7 +179,8 @@ class SnapshotStager:
             left_out: ``id`` of tensors that will not be written, and so need not be copied.
             may_leave: Whether the writer first writes what ``max_host_nbytes`` leaves.
         """
-        self.wait_staged()
+        with contextlib.suppress(Exception):  # It was the former save's.
+            self.wait_staged()
         with gc_paused():
             return self._begin(state_dict, left_out, may_leave)
 
@@ -204,7 +209,7 @@ class SnapshotStager:
             if self.blocking:
                 placed.copy_all(snapshot)
                 return PartlyStaged(staged, copied.state) if placed.left else copied.state, staged
-            return self._copy_later(placed, snapshot, copied.state), staged
+            return self._copy_later(placed, snapshot, copied.state, staged), staged
         except BaseException:
             staged.release()  # The error may be referred to for long, and so may its frames.
             raise
@@ -219,7 +224,11 @@ class SnapshotStager:
                     self._give_back(snapshot)
 
         view = memoryview(snapshot)
-        address = placed.give_memory(view)
+        try:
+            address = placed.give_memory(view)
+        except BaseException:
+            self._give_back(snapshot)
+            raise
         staged = Staged(
             address,
             snapshot.nbytes,
@@ -234,7 +243,7 @@ class SnapshotStager:
         return staged
 
     def _copy_later(
-        self, placed: _Placed, snapshot: _native.Snapshot, state: dict[str, Any]
+        self, placed: _Placed, snapshot: _native.Snapshot, state: dict[str, Any], staged: Staged
     ) -> Future[dict[str, Any]]:
         done: Future[dict[str, Any]] = Future()
 
@@ -242,6 +251,7 @@ class SnapshotStager:
             try:
                 placed.copy_all(snapshot)
             except BaseException as error:
+                staged.release()
                 done.set_exception(error)
                 raise
             done.set_result(state)

@@ -297,7 +297,11 @@ def test_a_copy_in_the_background_that_fails_fails_the_wait_and_the_save(
         response = dcp.async_save(state_of(1), storage_writer=FastWriter(tmp_path, stager=stager))
         with pytest.raises(StorageError, match="gone"):
             stager.wait_staged()
+        later = FastWriter(tmp_path, stager=stager)
+        unwatched = dcp.async_save(state_of(1), storage_writer=later)
     assert isinstance(response.upload_completion.exception(20), StorageError)
+    assert isinstance(unwatched.upload_completion.exception(20), StorageError)
+    assert same(stager.stage(state_of(1)).result(20), state_of(1))
 
 
 @pytest.mark.parametrize("on_busy", ["skip", "error"])
