@@ -112,9 +112,10 @@ class AsyncRank(Rank):
     def _saver(self, contender: str) -> Callable[[Path], Future[Any] | None]:
         import torch_ckpt
         from torch_ckpt import FastWriter
+        from torch_ckpt import async_save as our_async_save  # Now: names are imported lazily.
 
         def save_ours(path: Path) -> Any:
-            return torch_ckpt.async_save(self.state, checkpoint_id=path, process_group=self.group)
+            return our_async_save(self.state, checkpoint_id=path, process_group=self.group)
 
         def save_async(writer: Any, **options: Any) -> Any:
             return async_save(

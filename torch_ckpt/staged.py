@@ -127,7 +127,7 @@ class Staged:
 
 
 class PartlyStaged(dict[str, Any]):
-    """A state dict of tensors some of which are those of the training process itself."""
+    """A state dict some of whose tensors are the training process's own, or have no memory."""
 
     def __init__(self, staged: Staged, state: dict[str, Any]) -> None:
         super().__init__(state)
@@ -137,6 +137,7 @@ class PartlyStaged(dict[str, Any]):
         with contextlib.suppress(CheckpointError):
             self._staged.first_are_written()  # Nothing is going to be.
         raise UnsupportedError(
-            "a save by another process needs all of the state staged, and max_host_nbytes does not "
-            "hold it"
+            "a save by another process needs all of the state staged: max_host_nbytes does not "
+            "hold it, or it is only what this rank wrote in the save before, by a thread; then the "
+            "next save stages all"
         )

@@ -208,7 +208,8 @@ class SnapshotStager:
         try:
             if self.blocking:
                 placed.copy_all(snapshot)
-                return PartlyStaged(staged, copied.state) if placed.left else copied.state, staged
+                is_whole = not (placed.left or skipped)
+                return copied.state if is_whole else PartlyStaged(staged, copied.state), staged
             return self._copy_later(placed, snapshot, copied.state, staged), staged
         except BaseException:
             staged.release()  # The error may be referred to for long, and so may its frames.

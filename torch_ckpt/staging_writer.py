@@ -31,7 +31,9 @@ class StagingWriter(StorageWriter):
         self._staged: Staged | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is staged travels by itself, and the memory stays here.
+        # To the process that saves, whose plans are not known here. What is staged travels by
+        # itself, and the memory stays.
+        self.stager.planned = None
         return {**self.__dict__, "stager": None, "_staged": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

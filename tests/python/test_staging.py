@@ -183,6 +183,17 @@ def test_a_parameter_stays_what_its_metadata_say() -> None:
     }
 
 
+def test_a_copy_that_fails_costs_no_slot_while_its_error_is_kept() -> None:
+    stager = SnapshotStager(timeout_s=1)
+    with (
+        mock.patch.object(staging._Placed, "copy_all", side_effect=StorageError("gone")),
+        pytest.raises(StorageError) as kept,
+    ):
+        stager.stage(state_of(1))
+    assert same(stager.stage(state_of(1)), state_of(1))
+    del kept
+
+
 class FailingPlanner(DefaultSavePlanner):
     """Cannot plan."""
 
