@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch_ckpt.reader import FastReader
     from torch_ckpt.runs import Run
     from torch_ckpt.save_planner import FastSavePlanner
+    from torch_ckpt.staging import SnapshotStager
     from torch_ckpt.writer import FastWriter
 
 _HOMES = {
@@ -53,6 +54,7 @@ _HOMES = {
     "Run": "runs",
     "SnapshotAgent": "agent.trainer",
     "SnapshotReader": "agent.reader",
+    "SnapshotStager": "staging",
     "StorageError": "errors",
     "UnsupportedError": "errors",
     "async_save": "api",
@@ -81,6 +83,7 @@ __all__ = [
     "Run",
     "SnapshotAgent",
     "SnapshotReader",
+    "SnapshotStager",
     "StorageError",
     "UnsupportedError",
     "async_save",

@@ -21,7 +21,7 @@ from torch_ckpt.background_save import BackgroundSave
 from torch_ckpt.deadline import DEFAULT_TIMEOUT_S
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.save_interval import SaveSchedule
-from torch_ckpt.savers import AgentSaver, ThreadSaver
+from torch_ckpt.savers import AgentSaver, saver_for
 from torch_ckpt.step_boundary import StepBoundary
 from torch_ckpt.step_directories import StepDirectories, Verify
 from torch_ckpt.step_tiers import StepTiers, the_same
@@ -110,8 +110,6 @@ class Run:
             raise ValueError(f"{verify=} is none of {', '.join(get_args(Verify))}")
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"{timeout_s=} is no positive number of seconds")
-        if agent and not asynchronous:
-            raise ValueError("an agent saves in the background: asynchronous=True")
         self.directory = Path(directory)
         self.keep_last = keep_last
         self.keep_every = keep_every
@@ -125,21 +123,15 @@ class Run:
         self._disk = StepDirectories(self.directory, verify=verify, reader=reader)
         self._agreement = Agreement(process_group, timeout_s)
         self._writer = FastWriter(self.directory, **(writer or {}))
-        self._saver: ThreadSaver | AgentSaver | None = None
-        if agent:
-            self._saver = AgentSaver(
-                self.directory,
-                self._agreement.group,
-                options=agent if isinstance(agent, AgentOptions) else None,
-                timeout_s=timeout_s,
-                sync=self._writer.sync_files,
-                reader=reader,
-            )
-        elif asynchronous:
-            alone = self._agreement.group is None
-            self._saver = ThreadSaver(
-                process_group, alone=alone, timeout_s=timeout_s, writer=self._writer
-            )
+        self._saver = saver_for(
+            self._agreement,
+            process_group,
+            self._writer,
+            asynchronous=asynchronous,
+            agent=agent,
+            timeout_s=timeout_s,
+            reader=reader,
+        )
         memory = [] if self._saver is None else self._saver.tiers
         self._tiers = StepTiers([*memory, self._disk], self._agreement, self.directory)
         self._pending: BackgroundSave | None = None

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch_ckpt.agent.process import AgentOptions
 from torch_ckpt.agent.tier import SnapshotTier
 from torch_ckpt.agent.trainer import SnapshotAgent
-from torch_ckpt.agreement import own_group
+from torch_ckpt.agreement import Agreement, own_group
 from torch_ckpt.api import async_save
 from torch_ckpt.step_tiers import Tier
 from torch_ckpt.writer import FastWriter
 
-__all__ = ["AgentSaver", "ThreadSaver"]
+__all__ = ["AgentSaver", "ThreadSaver", "saver_for"]
 
 
 class ThreadSaver:
@@ -114,3 +114,44 @@ class AgentSaver:
     def close(self) -> None:
         """Ends in good order."""
         self._agent.close()
+
+
+def saver_for(
+    agreement: Agreement,
+    process_group: dist.ProcessGroup | None,
+    writer: FastWriter,
+    *,
+    asynchronous: bool,
+    agent: bool | AgentOptions,
+    timeout_s: float,
+    reader: dict[str, Any] | None,
+) -> ThreadSaver | AgentSaver | None:
+    """Who saves in the background; ``None`` if nobody does.
+
+    Args:
+        agreement: The ranks of the run.
+        process_group: The same, as the user has given them.
+        writer: Of all saves; its path is that of the run.
+        asynchronous: Whether somebody is to.
+        agent: Whether the agent is.
+        timeout_s: Seconds that one rank, or a save, waits.
+        reader: Arguments for readers of what is in memory.
+
+    Raises:
+        ValueError: There is to be an agent, and saves are not asynchronous.
+    """
+    if not asynchronous:
+        if agent:
+            raise ValueError("an agent saves in the background: asynchronous=True")
+        return None
+    if not agent:
+        alone = agreement.group is None
+        return ThreadSaver(process_group, alone=alone, timeout_s=timeout_s, writer=writer)
+    return AgentSaver(
+        writer.path,
+        agreement.group,
+        options=agent if isinstance(agent, AgentOptions) else None,
+        timeout_s=timeout_s,
+        sync=writer.sync_files,
+        reader=reader,
+    )

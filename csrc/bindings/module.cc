@@ -66,6 +66,7 @@ PYBIND11_MODULE(_native, module) {
   bind_file_system(module);
   bind_index(module);
   bind_save_job(module);
+  bind_snapshot(module);
   bind_load_job(module);
   bind_part_job(module);
   bind_plan(module);
