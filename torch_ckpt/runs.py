@@ -60,15 +60,13 @@ class Run:
             them all then, so ``timeout_s`` must allow for that.
         process_group: The ranks; all if ``None``.
         timeout_s: Seconds that one rank waits for another.
-        agent: Whether an agent on this machine saves, in the background: see
-            :class:`SnapshotAgent`. Steps are then found in memory, too, by ranks that start again.
-        writer: Arguments for the :class:`FastWriter` of all saves. With an agent, only
-            ``sync_files`` counts.
+        agent: Whether the agent of this machine saves in the background (:class:`SnapshotAgent`),
+            and ranks that start again find steps in memory, too.
+        writer: Arguments for the :class:`FastWriter` of all saves; for an agent ``sync_files``.
         reader: Arguments for each :class:`FastReader`.
 
     Raises:
-        CheckpointError: The agent cannot be started.
-        UnsupportedError: There is to be an agent, and the ranks are on several machines.
+        CheckpointError: There is to be an agent, and :class:`SnapshotAgent` says why not.
         ValueError: A number is out of range, or this rank not in the group; or there is to be an
             agent, and saves are not ``asynchronous``.
 
@@ -165,9 +163,7 @@ class Run:
         return self._schedule.is_due(step, beside_a_save=self._is_busy)
 
     def reserve(self, state: dict[str, Any]) -> None:
-        """Has the agent make memory for states like this; without one, does nothing.
-
-        The first save is then as fast as the tenth.
+        """Has the agent make memory for states like this, so that the first save is fast, too.
 
         Raises:
             StorageError: There is not as much.
