@@ -34,8 +34,8 @@ py::bytes from_id(const SlotId& id) {
 }
 
 PySlotHeader to_python(const SlotHeader& h) {
-  return {from_id(h.run), from_id(h.session), h.sequence, h.step,
-          h.rank,         h.world_size,       h.node,     h.node_count,   h.ranks_here,    h.persist};
+  return {from_id(h.run), from_id(h.session), h.sequence,   h.step,   h.rank, h.world_size,
+          h.node,         h.node_count,       h.ranks_here, h.persist};
 }
 
 SlotHeader from_python(const PySlotHeader& from) {
@@ -81,15 +81,16 @@ py::bytes encode_table(const std::string& directory, const std::string& version,
 
 void copy_batch(Slot& slot, const TensorBatch& batch, const std::vector<int64_t>& positions,
                 const std::vector<int64_t>& offsets, int threads) {
-  std::vector<LiveTensor> tensors;
-  for (const int64_t at : positions) {
-    const TensorView& view = batch.views.at(static_cast<size_t>(at));
+  if (positions.size() != offsets.size()) throw py::value_error("not as many offsets as tensors");
+  std::vector<PackedCopy> copies;
+  for (size_t i = 0; i < positions.size(); ++i) {
+    const TensorView& view = batch.views.at(static_cast<size_t>(positions[i]));
     if (view.data == nullptr && checked_numel(view.sizes).value_or(0) > 0) {
       throw py::value_error("a tensor without memory cannot be copied");
     }
-    tensors.push_back(to_live(view));
+    copies.push_back({to_live(view), offsets[i]});
   }
-  raise_if_error(without_gil([&] { return slot.copy(tensors, offsets, threads); }));
+  raise_if_error(without_gil([&] { return slot.copy(copies, threads); }));
 }
 
 Bytes bytes_of(const py::buffer_info& info) {

@@ -20,13 +20,10 @@ std::unique_ptr<Snapshot> make(int64_t nbytes, int threads) {
 
 void fill(const Snapshot& snapshot,
           const std::vector<std::pair<const TensorView*, int64_t>>& tensors, int threads) {
-  std::vector<SnapshotCopy> copies;
+  std::vector<PackedCopy> copies;
   for (const auto& [tensor, offset] : tensors) {
-    if (tensor == nullptr || !is_contiguous(to_live(*tensor))) {
-      throw py::value_error("a snapshot takes contiguous tensors");
-    }
-    const int64_t nbytes = *checked_numel(tensor->sizes) * itemsize(tensor->dtype);
-    copies.push_back({{tensor->data, static_cast<size_t>(nbytes)}, offset});
+    if (tensor == nullptr) throw py::value_error("there is no tensor to copy");
+    copies.push_back({to_live(*tensor), offset});
   }
   raise_if_error(without_gil([&] { return snapshot.fill(copies, threads); }));
 }

@@ -123,30 +123,16 @@ Status Slot::begin(SlotHeader header, Bytes table, int64_t payload_nbytes) {
   return ok_status();
 }
 
-Status Slot::check_room(int64_t offset, int64_t nbytes) const {
-  if (range_within(offset, nbytes, header_.payload_nbytes)) return ok_status();
-  return invalid_argument("cannot put ", nbytes, " bytes to ", offset, " of a snapshot of ",
-                          header_.payload_nbytes);
-}
-
-Status Slot::copy(std::span<const LiveTensor> tensors, std::span<const int64_t> offsets,
-                  int threads) {
-  if (tensors.size() != offsets.size()) return invalid_argument("not as many offsets as tensors");
-  std::vector<PackedCopy> copies;
-  copies.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto numel = checked_numel(tensors[i].sizes);
-    const auto nbytes = numel ? checked_mul(*numel, itemsize(tensors[i].dtype)) : std::nullopt;
-    if (!nbytes) return invalid_argument("'", tensors[i].name, "' has no such sizes");
-    RETURN_IF_ERROR(check_room(offsets[i], *nbytes));
-    copies.push_back({tensors[i], bytes().data() + header_.payload_begin + offsets[i]});
-  }
-  return copy_tensors(copies, threads);
+Status Slot::copy(std::span<const PackedCopy> copies, int threads) {
+  return copy_tensors(copies, payload(), threads);
 }
 
 Status Slot::put(int64_t offset, Bytes from) {
-  RETURN_IF_ERROR(check_room(offset, ssize(from)));
-  std::ranges::copy(from, bytes().data() + header_.payload_begin + offset);
+  if (!range_within(offset, ssize(from), header_.payload_nbytes)) {
+    return invalid_argument("cannot put ", ssize(from), " bytes to ", offset, " of a snapshot of ",
+                            header_.payload_nbytes);
+  }
+  std::ranges::copy(from, payload().data() + offset);
   return ok_status();
 }
 

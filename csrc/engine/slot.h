@@ -72,7 +72,7 @@ class Slot {
 
   // Tensors, or bytes, to offsets from `payload_begin`. Requires: `begin`.
   // kInvalidArgument where they reach beyond the payload; then nothing has been copied.
-  Status copy(std::span<const LiveTensor> tensors, std::span<const int64_t> offsets, int threads);
+  Status copy(std::span<const PackedCopy> copies, int threads);
   Status put(int64_t offset, Bytes bytes);
 
   // All is there. Requires: `begin`.
@@ -90,7 +90,9 @@ class Slot {
  private:
   Slot(Memory memory, std::string path) : memory_(std::move(memory)), path_(std::move(path)) {}
 
-  Status check_room(int64_t offset, int64_t nbytes) const;
+  MutableBytes payload() const {
+    return slice(bytes(), header_.payload_begin, header_.payload_nbytes);
+  }
 
   const Memory memory_;
   const std::string path_;

@@ -13,14 +13,9 @@
 #include "base/bytes.h"
 #include "base/memory.h"
 #include "base/status.h"
+#include "engine/copy_tensors.h"
 
 namespace torch_ckpt {
-
-// Bytes, and where in a snapshot they go.
-struct SnapshotCopy {
-  Bytes source;
-  int64_t offset = 0;
-};
 
 class Snapshot {
  public:
@@ -30,9 +25,8 @@ class Snapshot {
 
   MutableBytes memory() const { return memory_.bytes(); }
 
-  // Copies everything there, by so many threads. Returns when it is done.
-  // Errors: kInvalidArgument where a copy does not fit; then nothing has been copied.
-  Status fill(std::span<const SnapshotCopy> copies, int threads) const;
+  // As copy_tensors.
+  Status fill(std::span<const PackedCopy> copies, int threads) const;
 
  private:
   explicit Snapshot(Memory memory) : memory_(std::move(memory)) {}

@@ -61,8 +61,8 @@ class SlotTest : public testing::Test {
   }
 
   Status fill() {
-    const LiveTensor tensors[] = {matrix_.live};
-    RETURN_IF_ERROR(slot_->copy(tensors, {layout_.offsets.data(), 1}, 3));
+    const PackedCopy copies[] = {{matrix_.live, layout_.offsets[0]}};
+    RETURN_IF_ERROR(slot_->copy(copies, 3));
     return slot_->put(layout_.offsets[1], as_bytes("abc"));
   }
 
@@ -129,9 +129,9 @@ TEST_F(SlotTest, ASnapshotThatHasNoRoomLeavesTheFormerOne) {
 
 TEST_F(SlotTest, WhatReachesBeyondThePayloadIsRefused) {
   ASSERT_OK(begin(4));
-  const LiveTensor tensors[] = {matrix_.live};
   for (const int64_t offset : {int64_t{-64}, layout_.nbytes, layout_.offsets[1]}) {
-    EXPECT_CODE(slot_->copy(tensors, {&offset, 1}, 1), StatusCode::kInvalidArgument) << offset;
+    const PackedCopy copies[] = {{matrix_.live, offset}};
+    EXPECT_CODE(slot_->copy(copies, 1), StatusCode::kInvalidArgument) << offset;
   }
   EXPECT_CODE(slot_->put(layout_.nbytes - 2, as_bytes("abc")), StatusCode::kInvalidArgument);
 }

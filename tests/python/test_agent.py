@@ -7,13 +7,11 @@ import errno
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from agent_memory import SOON_S, until
 from random_states import blanked, random_state, same
 
 from torch_ckpt import (
@@ -49,19 +48,11 @@ from torch_ckpt.agent.writer import AgentWriter
 
 pytestmark = pytest.mark.timeout(120)
 
-SOON_S = 30.0
-
 
 @pytest.fixture(autouse=True)
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Shared memory of this test alone; its agents end with it."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="torch_ckpt-test-"))
-    monkeypatch.setenv("TORCH_CKPT_MEMORY", str(folder))
-    yield folder
-    for lock in folder.glob("*/*/agent.lock"):
-        with contextlib.suppress(ProcessLookupError, ValueError):
-            os.kill(int(lock.read_text()), signal.SIGKILL)
-    shutil.rmtree(folder)
+def memory(memory: Path) -> Path:
+    """Shared memory of this test alone."""
+    return memory
 
 
 @pytest.fixture
@@ -80,13 +71,6 @@ def loaded(state: dict[str, Any], reader: Any) -> dict[str, Any]:
     out = blanked(state)
     dcp.load(out, storage_reader=reader)
     return out
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.02)
 
 
 def agent_pid(run: Path) -> int:
