@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import time
@@ -13,12 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from async_contenders import (
+    FROM_DISK,
+    FROM_MEMORY,
     OURS,
+    OURS_AGENT,
+    OURS_AGENT_RESERVED,
     OURS_PLUGIN,
     OURS_RESERVED,
     OURS_SYNC,
     STOCK_CACHED,
+    STOCK_FROM_DISK,
     STOCK_PROCESS,
     STOCK_THREAD,
     TORCH_SAVE,
@@ -28,7 +35,7 @@ from load_rank import Answer, Rank, serve
 from machine import sync_tree
 from rank_loads import empty as empty_state
 from rank_loads import fill, local_rows
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
@@ -63,11 +70,46 @@ class AsyncRank(Rank):
             ctypes.memmove(buffer.data_ptr(), part.data_ptr(), part.nbytes)
         return {"call_s": time.perf_counter() - begin}
 
-    def reserve(self) -> None:
+    @functools.cached_property
+    def agent(self) -> Any:
+        """That of this machine, for a run in the folder."""
+        from torch_ckpt import SnapshotAgent
+
+        return SnapshotAgent(self.directory / "run", process_group=self.group)
+
+    def reserve(self, contender: str) -> None:
         """Has the memory for staging made."""
         from torch_ckpt.staging import STAGER
 
-        STAGER.reserve(self.state)
+        by_agent = contender in (OURS_AGENT, OURS_AGENT_RESERVED)
+        (self.agent if by_agent else STAGER).reserve(self.state)
+
+    def leave(self) -> None:
+        """Ends the agent."""
+        self.agent.close(drop=True)
+
+    def restore(self, contender: str, folder: str) -> Answer:
+        """Loads what is in memory, or on disk."""
+        import torch_ckpt
+
+        for part in self.parts:
+            part.zero_()
+        self.state["step"] = 0
+        agent = self.agent
+        dist.barrier()
+        begin = time.perf_counter()
+        path = self.directory / folder
+        if contender == STOCK_FROM_DISK:
+            dcp.load(self.state, storage_reader=FileSystemReader(path))
+        elif contender == FROM_DISK:
+            torch_ckpt.load(self.state, checkpoint_id=path)
+        else:
+            assert contender == FROM_MEMORY
+            reader = torch_ckpt.SnapshotReader(agent.newest())
+            torch_ckpt.load(self.state, storage_reader=reader)
+        seconds = time.perf_counter() - begin
+        assert self.state["step"] == 1
+        return {"restore_s": seconds}
 
     def save_by(self, contender: str, folder: str) -> Answer:
         """Saves; returns when the call returned, and when all was on disk, both from its start."""
@@ -117,6 +159,9 @@ class AsyncRank(Rank):
         def save_ours(path: Path) -> Any:
             return our_async_save(self.state, checkpoint_id=path, process_group=self.group)
 
+        def save_by_agent(path: Path) -> Any:
+            return self.agent.async_save(self.state, path, step=1)
+
         def save_async(writer: Any, **options: Any) -> Any:
             return async_save(
                 self.state, storage_writer=writer, process_group=self.group, **options
@@ -128,6 +173,8 @@ class AsyncRank(Rank):
         }
         savers: dict[str, Callable[[Path], Any]] = {
             OURS: save_ours,
+            OURS_AGENT: save_by_agent,
+            OURS_AGENT_RESERVED: save_by_agent,
             OURS_PLUGIN: lambda path: save_async(FastWriter(path)),
             OURS_RESERVED: save_ours,
             OURS_SYNC: lambda path: _none(torch_ckpt.save(self.state, checkpoint_id=path)),

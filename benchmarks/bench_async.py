@@ -26,22 +26,27 @@ from typing import Any
 
 from async_contenders import (
     ASYNC,
+    FROM_DISK,
+    FROM_MEMORY,
     MEMCPY,
     OURS,
+    OURS_AGENT,
+    OURS_AGENT_RESERVED,
     OURS_RESERVED,
     OURS_SYNC,
+    STOCK_FROM_DISK,
     STOCK_PROCESS,
     STOCK_THREAD,
     TORCH_SAVE,
 )
 from bench_load import Bar
 from bench_tree import print_table
-from machine import GIB, describe, pick_fio, remove_tree
+from machine import GIB, describe, make_cold, pick_fio, remove_tree
 from rank_group import RankGroup
 
 RANKS = 2
 TIMEOUT_S = 300
-SAVES, FIRST, TRAINING = "saves", "first save", "training"
+SAVES, FIRST, TRAINING, RESTART = "saves", "first save", "training", "restart"
 FIO = "fio, O_DIRECT"
 
 
@@ -115,6 +120,7 @@ def _saves(bench: Bench) -> None:
     fio = pick_fio(bench.directory, block_mib=4, depth=16)
     with bench.ranks() as ranks:
         contenders = (MEMCPY, *ASYNC, OURS_SYNC, TORCH_SAVE, *([FIO] if fio else []))
+        ranks.call("reserve", contender=OURS_AGENT)
         for contender in contenders:
             if contender not in (MEMCPY, FIO):
                 ranks.call("save_by", contender=contender, folder="warm-up")
@@ -135,13 +141,16 @@ def _saves(bench: Bench) -> None:
 
 def _first(bench: Bench) -> None:
     """The first save of new processes, and then a memcpy in these."""
-    for number, contender in bench.turns((OURS_RESERVED, OURS, STOCK_THREAD)):
+    contenders = (OURS_RESERVED, OURS_AGENT_RESERVED, OURS, STOCK_THREAD)
+    for number, contender in bench.turns(contenders):
         with bench.ranks() as ranks:
-            if contender == OURS_RESERVED:
-                ranks.call("reserve")
+            if contender in (OURS_RESERVED, OURS_AGENT_RESERVED):
+                ranks.call("reserve", contender=contender)
             values = _slowest(ranks.call("save_by", contender=contender, folder="saved"))
             copies = [_slowest(ranks.call("memcpy"))["call_s"] for _ in range(4)]
             values["memcpy_s"] = statistics.median(copies[1:])
+            if contender == OURS_AGENT_RESERVED:
+                ranks.call("leave")
         remove_tree(bench.directory / "saved")
         bench.add(FIRST, contender, number, values)
 
@@ -160,6 +169,22 @@ def _training(bench: Bench) -> None:
             seconds = max(answer["seconds"] for answer in answers)
             values = {"base": base, "during": during, "lost": lost, "seconds": seconds}
             bench.add(TRAINING, contender, number, values | {"lost_s": lost * seconds})
+
+
+def _restart(bench: Bench) -> None:
+    """Ranks are killed once they have saved; new ones load."""
+    for number in range(bench.rounds):
+        with bench.ranks() as ranks:
+            ranks.call("save_by", contender=OURS_AGENT, folder="saved")
+            ranks.kill()
+        with bench.ranks() as ranks:
+            contenders = (FROM_MEMORY, FROM_DISK, STOCK_FROM_DISK)
+            for contender in contenders[number % 3 :] + contenders[: number % 3]:
+                make_cold(bench.directory / "saved")
+                values = _slowest(ranks.call("restore", contender=contender, folder="saved"))
+                bench.add(RESTART, contender, number, values)
+            ranks.call("leave")
+        remove_tree(bench.directory / "saved")
 
 
 def _spread(values: list[float]) -> str:
@@ -205,6 +230,12 @@ def _print_tables(bench: Bench) -> None:
         columns = ("lost", "base", "during", "seconds", "lost_s")
         rows.append([name, *(_spread(bench.of(TRAINING, name, column)) for column in columns)])
     print_table(rows)
+    print("\nRanks that were killed load what they had saved.\n")
+    rows = [["contender", "of a load from memory", "s, min / median / max"]]
+    for name in _contenders(bench, RESTART):
+        ratio = bench.ratio(RESTART, "restore_s", name, FROM_MEMORY)
+        rows.append([name, _by(ratio), _spread(bench.of(RESTART, name, "restore_s"))])
+    print_table(rows)
 
 
 def bars(bench: Bench) -> list[Bar]:
@@ -214,6 +245,11 @@ def bars(bench: Bench) -> list[Bar]:
     process = bench.ratio(SAVES, "durable_s", STOCK_PROCESS, OURS)
     lost = bench.ratio(TRAINING, "lost", OURS, STOCK_THREAD)
     first = bench.ratio(FIRST, "call_s", OURS_RESERVED, OURS_RESERVED, "memcpy_s")
+    agent_blocks = bench.ratio(SAVES, "call_s", OURS_AGENT, MEMCPY)
+    agent_first = bench.ratio(FIRST, "call_s", OURS_AGENT_RESERVED, OURS_AGENT_RESERVED, "memcpy_s")
+    agent_sync = bench.ratio(SAVES, "durable_s", OURS_AGENT, OURS_SYNC)
+    agent_lost = bench.ratio(TRAINING, "lost", OURS_AGENT, STOCK_THREAD)
+    restart = bench.ratio(RESTART, "restore_s", FROM_DISK, FROM_MEMORY)
     return [
         Bar(
             "async_save blocks, of a memcpy", bench.ratio(SAVES, "call_s", OURS, MEMCPY), 1.25, "x"
@@ -223,10 +259,15 @@ def bars(bench: Bench) -> list[Bar]:
         Bar("durable, times as fast as stock's thread", stock, 2, "x", at_least=True),
         Bar("durable, times as fast as stock's process", process, 2, "x", at_least=True),
         Bar("training lost, of what stock's thread costs", lost, 0.5, "x"),
+        Bar("agent: async_save blocks, of a memcpy", agent_blocks, 1.25, "x"),
+        Bar("agent: the first one, memory reserved", agent_first, 1.5, "x"),
+        Bar("agent: durable, of the synchronous save", agent_sync, 1.15, "x"),
+        Bar("agent: training lost, of what stock's thread costs", agent_lost, 0.5, "x"),
+        Bar("restored from memory, times as fast as from disk", restart, 3, "x", at_least=True),
     ]
 
 
-BLOCKS = {SAVES: _saves, FIRST: _first, TRAINING: _training}
+BLOCKS = {SAVES: _saves, FIRST: _first, TRAINING: _training, RESTART: _restart}
 
 
 def main() -> None:

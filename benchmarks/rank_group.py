@@ -132,6 +132,12 @@ class RankGroup:
                     selector.unregister(key.fileobj)
         return [answers[rank] for rank in range(self.count)]
 
+    def kill(self) -> None:
+        """Kills all ranks, and waits for their end."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
     def close(self) -> None:
         """Ends all ranks; what they have mounted goes with them."""
         for process in self._processes:

@@ -52,7 +52,7 @@ Status check(const SlotHeader& header, int64_t nbytes) {
   const bool sound = header.world_size > 0 && header.rank >= 0 && header.rank < header.world_size &&
                      header.holder >= 0 && header.holder < header.world_size && header.node >= 0 &&
                      header.node < header.node_count && header.ranks_here > 0 &&
-      header.ranks_here <= header.world_size && header.sequence >= 0 &&
+                     header.ranks_here <= header.world_size && header.sequence >= 0 &&
                      range_within(kSlotPage, header.table_nbytes, nbytes) &&
                      header.payload_begin >= kSlotPage + header.table_nbytes &&
                      range_within(header.payload_begin, header.payload_nbytes, nbytes);

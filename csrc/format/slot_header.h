@@ -29,8 +29,8 @@ struct SlotHeader {
   int64_t world_size = 0;
   int64_t node = 0;  // The machine, of so many that the ranks are on.
   int64_t node_count = 1;
-  int64_t ranks_here = 1;  // How many of the ranks are on this machine.
-  int64_t persist = 1;    // Whether it is to be brought to disk without being asked again.
+  int64_t ranks_here = 1;    // How many of the ranks are on this machine.
+  int64_t persist = 1;       // Whether it is to be brought to disk without being asked again.
   int64_t holder = 0;        // The rank that has filled it; `rank`, unless it is a copy for a peer.
   int64_t table_nbytes = 0;  // What follows the page: which items, and where they lie.
   uint64_t table_sum = 0;    // Their XXH3-64.

@@ -32,6 +32,7 @@ from torch_ckpt.agent.memory import (
     complete_slots,
     folder_of,
     run_of,
+    slot_path,
 )
 from torch_ckpt.agent.process import AgentOptions
 from torch_ckpt.errors import CheckpointError, UnsupportedError
@@ -148,6 +149,8 @@ class SnapshotAgent:
         """
         held = _Held(state_dict)
         self._client.reserve(_native.slot_nbytes(len(held.table("", sync=True)), held.nbytes))
+        for number in range(SLOTS_PER_RANK):
+            self._slot(slot_path(self._client.folder, self._place.rank, number))
 
     def stage(
         self,
