@@ -25,7 +25,7 @@ from torch_ckpt.planned import to_write_item
 from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import DTYPE_CODES, gc_paused, held_nbytes_limit, is_temporary, to_plain
 
-__all__ = ["resolve_whole", "write_data_file", "write_planned_file"]
+__all__ = ["pickle_item", "resolve_whole", "write_data_file", "write_planned_file"]
 
 
 @dataclass
@@ -249,6 +249,25 @@ def _append_pickled(
     transforms: _StorageWriterTransforms,
 ) -> WriteResult:
     """Appends an item as stock DCP serialises it."""
+    result, data = pickle_item(item, planner, transforms, name)
+    result.storage_data.offset, _ = job.append(data)
+    return result
+
+
+def pickle_item(
+    item: WriteItem, planner: SavePlanner, transforms: _StorageWriterTransforms, name: str = ""
+) -> tuple[WriteResult, memoryview]:
+    """Serialises an item as stock DCP does.
+
+    Args:
+        item: An object, or a tensor that only torch can store.
+        planner: Resolves it.
+        transforms: What is done to the bytes.
+        name: Of the file that it goes to.
+
+    Returns:
+        What stock says of it, at offset 0, and the bytes.
+    """
     data: torch.Tensor | _io.BytesIO
     if isinstance(item, CutItem):
         data = item.rows_of(resolve_whole(planner, item))
@@ -260,5 +279,4 @@ def _append_pickled(
             data = data.clone()  # torch.save would write the whole storage.
     stream = _io.BytesIO()
     result = _write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
-    result.storage_data.offset, _ = job.append(stream.getbuffer())
-    return result
+    return result, stream.getbuffer()

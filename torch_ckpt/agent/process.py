@@ -227,7 +227,8 @@ class Agent:
         with self._changed:
             known = self._trainers.get(rank)
             if known is None or known.pid != pid or known.session != session:
-                if known is not None and not known.said_bye and known.is_alive:
+                is_taken = known is not None and known.pid != pid and not known.said_bye
+                if known is not None and is_taken and known.is_alive:
                     raise CheckpointError(
                         f"rank {rank} of this run is process {known.pid} already: only one can be"
                     )

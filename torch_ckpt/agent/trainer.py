@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import io
 import os
 import secrets
 import sys
@@ -15,14 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    SerializationFormat,
-    _StorageWriterTransforms,
-    _write_item,
-)
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageWriterTransforms
+from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
 
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.agent.client import AgentClient, Place
@@ -35,6 +29,7 @@ from torch_ckpt.agent.memory import (
     slot_path,
 )
 from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.data_file import pickle_item
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.exchange import this_machine
 from torch_ckpt.planned import ListedItems, to_write_item
@@ -313,7 +308,7 @@ class _Held:
 
     def __init__(self, state_dict: dict[str, Any]) -> None:
         planner = FastSavePlanner(enable_plan_caching=False)
-        planner.set_up_planner(state_dict)
+        planner.set_up_planner(_stateful_to_state_dict(state_dict))
         listed: Any = planner.create_local_plan().items
         if not isinstance(listed, ListedItems) or listed.encoded is None:
             raise UnsupportedError("this state dict has no form in columns: save it without agent")
@@ -328,7 +323,9 @@ class _Held:
         nbytes = work.nbytes
         self._pickled: dict[int, memoryview] = {}
         for number in planned.own:
-            self._pickled[number] = _pickled(to_write_item(work.describe(number)), planner)
+            _, self._pickled[number] = pickle_item(
+                to_write_item(work.describe(number)), planner, _StorageWriterTransforms(None)
+            )
             nbytes[number] = len(self._pickled[number])
         self._copied = [planned.position(number) for number in planned.copied]
         self._nbytes = nbytes
@@ -355,20 +352,6 @@ class _Held:
             slot.copy(batch, [0], [self._offsets[number]], _THREADS)
         for number, data in self._pickled.items():
             slot.put(self._offsets[number], data)
-
-
-def _pickled(item: Any, planner: FastSavePlanner) -> memoryview:
-    """An item as stock DCP serialises it."""
-    data = planner.resolve_data(item)
-    if isinstance(data, torch.Tensor):
-        data = data.detach().cpu()
-        if data.untyped_storage().size() != data.nbytes:
-            data = data.clone()  # torch.save would write the whole storage.
-    stream = io.BytesIO()
-    _write_item(
-        *(_StorageWriterTransforms(None), stream, data, item, ""), SerializationFormat.TORCH_SAVE
-    )
-    return stream.getbuffer()
 
 
 def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Place:
