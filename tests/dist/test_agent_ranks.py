@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
-from torch_ckpt import FastReader, SnapshotAgent, SnapshotReader
+from torch_ckpt import CancelledError, FastReader, SnapshotAgent, SnapshotReader
 from torch_ckpt.rank_state import RankState
 
 pytestmark = pytest.mark.timeout(180)
@@ -166,3 +166,45 @@ def test_stateful_objects_and_states_of_each_rank_are_saved_as_by_dcp(tmp_path: 
         world.kill()
     with Ranks(2) as world:
         world.run(load_stateful, tmp_path / "run")
+
+
+def fail_on_one_rank(run: Path) -> None:
+    agent: Any = SnapshotAgent(run, timeout_s=SOON_S)
+    for step in range(1, 7):
+        state = state_of(step)
+        if step % 2 == 0 and dist.get_rank() == 1:
+            with pytest.raises(AttributeError):
+                agent.stage({**state, "bad": lambda: None}, run / str(step), step=step)
+            continue
+        staged = agent.stage(state, run / str(step), step=step)
+        if step % 2 == 0:
+            with pytest.raises(CancelledError, match="before its part"):
+                agent.persist(staged)
+        else:
+            agent.persist(staged)
+    if dist.get_rank() == 1:
+        agent.close()
+    else:
+        with pytest.raises(CancelledError, match="before its part"):
+            agent.persist(agent.stage(state_of(7), run / "7", step=7))
+        agent.close()
+
+
+def test_a_rank_that_fails_or_ends_holds_up_no_other(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Ranks(2) as world:
+        world.run(fail_on_one_rank, run)
+    assert sorted(path.parent.name for path in run.glob("*/.metadata")) == ["1", "3", "5"]
+
+
+def test_slots_of_ranks_that_are_no_more_go(tmp_path: Path, memory: Path) -> None:
+    run = tmp_path / "run"
+    with Ranks(2) as world:
+        world.run(save, run, 1, [0, 1], False)
+        world.kill()
+    with Ranks(1) as world:
+        world.run(restored, run, 1)
+        for step in (2, 3):
+            world.run(save, run, step, [0], True)
+        names = sorted(path.name for path in memory.glob("*/*/rank-*"))
+        assert names == ["rank-0.0", "rank-0.1"]

@@ -25,6 +25,7 @@ from agent_memory import SOON_S, until
 from random_states import blanked, random_state, same
 
 from torch_ckpt import (
+    CancelledError,
     CheckpointError,
     FastReader,
     FastSavePlanner,
@@ -138,10 +139,14 @@ def test_stock_async_save_has_the_agent_save(
         found = agent.newest()
         assert found is not None
         assert found.step == step
-    # Without async_save it is a writer as any other.
-    writer = AgentWriter(tmp_path / "other", agent)
-    dcp.save(state_of(5), storage_writer=writer)
-    assert same(loaded(state_of(5), FastReader(tmp_path / "other")), state_of(5))
+    with pytest.raises(BaseException, match=r"an AgentWriter is for dcp\.async_save"):
+        dcp.save(state_of(5), storage_writer=AgentWriter(tmp_path / "other", agent))
+    future = dcp.async_save(state_of(6), storage_writer=writer, checkpoint_id=tmp_path / "other")
+    with pytest.raises(ValueError, match="give the path to AgentWriter"):
+        future.result()
+    path = tmp_path / "run" / "2"  # Of the same writer, and as it was.
+    assert same(loaded(state_of(2), FastReader(path)), state_of(2))
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_planner_of_the_callers_own_is_refused(
@@ -449,6 +454,69 @@ def test_memory_that_is_not_to_be_had_is_an_error_and_saves_go_on(
     pid = agent_pid(run)
     agent.close()
     until(lambda: is_gone(pid))
+
+
+def test_what_was_for_memory_alone_is_not_on_disk_because_a_later_one_is(
+    agent: SnapshotAgent, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    staged = [
+        agent.stage(state_of(step), run / str(step), step=step, persist=step > 1)
+        for step in (1, 2, 3)
+    ]
+    agent.persist(staged[1])
+    agent.persist(staged[2])
+    os.kill(agent_pid(run), signal.SIGKILL)
+    agent.persist(staged[2])
+    with pytest.raises(CancelledError, match="in memory no more"):
+        agent.persist(staged[0])
+    assert not (run / "1").exists()
+
+
+def test_a_state_that_cannot_be_staged_takes_no_slot(agent: SnapshotAgent, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in range(1, 6):
+        with pytest.raises(AttributeError, match="local object"):
+            agent.stage({"bad": lambda: None}, run / "bad", step=step)
+        staged = agent.stage(state_of(step), run / str(step), step=step)
+        assert staged is not None
+        agent.persist(staged)
+
+
+def test_a_child_of_the_trainer_ends_nothing(agent: SnapshotAgent, tmp_path: Path) -> None:
+    agent.stage(state_of(1), tmp_path / "run" / "1", step=1, persist=False)
+    child = os.fork()
+    if child == 0:
+        agent._at_exit()
+        agent.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(1)
+    assert agent.newest() is not None
+
+
+def test_a_good_end_after_the_death_of_the_agent_is_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    agent = SnapshotAgent(run)
+    agent.stage(state_of(1), run / "1", step=1, persist=False)
+    os.kill(agent_pid(run), signal.SIGKILL)
+    agent.close()
+    until(lambda: not folder_of(run_of(run)).exists())
+    assert same(loaded(state_of(1), FastReader(run / "1")), state_of(1))
+
+
+def test_a_trainer_that_goes_elsewhere_finds_its_agent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    agent = SnapshotAgent("run")
+    staged = agent.stage(state_of(1), "run/1", step=1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    os.kill(agent_pid(tmp_path / "run"), signal.SIGKILL)
+    agent.persist(staged)
+    assert same(loaded(state_of(1), FastReader(tmp_path / "run" / "1")), state_of(1))
+    agent.close()
 
 
 def test_a_disk_that_fails_is_the_error_of_that_save_alone(

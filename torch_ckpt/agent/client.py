@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ckpt.agent.memory import SlotHeader, open_folder, short_path
+from torch_ckpt.agent.memory import SlotHeader, folder_of, has_agent, open_folder, short_path
 from torch_ckpt.agent.messages import Kind, Message, raise_error, receive, send
 from torch_ckpt.agent.process import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
@@ -84,7 +84,7 @@ class AgentClient:
 
     def __init__(self, run: str | os.PathLike[str], place: Place, options: AgentOptions) -> None:
         self.place = place
-        self._run = run
+        self._run = os.path.realpath(run)  # Now: the process may go elsewhere.
         self._options = options
         self.folder = open_folder(place.run)
         self._child: subprocess.Popen[bytes] | None = None
@@ -108,9 +108,14 @@ class AgentClient:
         answer = self._ask(Kind.TAKE, sequence, nbytes, int(timeout_s * 1000))
         return None if answer.kind == Kind.BUSY else Path(os.fsdecode(answer.data(0)))
 
-    def filled(self, path: Path) -> None:
+    def filled(self, path: Path, sequence: int) -> None:
         """Says that a snapshot is complete."""
-        self._ask(Kind.FILLED, os.fsencode(path))
+        self._ask(Kind.FILLED, os.fsencode(path), sequence)
+
+    def give_up(self, sequence: int) -> None:
+        """Says that there will be no snapshot for this save, as far as anybody can be told."""
+        with contextlib.suppress(OSError, CheckpointError):
+            self._ask(Kind.GIVE_UP, sequence)
 
     def persist(self, sequence: int) -> None:
         """Waits until a save of this session is committed, which need not be wanted on disk yet.
@@ -126,9 +131,10 @@ class AgentClient:
         Args:
             drop: Whether what is in memory, and not on disk, is of no more use.
         """
-        with contextlib.suppress(OSError, CheckpointError):
-            if self._connection is not None:
-                self._talk(self._connection, Kind.BYE, int(drop))
+        try:
+            self._ask(Kind.BYE, int(drop))
+        except (OSError, CheckpointError) as error:
+            _log.warning("the agent of this machine could not be told of a good end: %s", error)
         self.close()
 
     def close(self) -> None:
@@ -173,7 +179,9 @@ class AgentClient:
             with contextlib.suppress(ConnectionError, FileNotFoundError):
                 self._connection = self._greet()
                 return
-            if time.monotonic() > deadline:
+            if has_agent(self.folder):  # One that ends may have much to write first.
+                deadline = time.monotonic() + _START_S
+            elif time.monotonic() > deadline:
                 raise CheckpointError(
                     f"no agent answers in {self.folder}, and none could be started; agent.log "
                     "there may say why"
@@ -201,6 +209,7 @@ class AgentClient:
     def _start(self) -> None:
         options = self._options
         package = os.fspath(Path(__file__).resolve().parents[2])
+        base = os.fspath(folder_of(self.place.run).parents[1])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._child = subprocess.Popen(
             [
@@ -214,5 +223,5 @@ class AgentClient:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path, "TORCH_CKPT_MEMORY": base},
         )

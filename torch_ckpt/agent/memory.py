@@ -29,6 +29,7 @@ __all__ = [
     "complete_slots",
     "folder_of",
     "found_slots",
+    "has_agent",
     "open_folder",
     "remove_abandoned",
     "run_of",
@@ -111,7 +112,7 @@ def folder_of(run: bytes) -> Path:
 
     ``TORCH_CKPT_MEMORY`` may name a tmpfs other than ``/dev/shm``.
     """
-    base = os.environ.get("TORCH_CKPT_MEMORY", "/dev/shm")
+    base = os.path.abspath(os.environ.get("TORCH_CKPT_MEMORY", "/dev/shm"))
     return Path(base) / f"torch_ckpt-{os.getuid()}" / run.hex()
 
 
@@ -186,6 +187,21 @@ def agent_lock(folder: Path) -> Iterator[bool]:
         yield os.fstat(descriptor).st_nlink > 0
     finally:
         os.close(descriptor)
+
+
+def has_agent(folder: Path) -> bool:
+    """Whether a process holds the lock of a run's agent, be it that it ends."""
+    try:
+        descriptor = os.open(folder / "agent.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def remove_abandoned(own: Path) -> list[Path]:

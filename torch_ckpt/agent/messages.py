@@ -47,11 +47,14 @@ class Kind(enum.IntEnum):
     BUSY = 7
     """Answers: all slots are in use."""
     FILLED = 8
-    """A snapshot is complete: file of the slot."""
+    """A snapshot is complete: file of the slot, sequence."""
     PERSIST = 9
     """Waits until a save is on disk: session, sequence."""
     BYE = 10
     """A rank ends in good order: whether its snapshots are of no more use."""
+
+    GIVE_UP = 11
+    """A rank will not fill a slot for a save: sequence."""
 
 
 _FIELDS: dict[Kind, str] = {
@@ -62,9 +65,10 @@ _FIELDS: dict[Kind, str] = {
     Kind.TAKE: "iii",
     Kind.SLOT: "b",
     Kind.BUSY: "",
-    Kind.FILLED: "b",
+    Kind.FILLED: "bi",
     Kind.PERSIST: "bi",
     Kind.BYE: "i",
+    Kind.GIVE_UP: "i",
 }
 
 

@@ -36,6 +36,9 @@ _SETTLE_S = 1.0
 
 _POLL_S = 0.5
 
+_GREET_S = 10.0
+"""Within which trainers come to a new agent, once there is one."""
+
 _ADMITTED = 64  # Decisions that are kept: ranks are never so far apart.
 
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
@@ -69,6 +72,8 @@ class _Trainer:
         self.session = session
         self.pid = pid
         self.said_bye = False
+        self.reached = 0  # Its next save, or the one that it is filling a slot for.
+        self.connections = 0
         self._died = False
         self._descriptor = os.pidfd_open(pid)
 
@@ -109,6 +114,8 @@ class Agent:
         self._idle_since = time.monotonic()  # Since when there has been nobody.
         self._lost_since: float | None = None
         self._admitted: dict[Save, bool] = {}
+        self._retried: set[Save] = set()
+        self._began = time.monotonic()
         self._stop = False
         self._is_dropped = False  # Whether trainers have said that they want nothing of it.
 
@@ -140,7 +147,10 @@ class Agent:
             if any(not t.said_bye and t.is_alive for t in self._trainers.values()):
                 return False  # They go on, with the next agent.
             newest = self._slots.newest()
-            return self._is_dropped or newest is None or self._saves.is_done(newest.save)
+            if self._is_dropped or newest is None or self._saves.is_done(newest.save):
+                return True
+            is_good_end = all(t.said_bye for t in self._trainers.values()) and bool(self._trainers)
+            return is_good_end and self._saves.error_of(newest.save) is None
 
     def stop(self) -> None:
         """Has :meth:`serve` end soon, with the newest complete snapshot on disk."""
@@ -150,8 +160,9 @@ class Agent:
         if self._saves.is_running:
             return False
         trainers = self._trainers.values()
-        if trainers and all(trainer.said_bye for trainer in trainers):
-            return len(trainers) >= len(self._ranks)
+        all_said_bye = all(trainer.said_bye for trainer in trainers)
+        if trainers and all_said_bye and len(trainers) >= len(self._ranks):
+            return True
         if any(trainer.is_alive for trainer in trainers):
             self._idle_since = time.monotonic()
         return time.monotonic() - self._idle_since > self.options.linger_s
@@ -173,9 +184,12 @@ class Agent:
         if newest is None or not self.options.persist_on_failure:
             return
         save = newest.save
-        if not (self._saves.is_done(save) or self._saves.is_pending(save)) and (
-            self._saves.error_of(save) is None
-        ):
+        if self._saves.is_done(save) or self._saves.is_pending(save):
+            return
+        has_failed = self._saves.error_of(save) is not None
+        if not has_failed or save not in self._retried:
+            if has_failed:
+                self._retried.add(save)
             _log.info("step %d is to come to disk, as its trainers are gone", newest.step)
             self._saves.ask(save)
 
@@ -197,10 +211,14 @@ class Agent:
                 if user != os.getuid() or message is None or message.kind != Kind.HELLO:
                     return
                 trainer = self._greet(message, pid)
-                send(connection, Kind.OK)
-                while (message := receive(connection)) is not None:
-                    answer = self._answer(trainer, message)
-                    send(connection, answer.kind, *answer.fields)
+                try:
+                    send(connection, Kind.OK)
+                    while (message := receive(connection)) is not None:
+                        answer = self._answer(trainer, message)
+                        send(connection, answer.kind, *answer.fields)
+                finally:
+                    with self._changed:
+                        trainer.connections -= 1
             except CheckpointError as error:
                 send(connection, Kind.ERROR, *error_message(error))
 
@@ -211,6 +229,7 @@ class Agent:
             Kind.FILLED: self._filled,
             Kind.PERSIST: self._persist,
             Kind.BYE: self._bye,
+            Kind.GIVE_UP: self._give_up,
         }
         try:
             if message.kind not in answers:
@@ -227,7 +246,9 @@ class Agent:
         with self._changed:
             known = self._trainers.get(rank)
             if known is None or known.pid != pid or known.session != session:
-                is_taken = known is not None and known.pid != pid and not known.said_bye
+                is_taken = known is not None and not known.said_bye
+                if known is not None and known.pid == pid:  # As one that has left.
+                    is_taken = is_taken and known.connections > 0
                 if known is not None and is_taken and known.is_alive:
                     raise CheckpointError(
                         f"rank {rank} of this run is process {known.pid} already: only one can be"
@@ -243,6 +264,7 @@ class Agent:
             for other in set(self._trainers).difference(self._ranks):
                 if not self._trainers[other].is_alive:
                     del self._trainers[other]  # Of a life with other ranks.
+            known.connections += 1
             self._changed.notify_all()
             return known
 
@@ -255,8 +277,10 @@ class Agent:
         if not wait_ms and not self._is_admitted((trainer.session, sequence)):
             return Message(Kind.BUSY)
         deadline = time.monotonic() + wait_ms / 1000
+        trainer.reached = sequence
+        self._changed.notify_all()
         while True:
-            slot = self._slots.take(trainer.rank, trainer.session, nbytes, self._saves.is_pending)
+            slot = self._slots.take(trainer.rank, nbytes, self._saves.is_pending, self._is_awaited)
             if slot is not None:
                 return Message(Kind.SLOT, (os.fsencode(slot.path),))
             left = deadline - time.monotonic()
@@ -270,7 +294,8 @@ class Agent:
         """Whether no rank would have to wait for a slot; the first that asks decides for all."""
         if save not in self._admitted:
             self._admitted[save] = all(
-                self._slots.has_free(rank, save[0], self._saves.is_pending) for rank in self._ranks
+                self._slots.has_free(rank, self._saves.is_pending, self._is_awaited)
+                for rank in self._ranks
             )
         while len(self._admitted) > _ADMITTED:
             del self._admitted[next(iter(self._admitted))]
@@ -279,9 +304,31 @@ class Agent:
     def _filled(self, trainer: _Trainer, message: Message) -> Message:
         path = Path(os.fsdecode(message.data(0)))
         self._slots.check_filled(trainer.rank, trainer.session, path)
+        trainer.reached = max(trainer.reached, message.integer(1) + 1)
         self._saves.begin_next()
+        newest = self._slots.newest()
+        if newest is not None and newest.session == trainer.session:
+            self._slots.keep_only(self._ranks, self._saves.is_pending)
         self._changed.notify_all()
         return Message(Kind.OK)
+
+    def _give_up(self, trainer: _Trainer, message: Message) -> Message:
+        trainer.reached = max(trainer.reached, message.integer(0) + 1)
+        self._changed.notify_all()
+        return Message(Kind.OK)
+
+    def _is_awaited(self, save: Save) -> bool:
+        """Whether ranks that have not completed a save may still do so."""
+        missing = set(self._ranks).difference(self._slots.ranks_of(save))
+        return all(self._may_complete(rank, save) for rank in missing)
+
+    def _may_complete(self, rank: int, save: Save) -> bool:
+        trainer = self._trainers.get(rank)
+        if trainer is None:
+            return time.monotonic() - self._began < _GREET_S
+        if trainer.session != save[0] or trainer.said_bye or not trainer.is_alive:
+            return False
+        return trainer.reached <= save[1]
 
     def _persist(self, trainer: _Trainer, message: Message) -> Message:
         save = message.data(0), message.integer(1)
@@ -306,10 +353,8 @@ class Agent:
         newest = self._slots.newest()
         if newest is not None and newest.save > save:
             raise CancelledError(f"save {save[1]} is in memory no more, and did not come to disk")
-        for rank in self._ranks:
-            other = self._trainers.get(rank)
-            if other is not None and other.is_lost:
-                raise CancelledError(f"rank {rank} has ended before it had given its part")
+        if not self._is_awaited(save):
+            raise CancelledError(f"a rank has ended, or failed, before its part of save {save[1]}")
 
     def _bye(self, trainer: _Trainer, message: Message) -> Message:
         trainer.said_bye = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import re
 import threading
 from pathlib import Path
 
@@ -17,8 +19,10 @@ __all__ = ["Saves"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
-_PERSISTED = "persisted"
-"""Names the save that was last brought to disk."""
+_KEPT = 16
+"""Marks of saves that are on disk: nobody asks for those before."""
+
+_DONE = re.compile(r"done-([0-9a-f]{32})-(\d+)")
 
 
 class Saves:
@@ -51,8 +55,8 @@ class Saves:
         self._threads = threads
         self._asked: set[Save] = set()
         self._running: Save | None = None
-        self._done: set[Save] = set()
-        self._last = self._found = self._read_last()
+        matches = filter(None, map(_DONE.fullmatch, os.listdir(folder)))
+        self._done = {(bytes.fromhex(match[1]), int(match[2])) for match in matches}
 
     @property
     def is_running(self) -> bool:
@@ -62,13 +66,15 @@ class Saves:
     def is_pending(self, save: Save) -> bool:
         """Whether a save that is complete is to come to disk, and has not, nor has failed."""
         of_save = self._slots.complete_saves().get(save)
-        if of_save is None or self._is_done(save) or self.error_of(save) is not None:
+        if of_save is None or save in self._done or self.error_of(save) is not None:
             return False
-        return bool(of_save[0][0].persist) or save in self._asked
+        # What is older than what is on disk is wanted there only if somebody says so.
+        is_newer = save > max(self._done, default=(b"", -1))
+        return save in self._asked or (bool(of_save[0][0].persist) and is_newer)
 
     def is_done(self, save: Save) -> bool:
-        """Whether a save is on disk: saves of a session come there in order."""
-        return self._is_done(save) and self.error_of(save) is None
+        """Whether a save is on disk."""
+        return save in self._done
 
     def error_of(self, save: Save) -> str | None:
         """Why a save could not be brought to disk; ``None`` if that is not so."""
@@ -98,10 +104,6 @@ class Saves:
                 ).start()
                 return
 
-    def _is_done(self, save: Save) -> bool:
-        # A former agent has brought there all that is not newer.
-        return save in self._done or (self._found is not None and save <= self._found)
-
     def _work(self, save: Save, held: list[HeldSlot]) -> None:
         """In a thread of its own, without the lock."""
         error: BaseException | None = None
@@ -117,8 +119,7 @@ class Saves:
             self._asked.discard(save)
             with contextlib.suppress(OSError):
                 if error is None:
-                    self._done.add(save)
-                    self._write_last(save)
+                    self._mark_done(save)
                 else:
                     self._failure(save).write_text(f"{type(error).__name__}: {error}")
             self.begin_next()
@@ -141,17 +142,12 @@ class Saves:
     def _failure(self, save: Save) -> Path:
         return self._folder / f"failed-{save[0].hex()}-{save[1]}"
 
-    def _read_last(self) -> Save | None:
-        try:
-            content = (self._folder / _PERSISTED).read_bytes()
-        except OSError:
-            return None
-        return content[:16], int.from_bytes(content[16:24], "little")
+    def _mark_done(self, save: Save) -> None:
+        self._done.add(save)
+        self._mark(save).touch()
+        for old in sorted(self._done)[:-_KEPT]:
+            self._done.discard(old)
+            self._mark(old).unlink(missing_ok=True)
 
-    def _write_last(self, save: Save) -> None:
-        if self._last is not None and save < self._last:
-            return
-        self._last = save
-        fresh = self._folder / f"{_PERSISTED}.new"
-        fresh.write_bytes(save[0] + save[1].to_bytes(8, "little"))
-        fresh.replace(self._folder / _PERSISTED)
+    def _mark(self, save: Save) -> Path:
+        return self._folder / f"done-{save[0].hex()}-{save[1]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +81,9 @@ class Slots:
         complete = {}
         for save, of_save in sorted(found.items()):
             of_save.sort(key=lambda one: one[0].rank)
-            if len({header.rank for header, _ in of_save}) == of_save[0][0].ranks_here:
+            ranks = {header.rank for header, _ in of_save}
+            steps = {header.step for header, _ in of_save}
+            if len(ranks) == of_save[0][0].ranks_here and len(steps) == 1:
                 complete[save] = of_save
         return complete
 
@@ -114,8 +116,30 @@ class Slots:
             if slot.header is None and not slot.readers:
                 self._make(slot, nbytes)
 
+    def ranks_of(self, save: Save) -> set[int]:
+        """Those that have completed their part of a save."""
+        headers = (slot.header for slots in self._slots.values() for slot in slots)
+        return {h.rank for h in headers if h is not None and h.save == save and h.run == self._run}
+
+    def keep_only(self, ranks: Collection[int], is_pending: Callable[[Save], bool]) -> None:
+        """Removes the slots of ranks that are no more, unless something of them is still needed."""
+        complete = self.complete_saves()
+        newest = max(complete, default=None)
+        for rank in set(self._slots).difference(ranks):
+            headers = [slot.header for slot in self._slots[rank]]
+            needed = any(slot.readers for slot in self._slots[rank]) or any(
+                h is not None and (h.save == newest or is_pending(h.save)) for h in headers
+            )
+            if not needed:
+                for slot in self._slots.pop(rank):
+                    slot.path.unlink(missing_ok=True)
+
     def take(
-        self, rank: int, session: bytes, nbytes: int, is_pending: Callable[[Save], bool]
+        self,
+        rank: int,
+        nbytes: int,
+        is_pending: Callable[[Save], bool],
+        is_awaited: Callable[[Save], bool],
     ) -> HeldSlot | None:
         """A slot of a rank that it may fill, and that holds nothing from now on.
 
@@ -124,9 +148,9 @@ class Slots:
 
         Args:
             rank: The rank.
-            session: Its session.
             nbytes: Room that it needs.
             is_pending: Whether a save has still to come to disk.
+            is_awaited: Whether other ranks may still complete a save.
 
         Returns:
             The slot; ``None`` where none is free.
@@ -134,19 +158,21 @@ class Slots:
         Raises:
             StorageError: There is not as much memory.
         """
-        slot = self._free(rank, session, is_pending)
+        slot = self._free(rank, is_pending, is_awaited)
         if slot is not None:
             self._make(slot, nbytes)
             if slot.memory is not None:
                 slot.memory.clear()
         return slot
 
-    def has_free(self, rank: int, session: bytes, is_pending: Callable[[Save], bool]) -> bool:
+    def has_free(
+        self, rank: int, is_pending: Callable[[Save], bool], is_awaited: Callable[[Save], bool]
+    ) -> bool:
         """Whether :meth:`take` would find a slot."""
-        return self._free(rank, session, is_pending) is not None
+        return self._free(rank, is_pending, is_awaited) is not None
 
     def _free(
-        self, rank: int, session: bytes, is_pending: Callable[[Save], bool]
+        self, rank: int, is_pending: Callable[[Save], bool], is_awaited: Callable[[Save], bool]
     ) -> HeldSlot | None:
         complete = self.complete_saves()
         newest = max(complete, default=None)
@@ -155,9 +181,8 @@ class Slots:
             if slot.readers:
                 continue
             if header is not None:
-                is_awaited = header.session == session and (newest is None or header.save > newest)
-                has_to_stay = header.save in complete and is_pending(header.save)
-                if header.save == newest or is_awaited or has_to_stay:
+                save = header.save
+                if save == newest or (is_pending(save) if save in complete else is_awaited(save)):
                     continue
             return slot
         return None

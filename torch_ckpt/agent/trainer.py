@@ -25,6 +25,7 @@ from torch_ckpt.agent.memory import (
     SlotHeader,
     complete_slots,
     folder_of,
+    open_folder,
     run_of,
     slot_path,
 )
@@ -101,7 +102,7 @@ class SnapshotAgent:
     Example::
 
         agent = SnapshotAgent("run")
-        future = torch_ckpt.async_save(state, checkpoint_id="run/step-100", agent=agent)
+        future = agent.async_save(state, "run/step-100", step=100)
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class SnapshotAgent:
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # With its inode.
         self._lock = threading.Lock()
         self._is_left = False
+        self._pid = os.getpid()
         self._waiting = ThreadPoolExecutor(SLOTS_PER_RANK, "torch_ckpt-wait")
         atexit.register(self._at_exit)
 
@@ -176,24 +178,41 @@ class SnapshotAgent:
             UnsupportedError: The state has no form in columns.
         """
         directory = Path(os.path.abspath(directory))
+        try:
+            os.fspath(directory).encode()
+        except UnicodeEncodeError:
+            raise UnsupportedError(f"cannot save to {directory!r}: it is no UTF-8") from None
         with self._lock, gc_paused():
             sequence, self._sequence = self._sequence, self._sequence + 1
-            held = _Held(state_dict)
-            table = held.table(os.fspath(directory), sync=sync)
-            wait_s = self.timeout_s if self.on_busy == "wait" else 0.0
-            path = self._client.take(sequence, _native.slot_nbytes(len(table), held.nbytes), wait_s)
-            if path is None:
-                if self.on_busy == "skip":
-                    self.skipped += 1
-                    return None
-                raise CheckpointError(f"cannot save {directory}: former saves keep all slots")
             header = self._place.header(sequence, step, persist=persist)
-            slot = self._slot(path)
-            slot.begin(header.to_native(), table, held.nbytes)
-            held.copy_to(slot)
-            slot.complete()
-            self._client.filled(path)
+            try:
+                path = self._fill(header, _Held(state_dict), directory, sync=sync)
+            except BaseException:
+                self._client.give_up(sequence)  # Or the other ranks' slots would wait for it.
+                raise
+            if path is None:
+                self.skipped += 1
+                return None
+            self._client.filled(path, sequence)
             return StagedSave(header, directory)
+
+    def _fill(self, header: SlotHeader, held: _Held, directory: Path, *, sync: bool) -> Path | None:
+        """Fills a slot, and returns its file; ``None`` where there is none and this is to skip."""
+        table = held.table(os.fspath(directory), sync=sync)
+        nbytes = _native.slot_nbytes(len(table), held.nbytes)
+        # What is too small will be made anew, and cannot be as long as it is mapped here.
+        self._slots = {p: one for p, one in self._slots.items() if one[1].nbytes >= nbytes}
+        wait_s = self.timeout_s if self.on_busy == "wait" else 0.0
+        path = self._client.take(header.sequence, nbytes, wait_s)
+        if path is None:
+            if self.on_busy == "skip":
+                return None
+            raise CheckpointError(f"cannot save {directory}: former saves keep all slots")
+        slot = self._slot(path)
+        slot.begin(header.to_native(), table, held.nbytes)
+        held.copy_to(slot)
+        slot.complete()
+        return path
 
     def persist(self, staged: StagedSave) -> None:
         """Waits until the agent has committed a save.
@@ -264,7 +283,8 @@ class SnapshotAgent:
         whole = []
         for save, found in sorted(saves.items(), reverse=True):
             _, header = next(iter(found.values()))
-            if len(found) == header.world_size:
+            steps = {one.step for _, one in found.values()}
+            if len(found) == header.world_size and len(steps) == 1:
                 own_first = sorted(found, key=lambda rank: (rank != self._place.rank, rank))
                 paths = [found[rank][0] for rank in own_first]
                 whole.append(Remembered(save, header.step, self._client.folder, paths))
@@ -276,7 +296,7 @@ class SnapshotAgent:
         Args:
             drop: Whether what is in memory, and not on disk, is of no more use.
         """
-        if self._is_left:
+        if self._is_left or os.getpid() != self._pid:
             return
         atexit.unregister(self._at_exit)
         self._waiting.shutdown()
@@ -291,7 +311,7 @@ class SnapshotAgent:
 
     def _at_exit(self) -> None:
         # Of a process that an exception ends, memory is what the next one goes on from.
-        if getattr(sys, "last_type", None) is None:
+        if getattr(sys, "last_type", None) is None and os.getpid() == self._pid:
             self._client.bye(drop=False)
 
     def _slot(self, path: Path) -> _native.Slot:
@@ -365,7 +385,9 @@ def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) ->
         return Place(name, session, 0, 1, 0, 1, [0])
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     said: list[Any] = [None] * world_size
-    dist.all_gather_object(said, (name, session, this_machine()), group=group)
+    memory = open_folder(name).stat()  # Containers of one machine may have one of their own each.
+    machine = f"{this_machine()} {memory.st_dev} {memory.st_ino}"
+    dist.all_gather_object(said, (name, session, machine), group=group)
     names, sessions, machines = zip(*said, strict=True)
     if len(set(names)) != 1:
         raise CheckpointError(f"ranks name different runs, {os.fspath(run)!r} among them")

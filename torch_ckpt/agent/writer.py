@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -23,9 +24,8 @@ __all__ = ["AgentWriter"]
 class AgentWriter(FastWriter):
     """Has the agent save: trainers copy into shared memory, and do nothing else.
 
-    With ``dcp.async_save`` nothing is planned, written or committed by trainers: DCP is given an
-    empty state dict, and its background thread waits. With ``dcp.save`` it is a
-    :class:`FastWriter`.
+    Nothing is planned, written or committed by trainers: DCP is given an empty state dict, and its
+    background thread waits. Only for ``dcp.async_save``, without its ``checkpoint_id``.
 
     Args:
         path: Directory of the checkpoint, on storage that every machine can reach.
@@ -37,7 +37,7 @@ class AgentWriter(FastWriter):
         CancelledError: From ``async_save``: former saves keep all slots, and the agent's
             ``on_busy`` is ``"skip"``.
         UnsupportedError: From a save: its planner is one of the caller's own, which an agent cannot
-            ask.
+            ask; or it is ``dcp.save``.
 
     Example::
 
@@ -64,40 +64,54 @@ class AgentWriter(FastWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copies everything into a slot; leaves nothing for DCP to save."""
+        self._handed_over = None
         self._handed_over = self.agent.stage(
-            state_dict, self.path, step=self.step, sync=self.sync_files
+            state_dict, self.path, step=self.step, sync=self.sync_files, persist=False
         )
         if self._handed_over is None:
             raise CancelledError(f"the save of {self.path} is skipped: former saves keep all slots")
         return {}
 
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Turns to another checkpoint, between saves.
+
+        Raises:
+            ValueError: One was staged already, for the path that the writer had then.
+        """
+        staged = self._handed_over
+        super().reset(checkpoint_id)
+        if staged is not None and Path(os.path.abspath(self.path)) != staged.directory:
+            self._handed_over = None
+            raise ValueError(
+                f"the state was staged for {staged.directory}, and is to be saved as {self.path}: "
+                "give the path to AgentWriter, and no checkpoint_id to DCP"
+            )
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Has nothing to plan, unless DCP saves by itself."""
-        return plan if self._handed_over is not None else super().prepare_local_plan(plan)
+        """Has nothing to plan."""
+        if self._handed_over is None or len(plan.items):
+            raise UnsupportedError("an AgentWriter is for dcp.async_save: dcp.save has FastWriter")
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Likewise."""
-        return plans if self._handed_over is not None else super().prepare_global_plan(plans)
+        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Waits until the agent has committed."""
-        if self._handed_over is None:
-            return super().write_data(plan, planner)
+        staged, self._handed_over = self._handed_over, None
         with portable_errors():
             if type(planner) not in (DefaultSavePlanner, FastSavePlanner):
                 raise UnsupportedError(
                     f"an agent saves what DCP's default planner lists, and not as "
                     f"{type(planner).__qualname__} would have it"
                 )
-            self.agent.persist(self._handed_over)
+            assert staged is not None
+            self.agent.persist(staged)
         future: Future[list[WriteResult]] = Future()
         future.set_result([])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Has DCP return the metadata that the agent has committed."""
-        if self._handed_over is None:
-            super().finish(metadata, results)
-            return
-        self._handed_over = None
         vars(metadata).update(vars(FastReader(self.path).read_metadata()))
