@@ -109,8 +109,9 @@ class AgentCampaign:
         """Starts the ranks anew, looks what they find, and kills."""
         world_size = self.rng.choice([2, 2, 2, 1, 3])
         store = (self._forks.store.port, str(self._forks.next_number()))
+        memory = os.environ.get("TORCH_CKPT_MEMORY", "/dev/shm")
         ranks = [
-            self._forks.start(_train, rank, world_size, store, self.directory, self.torn)
+            self._forks.start(_train, rank, world_size, store, self.directory, self.torn, memory)
             for rank in range(world_size)
         ]
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
@@ -266,8 +267,10 @@ def _train(
     store: tuple[int, str],
     directory: Path,
     torn: bool,
+    memory: str,
 ) -> None:
     """One life of one rank."""
+    os.environ["TORCH_CKPT_MEMORY"] = memory  # The server's may be that of another test.
     lock = threading.Lock()
 
     def say(what: str, value: Any) -> None:

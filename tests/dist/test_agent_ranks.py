@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -58,10 +59,15 @@ def assert_of(state: dict[str, Any], step: int) -> None:
         assert torch.equal(state[name].to_local(), expected[name].to_local()), name
 
 
+@functools.cache
+def agent_of(run: Path) -> SnapshotAgent:
+    """That of this rank, which has one for as long as it lives."""
+    return SnapshotAgent(run)
+
+
 def save(run: Path, step: int, ranks: list[int], persist: bool) -> None:
     """Stages on some ranks only."""
-    agent: Any = globals().get("_agent") or SnapshotAgent(run)
-    globals()["_agent"] = agent
+    agent = agent_of(run)
     state = state_of(step)
     if dist.get_rank() in ranks:
         assert agent.stage(state, run / f"step-{step}", step=step, persist=persist) is not None
@@ -70,8 +76,7 @@ def save(run: Path, step: int, ranks: list[int], persist: bool) -> None:
 
 def restored(run: Path, step: int | None) -> None:
     """Finds this step in memory, and nothing else."""
-    agent = SnapshotAgent(run)
-    found = agent.newest()
+    found = agent_of(run).newest()
     if step is None:
         assert found is None
         return
@@ -143,14 +148,13 @@ def stateful(numbers: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def save_stateful(run: Path) -> None:
-    agent: Any = SnapshotAgent(run)
+    agent: Any = agent_of(run)
     state = stateful({"rank": dist.get_rank()}, 7)
     agent.persist(agent.stage(state, run / "1", step=1))
-    globals()["_agent"] = agent
 
 
 def load_stateful(run: Path) -> None:
-    found = SnapshotAgent(run).newest()
+    found = agent_of(run).newest()
     assert found is not None
     for reader in (SnapshotReader(found), FastReader(run / "1")):
         numbers: dict[str, Any] = {}
@@ -182,12 +186,11 @@ def fail_on_one_rank(run: Path) -> None:
                 agent.persist(staged)
         else:
             agent.persist(staged)
-    if dist.get_rank() == 1:
-        agent.close()
-    else:
+    state = state_of(7)
+    if dist.get_rank() == 0:
         with pytest.raises(CancelledError, match="before its part"):
-            agent.persist(agent.stage(state_of(7), run / "7", step=7))
-        agent.close()
+            agent.persist(agent.stage(state, run / "7", step=7))
+    agent.close()
 
 
 def test_a_rank_that_fails_or_ends_holds_up_no_other(tmp_path: Path) -> None:

@@ -320,7 +320,7 @@ class Agent:
     def _is_awaited(self, save: Save) -> bool:
         """Whether ranks that have not completed a save may still do so."""
         missing = set(self._ranks).difference(self._slots.ranks_of(save))
-        return all(self._may_complete(rank, save) for rank in missing)
+        return bool(missing) and all(self._may_complete(rank, save) for rank in missing)
 
     def _may_complete(self, rank: int, save: Save) -> bool:
         trainer = self._trainers.get(rank)
