@@ -43,7 +43,7 @@ LAYERS = [
     },
     {
         *("copied_state", "index", "metadata", "tree_exchange", "planned", "listing", "leftovers"),
-        *("agent.memory", "agent.messages", "buffers"),
+        *("agent.memory", "agent.messages", "buffers", "planned_file"),
     },
     {"agent.persist", "agent.slots"},
     {"agent.saves"},
@@ -72,7 +72,7 @@ WITHOUT_TORCH = {
     *("errors", "options", "seal", "tree", "cli", "__init__", "formats.safetensors_layout"),
     *("commands.agent", "commands.opened", "commands.inspect", "commands.verify"),
     *("agent.memory", "agent.messages", "agent.persist", "agent.slots", "agent.saves"),
-    *("agent.process", "agent.client", "leftovers"),
+    *("agent.process", "agent.client", "leftovers", "planned_file"),
 }
 
 VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")

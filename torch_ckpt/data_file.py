@@ -22,6 +22,7 @@ from torch_ckpt import _native, _tensor_view
 from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planned import to_write_item
+from torch_ckpt.planned_file import write_planned
 from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import DTYPE_CODES, gc_paused, held_nbytes_limit, is_temporary, to_plain
 
@@ -115,21 +116,22 @@ def write_planned_file(
     planner knows.
     """
     planned = _native.PlannedFile(work, _tensor_view.look(sources, writable=False))
-    path = os.fsencode(directory / name)
-    job = _native.SaveJob(fs, path, planned.layout, pool, io.direct, sync)
-    appended: list[tuple[int, int, int]] = []
-    try:
+
+    def write_tensors(job: _native.SaveJob) -> None:
         _write_planned(job, planned, sources, held_nbytes_limit(io))
-        for position in planned.own:
-            item = to_write_item(work.describe(position))
-            info = _append_pickled(job, name, item, planner, transforms).storage_data
-            appended.append((position, info.offset, info.length))
-        job.finish()
-    except BaseException:
-        job.abort()
-        raise
-    file = WrittenFile(name, *job.sums, dtypes={}, extents=planned.extents(appended))
-    return file, IoMode.of(job)
+
+    def pickled(position: int) -> memoryview:
+        item = to_write_item(work.describe(position))
+        return pickle_item(item, planner, transforms, name)[1]
+
+    job, extents = write_planned(
+        *(directory / name, planned, write_tensors, pickled),
+        fs=fs,
+        pool=pool,
+        direct=io.direct,
+        sync=sync,
+    )
+    return WrittenFile(name, *job.sums, dtypes={}, extents=extents), IoMode.of(job)
 
 
 def _write_planned(

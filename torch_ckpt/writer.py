@@ -37,7 +37,7 @@ from torch_ckpt.errors import (
     portable_errors,
 )
 from torch_ckpt.index import WrittenFile
-from torch_ckpt.leftovers import stale_files
+from torch_ckpt.leftovers import remove_files, stale_files
 from torch_ckpt.model_directory import COMMITTED_NAMES
 from torch_ckpt.model_files import ModelFiles
 from torch_ckpt.options import IoMode, IoOptions
@@ -433,10 +433,7 @@ class FastWriter(StagingWriter):
             )
 
     def _remove_files(self, names: Iterable[str]) -> None:
-        """Best effort: a file that stays is not referred to by any metadata."""
-        for name in names:
-            with contextlib.suppress(CheckpointError):
-                self._file_system.remove(os.fsencode(self.path / name))
+        remove_files(self._file_system, self.path, names)
 
 
 def _new_save_id() -> str:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import shutil
-import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +23,9 @@ SOON_S = 30.0
 
 
 @pytest.fixture(autouse=True)
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Shared memory of this test alone; its agents end with it."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="torch_ckpt-test-"))
-    monkeypatch.setenv("TORCH_CKPT_MEMORY", str(folder))
-    yield folder
-    for lock in folder.glob("*/*/agent.lock"):
-        with contextlib.suppress(ProcessLookupError, ValueError):
-            os.kill(int(lock.read_text()), signal.SIGKILL)
-    shutil.rmtree(folder)
+def memory(memory: Path) -> Path:
+    """Shared memory of this test alone."""
+    return memory
 
 
 def state_of(step: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from agent_memory import own_memory
 from checkpoints import ROOT
 from torch.distributed.checkpoint.logger import _dcp_logger
 
@@ -85,9 +84,3 @@ def small_disk(mount_tmpfs: Callable[[str], Path]) -> Path:
 def read_only_disk(mount_tmpfs: Callable[[str], Path]) -> Path:
     """A tmpfs that was mounted read-only."""
     return mount_tmpfs("ro,size=1m")
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Shared memory of this test alone; its agents end with it."""
-    yield from own_memory(monkeypatch)

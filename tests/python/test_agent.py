@@ -615,7 +615,7 @@ def test_whatever_comes_to_its_socket_the_agent_goes_on(
                     pass
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(str(path))
-        send(connection, Kind.HELLO, b"another run", b"", 0, 1, 0, 1, b"", 1)
+        send(connection, Kind.HELLO, b"another run", b"", 0, b"")
         answer = receive(connection)
         assert answer is not None
         assert answer.kind == Kind.ERROR

@@ -197,10 +197,7 @@ class AgentClient:
         try:
             with short_path(self.folder) as folder:
                 connection.connect(f"{folder}/agent.socket")
-            self._talk(
-                *(connection, Kind.HELLO, place.run, place.session, place.rank, place.world_size),
-                *(place.node, place.node_count, ranks, os.getpid()),
-            )
+            self._talk(connection, Kind.HELLO, place.run, place.session, place.rank, ranks)
         except BaseException:
             connection.close()
             raise

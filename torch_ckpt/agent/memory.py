@@ -15,9 +15,10 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from torch_ckpt import _native
 from torch_ckpt.errors import CheckpointError, StorageError
@@ -35,7 +36,10 @@ __all__ = [
     "run_of",
     "short_path",
     "slot_path",
+    "whole_saves",
 ]
+
+T = TypeVar("T")
 
 SLOTS_PER_RANK = 2
 
@@ -160,7 +164,27 @@ def found_slots(folder: Path) -> Iterator[tuple[int, int, Path]]:
             yield int(match[1]), int(match[2]), folder / name
 
 
-def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[Path, SlotHeader]]:
+def whole_saves(
+    found: Iterable[tuple[SlotHeader, T]],
+) -> dict[tuple[bytes, int], list[tuple[SlotHeader, T]]]:
+    """What was found of each save that all ranks of this machine have completed, by rank.
+
+    The newest save comes last.
+    """
+    saves: dict[tuple[bytes, int], list[tuple[SlotHeader, T]]] = {}
+    for header, what in found:
+        saves.setdefault(header.save, []).append((header, what))
+    whole = {}
+    for save, of_save in sorted(saves.items(), key=lambda one: one[0]):
+        of_save.sort(key=lambda one: one[0].rank)
+        ranks = {header.rank for header, _ in of_save}
+        steps = {header.step for header, _ in of_save}
+        if len(ranks) == of_save[0][0].ranks_here and len(steps) == 1:
+            whole[save] = of_save
+    return whole
+
+
+def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[SlotHeader, Path]]:
     """Every slot of a run that holds a complete snapshot."""
     for _, _, path in found_slots(folder):
         with contextlib.suppress(CheckpointError):
@@ -168,7 +192,7 @@ def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[Path, SlotHeader]
             header = SlotHeader.of(slot)
             slot.read()
             if header.run == run:
-                yield path, header
+                yield header, path
 
 
 @contextlib.contextmanager

@@ -33,8 +33,7 @@ class Kind(enum.IntEnum):
     """What a message says, and what follows."""
 
     HELLO = 1
-    """A rank begins: run, session, rank, world size, node, node count, local ranks as 8 bytes each,
-    process id."""
+    """A rank begins: run, session, rank, all ranks of this machine as 8 bytes each."""
     OK = 2
     ERROR = 3
     """Class of the error, message, errno."""
@@ -58,7 +57,7 @@ class Kind(enum.IntEnum):
 
 
 _FIELDS: dict[Kind, str] = {
-    Kind.HELLO: "bbiiiibi",
+    Kind.HELLO: "bbib",
     Kind.OK: "",
     Kind.ERROR: "bbi",
     Kind.RESERVE: "i",

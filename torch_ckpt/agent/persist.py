@@ -7,7 +7,6 @@ the files are those of :class:`torch_ckpt.FastWriter`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +15,9 @@ from pathlib import Path
 
 from torch_ckpt import _native
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.leftovers import stale_files
+from torch_ckpt.leftovers import remove_files, stale_files
 from torch_ckpt.options import IoOptions
+from torch_ckpt.planned_file import write_planned
 from torch_ckpt.seal import INDEX_MARK
 
 __all__ = ["persist"]
@@ -69,13 +69,13 @@ def persist(
         if not is_current():
             raise CheckpointError(f"cannot commit {directory}: a slot was filled anew meanwhile")
     except BaseException:
-        _remove(fs, directory, written)
+        remove_files(fs, directory, written)
         raise
     fs.commit(
         *(first.directory, ".metadata", ".index", sealed, index, save_id),
         *(sorted(written), first.sync),
     )
-    _remove(fs, directory, stale_files(found, written, None))
+    remove_files(fs, directory, stale_files(found, written, None))
 
 
 def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:
@@ -132,30 +132,19 @@ def _write(
     name = f"__{rank}_0_{save_id}.distcp"
     numbers = work.items
     planned = _native.PlannedFile(work, snapshot.batch(numbers))
-    path = os.fsencode(directory / name)
-    job = _native.SaveJob(
-        _native.local_file_system(), path, planned.layout, pool, io.direct, snapshot.sync
+    job, extents = write_planned(
+        directory / name,
+        planned,
+        lambda job: planned.write(job, 0, len(planned)),
+        lambda position: snapshot.object_bytes(numbers[position]),
+        fs=_native.local_file_system(),
+        pool=pool,
+        direct=io.direct,
+        sync=snapshot.sync,
     )
-    appended: list[tuple[int, int, int]] = []
-    try:
-        planned.write(job, 0, len(planned))
-        for position in planned.own:
-            offset, nbytes = job.append(snapshot.object_bytes(numbers[position]))
-            appended.append((position, offset, nbytes))
-        job.finish()
-    except BaseException:
-        job.abort()
-        raise
-    return rank, (name, *job.sums), planned.extents(appended)
+    return rank, (name, *job.sums), extents
 
 
 def _once(paths: Iterable[bytes | None]) -> list[bytes]:
     """Each different one, in order."""
     return list(dict.fromkeys(some for some in paths if some is not None))
-
-
-def _remove(fs: _native.FileSystem, directory: Path, names: Iterable[str]) -> None:
-    """Best effort: a file that stays is not referred to by any metadata."""
-    for name in names:
-        with contextlib.suppress(CheckpointError):
-            fs.remove(os.fsencode(directory / name))

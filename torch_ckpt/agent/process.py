@@ -1,7 +1,7 @@
 """The agent: a process on each machine that outlives trainers, and saves what they have staged.
 
 It imports no torch and knows no tensors. Whatever it must know to go on after its own death stands
-in the slots, so it keeps nothing else: a new agent looks at them and is where the old one was.
+in the slots and beside them, or is what trainers say anew: a new agent is where the old one was.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class Agent:
                     raise CheckpointError(
                         f"the agent does not see process {pid}: {error.strerror}"
                     ) from error
-            self._ranks = [r for (r,) in struct.iter_unpack("<q", message.data(6))]
+            self._ranks = [r for (r,) in struct.iter_unpack("<q", message.data(3))]
             self._is_dropped = False
             for other in set(self._trainers).difference(self._ranks):
                 if not self._trainers[other].is_alive:

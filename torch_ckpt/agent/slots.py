@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ckpt import _native
-from torch_ckpt.agent.memory import SLOTS_PER_RANK, SlotHeader, found_slots, slot_path
+from torch_ckpt.agent.memory import (
+    SLOTS_PER_RANK,
+    SlotHeader,
+    found_slots,
+    slot_path,
+    whole_saves,
+)
 from torch_ckpt.errors import CheckpointError
 
 __all__ = ["HeldSlot", "Save", "Slots"]
@@ -72,20 +78,14 @@ class Slots:
 
         The newest save comes last.
         """
-        found: dict[Save, list[tuple[SlotHeader, HeldSlot]]] = {}
+        return whole_saves(self._complete_slots())
+
+    def _complete_slots(self) -> Iterator[tuple[SlotHeader, HeldSlot]]:
         for slots in self._slots.values():
             for slot in slots:
                 header = slot.header
                 if header is not None and header.run == self._run:
-                    found.setdefault(header.save, []).append((header, slot))
-        complete = {}
-        for save, of_save in sorted(found.items()):
-            of_save.sort(key=lambda one: one[0].rank)
-            ranks = {header.rank for header, _ in of_save}
-            steps = {header.step for header, _ in of_save}
-            if len(ranks) == of_save[0][0].ranks_here and len(steps) == 1:
-                complete[save] = of_save
-        return complete
+                    yield header, slot
 
     def newest(self) -> SlotHeader | None:
         """The newest save that is complete on this machine."""
@@ -118,8 +118,7 @@ class Slots:
 
     def ranks_of(self, save: Save) -> set[int]:
         """Those that have completed their part of a save."""
-        headers = (slot.header for slots in self._slots.values() for slot in slots)
-        return {h.rank for h in headers if h is not None and h.save == save and h.run == self._run}
+        return {header.rank for header, _ in self._complete_slots() if header.save == save}
 
     def keep_only(self, ranks: Collection[int], is_pending: Callable[[Save], bool]) -> None:
         """Removes the slots of ranks that are no more, unless something of them is still needed."""

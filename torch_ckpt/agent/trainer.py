@@ -28,6 +28,7 @@ from torch_ckpt.agent.memory import (
     open_folder,
     run_of,
     slot_path,
+    whole_saves,
 )
 from torch_ckpt.agent.process import AgentOptions
 from torch_ckpt.data_file import pickle_item
@@ -132,11 +133,6 @@ class SnapshotAgent:
         self._pid = os.getpid()
         self._waiting = ThreadPoolExecutor(SLOTS_PER_RANK, "torch_ckpt-wait")
         atexit.register(self._at_exit)
-
-    @property
-    def place(self) -> Place:
-        """Which rank of which run this is."""
-        return self._place
 
     def reserve(self, state_dict: dict[str, Any]) -> None:
         """Has memory made for a state like this, so that the first save is as fast as the tenth.
@@ -277,17 +273,12 @@ class SnapshotAgent:
 
     def remembered(self) -> list[Remembered]:
         """All saves that are in memory whole, the newest first, as this rank alone sees them."""
-        saves: dict[tuple[bytes, int], dict[int, tuple[Path, SlotHeader]]] = {}
-        for path, header in complete_slots(self._client.folder, self._place.run):
-            saves.setdefault(header.save, {})[header.rank] = path, header
+        found = complete_slots(self._client.folder, self._place.run)
         whole = []
-        for save, found in sorted(saves.items(), reverse=True):
-            _, header = next(iter(found.values()))
-            steps = {one.step for _, one in found.values()}
-            if len(found) == header.world_size and len(steps) == 1:
-                own_first = sorted(found, key=lambda rank: (rank != self._place.rank, rank))
-                paths = [found[rank][0] for rank in own_first]
-                whole.append(Remembered(save, header.step, self._client.folder, paths))
+        for save, of_save in reversed(whole_saves(found).items()):
+            of_save.sort(key=lambda one: one[0].rank != self._place.rank)  # Its own comes first.
+            slots = [path for _, path in of_save]
+            whole.append(Remembered(save, of_save[0][0].step, self._client.folder, slots))
         return whole
 
     def close(self, *, drop: bool = False) -> None:
@@ -378,7 +369,7 @@ def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) ->
     """Which rank of which run this is; all ranks meet here."""
     name = run_of(run)
     # Later than any that is remembered, whatever clocks say.
-    known = [header.session for _, header in complete_slots(folder_of(name), name)]
+    known = [header.session for header, _ in complete_slots(folder_of(name), name)]
     since = int.from_bytes(max(known, default=b"")[:8], "big") + 1
     session = max(time.time_ns(), since).to_bytes(8, "big") + secrets.token_bytes(8)
     if not dist.is_available() or not dist.is_initialized():

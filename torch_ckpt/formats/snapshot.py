@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from torch_ckpt import _native
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
@@ -70,8 +72,6 @@ class _Objects:
         snapshot, number = places[0]
         stream = io.BytesIO(snapshot.object_bytes(number))
         try:
-            import torch
-
             if self._trust_pickle:
                 return torch.load(stream, weights_only=False)
             return load_object(stream)
@@ -110,11 +110,8 @@ class _Merged:
             of_fqn[key] = (offsets, sizes, number, offset, nbytes, plain, ())
             if not plain:
                 self.objects.add(fqn, (snapshot, item))
-        self.add_paths([snapshot.paths] if snapshot.paths is not None else [])
-
-    def add_paths(self, encoded: Iterable[bytes]) -> None:
-        for some in encoded:
-            for fqn, keys in _native.decode_paths(some):
+        if snapshot.paths is not None:
+            for fqn, keys in _native.decode_paths(snapshot.paths):
                 self.paths.setdefault(fqn, keys)
 
     def opened(self) -> Opened:
