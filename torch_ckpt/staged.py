@@ -19,6 +19,9 @@ __all__ = ["LOOK_S", "PartlyStaged", "PlannedPart", "Staged"]
 LOOK_S = 0.01
 """How often somebody who waits for a save looks whether it has ended."""
 
+_BEGINS_WITHIN_S = 1.0
+"""A save by a thread does."""
+
 
 @dataclass(frozen=True)
 class PlannedPart:
@@ -40,7 +43,7 @@ class Staged:
         address: Of its snapshot.
         nbytes: Of that.
         has_left: Whether tensors were left where they are, to be written from there first.
-        has_left_out: Whether some have no memory at all, since this rank is not to write them.
+        stage_rest: Copies tensors that have no memory at all, since this rank is not to write them.
         release: Gives the snapshot back.
     """
 
@@ -50,20 +53,41 @@ class Staged:
         nbytes: int,
         *,
         has_left: bool,
-        has_left_out: bool,
+        stage_rest: Callable[[], None] | None,
         release: Callable[[Staged], None],
     ) -> None:
-        self.has_left, self.has_left_out = has_left, has_left_out
+        self.has_left, self.has_left_out = has_left, stage_rest is not None
         self._address, self._nbytes = address, nbytes
         self._release = release
+        self._stage_rest = stage_rest
+        self._deciding = threading.Lock()
+        self._is_decided = threading.Event()
         self._thread: threading.Thread | None = None
         self._first_written = threading.Event()
         self._given_up = False
 
     def begin_save(self) -> None:
         """Called by the thread that saves what was staged."""
-        if self._thread is None:
-            self._thread = threading.current_thread()
+        with self._deciding:
+            if self._thread is None:
+                self._thread = threading.current_thread()
+            self._is_decided.set()
+
+    def wait_for_begin(self) -> None:
+        """Returns when the tensors that have no memory may change.
+
+        They are not needed once a thread of this process saves. If none begins to, what saves may
+        be another process, which has no use for what only this one knows.
+        """
+        if self.has_left_out and not self._is_decided.wait(_BEGINS_WITHIN_S):
+            self.stage_rest()
+
+    def stage_rest(self) -> None:
+        """Copies the tensors that have no memory, unless a thread of this process saves."""
+        with self._deciding:
+            if self._stage_rest is not None and not self._is_decided.is_set():
+                self._stage_rest()
+            self._is_decided.set()
 
     @property
     def is_over(self) -> bool:
@@ -134,10 +158,13 @@ class PartlyStaged(dict[str, Any]):
         self._staged = staged
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with contextlib.suppress(CheckpointError):
-            self._staged.first_are_written()  # Nothing is going to be.
-        raise UnsupportedError(
-            "a save by another process needs all of the state staged: max_host_nbytes does not "
-            "hold it, or it is only what this rank wrote in the save before, by a thread; then the "
-            "next save stages all"
-        )
+        """For another process that saves, which gets all of it."""
+        if self._staged.has_left:
+            with contextlib.suppress(CheckpointError):
+                self._staged.first_are_written()  # Nothing is going to be.
+            raise UnsupportedError(
+                "a save by another process needs all of the state staged, and max_host_nbytes does "
+                "not hold it"
+            )
+        self._staged.stage_rest()
+        return dict, (dict(self),)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -176,7 +177,8 @@ class SnapshotStager:
 
         Args:
             state_dict: What to copy.
-            left_out: ``id`` of tensors that will not be written, and so need not be copied.
+            left_out: ``id`` of tensors that will not be written, and so need not be copied; none
+                unless ``blocking``.
             may_leave: Whether the writer first writes what ``max_host_nbytes`` leaves.
         """
         with contextlib.suppress(Exception):  # It was the former save's.
@@ -189,7 +191,8 @@ class SnapshotStager:
     ) -> tuple[dict[str, Any] | Future[dict[str, Any]], Staged]:
         copied = CopiedState(state_dict)
         skipped = {at for at in left_out if at not in copied.within_objects}
-        give_no_memory(tensor for tensor in copied.tensors if id(tensor.live) in skipped)
+        rest = [tensor for tensor in copied.tensors if id(tensor.live) in skipped]
+        give_no_memory(rest)
         wanted = [tensor for tensor in copied.tensors if id(tensor.live) not in skipped]
         placed = _Placed(wanted, self.max_host_nbytes)
         if placed.left and not (may_leave and self.blocking):
@@ -204,18 +207,24 @@ class SnapshotStager:
         finally:
             for unfit in taken:
                 self._give_back(unfit)
-        staged = self._use(snapshot, placed, has_left_out=bool(skipped))
+        stage_rest = functools.partial(_stage_rest, rest) if rest else None
+        staged = self._use(snapshot, placed, stage_rest)
         try:
             if self.blocking:
                 placed.copy_all(snapshot)
-                is_whole = not (placed.left or skipped)
+                is_whole = not (placed.left or rest)
                 return copied.state if is_whole else PartlyStaged(staged, copied.state), staged
             return self._copy_later(placed, snapshot, copied.state, staged), staged
         except BaseException:
             staged.release()  # The error may be referred to for long, and so may its frames.
             raise
 
-    def _use(self, snapshot: _native.Snapshot, placed: _Placed, *, has_left_out: bool) -> Staged:
+    def _use(
+        self,
+        snapshot: _native.Snapshot,
+        placed: _Placed,
+        stage_rest: Callable[[], None] | None,
+    ) -> Staged:
         """Gives what was placed memory of the snapshot, which is in use until it is released."""
 
         def release(staged: Staged) -> None:
@@ -234,7 +243,7 @@ class SnapshotStager:
             address,
             snapshot.nbytes,
             has_left=bool(placed.left),
-            has_left_out=has_left_out,
+            stage_rest=stage_rest,
             release=release,
         )
         with self._changed:
@@ -352,6 +361,15 @@ class _Placed:
         )
         for device in devices:
             torch.accelerator.synchronize(device)
+
+
+def _stage_rest(tensors: list[CopiedTensor]) -> None:
+    """Gives tensors memory of their own and copies them."""
+    placed = _Placed(tensors, None)
+    snapshot = _native.Snapshot(placed.nbytes, _THREADS)
+    with torch.no_grad():
+        placed.give_memory(memoryview(snapshot))
+        placed.copy_all(snapshot)
 
 
 def _fitting(free: list[_native.Snapshot | None], nbytes: int) -> _native.Snapshot:

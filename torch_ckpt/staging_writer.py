@@ -48,9 +48,9 @@ class StagingWriter(StorageWriter):
         """Copies what this rank will write; all that it has unless that is known.
 
         It is known where :class:`FastSavePlanner` has planned the same state in the asynchronous
-        save before. See :meth:`SnapshotStager.stage`.
+        save before, and the stager blocks. See :meth:`SnapshotStager.stage`.
         """
-        part = self.stager.planned
+        part = self.stager.planned if self.stager.blocking else None
         left_out = set() if part is None else not_needed(state_dict, part)
         state, self._staged = self.stager.begin(state_dict, left_out=left_out, may_leave=True)
         return state
@@ -58,8 +58,10 @@ class StagingWriter(StorageWriter):
     def synchronize_staging(self) -> None:
         """Returns when what was staged may change: all, or what was written from where it was."""
         self.stager.wait_staged()
-        if self._staged is not None and self._staged.has_left:
-            self._staged.wait_for_first(self.stager.timeout_s)
+        if self._staged is not None:
+            self._staged.wait_for_begin()
+            if self._staged.has_left:
+                self._staged.wait_for_first(self.stager.timeout_s)
 
     def close(self) -> None:
         """Has nothing to let go of: the memory is the stager's."""

@@ -12,13 +12,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds
 from states import assert_same, full_value, local, sharded
+from test_async import EXECUTORS
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import torch_ckpt
-from torch_ckpt import CheckpointError, FastReader, FastSavePlanner, FastWriter, SnapshotStager
+from torch_ckpt import (
+    CheckpointError,
+    FastReader,
+    FastSavePlanner,
+    FastWriter,
+    SnapshotStager,
+    staged,
+)
 from torch_ckpt.plan_cache import PLAN_CACHE
 from torch_ckpt.staging import _Placed
 
@@ -65,7 +73,9 @@ class Saves:
         self.staged: list[int] = []
         PLAN_CACHE.forget()
 
-    def begin(self, state: dict[str, Any], planner: Any = FastSavePlanner) -> Any:
+    def begin(
+        self, state: dict[str, Any], planner: Any = FastSavePlanner, executor: str = "thread"
+    ) -> Any:
         copy_all = _Placed.copy_all
 
         def copy_counted(placed: _Placed, snapshot: Any) -> None:
@@ -75,7 +85,11 @@ class Saves:
         writer = FastWriter(self.path / str(state["step"]), stager=self.stager)
         with mock.patch.object(_Placed, "copy_all", copy_counted):
             future = dcp.async_save(
-                state, storage_writer=writer, process_group=self.group, planner=planner()
+                state,
+                storage_writer=writer,
+                process_group=self.group,
+                planner=planner(),
+                async_checkpointer_type=EXECUTORS[executor],
             )
         spoil(state)
         return future
@@ -181,6 +195,24 @@ def change_the_planner(path: Path) -> list[str]:
 def test_a_change_of_the_planner_costs_one_save_at_most(worlds: Worlds, tmp_path: Path) -> None:
     outcome = worlds.run(2, change_the_planner, tmp_path)
     assert outcome[0] == outcome[1]
+
+
+def change_the_executor(path: Path, begins_within_s: float) -> None:
+    saves = Saves(path)
+    executors = ["thread", "thread", "process", "process", "thread", "thread", "process"]
+    with mock.patch.object(staged, "_BEGINS_WITHIN_S", begins_within_s):
+        for step, executor in enumerate(executors):
+            change = "gone" if executor == "process" else ""  # Ranks share it out anew.
+            saves.begin(state_at(step, change), executor=executor).result(SAVE_TIMEOUT_S)
+            saves.check(step, change)
+
+
+@pytest.mark.parametrize("begins_within_s", [0.0, 1.0])
+def test_another_process_saves_all_that_a_thread_would_not(
+    worlds: Worlds, tmp_path: Path, begins_within_s: float
+) -> None:
+    """The memory is completed by the process that trains, or by the thread that pickles."""
+    worlds.run(2, change_the_executor, tmp_path, begins_within_s, timeout_s=120)
 
 
 def save_in_waves(path: Path) -> None:
