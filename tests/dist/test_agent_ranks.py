@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Ranks
+from ranks import Ranks, Worlds
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from torch_ckpt import CancelledError, FastReader, SnapshotAgent, SnapshotReader
@@ -60,6 +61,18 @@ def save(run: Path, step: int, ranks: list[int], persist: bool) -> None:
     if dist.get_rank() in ranks:
         assert agent.stage(state, run / f"step-{step}", step=step, persist=persist) is not None
     dist.barrier()
+
+
+def save_at_all_moments(run: Path) -> None:
+    """Ranks complete small saves while the agent asks itself who has."""
+    agent = agent_of(run)
+    delays = random.Random(dist.get_rank())
+    for step in range(300):
+        dist.barrier()
+        time.sleep(delays.random() * 0.004)
+        future = agent.async_save(state_of(step), run / "step", step=step)
+        assert future is not None
+        future.result(SOON_S)
 
 
 def restored(run: Path, step: int | None) -> None:
@@ -199,3 +212,9 @@ def test_slots_of_ranks_that_are_no_more_go(tmp_path: Path, memory: Path) -> Non
             world.run(save, run, step, [0], True)
         names = sorted(path.name for path in memory.glob("*/*/rank-*"))
         assert names == ["rank-0.0", "rank-0.1"]
+
+
+def test_no_save_is_lost_that_a_rank_completes_while_the_agent_looks(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, save_at_all_moments, tmp_path / "run", timeout_s=120)

@@ -23,7 +23,7 @@ from pathlib import Path
 from torch_ckpt.agent.memory import agent_lock, open_folder, remove_abandoned, short_path
 from torch_ckpt.agent.messages import Kind, Message, error_message, receive, send
 from torch_ckpt.agent.saves import Saves
-from torch_ckpt.agent.slots import Save, Slots
+from torch_ckpt.agent.slots import Look, Save, Slots
 from torch_ckpt.errors import CancelledError, CheckpointError
 from torch_ckpt.options import IoOptions
 
@@ -146,7 +146,7 @@ class Agent:
                 self._changed.wait()
             if any(not t.said_bye and t.is_alive for t in self._trainers.values()):
                 return False  # They go on, with the next agent.
-            newest = self._slots.newest()
+            newest = self._slots.look().newest
             if self._is_dropped or newest is None or self._saves.is_done(newest.save):
                 return True
             is_good_end = all(t.said_bye for t in self._trainers.values()) and bool(self._trainers)
@@ -180,7 +180,7 @@ class Agent:
             self._persist_newest()
 
     def _persist_newest(self) -> None:
-        newest = self._slots.newest()
+        newest = self._slots.look().newest
         if newest is None or not self.options.persist_on_failure:
             return
         save = newest.save
@@ -306,7 +306,7 @@ class Agent:
         self._slots.check_filled(trainer.rank, trainer.session, path)
         trainer.reached = max(trainer.reached, message.integer(1) + 1)
         self._saves.begin_next()
-        newest = self._slots.newest()
+        newest = self._slots.look().newest
         if newest is not None and newest.session == trainer.session:
             self._slots.keep_only(self._ranks, self._saves.is_pending)
         self._changed.notify_all()
@@ -317,9 +317,9 @@ class Agent:
         self._changed.notify_all()
         return Message(Kind.OK)
 
-    def _is_awaited(self, save: Save) -> bool:
-        """Whether ranks that have not completed a save may still do so."""
-        missing = set(self._ranks).difference(self._slots.ranks_of(save))
+    def _is_awaited(self, save: Save, look: Look) -> bool:
+        """Whether ranks that had not completed a save may still do so."""
+        missing = set(self._ranks).difference(look.ranks_of(save))
         return bool(missing) and all(self._may_complete(rank, save) for rank in missing)
 
     def _may_complete(self, rank: int, save: Save) -> bool:
@@ -337,23 +337,23 @@ class Agent:
             error = self._saves.error_of(save)
             if error is not None:
                 raise CheckpointError(error)
-            if save in self._slots.complete_saves():
-                if not asked:
-                    self._saves.ask(save)
-                    asked = True
-            else:
-                self._raise_if_lost(save)
+            look = self._slots.look()
+            if save not in look.complete:
+                self._raise_if_lost(save, look)
+            elif not asked:
+                self._saves.ask(save)
+                asked = True
             if not trainer.is_alive:
                 raise CancelledError("the trainer is gone")
             self._changed.wait(_POLL_S)
         return Message(Kind.OK)
 
-    def _raise_if_lost(self, save: Save) -> None:
-        """Raises where a save will never be complete."""
-        newest = self._slots.newest()
+    def _raise_if_lost(self, save: Save, look: Look) -> None:
+        """Raises where a save that was not complete never will be."""
+        newest = look.newest
         if newest is not None and newest.save > save:
             raise CancelledError(f"save {save[1]} is in memory no more, and did not come to disk")
-        if not self._is_awaited(save):
+        if not self._is_awaited(save, look):
             raise CancelledError(f"a rank has ended, or failed, before its part of save {save[1]}")
 
     def _bye(self, trainer: _Trainer, message: Message) -> Message:

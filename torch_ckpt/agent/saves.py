@@ -65,7 +65,7 @@ class Saves:
 
     def is_pending(self, save: Save) -> bool:
         """Whether a save that is complete is to come to disk, and has not, nor has failed."""
-        of_save = self._slots.complete_saves().get(save)
+        of_save = self._slots.look().complete.get(save)
         if of_save is None or save in self._done or self.error_of(save) is not None:
             return False
         # What is older than what is on disk is wanted there only if somebody says so.
@@ -93,7 +93,7 @@ class Saves:
         """Begins with the oldest save that is to come to disk, unless one is on its way."""
         if self._running is not None:
             return
-        for save, of_save in self._slots.complete_saves().items():
+        for save, of_save in self._slots.look().complete.items():
             if self.is_pending(save):
                 self._running = save
                 held = [slot for _, slot in of_save]

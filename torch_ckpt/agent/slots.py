@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch_ckpt.agent.memory import (
 )
 from torch_ckpt.errors import CheckpointError
 
-__all__ = ["HeldSlot", "Save", "Slots"]
+__all__ = ["HeldSlot", "Look", "Save", "Slots"]
 
 Save = tuple[bytes, int]
 """Session and sequence: what the slots of all ranks of one save have in common."""
@@ -49,6 +49,31 @@ class HeldSlot:
             return None
 
 
+class Look:
+    """What slots held at one moment, as ranks go on completing them.
+
+    Args:
+        found: Those that are complete.
+
+    Attributes:
+        complete: The slots of each save that all ranks of this machine have completed, by rank. The
+            newest save comes last.
+    """
+
+    def __init__(self, found: Iterable[tuple[SlotHeader, HeldSlot]]) -> None:
+        self._found = list(found)
+        self.complete = whole_saves(self._found)
+
+    @property
+    def newest(self) -> SlotHeader | None:
+        """The newest save that is complete."""
+        return self.complete[max(self.complete)][0][0] if self.complete else None
+
+    def ranks_of(self, save: Save) -> set[int]:
+        """Those that had completed their part of a save."""
+        return {header.rank for header, _ in self._found if header.save == save}
+
+
 class Slots:
     """All slots of a run on this machine. For whoever holds the agent's lock.
 
@@ -73,24 +98,14 @@ class Slots:
             rank, [HeldSlot(slot_path(self._folder, rank, n)) for n in range(SLOTS_PER_RANK)]
         )
 
-    def complete_saves(self) -> dict[Save, list[tuple[SlotHeader, HeldSlot]]]:
-        """The slots of each save that all ranks of this machine have completed, by rank.
-
-        The newest save comes last.
-        """
-        return whole_saves(self._complete_slots())
-
-    def _complete_slots(self) -> Iterator[tuple[SlotHeader, HeldSlot]]:
-        for slots in self._slots.values():
-            for slot in slots:
-                header = slot.header
-                if header is not None and header.run == self._run:
-                    yield header, slot
-
-    def newest(self) -> SlotHeader | None:
-        """The newest save that is complete on this machine."""
-        complete = self.complete_saves()
-        return complete[max(complete)][0][0] if complete else None
+    def look(self) -> Look:
+        """What is complete now."""
+        return Look(
+            (header, slot)
+            for slots in self._slots.values()
+            for slot in slots
+            if (header := slot.header) is not None and header.run == self._run
+        )
 
     def check_filled(self, rank: int, session: bytes, path: Path) -> None:
         """Looks at a slot that a rank says it has filled.
@@ -116,14 +131,9 @@ class Slots:
             if slot.header is None and not slot.readers:
                 self._make(slot, nbytes)
 
-    def ranks_of(self, save: Save) -> set[int]:
-        """Those that have completed their part of a save."""
-        return {header.rank for header, _ in self._complete_slots() if header.save == save}
-
     def keep_only(self, ranks: Collection[int], is_pending: Callable[[Save], bool]) -> None:
         """Removes the slots of ranks that are no more, unless something of them is still needed."""
-        complete = self.complete_saves()
-        newest = max(complete, default=None)
+        newest = max(self.look().complete, default=None)
         for rank in set(self._slots).difference(ranks):
             headers = [slot.header for slot in self._slots[rank]]
             needed = any(slot.readers for slot in self._slots[rank]) or any(
@@ -138,7 +148,7 @@ class Slots:
         rank: int,
         nbytes: int,
         is_pending: Callable[[Save], bool],
-        is_awaited: Callable[[Save], bool],
+        is_awaited: Callable[[Save, Look], bool],
     ) -> HeldSlot | None:
         """A slot of a rank that it may fill, and that holds nothing from now on.
 
@@ -149,7 +159,7 @@ class Slots:
             rank: The rank.
             nbytes: Room that it needs.
             is_pending: Whether a save has still to come to disk.
-            is_awaited: Whether other ranks may still complete a save.
+            is_awaited: Whether other ranks may still complete a save that was not complete.
 
         Returns:
             The slot; ``None`` where none is free.
@@ -165,25 +175,32 @@ class Slots:
         return slot
 
     def has_free(
-        self, rank: int, is_pending: Callable[[Save], bool], is_awaited: Callable[[Save], bool]
+        self,
+        rank: int,
+        is_pending: Callable[[Save], bool],
+        is_awaited: Callable[[Save, Look], bool],
     ) -> bool:
         """Whether :meth:`take` would find a slot."""
         return self._free(rank, is_pending, is_awaited) is not None
 
     def _free(
-        self, rank: int, is_pending: Callable[[Save], bool], is_awaited: Callable[[Save], bool]
+        self,
+        rank: int,
+        is_pending: Callable[[Save], bool],
+        is_awaited: Callable[[Save, Look], bool],
     ) -> HeldSlot | None:
-        complete = self.complete_saves()
-        newest = max(complete, default=None)
+        look = self.look()
+        newest = max(look.complete, default=None)
         for slot in self._of(rank):
-            header = slot.header
             if slot.readers:
                 continue
-            if header is not None:
-                save = header.save
-                if save == newest or (is_pending(save) if save in complete else is_awaited(save)):
-                    continue
-            return slot
+            header = slot.header
+            if header is None:
+                return slot
+            save = header.save
+            is_wanted = is_pending(save) if save in look.complete else is_awaited(save, look)
+            if save != newest and not is_wanted:
+                return slot
         return None
 
     def _make(self, slot: HeldSlot, nbytes: int) -> None:
