@@ -50,6 +50,7 @@ def write_data_file(
     pool: _native.BufferPool,
     io: IoOptions,
     sync: bool,
+    niceness: int,
     transforms: _StorageWriterTransforms,
 ) -> tuple[list[WriteResult], WrittenFile, IoMode]:
     """Writes ``items`` to the new file ``directory / name``.
@@ -68,7 +69,7 @@ def write_data_file(
         sort = _sort(items, planner, transforms)
         layout = _native.Layout(sort.shapes)
     path = os.fsencode(directory / name)
-    job = _native.SaveJob(fs, path, layout, pool, io.direct, sync)
+    job = _native.SaveJob(fs, path, layout, pool, io.direct, sync, niceness)
     try:
         _write_laid_out(job, sort, planner, held_nbytes_limit(io))
         with gc_paused():
@@ -108,6 +109,7 @@ def write_planned_file(
     pool: _native.BufferPool,
     io: IoOptions,
     sync: bool,
+    niceness: int,
     transforms: _StorageWriterTransforms,
 ) -> tuple[WrittenFile, IoMode]:
     """As :func:`write_data_file`, of items that were planned in columns.
@@ -130,6 +132,7 @@ def write_planned_file(
         pool=pool,
         direct=io.direct,
         sync=sync,
+        niceness=niceness,
     )
     return WrittenFile(name, *job.sums, dtypes={}, extents=extents), IoMode.of(job)
 

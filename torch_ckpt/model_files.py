@@ -306,6 +306,7 @@ class _PartWriter:
             self.pool,
             writer.io.direct,
             writer.sync_files,
+            writer._niceness,
         )
         try:
             for batch in self._batches(pieces, job, laid_out.header):

@@ -24,6 +24,8 @@ class IoOptions:
         exchange_nbytes: Budget of a reader, in bytes, for what it has in flight to and from other
             ranks that load the same; at least 4 MiB. Used only where there is something to
             exchange, and then besides ``buffer_nbytes``.
+        background_nice: By how much threads that write what was staged step back behind others
+            that want the CPU, as nice(1); 0 to 19.
         direct: Whether to go past the page cache (``O_DIRECT``) where the file system allows it.
             What the page cache holds is read from there in any case.
 
@@ -35,6 +37,7 @@ class IoOptions:
     block_nbytes: int = 4 << 20
     threads: int = 4
     exchange_nbytes: int = 256 << 20
+    background_nice: int = 5
     direct: bool = True
 
     def __post_init__(self) -> None:
@@ -47,6 +50,8 @@ class IoOptions:
                 f"buffer_nbytes={self.buffer_nbytes} does not hold two blocks of "
                 f"{self.block_nbytes} bytes"
             )
+        if not 0 <= self.background_nice <= 19:
+            raise ValueError(f"background_nice={self.background_nice} is not in [0, 19]")
         if self.threads < 1:
             raise ValueError(f"threads={self.threads} is not positive")
         if self.exchange_nbytes < 4 << 20:

@@ -21,6 +21,7 @@ def write_planned(
     pool: _native.BufferPool,
     direct: bool,
     sync: bool,
+    niceness: int = 0,
 ) -> tuple[_native.SaveJob, bytes]:
     """Writes the new file ``path``.
 
@@ -33,6 +34,7 @@ def write_planned(
         pool: The buffers.
         direct: Whether to write past the page cache.
         sync: Whether the file is to survive a power cut.
+        niceness: By how much whoever writes tensors steps back, as nice(1).
 
     Returns:
         The job, which has finished, and where everything lies, encoded.
@@ -40,7 +42,7 @@ def write_planned(
     Raises:
         StorageError: The file could not be written; it is removed.
     """
-    job = _native.SaveJob(fs, os.fsencode(path), planned.layout, pool, direct, sync)
+    job = _native.SaveJob(fs, os.fsencode(path), planned.layout, pool, direct, sync, niceness)
     appended: list[tuple[int, int, int]] = []
     try:
         write_tensors(job)

@@ -66,12 +66,17 @@ class Staged:
         self._first_written = threading.Event()
         self._given_up = False
 
-    def begin_save(self) -> None:
-        """Called by the thread that saves what was staged."""
+    def begin_save(self) -> bool:
+        """Called by the thread that saves what was staged.
+
+        Returns:
+            Whether it is that thread, and not one that saves something else later.
+        """
         with self._deciding:
             if self._thread is None:
                 self._thread = threading.current_thread()
             self._is_decided.set()
+        return self._thread is threading.current_thread()
 
     def wait_for_begin(self) -> None:
         """Returns when the tensors that have no memory may change.

@@ -68,8 +68,8 @@ class StagingWriter(StorageWriter):
 
     def _begin_staged_save(self) -> None:
         """Called in the thread of a save, by the first that DCP asks of a writer there."""
-        if self._staged is not None:
-            self._staged.begin_save()
+        if self._staged is not None and not self._staged.begin_save():
+            self._staged = None
 
     @property
     def _can_wait(self) -> Callable[[torch.Tensor | None], bool] | None:

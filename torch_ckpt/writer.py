@@ -388,6 +388,7 @@ class FastWriter(StagingWriter):
                     pool=pools[first],
                     io=self.io,
                     sync=self.sync_files,
+                    niceness=self._niceness,
                 )
                 finished.append(name)
                 results += written
@@ -399,6 +400,11 @@ class FastWriter(StagingWriter):
             return write_every(0)
         with ThreadPoolExecutor(workers, "torch_ckpt-write") as executor:
             return list(itertools.chain.from_iterable(executor.map(write_every, range(workers))))
+
+    @property
+    def _niceness(self) -> int:
+        """By how much threads that write step back: what was staged is written in background."""
+        return 0 if self._staged is None else self.io.background_nice
 
     def _check_idle(self) -> None:
         if self._writing.locked():

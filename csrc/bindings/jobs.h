@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/block_sums.h"
+#include "base/niceness.h"
 #include "bindings/tensor_view.h"
 #include "engine/live_tensor.h"
 #include "engine/save_job.h"
@@ -22,6 +23,12 @@ template <typename Work>
 auto without_gil(Work&& work) {
   const pybind11::gil_scoped_release unlocked;
   return std::forward<Work>(work)();
+}
+
+// Likewise, in a thread that steps back: never one that holds the GIL, which others wait for.
+template <typename Work>
+auto nicely_without_gil(int niceness, Work&& work) {
+  return without_gil([&] { return run_at_niceness(niceness, std::forward<Work>(work)); });
 }
 
 inline LiveTensor to_live(const TensorView& view) {

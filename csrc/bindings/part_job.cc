@@ -13,8 +13,10 @@ namespace {
 
 // File system and pool are kept alive by pybind11 (keep_alive below) for as long as the job.
 std::unique_ptr<PartJob> start(FileSystem& fs, const std::string& path, int64_t file_nbytes,
-                               BufferPool& pool, bool direct, bool sync) {
-  const SaveOptions options = {direct ? Caching::kDirect : Caching::kBuffered, sync};
+                               BufferPool& pool, bool direct, bool sync, int niceness) {
+  const SaveOptions options = {.caching = direct ? Caching::kDirect : Caching::kBuffered,
+                               .sync = sync,
+                               .niceness = niceness};
   return value_or_raise(
       without_gil([&] { return PartJob::start(fs, path, file_nbytes, pool, options); }));
 }
@@ -24,7 +26,7 @@ void write(PartJob& job,
   for (const auto& item : items) {
     if (std::get<0>(item) == nullptr) throw py::value_error("there is no tensor to write");
   }
-  raise_if_error(without_gil([&] {
+  raise_if_error(nicely_without_gil(job.niceness(), [&] {
     Status status;
     for (size_t i = 0; i < items.size() && status.ok(); ++i) {
       const auto& [tensor, offset, sizes, box_offsets] = items[i];
@@ -46,8 +48,8 @@ void put(PartJob& job, int64_t offset, const py::buffer& buffer) {
 void bind_part_job(py::module_& module) {
   py::class_<PartJob>(module, "PartJob")
       .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("file_nbytes"),
-           py::arg("pool"), py::arg("direct"), py::arg("sync"), py::keep_alive<1, 2>(),
-           py::keep_alive<1, 5>())
+           py::arg("pool"), py::arg("direct"), py::arg("sync"), py::arg("niceness") = 0,
+           py::keep_alive<1, 2>(), py::keep_alive<1, 5>())
       .def("write", &write, py::arg("items"))
       .def("put", &put, py::arg("offset"), py::arg("data"))
       .def("finish",

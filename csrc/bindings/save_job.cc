@@ -38,8 +38,10 @@ std::unique_ptr<BufferPool> make_pool(int64_t nbytes, int64_t block_nbytes) {
 
 // File system and pool are kept alive by pybind11 (keep_alive below) for as long as the job.
 std::unique_ptr<SaveJob> start(FileSystem& fs, const std::string& path, const Layout& layout,
-                               BufferPool& pool, bool direct, bool sync) {
-  const SaveOptions options = {direct ? Caching::kDirect : Caching::kBuffered, sync};
+                               BufferPool& pool, bool direct, bool sync, int niceness) {
+  const SaveOptions options = {.caching = direct ? Caching::kDirect : Caching::kBuffered,
+                               .sync = sync,
+                               .niceness = niceness};
   return value_or_raise(
       without_gil([&] { return SaveJob::start(fs, path, layout, pool, options); }));
 }
@@ -48,7 +50,7 @@ void write(SaveJob& job, const std::vector<std::pair<int64_t, const TensorView*>
   for (const auto& [index, tensor] : items) {
     if (tensor == nullptr) throw py::value_error("there is no tensor to write");
   }
-  raise_if_error(without_gil([&] {
+  raise_if_error(nicely_without_gil(job.niceness(), [&] {
     Status status;
     for (size_t i = 0; i < items.size() && status.ok(); ++i) {
       status = job.write(items[i].first, to_live(*items[i].second));
@@ -90,7 +92,8 @@ void bind_save_job(py::module_& module) {
       .def_property_readonly("nbytes", [](const BufferPool& pool) { return ssize(pool.arena()); });
   py::class_<SaveJob>(module, "SaveJob")
       .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("layout"), py::arg("pool"),
-           py::arg("direct"), py::arg("sync"), py::keep_alive<1, 2>(), py::keep_alive<1, 5>())
+           py::arg("direct"), py::arg("sync"), py::arg("niceness") = 0, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 5>())
       .def("write", &write, py::arg("items"))
       .def("append", &append, py::arg("data"))
       .def("finish", &finish)

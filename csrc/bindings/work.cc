@@ -168,7 +168,7 @@ class PlannedFile {
   // Writes tensors [begin, end) in the order of the layout, and lets go of their memory.
   void write(SaveJob& job, int64_t begin, int64_t end) {
     if (begin < 0 || begin > end || end > laid_out()) throw py::index_error("no such tensors");
-    raise_if_error(without_gil([&] {
+    raise_if_error(nicely_without_gil(job.niceness(), [&] {
       Status status;
       for (int64_t i = begin; i < end && status.ok(); ++i) {
         const TensorView& view = views_[static_cast<size_t>(i)];

@@ -61,6 +61,7 @@ class PartJob {
   // back to the pool. The file stays, for it is not this rank's alone. The destructor does so too.
   void abort();
 
+  int niceness() const { return options_.niceness; }
   const IoMode& mode() const { return mode_; }
 
  private:

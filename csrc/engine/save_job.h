@@ -30,6 +30,7 @@ struct SaveOptions {
   Caching caching = Caching::kDirect;
   bool sync = true;  // Whether finish() makes the file survive a power cut.
   int64_t sum_block_nbytes = kSumBlockNbytes;
+  int niceness = 0;  // By how much whoever writes for it should step back (base/niceness.h).
 };
 
 // How a file was really written, for people to read.
@@ -70,6 +71,8 @@ class SaveJob {
   // Returns when every byte has been written (and synced, as the options say; the file's name is
   // for the caller to sync). Nothing can be written afterwards.
   Status finish();
+
+  int niceness() const { return options_.niceness; }
 
   // The sums of the file's blocks. Requires: finish() has returned OK.
   const BlockSums& sums() const { return sums_; }

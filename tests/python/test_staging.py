@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import pickle
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +28,7 @@ from torch_ckpt import (
     FastReader,
     FastSavePlanner,
     FastWriter,
+    IoOptions,
     StorageError,
     UnsupportedError,
     _native,
@@ -354,3 +358,29 @@ def test_an_async_save_stores_what_was_there_when_it_began(
         loaded = {"large": torch.zeros(1 << 20)}
         dcp.load(loaded, storage_reader=FastReader(path))
         assert torch.equal(loaded["large"], torch.full((1 << 20,), float(step)))
+
+
+def niceness_while(is_over: Callable[[], bool]) -> set[int]:
+    """Of all threads of this process."""
+    seen = set()
+    while not is_over():
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                seen.add(os.getpriority(os.PRIO_PROCESS, int(thread)))
+    return seen
+
+
+def test_what_is_written_in_the_background_steps_back_and_nothing_else(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    state = {"w": torch.ones(32 << 20)}
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    writer = FastWriter(tmp_path, io=IoOptions(background_nice=3))
+    for _ in range(2):
+        future = dcp.async_save(state, checkpoint_id=tmp_path, storage_writer=writer)
+        assert niceness_while(future.done) == {own, own + 3}
+    saving = threading.Thread(
+        target=dcp.save, args=(state,), kwargs={"checkpoint_id": tmp_path, "storage_writer": writer}
+    )
+    saving.start()
+    assert niceness_while(lambda: not saving.is_alive()) == {own}

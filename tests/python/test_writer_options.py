@@ -145,6 +145,8 @@ def test_every_tuning_of_the_reader_loads_the_same(
     "options",
     [
         {"block_nbytes": 1000},
+        {"background_nice": 20},
+        {"background_nice": -1},
         {"block_nbytes": (64 << 10) + 1},
         {"buffer_nbytes": 1 << 20, "block_nbytes": 1 << 20},
         {"threads": 0},
