@@ -151,10 +151,10 @@ void bind_slot(py::module_& module) {
           py::arg("path"), py::arg("nbytes"))
       .def_static(
           "open",
-          [](const std::string& path, bool writable) -> std::shared_ptr<Slot> {
-            return value_or_raise(without_gil([&] { return Slot::open(path, writable); }));
+          [](const std::string& path, bool writable, bool at_hand) -> std::shared_ptr<Slot> {
+            return value_or_raise(without_gil([&] { return Slot::open(path, writable, at_hand); }));
           },
-          py::arg("path"), py::arg("writable"))
+          py::arg("path"), py::arg("writable"), py::arg("at_hand") = false)
       .def_property_readonly("nbytes", &Slot::nbytes)
       .def(
           "begin",

@@ -98,8 +98,8 @@ Result<std::unique_ptr<Slot>> Slot::create(const std::string& path, int64_t nbyt
   return std::unique_ptr<Slot>(new Slot(std::move(memory), path));
 }
 
-Result<std::unique_ptr<Slot>> Slot::open(const std::string& path, bool writable) {
-  ASSIGN_OR_RETURN(Memory memory, map_shared_memory(path, writable));
+Result<std::unique_ptr<Slot>> Slot::open(const std::string& path, bool writable, bool at_hand) {
+  ASSIGN_OR_RETURN(Memory memory, map_shared_memory(path, writable, at_hand));
   return std::unique_ptr<Slot>(new Slot(std::move(memory), path));
 }
 

@@ -58,7 +58,8 @@ class Slot {
  public:
   // As create_shared_memory and map_shared_memory. kCorruption for less than a page.
   static Result<std::unique_ptr<Slot>> create(const std::string& path, int64_t nbytes);
-  static Result<std::unique_ptr<Slot>> open(const std::string& path, bool writable);
+  static Result<std::unique_ptr<Slot>> open(const std::string& path, bool writable,
+                                            bool at_hand = false);
 
   // Room that a snapshot takes.
   static int64_t needed_nbytes(int64_t table_nbytes, int64_t payload_nbytes);

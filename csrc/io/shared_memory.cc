@@ -17,9 +17,10 @@ constexpr int64_t kPage = 4096;
 constexpr int64_t kBlock = 512;  // What `st_blocks` counts.
 constexpr mode_t kOwnerOnly = 0600;
 
-Result<Memory> map(const Descriptor& file, const std::string& path, int64_t nbytes, bool writable) {
+Result<Memory> map(const Descriptor& file, const std::string& path, int64_t nbytes, bool writable,
+                   bool at_hand) {
   const int access = writable ? PROT_READ | PROT_WRITE : PROT_READ;
-  const int flags = MAP_SHARED | (writable ? MAP_POPULATE : 0);
+  const int flags = MAP_SHARED | (at_hand ? MAP_POPULATE : 0);
   void* address = ::mmap(nullptr, static_cast<size_t>(nbytes), access, flags, file.get(), 0);
   if (address == MAP_FAILED) {
     return errno_status(errno, str_cat("cannot map ", nbytes, " bytes of ", path));
@@ -41,12 +42,12 @@ Result<Memory> create_shared_memory(const std::string& path, int64_t nbytes) {
     ::unlink(path.c_str());
     return errno_status(error, str_cat("cannot reserve ", size, " bytes of memory as ", path));
   }
-  Result<Memory> memory = map(file, path, size, true);
+  Result<Memory> memory = map(file, path, size, true, true);
   if (!memory.ok()) ::unlink(path.c_str());
   return memory;
 }
 
-Result<Memory> map_shared_memory(const std::string& path, bool writable) {
+Result<Memory> map_shared_memory(const std::string& path, bool writable, bool at_hand) {
   const int flags = (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
   const Descriptor file(retry_interrupted([&] { return ::open(path.c_str(), flags); }));
   if (!file.valid()) return errno_status(errno, str_cat("cannot open ", path));
@@ -56,7 +57,7 @@ Result<Memory> map_shared_memory(const std::string& path, bool writable) {
       stat.st_blocks * kBlock < stat.st_size) {
     return corruption("cannot use ", path, ": it is no memory that was reserved as a whole");
   }
-  return map(file, path, stat.st_size, writable);
+  return map(file, path, stat.st_size, writable, at_hand);
 }
 
 }  // namespace torch_ckpt

@@ -18,8 +18,9 @@ namespace torch_ckpt {
 // Errors: kStorage, with ENOSPC where there is not as much memory; then nothing is left of it.
 Result<Memory> create_shared_memory(const std::string& path, int64_t nbytes);
 
-// Maps all of what `create_shared_memory` has made, with all its pages at hand if it is to be
-// written. Errors: kNotFound; kCorruption for what has not all its memory, or is no such file.
-Result<Memory> map_shared_memory(const std::string& path, bool writable);
+// Maps all of what `create_shared_memory` has made. `at_hand`: with all its pages, for whoever is
+// to fill it, so that this meets no page fault; that takes a second for 100 GiB or so. Errors:
+// kNotFound; kCorruption for what has not all its memory, or is no such file.
+Result<Memory> map_shared_memory(const std::string& path, bool writable, bool at_hand = false);
 
 }  // namespace torch_ckpt

@@ -2,10 +2,13 @@
 
 #include <gtest/gtest.h>
 #include <sys/mount.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <filesystem>
 #include <string>
 
@@ -36,6 +39,28 @@ TEST(SharedMemoryTest, ItIsNeverMadeTwice) {
   const Status status = create_shared_memory(directory.path() + "/m", 4096).status();
   EXPECT_CODE(status, StatusCode::kStorage);
   EXPECT_EQ(status.error_number(), EEXIST);
+}
+
+int64_t page_faults() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_minflt + usage.ru_majflt;
+}
+
+TEST(SharedMemoryTest, WhoFillsItMeetsNoPageFaultAndWhoOnlyMapsItTakesNoPages) {
+  constexpr int64_t kNbytes = int64_t{16} << 20;
+  char folder[] = "/dev/shm/torch_ckpt-test-XXXXXX";
+  ASSERT_NE(::mkdtemp(folder), nullptr);
+  const std::string path = std::string(folder) + "/memory";
+  ASSERT_OK(create_shared_memory(path, kNbytes).status());
+  for (const bool at_hand : {true, false}) {
+    ASSERT_OK_AND_ASSIGN(const Memory memory, map_shared_memory(path, true, at_hand));
+    const int64_t before = page_faults();
+    std::ranges::fill(memory.bytes(), std::byte{1});
+    const int64_t met = page_faults() - before;
+    EXPECT_EQ(met < 16, at_hand) << met;
+  }
+  std::filesystem::remove_all(folder);
 }
 
 TEST(SharedMemoryTest, WhatIsNotAllThereIsNotMapped) {

@@ -310,7 +310,7 @@ class SnapshotAgent:
         inode = path.stat().st_ino
         known = self._slots.get(path)
         if known is None or known[0] != inode:
-            known = self._slots[path] = inode, _native.Slot.open(os.fsencode(path), True)
+            known = self._slots[path] = inode, _native.Slot.open(os.fsencode(path), True, True)
         return known[1]
 
 
