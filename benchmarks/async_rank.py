@@ -90,7 +90,7 @@ class AsyncRank(Rank):
 
     def restore(self, contender: str, folder: str) -> Answer:
         """Loads what is in memory, or on disk."""
-        import torch_ckpt
+        from torch_ckpt import SnapshotReader, load  # Now: names are imported lazily.
 
         for part in self.parts:
             part.zero_()
@@ -102,11 +102,10 @@ class AsyncRank(Rank):
         if contender == STOCK_FROM_DISK:
             dcp.load(self.state, storage_reader=FileSystemReader(path))
         elif contender == FROM_DISK:
-            torch_ckpt.load(self.state, checkpoint_id=path)
+            load(self.state, checkpoint_id=path)
         else:
             assert contender == FROM_MEMORY
-            reader = torch_ckpt.SnapshotReader(agent.newest())
-            torch_ckpt.load(self.state, storage_reader=reader)
+            load(self.state, storage_reader=SnapshotReader(agent.newest()))
         seconds = time.perf_counter() - begin
         assert self.state["step"] == 1
         return {"restore_s": seconds}
