@@ -25,7 +25,9 @@ Memory::~Memory() {
 
 Result<Memory> HeapMemorySource::allocate(int64_t nbytes) {
   const int64_t size = align_up(nbytes, kPage);
-  // Huge pages need a block that starts on one: map a little more and give back both ends.
+  // Who wants huge pages needs a block that starts on one: map a little more and give back both
+  // ends. Buffers do without: where memory is fragmented, the kernel would move other pages about to
+  // make one, for longer than most buffers are in use.
   const int64_t mapped = size < kHugePage ? size : size + kHugePage;
   void* address = ::mmap(nullptr, static_cast<size_t>(mapped), PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -40,8 +42,6 @@ Result<Memory> HeapMemorySource::allocate(int64_t nbytes) {
     if (head > 0) ::munmap(begin, static_cast<size_t>(head));
     if (tail > 0) ::munmap(begin + head + size, static_cast<size_t>(tail));
     begin += head;
-    // Only advice: without it everything works, more slowly.
-    ::madvise(begin, static_cast<size_t>(size), MADV_HUGEPAGE);
   }
   return Memory({begin, static_cast<size_t>(size)},
                 [begin, size] { ::munmap(begin, static_cast<size_t>(size)); });

@@ -34,8 +34,8 @@ Result<std::unique_ptr<Snapshot>> Snapshot::make(MemorySource& source, int64_t n
   share((ssize(bytes) + kPart - 1) / kPart, threads, [&](int64_t part) {
     const int64_t begin = part * kPart;
     const MutableBytes some = slice(bytes, begin, std::min(kPart, ssize(bytes) - begin));
-    // Only advice, too.
-    if (huge_pages_are_slow) ::madvise(some.data(), some.size(), MADV_NOHUGEPAGE);
+    // Only advice: without it everything works, more slowly.
+    ::madvise(some.data(), some.size(), huge_pages_are_slow ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
     const auto started = std::chrono::steady_clock::now();
     const int populated = ::madvise(some.data(), some.size(), MADV_POPULATE_WRITE);
     if (std::chrono::steady_clock::now() - started > kPatience) huge_pages_are_slow = true;
