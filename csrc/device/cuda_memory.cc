@@ -41,6 +41,22 @@ Result<Memory> PinnedMemorySource::allocate(int64_t nbytes) {
   });
 }
 
+Result<Memory> GpuMemorySource::allocate(int64_t nbytes) {
+  RETURN_IF_ERROR(cuda_available());
+  const CurrentDevice current(ordinal_);
+  RETURN_IF_ERROR(current.status());
+  void* data = nullptr;
+  const auto size = static_cast<size_t>(nbytes);
+  RETURN_IF_ERROR(
+      cuda_status(cudaMalloc(&data, size), str_cat("allocate ", nbytes, " bytes of a GPU")));
+  Memory memory({static_cast<std::byte*>(data), size}, [ordinal = ordinal_, data] {
+    const CurrentDevice freeing(ordinal);
+    if (cudaFree(data) != cudaSuccess) cudaGetLastError();  // As above.
+  });
+  RETURN_IF_ERROR(cuda_status(cudaMemset(data, 0, size), "clear memory of a GPU"));
+  return memory;
+}
+
 }  // namespace torch_ckpt
 
 #endif  // TORCH_CKPT_HAVE_CUDA

@@ -112,7 +112,10 @@ Result<std::unique_ptr<DeviceEvent>> CudaTensors::unpack(std::span<const TensorC
   const std::scoped_lock lock(mutex_);
   // The tables are freed in the order of the stream: the plan need not outlast the copies.
   ASSIGN_OR_RETURN(const auto plan, device_->upload(std::move(made)));
-  ASSIGN_OR_RETURN(auto started, device_->unpack_from_host(*plan, buffer, after_));
+  const CurrentDevice current(device_->ordinal());
+  ASSIGN_OR_RETURN(const bool there, on_gpu(buffer.data()));
+  ASSIGN_OR_RETURN(auto started, there ? device_->unpack_on_device(*plan, buffer, after_)
+                                       : device_->unpack_from_host(*plan, buffer, after_));
   return std::unique_ptr<DeviceEvent>(std::move(started));
 }
 

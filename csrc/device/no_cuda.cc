@@ -12,6 +12,8 @@ Result<std::shared_ptr<void>> pin(MutableBytes, int) { return cuda_available(); 
 
 Result<Memory> PinnedMemorySource::allocate(int64_t) { return cuda_available(); }
 
+Result<Memory> GpuMemorySource::allocate(int64_t) { return cuda_available(); }
+
 Result<std::unique_ptr<CudaDevice>> CudaDevice::make(int, int64_t) { return cuda_available(); }
 
 Result<std::unique_ptr<CudaTensors>> CudaTensors::make(std::unique_ptr<CudaDevice>, CudaStream,

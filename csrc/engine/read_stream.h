@@ -51,6 +51,8 @@ struct WantedRange {
   const RangeNames* names = nullptr;  // FQNs, of a range that is of several.
   int64_t group = -1;  // Ranges that are best read together, by a number of their own.
   const Device* device = &cpu_device();  // Of what the bytes go to.
+  // Whether `consume` looks at the bytes; else it only adds them to be unpacked by `device`.
+  bool looked_at = true;
 };
 
 // The first range that goes to a device other than the CPU; nullptr where there is none.
