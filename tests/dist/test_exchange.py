@@ -59,7 +59,26 @@ def passed_on(by: str) -> Iterator[None]:
     if by == "memory":
         yield
         return
+    if by == "links":
+        with between_devices():
+            yield
+        return
     with unittest.mock.patch.object(torch_ckpt.reader, "these_processes", return_value=""):
+        yield
+
+
+@contextlib.contextmanager
+def between_devices() -> Iterator[None]:
+    """Has pieces go as between GPUs, in the memory of the host and over groups of gloo."""
+    exchange, host = torch_ckpt.exchange, torch_ckpt._native.memory_of_host()
+    with contextlib.ExitStack() as stack:
+        for module, name, value in [
+            (torch_ckpt.reader, "this_gpu", lambda: f"the CPU of rank {dist.get_rank()}"),
+            (torch_ckpt.reader, "_may_go_to_gpu", lambda items: True),
+            (exchange, "_piece_memory", lambda: (-1, host)),
+            (exchange, "_make_link", dist.ProcessGroupGloo),
+        ]:
+            stack.enter_context(unittest.mock.patch.object(module, name, value))
         yield
 
 
@@ -82,7 +101,7 @@ def read_nbytes() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-@pytest.mark.parametrize("by", ["memory", "wire"])
+@pytest.mark.parametrize("by", ["memory", "wire", "links"])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_replicas_together_read_every_byte_once(
@@ -96,6 +115,27 @@ def test_replicas_together_read_every_byte_once(
         pytest.skip("this file system does not count what is read directly")
     # Objects, and what is left of blocks at ends of files, are read by each.
     assert sum(together) < 1.1 * nbytes + ranks * (256 << 10)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "agreed"),
+    [(["a", "b", "c"], True), (["a", "", "c"], False), (["a", "b", "a"], False)],
+)
+def test_pieces_go_between_gpus_if_each_rank_has_one_of_its_own(
+    gpus: list[str], agreed: bool, tmp_path: Path
+) -> None:
+    save_alone(tmp_path)
+    reader = FastReader(tmp_path)
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state_of("of no version"), reader.read_metadata(), True)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    encoded = reader._source().wanted_bytes(planner.create_local_plan().items)
+    wanted = [
+        torch_ckpt.exchange.Wanted("id", encoded, "ring", budget_nbytes=4 << 20, gpu=gpu)
+        for gpu in gpus
+    ]
+    parts = torch_ckpt.exchange.share_reads(wanted)
+    assert [part is not None and part.on_gpus for part in parts] == [agreed] * 3
 
 
 def load_sharded(path: Path, placement: str) -> None:
@@ -281,7 +321,7 @@ def load_copies(paths: list[Path], faulty: int, by: str) -> tuple[float, dict[in
     return took_s, kinds
 
 
-@pytest.mark.parametrize("by", ["memory", "wire"])
+@pytest.mark.parametrize("by", ["memory", "wire", "links"])
 @pytest.mark.parametrize("faulty", range(3))
 def test_damage_that_one_rank_reads_fails_all_and_the_next_load_is_whole(
     worlds: Worlds, tmp_path: Path, faulty: int, by: str
@@ -396,7 +436,7 @@ def load_beside_a_dying_rank(path: Path, by: str, dying: int, after_s: float) ->
         time.sleep(60)
 
 
-@pytest.mark.parametrize("by", ["memory", "wire"])
+@pytest.mark.parametrize("by", ["memory", "wire", "links"])
 @pytest.mark.parametrize("after_s", [0.02, 0.08])
 def test_ranks_survive_one_that_dies_with_pieces_half_sent(
     tmp_path: Path, by: str, after_s: float
