@@ -212,7 +212,7 @@ def _answer(rank: Rank, line: str) -> Answer:
         return {"error": f"{type(error).__name__}: {error}".strip()[:1000]}
 
 
-def main() -> None:
+def serve(make: Callable[[dict[str, Any]], Rank]) -> None:
     """Answers until stdin ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     silence()
@@ -221,11 +221,11 @@ def main() -> None:
         Path(options["cgroup"]).write_text(f"{os.getpid()}\n")
     answers: TextIO = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What libraries print is no answer.
-    rank = Rank(options)
+    rank = make(options)
     for line in sys.stdin:
         answers.write(json.dumps(_answer(rank, line)) + "\n")
         answers.flush()
 
 
 if __name__ == "__main__":
-    main()
+    serve(Rank)

@@ -22,7 +22,7 @@ class RankError(Exception):
 
 
 class RankGroup:
-    """So many processes in one gloo group, each running `load_rank.py`.
+    """So many processes in one gloo group, each running a program such as `load_rank.py`.
 
     Args:
         count: Number of ranks.
@@ -30,6 +30,7 @@ class RankGroup:
         cuda: Whether they load into CUDA tensors; the ranks share the GPUs in turn.
         disk: Makes each rank a node of its own that reads the directory from this disk.
         timeout_s: For the start, and for any call.
+        program: Beside this file; it has the functions that :meth:`call` runs.
 
     Raises:
         RankError: A rank did not start.
@@ -48,11 +49,13 @@ class RankGroup:
         cuda: bool = False,
         disk: ThrottledDisk | None = None,
         timeout_s: float,
+        program: str = "load_rank.py",
     ) -> None:
         self.count = count
         self.cuda = cuda
         self.disk = disk
         self.timeout_s = timeout_s
+        self._program = str(Path(__file__).with_name(program))
         self._meeting = tempfile.TemporaryDirectory(prefix="bench-load-ranks-")
         self._processes: list[subprocess.Popen[str]] = []
         try:
@@ -64,7 +67,6 @@ class RankGroup:
             raise
 
     def _start(self, rank: int, directory: Path) -> subprocess.Popen[str]:
-        program = str(Path(__file__).with_name("load_rank.py"))
         options = {
             "rank": rank,
             "count": self.count,
@@ -77,7 +79,7 @@ class RankGroup:
         }
         alone = ["unshare", "--mount", "--propagation", "private"] if self.disk else []
         return subprocess.Popen(
-            [*alone, sys.executable, program, json.dumps(options)],
+            [*alone, sys.executable, self._program, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -92,7 +94,7 @@ class RankGroup:
         self.close()
 
     def call(self, function: str, **arguments: Any) -> list[Any]:
-        """Runs a function of `load_rank.py` on all ranks; returns what each of them returned.
+        """Runs a function of the program on all ranks; returns what each of them returned.
 
         Raises:
             RankError: A rank raised or ended; or not all were done within `timeout_s`.
@@ -129,6 +131,12 @@ class RankGroup:
                     answers[key.data] = answer["value"]
                     selector.unregister(key.fileobj)
         return [answers[rank] for rank in range(self.count)]
+
+    def kill(self) -> None:
+        """Kills all ranks, and waits for their end."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
     def close(self) -> None:
         """Ends all ranks; what they have mounted goes with them."""

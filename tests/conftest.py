@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import shutil
+import signal
 import subprocess
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,3 +48,15 @@ def mount_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     finally:
         for path in mounted:
             subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Shared memory of this test alone; its agents end with it."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="torch_ckpt-test-"))
+    monkeypatch.setenv("TORCH_CKPT_MEMORY", str(folder))
+    yield folder
+    for lock in folder.glob("*/*/agent.lock"):
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            os.kill(int(lock.read_text()), signal.SIGKILL)
+    shutil.rmtree(folder)

@@ -9,6 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_ckpt.agent.process import AgentOptions
+    from torch_ckpt.agent.reader import SnapshotReader
+    from torch_ckpt.agent.trainer import SnapshotAgent
+    from torch_ckpt.agent.writer import AgentWriter
     from torch_ckpt.api import async_save, installed, load, save
     from torch_ckpt.errors import (
         AlreadyExistsError,
@@ -25,10 +29,14 @@ if TYPE_CHECKING:
     from torch_ckpt.options import IoMode, IoOptions
     from torch_ckpt.rank_state import RankState
     from torch_ckpt.reader import FastReader
+    from torch_ckpt.runs import Run
     from torch_ckpt.save_planner import FastSavePlanner
+    from torch_ckpt.staging import SnapshotStager
     from torch_ckpt.writer import FastWriter
 
 _HOMES = {
+    "AgentOptions": "agent.process",
+    "AgentWriter": "agent.writer",
     "AlreadyExistsError": "errors",
     "CancelledError": "errors",
     "CheckpointError": "errors",
@@ -43,6 +51,10 @@ _HOMES = {
     "NotFoundError": "errors",
     "RankState": "rank_state",
     "RankTimeoutError": "errors",
+    "Run": "runs",
+    "SnapshotAgent": "agent.trainer",
+    "SnapshotReader": "agent.reader",
+    "SnapshotStager": "staging",
     "StorageError": "errors",
     "UnsupportedError": "errors",
     "async_save": "api",
@@ -52,6 +64,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "AgentOptions",
+    "AgentWriter",
     "AlreadyExistsError",
     "CancelledError",
     "CheckpointError",
@@ -66,6 +80,10 @@ __all__ = [
     "NotFoundError",
     "RankState",
     "RankTimeoutError",
+    "Run",
+    "SnapshotAgent",
+    "SnapshotReader",
+    "SnapshotStager",
     "StorageError",
     "UnsupportedError",
     "async_save",

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch.distributed as dist
@@ -31,9 +31,12 @@ from torch_ckpt.deadline import (
     bounded_call,
     bounded_everywhere,
 )
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.load_planner import FastLoadPlanner
 from torch_ckpt.reader import FastReader
+from torch_ckpt.roll_call import RollCalls
 from torch_ckpt.save_planner import FastSavePlanner
+from torch_ckpt.staging import SnapshotStager
 from torch_ckpt.writer import FastWriter
 
 __all__ = ["async_save", "installed", "load", "save"]
@@ -112,7 +115,8 @@ def async_save(
     use_collectives: bool = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     fan_out: int | None = None,
-) -> Future[Metadata] | AsyncSaveResponse:
+    on_busy: Literal["wait", "skip", "error"] = "wait",
+) -> Future[Metadata] | AsyncSaveResponse | None:
     """As :func:`torch.distributed.checkpoint.async_save`, with the promises of :func:`save`.
 
     Args:
@@ -128,25 +132,34 @@ def async_save(
         timeout_s: Seconds that the first rank to come to an exchange waits there for the last. That
             the first save in processes starts them is bounded by DCP: 30 minutes.
         fan_out: As for :func:`save`.
+        on_busy: What to do while a former save, on any rank, still needs the memory that this one
+            would be staged in: wait for its end, skip this save, or raise. The stager counts it.
 
     Returns:
         A future of the metadata; or, if the stager works in the background, futures of its end and
-        of that of the save. They raise what :func:`save` does.
+        of that of the save. They raise what :func:`save` does. ``None`` if the save was skipped.
 
     Raises:
-        RankTimeoutError: A rank was late, stuck or gone when processes were to be started.
-        ValueError: ``timeout_s`` is no positive number of seconds, or ``fan_out`` less than 2.
+        RankTimeoutError: A rank was late, stuck or gone when processes were to be started, or when
+            ranks were to agree on whether one is busy.
+        CheckpointError: A former save still goes on, and ``on_busy`` is ``"error"``.
+        ValueError: ``timeout_s`` is no positive number of seconds, or ``fan_out`` less than 2; or
+            ``on_busy`` is no such word, or not ``"wait"`` with a stager of another kind.
 
     Example::
 
         future = torch_ckpt.async_save(state, checkpoint_id="run/step-100", process_group=group)
         future.result()
     """
-    with bounded_call(timeout_s, fan_out=fan_out, group=process_group, no_dist=no_dist):
+    writer = storage_writer or _writer_for(checkpoint_id)
+    call = bounded_call(timeout_s, fan_out=fan_out, group=process_group, no_dist=no_dist)
+    with call as roll_calls:
+        if on_busy != "wait" and _is_busy(async_stager or writer, on_busy, roll_calls):
+            return None
         return state_dict_saver.async_save(
             state_dict,
             checkpoint_id=checkpoint_id,
-            storage_writer=storage_writer or _writer_for(checkpoint_id),
+            storage_writer=writer,
             planner=planner or FastSavePlanner(),
             process_group=process_group,
             async_checkpointer_type=async_checkpointer_type,
@@ -252,6 +265,25 @@ def _choosing_here(execute_save: Callable[..., Any]) -> Callable[..., Any]:
             return execute_save(*args, **{**kwargs, "storage_writer": writer, "planner": planner})
 
     return execute
+
+
+def _is_busy(stages: Any, on_busy: str, roll_calls: RollCalls | None) -> bool:
+    """Whether any rank would have to wait, which is an error if it is to be."""
+    stager = stages.stager if isinstance(stages, FastWriter) else stages
+    if on_busy not in ("skip", "error") or not isinstance(stager, SnapshotStager):
+        raise ValueError(
+            f'{on_busy=} is not "wait", or, for FastWriter and SnapshotStager, "skip" or "error"'
+        )
+    is_busy = stager.is_busy
+    if roll_calls is not None:
+        is_busy = roll_calls.any_says(is_busy, "beginning")
+    if not is_busy:
+        return False
+    if on_busy == "skip":
+        stager.skips += 1
+        return True
+    stager.refusals += 1
+    raise CheckpointError("a former asynchronous save still goes on, on this rank or another")
 
 
 def _writer_for(path: _Path | None) -> FastWriter | None:

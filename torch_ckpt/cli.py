@@ -1,4 +1,4 @@
-"""The command ``torch-ckpt``: looks into checkpoints and checks them.
+"""The command ``torch-ckpt``: looks into checkpoints, checks them, and is the agent of a run.
 
 Where a checkpoint has an index, nothing imports torch or unpickles anything.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from torch_ckpt.commands import inspect, verify
+from torch_ckpt.commands import agent, inspect, verify
 from torch_ckpt.commands.opened import DAMAGED, FAILED, SOUND
 from torch_ckpt.errors import CheckpointError, CorruptionError
 
@@ -39,10 +39,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="torch-ckpt", description="Looks into checkpoints and checks them.")
+    parser = _Parser(prog="torch-ckpt", description="Looks into checkpoints, and keeps them.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     verify.add_to(commands)
     inspect.add_to(commands)
+    agent.add_to(commands)
     return parser
 
 

@@ -22,10 +22,11 @@ from torch_ckpt import _native, _tensor_view
 from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planned import to_write_item
+from torch_ckpt.planned_file import write_planned
 from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import DTYPE_CODES, gc_paused, held_nbytes_limit, is_temporary, to_plain
 
-__all__ = ["resolve_whole", "write_data_file", "write_planned_file"]
+__all__ = ["pickle_item", "resolve_whole", "write_data_file", "write_planned_file"]
 
 
 @dataclass
@@ -115,21 +116,22 @@ def write_planned_file(
     planner knows.
     """
     planned = _native.PlannedFile(work, _tensor_view.look(sources, writable=False))
-    path = os.fsencode(directory / name)
-    job = _native.SaveJob(fs, path, planned.layout, pool, io.direct, sync)
-    appended: list[tuple[int, int, int]] = []
-    try:
+
+    def write_tensors(job: _native.SaveJob) -> None:
         _write_planned(job, planned, sources, held_nbytes_limit(io))
-        for position in planned.own:
-            item = to_write_item(work.describe(position))
-            info = _append_pickled(job, name, item, planner, transforms).storage_data
-            appended.append((position, info.offset, info.length))
-        job.finish()
-    except BaseException:
-        job.abort()
-        raise
-    file = WrittenFile(name, *job.sums, dtypes={}, extents=planned.extents(appended))
-    return file, IoMode.of(job)
+
+    def pickled(position: int) -> memoryview:
+        item = to_write_item(work.describe(position))
+        return pickle_item(item, planner, transforms, name)[1]
+
+    job, extents = write_planned(
+        *(directory / name, planned, write_tensors, pickled),
+        fs=fs,
+        pool=pool,
+        direct=io.direct,
+        sync=sync,
+    )
+    return WrittenFile(name, *job.sums, dtypes={}, extents=extents), IoMode.of(job)
 
 
 def _write_planned(
@@ -249,6 +251,25 @@ def _append_pickled(
     transforms: _StorageWriterTransforms,
 ) -> WriteResult:
     """Appends an item as stock DCP serialises it."""
+    result, data = pickle_item(item, planner, transforms, name)
+    result.storage_data.offset, _ = job.append(data)
+    return result
+
+
+def pickle_item(
+    item: WriteItem, planner: SavePlanner, transforms: _StorageWriterTransforms, name: str = ""
+) -> tuple[WriteResult, memoryview]:
+    """Serialises an item as stock DCP does.
+
+    Args:
+        item: An object, or a tensor that only torch can store.
+        planner: Resolves it.
+        transforms: What is done to the bytes.
+        name: Of the file that it goes to.
+
+    Returns:
+        What stock says of it, at offset 0, and the bytes.
+    """
     data: torch.Tensor | _io.BytesIO
     if isinstance(item, CutItem):
         data = item.rows_of(resolve_whole(planner, item))
@@ -260,5 +281,4 @@ def _append_pickled(
             data = data.clone()  # torch.save would write the whole storage.
     stream = _io.BytesIO()
     result = _write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
-    result.storage_data.offset, _ = job.append(stream.getbuffer())
-    return result
+    return result, stream.getbuffer()

@@ -97,10 +97,11 @@ def bounded_call(
     fan_out: int | None = None,
     group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-) -> Iterator[None]:
+) -> Iterator[RollCalls | None]:
     """Bounds one save or load of this thread, or a background save that it begins.
 
-    An error of this rank alone, wherever in the call, is told to the others at once.
+    An error of this rank alone, wherever in the call, is told to the others at once. Yields the
+    roll calls of the call, if there is anybody to wait for.
 
     Args:
         timeout_s: Seconds that one rank waits for another; ``None`` for those of the call around
@@ -120,7 +121,7 @@ def bounded_call(
     take_part_in_dcp()
     outer = _call.get()
     if timeout_s is None and (outer is not None or not _process_limits):
-        yield
+        yield None
         return
     limits = _process_limits[-1] if timeout_s is None else _Limits.checked(timeout_s, fan_out)
     call = _Call(limits)
@@ -129,7 +130,7 @@ def bounded_call(
     token = _call.set(call)
     try:
         with _telling_others(call):
-            yield
+            yield call.roll_calls
     finally:
         _call.reset(token)
 

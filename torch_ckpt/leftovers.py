@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from pathlib import Path
 
-__all__ = ["stale_files"]
+from torch_ckpt import _native
+from torch_ckpt.errors import CheckpointError
+
+__all__ = ["remove_files", "stale_files"]
 
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 
@@ -36,3 +42,10 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
     return [
         name for name in found if name not in referenced and re.fullmatch(pattern, name) is not None
     ]
+
+
+def remove_files(fs: _native.FileSystem, directory: Path, names: Iterable[str]) -> None:
+    """Best effort: a file that stays is not referred to by any metadata."""
+    for name in names:
+        with contextlib.suppress(CheckpointError):
+            fs.remove(os.fsencode(directory / name))

@@ -80,6 +80,9 @@ class _Recent(Generic[_V]):
             self._values.move_to_end(key)
         return value
 
+    def has(self, key: bytes) -> bool:
+        return key in self._values
+
     def keep(self, key: bytes, value: _V) -> None:
         self._values[key] = value
         self._values.move_to_end(key)
@@ -159,6 +162,11 @@ class PlanCache:
                     self._restored.keep(key, index)
                 return RankPlanEntry(token_of(digest, _as_stored(index.plan[:16]), rank), work)
         return None
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether this rank has planned a list of this digest in a save of this process."""
+        with self._lock:
+            return self._of_rank.has(digest)
 
     def keep(self, digest: bytes, entry: RankPlanEntry) -> None:
         """Keeps this rank's part, once there is a global plan."""

@@ -36,7 +36,7 @@ from torch_ckpt.exchange import (
     this_gpu,
     this_machine,
 )
-from torch_ckpt.formats.opened import Contents
+from torch_ckpt.formats.opened import Contents, Opened
 from torch_ckpt.formats.recognise import open_stored
 from torch_ckpt.load_planner import (
     FastLoadPlanner,
@@ -211,13 +211,7 @@ class FastReader(StorageReader):
 
     def _read_metadata(self, prefix: str) -> Metadata:
         """Reads metadata whose name has this prefix, from the index wherever there is one."""
-        opened = open_stored(
-            self._file_system,
-            self.path,
-            prefix,
-            verify=self.verify,
-            trust_pickle=self.trust_pickle,
-        )
+        opened = self._open(prefix)
         self._directory, self._index, self._contents = (
             opened.directory,
             opened.index,
@@ -226,6 +220,16 @@ class FastReader(StorageReader):
         if self._index is not None and self._index.has_entries:
             PLAN_CACHE.remember(self._index)
         return opened.metadata
+
+    def _open(self, prefix: str) -> Opened:
+        """Opens the checkpoint, or that of a rank."""
+        return open_stored(
+            self._file_system,
+            self.path,
+            prefix,
+            verify=self.verify,
+            trust_pickle=self.trust_pickle,
+        )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Says in the plan which checkpoint this rank has opened, and what it wants of it."""

@@ -207,6 +207,16 @@ class RollCalls:
         self._held += 1
         self._tidy(passed)
 
+    def any_says(self, answer: bool, phase: str) -> bool:
+        """As :meth:`wait_for_all`; returns whether any rank has come with ``True``."""
+        key = f"{self.key}/said"
+        if answer:
+            self._ask("set", key, "")
+            self._ledger.written.append(key)
+        self.wait_for_all(phase)
+        said: bool = self._ask("check", [key])
+        return said
+
     def claim_commit(self) -> None:
         """Takes the right to commit away from those that wait for it, unless they have given up."""
         self._deadline = time.monotonic() + self.timeout_s

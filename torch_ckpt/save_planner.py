@@ -215,6 +215,16 @@ class FastSavePlanner(DefaultSavePlanner):
             return write_item.rows_of(cast(torch.Tensor, whole))
         return super().resolve_data(write_item)
 
+    @property
+    def digest(self) -> bytes | None:
+        """Of all that decides on the plan of what this rank has listed; ``None`` before that."""
+        return None if self._listed is None else self._listed.digest
+
+    @property
+    def item_count(self) -> int:
+        """How many items this rank has listed in columns."""
+        return len(self._sources)
+
     def sources(self, items: Sequence[int]) -> list[Any] | None:
         """What the items of these numbers are stored from, as :meth:`resolve_data` would find it.
 

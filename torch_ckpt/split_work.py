@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _native
-from torch_ckpt.data_file import write_data_file, write_planned_file
+from torch_ckpt.data_file import resolve_whole, write_data_file, write_planned_file
 from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planned import PlannedItems
@@ -31,10 +32,12 @@ class SplitWork(ABC):
     """What a rank writes, by file.
 
     Attributes:
-        parts: That of each file; some may be empty.
+        first: That of each file that is to be written before all others.
+        parts: That of each other file; some may be empty.
         nbytes: Of all, objects aside.
     """
 
+    first: Sequence[Part]
     parts: Sequence[Part]
     nbytes: int
     planner: SavePlanner
@@ -56,7 +59,12 @@ class SplitWork(ABC):
 
 
 def split(
-    plan: SavePlan, planner: SavePlanner, transforms: _StorageWriterTransforms, count: int | None
+    plan: SavePlan,
+    planner: SavePlanner,
+    transforms: _StorageWriterTransforms,
+    count: int | None,
+    *,
+    can_wait: Callable[[torch.Tensor | None], bool] | None = None,
 ) -> SplitWork:
     """Splits what a rank is to write by its final plan over files of about the same size.
 
@@ -65,6 +73,8 @@ def split(
         planner: Its own.
         transforms: What is done to the bytes of each item.
         count: How many files; one for each item if ``None``.
+        can_wait: Tells what need not be written first, of an object by ``None``; ``None`` if all
+            can wait.
     """
     columns: Any = plan.items
     if (
@@ -76,17 +86,32 @@ def split(
         sources = planner.sources(work.items)
         if sources is not None:
             nbytes = work.nbytes
-            parts = _parts(range(len(work)), nbytes, count)
-            return _Columns(parts, sum(nbytes), planner, transforms, work, sources)
+            waits = [can_wait is None or can_wait(source) for source in sources]
+            both = _parts(range(len(work)), nbytes, waits, count)
+            return _Columns(*both, sum(nbytes), planner, transforms, work, sources)
     items: list[WriteItem] = work_of(plan)
     nbytes = [item_nbytes(item) for item in items]
-    return _Items(_parts(items, nbytes, count), sum(nbytes), planner, transforms)
+    waits = [can_wait is None or can_wait(_source(item, planner)) for item in items]
+    return _Items(*_parts(items, nbytes, waits, count), sum(nbytes), planner, transforms)
 
 
-def _parts(items: Sequence[Any], nbytes: Sequence[int], count: int | None) -> Sequence[Part]:
-    if count is None:
-        return [[item] for item in items]
-    return split_over_files(items, nbytes, count)
+def _source(item: WriteItem, planner: SavePlanner) -> torch.Tensor | None:
+    return None if item.type == WriteItemType.BYTE_IO else resolve_whole(planner, item)
+
+
+def _parts(
+    items: Sequence[Any], nbytes: Sequence[int], waits: list[bool], count: int | None
+) -> tuple[Sequence[Part], Sequence[Part]]:
+    """Files that are to be written first, and others."""
+
+    def parts_of(which: bool) -> Sequence[Part]:
+        chosen = [at for at, wait in enumerate(waits) if wait == which]
+        some = [items[at] for at in chosen]
+        if count is None:
+            return [[item] for item in some]
+        return split_over_files(some, [nbytes[at] for at in chosen], count) if some else []
+
+    return parts_of(False), parts_of(True)
 
 
 class _Items(SplitWork):

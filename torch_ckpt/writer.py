@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torch_ckpt import _native
@@ -38,7 +37,7 @@ from torch_ckpt.errors import (
     portable_errors,
 )
 from torch_ckpt.index import WrittenFile
-from torch_ckpt.leftovers import stale_files
+from torch_ckpt.leftovers import remove_files, stale_files
 from torch_ckpt.model_directory import COMMITTED_NAMES
 from torch_ckpt.model_files import ModelFiles
 from torch_ckpt.options import IoMode, IoOptions
@@ -60,6 +59,8 @@ from torch_ckpt.sharing import (
     share_out,
 )
 from torch_ckpt.split_work import Part, SplitWork, split
+from torch_ckpt.staging import SnapshotStager
+from torch_ckpt.staging_writer import StagingWriter
 from torch_ckpt.tensors import gc_paused
 
 __all__ = ["FastWriter"]
@@ -68,7 +69,7 @@ _METADATA = ".metadata"
 _INDEX = ".index"
 
 
-class FastWriter(BlockingAsyncStager, StorageWriter):
+class FastWriter(StagingWriter):
     """Writes a checkpoint through the native engine, as files stock DCP can read.
 
     Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save`` in place of
@@ -88,7 +89,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             most disks.
         per_thread_copy_ahead: Bytes that may be copied ahead of the disk by each thread. Other than
             the default it takes the place of ``io.buffer_nbytes / thread_count``.
-        cache_staged_state_dict: Whether ``async_save`` keeps its staged copy for the next save.
+        cache_staged_state_dict: Without effect: memory that ``async_save`` stages in is kept.
         overwrite: Whether a checkpoint already committed at ``path`` may be replaced. The old one
             stays readable until the new one commits.
         _extensions: Stream transforms such as ``ZStandard``, applied to each item as stock does.
@@ -103,6 +104,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             tensors in ``model.safetensors`` or the files of ``model.safetensors.index.json``, which
             all ranks write at once. Those hold tensors alone, and no stream transforms.
         max_shard_nbytes: Most bytes of a safetensors file, unless it is of a single tensor.
+        stager: Stages for ``async_save``; one for the whole process if ``None``.
 
     Raises:
         AlreadyExistsError: ``path`` is committed and ``overwrite`` is false.
@@ -143,8 +145,9 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         share_replicas: bool = True,
         format: Literal["dcp", "safetensors"] = "dcp",
         max_shard_nbytes: int = 5_000_000_000,
+        stager: SnapshotStager | None = None,
     ) -> None:
-        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        super().__init__(stager)
         if thread_count < 1:
             raise ValueError(f"{thread_count=} is not positive")
         if per_thread_copy_ahead < 0:
@@ -178,25 +181,16 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         self._plan: GlobalPlanEntry | None = None  # The coordinator's, of columns.
 
     def __getstate__(self) -> dict[str, Any]:
-        # Travels to the process that saves in the background: without native handles, and without
-        # the staged state dict, which travels by itself.
-        return {
-            **self.__dict__,
-            "_pools": [],
-            "_plan": None,
-            "_file_system": None,
-            "_writing": None,
-            "state_dict_cache": None,
-        }
+        # Travels to the process that saves in the background: without native handles.
+        native = dict.fromkeys(("_plan", "_file_system", "_writing"))
+        return super().__getstate__() | native | {"_pools": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy's data files must not meet those of the original, or of other copies.
-        self.__dict__.update(
-            state,
-            _writing=threading.Lock(),
-            _file_system=_native.local_file_system(),
-            save_id=_new_save_id(),
-        )
+        super().__setstate__(state)
+        self._writing = threading.Lock()
+        self._file_system = _native.local_file_system()
+        self.save_id = _new_save_id()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -218,6 +212,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """What ``.metadata`` says of the storage."""
+        self._begin_staged_save()
         return StorageMeta(
             checkpoint_id=self.checkpoint_id, save_id=self.save_id, modules=[INDEX_MARK]
         )
@@ -286,29 +281,34 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
         """Writes this rank's items; returns when they are in the files (and synced)."""
         self._check_idle()
         future: Future[list[WriteResult]] = Future()
-        if self._model is not None:
-            with self._writing, portable_errors():
+        with self._writing, portable_errors(), self._writing_staged():
+            if self._model is not None:
                 future.set_result(self._model.write(self, plan, planner))
-            return future
-        work = split(
-            plan, planner, self.transforms, self.thread_count if self.single_file_per_rank else None
-        )
-        prefix = plan.storage_data.prefix
-        files = {
-            f"{prefix}{number}_{self.save_id}.distcp": part
-            for number, part in enumerate(part for part in work.parts if part)
-        }
-        finished: list[str] = []
-        with self._writing, portable_errors():
-            try:
-                results = self._write_files(files, work, finished)
-                if files and self.sync_files:
-                    self._file_system.sync_directory(os.fsencode(self.path))
-            except BaseException:
-                self._remove_files(finished)
-                raise
-        future.set_result(results)
+            else:
+                future.set_result(self._write_parts(plan, planner))
+                self._wrote_part(plan, planner)
         return future
+
+    def _write_parts(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Writes this rank's files; those of tensors that were not staged come first."""
+        count = self.thread_count if self.single_file_per_rank else None
+        work = split(plan, planner, self.transforms, count, can_wait=self._can_wait)
+        number, prefix = itertools.count(), plan.storage_data.prefix
+        first, others = (
+            {f"{prefix}{next(number)}_{self.save_id}.distcp": part for part in parts if part}
+            for parts in (work.first, work.parts)
+        )
+        finished: list[str] = []
+        try:
+            results = self._write_files(first, work, finished)
+            self._first_are_written()
+            results += self._write_files(others, work, finished)
+            if finished and self.sync_files:
+                self._file_system.sync_directory(os.fsencode(self.path))
+        except BaseException:
+            self._remove_files(finished)
+            raise
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes what they have replaced."""
@@ -433,10 +433,7 @@ class FastWriter(BlockingAsyncStager, StorageWriter):
             )
 
     def _remove_files(self, names: Iterable[str]) -> None:
-        """Best effort: a file that stays is not referred to by any metadata."""
-        for name in names:
-            with contextlib.suppress(CheckpointError):
-                self._file_system.remove(os.fsencode(self.path / name))
+        remove_files(self._file_system, self.path, names)
 
 
 def _new_save_id() -> str:

@@ -66,9 +66,11 @@ PYBIND11_MODULE(_native, module) {
   bind_file_system(module);
   bind_index(module);
   bind_save_job(module);
+  bind_snapshot(module);
   bind_load_job(module);
   bind_part_job(module);
   bind_plan(module);
+  bind_slot(module);
   bind_verify_job(module);
   bind_work(module);
 }

@@ -53,7 +53,8 @@ void write(SaveJob& job, const std::vector<std::pair<int64_t, const TensorView*>
     for (size_t i = 0; i < items.size() && status.ok(); ++i) {
       status = job.write(items[i].first, to_live(*items[i].second));
     }
-    return status;
+    const Status settled = job.settle();
+    return status.ok() ? settled : status;
   }));
 }
 

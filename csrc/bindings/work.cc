@@ -175,11 +175,13 @@ class PlannedFile {
         LiveTensor live = to_live(view);
         live.name = work_.items().fqn(work_.at(position(i)).number);
         if (live.data == nullptr && checked_volume(view.sizes) != 0) {
-          return internal_error("'", live.name, "' has no memory to write");
+          status = internal_error("'", live.name, "' has no memory to write");
+          break;
         }
         status = job.write(i, live);
       }
-      return status;
+      const Status settled = job.settle();
+      return status.ok() ? settled : status;
     }));
     for (int64_t i = begin; i < end; ++i) views_[static_cast<size_t>(i)].storage.reset();
   }

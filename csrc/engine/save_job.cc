@@ -14,6 +14,12 @@ namespace {
 // every element size.
 constexpr int64_t kPackChunk = int64_t{128} << 10;
 
+// Runs at least this long are written from where they lie, if they can be.
+constexpr int64_t kInPlaceNbytes = int64_t{256} << 10;
+
+// Of such a write; others have the numbers of their blocks.
+constexpr uint64_t kInPlace = ~uint64_t{0};
+
 static_assert(kSmallAlignment % kFrameAlignment == 0, "a slice must start where frames expect");
 
 }  // namespace
@@ -120,7 +126,13 @@ Result<uint32_t> SaveJob::put_payload(const LiveTensor& tensor, int64_t nbytes) 
   const int64_t size = itemsize(tensor.dtype);
   const bool contiguous = is_contiguous(tensor);
   uint32_t crc = 0;
-  for (int64_t done = 0; done < nbytes;) {
+  int64_t done = 0;
+  if (contiguous && can_write_in_place(tensor)) {
+    done = align_down(nbytes, file_->alignment());
+    if (done < kInPlaceNbytes) done = 0;
+    ASSIGN_OR_RETURN(crc, write_in_place({tensor.data, static_cast<size_t>(done)}));
+  }
+  while (done < nbytes) {
     // A window holds whole elements: payload and windows both begin at multiples of 64.
     ASSIGN_OR_RETURN(const MutableBytes rest, window_rest());
     const int64_t part = std::min({nbytes - done, ssize(rest), kPackChunk});
@@ -136,6 +148,48 @@ Result<uint32_t> SaveJob::put_payload(const LiveTensor& tensor, int64_t nbytes) 
     fill(part);
   }
   return crc;
+}
+
+// Whether the next byte of the file and the first of the tensor are at places that the disk takes.
+bool SaveJob::can_write_in_place(const LiveTensor& tensor) const {
+  const int64_t alignment = file_->alignment();
+  const auto address = reinterpret_cast<uintptr_t>(tensor.data);
+  return tensor.device == &cpu_device() && cursor_ % alignment == 0 &&
+         address % static_cast<uintptr_t>(alignment) == 0;
+}
+
+// Returns their CRC-32.
+Result<uint32_t> SaveJob::write_in_place(Bytes bytes) {
+  if (block_ >= 0 && !bytes.empty()) RETURN_IF_ERROR(submit_window());
+  uint32_t crc = 0;
+  while (!bytes.empty()) {
+    const Bytes part = slice(bytes, 0, std::min(ssize(bytes), pool_.block_nbytes()));
+    while (queue_->room() == 0) RETURN_IF_ERROR(wait_for_some());
+    // The queue only reads what it writes.
+    const MutableBytes memory(const_cast<std::byte*>(part.data()), part.size());
+    const IoRequest request = {.kind = IoRequest::Kind::kWrite,
+                               .file = file_.get(),
+                               .offset = cursor_,
+                               .memory = memory,
+                               .caching = options_.caching,
+                               .tag = kInPlace};
+    queue_->submit({&request, 1});
+    ++in_place_;
+    for (int64_t begin = 0; begin < ssize(part); begin += kPackChunk) {
+      const Bytes chunk = slice(part, begin, std::min(kPackChunk, ssize(part) - begin));
+      crc = crc32(crc, chunk);
+      summer_.append(chunk);
+    }
+    cursor_ += ssize(part);
+    bytes = bytes.subspan(part.size());
+  }
+  return crc;
+}
+
+Status SaveJob::settle() {
+  // After an error, too: the memory is let go then.
+  while (in_place_ > 0 && queue_->in_flight() > 0) (void)fail(wait_for_some());
+  return check_open();
 }
 
 Result<Slice> SaveJob::append(Bytes bytes) {
@@ -214,7 +268,11 @@ Status SaveJob::wait_for_some() {
   }
   Status first;
   for (const IoDone& done : queue_->wait()) {
-    pool_.release(static_cast<int>(done.tag));
+    if (done.tag == kInPlace) {
+      --in_place_;
+    } else {
+      pool_.release(static_cast<int>(done.tag));
+    }
     if (first.ok()) first = done.status;
   }
   return first;

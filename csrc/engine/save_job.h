@@ -4,8 +4,9 @@
 //
 // The layout says where every byte of the file belongs. Tensors are packed straight to their place
 // in page-aligned windows of the file, each window in one block of a bounded pool; a full window is
-// written while the next is being filled. Checksums, of payloads and of the file's blocks, are
-// computed in the same pass over memory.
+// written while the next is being filled. What lies in memory as it will in the file, in long runs
+// at addresses that the disk takes, is written from there. Checksums, of payloads and of the file's
+// blocks, are computed in the same pass over memory.
 // What cannot be laid out beforehand (pickled objects, whose size only pickling tells) is appended
 // behind the layout.
 //
@@ -56,9 +57,12 @@ class SaveJob {
   SaveJob& operator=(const SaveJob&) = delete;
 
   // Writes `tensor` as slice `index` of the layout. Indices ascend from call to call; a slice that
-  // is passed over stays zero and must not be referred to. The tensor is read before this returns.
-  // Errors: kInvalidArgument where index or tensor does not fit the layout; kStorage.
+  // is passed over stays zero and must not be referred to. The tensor is read until `settle`
+  // returns. Errors: kInvalidArgument where index or tensor does not fit the layout; kStorage.
   Status write(int64_t index, const LiveTensor& tensor);
+
+  // Returns when nothing is being written from the memory of tensors.
+  Status settle();
 
   // Appends opaque bytes behind all that was laid out or appended before; returns where they lie.
   Result<Slice> append(Bytes bytes);
@@ -83,6 +87,8 @@ class SaveJob {
   Status open();
   Status write_framed(const Slice& slice, const LiveTensor& tensor);
   Result<uint32_t> put_payload(const LiveTensor& tensor, int64_t nbytes);
+  bool can_write_in_place(const LiveTensor& tensor) const;
+  Result<uint32_t> write_in_place(Bytes bytes);
   Status put(Bytes bytes);
   Status put_zeros_until(int64_t offset);
   Result<MutableBytes> window_rest();
@@ -107,6 +113,7 @@ class SaveJob {
   int64_t cursor_ = 0;  // Next byte of the file to fill.
   int block_ = -1;      // The window being filled; -1 between windows.
   int64_t filled_ = 0;  // Bytes of it that are filled.
+  int in_place_ = 0;    // Writes in flight from the memory of tensors.
   BlockSummer summer_;
   BlockSums sums_;
   Status status_;  // The first error.

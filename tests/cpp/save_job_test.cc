@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <memory>
 #include <string>
@@ -45,6 +46,8 @@ std::vector<TestTensor> tensors_of_every_kind() {
       TestTensor::random("hollow", DType::kInt64, {3, 0, 2}).transposed(0, 2),
       matrix.narrowed({0, 7}, {130, 1}),
       TestTensor::random("large", DType::kUInt8, {1100, 1000}, 7),
+      TestTensor::random("in_place", DType::kUInt8, {1100, 1000}, 9).in_page(0),
+      TestTensor::random("off_by_64", DType::kUInt8, {1100, 1000}, 10).in_page(64),
       TestTensor::random("large_strided", DType::kInt16, {1024, 600}, 8).transposed(0, 1),
   };
 }
@@ -117,6 +120,31 @@ TEST(SaveJobTest, EveryKindOfTensorIsStoredOnARealDisk) {
   PosixFileSystem fs;
   expect_saves_every_kind(fs, directory.file("direct"), 8 << 10, {.caching = Caching::kDirect});
   expect_saves_every_kind(fs, directory.file("buffered"), 8 << 10, {.caching = Caching::kBuffered});
+}
+
+TEST(SaveJobTest, WhatLiesInMemoryAsInTheFileIsWrittenFromThere) {
+  constexpr int64_t kBlock = 64 << 10;
+  for (const int64_t offset : {0, 64}) {
+    MemoryFileSystem fs;
+    const TestTensor tensor =
+        TestTensor::random("a", DType::kUInt8, {(1100 << 10) + 7}, 1).in_page(offset);
+    const Layout layout = layout_of({tensor});
+    const Slice& slice = layout.slices.front();
+    const int64_t payload = slice.offset + slice.nbytes.head;
+    const auto pool = make_pool(4 * kBlock, kBlock);
+    ASSERT_OK_AND_ASSIGN(auto job, SaveJob::start(fs, kPath, layout, *pool, {}));
+    ASSERT_OK(job->write(0, tensor.live));
+    ASSERT_OK(job->settle());
+    const std::string expected = tensor.packed();
+    std::ranges::fill(*tensor.memory, std::byte{1});  // Nobody reads it any more.
+    ASSERT_OK(job->finish());
+    ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> file, read_file(fs, kPath));
+    EXPECT_TRUE(as_text(torch_ckpt::slice(file, payload, slice.nbytes.payload)) == expected);
+    const auto begins_there = [&](const Operation& operation) {
+      return operation.kind == Operation::Kind::kWrite && operation.offset == payload;
+    };
+    EXPECT_EQ(std::ranges::any_of(fs.operations(), begins_there), offset == 0);
+  }
 }
 
 TEST(SaveJobTest, SlicesPassedOverStayZero) {

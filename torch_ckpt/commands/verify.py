@@ -26,7 +26,7 @@ from torch_ckpt.commands.opened import (
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
 from torch_ckpt.options import IoOptions
 
-__all__ = ["add_to"]
+__all__ = ["Report", "add_to", "examine"]
 
 _STEP_NBYTES = 256 << 20  # Checked between two looks at the clock.
 
@@ -47,8 +47,15 @@ def add_to(commands: Any) -> None:
 
 
 @dataclass
-class _Report:
-    """What a check has found."""
+class Report:
+    """What a check has found.
+
+    Attributes:
+        damage: What is damaged, for people to read.
+        fqns: What that makes useless.
+        doubts: What nobody can tell.
+        nbytes: How much was read, in bytes.
+    """
 
     damage: list[str] = field(default_factory=list)
     fqns: set[str] = field(default_factory=set)
@@ -56,24 +63,43 @@ class _Report:
     nbytes: int = 0
 
 
-def _verify(options: argparse.Namespace) -> int:
-    report = _Report()
+def examine(path: Path, *, progress: bool = False) -> Report:
+    """Checks every byte of a checkpoint.
+
+    Args:
+        path: Its directory.
+        progress: Whether to show a bar on the terminal.
+
+    Raises:
+        NotFoundError: Nothing is committed there.
+        StorageError: Something cannot be read.
+
+    Example::
+
+        assert not examine(Path("run/step-100")).damage
+    """
+    report = Report()
     checkpoints: list[Checkpoint] = []
-    for prefix in find_checkpoints(options.path):
+    for prefix in find_checkpoints(path):
         try:
-            checkpoints.append(open_checkpoint(options.path, prefix))
+            checkpoints.append(open_checkpoint(path, prefix))
         except CorruptionError as error:
             report.damage.append(str(error))
     total = sum(nbytes for checkpoint in checkpoints for _, nbytes in checkpoint.files)
-    progress = _Progress(total, shown=not options.quiet and sys.stderr.isatty())
-    begin = time.monotonic()
+    bar = _Progress(total, shown=progress)
     for checkpoint in checkpoints:
         if checkpoint.index is not None:
             if _check_structure(checkpoint, checkpoint.index, report):
-                _check_blocks(checkpoint, checkpoint.index, report, progress)
+                _check_blocks(checkpoint, checkpoint.index, report, bar)
         else:
-            _check_archives(checkpoint, report, progress)
-    progress.close()
+            _check_archives(checkpoint, report, bar)
+    bar.close()
+    return report
+
+
+def _verify(options: argparse.Namespace) -> int:
+    begin = time.monotonic()
+    report = examine(options.path, progress=not options.quiet and sys.stderr.isatty())
     seconds = max(time.monotonic() - begin, 1e-9)
     speed = f"{report.nbytes} bytes in {seconds:.2f} s, {report.nbytes / seconds / 1e9:.2f} GB/s"
     for line in report.damage:
@@ -91,7 +117,7 @@ def _verify(options: argparse.Namespace) -> int:
     return UNKNOWN if report.doubts else SOUND
 
 
-def _check_structure(checkpoint: Checkpoint, index: _native.Index, report: _Report) -> bool:
+def _check_structure(checkpoint: Checkpoint, index: _native.Index, report: Report) -> bool:
     """Checks all of the metadata and of the index; says whether the latter can be used."""
     try:
         checkpoint.metadata.check()
@@ -114,7 +140,7 @@ def _check_structure(checkpoint: Checkpoint, index: _native.Index, report: _Repo
 
 
 def _check_blocks(
-    checkpoint: Checkpoint, index: _native.Index, report: _Report, progress: _Progress
+    checkpoint: Checkpoint, index: _native.Index, report: Report, progress: _Progress
 ) -> None:
     io = IoOptions()
     job = _native.VerifyJob(
@@ -148,7 +174,7 @@ def _check_blocks(
             report.damage.append(f"{name} [{begin}, {end}): {what}")
 
 
-def _check_archives(checkpoint: Checkpoint, report: _Report, progress: _Progress) -> None:
+def _check_archives(checkpoint: Checkpoint, report: Report, progress: _Progress) -> None:
     """Without an index, every slice by itself: what torch.save wrote has the CRCs of zip."""
     io = IoOptions()
     job = _native.LoadJob(

@@ -91,7 +91,7 @@ class ForeignFiles:
         for fqn in self.paths:
             if not _is_text(fqn):
                 raise CorruptionError(f"cannot read {self.path}: {fqn!r} is no text")
-        identity = hashlib.sha256(repr(self.files).encode() + version).hexdigest()[:16]
+        identity = hashlib.sha256(repr(sorted(self.files)).encode() + version).hexdigest()[:16]
         paths = [(fqn, list(keys)) for fqn, keys in self.paths.items()]
         try:
             index = _native.foreign_index(identity, self.files, self.entries, self.views, paths)

@@ -2,6 +2,7 @@
 
 // Tensors for tests: memory of their own, filled with seeded bytes, and any strided view of it.
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <random>
@@ -36,6 +37,16 @@ struct TestTensor {
     out.live = {.name = name, .dtype = dtype, .sizes = sizes, .strides = {}};
     out.live.strides = times(contiguous_strides(sizes), size);
     out.live.data = out.memory->data();
+    return out;
+  }
+
+  // The same elements `offset` bytes behind the beginning of a page. Requires: contiguous.
+  TestTensor in_page(int64_t offset) const {
+    TestTensor out = *this;
+    out.memory = std::make_shared<std::vector<std::byte>>(memory->size() + 8192);
+    const auto begin = reinterpret_cast<uintptr_t>(out.memory->data());
+    out.live.data = out.memory->data() + (4096 - begin % 4096) % 4096 + offset;
+    std::ranges::copy(*memory, out.live.data);
     return out;
   }
 

@@ -1,0 +1,217 @@
+// Slots of shared memory: what a rank fills, and what the agent and a restarted rank find there.
+
+#include "engine/slot.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+
+#include "bindings/errors.h"
+#include "bindings/jobs.h"
+#include "bindings/plan.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt {
+namespace {
+
+// Run, session, sequence, step, rank, world size, node, node count, ranks
+// of this machine, whether it is to be brought to disk.
+using PySlotHeader = std::tuple<py::bytes, py::bytes, int64_t, int64_t, int64_t, int64_t, int64_t,
+                                int64_t, int64_t, int64_t>;
+
+SlotId to_id(const py::bytes& bytes) {
+  const Bytes from = view_of(bytes);
+  SlotId id;
+  if (from.size() != id.size()) throw py::value_error("an id has 16 bytes");
+  std::ranges::copy(from, id.begin());
+  return id;
+}
+
+py::bytes from_id(const SlotId& id) {
+  return {reinterpret_cast<const char*>(id.data()), id.size()};
+}
+
+PySlotHeader to_python(const SlotHeader& h) {
+  return {from_id(h.run), from_id(h.session), h.sequence,   h.step,   h.rank, h.world_size,
+          h.node,         h.node_count,       h.ranks_here, h.persist};
+}
+
+SlotHeader from_python(const PySlotHeader& from) {
+  SlotHeader h;
+  h.run = to_id(std::get<0>(from));
+  h.session = to_id(std::get<1>(from));
+  h.sequence = std::get<2>(from);
+  h.step = std::get<3>(from);
+  h.rank = h.holder = std::get<4>(from);
+  h.world_size = std::get<5>(from);
+  h.node = std::get<6>(from);
+  h.node_count = std::get<7>(from);
+  h.ranks_here = std::get<8>(from);
+  h.persist = std::get<9>(from);
+  return h;
+}
+
+// Number of the item, offset, nbytes, whether it is the elements of a tensor.
+using PyItemExtent = std::tuple<int64_t, int64_t, int64_t, bool>;
+
+py::bytes encode_table(const std::string& directory, const std::string& version, bool sync,
+                       const py::bytes& items, const std::optional<py::bytes>& paths,
+                       const std::vector<PyItemExtent>& extents) {
+  const auto copy = [](const py::bytes& from) {
+    const Bytes bytes = view_of(from);
+    return std::vector<std::byte>(bytes.begin(), bytes.end());
+  };
+  SlotTable table = {.directory = directory,
+                     .version = version,
+                     .sync = sync,
+                     .items = copy(items),
+                     .paths = {},
+                     .extents = {}};
+  if (paths) table.paths = copy(*paths);
+  std::vector<ItemExtent> where;
+  for (const auto& [item, offset, nbytes, plain] : extents) {
+    if (item < 0 || offset < 0 || nbytes < 0) throw py::value_error("an extent is negative");
+    where.push_back({item, offset, nbytes, plain});
+  }
+  table.extents = encode(std::move(where));
+  return to_bytes(encode(table));
+}
+
+void copy_batch(Slot& slot, const TensorBatch& batch, const std::vector<int64_t>& positions,
+                const std::vector<int64_t>& offsets, int threads) {
+  if (positions.size() != offsets.size()) throw py::value_error("not as many offsets as tensors");
+  std::vector<PackedCopy> copies;
+  for (size_t i = 0; i < positions.size(); ++i) {
+    const TensorView& view = batch.views.at(static_cast<size_t>(positions[i]));
+    if (view.data == nullptr && checked_numel(view.sizes).value_or(0) > 0) {
+      throw py::value_error("a tensor without memory cannot be copied");
+    }
+    copies.push_back({to_live(view), offsets[i]});
+  }
+  raise_if_error(without_gil([&] { return slot.copy(copies, threads); }));
+}
+
+Bytes bytes_of(const py::buffer_info& info) {
+  return {static_cast<const std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize)};
+}
+
+// A snapshot and the slot that it is in, which stays mapped as long as anything of it is used.
+struct HeldSnapshot {
+  std::shared_ptr<Slot> slot;
+  StoredSnapshot found;
+
+  Bytes bytes(int64_t item) const {
+    const ItemExtent& extent = found.extents.at(static_cast<size_t>(item));
+    return slice(Bytes(slot->bytes()), extent.offset, extent.nbytes);
+  }
+};
+
+// The items of these numbers as tensors; those which are not plain as torch's own.
+TensorBatch batch_of(const HeldSnapshot& snapshot, const std::vector<int64_t>& numbers) {
+  TensorBatch batch;
+  for (const int64_t item : numbers) {
+    TensorView& view = batch.views.emplace_back();
+    const Bytes bytes = snapshot.bytes(item);
+    const Facts& facts = snapshot.found.items.facts(item);
+    const auto dtype = dtype_from_name(facts.dtype);
+    if (!snapshot.found.extents[static_cast<size_t>(item)].plain || !dtype) {
+      batch.kinds.push_back(TensorKind::kTorchsOwn);
+      continue;
+    }
+    batch.kinds.push_back(TensorKind::kPlain);
+    view.dtype = *dtype;
+    view.sizes = to_dims(snapshot.found.items.box(item).sizes);
+    view.strides = contiguous_strides(view.sizes);
+    for (int64_t& stride : view.strides) stride *= itemsize(*dtype);
+    view.data = const_cast<std::byte*>(bytes.data());
+    view.storage = snapshot.slot;
+  }
+  return batch;
+}
+
+std::vector<PyItemExtent> extents(const HeldSnapshot& snapshot) {
+  std::vector<PyItemExtent> out;
+  for (const ItemExtent& extent : snapshot.found.extents) {
+    out.emplace_back(extent.item, extent.offset, extent.nbytes, extent.plain);
+  }
+  return out;
+}
+
+}  // namespace
+
+void bind_slot(py::module_& module) {
+  py::class_<Slot, std::shared_ptr<Slot>>(module, "Slot")
+      .def_static(
+          "create",
+          [](const std::string& path, int64_t nbytes) -> std::shared_ptr<Slot> {
+            return value_or_raise(without_gil([&] { return Slot::create(path, nbytes); }));
+          },
+          py::arg("path"), py::arg("nbytes"))
+      .def_static(
+          "open",
+          [](const std::string& path, bool writable) -> std::shared_ptr<Slot> {
+            return value_or_raise(without_gil([&] { return Slot::open(path, writable); }));
+          },
+          py::arg("path"), py::arg("writable"))
+      .def_property_readonly("nbytes", &Slot::nbytes)
+      .def(
+          "begin",
+          [](Slot& slot, const PySlotHeader& header, const py::bytes& table, int64_t nbytes) {
+            raise_if_error(slot.begin(from_python(header), view_of(table), nbytes));
+          },
+          py::arg("header"), py::arg("table"), py::arg("payload_nbytes"))
+      .def("copy", &copy_batch, py::arg("batch"), py::arg("positions"), py::arg("offsets"),
+           py::arg("threads"))
+      .def(
+          "put",
+          [](Slot& slot, int64_t offset, const py::buffer& data) {
+            const py::buffer_info info = data.request();
+            raise_if_error(slot.put(offset, bytes_of(info)));
+          },
+          py::arg("offset"), py::arg("data"))
+      .def("complete", &Slot::complete)
+      .def("clear", &Slot::clear)
+      .def("header", [](const Slot& slot) { return to_python(value_or_raise(slot.header())); })
+      .def("read", [](const std::shared_ptr<Slot>& slot) {
+        return HeldSnapshot{slot, value_or_raise(without_gil([&] { return slot->read(); }))};
+      });
+  py::class_<HeldSnapshot>(module, "StoredSnapshot")
+      .def_property_readonly("header",
+                             [](const HeldSnapshot& s) { return to_python(s.found.header); })
+      .def_property_readonly(
+          "directory", [](const HeldSnapshot& s) { return py::bytes(s.found.table.directory); })
+      .def_property_readonly("version",
+                             [](const HeldSnapshot& s) { return to_text(s.found.table.version); })
+      .def_property_readonly("sync", [](const HeldSnapshot& s) { return s.found.table.sync; })
+      .def_property_readonly("items",
+                             [](const HeldSnapshot& s) { return to_bytes(s.found.table.items); })
+      .def_property_readonly("paths",
+                             [](const HeldSnapshot& s) -> std::optional<py::bytes> {
+                               if (!s.found.table.paths) return std::nullopt;
+                               return to_bytes(*s.found.table.paths);
+                             })
+      .def_property_readonly("extents", &extents)
+      .def("batch", &batch_of, py::arg("items"))
+      .def(
+          "object_bytes",
+          [](const HeldSnapshot& s, int64_t item) {
+            const Bytes bytes = s.bytes(item);
+            return py::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+          },
+          py::arg("item"));
+  module.def("encode_slot_table", &encode_table, py::arg("directory"), py::arg("version"),
+             py::arg("sync"), py::arg("items"), py::arg("paths"), py::arg("extents"));
+  module.def(
+      "lay_out_slot",
+      [](const std::vector<int64_t>& nbytes) {
+        SlotLayout layout = lay_out_slot(nbytes);
+        return std::pair(std::move(layout.offsets), layout.nbytes);
+      },
+      py::arg("item_nbytes"));
+  module.def("slot_nbytes", &Slot::needed_nbytes, py::arg("table_nbytes"),
+             py::arg("payload_nbytes"));
+}
+
+}  // namespace torch_ckpt

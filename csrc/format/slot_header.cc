@@ -1,0 +1,116 @@
+#include "format/slot_header.h"
+
+#include <algorithm>
+#include <atomic>
+#include <string_view>
+
+#include "base/xxh3.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr std::string_view kMagic("TCSLOT\r\n", 8);
+constexpr uint32_t kVersion = 1;
+constexpr uint64_t kComplete = 0x4554454C504D4F43;  // "COMPLETE".
+
+// Offsets in the page.
+constexpr size_t kState = 0;
+constexpr size_t kMagicAt = 8;
+constexpr size_t kVersionAt = 16;
+constexpr size_t kSum = 24;  // Of all that follows it, up to kEnd.
+constexpr size_t kRun = 32;
+constexpr size_t kSession = 48;
+constexpr size_t kNumbers = 64;
+constexpr size_t kEnd = 256;  // Zeros before it are for what comes later.
+
+// One order for writing and reading.
+template <typename Header, typename Visit>
+void for_each_number(Header& header, const Visit& visit) {
+  visit(header.sequence);
+  visit(header.step);
+  visit(header.rank);
+  visit(header.world_size);
+  visit(header.node);
+  visit(header.node_count);
+  visit(header.ranks_here);
+  visit(header.persist);
+  visit(header.holder);
+  visit(header.table_nbytes);
+  visit(header.table_sum);
+  visit(header.payload_begin);
+  visit(header.payload_nbytes);
+}
+
+// Of another process, too: the state is what both agree by.
+std::atomic_ref<uint64_t> state_of(std::byte* page) {
+  return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(page + kState));
+}
+
+uint64_t sum_of(Bytes page) { return xxh3(page.subspan(kRun, kEnd - kRun)); }
+
+Status check(const SlotHeader& header, int64_t nbytes) {
+  const bool sound = header.world_size > 0 && header.rank >= 0 && header.rank < header.world_size &&
+                     header.holder >= 0 && header.holder < header.world_size && header.node >= 0 &&
+                     header.node < header.node_count && header.ranks_here > 0 &&
+                     header.ranks_here <= header.world_size && header.sequence >= 0 &&
+                     range_within(kSlotPage, header.table_nbytes, nbytes) &&
+                     header.payload_begin >= kSlotPage + header.table_nbytes &&
+                     range_within(header.payload_begin, header.payload_nbytes, nbytes);
+  if (sound) return ok_status();
+  return corruption("the page before a snapshot has numbers that no snapshot has");
+}
+
+}  // namespace
+
+void clear_slot(MutableBytes page) {
+  state_of(page.data()).store(0, std::memory_order_relaxed);
+  // No byte of the next snapshot before it.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+void complete_slot(MutableBytes page, const SlotHeader& header) {
+  std::ranges::fill(page.subspan(kMagicAt), std::byte{0});
+  std::ranges::copy(as_bytes(kMagic), page.data() + kMagicAt);
+  store_le(page.data() + kVersionAt, kVersion);
+  std::ranges::copy(header.run, page.data() + kRun);
+  std::ranges::copy(header.session, page.data() + kSession);
+  std::byte* at = page.data() + kNumbers;
+  for_each_number(header, [&](auto number) {
+    store_le(at, number);
+    at += sizeof(number);
+  });
+  store_le(page.data() + kSum, sum_of(page));
+  state_of(page.data()).store(kComplete, std::memory_order_seq_cst);
+}
+
+Result<SlotHeader> read_slot_header(Bytes page, int64_t nbytes) {
+  if (ssize(page) < kSlotPage) return corruption("a snapshot begins with a page of ", kSlotPage);
+  // Reading changes nothing: mapped read-only it is sound as well.
+  const uint64_t state =
+      state_of(const_cast<std::byte*>(page.data())).load(std::memory_order_seq_cst);
+  if (state != kComplete) {
+    return Status(StatusCode::kNotFound, "there is no complete snapshot in the slot");
+  }
+  if (!std::ranges::equal(page.subspan(kMagicAt, kMagic.size()), as_bytes(kMagic))) {
+    return corruption("the page before a snapshot does not begin as one does");
+  }
+  const auto version = load_le<uint32_t>(page.data() + kVersionAt);
+  if (version != kVersion) {
+    return unsupported("a snapshot is of version ", version, ", and this build reads ", kVersion);
+  }
+  if (load_le<uint64_t>(page.data() + kSum) != sum_of(page)) {
+    return corruption("the page before a snapshot fails its checksum");
+  }
+  SlotHeader header;
+  std::ranges::copy(page.subspan(kRun, header.run.size()), header.run.begin());
+  std::ranges::copy(page.subspan(kSession, header.session.size()), header.session.begin());
+  const std::byte* at = page.data() + kNumbers;
+  for_each_number(header, [&](auto& number) {
+    number = load_le<std::remove_reference_t<decltype(number)>>(at);
+    at += sizeof(number);
+  });
+  RETURN_IF_ERROR(check(header, nbytes));
+  return header;
+}
+
+}  // namespace torch_ckpt

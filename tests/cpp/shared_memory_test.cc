@@ -1,0 +1,71 @@
+#include "io/shared_memory.h"
+
+#include <gtest/gtest.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+#include <string>
+
+#include "support/status_matchers.h"
+#include "support/temp_directory.h"
+
+namespace torch_ckpt {
+namespace {
+
+TEST(SharedMemoryTest, WhatOneMappingHasTheOtherSees) {
+  const TempDirectory directory;
+  const std::string path = directory.path() + "/memory";
+  ASSERT_OK_AND_ASSIGN(const Memory ours, create_shared_memory(path, 10000));
+  EXPECT_EQ(ours.nbytes(), 12288);
+  ASSERT_OK_AND_ASSIGN(const Memory theirs, map_shared_memory(path, false));
+  EXPECT_EQ(theirs.nbytes(), 12288);
+  ours.bytes()[12287] = std::byte{42};
+  EXPECT_EQ(theirs.bytes()[12287], std::byte{42});
+  EXPECT_EQ(theirs.bytes()[0], std::byte{0});
+  struct stat stat = {};
+  ASSERT_EQ(::stat(path.c_str(), &stat), 0);
+  EXPECT_EQ(stat.st_mode & 0777, 0600u);
+}
+
+TEST(SharedMemoryTest, ItIsNeverMadeTwice) {
+  const TempDirectory directory;
+  ASSERT_OK_AND_ASSIGN(const Memory first, create_shared_memory(directory.path() + "/m", 4096));
+  const Status status = create_shared_memory(directory.path() + "/m", 4096).status();
+  EXPECT_CODE(status, StatusCode::kStorage);
+  EXPECT_EQ(status.error_number(), EEXIST);
+}
+
+TEST(SharedMemoryTest, WhatIsNotAllThereIsNotMapped) {
+  const TempDirectory directory;
+  const std::string sparse = directory.path() + "/sparse";
+  ASSERT_OK(create_shared_memory(sparse, 4096).status());
+  ASSERT_EQ(::truncate(sparse.c_str(), 1 << 20), 0);
+  EXPECT_CODE(map_shared_memory(sparse, false).status(), StatusCode::kCorruption);
+  const std::string odd = directory.path() + "/odd";
+  ASSERT_OK(create_shared_memory(odd, 4096).status());
+  ASSERT_EQ(::truncate(odd.c_str(), 100), 0);
+  EXPECT_CODE(map_shared_memory(odd, false).status(), StatusCode::kCorruption);
+  EXPECT_CODE(map_shared_memory(directory.path() + "/none", false).status(), StatusCode::kNotFound);
+  EXPECT_FALSE(map_shared_memory(directory.path() + "/", false).ok());
+}
+
+TEST(SharedMemoryTest, WhereThereIsNotAsMuchNothingIsLeft) {
+  const TempDirectory directory;
+  const std::string folder = directory.path() + "/small";
+  std::filesystem::create_directory(folder);
+  if (::mount("tmpfs", folder.c_str(), "tmpfs", 0, "size=1m") != 0) {
+    GTEST_SKIP() << "this process may not mount a small tmpfs";
+  }
+  const Status status = create_shared_memory(folder + "/memory", 2 << 20).status();
+  const bool is_empty = std::filesystem::is_empty(folder);
+  ::umount(folder.c_str());
+  EXPECT_CODE(status, StatusCode::kStorage);
+  EXPECT_EQ(status.error_number(), ENOSPC);
+  EXPECT_TRUE(is_empty);
+}
+
+}  // namespace
+}  // namespace torch_ckpt

@@ -1,0 +1,222 @@
+#include "engine/slot.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "plan/plan_wire.h"
+#include "support/status_matchers.h"
+#include "support/temp_directory.h"
+#include "support/test_tensor.h"
+
+namespace torch_ckpt {
+namespace {
+
+SlotHeader header_of(int64_t sequence) {
+  SlotHeader header;
+  header.run.fill(std::byte{1});
+  header.session.fill(std::byte{2});
+  header.sequence = sequence;
+  header.step = 10 * sequence;
+  header.rank = 1;
+  header.holder = 1;
+  header.world_size = 2;
+  header.ranks_here = 2;
+  return header;
+}
+
+// A slot, and a rank that holds a matrix of floats and an object.
+class SlotTest : public testing::Test {
+ protected:
+  SlotTest() {
+    Facts facts;
+    facts.is_tensor = true;
+    facts.dtype = "float32";
+    facts.itemsize = 4;
+    facts.memory_format = "contiguous_format";
+    facts.sizes = {64, 100};
+    EXPECT_OK(items_.add_tensor("w", facts, ItemKind::kTensor, {{0, 0}, {64, 100}}));
+    EXPECT_OK(items_.add_object("step", 8));
+    layout_ = lay_out_slot(std::vector<int64_t>{64 * 100 * 4, 3});
+  }
+
+  void SetUp() override {
+    ASSERT_OK_AND_ASSIGN(slot_, Slot::create(directory_.path() + "/slot", 1 << 20));
+  }
+
+  SlotTable table(int64_t object_nbytes = 3) const {
+    SlotTable table;
+    table.directory = "run/step-1";
+    table.version = "1.0.0";
+    table.items = encode(items_);
+    table.paths.emplace(3, std::byte{7});
+    table.extents = encode(std::vector<ItemExtent>{{0, layout_.offsets[0], 64 * 100 * 4, true},
+                                                   {1, layout_.offsets[1], object_nbytes, false}});
+    return table;
+  }
+
+  Status begin(int64_t sequence) {
+    return slot_->begin(header_of(sequence), encode(table()), layout_.nbytes);
+  }
+
+  Status fill() {
+    const PackedCopy copies[] = {{matrix_.live, layout_.offsets[0]}};
+    RETURN_IF_ERROR(slot_->copy(copies, 3));
+    return slot_->put(layout_.offsets[1], as_bytes("abc"));
+  }
+
+  TempDirectory directory_;
+  ItemTable items_;
+  SlotLayout layout_;
+  const TestTensor matrix_ = TestTensor::random("w", DType::kFloat32, {100, 64}).transposed(0, 1);
+  std::unique_ptr<Slot> slot_;
+};
+
+TEST_F(SlotTest, WhatWasPutThereIsFoundByAnother) {
+  ASSERT_OK(begin(4));
+  ASSERT_OK(fill());
+  slot_->complete();
+  ASSERT_OK_AND_ASSIGN(const auto other, Slot::open(directory_.path() + "/slot", false));
+  ASSERT_OK_AND_ASSIGN(const StoredSnapshot found, other->read());
+  SlotHeader expected = header_of(4);
+  expected.table_nbytes = found.header.table_nbytes;
+  expected.table_sum = found.header.table_sum;
+  expected.payload_begin = found.header.payload_begin;
+  expected.payload_nbytes = layout_.nbytes;
+  EXPECT_EQ(found.header, expected);
+  EXPECT_EQ(found.table.directory, "run/step-1");
+  EXPECT_EQ(found.table.version, "1.0.0");
+  EXPECT_TRUE(found.table.sync);
+  EXPECT_EQ(found.table.paths, table().paths);
+  ASSERT_EQ(found.items.size(), 2);
+  EXPECT_EQ(found.items.fqn(0), "w");
+  const ItemExtent& w = found.extents[0];
+  EXPECT_EQ(as_text(slice(Bytes(other->bytes()), w.offset, w.nbytes)), matrix_.packed());
+  const ItemExtent& step = found.extents[1];
+  EXPECT_EQ(as_text(slice(Bytes(other->bytes()), step.offset, step.nbytes)), "abc");
+}
+
+TEST_F(SlotTest, NothingIsThereBeforeItIsComplete) {
+  EXPECT_CODE(slot_->read().status(), StatusCode::kNotFound);
+  ASSERT_OK(begin(4));
+  EXPECT_CODE(slot_->read().status(), StatusCode::kNotFound);
+  ASSERT_OK(fill());
+  EXPECT_CODE(slot_->read().status(), StatusCode::kNotFound);
+  slot_->complete();
+  EXPECT_OK(slot_->read());
+}
+
+TEST_F(SlotTest, TheFormerSnapshotIsGoneOnceTheNextHasBegun) {
+  ASSERT_OK(begin(4));
+  ASSERT_OK(fill());
+  slot_->complete();
+  ASSERT_OK(begin(5));
+  EXPECT_CODE(slot_->header().status(), StatusCode::kNotFound);
+  slot_->complete();
+  slot_->clear();
+  EXPECT_CODE(slot_->header().status(), StatusCode::kNotFound);
+}
+
+TEST_F(SlotTest, ASnapshotThatHasNoRoomLeavesTheFormerOne) {
+  ASSERT_OK(begin(4));
+  ASSERT_OK(fill());
+  slot_->complete();
+  EXPECT_CODE(slot_->begin(header_of(5), encode(table()), 1 << 20), StatusCode::kInvalidArgument);
+  ASSERT_OK_AND_ASSIGN(const SlotHeader header, slot_->header());
+  EXPECT_EQ(header.sequence, 4);
+}
+
+TEST_F(SlotTest, WhatReachesBeyondThePayloadIsRefused) {
+  ASSERT_OK(begin(4));
+  for (const int64_t offset : {int64_t{-64}, layout_.nbytes, layout_.offsets[1]}) {
+    const PackedCopy copies[] = {{matrix_.live, offset}};
+    EXPECT_CODE(slot_->copy(copies, 1), StatusCode::kInvalidArgument) << offset;
+  }
+  EXPECT_CODE(slot_->put(layout_.nbytes - 2, as_bytes("abc")), StatusCode::kInvalidArgument);
+}
+
+TEST_F(SlotTest, EveryDamagedByteOfPageAndTableIsNoticed) {
+  ASSERT_OK(begin(4));
+  ASSERT_OK(fill());
+  slot_->complete();
+  ASSERT_OK_AND_ASSIGN(const SlotHeader header, slot_->header());
+  const auto refused = [&](int64_t at) {
+    slot_->bytes()[static_cast<size_t>(at)] ^= std::byte{0x10};
+    const Status status = slot_->read().status();
+    slot_->bytes()[static_cast<size_t>(at)] ^= std::byte{0x10};
+    return !status.ok();
+  };
+  for (int64_t at = 0; at < 20; ++at) EXPECT_TRUE(refused(at)) << at;
+  for (int64_t at = 24; at < 256; ++at) EXPECT_TRUE(refused(at)) << at;
+  for (int64_t at = 0; at < header.table_nbytes; ++at) {
+    EXPECT_TRUE(refused(kSlotPage + at)) << at;
+  }
+  EXPECT_OK(slot_->read());
+}
+
+TEST_F(SlotTest, ATableWhoseItemsAreNotThereIsRefused) {
+  const std::vector<std::vector<ItemExtent>> wrong = {
+      {{0, 0, 64 * 100 * 4, true}},                                         // One is missing.
+      {{0, 0, 64 * 100 * 4, true}, {1, layout_.nbytes, 1, false}},          // Beyond the end.
+      {{0, 0, 64 * 100 * 4 - 4, true}, {1, layout_.offsets[1], 3, false}},  // Too short.
+      {{0, 0, 64 * 100 * 4, true}, {1, layout_.offsets[1], 3, true}},       // An object as tensor.
+      {{0, 0, 64 * 100 * 4, true}, {2, layout_.offsets[1], 3, false}}};     // There is no such.
+  for (const auto& extents : wrong) {
+    SlotTable bad = table();
+    bad.extents = encode(extents);
+    ASSERT_OK(slot_->begin(header_of(1), encode(bad), layout_.nbytes));
+    slot_->complete();
+    EXPECT_CODE(slot_->read().status(), StatusCode::kCorruption);
+  }
+}
+
+TEST_F(SlotTest, HeadersOfNoSnapshotAreRefused) {
+  const auto code_of = [&](auto change) {
+    SlotHeader header = header_of(1);
+    header.payload_begin = 2 * kSlotPage;
+    header.table_nbytes = 10;
+    header.payload_nbytes = 100;
+    change(header);
+    complete_slot(slice(slot_->bytes(), 0, kSlotPage), header);
+    return slot_->header().status().code();
+  };
+  EXPECT_EQ(code_of([](SlotHeader&) {}), StatusCode::kOk);
+  const auto corrupt = StatusCode::kCorruption;
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.rank = 2; }), corrupt);
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.rank = -1; }), corrupt);
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.world_size = 0; }), corrupt);
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.ranks_here = 3; }), corrupt);
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.node = 1; }), corrupt);
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.sequence = -1; }), corrupt);
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.table_nbytes = int64_t{1} << 62; }), corrupt);
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.payload_begin = kSlotPage; }), corrupt);
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.payload_nbytes = 1 << 20; }), corrupt);
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.payload_nbytes = -1; }), corrupt);
+}
+
+TEST(SlotTableTest, CutOffOrTooLongItIsRefused) {
+  SlotTable table;
+  table.directory = "d";
+  table.items.resize(9);
+  const std::vector<std::byte> whole = encode(table);
+  EXPECT_OK(decode_slot_table(whole));
+  for (size_t nbytes = 0; nbytes < whole.size(); ++nbytes) {
+    EXPECT_CODE(decode_slot_table(Bytes(whole).first(nbytes)).status(), StatusCode::kCorruption);
+  }
+}
+
+TEST(SlotLayoutTest, LongItemsBeginAtPagesAndNoneOverlap) {
+  const std::vector<int64_t> nbytes = {3, 1 << 20, 0, 70, (1 << 20) + 1};
+  const SlotLayout layout = lay_out_slot(nbytes);
+  int64_t end = 0;
+  for (size_t i = 0; i < nbytes.size(); ++i) {
+    EXPECT_GE(layout.offsets[i], end);
+    EXPECT_EQ(layout.offsets[i] % (nbytes[i] >= 1 << 20 ? 4096 : 64), 0);
+    end = layout.offsets[i] + nbytes[i];
+  }
+  EXPECT_EQ(layout.nbytes, end);
+}
+
+}  // namespace
+}  // namespace torch_ckpt

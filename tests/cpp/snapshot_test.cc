@@ -1,0 +1,106 @@
+#include "engine/snapshot.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "support/status_matchers.h"
+#include "support/test_tensor.h"
+
+namespace torch_ckpt {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kMib = int64_t{1} << 20;
+
+int64_t page_faults() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_minflt + usage.ru_majflt;
+}
+
+PackedCopy copy_of(Bytes source, int64_t offset) {
+  return {{.name = "bytes",
+           .sizes = {ssize(source)},
+           .strides = {1},
+           .data = const_cast<std::byte*>(source.data())},
+          offset};
+}
+
+TEST(SnapshotTest, EveryCopyIsAtItsPlaceWhoeverMadeIt) {
+  HeapMemorySource heap;
+  for (const int threads : {1, 3}) {
+    ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, 21 * kMib, threads));
+    const std::vector<std::byte> large = random_bytes(17 * kMib + 5, 1);
+    const std::vector<std::byte> small = random_bytes(77, 2);
+    const TestTensor strided =
+        TestTensor::random("strided", DType::kInt16, {700, 300}).transposed(0, 1);
+    const std::vector<PackedCopy> copies = {copy_of(large, 4096),
+                                            copy_of({}, 21 * kMib),
+                                            copy_of(small, 19 * kMib + 1),
+                                            {strided.live, 20 * kMib}};
+    ASSERT_OK(snapshot->fill(copies, threads));
+    EXPECT_TRUE(as_text(slice(snapshot->memory(), 4096, ssize(large))) == as_text(large));
+    EXPECT_TRUE(as_text(slice(snapshot->memory(), 19 * kMib + 1, 77)) == as_text(small));
+    EXPECT_TRUE(as_text(slice(snapshot->memory(), 20 * kMib, 420000)) == strided.packed());
+    EXPECT_EQ(snapshot->memory()[0], std::byte{0});
+  }
+}
+
+TEST(SnapshotTest, CopiesOfAnyLengthAndPlaceTouchNothingElse) {
+  HeapMemorySource heap;
+  ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, kMib, 1));
+  const std::vector<std::byte> source = random_bytes(400, 3);
+  for (const int64_t nbytes : {0, 1, 15, 16, 17, 63, 64, 65, 79, 128, 200}) {
+    for (int64_t from = 0; from < 17; ++from) {
+      const int64_t to = 4096 + (from * 5) % 19;
+      const MutableBytes around = slice(snapshot->memory(), to - 64, nbytes + 128);
+      std::ranges::fill(around, std::byte{0});
+      ASSERT_OK(snapshot->fill(std::vector{copy_of(slice(Bytes(source), from, nbytes), to)}, 1));
+      std::vector<std::byte> expected(around.size());
+      std::ranges::copy(slice(source, from, nbytes), expected.begin() + 64);
+      EXPECT_TRUE(as_text(around) == as_text(expected)) << nbytes << " bytes from " << from;
+    }
+  }
+}
+
+TEST(SnapshotTest, FillingItMeetsNoPageFault) {
+  HeapMemorySource heap;
+  ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, 64 * kMib, 2));
+  const std::vector<std::byte> source = random_bytes(64 * kMib, 1);
+  const int64_t before = page_faults();
+  ASSERT_OK(snapshot->fill(std::vector{copy_of(source, 0)}, 1));
+  EXPECT_LT(page_faults() - before, 16);  // Of huge pages there would be 32, of small ones 16384.
+}
+
+TEST(SnapshotTest, ACopyThatDoesNotFitIsRefusedBeforeAnyIsMade) {
+  HeapMemorySource heap;
+  ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, kMib, 1));
+  const auto nbytes = ssize(snapshot->memory());
+  const std::vector<std::byte> source(4096, std::byte{7});
+  for (const int64_t offset : {int64_t{-1}, nbytes - 4095, nbytes + 1}) {
+    EXPECT_CODE(snapshot->fill(std::vector{copy_of(source, 0), copy_of(source, offset)}, 1),
+                StatusCode::kInvalidArgument);
+  }
+  EXPECT_EQ(snapshot->memory()[0], std::byte{0});
+}
+
+TEST(SnapshotTest, MemoryThatTheSystemDoesNotHaveIsAnError) {
+  HeapMemorySource heap;
+  EXPECT_CODE(Snapshot::make(heap, 0, 1), StatusCode::kInvalidArgument);
+  const auto snapshot = Snapshot::make(heap, int64_t{1} << 60, 1);
+  EXPECT_CODE(snapshot, StatusCode::kStorage);
+  EXPECT_THAT(snapshot.status().message(), HasSubstr("ENOMEM"));
+}
+
+}  // namespace
+}  // namespace torch_ckpt

@@ -1,0 +1,201 @@
+"""What ranks that were killed have left in memory, and what others make of it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import Ranks
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+
+from torch_ckpt import CancelledError, FastReader, SnapshotAgent, SnapshotReader
+from torch_ckpt.rank_state import RankState
+
+pytestmark = pytest.mark.timeout(180)
+
+SOON_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def memory(memory: Path) -> Path:
+    """Shared memory of this test alone."""
+    return memory
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """Shards of uneven sizes, replicas, and an object."""
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    rows = torch.arange(7 * 5, dtype=torch.float32).view(7, 5) + 1000 * step
+    return {
+        "rows": distribute_tensor(rows.clone(), mesh, [Shard(0)]),
+        "columns": distribute_tensor(rows.t().contiguous(), mesh, [Shard(1)]),
+        "all": distribute_tensor(rows.clone(), mesh, [Replicate()]),
+        "step": step,
+    }
+
+
+def assert_of(state: dict[str, Any], step: int) -> None:
+    expected = state_of(step)
+    assert state["step"] == step
+    for name in ("rows", "columns", "all"):
+        assert torch.equal(state[name].to_local(), expected[name].to_local()), name
+
+
+@functools.cache
+def agent_of(run: Path) -> SnapshotAgent:
+    """That of this rank, which has one for as long as it lives."""
+    return SnapshotAgent(run)
+
+
+def save(run: Path, step: int, ranks: list[int], persist: bool) -> None:
+    """Stages on some ranks only."""
+    agent = agent_of(run)
+    state = state_of(step)
+    if dist.get_rank() in ranks:
+        assert agent.stage(state, run / f"step-{step}", step=step, persist=persist) is not None
+    dist.barrier()
+
+
+def restored(run: Path, step: int | None) -> None:
+    """Finds this step in memory, and nothing else."""
+    found = agent_of(run).newest()
+    if step is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.step == step
+    state = state_of(-1)
+    dcp.load(state, storage_reader=SnapshotReader(found))
+    assert_of(state, step)
+
+
+def on_disk(run: Path, step: int) -> None:
+    state = state_of(-1)
+    dcp.load(state, storage_reader=FastReader(run / f"step-{step}"))
+    assert_of(state, step)
+
+
+def test_a_step_that_some_ranks_have_completed_is_none(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Ranks(2) as world:
+        world.run(save, run, 1, [0, 1], False)
+        world.run(save, run, 2, [0], True)
+        world.kill()
+    with Ranks(2) as world:
+        world.run(restored, run, 1)
+        world.kill()
+    end = time.monotonic() + SOON_S
+    while not (run / "step-1" / ".metadata").exists():  # Which was for memory alone.
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert not (run / "step-2").exists()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+def test_memory_is_loaded_on_another_number_of_ranks(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    run = tmp_path / "run"
+    with Ranks(before) as world:
+        for step in (1, 2, 3):
+            world.run(save, run, step, list(range(before)), step == 2)
+        world.kill()
+    with Ranks(after) as world:
+        world.run(restored, run, 3)
+        world.run(save, run, 4, list(range(after)), True)
+        end = time.monotonic() + SOON_S
+        while not (run / "step-4" / ".metadata").exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        world.run(on_disk, run, 4)
+
+
+class Counter:
+    """A stateful object, as DCP takes them."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": torch.tensor(self.count), "of": {"name": "counter"}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["of"] == {"name": "counter"}
+        self.count = int(state["count"])
+
+
+def stateful(numbers: dict[str, Any], count: int) -> dict[str, Any]:
+    rank_state = RankState(lambda: dict(numbers), numbers.update)
+    return {"counter": Counter(count), "rank": rank_state, "step": count}
+
+
+def save_stateful(run: Path) -> None:
+    agent: Any = agent_of(run)
+    state = stateful({"rank": dist.get_rank()}, 7)
+    agent.persist(agent.stage(state, run / "1", step=1))
+
+
+def load_stateful(run: Path) -> None:
+    found = agent_of(run).newest()
+    assert found is not None
+    for reader in (SnapshotReader(found), FastReader(run / "1")):
+        numbers: dict[str, Any] = {}
+        state = stateful(numbers, 0)
+        dcp.load(state, storage_reader=reader)
+        assert (state["counter"].count, state["step"]) == (7, 7)
+        assert numbers == {"rank": dist.get_rank()}
+
+
+def test_stateful_objects_and_states_of_each_rank_are_saved_as_by_dcp(tmp_path: Path) -> None:
+    with Ranks(2) as world:
+        world.run(save_stateful, tmp_path / "run")
+        world.kill()
+    with Ranks(2) as world:
+        world.run(load_stateful, tmp_path / "run")
+
+
+def fail_on_one_rank(run: Path) -> None:
+    agent: Any = SnapshotAgent(run, timeout_s=SOON_S)
+    for step in range(1, 7):
+        state = state_of(step)
+        if step % 2 == 0 and dist.get_rank() == 1:
+            with pytest.raises(AttributeError):
+                agent.stage({**state, "bad": lambda: None}, run / str(step), step=step)
+            continue
+        staged = agent.stage(state, run / str(step), step=step)
+        if step % 2 == 0:
+            with pytest.raises(CancelledError, match="before its part"):
+                agent.persist(staged)
+        else:
+            agent.persist(staged)
+    state = state_of(7)
+    if dist.get_rank() == 0:
+        with pytest.raises(CancelledError, match="before its part"):
+            agent.persist(agent.stage(state, run / "7", step=7))
+    agent.close()
+
+
+def test_a_rank_that_fails_or_ends_holds_up_no_other(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Ranks(2) as world:
+        world.run(fail_on_one_rank, run)
+    assert sorted(path.parent.name for path in run.glob("*/.metadata")) == ["1", "3", "5"]
+
+
+def test_slots_of_ranks_that_are_no_more_go(tmp_path: Path, memory: Path) -> None:
+    run = tmp_path / "run"
+    with Ranks(2) as world:
+        world.run(save, run, 1, [0, 1], False)
+        world.kill()
+    with Ranks(1) as world:
+        world.run(restored, run, 1)
+        for step in (2, 3):
+            world.run(save, run, step, [0], True)
+        names = sorted(path.name for path in memory.glob("*/*/rank-*"))
+        assert names == ["rank-0.0", "rank-0.1"]

@@ -1,0 +1,383 @@
+"""Ranks of a run agree: on the latest step, on when to save, on what failed, and in time."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Worlds
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from torch_ckpt import CheckpointError, Run
+
+pytestmark = pytest.mark.timeout(150)
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 20
+SHORT_S = 2.0
+
+
+def state_of(step: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(6000.0).reshape(600, 10) + step
+    return {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "step": step}
+
+
+def assert_is(state: dict[str, Any], step: int) -> None:
+    assert state["step"] == step
+    tensor = state["sharded"]
+    assert isinstance(tensor, DTensor)
+    expected = state_of(step)["sharded"]
+    assert torch.equal(tensor.to_local(), expected.to_local())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def saves_and_restores(path: Path, asynchronous: bool) -> list[str]:
+    with Run(path, asynchronous=asynchronous, keep_last=2, timeout_s=TIMEOUT_S) as run:
+        assert run.restore(state_of(-1)) is None
+        for step in (3, 6, 9):
+            run.save(step, state_of(step))
+        assert run.latest_step() == 9
+    state = state_of(-1)
+    with Run(path, timeout_s=TIMEOUT_S) as run:
+        assert run.restore(state) == 9
+        assert_is(state, 9)
+        assert run.restore(state, step=6) == 6
+        assert_is(state, 6)
+    return sorted(os.listdir(path))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_save_and_restore_a_run(worlds: Worlds, tmp_path: Path, asynchronous: bool) -> None:
+    found = worlds.run(3, saves_and_restores, tmp_path, asynchronous)
+    assert found == [["step-6", "step-9"]] * 3
+
+
+def falls_back(path: Path) -> tuple[int | None, int | None, int | None]:
+    with Run(path, timeout_s=TIMEOUT_S) as run, quiet():
+        for step in (1, 2, 3):
+            run.save(step, state_of(step))
+        if dist.get_rank() == 1:
+            [torn] = (path / "step-3").glob("__1_*.distcp")
+            data = bytearray(torn.read_bytes())
+            data[-3000] ^= 1  # Of the tensor, which the second rank reads, and nobody else.
+            torn.write_bytes(data)
+            os.truncate(path / "step-2/.metadata", 50)
+        dist.barrier()
+        state = state_of(-1)
+        found = run.latest_step(), run.restore(state)
+        assert_is(state, 1)
+        os.makedirs(path / "elsewhere", exist_ok=True)
+    # What the first rank sees is what counts.
+    own = path if dist.get_rank() == 0 else path / "elsewhere"
+    with Run(own, timeout_s=TIMEOUT_S) as run, quiet():
+        return *found, run.latest_step()
+
+
+def test_all_ranks_fall_back_to_the_step_that_is_sound_on_each(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    assert worlds.run(2, falls_back, tmp_path) == [(3, 1, 3)] * 2
+
+
+class SlowToList:
+    """What one rank takes long to list, and so to save."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            time.sleep(0.1)
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def asks_when_to_save(path: Path, asynchronous: bool) -> list[int]:
+    asked = []
+    with Run(path, max_overhead=0.5, asynchronous=asynchronous, timeout_s=TIMEOUT_S) as run:
+        for step in range(1, 250):
+            time.sleep(0.004 if dist.get_rank() else 0.006)
+            if run.should_save(step):
+                asked.append(step)
+                run.save(step, {**state_of(step), "slow": SlowToList()})
+    return asked
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_agree_when_to_save_though_they_measure_other_costs(
+    worlds: Worlds, tmp_path: Path, asynchronous: bool
+) -> None:
+    first, second = worlds.run(2, asks_when_to_save, tmp_path, asynchronous)
+    assert first == second
+    assert len(first) > 1
+    # What the slow one needs: 0.1 s are 25 of its steps, of 4 ms or a little more.
+    assert all(later - earlier >= 8 for earlier, later in itertools.pairwise(first))
+
+
+class Blocking:
+    """An object that one rank does not pickle, in the background, before there is a file."""
+
+    def __init__(self, go: Path) -> None:
+        self.go = go
+
+    def __deepcopy__(self, _: object) -> Blocking:
+        return self
+
+    def __reduce__(self) -> Any:
+        while dist.get_rank() == 1 and not self.go.exists():
+            time.sleep(0.01)
+        return float, (1.0,)
+
+
+def saves_while_one_is_busy(path: Path) -> tuple[list[bool], int, int]:
+    go = path / "go"
+    with Run(path / "run", asynchronous=True, on_busy="skip", timeout_s=TIMEOUT_S) as run:
+        state = {**state_of(1), f"object{dist.get_rank()}": Blocking(go)}
+        second, third = state_of(2), state_of(3)  # For which the ranks meet.
+        begun = [run.save(1, state)]
+        if dist.get_rank() == 1:
+            run.wait()  # By itself this rank would not skip.
+        else:
+            threading.Timer(0.5, go.touch).start()
+        begun.append(run.save(2, second))
+        run.wait()
+        begun.append(run.save(3, third))
+        run.wait()
+        return begun, run.saved, run.skipped
+
+
+def test_ranks_skip_the_same_saves(worlds: Worlds, tmp_path: Path) -> None:
+    found = worlds.run(2, saves_while_one_is_busy, tmp_path)
+    assert found == [([True, False, True], 2, 1)] * 2
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-1", "step-3"]
+
+
+def raised(call: Any, *arguments: Any) -> tuple[str, str, float]:
+    begin = time.monotonic()
+    try:
+        call(*arguments)
+    except BaseException as error:
+        text = " ".join([str(error), *getattr(error, "__notes__", [])])
+        return type(error).__name__, text, time.monotonic() - begin
+    return "", "", time.monotonic() - begin
+
+
+def saves_different_steps(path: Path) -> tuple[str, str, float]:
+    with Run(path, timeout_s=TIMEOUT_S) as run:
+        return raised(run.save, 5 + dist.get_rank(), state_of(5))
+
+
+def test_ranks_at_different_steps_save_nothing(worlds: Worlds, tmp_path: Path) -> None:
+    for kind, text, _ in worlds.run(2, saves_different_steps, tmp_path):
+        assert kind == "ValueError"
+        assert "rank 0 of the run at 5, rank 1 at 6" in text
+    assert not list(tmp_path.iterdir())
+
+
+class Refuses:
+    """Cannot be copied, or not be loaded, on one rank."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.when == "listed" and dist.get_rank() == 1:
+            raise ValueError("refused")
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.when == "loaded" and dist.get_rank() == 1:
+            raise ValueError("refused")
+
+
+def fails_on_one_rank(path: Path, asynchronous: bool) -> list[tuple[str, str, float]]:
+    found = []
+    with Run(path, asynchronous=asynchronous, timeout_s=TIMEOUT_S) as run:
+        run.save(1, {**state_of(1), "other": Refuses("never")})
+        found.append(raised(run.save, 2, {**state_of(2), "other": Refuses("listed")}))
+        found.append(raised(run.restore, {**state_of(-1), "other": Refuses("loaded")}))
+        run.save(3, state_of(3))  # The run goes on.
+        assert run.latest_step() == 3
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_fails_on_one_rank_fails_on_all_in_time(
+    worlds: Worlds, tmp_path: Path, asynchronous: bool
+) -> None:
+    for found in worlds.run(2, fails_on_one_rank, tmp_path, asynchronous):
+        for kind, text, seconds in found:
+            assert kind in ("ValueError", "RankTimeoutError", "CheckpointException")
+            assert "refused" in text
+            assert seconds < TIMEOUT_S / 2
+
+
+def trains_until_one_raises(path: Path, raising: list[int]) -> tuple[str, str, float]:
+    def train() -> None:
+        with run.saving_on_exception(lambda: state_of(4), timeout_s=SHORT_S):
+            run.should_save(4)
+            if dist.get_rank() in raising:
+                raise ZeroDivisionError
+
+    run = Run(path, timeout_s=TIMEOUT_S)
+    found = raised(train)
+    dist.barrier()
+    return found
+
+
+def test_a_rank_that_raises_alone_gives_up_saving_soon_and_says_so(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    (kind, text, seconds), other = worlds.run(2, trains_until_one_raises, tmp_path, [0])
+    assert kind == "ZeroDivisionError"
+    assert "step 4 was not saved after it: RankTimeoutError: rank 1 is slow, stuck or gone" in text
+    assert SHORT_S <= seconds < SHORT_S + 5
+    assert other[0] == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_all_raise_save_the_last_step(worlds: Worlds, tmp_path: Path) -> None:
+    for kind, text, _ in worlds.run(2, trains_until_one_raises, tmp_path, [0, 1]):
+        assert kind == "ZeroDivisionError"
+        assert "step 4 was saved after it" in text
+    assert os.listdir(tmp_path) == ["step-4"]
+
+
+def dies(path: Path) -> tuple[str, str, float]:
+    run = Run(path, timeout_s=SHORT_S)
+    run.save(1, state_of(1))
+    if dist.get_rank() == 1:
+        time.sleep(2.5 * SHORT_S)  # To the others it is as good as dead.
+        return "", "", 0.0
+    return raised(run.latest_step)
+
+
+def test_a_rank_that_does_not_come_is_named_in_time(worlds: Worlds, tmp_path: Path) -> None:
+    kind, text, seconds = worlds.run(2, dies, tmp_path)[0]
+    assert kind == "RankTimeoutError"
+    assert "rank 1" in text
+    assert seconds < SHORT_S + 5
+
+
+def fails_in_the_background(path: Path) -> list[tuple[str, str, float]]:
+    class Unpicklable(Blocking):
+        def __reduce__(self) -> Any:
+            raise ValueError("cannot be pickled")
+
+    with Run(path, asynchronous=True, timeout_s=TIMEOUT_S) as run:
+        state: dict[str, Any] = state_of(1)
+        if dist.get_rank() == 1:
+            state["object"] = Unpicklable(path)
+        run.save(1, state)
+        found = [raised(run.save, 2, state_of(2))]
+        run.save(3, state_of(3))
+        return found
+
+
+def test_a_save_that_fails_in_the_background_of_one_rank_is_told_to_all(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    for [(kind, text, _)] in worlds.run(2, fails_in_the_background, tmp_path):
+        assert kind == CheckpointError.__name__
+        assert "step 1 was not saved: rank 1: ValueError: cannot be pickled" in text
+
+
+def train(directory: Path, kills: list[list[int]], attempt: int) -> None:
+    """Trains to the end, or until this rank is to be killed, as the save of a step goes on."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run = Run(directory / "run", every=2, keep_last=2, asynchronous=True, timeout_s=TIMEOUT_S)
+    start = run.restore({"model": model}) or 0
+    for step in range(start + 1, 13):
+        torch.manual_seed(1000 * step + rank)
+        loss = model(torch.randn(4, 8)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        total = loss.detach().clone()
+        for tensor in [total, *(parameter.grad for parameter in model.parameters())]:
+            dist.all_reduce(tensor)
+        optimizer.step()
+        if rank == 0:
+            with (directory / "losses").open("a") as log:
+                print(json.dumps([attempt, step, total.item()]), file=log, flush=True)
+        if run.should_save(step):
+            run.save(step, {"model": model})
+        if attempt < len(kills) and kills[attempt] == [rank, step]:
+            os.kill(os.getpid(), signal.SIGKILL)
+    run.close()
+
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import torch.distributed as dist
+from test_run_ranks import train
+dist.init_process_group("gloo")
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+train(Path(sys.argv[1]), json.loads(sys.argv[2]), attempt)
+dist.destroy_process_group()
+"""
+
+
+def logged(directory: Path) -> list[tuple[int, int, float]]:
+    """Attempt, step and loss of each step."""
+    return [tuple(json.loads(line)) for line in (directory / "losses").read_text().splitlines()]
+
+
+def test_a_training_that_torchrun_restarts_goes_on_from_its_latest_step(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    (tmp_path / "whole").mkdir()
+    worlds.run(2, train, tmp_path / "whole", [], 0)
+    expected = {step: loss for _, step, loss in logged(tmp_path / "whole")}
+    assert sorted(expected) == list(range(1, 13))
+    killed, script = tmp_path / "killed", tmp_path / "train.py"
+    killed.mkdir()
+    script.write_text(SCRIPT)
+    kills = json.dumps([[1, 6]])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    options = ["--max-restarts=1", "--monitor-interval=0.1"]
+
+    done = subprocess.run(
+        [sys.executable, *launcher, *options, script, killed, kills],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
+            "OMP_NUM_THREADS": "1",
+            # Or gloo finds addresses of the ranks that were killed in the store of torchrun.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stderr
+    found = logged(killed)
+    assert {step for _, step, _ in found} == set(expected)
+    assert all(loss == expected[step] for _, step, loss in found)
+    begun = min(step for attempt, step, _ in found if attempt == 1)
+    assert begun in (5, 7)  # After step 4, or 6 if its save was complete when the rank was killed.
+    assert sorted(os.listdir(killed / "run")) == ["step-10", "step-12"]

@@ -1,0 +1,644 @@
+"""The agent: snapshots in memory that outlive their trainer, and come to disk without it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from agent_memory import SOON_S, until
+from random_states import blanked, random_state, same
+
+from torch_ckpt import (
+    CancelledError,
+    CheckpointError,
+    FastReader,
+    FastSavePlanner,
+    FastWriter,
+    StorageError,
+    _native,
+)
+from torch_ckpt.agent import process, saves
+from torch_ckpt.agent.memory import (
+    folder_of,
+    open_folder,
+    remove_abandoned,
+    run_of,
+    slot_path,
+)
+from torch_ckpt.agent.messages import Kind, receive, send
+from torch_ckpt.agent.process import Agent, AgentOptions
+from torch_ckpt.agent.reader import SnapshotReader
+from torch_ckpt.agent.trainer import SnapshotAgent
+from torch_ckpt.agent.writer import AgentWriter
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def memory(memory: Path) -> Path:
+    """Shared memory of this test alone."""
+    return memory
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[SnapshotAgent]:
+    """The agent of a run in ``tmp_path / "run"``."""
+    made = SnapshotAgent(tmp_path / "run")
+    yield made
+    made.close(drop=True)
+
+
+def state_of(step: int, numel: int = 1 << 20) -> dict[str, Any]:
+    return {"w": torch.full((numel,), float(step)), "n": {"step": step, "l": ["x", torch.ones(3)]}}
+
+
+def loaded(state: dict[str, Any], reader: Any) -> dict[str, Any]:
+    out = blanked(state)
+    dcp.load(out, storage_reader=reader)
+    return out
+
+
+def agent_pid(run: Path) -> int:
+    return int((folder_of(run_of(run)) / "agent.lock").read_text())
+
+
+def is_gone(pid: int) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+    return not Path(f"/proc/{pid}").exists()
+
+
+def outcome(state: dict[str, Any], reader: Any) -> Any:
+    """What a load gives, or the kind of its error."""
+    out = blanked(state)
+    try:
+        dcp.load(out, storage_reader=reader)
+    except BaseException as error:  # CheckpointException is no Exception.
+        return re.sub(r"_[0-9a-f]{16}\b", "", str(error).strip().splitlines()[-1])
+    return out
+
+
+def test_whatever_is_saved_is_what_a_save_without_agent_stores(
+    agent: SnapshotAgent, tmp_path: Path, rng: random.Random
+) -> None:
+    compared = 0
+    for step in range(60):
+        state = random_state(rng)
+        path, other = tmp_path / "run" / f"step-{step}", tmp_path / "without"
+        try:
+            dcp.save(state, storage_writer=FastWriter(other), planner=FastSavePlanner())
+        except BaseException:
+            with pytest.raises((ValueError, TypeError)):
+                agent.stage(state, path, step=step)
+            continue
+        staged = agent.stage(state, path, step=step)
+        assert staged is not None
+        remembered = agent.newest()
+        assert remembered is not None
+        assert remembered.step == step
+        agent.persist(staged)
+        expected = outcome(state, FastReader(other))
+        assert same(outcome(state, FastReader(path)), expected)
+        stock = outcome(state, dcp.FileSystemReader(other))
+        assert same(outcome(state, dcp.FileSystemReader(path)), stock)
+        if not isinstance(expected, str):
+            assert same(outcome(state, SnapshotReader(remembered)), expected)
+            compared += same(expected, state)
+    assert compared > 8
+
+
+@pytest.mark.parametrize("planner", [None, FastSavePlanner()])
+def test_stock_async_save_has_the_agent_save(
+    agent: SnapshotAgent, tmp_path: Path, world_of_one: None, planner: Any
+) -> None:
+    for step in (1, 2):
+        path = tmp_path / "run" / str(step)
+        state = state_of(step)
+        writer = AgentWriter(path, agent, step=step)
+        future = dcp.async_save(state, storage_writer=writer, planner=planner)
+        state["w"].fill_(-1)
+        metadata: Any = future.result()
+        assert set(metadata.state_dict_metadata) == {"w", "n.step", "n.l.0", "n.l.1"}
+        assert same(loaded(state_of(step), FastReader(path)), state_of(step))
+        found = agent.newest()
+        assert found is not None
+        assert found.step == step
+    with pytest.raises(BaseException, match=r"an AgentWriter is for dcp\.async_save"):
+        dcp.save(state_of(5), storage_writer=AgentWriter(tmp_path / "other", agent))
+    future = dcp.async_save(state_of(6), storage_writer=writer, checkpoint_id=tmp_path / "other")
+    with pytest.raises(ValueError, match="give the path to AgentWriter"):
+        future.result()
+    path = tmp_path / "run" / "2"  # Of the same writer, and as it was.
+    assert same(loaded(state_of(2), FastReader(path)), state_of(2))
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_planner_of_the_callers_own_is_refused(
+    agent: SnapshotAgent, tmp_path: Path, world_of_one: None
+) -> None:
+    class Own(FastSavePlanner):
+        pass
+
+    writer = AgentWriter(tmp_path / "run" / "1", agent)
+    future = dcp.async_save(state_of(1), storage_writer=writer, planner=Own())
+    with pytest.raises(BaseException, match=r"not as .*Own would have it"):
+        future.result()
+
+
+def test_a_future_is_done_when_the_checkpoint_is_there(
+    agent: SnapshotAgent, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    first = agent.async_save(state_of(1), run / "1", step=1)
+    second = agent.async_save(state_of(2), run / "2", step=2, persist=False)
+    assert first is not None
+    assert second is not None
+    assert second.done()
+    first.result(SOON_S)
+    assert (run / "1" / ".metadata").exists()
+    assert not (run / "2").exists()
+
+
+def test_later_changes_are_not_saved(agent: SnapshotAgent, tmp_path: Path) -> None:
+    state = state_of(1)
+    staged = agent.stage(state, tmp_path / "run" / "1", step=1)
+    state["w"].fill_(2)
+    state["n"]["l"][1].zero_()
+    assert staged is not None
+    agent.persist(staged)
+    assert same(loaded(state_of(1), FastReader(tmp_path / "run" / "1")), state_of(1))
+
+
+def test_states_that_change_their_shapes_dtypes_and_keys_are_saved_as_they_are(
+    agent: SnapshotAgent, tmp_path: Path
+) -> None:
+    states: list[dict[str, Any]] = [
+        {"a": torch.ones(10)},
+        {"a": torch.ones(1 << 22), "b": torch.ones(3, dtype=torch.int8)},
+        {"b": torch.ones(3, dtype=torch.float64), "c": {"d": 5}},
+        {"c": torch.ones(2)},
+    ]
+    for step, state in enumerate(states):
+        staged = agent.stage(state, tmp_path / "run" / str(step), step=step)
+        assert staged is not None
+        agent.persist(staged)
+        reader = FastReader(tmp_path / "run" / str(step))
+        assert set(reader.read_metadata().state_dict_metadata) == {
+            key if not isinstance(value, dict) else f"{key}.d" for key, value in state.items()
+        }
+        assert same(loaded(state, reader), state)
+
+
+def test_memory_is_made_once_and_nothing_is_left_of_it_at_a_good_end(
+    tmp_path: Path, memory: Path
+) -> None:
+    run = tmp_path / "run"
+    agent = SnapshotAgent(run)
+    agent.reserve(state_of(0))
+    slots = {path: path.stat().st_ino for path in folder_of(run_of(run)).glob("rank-*")}
+    assert len(slots) == 2
+    pid = agent_pid(run)
+    for step in range(4):
+        agent.stage(state_of(step), run / str(step), step=step)
+    assert {path: path.stat().st_ino for path in slots} == slots
+    agent.close()
+    until(lambda: is_gone(pid))
+    assert not folder_of(run_of(run)).exists()
+    for step in range(4):  # Also what nobody has waited for.
+        assert same(loaded(state_of(step), FastReader(run / str(step))), state_of(step))
+
+
+KILLED_IN_MID_COPY = """
+import os, signal, sys, torch
+from unittest import mock
+from torch_ckpt import _native
+from torch_ckpt.agent.trainer import SnapshotAgent
+run = sys.argv[1]
+agent = SnapshotAgent(run)
+state = {"a": torch.full((1 << 18,), 1.0), "b": torch.full((1 << 18,), 1.0)}
+agent.stage(state, run + "/1", step=1, persist=False)
+for value in state.values():
+    value.fill_(2.0)
+copy = _native.Slot.copy
+def copy_half(slot, batch, positions, offsets, threads):
+    copy(slot, batch, positions[:1], offsets[:1], threads)
+    os.kill(os.getpid(), signal.SIGKILL)
+with mock.patch.object(_native.Slot, "copy", copy_half):
+    if sys.argv[2] == "torn":
+        begin = _native.Slot.begin
+        _native.Slot.begin = lambda slot, *what: (begin(slot, *what), slot.complete())
+    agent.stage(state, run + "/2", step=2)
+"""
+
+
+def kill_in_mid_copy(run: Path, how: str) -> None:
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_IN_MID_COPY, str(run), how],
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=SOON_S,
+    )
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_a_trainer_that_is_killed_in_mid_copy_leaves_the_former_snapshot(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    kill_in_mid_copy(run, "sound")
+    state = {"a": torch.ones(1 << 18), "b": torch.ones(1 << 18)}
+    until(lambda: (run / "1" / ".metadata").exists())  # Though it was for memory alone.
+    assert same(loaded(state, FastReader(run / "1")), state)
+    agent = SnapshotAgent(run)
+    found = agent.newest()
+    assert found is not None
+    assert found.step == 1
+    assert same(loaded(state, SnapshotReader(found)), state)
+    agent.close(drop=True)
+    assert not (run / "2").exists()
+
+
+def test_it_would_be_noticed_if_a_slot_were_complete_before_it_is_filled(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    kill_in_mid_copy(run, "torn")
+    agent = SnapshotAgent(run)
+    found = agent.newest()
+    assert found is not None
+    assert found.step == 2  # Which it never was.
+    agent.close(drop=True)
+
+
+def test_an_agent_that_is_killed_is_replaced_and_nothing_is_lost(
+    agent: SnapshotAgent, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    for step in range(6):
+        os.kill(agent_pid(run), signal.SIGKILL)
+        staged = agent.stage(state_of(step), run / str(step), step=step)
+        assert staged is not None
+        if step % 2:
+            os.kill(agent_pid(run), signal.SIGKILL)
+        agent.persist(staged)
+        assert same(loaded(state_of(step), FastReader(run / str(step))), state_of(step))
+
+
+def test_an_agent_that_is_told_to_end_brings_the_newest_step_to_disk_first(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    agent = SnapshotAgent(run)
+    agent.stage(state_of(7), run / "7", step=7, persist=False)
+    time.sleep(1)
+    assert not (run / "7").exists()
+    child = agent._client._child
+    assert child is not None
+    child.terminate()
+    assert child.wait(SOON_S) == -signal.SIGTERM
+    assert same(loaded(state_of(7), FastReader(run / "7")), state_of(7))
+    # This process goes on, with another.
+    found = agent.newest()
+    assert found is not None
+    assert found.step == 7
+    staged = agent.stage(state_of(8), run / "8", step=8)
+    assert staged is not None
+    agent.persist(staged)
+    agent.close()
+
+
+ENDS = """
+import sys, torch
+from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.trainer import SnapshotAgent
+run, how = sys.argv[1:]
+agent = SnapshotAgent(run, options=AgentOptions(persist_on_failure=how != "kept in memory"))
+agent.stage({"w": torch.ones(1000)}, run + "/1", step=1, persist=False)
+if how != "well":
+    raise RuntimeError("of training")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "on_disk", "in_memory"),
+    [("well", True, False), ("by an exception", True, True), ("kept in memory", False, True)],
+)
+def test_what_is_in_memory_when_a_trainer_ends(
+    tmp_path: Path, how: str, on_disk: bool, in_memory: bool
+) -> None:
+    run = tmp_path / "run"
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(run), how],
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=SOON_S,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == (how != "well"), done.stderr
+    if on_disk:
+        until(lambda: (run / "1" / ".metadata").exists())
+    if not in_memory:
+        until(lambda: not folder_of(run_of(run)).exists())
+    time.sleep(2)
+    assert (run / "1" / ".metadata").exists() == on_disk
+    agent = SnapshotAgent(run)
+    assert (agent.newest() is not None) == in_memory
+    agent.close(drop=True)
+
+
+class Held:
+    """An agent in a thread of this process, whose saves to disk wait until they may go on."""
+
+    def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_go_on = threading.Event()
+        bring = saves.persist
+
+        def wait_first(*args: Any, **how: Any) -> None:
+            assert self.may_go_on.wait(SOON_S)
+            bring(*args, **how)
+
+        monkeypatch.setattr(saves, "persist", wait_first)
+        folder = open_folder(run_of(run))
+        self.agent = Agent(run_of(run), folder, AgentOptions(linger_s=SOON_S))
+        self.thread = threading.Thread(target=self.agent.serve)
+        self.thread.start()
+        until(lambda: (folder / "agent.socket").exists())
+
+
+@pytest.mark.parametrize("on_busy", ["wait", "skip", "error"])
+def test_a_save_that_finds_all_slots_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_busy: Any
+) -> None:
+    run = tmp_path / "run"
+    held = Held(run, monkeypatch)
+    agent = SnapshotAgent(run, on_busy=on_busy, timeout_s=SOON_S)
+    for step in (1, 2):
+        assert agent.stage(state_of(step), run / str(step), step=step) is not None
+    third: list[Any] = []
+    if on_busy == "wait":
+        thread = threading.Thread(
+            target=lambda: third.append(agent.stage(state_of(3), run / "3", step=3))
+        )
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive()
+        held.may_go_on.set()
+        thread.join(SOON_S)
+        agent.persist(third[0])
+    elif on_busy == "skip":
+        assert agent.stage(state_of(3), run / "3", step=3) is None
+        assert agent.skipped == 1
+    else:
+        with pytest.raises(CheckpointError, match="keep all slots"):
+            agent.stage(state_of(3), run / "3", step=3)
+    held.may_go_on.set()
+    for step in (1, 2, 3):
+        if step == 3 and on_busy != "wait":
+            assert not (run / "3").exists()
+            continue
+        until(lambda step=step: (run / str(step) / ".metadata").exists())  # type: ignore[misc]
+        assert same(loaded(state_of(step), FastReader(run / str(step))), state_of(step))
+    agent.close(drop=True)
+    held.thread.join(SOON_S)
+    assert not held.thread.is_alive()
+
+
+def test_a_slot_that_changes_while_it_comes_to_disk_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    held = Held(run, monkeypatch)
+    agent = SnapshotAgent(run)
+    staged = agent.stage(state_of(1), run / "1", step=1)
+    assert staged is not None
+    until(lambda: held.agent._saves.is_running)
+    for number in (0, 1):  # By a trainer that does not ask.
+        with contextlib.suppress(CheckpointError):
+            slot = slot_path(folder_of(run_of(run)), 0, number)
+            _native.Slot.open(os.fsencode(slot), True).clear()
+    held.may_go_on.set()
+    with pytest.raises(CheckpointError):
+        agent.persist(staged)
+    assert not (run / "1" / ".metadata").exists()
+    agent.close(drop=True)
+    held.thread.join(SOON_S)
+
+
+def test_memory_that_is_not_to_be_had_is_an_error_and_saves_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount_tmpfs: Callable[[str], Path]
+) -> None:
+    monkeypatch.setenv("TORCH_CKPT_MEMORY", str(mount_tmpfs("size=8m")))
+    run = tmp_path / "run"
+    agent = SnapshotAgent(run)
+    with pytest.raises(StorageError, match=r"cannot reserve .* bytes left") as caught:
+        agent.reserve(state_of(0, 2 << 20))
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(StorageError, match="cannot reserve"):
+        agent.stage(state_of(0, 4 << 20), run / "0", step=0)
+    staged = agent.stage(state_of(1, 1000), run / "1", step=1)
+    assert staged is not None
+    agent.persist(staged)
+    pid = agent_pid(run)
+    agent.close()
+    until(lambda: is_gone(pid))
+
+
+def test_what_was_for_memory_alone_is_not_on_disk_because_a_later_one_is(
+    agent: SnapshotAgent, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    staged = [
+        agent.stage(state_of(step), run / str(step), step=step, persist=step > 1)
+        for step in (1, 2, 3)
+    ]
+    agent.persist(staged[1])
+    agent.persist(staged[2])
+    os.kill(agent_pid(run), signal.SIGKILL)
+    agent.persist(staged[2])
+    with pytest.raises(CancelledError, match="in memory no more"):
+        agent.persist(staged[0])
+    assert not (run / "1").exists()
+
+
+def test_a_state_that_cannot_be_staged_takes_no_slot(agent: SnapshotAgent, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in range(1, 6):
+        with pytest.raises(AttributeError, match="local object"):
+            agent.stage({"bad": lambda: None}, run / "bad", step=step)
+        staged = agent.stage(state_of(step), run / str(step), step=step)
+        assert staged is not None
+        agent.persist(staged)
+
+
+def test_a_child_of_the_trainer_ends_nothing(agent: SnapshotAgent, tmp_path: Path) -> None:
+    agent.stage(state_of(1), tmp_path / "run" / "1", step=1, persist=False)
+    child = os.fork()
+    if child == 0:
+        agent._at_exit()
+        agent.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(1)
+    assert agent.newest() is not None
+
+
+def test_a_good_end_after_the_death_of_the_agent_is_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    agent = SnapshotAgent(run)
+    agent.stage(state_of(1), run / "1", step=1, persist=False)
+    os.kill(agent_pid(run), signal.SIGKILL)
+    agent.close()
+    until(lambda: not folder_of(run_of(run)).exists())
+    assert same(loaded(state_of(1), FastReader(run / "1")), state_of(1))
+
+
+def test_a_trainer_that_goes_elsewhere_finds_its_agent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    agent = SnapshotAgent("run")
+    staged = agent.stage(state_of(1), "run/1", step=1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    os.kill(agent_pid(tmp_path / "run"), signal.SIGKILL)
+    agent.persist(staged)
+    assert same(loaded(state_of(1), FastReader(tmp_path / "run" / "1")), state_of(1))
+    agent.close()
+
+
+def test_a_disk_that_fails_is_the_error_of_that_save_alone(
+    agent: SnapshotAgent, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "1").write_text("in the way")
+    staged = [agent.stage(state_of(step), run / str(step), step=step) for step in (1, 2)]
+    assert staged[0] is not None
+    assert staged[1] is not None
+    with pytest.raises(CheckpointError, match=str(run / "1")):
+        agent.persist(staged[0])
+    agent.persist(staged[1])
+    assert same(loaded(state_of(2), FastReader(run / "2")), state_of(2))
+
+
+def test_a_run_has_one_process_for_each_rank(agent: SnapshotAgent, tmp_path: Path) -> None:
+    script = (
+        "import sys; from torch_ckpt.agent.trainer import SnapshotAgent; SnapshotAgent(sys.argv[1])"
+    )
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=SOON_S,
+        capture_output=True,
+        text=True,
+    )
+    assert f"process {os.getpid()} already" in done.stderr
+    agent.stage(state_of(1), tmp_path / "run" / "1", step=1)
+
+
+def test_slots_of_another_run_and_damaged_ones_are_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    folder = open_folder(run_of(run))
+    other = _native.Slot.create(os.fsencode(slot_path(folder, 0, 0)), 1 << 16)
+    table = _native.encode_slot_table(b"d", "1", True, _native.ItemTable().encode(), None, [])
+    other.begin((b"o" * 16, b"s" * 16, 0, 5, 0, 1, 0, 1, 1, 1), table, 0)
+    other.complete()
+    slot_path(folder, 0, 1).write_bytes(os.urandom(8192))
+    slot_path(folder, 0, 7).write_bytes(b"")
+    agent = SnapshotAgent(run)
+    assert agent.newest() is None
+    for step in range(3):
+        staged = agent.stage(state_of(step), run / str(step), step=step)
+        assert staged is not None
+        agent.persist(staged)
+    agent.close(drop=True)
+
+
+def test_a_folder_that_others_may_enter_is_not_used(tmp_path: Path, memory: Path) -> None:
+    folder = folder_of(run_of(tmp_path / "run"))
+    folder.mkdir(parents=True, mode=0o755)
+    folder.parent.chmod(0o700)
+    folder.chmod(0o755)
+    with pytest.raises(CheckpointError, match="not this user's alone"):
+        SnapshotAgent(tmp_path / "run")
+
+
+def test_memory_that_nobody_has_gone_on_with_for_a_day_is_removed(tmp_path: Path) -> None:
+    own, old, young = (open_folder(run_of(tmp_path / name)) for name in ("own", "old", "young"))
+    for folder in (old, young):
+        slot_path(folder, 0, 0).write_bytes(b"memory")
+    day = time.time() - 25 * 3600
+    os.utime(slot_path(old, 0, 0), (day, day))
+    assert remove_abandoned(own) == [old]
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_whatever_comes_to_its_socket_the_agent_goes_on(
+    agent: SnapshotAgent, tmp_path: Path, rng: random.Random
+) -> None:
+    path = folder_of(run_of(tmp_path / "run")) / "agent.socket"
+    assert path.stat().st_mode & 0o777 == 0o600
+    header = struct.Struct("<4sHHQ")
+    hostile = [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        header.pack(b"TCAG", 1, Kind.HELLO, 1 << 60),
+        header.pack(b"TCAG", 99, Kind.HELLO, 0),
+        header.pack(b"TCAG", 1, 77, 0),
+        header.pack(b"TCAG", 1, Kind.HELLO, 12) + struct.pack("<I", 0xFFFFFFFF) + bytes(8),
+        header.pack(b"TCAG", 1, Kind.PERSIST, 0),
+        *(rng.randbytes(64) for _ in range(20)),
+    ]
+    for data in hostile:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(str(path))
+            connection.settimeout(SOON_S)
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(4096):
+                    pass
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(str(path))
+        send(connection, Kind.HELLO, b"another run", b"", 0, b"")
+        answer = receive(connection)
+        assert answer is not None
+        assert answer.kind == Kind.ERROR
+    staged = agent.stage(state_of(1), tmp_path / "run" / "1", step=1)
+    assert staged is not None
+    agent.persist(staged)
+
+
+def test_the_agent_does_without_torch() -> None:
+    script = (
+        "import sys; import torch_ckpt.agent.process, torch_ckpt.agent.client; "
+        "assert 'torch' not in sys.modules"
+    )
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])
+    subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, check=True
+    )
+
+
+def test_an_agent_without_trainers_ends_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_POLL_S", 0.05)
+    folder = open_folder(run_of(tmp_path / "run"))
+    agent = Agent(run_of(tmp_path / "run"), folder, AgentOptions(linger_s=0.2))
+    assert agent.serve()

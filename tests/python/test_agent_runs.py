@@ -1,0 +1,107 @@
+"""Runs whose steps are in the memory of an agent as well as on disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from agent_memory import SOON_S, until
+
+import torch_ckpt
+from torch_ckpt.agent.memory import folder_of, run_of
+
+pytestmark = pytest.mark.timeout(120)
+
+TRAINING = """
+import os, signal, sys, torch, torch_ckpt
+how, directory = sys.argv[1:]
+state = {"w": torch.zeros(1000), "step": 0}
+with torch_ckpt.Run(directory, asynchronous=True, agent=True, keep_last=2) as run:
+    start = run.restore(state) or 0
+    assert state["step"] == start and state["w"].eq(start).all()
+    print("began at", start)
+    run.reserve(state)
+    for step in range(start + 1, start + 5):
+        state["w"].fill_(step)
+        state["step"] = step
+        run.save(step, state, persist=step % 4 == 2)
+    if how == "killed":
+        run.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raises":
+        raise RuntimeError("of training")
+"""
+
+
+def steps_of(run: Path) -> list[str]:
+    return sorted(path.parent.name for path in run.glob("step-*/.metadata"))
+
+
+def test_training_goes_on_from_memory_however_it_ended(
+    tmp_path: Path, memory: Path, run_python: Callable[..., str]
+) -> None:
+    run = tmp_path / "run"
+    for how, start in (("killed", 0), ("raises", 4), ("ends", 8), ("ends", 12)):
+        try:
+            printed = run_python(TRAINING, how, run)
+        except AssertionError as error:
+            printed = str(error)
+            status = -signal.SIGKILL if how == "killed" else 1
+            assert f"exit status {status}" in printed
+        else:
+            assert how == "ends", printed
+        assert f"began at {start}\n" in printed
+        if how != "ends":  # What was in memory alone comes to disk without its trainer.
+            until(lambda step=start + 4: f"step-{step}" in steps_of(run))  # type: ignore[misc]
+            assert folder_of(run_of(run)).exists()
+    until(lambda: not folder_of(run_of(run)).exists())
+    assert "step-16" in steps_of(run)
+    assert len(steps_of(run)) <= 3  # The two that are kept, and that of the end.
+
+
+def test_a_run_finds_the_newer_of_memory_and_disk(tmp_path: Path, memory: Path) -> None:
+    state = {"w": torch.ones(10)}
+    with torch_ckpt.Run(tmp_path / "run", asynchronous=True, agent=True) as run:
+        run.save(1, state)
+        run.wait()
+        assert run.latest_step() == 1
+        state["w"].fill_(2)
+        run.save(2, state, persist=False)
+        assert run.latest_step() == 2
+        assert steps_of(tmp_path / "run") == ["step-1"]
+        for step, value in ((None, 2.0), (1, 1.0), (2, 2.0)):
+            loaded = {"w": torch.zeros(10)}
+            assert run.restore(loaded, step=step) == (step or 2)
+            assert torch.equal(loaded["w"], torch.full((10,), value))
+    assert torch_ckpt.Run(tmp_path / "run").latest_step() in (1, 2)
+
+
+def test_an_agent_needs_saves_in_the_background_and_memory_alone_needs_an_agent(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match="asynchronous=True"):
+        torch_ckpt.Run(tmp_path, agent=True)
+    with (
+        torch_ckpt.Run(tmp_path, asynchronous=True) as run,
+        pytest.raises(ValueError, match="only an agent"),
+    ):
+        run.save(1, {}, persist=False)
+
+
+def test_the_command_is_the_agent_of_a_run(tmp_path: Path, memory: Path) -> None:
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "torch_ckpt.cli", "agent", str(tmp_path / "run"), "--linger"]
+    first = subprocess.Popen([*command, "60"])
+    lock = folder_of(run_of(tmp_path / "run")) / "agent.lock"
+    until(lambda: lock.exists() and re.fullmatch(r"\d+", lock.read_text()) is not None)
+    assert int(lock.read_text()) == first.pid
+    assert subprocess.run([*command, "60"], timeout=SOON_S).returncode == 0  # There is one.
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.wait(SOON_S) == -signal.SIGTERM

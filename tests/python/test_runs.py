@@ -1,0 +1,717 @@
+"""Run on one process: which steps are found, which are kept, and when they are saved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import ROOT
+
+from torch_ckpt import (
+    CheckpointError,
+    CorruptionError,
+    FastReader,
+    NotFoundError,
+    Run,
+    load,
+    save_interval,
+)
+from torch_ckpt.step_directories import StepDirectories, check_whole, remove_directory
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+
+def state_of(step: int, numel: int = 5000) -> dict[str, Any]:
+    return {"w": torch.full((numel,), float(step)), "step": step}
+
+
+def save_steps(directory: Path, *steps: int, **options: Any) -> Run:
+    run = Run(directory, **options)
+    for step in steps:
+        assert run.save(step, state_of(step))
+    return run
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(name[5:]) for name in os.listdir(directory) if name.startswith("step-"))
+
+
+def restored(run: Run) -> int | None:
+    """The step that is restored, with the values of that step."""
+    state = state_of(-1)
+    step = run.restore(state)
+    expected = state_of(-1 if step is None else step)
+    assert torch.equal(state["w"], expected["w"])
+    assert state["step"] == expected["step"]
+    return step
+
+
+def data_file(directory: Path, step: int) -> Path:
+    [path] = (directory / f"step-{step}").glob("*.distcp")
+    return path
+
+
+# ---- Which steps are found ----
+
+
+def test_the_newest_of_all_steps_is_restored(tmp_path: Path) -> None:
+    save_steps(tmp_path, 9, 10, 101, 20)
+
+    run = Run(tmp_path)
+
+    assert run.latest_step() == 101
+    assert restored(run) == 101
+    state = state_of(-1)
+    assert run.restore(state, step=9) == 9
+    assert state["w"][0] == 9
+
+
+def test_a_new_run_has_no_latest_step_and_restores_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path / "absent")
+
+    assert run.latest_step() is None
+    assert restored(run) is None
+
+
+def truncate(path: Path, nbytes: int) -> None:
+    os.truncate(path, nbytes)
+
+
+DAMAGE: dict[str, Callable[[Path, int], object]] = {
+    "torn metadata": lambda run, step: truncate(run / f"step-{step}/.metadata", 100),
+    "empty metadata": lambda run, step: truncate(run / f"step-{step}/.metadata", 0),
+    "garbage as metadata": lambda run, step: (run / f"step-{step}/.metadata").write_bytes(
+        random.Random(step).randbytes(5000)
+    ),
+    "lost metadata, not the index": lambda run, step: (run / f"step-{step}/.metadata").unlink(),
+    "metadata that name missing files": lambda run, step: data_file(run, step).unlink(),
+    "a short data file": lambda run, step: truncate(data_file(run, step), 4096),
+    "a data file that is too long": lambda run, step: truncate(data_file(run, step), 1 << 20),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_steps_are_passed_over_with_a_warning(tmp_path: Path, kind: str) -> None:
+    save_steps(tmp_path, 1, 2, 3, 4)
+    for step in (3, 4):
+        DAMAGE[kind](tmp_path, step)
+    run = Run(tmp_path)
+
+    for found in (run.latest_step, lambda: restored(run)):
+        with pytest.warns(UserWarning, match="step 4 is passed over") as caught:
+            assert found() == 2
+        assert any("step 3 is passed over" in str(warning.message) for warning in caught)
+
+
+def test_a_stock_checkpoint_is_a_step_unless_a_file_is_short(tmp_path: Path) -> None:
+    for step in (1, 2):
+        torch.distributed.checkpoint.save(
+            state_of(step),
+            storage_writer=torch.distributed.checkpoint.FileSystemWriter(tmp_path / f"step-{step}"),
+        )
+    assert restored(Run(tmp_path)) == 2
+
+    truncate(data_file(tmp_path, 2), 4096)
+
+    with pytest.warns(UserWarning, match="step 2 is passed over: .* has 4096 bytes"):
+        assert Run(tmp_path).latest_step() == 1
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_is_found_by_a_full_check_or_by_the_load_which_falls_back(
+    tmp_path: Path,
+) -> None:
+    save_steps(tmp_path, 1, 2)
+    flip_a_byte(data_file(tmp_path, 2))
+
+    assert Run(tmp_path).latest_step() == 2
+    with pytest.warns(UserWarning, match="step 2 is passed over.*CorruptionError"):
+        assert restored(Run(tmp_path)) == 1
+    with pytest.warns(UserWarning, match="step 2 is passed over"):
+        assert Run(tmp_path, verify="full").latest_step() == 1
+
+
+def test_training_does_not_begin_anew_where_all_steps_are_damaged(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    for step in (1, 2):
+        truncate(tmp_path / f"step-{step}/.metadata", 10)
+
+    with pytest.warns(UserWarning, match="step 1 is passed over"):
+        assert Run(tmp_path).latest_step() is None
+    with (
+        pytest.warns(UserWarning, match="passed over"),
+        pytest.raises(CorruptionError, match="2 were committed, step 2 the last"),
+    ):
+        Run(tmp_path).restore(state_of(-1))
+
+
+def test_what_was_never_committed_and_other_names_are_no_steps(tmp_path: Path) -> None:
+    save_steps(tmp_path, 5)
+    (tmp_path / "step-6").mkdir()
+    (tmp_path / "step-6/__0_0.distcp").write_bytes(b"half")
+    for name in ("step-07", "step-x", "step-8.tmp", "best", "step--9"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-10").write_text("a file")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (tmp_path / "step-10").unlink()
+        assert Run(tmp_path).latest_step() == 5
+
+
+def test_a_thousand_steps_cost_no_more_than_the_newest(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1000)
+    for step in range(1000):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}/.metadata").write_bytes(b"junk")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # None of the older ones is looked at.
+        assert Run(tmp_path).latest_step() == 1000
+
+
+# ---- Which steps are kept ----
+
+
+@pytest.mark.parametrize(("last", "every"), [(1, None), (3, None), (2, 5), (1, 1), (100, 3)])
+def test_the_last_steps_and_every_so_many_are_kept(
+    tmp_path: Path, last: int, every: int | None
+) -> None:
+    steps = [1, 2, 3, 5, 8, 10, 11, 15, 16, 20, 21]
+
+    save_steps(tmp_path, *steps, keep_last=last, keep_every=every)
+
+    expected = set(steps[-last:]) | {step for step in steps if every and step % every == 0}
+    assert steps_in(tmp_path) == sorted(expected)
+    assert not [name for name in os.listdir(tmp_path) if not name.startswith("step-")]
+
+
+def test_the_newest_whole_step_is_kept_whatever_is_damaged(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3, 4, 5)
+    for step in (3, 4, 5):
+        data_file(tmp_path, step).unlink()
+
+    StepDirectories(tmp_path).retain(5, last=1, every=None)
+
+    assert steps_in(tmp_path) == [2, 3, 4, 5]
+    with pytest.warns(UserWarning, match="passed over"):
+        assert restored(Run(tmp_path)) == 2
+
+
+def test_a_step_saved_after_going_back_is_kept_beside_newer_ones(tmp_path: Path) -> None:
+    save_steps(tmp_path, 7, 8, 9)
+
+    save_steps(tmp_path, 3, keep_last=1)
+
+    assert steps_in(tmp_path) == [3, 9]
+
+
+def test_what_failed_saves_have_left_is_removed_with_old_steps(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    for step in (0, 5, 20):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}/__0_0.distcp").write_bytes(b"half")
+
+    save_steps(tmp_path, 10, keep_last=1, keep_every=5)
+
+    assert steps_in(tmp_path) == [10, 20]  # A step that is newer may be one that is being saved.
+
+
+def killed_while_removing(directory: Path, event: str, count: int) -> int:
+    """Forks a process that removes a step and is killed in the middle; returns how it ended."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    seen = 0
+
+    def kill(name: str, _: object) -> None:
+        nonlocal seen
+        seen += name == event
+        if name == event and seen == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        sys.addaudithook(kill)
+        StepDirectories(directory).retain(3, last=1, every=None)
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.parametrize(("event", "count"), [("shutil.rmtree", 1), ("os.remove", 2)])
+def test_a_removal_that_is_killed_leaves_no_half_step_and_the_next_save_ends_it(
+    tmp_path: Path, event: str, count: int
+) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+
+    assert killed_while_removing(tmp_path, event, count) == -signal.SIGKILL
+
+    [left] = [name for name in os.listdir(tmp_path) if not name.startswith("step-")]
+    assert "step-2" in left
+    assert StepDirectories(tmp_path).damaged() == []
+    assert steps_in(tmp_path) == [1, 3]
+    assert restored(Run(tmp_path)) == 3
+    save_steps(tmp_path, 4)
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3", "step-4"]
+
+
+def test_a_step_that_is_removed_as_it_is_looked_at_is_not_taken_for_damaged(
+    tmp_path: Path,
+) -> None:
+    save_steps(tmp_path, 0)
+    for step in range(1, 300):
+        shutil.copytree(tmp_path / "step-0", tmp_path / f"step-{step}")
+    paths = [tmp_path / f"step-{step}" for step in range(300)]
+    removing = threading.Thread(target=lambda: [remove_directory(path) for path in paths])
+    removing.start()
+    for path in paths:
+        with contextlib.suppress(NotFoundError):
+            while True:
+                check_whole(path)
+    removing.join()
+
+
+LOADS_IN_A_LOOP = """
+import sys, warnings
+from pathlib import Path
+import torch
+from test_runs import state_of
+from torch_ckpt import FastReader, NotFoundError, load
+from torch_ckpt.step_directories import StepDirectories
+from torch.distributed.checkpoint.api import CheckpointException
+warnings.simplefilter("ignore")
+tier = StepDirectories(Path(sys.argv[1]))
+right = gone = 0
+print("begun", flush=True)
+while not Path(sys.argv[2]).exists():
+    assert not tier.damaged(), tier.damaged()
+    for step in reversed(tier.listed()):  # The oldest first: those that go.
+        state = state_of(-1, 400_000)
+        try:
+            load(state, storage_reader=FastReader(tier.path(step)))
+        except CheckpointException as error:
+            [(cause, _)] = error.failures.values()
+            assert isinstance(cause, NotFoundError), cause
+            gone += 1
+        else:
+            assert (state["w"] == step).all() and state["step"] == step
+            right += 1
+print(right, gone)
+"""
+
+
+def test_a_reader_beside_a_run_that_removes_steps_gets_right_values_or_a_typed_error(
+    tmp_path: Path,
+) -> None:
+    directory, end = tmp_path / "run", tmp_path / "end"
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    reader = subprocess.Popen(
+        [sys.executable, "-c", LOADS_IN_A_LOOP, directory, end],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "begun\n"
+        run = Run(directory, keep_last=2)
+        deadline = time.monotonic() + 2.5
+        step = 0
+        while time.monotonic() < deadline:
+            step += 1
+            run.save(step, state_of(step, 400_000))
+        end.touch()
+        output, _ = reader.communicate(timeout=60)
+    finally:
+        reader.kill()
+        reader.wait()
+    assert reader.returncode == 0
+    right, gone = map(int, output.split())
+    assert right > 0
+    assert gone > 0, "no step went away while it was loaded: the test has tried nothing"
+
+
+# ---- Saves in the background ----
+
+
+class Slow:
+    """An object whose pickling, which is done in the background, waits until it may go on."""
+
+    may_go_on = threading.Event()
+    fails = False
+
+    def __deepcopy__(self, _: object) -> Slow:
+        return self  # Or it would be pickled where the state is copied, too.
+
+    def __reduce__(self) -> Any:
+        assert self.may_go_on.wait(60)
+        if self.fails:
+            raise ValueError("cannot be pickled")
+        return OrderedDict, ()
+
+
+@contextlib.contextmanager
+def slow_state(step: int, *, fails: bool = False) -> Iterator[dict[str, Any]]:
+    """A state whose save does not end before the context does."""
+    Slow.may_go_on.clear()
+    Slow.fails = fails
+    try:
+        yield {**state_of(step), "slow": Slow()}
+    finally:
+        Slow.may_go_on.set()
+
+
+def test_a_busy_run_skips_a_save_and_counts_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, asynchronous=True, on_busy="skip")
+    with slow_state(1) as state:
+        assert run.save(1, state)
+        assert not run.save(2, state_of(2))
+    run.wait()
+    assert run.save(3, state_of(3))
+    run.close()
+
+    assert (run.saved, run.skipped) == (2, 1)
+    assert steps_in(tmp_path) == [1, 3]
+
+
+def test_a_busy_run_raises_if_it_is_to(tmp_path: Path) -> None:
+    with Run(tmp_path, asynchronous=True, on_busy="error") as run, slow_state(1) as state:
+        run.save(1, state)
+        with pytest.raises(CheckpointError, match="step 2 was not saved: the save before"):
+            run.save(2, state_of(2))
+
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_busy_run_waits_and_saves_in_order(tmp_path: Path) -> None:
+    with Run(tmp_path, asynchronous=True) as run, slow_state(1) as state:
+        run.save(1, state)
+        threading.Timer(0.2, Slow.may_go_on.set).start()
+        begin = time.monotonic()
+        run.save(2, state_of(2))
+        assert time.monotonic() - begin > 0.1
+        assert (tmp_path / "step-1/.metadata").exists()
+    assert run.saved == 2
+
+
+def test_a_background_save_holds_the_values_of_its_step(tmp_path: Path) -> None:
+    with Run(tmp_path, asynchronous=True) as run, slow_state(1) as state:
+        run.save(1, state)
+        state["w"].fill_(-5)
+
+    loaded = {**state_of(-1), "slow": None}
+    assert Run(tmp_path).restore(loaded) == 1
+    assert torch.equal(loaded["w"], state_of(1)["w"])
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "close", "latest_step", "restore", "exit"])
+def test_a_failed_background_save_is_told_at_the_next_call_with_its_step(
+    tmp_path: Path, call: str
+) -> None:
+    run = Run(tmp_path, asynchronous=True)
+    run.save(6, state_of(6))
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: run.save(8, state_of(8)),
+        "wait": run.wait,
+        "close": run.close,
+        "latest_step": run.latest_step,
+        "restore": lambda: run.restore(state_of(-1)),
+        "exit": lambda: run.__exit__(None, None, None),
+    }
+    with slow_state(7, fails=True) as state:
+        run.save(7, state)
+
+    with pytest.raises(CheckpointError, match=r"step 7 was not saved: .*cannot be pickled"):
+        calls[call]()
+
+    if call not in ("close", "exit"):
+        assert run.latest_step() == 6  # It is told once.
+        run.save(8, state_of(8))
+        run.close()
+        assert steps_in(tmp_path) in ([6, 8], [6, 7, 8])
+    assert run.saved == (1 if call in ("close", "exit") else 2)
+
+
+def test_an_error_of_training_is_not_hidden_by_that_of_a_save(tmp_path: Path) -> None:
+    def train() -> None:
+        with Run(tmp_path, asynchronous=True) as run:
+            with slow_state(7, fails=True) as state:
+                run.save(7, state)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        train()
+    assert "step 7 was not saved" in notes_of(caught.value)
+
+
+def test_a_closed_run_refuses_to_go_on(tmp_path: Path) -> None:
+    run = save_steps(tmp_path, 1)
+    run.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        run.save(2, state_of(2))
+
+
+EXITS_WITH_SAVES = """
+import sys, time, torch, warnings
+warnings.simplefilter("ignore")
+import torch_ckpt
+class Object:
+    def __init__(self, fails):
+        self.fails = fails
+    def __deepcopy__(self, _):
+        return self
+    def __reduce__(self):
+        time.sleep(0.5)
+        if self.fails:
+            raise ValueError("cannot be pickled")
+        return int, (7,)
+for name in ("ends", "fails"):
+    run = torch_ckpt.Run(sys.argv[1] + "/" + name, asynchronous=True)
+    state = {"w": torch.full((5000,), 3.0), "step": 3, "slow": Object(name == "fails")}
+    run.save(3 if name == "ends" else 4, state)
+    assert not (run.directory / "step-3/.metadata").exists()
+"""
+
+
+def test_a_process_that_exits_ends_its_saves_and_reports_those_that_fail(
+    tmp_path: Path, run_python: Callable[..., str]
+) -> None:
+    printed = run_python(EXITS_WITH_SAVES, tmp_path)
+
+    assert Run(tmp_path / "ends").latest_step() == 3
+    assert Run(tmp_path / "fails").latest_step() is None
+    [line] = printed.splitlines()
+    assert line.startswith("torch_ckpt: step 4 was not saved")
+    assert "cannot be pickled" in line
+
+
+# ---- When to save ----
+
+
+def test_steps_that_are_multiples_are_to_be_saved_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=3)
+    asked = [step for step in range(10) if run.should_save(step)]
+    assert asked == [0, 3, 6, 9]
+    run.save(9, state_of(9))
+    assert not run.should_save(9)
+
+
+class Clock:
+    """Time, as a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(save_interval.time, "monotonic", lambda: self.now)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.035, 0.3])
+def test_saving_takes_the_stated_share_of_time_and_no_longer_than_it_must(
+    monkeypatch: pytest.MonkeyPatch, share: float, rng: random.Random
+) -> None:
+    """A training whose saves become slower and faster by and by."""
+    clock = Clock(monkeypatch)
+    schedule = save_interval.SaveSchedule(None, share)
+    step_s, save_s, saves, since = 0.05, 0.4, 0, 0.0
+    for step in range(1, 20_000):
+        clock.now += step_s
+        if not schedule.is_due(step, beside_a_save=False):
+            continue
+        if saves:
+            steps_s = clock.now - since
+            assert save_s <= share * (steps_s + save_s) * (1 + 1e-6)
+            assert save_s >= share * (steps_s - step_s + save_s) * (1 - 1e-6) or steps_s < 0.06
+        save_s *= rng.uniform(0.7, 1.4)
+        schedule.tried(step)
+        clock.now += save_s
+        schedule.agreed(step, schedule.own_interval(step, save_s))
+        since = clock.now
+        saves += 1
+    assert saves > 3
+
+
+def test_the_interval_allows_for_steps_that_a_background_save_slows_down_and_for_its_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    measured = save_interval.CostClock()
+    measured.step_ends(0, beside_a_save=False)
+    for step in range(1, 21):
+        beside = step <= 8
+        clock.now += 0.15 if beside else 0.1
+        measured.step_ends(step, beside_a_save=beside)
+    measured.ended_in_background(1.2)
+
+    cost = measured.saved(20, 0.02)
+
+    assert cost.step_s == pytest.approx(0.1)
+    assert cost.slowed_s == pytest.approx(8 * 0.05)
+    assert cost.interval(0.1) == pytest.approx(0.42 * 0.9 / 0.1 / 0.1, abs=1)
+    assert cost.interval(0.9) == 12  # As many steps as it takes.
+
+
+def test_a_real_run_keeps_to_its_share(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_overhead=0.2, keep_last=1)
+    begin, spent_s, shares = 0.0, 0.0, []
+    for step in range(1, 400):
+        time.sleep(0.002)
+        if not run.should_save(step):
+            continue
+        before = time.monotonic()
+        if spent_s:
+            shares.append(spent_s / (before - begin))
+        begin = begin or before
+        run.save(step, state_of(step, 1 << 18))
+        spent_s += time.monotonic() - before
+    assert len(shares) > 2
+    assert shares[-1] < 0.3, shares  # Of a machine whose steps and saves differ by chance.
+
+
+def test_a_save_that_fails_is_not_tried_again_at_every_step(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("in the way")
+    run = Run(tmp_path / "run")
+    tried = []
+    for step in range(35):
+        if run.should_save(step):
+            tried.append(step)
+            with pytest.raises(BaseException, match="run"):
+                run.save(step, state_of(step))
+    assert tried == [10, 20, 30]
+
+
+# ---- When training raises ----
+
+
+class Training:
+    """A model whose forward pass, data or optimizer may raise."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict()}
+
+    def steps(self, run: Run, raise_in: str, *, save_at: int = -1) -> None:
+        with run.saving_on_exception(self.state_dict, timeout_s=5):
+            for step in range(1, 10):
+                self.optimizer.zero_grad()
+                self.model(torch.ones(2, 3)).sum().backward()
+                if step == 5 and raise_in == "forward":
+                    raise ZeroDivisionError("training")
+                if step == 5 and raise_in == "optimizer":
+                    self.optimizer.param_groups[0]["lr"] = "no number"
+                self.optimizer.step()
+                run.should_save(step)
+                if step == save_at:
+                    run.save(step, self.state_dict())
+
+
+def notes_of(error: BaseException) -> str:
+    return " ".join(getattr(error, "__notes__", []))
+
+
+def test_the_last_whole_step_is_saved_when_training_raises(tmp_path: Path) -> None:
+    training, expected = Training(), Training()
+    with pytest.raises(ZeroDivisionError, match="training") as caught:
+        training.steps(Run(tmp_path), "forward")
+    assert "step 4 was saved" in notes_of(caught.value)
+
+    for _ in range(4):
+        expected.optimizer.zero_grad()
+        expected.model(torch.ones(2, 3)).sum().backward()
+        expected.optimizer.step()
+    loaded = Training()
+    assert Run(tmp_path).restore(loaded.state_dict()) == 4
+    assert torch.equal(loaded.model.weight, expected.model.weight)
+
+
+def test_nothing_is_saved_once_an_optimizer_has_begun_the_next_step(tmp_path: Path) -> None:
+    with pytest.raises(TypeError) as caught:
+        Training().steps(Run(tmp_path), "optimizer")
+    assert "begun another step after step 4" in notes_of(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_that_was_saved_is_not_saved_again_when_training_raises(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(ZeroDivisionError) as caught:
+        Training().steps(run, "forward", save_at=4)
+    assert "step 4, the last one, had been saved" in notes_of(caught.value)
+    assert run.saved == 1
+
+
+def test_a_failed_save_does_not_hide_why_training_raised(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("in the way")
+    with pytest.raises(ZeroDivisionError) as caught:
+        Training().steps(Run(tmp_path / "run"), "forward")
+    assert "step 4 was not saved after it: rank 0: " in notes_of(caught.value)
+
+
+# ---- Arguments ----
+
+
+def test_the_example_of_the_readme_runs_and_goes_on_where_it_was(
+    tmp_path: Path, run_python: Callable[..., str]
+) -> None:
+    text = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"<!-- run example -->\n```python\n(.*?)```", text, re.S)
+    run_python(f"{example}\nassert start == 0")
+    saved = Run(tmp_path / "runs/linear").latest_step()
+    assert saved is not None
+    run_python(f"{example}\nassert start == {saved}")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 0},
+        {"keep_last": 0},
+        {"keep_every": -1},
+        {"max_overhead": 0},
+        {"max_overhead": 1},
+        {"on_busy": "queue"},
+        {"verify": "no"},
+        {"timeout_s": 0},
+    ],
+)
+def test_arguments_out_of_range_are_refused_by_name(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Run(tmp_path, **options)
+
+
+def test_a_negative_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step=-1"):
+        Run(tmp_path).save(-1, state_of(0))
+
+
+def test_a_removed_step_is_not_found_by_name(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, keep_last=1)
+    with pytest.raises(BaseException, match="no checkpoint is committed") as caught:
+        load(state_of(-1), storage_reader=FastReader(tmp_path / "step-1"))
+    [(cause, _)] = caught.value.failures.values()
+    assert isinstance(cause, NotFoundError)

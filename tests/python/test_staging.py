@@ -1,0 +1,356 @@
+"""SnapshotStager: what it copies, where to, and for how long."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from random_states import blanked, random_state, same
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+import torch_ckpt
+from torch_ckpt import (
+    CheckpointError,
+    FastReader,
+    FastSavePlanner,
+    FastWriter,
+    StorageError,
+    UnsupportedError,
+    _native,
+    staging,
+)
+from torch_ckpt.staging import SnapshotStager
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def state_of(value: float) -> dict[str, Any]:
+    large = torch.full((1 << 20,), float(value))
+    return {
+        "large": large,
+        "rows": large[4096:8192].view(4, 1024),
+        "small": torch.tensor([float(value)]),
+        "empty": torch.empty(0, 3),
+        "step": int(value),
+        "list": [torch.full((300, 301), float(value)), {"deep": torch.tensor(float(value))}],
+    }
+
+
+def test_what_is_staged_is_what_was_there_whatever_it_is(rng: random.Random) -> None:
+    stager = SnapshotStager()
+    for _ in range(100):
+        state = random_state(rng)
+        staged = stager.stage(state)
+        assert same(staged, state)
+        del staged
+
+
+def test_later_changes_are_not_seen() -> None:
+    state = state_of(3)
+    staged = SnapshotStager().stage(state)
+    state["large"].fill_(4)
+    state["list"][0].zero_()
+    state["list"].append("more")
+    assert same(staged, state_of(3))
+
+
+def test_views_of_one_storage_are_views_of_one_storage() -> None:
+    staged = SnapshotStager().stage(state_of(3))
+    assert staged["rows"].data_ptr() == staged["large"].data_ptr() + 4096 * 4
+
+
+def test_the_memory_is_the_same_from_save_to_save_and_long_tensors_begin_at_pages() -> None:
+    stager = SnapshotStager()
+    addresses = set()
+    with mock.patch.object(_native, "Snapshot", wraps=_native.Snapshot) as made:
+        for value in range(3):
+            staged = stager.stage(state_of(value))
+            assert staged["large"].data_ptr() % 4096 == 0
+            addresses.add(staged["large"].data_ptr())
+            del staged
+    assert made.call_count == 1
+    assert len(addresses) == 1
+
+
+def test_a_state_that_grows_or_shrinks_gets_memory_that_fits() -> None:
+    stager = SnapshotStager()
+    with mock.patch.object(_native, "Snapshot", wraps=_native.Snapshot) as made:
+        for numel in (1 << 20, 1 << 24, 3 << 24, 1 << 20):
+            staged = stager.stage({"w": torch.ones(numel)})
+            assert torch.equal(staged["w"], torch.ones(numel))
+            assert made.call_args.args[0] < 2 * 4 * numel + (65 << 20)
+            del staged
+    assert made.call_count == 4
+
+
+def test_while_a_save_holds_what_was_staged_the_next_waits_for_it() -> None:
+    stager = SnapshotStager()
+    first = stager.stage(state_of(1))
+    done: list[Any] = []
+    thread = threading.Thread(target=lambda: done.append(stager.stage(state_of(2))))
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    assert same(first, state_of(1))
+    del first
+    gc.collect()
+    thread.join(30)
+    assert same(done[0], state_of(2))
+
+
+def test_a_wait_that_lasts_too_long_is_an_error_and_another_slot_is_none() -> None:
+    stager = SnapshotStager(timeout_s=0.1)
+    held = stager.stage(state_of(1))
+    with pytest.raises(CheckpointError, match=r"not ended within 0\.1 s"):
+        stager.stage(state_of(2))
+    assert same(held, state_of(1))
+    two = SnapshotStager(slots=2, timeout_s=0.1)
+    staged = [two.stage(state_of(value)) for value in (1, 2)]
+    with pytest.raises(CheckpointError):
+        two.stage(state_of(3))
+    assert same(staged, [state_of(1), state_of(2)])
+    with pytest.raises(ValueError, match="slots=0"):
+        SnapshotStager(slots=0)
+
+
+def test_memory_that_is_not_to_be_had_costs_no_slot() -> None:
+    stager = SnapshotStager(timeout_s=1)
+    with (
+        mock.patch.object(_native, "Snapshot", side_effect=StorageError("no memory")),
+        pytest.raises(StorageError),
+    ):
+        stager.stage(state_of(1))
+    assert same(stager.stage(state_of(1)), state_of(1))
+
+
+def test_a_state_that_cannot_be_copied_costs_no_slot() -> None:
+    class Uncopyable:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise RuntimeError("not this one")
+
+    stager = SnapshotStager(timeout_s=1)
+    with pytest.raises(RuntimeError, match="not this one"):
+        stager.stage({**state_of(1), "odd": Uncopyable()})
+    gc.collect()
+    assert same(stager.stage(state_of(1)), state_of(1))
+
+
+def test_memory_that_was_reserved_serves_the_first_save() -> None:
+    stager = SnapshotStager(slots=2)
+    with mock.patch.object(_native, "Snapshot", wraps=_native.Snapshot) as made:
+        stager.reserve(state_of(1))
+        assert made.call_count == 2
+        staged = [stager.stage(state_of(value)) for value in (1, 2)]
+    assert made.call_count == 2
+    assert same(staged, [state_of(1), state_of(2)])
+
+
+def test_tensors_side_by_side_in_one_storage_each_begin_at_a_page() -> None:
+    flat = torch.arange(1 << 21, dtype=torch.float32)
+    state = {"a": flat[3 : 1 << 19], "b": flat[1 << 19 : 5 << 18].view(-1, 3, 4).transpose(1, 2)}
+    staged = SnapshotStager().stage(state)
+    assert same(staged, state)
+    assert [staged[name].data_ptr() % 4096 for name in state] == [0, 0]
+    assert staged["b"].stride() == state["b"].stride()
+
+
+def test_a_tensor_without_memory_is_an_error_that_costs_no_slot() -> None:
+    stager = SnapshotStager(timeout_s=1)
+    empty = torch.ones(5)
+    empty.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"sizes \(5,\): its storage has 0 bytes of 20"):
+        stager.stage({"w": empty})
+    assert same(stager.stage(state_of(1)), state_of(1))
+
+
+def test_a_parameter_stays_what_its_metadata_say() -> None:
+    state = {"w": torch.nn.Parameter(torch.ones(3)), "frozen": torch.ones(2)}
+    staged = SnapshotStager().stage(state)
+    assert {name: tensor.requires_grad for name, tensor in staged.items()} == {
+        "w": True,
+        "frozen": False,
+    }
+
+
+def test_a_copy_that_fails_costs_no_slot_while_its_error_is_kept() -> None:
+    stager = SnapshotStager(timeout_s=1)
+    with (
+        mock.patch.object(staging._Placed, "copy_all", side_effect=StorageError("gone")),
+        pytest.raises(StorageError) as kept,
+    ):
+        stager.stage(state_of(1))
+    assert same(stager.stage(state_of(1)), state_of(1))
+    del kept
+
+
+class FailingPlanner(DefaultSavePlanner):
+    """Cannot plan."""
+
+    def create_local_plan(self) -> Any:
+        raise RuntimeError("not planned")
+
+
+def test_a_failed_save_whose_error_is_kept_does_not_keep_the_memory(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    stager = SnapshotStager(timeout_s=20)
+    kept = []
+    for step in range(3):
+        writer = FastWriter(tmp_path / f"{step}", stager=stager)
+        future = dcp.async_save(state_of(step), storage_writer=writer, planner=FailingPlanner())
+        kept.append(future)
+    assert all("not planned" in str(future.exception(20)) for future in kept)
+    assert stager.stage(state_of(1))
+
+
+def test_a_planner_that_is_kept_does_not_keep_the_memory(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    stager = SnapshotStager(timeout_s=20)
+    planner = FastSavePlanner()
+    for step in range(3):
+        writer = FastWriter(tmp_path / f"{step}", stager=stager)
+        dcp.async_save(state_of(step), storage_writer=writer, planner=planner)
+    assert same(stager.stage(state_of(1)), state_of(1))
+
+
+class SlowWriter(FastWriter):
+    """Begins to write so late that training goes on meanwhile, unless it waits."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        time.sleep(0.3)
+        return super().write_data(plan, planner)
+
+
+def large_state(value: float) -> dict[str, Any]:
+    return {"step": value, **{f"w{i}": torch.full((1 << 18,), value) for i in range(8)}}
+
+
+@pytest.mark.parametrize("planner", [FastSavePlanner, DefaultSavePlanner])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_the_cap_leaves_is_written_before_async_save_returns(
+    world_of_one: None, tmp_path: Path, planner: Any, threads: int
+) -> None:
+    stager = SnapshotStager(max_host_nbytes=3 << 20)
+    state = large_state(1.0)
+    with mock.patch.object(_native, "Snapshot", wraps=_native.Snapshot) as made:
+        writer = SlowWriter(tmp_path, thread_count=threads, stager=stager)
+        future = dcp.async_save(state, storage_writer=writer, planner=planner())
+    for i in range(8):
+        state[f"w{i}"].fill_(-1)
+    future.result()
+    assert made.call_args.args[0] <= 3 << 20
+    loaded = {f"w{i}": torch.zeros(1 << 18) for i in range(8)}
+    dcp.load(loaded, storage_reader=FastReader(tmp_path))
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, torch.ones(1 << 18)), name
+
+
+def test_a_save_in_waves_that_fails_before_it_writes_does_not_hang(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    writer = FastWriter(tmp_path, stager=SnapshotStager(max_host_nbytes=1 << 20, timeout_s=600))
+    future = dcp.async_save(large_state(1.0), storage_writer=writer, planner=FailingPlanner())
+    assert "not planned" in str(future.exception(20))
+
+
+def test_what_nobody_writes_in_time_is_not_left_out_of_a_snapshot(tmp_path: Path) -> None:
+    capped = SnapshotStager(max_host_nbytes=1 << 20)
+    with pytest.raises(UnsupportedError, match="cannot stage 8388608 bytes"):
+        capped.stage(large_state(1.0))
+    writer = FastWriter(tmp_path, stager=capped)
+    with pytest.raises(UnsupportedError, match="another process"):
+        pickle.dumps(writer.stage(large_state(1.0)))
+    writer.synchronize_staging()  # Which does not wait for what will not be.
+
+
+def test_training_goes_on_before_the_copy_is_made_and_waits_for_it_before_it_changes_anything(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    stager = SnapshotStager(blocking=False)
+    state, go = state_of(1), threading.Event()
+    copy_all = staging._Placed.copy_all
+
+    def copy_when_told(*args: Any) -> None:
+        assert go.wait(30)
+        copy_all(*args)
+
+    with mock.patch.object(staging._Placed, "copy_all", copy_when_told):
+        response = dcp.async_save(state, storage_writer=FastWriter(tmp_path, stager=stager))
+        assert isinstance(response, AsyncSaveResponse)
+        assert not response.staging_completion.done()
+        state["step"] = 2  # What is no tensor has been copied.
+        go.set()
+        stager.wait_staged()
+    state["large"].fill_(-1)
+    response.upload_completion.result()
+    loaded = {**blanked(state_of(1)), "step": 0}
+    dcp.load(loaded, storage_reader=FastReader(tmp_path))
+    assert same(loaded, state_of(1))
+
+
+def test_a_copy_in_the_background_that_fails_fails_the_wait_and_the_save(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    stager = SnapshotStager(blocking=False, timeout_s=20)
+    with mock.patch.object(staging._Placed, "copy_all", side_effect=StorageError("gone")):
+        response = dcp.async_save(state_of(1), storage_writer=FastWriter(tmp_path, stager=stager))
+        with pytest.raises(StorageError, match="gone"):
+            stager.wait_staged()
+        later = FastWriter(tmp_path, stager=stager)
+        unwatched = dcp.async_save(state_of(1), storage_writer=later)
+    assert isinstance(response.upload_completion.exception(20), StorageError)
+    assert isinstance(unwatched.upload_completion.exception(20), StorageError)
+    assert same(stager.stage(state_of(1)).result(20), state_of(1))
+
+
+@pytest.mark.parametrize("on_busy", ["skip", "error"])
+def test_a_save_that_would_wait_is_skipped_or_refused_and_counted(
+    tmp_path: Path, on_busy: Any
+) -> None:
+    stager = SnapshotStager()
+    writer = FastWriter(tmp_path, stager=stager)
+
+    def saved() -> Any:
+        state = state_of(2)
+        return torch_ckpt.async_save(state, storage_writer=writer, on_busy=on_busy, no_dist=True)
+
+    held = stager.stage(state_of(1))
+    for _ in range(2):
+        if on_busy == "skip":
+            assert saved() is None
+        else:
+            with pytest.raises(CheckpointError, match="still goes on"):
+                saved()
+    assert same(held, state_of(1))
+    assert (stager.waits, stager.skips, stager.refusals) == (
+        (0, 2, 0) if on_busy == "skip" else (0, 0, 2)
+    )
+    del held
+    saved().result()
+
+
+def test_an_async_save_stores_what_was_there_when_it_began(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    state = state_of(1)
+    for step in range(1, 4):
+        path = tmp_path / str(step)
+        state["large"].fill_(step)
+        future = dcp.async_save(state, storage_writer=FastWriter(path))
+        state["large"].fill_(-1)
+        future.result()
+        loaded = {"large": torch.zeros(1 << 20)}
+        dcp.load(loaded, storage_reader=FastReader(path))
+        assert torch.equal(loaded["large"], torch.full((1 << 20,), float(step)))

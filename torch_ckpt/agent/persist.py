@@ -1,0 +1,150 @@
+"""Brings the snapshots of all ranks to disk, as one checkpoint that any reader of DCP's loads.
+
+No rank takes part: what each of them holds stands in its slot, so whoever has all slots can plan
+the save and commit it. It is the same plan that ranks would make together, by the same code, and
+the files are those of :class:`torch_ckpt.FastWriter`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torch_ckpt import _native
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.leftovers import remove_files, stale_files
+from torch_ckpt.options import IoOptions
+from torch_ckpt.planned_file import write_planned
+from torch_ckpt.seal import INDEX_MARK
+
+__all__ = ["persist"]
+
+_Report = tuple[int, tuple[str, int, bytes], bytes]  # Rank, file with its sums, extents.
+
+
+def persist(
+    snapshots: Sequence[_native.StoredSnapshot],
+    *,
+    io: IoOptions,
+    threads: int,
+    is_current: Callable[[], bool] = lambda: True,
+) -> None:
+    """Writes and commits a checkpoint of one snapshot of every rank.
+
+    Args:
+        snapshots: In order of the ranks, of one save.
+        io: Tuning; its buffers are shared by all threads.
+        threads: Files that are written at a time.
+        is_current: Whether the slots still hold what they were found to hold; asked before the
+            commit.
+
+    Raises:
+        StorageError: The disk failed. What was written is removed, and what was committed before
+            stands.
+        CheckpointError: The snapshots are not those of one save, or do not hold whole tensors.
+    """
+    _check_one_save(snapshots)
+    first = snapshots[0]
+    directory = Path(os.fsdecode(first.directory))
+    fs = _native.local_file_system()
+    fs.create_directories(first.directory)
+    found = frozenset(os.fsdecode(name) for name in fs.list_directory(first.directory))
+    plan = _native.GlobalPlan(
+        [snapshot.items for snapshot in snapshots], len(snapshots), split=True, dedup=True
+    )
+    save_id = secrets.token_hex(8)
+    written: list[str] = []
+    try:
+        reports = _write_all(snapshots, plan, directory, save_id, written, io=io, threads=threads)
+        if written and first.sync:
+            fs.sync_directory(first.directory)
+        paths = None if first.paths is None else _once(s.paths for s in snapshots)
+        storage_meta = (os.fspath(directory), True, save_id, None, [INDEX_MARK])
+        sealed, index = _native.seal_plan(
+            plan, save_id, reports, first.version, paths, b"", storage_meta
+        )
+        if not is_current():
+            raise CheckpointError(f"cannot commit {directory}: a slot was filled anew meanwhile")
+    except BaseException:
+        remove_files(fs, directory, written)
+        raise
+    fs.commit(
+        *(first.directory, ".metadata", ".index", sealed, index, save_id),
+        *(sorted(written), first.sync),
+    )
+    remove_files(fs, directory, stale_files(found, written, None))
+
+
+def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:
+    """Raises unless there is one of every rank of one save, in order."""
+    saves = {(*s.header[:4], *s.header[5:6], s.directory, s.version, s.sync) for s in snapshots}
+    ranks = [s.header[4] for s in snapshots]
+    if len(saves) != 1 or ranks != list(range(snapshots[0].header[5])):
+        raise CheckpointError(f"these snapshots, of ranks {ranks}, are not those of one save")
+
+
+def _write_all(
+    snapshots: Sequence[_native.StoredSnapshot],
+    plan: _native.GlobalPlan,
+    directory: Path,
+    save_id: str,
+    written: list[str],
+    *,
+    io: IoOptions,
+    threads: int,
+) -> list[_Report]:
+    """Writes each rank's part. Adds to ``written`` the name of each file that is whole."""
+    threads = max(1, min(threads, len(snapshots)))
+    pool_nbytes = max(2 * io.block_nbytes, io.buffer_nbytes // threads)
+
+    def write_every(first: int) -> list[_Report]:
+        pool = _native.BufferPool(pool_nbytes, io.block_nbytes)
+        reports = []
+        for rank in range(first, len(snapshots), threads):
+            report = _write(
+                snapshots[rank], rank, plan.assignment(rank), directory, save_id, pool, io
+            )
+            if report is not None:
+                written.append(report[1][0])
+                reports.append(report)
+        return reports
+
+    with ThreadPoolExecutor(threads, "torch_ckpt-write") as executor:
+        return [report for some in executor.map(write_every, range(threads)) for report in some]
+
+
+def _write(
+    snapshot: _native.StoredSnapshot,
+    rank: int,
+    assignment: bytes,
+    directory: Path,
+    save_id: str,
+    pool: _native.BufferPool,
+    io: IoOptions,
+) -> _Report | None:
+    """Writes what a rank is to write; ``None`` where that is nothing."""
+    work = _native.Work(_native.ItemTable.decode(snapshot.items), assignment)
+    if not len(work):
+        return None
+    name = f"__{rank}_0_{save_id}.distcp"
+    numbers = work.items
+    planned = _native.PlannedFile(work, snapshot.batch(numbers))
+    job, extents = write_planned(
+        directory / name,
+        planned,
+        lambda job: planned.write(job, 0, len(planned)),
+        lambda position: snapshot.object_bytes(numbers[position]),
+        fs=_native.local_file_system(),
+        pool=pool,
+        direct=io.direct,
+        sync=snapshot.sync,
+    )
+    return rank, (name, *job.sums), extents
+
+
+def _once(paths: Iterable[bytes | None]) -> list[bytes]:
+    """Each different one, in order."""
+    return list(dict.fromkeys(some for some in paths if some is not None))

@@ -1,0 +1,396 @@
+"""The agent: a process on each machine that outlives trainers, and saves what they have staged.
+
+It imports no torch and knows no tensors. Whatever it must know to go on after its own death stands
+in the slots and beside them, or is what trainers say anew: a new agent is where the old one was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch_ckpt.agent.memory import agent_lock, open_folder, remove_abandoned, short_path
+from torch_ckpt.agent.messages import Kind, Message, error_message, receive, send
+from torch_ckpt.agent.saves import Saves
+from torch_ckpt.agent.slots import Save, Slots
+from torch_ckpt.errors import CancelledError, CheckpointError
+from torch_ckpt.options import IoOptions
+
+__all__ = ["Agent", "AgentOptions", "run_agent"]
+
+_log = logging.getLogger("torch_ckpt.agent")
+
+_SETTLE_S = 1.0
+"""After a trainer has died: the others of its kind mostly die as well."""
+
+_POLL_S = 0.5
+
+_GREET_S = 10.0
+"""Within which trainers come to a new agent, once there is one."""
+
+_ADMITTED = 64  # Decisions that are kept: ranks are never so far apart.
+
+_PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions:
+    """How an agent behaves.
+
+    Attributes:
+        persist_on_failure: Whether the newest complete snapshot is brought to disk when trainers
+            end without saying so.
+        linger_s: Seconds that memory is kept for trainers to come back, once they have died.
+        threads: Files that are written at a time.
+        nice: How far the process steps back behind others that want the CPU.
+        io: Tuning.
+    """
+
+    persist_on_failure: bool = True
+    linger_s: float = 1800.0
+    threads: int = 2
+    nice: int = 5
+    io: IoOptions = field(default_factory=IoOptions)
+
+
+class _Trainer:
+    """The process of a rank."""
+
+    def __init__(self, rank: int, session: bytes, pid: int) -> None:
+        self.rank = rank
+        self.session = session
+        self.pid = pid
+        self.said_bye = False
+        self.reached = 0  # Its next save, or the one that it is filling a slot for.
+        self.connections = 0
+        self._died = False
+        self._descriptor = os.pidfd_open(pid)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there. Its connections may be silent for long."""
+        if not self._died and select.select([self._descriptor], [], [], 0)[0]:
+            self._died = True
+            os.close(self._descriptor)
+        return not self._died
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended without saying so."""
+        return not self.said_bye and not self.is_alive
+
+
+class Agent:
+    """What the process does.
+
+    Args:
+        run: 16 bytes.
+        folder: The run's.
+        options: How.
+    """
+
+    def __init__(self, run: bytes, folder: Path, options: AgentOptions) -> None:
+        self.run = run
+        self.folder = folder
+        self.options = options
+        self._changed = threading.Condition()
+        self._slots = Slots(folder, run)
+        self._saves = Saves(
+            folder, self._slots, self._changed, io=options.io, threads=options.threads
+        )
+        self._trainers: dict[int, _Trainer] = {}
+        self._ranks: list[int] = []  # Of this machine, in the session that goes on.
+        self._idle_since = time.monotonic()  # Since when there has been nobody.
+        self._lost_since: float | None = None
+        self._admitted: dict[Save, bool] = {}
+        self._retried: set[Save] = set()
+        self._began = time.monotonic()
+        self._stop = False
+        self._is_dropped = False  # Whether trainers have said that they want nothing of it.
+
+    def serve(self) -> bool:
+        """Answers until all trainers have ended in good order, or have been gone for long.
+
+        Returns:
+            Whether the memory is of no more use: what it held is on disk, or was not wanted there.
+        """
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path = self.folder / "agent.socket"
+        path.unlink(missing_ok=True)
+        with short_path(self.folder) as folder:
+            listener.bind(f"{folder}/{path.name}")
+        path.chmod(0o600)
+        listener.listen(256)
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        with self._changed:
+            self._saves.begin_next()  # What a former agent has left.
+            while not self._stop and not self._is_over():
+                self._changed.wait(_POLL_S)
+                self._look_after_trainers()
+            listener.close()
+            path.unlink(missing_ok=True)
+            if not self._is_dropped:
+                self._persist_newest()
+            while self._saves.is_running:
+                self._changed.wait()
+            if any(not t.said_bye and t.is_alive for t in self._trainers.values()):
+                return False  # They go on, with the next agent.
+            newest = self._slots.newest()
+            if self._is_dropped or newest is None or self._saves.is_done(newest.save):
+                return True
+            is_good_end = all(t.said_bye for t in self._trainers.values()) and bool(self._trainers)
+            return is_good_end and self._saves.error_of(newest.save) is None
+
+    def stop(self) -> None:
+        """Has :meth:`serve` end soon, with the newest complete snapshot on disk."""
+        self._stop = True  # By a signal, in whose way the condition is not to be had: it is polled.
+
+    def _is_over(self) -> bool:
+        if self._saves.is_running:
+            return False
+        trainers = self._trainers.values()
+        all_said_bye = all(trainer.said_bye for trainer in trainers)
+        if trainers and all_said_bye and len(trainers) >= len(self._ranks):
+            return True
+        if any(trainer.is_alive for trainer in trainers):
+            self._idle_since = time.monotonic()
+        return time.monotonic() - self._idle_since > self.options.linger_s
+
+    def _look_after_trainers(self) -> None:
+        """Brings the newest snapshot to disk when a trainer has died."""
+        lost = [trainer for trainer in self._trainers.values() if trainer.is_lost]
+        if not lost:
+            self._lost_since = None
+            return
+        if self._lost_since is None:
+            self._lost_since = time.monotonic()
+            _log.info("rank %d, process %d, is gone", lost[0].rank, lost[0].pid)
+        if time.monotonic() - self._lost_since >= _SETTLE_S:
+            self._persist_newest()
+
+    def _persist_newest(self) -> None:
+        newest = self._slots.newest()
+        if newest is None or not self.options.persist_on_failure:
+            return
+        save = newest.save
+        if self._saves.is_done(save) or self._saves.is_pending(save):
+            return
+        has_failed = self._saves.error_of(save) is not None
+        if not has_failed or save not in self._retried:
+            if has_failed:
+                self._retried.add(save)
+            _log.info("step %d is to come to disk, as its trainers are gone", newest.step)
+            self._saves.ask(save)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        """Answers one connection, until it ends."""
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        pid, user, _ = _PEER.unpack(peer)
+        with connection, contextlib.suppress(OSError):
+            try:
+                message = receive(connection)
+                if user != os.getuid() or message is None or message.kind != Kind.HELLO:
+                    return
+                trainer = self._greet(message, pid)
+                try:
+                    send(connection, Kind.OK)
+                    while (message := receive(connection)) is not None:
+                        answer = self._answer(trainer, message)
+                        send(connection, answer.kind, *answer.fields)
+                finally:
+                    with self._changed:
+                        trainer.connections -= 1
+            except CheckpointError as error:
+                send(connection, Kind.ERROR, *error_message(error))
+
+    def _answer(self, trainer: _Trainer, message: Message) -> Message:
+        answers: dict[Kind, Callable[[_Trainer, Message], Message]] = {
+            Kind.RESERVE: self._reserve,
+            Kind.TAKE: self._take,
+            Kind.FILLED: self._filled,
+            Kind.PERSIST: self._persist,
+            Kind.BYE: self._bye,
+            Kind.GIVE_UP: self._give_up,
+        }
+        try:
+            if message.kind not in answers:
+                raise CheckpointError(f"an agent is not told {message.kind.name}")
+            with self._changed:
+                return answers[message.kind](trainer, message)
+        except Exception as error:
+            return Message(Kind.ERROR, error_message(error))
+
+    def _greet(self, message: Message, pid: int) -> _Trainer:
+        run, session, rank = message.data(0), message.data(1), message.integer(2)
+        if run != self.run:
+            raise CheckpointError("this is the agent of another run")
+        with self._changed:
+            known = self._trainers.get(rank)
+            if known is None or known.pid != pid or known.session != session:
+                is_taken = known is not None and not known.said_bye
+                if known is not None and known.pid == pid:  # As one that has left.
+                    is_taken = is_taken and known.connections > 0
+                if known is not None and is_taken and known.is_alive:
+                    raise CheckpointError(
+                        f"rank {rank} of this run is process {known.pid} already: only one can be"
+                    )
+                try:
+                    known = self._trainers[rank] = _Trainer(rank, session, pid)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"the agent does not see process {pid}: {error.strerror}"
+                    ) from error
+            self._ranks = [r for (r,) in struct.iter_unpack("<q", message.data(3))]
+            self._is_dropped = False
+            for other in set(self._trainers).difference(self._ranks):
+                if not self._trainers[other].is_alive:
+                    del self._trainers[other]  # Of a life with other ranks.
+            known.connections += 1
+            self._changed.notify_all()
+            return known
+
+    def _reserve(self, trainer: _Trainer, message: Message) -> Message:
+        self._slots.reserve(trainer.rank, message.integer(0))
+        return Message(Kind.OK)
+
+    def _take(self, trainer: _Trainer, message: Message) -> Message:
+        sequence, nbytes, wait_ms = (message.integer(at) for at in range(3))
+        if not wait_ms and not self._is_admitted((trainer.session, sequence)):
+            return Message(Kind.BUSY)
+        deadline = time.monotonic() + wait_ms / 1000
+        trainer.reached = sequence
+        self._changed.notify_all()
+        while True:
+            slot = self._slots.take(trainer.rank, nbytes, self._saves.is_pending, self._is_awaited)
+            if slot is not None:
+                return Message(Kind.SLOT, (os.fsencode(slot.path),))
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return Message(Kind.BUSY)
+            self._changed.wait(min(left, _POLL_S))
+            if not trainer.is_alive:
+                raise CancelledError("the trainer is gone")
+
+    def _is_admitted(self, save: Save) -> bool:
+        """Whether no rank would have to wait for a slot; the first that asks decides for all."""
+        if save not in self._admitted:
+            self._admitted[save] = all(
+                self._slots.has_free(rank, self._saves.is_pending, self._is_awaited)
+                for rank in self._ranks
+            )
+        while len(self._admitted) > _ADMITTED:
+            del self._admitted[next(iter(self._admitted))]
+        return self._admitted[save]
+
+    def _filled(self, trainer: _Trainer, message: Message) -> Message:
+        path = Path(os.fsdecode(message.data(0)))
+        self._slots.check_filled(trainer.rank, trainer.session, path)
+        trainer.reached = max(trainer.reached, message.integer(1) + 1)
+        self._saves.begin_next()
+        newest = self._slots.newest()
+        if newest is not None and newest.session == trainer.session:
+            self._slots.keep_only(self._ranks, self._saves.is_pending)
+        self._changed.notify_all()
+        return Message(Kind.OK)
+
+    def _give_up(self, trainer: _Trainer, message: Message) -> Message:
+        trainer.reached = max(trainer.reached, message.integer(0) + 1)
+        self._changed.notify_all()
+        return Message(Kind.OK)
+
+    def _is_awaited(self, save: Save) -> bool:
+        """Whether ranks that have not completed a save may still do so."""
+        missing = set(self._ranks).difference(self._slots.ranks_of(save))
+        return bool(missing) and all(self._may_complete(rank, save) for rank in missing)
+
+    def _may_complete(self, rank: int, save: Save) -> bool:
+        trainer = self._trainers.get(rank)
+        if trainer is None:
+            return time.monotonic() - self._began < _GREET_S
+        if trainer.session != save[0] or trainer.said_bye or not trainer.is_alive:
+            return False
+        return trainer.reached <= save[1]
+
+    def _persist(self, trainer: _Trainer, message: Message) -> Message:
+        save = message.data(0), message.integer(1)
+        asked = False
+        while not self._saves.is_done(save):
+            error = self._saves.error_of(save)
+            if error is not None:
+                raise CheckpointError(error)
+            if save in self._slots.complete_saves():
+                if not asked:
+                    self._saves.ask(save)
+                    asked = True
+            else:
+                self._raise_if_lost(save)
+            if not trainer.is_alive:
+                raise CancelledError("the trainer is gone")
+            self._changed.wait(_POLL_S)
+        return Message(Kind.OK)
+
+    def _raise_if_lost(self, save: Save) -> None:
+        """Raises where a save will never be complete."""
+        newest = self._slots.newest()
+        if newest is not None and newest.save > save:
+            raise CancelledError(f"save {save[1]} is in memory no more, and did not come to disk")
+        if not self._is_awaited(save):
+            raise CancelledError(f"a rank has ended, or failed, before its part of save {save[1]}")
+
+    def _bye(self, trainer: _Trainer, message: Message) -> Message:
+        trainer.said_bye = True
+        self._is_dropped = bool(message.integer(0))
+        self._changed.notify_all()
+        return Message(Kind.OK)
+
+
+def run_agent(run: bytes, options: AgentOptions) -> int:
+    """Is the agent of a run, unless there is one.
+
+    Returns:
+        How the process should exit.
+    """
+    folder = open_folder(run)
+    with agent_lock(folder) as is_ours:
+        if not is_ours:
+            return 0
+        logging.basicConfig(
+            filename=folder / "agent.log", level=logging.INFO, format="%(asctime)s %(message)s"
+        )
+        os.nice(options.nice)
+        for removed in remove_abandoned(folder):
+            _log.info("removed %s, which nobody has gone on with", removed)
+        agent = Agent(run, folder, options)
+        told: list[int] = []
+
+        def stop(number: int, frame: object) -> None:
+            told.append(number)
+            agent.stop()
+
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to everybody.
+        if agent.serve():
+            shutil.rmtree(folder, ignore_errors=True)
+    if told:  # Ends as the signal would have ended it.
+        signal.signal(told[0], signal.SIG_DFL)
+        os.kill(os.getpid(), told[0])
+    return 0

@@ -1,0 +1,388 @@
+"""What a training process has of the agent: it fills slots, and everything else is the agent's."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageWriterTransforms
+from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
+
+from torch_ckpt import _native, _tensor_view
+from torch_ckpt.agent.client import AgentClient, Place
+from torch_ckpt.agent.memory import (
+    SLOTS_PER_RANK,
+    SlotHeader,
+    complete_slots,
+    folder_of,
+    open_folder,
+    run_of,
+    slot_path,
+    whole_saves,
+)
+from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.data_file import pickle_item
+from torch_ckpt.errors import CheckpointError, UnsupportedError
+from torch_ckpt.exchange import this_machine
+from torch_ckpt.planned import ListedItems, to_write_item
+from torch_ckpt.save_planner import FastSavePlanner
+from torch_ckpt.tensors import gc_paused, to_plain
+
+__all__ = ["OnBusy", "Remembered", "SnapshotAgent", "StagedSave"]
+
+OnBusy = Literal["wait", "skip", "error"]
+"""What a save does while former ones keep all slots: waits, is not done, or fails."""
+
+_THREADS = min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class StagedSave:
+    """A save that is complete in memory on this rank.
+
+    Attributes:
+        header: What the slot says of it.
+        directory: What it is to become.
+    """
+
+    header: SlotHeader
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A save that is in memory.
+
+    Attributes:
+        save: Session and sequence; greater than those of earlier ones.
+        step: What the user has called it.
+        folder: Where its slots lie.
+        slots: Of all ranks that made it; that of this rank's own number first.
+    """
+
+    save: tuple[bytes, int]
+    step: int
+    folder: Path
+    slots: Sequence[Path]
+
+
+class SnapshotAgent:
+    """The agent of this machine, as a rank sees it; it is started where there is none.
+
+    A process of its own keeps, in shared memory, two snapshots of each rank: while one is filled,
+    the other stays. It brings them to disk without the trainers, and goes on when these die.
+
+    All ranks make one at the same time. It ends with the process in good order, when the agent has
+    brought to disk what it was asked to; a process that an exception ends leaves its snapshots.
+
+    Args:
+        run: Names the training that goes on from restart to restart: by convention the directory
+            of its checkpoints.
+        process_group: Of all ranks; used here alone.
+        options: Of the process.
+        on_busy: What a save does while former ones keep all slots.
+        timeout_s: Seconds that it waits then.
+
+    Attributes:
+        skipped: Saves that were not done because of ``on_busy="skip"``.
+
+    Raises:
+        CheckpointError: The agent cannot be started, or the run is another live process's.
+        UnsupportedError: The ranks are on several machines.
+
+    Example::
+
+        agent = SnapshotAgent("run")
+        future = agent.async_save(state, "run/step-100", step=100)
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str],
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        options: AgentOptions | None = None,
+        on_busy: OnBusy = "wait",
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self.on_busy: OnBusy = on_busy
+        self.timeout_s = timeout_s
+        self.skipped = 0
+        self._group = process_group
+        self._place = _find_place(run, process_group)
+        if self._place.node_count > 1:
+            raise UnsupportedError(
+                f"the ranks of {os.fspath(run)} are on {self._place.node_count} machines: an agent "
+                "saves for those of one"
+            )
+        self._client = AgentClient(run, self._place, options or AgentOptions())
+        self._sequence = 0
+        self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # With its inode.
+        self._lock = threading.Lock()
+        self._is_left = False
+        self._pid = os.getpid()
+        self._waiting = ThreadPoolExecutor(SLOTS_PER_RANK, "torch_ckpt-wait")
+        atexit.register(self._at_exit)
+
+    def reserve(self, state_dict: dict[str, Any]) -> None:
+        """Has memory made for a state like this, so that the first save is as fast as the tenth.
+
+        Raises:
+            StorageError: There is not as much.
+        """
+        held = _Held(state_dict)
+        self._client.reserve(_native.slot_nbytes(len(held.table("", sync=True)), held.nbytes))
+        for number in range(SLOTS_PER_RANK):
+            self._slot(slot_path(self._client.folder, self._place.rank, number))
+
+    def stage(
+        self,
+        state_dict: dict[str, Any],
+        directory: str | os.PathLike[str],
+        *,
+        step: int,
+        sync: bool = True,
+        persist: bool = True,
+    ) -> StagedSave | None:
+        """Copies all that this rank holds into a slot. Training stops for this alone.
+
+        Args:
+            state_dict: As DCP takes it.
+            directory: The checkpoint that it is to become.
+            step: What the user calls it.
+            sync: Whether the checkpoint is to survive a power cut.
+            persist: Whether it is to be brought to disk. Otherwise it is there for ranks that start
+                again, and goes to disk if they do not, or if :meth:`persist` asks for it.
+
+        Returns:
+            The save; ``None`` where it was skipped, on this rank at least.
+
+        Raises:
+            CheckpointError: All slots were in use for ``timeout_s``, or at all with
+                ``on_busy="error"``.
+            StorageError: There is not as much memory.
+            UnsupportedError: The state has no form in columns.
+        """
+        directory = Path(os.path.abspath(directory))
+        try:
+            os.fspath(directory).encode()
+        except UnicodeEncodeError:
+            raise UnsupportedError(f"cannot save to {directory!r}: it is no UTF-8") from None
+        with self._lock, gc_paused():
+            sequence, self._sequence = self._sequence, self._sequence + 1
+            header = self._place.header(sequence, step, persist=persist)
+            try:
+                path = self._fill(header, _Held(state_dict), directory, sync=sync)
+            except BaseException:
+                self._client.give_up(sequence)  # Or the other ranks' slots would wait for it.
+                raise
+            if path is None:
+                self.skipped += 1
+                return None
+            self._client.filled(path, sequence)
+            return StagedSave(header, directory)
+
+    def _fill(self, header: SlotHeader, held: _Held, directory: Path, *, sync: bool) -> Path | None:
+        """Fills a slot, and returns its file; ``None`` where there is none and this is to skip."""
+        table = held.table(os.fspath(directory), sync=sync)
+        nbytes = _native.slot_nbytes(len(table), held.nbytes)
+        # What is too small will be made anew, and cannot be as long as it is mapped here.
+        self._slots = {p: one for p, one in self._slots.items() if one[1].nbytes >= nbytes}
+        wait_s = self.timeout_s if self.on_busy == "wait" else 0.0
+        path = self._client.take(header.sequence, nbytes, wait_s)
+        if path is None:
+            if self.on_busy == "skip":
+                return None
+            raise CheckpointError(f"cannot save {directory}: former saves keep all slots")
+        slot = self._slot(path)
+        slot.begin(header.to_native(), table, held.nbytes)
+        held.copy_to(slot)
+        slot.complete()
+        return path
+
+    def persist(self, staged: StagedSave) -> None:
+        """Waits until the agent has committed a save.
+
+        Raises:
+            CheckpointError: It has failed.
+        """
+        client = self._client.another()
+        try:
+            client.persist(staged.header.sequence)
+        finally:
+            client.close()
+
+    def async_save(
+        self,
+        state_dict: dict[str, Any],
+        directory: str | os.PathLike[str],
+        *,
+        step: int,
+        sync: bool = True,
+        persist: bool = True,
+    ) -> Future[None] | None:
+        """Saves a state as it is now; returns when it has been copied.
+
+        Args:
+            state_dict: As for :meth:`stage`, like all others.
+            directory: The checkpoint that it is to become.
+            step: What the user calls it.
+            sync: Whether the checkpoint is to survive a power cut.
+            persist: Whether it is to be brought to disk.
+
+        Returns:
+            A future that is done when the checkpoint is committed, or at once without ``persist``;
+            ``None`` where the save was skipped.
+
+        Raises:
+            CheckpointError: As :meth:`stage`. The future: the save has failed.
+        """
+        staged = self.stage(state_dict, directory, step=step, sync=sync, persist=persist)
+        if staged is None:
+            return None
+        if persist:
+            return self._waiting.submit(self.persist, staged)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def newest(self) -> Remembered | None:
+        """The newest snapshot that is complete on all ranks that made it; ``None`` if none is.
+
+        Every rank must call it, before the first save: they agree.
+        """
+        here = {found.save: found for found in self.remembered()}
+        newest = max(here, default=None)
+        if self._place.world_size > 1:  # As the first rank has found it.
+            said = [newest]
+            dist.broadcast_object_list(said, group=self._group, group_src=0)
+            newest = said[0]
+        if newest is not None and newest not in here:
+            raise CheckpointError("ranks of one machine find different snapshots in its memory")
+        return None if newest is None else here[newest]
+
+    def remembered(self) -> list[Remembered]:
+        """All saves that are in memory whole, the newest first, as this rank alone sees them."""
+        found = complete_slots(self._client.folder, self._place.run)
+        whole = []
+        for save, of_save in reversed(whole_saves(found).items()):
+            of_save.sort(key=lambda one: one[0].rank != self._place.rank)  # Its own comes first.
+            slots = [path for _, path in of_save]
+            whole.append(Remembered(save, of_save[0][0].step, self._client.folder, slots))
+        return whole
+
+    def close(self, *, drop: bool = False) -> None:
+        """Ends in good order.
+
+        Args:
+            drop: Whether what is in memory, and not on disk, is of no more use.
+        """
+        if self._is_left or os.getpid() != self._pid:
+            return
+        atexit.unregister(self._at_exit)
+        self._waiting.shutdown()
+        self._client.bye(drop=drop)
+        self._slots.clear()
+
+    def leave(self) -> None:
+        """Leaves what is in memory to a process that starts again: this one is to end."""
+        self._is_left = True
+        atexit.unregister(self._at_exit)
+        self._client.close()
+
+    def _at_exit(self) -> None:
+        # Of a process that an exception ends, memory is what the next one goes on from.
+        if getattr(sys, "last_type", None) is None and os.getpid() == self._pid:
+            self._client.bye(drop=False)
+
+    def _slot(self, path: Path) -> _native.Slot:
+        """A slot, mapped; it may have been made anew, and larger, under the same name."""
+        inode = path.stat().st_ino
+        known = self._slots.get(path)
+        if known is None or known[0] != inode:
+            known = self._slots[path] = inode, _native.Slot.open(os.fsencode(path), True)
+        return known[1]
+
+
+class _Held:
+    """All that a rank holds of a state dict, and where it goes in a slot."""
+
+    def __init__(self, state_dict: dict[str, Any]) -> None:
+        planner = FastSavePlanner(enable_plan_caching=False)
+        planner.set_up_planner(_stateful_to_state_dict(state_dict))
+        listed: Any = planner.create_local_plan().items
+        if not isinstance(listed, ListedItems) or listed.encoded is None:
+            raise UnsupportedError("this state dict has no form in columns: save it without agent")
+        self._items = listed.encoded
+        self._paths = listed.paths
+        work = _native.Work(_native.ItemTable.decode(listed.encoded))
+        sources = planner.sources(range(len(work)))
+        assert sources is not None
+        self._sources: Sequence[Any] = sources
+        self._batch = _tensor_view.look(sources, writable=False)
+        planned = _native.PlannedFile(work, self._batch)
+        nbytes = work.nbytes
+        self._pickled: dict[int, memoryview] = {}
+        for number in planned.own:
+            _, self._pickled[number] = pickle_item(
+                to_write_item(work.describe(number)), planner, _StorageWriterTransforms(None)
+            )
+            nbytes[number] = len(self._pickled[number])
+        self._copied = [planned.position(number) for number in planned.copied]
+        self._nbytes = nbytes
+        self._offsets, self.nbytes = _native.lay_out_slot(nbytes)
+
+    def table(self, directory: str, *, sync: bool) -> bytes:
+        """What the slot says of it."""
+        extents = [
+            (number, offset, nbytes, number not in self._pickled)
+            for number, (offset, nbytes) in enumerate(zip(self._offsets, self._nbytes, strict=True))
+        ]
+        return _native.encode_slot_table(
+            os.fsencode(directory), CURRENT_DCP_VERSION, sync, self._items, self._paths, extents
+        )
+
+    def copy_to(self, slot: _native.Slot) -> None:
+        """Copies everything."""
+        elsewhere = {*self._copied, *self._pickled}
+        here = [number for number in range(len(self._offsets)) if number not in elsewhere]
+        slot.copy(self._batch, here, [self._offsets[n] for n in here], _THREADS)
+        for number in self._copied:
+            plain = to_plain(self._sources[number])
+            batch = _tensor_view.look([plain], writable=False)
+            slot.copy(batch, [0], [self._offsets[number]], _THREADS)
+        for number, data in self._pickled.items():
+            slot.put(self._offsets[number], data)
+
+
+def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Place:
+    """Which rank of which run this is; all ranks meet here."""
+    name = run_of(run)
+    # Later than any that is remembered, whatever clocks say.
+    known = [header.session for header, _ in complete_slots(folder_of(name), name)]
+    since = int.from_bytes(max(known, default=b"")[:8], "big") + 1
+    session = max(time.time_ns(), since).to_bytes(8, "big") + secrets.token_bytes(8)
+    if not dist.is_available() or not dist.is_initialized():
+        return Place(name, session, 0, 1, 0, 1, [0])
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    said: list[Any] = [None] * world_size
+    memory = open_folder(name).stat()  # Containers of one machine may have one of their own each.
+    machine = f"{this_machine()} {memory.st_dev} {memory.st_ino}"
+    dist.all_gather_object(said, (name, session, machine), group=group)
+    names, sessions, machines = zip(*said, strict=True)
+    if len(set(names)) != 1:
+        raise CheckpointError(f"ranks name different runs, {os.fspath(run)!r} among them")
+    nodes = list(dict.fromkeys(machines))
+    here = [other for other in range(world_size) if machines[other] == machines[rank]]
+    node = nodes.index(machines[rank])
+    return Place(name, max(sessions), rank, world_size, node, len(nodes), here)

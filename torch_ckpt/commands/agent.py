@@ -1,0 +1,61 @@
+"""``torch-ckpt agent``: is the process that keeps the snapshots of a run in memory."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from torch_ckpt.agent.memory import run_of
+from torch_ckpt.agent.process import AgentOptions, run_agent
+
+__all__ = ["add_to"]
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to a parser's."""
+    defaults = AgentOptions()
+    parser = commands.add_parser(
+        "agent",
+        help="keep the snapshots of a run in memory, and bring them to disk",
+        description="Is the agent of a run on this machine, until the run ends. Trainers start it "
+        "by themselves; where there is one already, the command ends at once.",
+    )
+    parser.add_argument("run", type=Path, help="what names the run: the directory of its steps")
+    parser.add_argument(
+        "--linger",
+        type=float,
+        default=defaults.linger_s,
+        metavar="SECONDS",
+        help="how long memory is kept for trainers that have died (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=defaults.threads,
+        help="files that are written at a time (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--nice",
+        type=int,
+        default=defaults.nice,
+        help="how far it steps back behind others that want the CPU (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--no-persist-on-failure",
+        action="store_true",
+        help="leave in memory what is newest there when trainers die",
+    )
+    parser.set_defaults(command=_agent)
+
+
+def _agent(options: argparse.Namespace) -> int:
+    return run_agent(
+        run_of(options.run),
+        AgentOptions(
+            persist_on_failure=not options.no_persist_on_failure,
+            linger_s=options.linger,
+            threads=options.threads,
+            nice=options.nice,
+        ),
+    )

@@ -1,0 +1,157 @@
+"""Who saves the steps of a run in the background: a thread of this process, or the agent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.tier import SnapshotTier
+from torch_ckpt.agent.trainer import SnapshotAgent
+from torch_ckpt.agreement import Agreement, own_group
+from torch_ckpt.api import async_save
+from torch_ckpt.step_tiers import Tier
+from torch_ckpt.writer import FastWriter
+
+__all__ = ["AgentSaver", "ThreadSaver", "saver_for"]
+
+
+class ThreadSaver:
+    """Saves by :func:`torch_ckpt.async_save`, over a group of its own.
+
+    Args:
+        group: The ranks; all if ``None``.
+        alone: Whether this process is none of several ranks.
+        timeout_s: Seconds that one rank waits for another.
+        writer: Of all saves.
+    """
+
+    tiers: Sequence[Tier] = ()
+    """Where its steps are besides the disk."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, alone: bool, timeout_s: float, writer: FastWriter
+    ) -> None:
+        self._group = None if alone else own_group(group, timeout_s)
+        self._timeout_s = timeout_s
+        self._writer = writer
+
+    def save(
+        self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
+    ) -> Future[Any]:
+        """Begins to save a step there. Requires: ``persist``."""
+        assert persist
+        future = async_save(
+            state,
+            checkpoint_id=path,
+            storage_writer=self._writer,
+            process_group=self._group,
+            no_dist=self._group is None,
+            timeout_s=self._timeout_s,
+        )
+        assert isinstance(future, Future)  # The writer stages before it returns.
+        return future
+
+    def reserve(self, state: dict[str, Any]) -> None:
+        """Has nothing to make."""
+
+    def leave(self) -> None:
+        """Has nothing to leave."""
+
+    def close(self) -> None:
+        """Gives up the group."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+class AgentSaver:
+    """Saves by way of the agent.
+
+    Args:
+        run: Names the run: its directory.
+        group: The ranks; ``None`` if this process is none of several.
+        options: Of the agent.
+        timeout_s: Seconds that a save waits for a slot.
+        sync: Whether checkpoints are to survive a power cut.
+        reader: Arguments for readers of what is in memory.
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str],
+        group: dist.ProcessGroup | None,
+        *,
+        options: AgentOptions | None,
+        timeout_s: float,
+        sync: bool,
+        reader: dict[str, Any] | None,
+    ) -> None:
+        self._agent = SnapshotAgent(run, process_group=group, options=options, timeout_s=timeout_s)
+        self._sync = sync
+        self.tiers: Sequence[Tier] = [SnapshotTier(self._agent, reader=reader)]
+
+    def save(
+        self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
+    ) -> Future[Any]:
+        """As :meth:`ThreadSaver.save`; without ``persist`` the step stays in memory."""
+        future = self._agent.async_save(state, path, step=step, sync=self._sync, persist=persist)
+        assert future is not None  # It waits for a slot.
+        return future
+
+    def reserve(self, state: dict[str, Any]) -> None:
+        """Makes memory for states like this."""
+        self._agent.reserve(state)
+
+    def leave(self) -> None:
+        """Leaves what is in memory to a process that starts again."""
+        self._agent.leave()
+
+    def close(self) -> None:
+        """Ends in good order."""
+        self._agent.close()
+
+
+def saver_for(
+    agreement: Agreement,
+    process_group: dist.ProcessGroup | None,
+    writer: FastWriter,
+    *,
+    asynchronous: bool,
+    agent: bool | AgentOptions,
+    timeout_s: float,
+    reader: dict[str, Any] | None,
+) -> ThreadSaver | AgentSaver | None:
+    """Who saves in the background; ``None`` if nobody does.
+
+    Args:
+        agreement: The ranks of the run.
+        process_group: The same, as the user has given them.
+        writer: Of all saves; its path is that of the run.
+        asynchronous: Whether somebody is to.
+        agent: Whether the agent is.
+        timeout_s: Seconds that one rank, or a save, waits.
+        reader: Arguments for readers of what is in memory.
+
+    Raises:
+        ValueError: There is to be an agent, and saves are not asynchronous.
+    """
+    if not asynchronous:
+        if agent:
+            raise ValueError("an agent saves in the background: asynchronous=True")
+        return None
+    if not agent:
+        alone = agreement.group is None
+        return ThreadSaver(process_group, alone=alone, timeout_s=timeout_s, writer=writer)
+    return AgentSaver(
+        writer.path,
+        agreement.group,
+        options=agent if isinstance(agent, AgentOptions) else None,
+        timeout_s=timeout_s,
+        sync=writer.sync_files,
+        reader=reader,
+    )

@@ -1,0 +1,170 @@
+"""What was staged for one save, and how long its memory is in use."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_ckpt import _native
+from torch_ckpt.errors import CheckpointError, UnsupportedError
+
+__all__ = ["LOOK_S", "PartlyStaged", "PlannedPart", "Staged"]
+
+LOOK_S = 0.01
+"""How often somebody who waits for a save looks whether it has ended."""
+
+_BEGINS_WITHIN_S = 1.0
+"""A save by a thread does."""
+
+
+@dataclass(frozen=True)
+class PlannedPart:
+    """What a rank has written in its last asynchronous save.
+
+    Attributes:
+        digest: Of all that it listed.
+        work: Its part of that.
+    """
+
+    digest: bytes
+    work: _native.Work
+
+
+class Staged:
+    """The memory of one save.
+
+    Args:
+        address: Of its snapshot.
+        nbytes: Of that.
+        has_left: Whether tensors were left where they are, to be written from there first.
+        stage_rest: Copies tensors that have no memory at all, since this rank is not to write them.
+        release: Gives the snapshot back.
+    """
+
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        has_left: bool,
+        stage_rest: Callable[[], None] | None,
+        release: Callable[[Staged], None],
+    ) -> None:
+        self.has_left, self.has_left_out = has_left, stage_rest is not None
+        self._address, self._nbytes = address, nbytes
+        self._release = release
+        self._stage_rest = stage_rest
+        self._deciding = threading.Lock()
+        self._is_decided = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._first_written = threading.Event()
+        self._given_up = False
+
+    def begin_save(self) -> None:
+        """Called by the thread that saves what was staged."""
+        with self._deciding:
+            if self._thread is None:
+                self._thread = threading.current_thread()
+            self._is_decided.set()
+
+    def wait_for_begin(self) -> None:
+        """Returns when the tensors that have no memory may change.
+
+        They are not needed once a thread of this process saves. If none begins to, what saves may
+        be another process, which has no use for what only this one knows.
+        """
+        if self.has_left_out and not self._is_decided.wait(_BEGINS_WITHIN_S):
+            self.stage_rest()
+
+    def stage_rest(self) -> None:
+        """Copies the tensors that have no memory, unless a thread of this process saves."""
+        with self._deciding:
+            if self._stage_rest is not None and not self._is_decided.is_set():
+                self._stage_rest()
+            self._is_decided.set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the save has certainly ended."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def release(self) -> None:
+        """Gives the snapshot back; once."""
+        self._release(self)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where in the snapshot a tensor of the copy begins, in bytes; ``None`` if not in there."""
+        offset = tensor.data_ptr() - self._address
+        return offset if 0 <= offset < self._nbytes else None
+
+    def can_wait(self, source: torch.Tensor | None) -> bool:
+        """Whether what is stored from a tensor, or an object, need not be written first.
+
+        Raises:
+            CheckpointError: It was left out.
+        """
+        if source is not None and source.numel() and not source.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"cannot save: this rank is to write a {source.dtype} tensor of sizes "
+                f"{tuple(source.size())} that it has not staged, for it was another rank's in the "
+                "save before, and some rank has changed what it saves. The next save stages all"
+            )
+        if not self.has_left:
+            return True
+        return source is not None and (not source.numel() or self.offset_of(source) is not None)
+
+    def first_are_written(self) -> None:
+        """Called when all that was left where it is has been written.
+
+        Raises:
+            CheckpointError: It may have changed meanwhile, since nobody has waited for this.
+        """
+        self._first_written.set()
+        if self._given_up:
+            raise CheckpointError(
+                "what max_host_nbytes has left may have changed before it was written: the call of "
+                "async_save did not wait for it to the end"
+            )
+
+    def wait_for_first(self, timeout_s: float) -> None:
+        """Waits for :meth:`first_are_written`, or for the end of the save.
+
+        Raises:
+            CheckpointError: It has not come within the time.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not (self._first_written.wait(LOOK_S) or self.is_over):
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"what max_host_nbytes has left was not written within {timeout_s:g} s"
+                    )
+        except BaseException:
+            self._given_up = True
+            raise
+
+
+class PartlyStaged(dict[str, Any]):
+    """A state dict some of whose tensors are the training process's own, or have no memory."""
+
+    def __init__(self, staged: Staged, state: dict[str, Any]) -> None:
+        super().__init__(state)
+        self._staged = staged
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For another process that saves, which gets all of it."""
+        if self._staged.has_left:
+            with contextlib.suppress(CheckpointError):
+                self._staged.first_are_written()  # Nothing is going to be.
+            raise UnsupportedError(
+                "a save by another process needs all of the state staged, and max_host_nbytes does "
+                "not hold it"
+            )
+        self._staged.stage_rest()
+        return dict, (dict(self),)
