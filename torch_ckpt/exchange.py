@@ -56,6 +56,10 @@ _CONNECT_TIMEOUT_S = 300.0
 _MOST_CTAS = 4
 """Of each transfer between two GPUs, at a time: a GPU has more than 100 places for them."""
 
+_MOST_LINKED = 8
+"""To more GPUs none is linked. Each takes two streams, of 32 that torch has: transfers that had to
+share one would wait for each other."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
@@ -113,9 +117,18 @@ def these_processes() -> str:
         return ""
 
 
-def this_gpu() -> str:
-    """A name of the GPU that the process uses; empty unless ranks reach each other over NCCL."""
-    if not (dist.is_nccl_available() and torch.cuda.is_available()):
+def this_gpu(exchange_nbytes: int) -> str:
+    """A name of the GPU that the process uses, if it is fit to exchange pieces with others.
+
+    Args:
+        exchange_nbytes: Bytes of its memory for what is in flight.
+
+    Returns:
+        The name; empty unless ranks reach each other over NCCL, and that memory is free.
+    """
+    if not dist.is_nccl_available():
+        return ""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ""
     try:
         backend = _get_default_group()._get_backend(torch.device("cuda"))
@@ -123,7 +136,11 @@ def this_gpu() -> str:
         return ""
     if not isinstance(backend, dist.ProcessGroupNCCL) or _native.why_no_cuda() is not None:
         return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    gpu = torch.cuda.current_device()
+    free_nbytes, _ = torch.cuda.mem_get_info(gpu)
+    if free_nbytes < 2 * exchange_nbytes:  # NCCL needs some, too.
+        return ""
+    return str(torch.cuda.get_device_properties(gpu).uuid)
 
 
 def can_exchange() -> bool:
@@ -159,7 +176,11 @@ def share_reads(plans: Sequence[Wanted]) -> list[Assigned | None]:
         exchange = _exchange_of(plans, sharing)
     token = secrets.token_hex(8)
     gpus = {plans[rank].gpu for rank in sharing}
-    on_gpus = "" not in gpus and len(gpus) == len(sharing)  # NCCL wants one for each.
+    on_gpus = (
+        "" not in gpus
+        and len(gpus) == len(sharing)  # NCCL wants one for each.
+        and exchange.most_neighbours <= _MOST_LINKED
+    )
     by_processes = defaultdict(list)
     for place, rank in enumerate(sharing):
         if plans[rank].processes:
@@ -266,8 +287,9 @@ def _make_link(store: PrefixStore, rank: int, size: int, timeout: timedelta) -> 
     """A group of NCCL, which has a communicator of its own for each pair of ranks."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # Kernels of all pairs must find room on a GPU at a time.
-    options.config.max_ctas = _MOST_CTAS
+    with contextlib.suppress(AttributeError):  # Where torch was built with an older NCCL.
+        # Kernels of all pairs must find room on a GPU at a time.
+        options.config.max_ctas = _MOST_CTAS
     with _env("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 

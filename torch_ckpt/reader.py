@@ -248,7 +248,7 @@ class FastReader(StorageReader):
                 pid=os.getpid(),
                 budget_nbytes=self.io.exchange_nbytes,
                 verify=self.verify,
-                gpu=this_gpu() if _may_go_to_gpu(items) else "",
+                gpu=this_gpu(self.io.exchange_nbytes) if _may_go_to_gpu(items) else "",
             )
         if isinstance(items, PlannedReads):
             items = KeptReads(len(items))

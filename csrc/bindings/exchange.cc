@@ -7,9 +7,9 @@
 #include <tuple>
 
 #include "bindings/errors.h"
+#include "bindings/gpu_tensors.h"
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
-#include "device/cuda_device.h"
 #include "engine/announced_peers.h"
 #include "engine/node_peers.h"
 #include "plan/exchange.h"
@@ -42,11 +42,8 @@ struct PieceMemory {
 
 PieceMemory memory_of_gpu(int ordinal, uint64_t stream) {
   return value_or_raise(without_gil([&]() -> Result<PieceMemory> {
-    // For two windows: of what is read at a time, a piece.
-    constexpr int64_t kWindowNbytes = int64_t{4} << 20;
-    ASSIGN_OR_RETURN(auto gpu, CudaDevice::make(ordinal, kWindowNbytes));
-    ASSIGN_OR_RETURN(auto tensors,
-                     CudaTensors::make(std::move(gpu), reinterpret_cast<CudaStream>(stream)));
+    ASSIGN_OR_RETURN(auto tensors, make_gpu_tensors(ordinal, stream));
+    RETURN_IF_ERROR(tensors->warm_up());
     return PieceMemory{std::move(tensors)};
   }));
 }
@@ -90,6 +87,7 @@ void bind_exchange(py::module_& module) {
       .def(py::init(&make_exchange), py::arg("wanted"), py::arg("nodes"), py::arg("budget_nbytes"))
       .def_property_readonly("saved_nbytes", &Exchange::saved_nbytes)
       .def_property_readonly("wanted_nbytes", &Exchange::wanted_nbytes)
+      .def_property_readonly("most_neighbours", &Exchange::most_neighbours)
       .def("is_in_ring", &Exchange::is_in_ring, py::arg("rank"))
       .def(
           "of_rank",

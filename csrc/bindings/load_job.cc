@@ -13,9 +13,9 @@
 #include <utility>
 
 #include "bindings/errors.h"
+#include "bindings/gpu_tensors.h"
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
-#include "device/cuda_device.h"
 #include "engine/read_plan.h"
 
 namespace py = pybind11;
@@ -48,7 +48,7 @@ class Devices {
     }
     std::unique_ptr<Device>& device = gpus_[{view.gpu, view.stream}];
     if (device == nullptr) {
-      auto made = without_gil([&] { return make_gpu(view); });
+      auto made = without_gil([&] { return make_gpu_tensors(view.gpu, view.stream); });
       if (!made.ok()) {
         raise_if_error(Status(made.status().code(),
                               str_cat("cannot load '", name, "': ", made.status().message()),
@@ -61,15 +61,6 @@ class Devices {
   }
 
  private:
-  static Result<std::unique_ptr<Device>> make_gpu(const TensorView& view) {
-    // For two windows: what is read at a time, or a little more.
-    constexpr int64_t kWindowNbytes = int64_t{4} << 20;
-    ASSIGN_OR_RETURN(auto gpu, CudaDevice::make(view.gpu, kWindowNbytes));
-    const auto after = reinterpret_cast<CudaStream>(view.stream);
-    ASSIGN_OR_RETURN(auto tensors, CudaTensors::make(std::move(gpu), after));
-    return std::unique_ptr<Device>(std::move(tensors));
-  }
-
   const CudaTensors* const of_exchange_;
   std::map<std::pair<int, uint64_t>, std::unique_ptr<Device>> gpus_;
 };

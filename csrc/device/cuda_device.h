@@ -133,6 +133,10 @@ class CudaTensors : public Device {
   Result<uint32_t> copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc) const override;
   bool is_host() const override { return false; }
 
+  // Makes what it else makes when it is first used: memory that is pinned then, or a kernel that
+  // is loaded, may wait for all that the GPU does.
+  Status warm_up() const;
+
   // Whether it is of that GPU, and after that stream.
   bool is_of(int ordinal, CudaStream after) const {
     return device_->ordinal() == ordinal && after_ == after;

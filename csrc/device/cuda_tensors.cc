@@ -49,6 +49,14 @@ Status CudaTensors::copy(const StridedCopy& copy, const std::byte* src, std::byt
   return copy_parts(simplified(copy), direction, src, dst);
 }
 
+Status CudaTensors::warm_up() const {
+  ASSIGN_OR_RETURN(const Memory there, memory_.allocate(1));
+  std::byte here{};
+  const StridedCopy one = {.sizes = {1}, .src_strides = {1}, .dst_strides = {1}};
+  RETURN_IF_ERROR(copy(one, there.bytes().data(), &here));
+  return copy(one, &here, there.bytes().data());
+}
+
 // Cuts the outermost dimension until the buffer holds what is left.
 Status CudaTensors::copy_parts(const StridedCopy& copy, PackDirection direction,
                                const std::byte* src, std::byte* dst) const {

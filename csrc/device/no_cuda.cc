@@ -25,6 +25,8 @@ Status CudaTensors::copy(const StridedCopy&, const std::byte*, std::byte*) const
   return cuda_available();
 }
 
+Status CudaTensors::warm_up() const { return cuda_available(); }
+
 Result<uint32_t> CudaTensors::copy_and_checksum(Bytes, MutableBytes, uint32_t) const {
   return cuda_available();
 }

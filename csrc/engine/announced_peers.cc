@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine/link_meeting.h"
+
 namespace torch_ckpt {
 namespace {
 
@@ -41,7 +43,7 @@ class AnnouncedPeers : public Peers {
         wire_(std::move(wire)),
         up_(std::move(up)),
         down_(std::move(down)),
-        memory_(std::move(memory)) {}
+        links_(rank, up_, down_, std::move(memory)) {}
 
   ~AnnouncedPeers() override {
     abort();
@@ -120,7 +122,7 @@ class AnnouncedPeers : public Peers {
   const std::shared_ptr<Peers> wire_;
   const std::shared_ptr<Peers> up_;
   const std::shared_ptr<Peers> down_;
-  const Memory memory_;
+  LinkMeeting links_;
 
   std::mutex mutex_;  // Guards what follows.
   std::condition_variable changed_;
@@ -157,6 +159,7 @@ void AnnouncedPeers::fail(const Status& error) {
   status_ = error;
   for (PeerTransfer* transfer : going_) transfer->abort();
   wire_->abort();
+  links_.abort();
   changed_.notify_all();
 }
 
@@ -180,24 +183,22 @@ void AnnouncedPeers::end(Piece& piece) {
   changed_.notify_all();
 }
 
-// Of all pairs that have not met, the first has both ends at it: those that either has before it
-// have. So no circle of ranks waits, however a link makes its connections.
+// Nothing ends a wait for a rank that never made its links: so all say first that they have.
 Status AnnouncedPeers::meet(std::span<const int32_t> ranks) {
   RETURN_IF_ERROR(wire_->meet(ranks));
-  std::vector<int32_t> ascending(ranks.begin(), ranks.end());
-  std::ranges::sort(ascending);
-  const MutableBytes first = slice(memory_.bytes(), 0, 1);
-  const MutableBytes second = slice(memory_.bytes(), 1, 1);
-  for (const int32_t rank : ascending) {
-    if (rank > rank_) {
-      RETURN_IF_ERROR(finish(up_->send(first, rank, Channel::kPieces, 0)));
-      RETURN_IF_ERROR(finish(down_->receive(second, rank, Channel::kPieces, 0)));
-    } else {
-      RETURN_IF_ERROR(finish(up_->receive(second, rank, Channel::kPieces, 0)));
-      RETURN_IF_ERROR(finish(down_->send(first, rank, Channel::kPieces, 0)));
-    }
+  const std::byte said{1};
+  std::vector<std::byte> heard(ranks.size());
+  std::vector<std::unique_ptr<PeerTransfer>> words;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    ASSIGN_OR_RETURN(auto sent, wire_->send({&said, 1}, ranks[i], Channel::kMeeting, 0));
+    words.push_back(std::move(sent));
+    ASSIGN_OR_RETURN(auto come, wire_->receive({&heard[i], 1}, ranks[i], Channel::kMeeting, 0));
+    words.push_back(std::move(come));
   }
-  return ok_status();
+  for (auto& word : words) RETURN_IF_ERROR(finish(std::move(word)));
+  const Status met = links_.meet({ranks.begin(), ranks.end()});
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return failed_ ? status_ : met;
 }
 
 Result<std::unique_ptr<PeerTransfer>> AnnouncedPeers::send(Bytes bytes, int32_t rank,

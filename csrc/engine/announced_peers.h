@@ -33,8 +33,7 @@ namespace torch_ckpt {
 
 // `rank`: this one. Each of the links carries pieces alone, and is used by one thread for each rank
 // at a time, which waits for each transfer before it begins the next. Their connections are made
-// when ranks meet, by sending a byte of `memory`, of which there are two, pair by pair in one
-// order.
+// when ranks meet (engine/link_meeting.h), with `memory`, of two bytes.
 //
 // Two threads for each rank that pieces go to, and one for each that they come from. When a
 // transfer fails, or is aborted, all do: who leaves one out has lost the order.

@@ -123,8 +123,15 @@ Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, Ran
                          plan.piece_nbytes, std::move(readers), timeout, std::move(holder)));
 }
 
-// Makes the memory of pieces, of the kind that what they go to copies from.
+// Makes the memory of pieces, of the kind that what they go to copies from. Where they go between
+// devices, that of readers too: what one device waits for then might wait for another's pieces.
 Status ExchangeStream::open_pool() {
+  const bool reads = std::ranges::any_of(pieces_, [](const auto& piece) { return piece.from < 0; });
+  if (holder_ != nullptr && reads) {
+    WantedRange for_holder;
+    for_holder.device = holder_.get();
+    for (const auto& reader : readers_) RETURN_IF_ERROR(reader->open_for(for_holder));
+  }
   ASSIGN_OR_RETURN(auto pool,
                    holder_ != nullptr
                        ? BufferPool::make(holder_->memory(), pool_nbytes_, block_nbytes_)

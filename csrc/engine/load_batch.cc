@@ -92,6 +92,10 @@ Status LoadBatch::run(ExchangeStream& exchange, std::span<const ExchangePiece> p
     alone.push_back(wanted_[static_cast<size_t>(index)]);
     RETURN_IF_ERROR(check_sums(alone.back().sums, alone.back().range));
   }
+  const WantedRange* const for_device = first_for_device(alone);
+  if (exchange.holder() != nullptr && for_device != nullptr) {
+    RETURN_IF_ERROR(stream_.open_for(*for_device));
+  }
 
   std::atomic<bool> stopped = false;
   const auto read_alone = [&] {

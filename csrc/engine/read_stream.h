@@ -82,6 +82,10 @@ class ReadStream {
   int64_t max_aligned_range_nbytes(const FileSums* sums = nullptr) const;
   int64_t max_range_nbytes(const FileSums* sums = nullptr) const;
 
+  // Makes all buffers of the kind that this range's device copies from fastest, so that no `run`
+  // makes them later, while the device must not wait. Errors: as `make_pool_for`.
+  Status open_for(const WantedRange& range);
+
   // Reads every range and has it consumed. On an error the rest is not read; ranges in flight are
   // waited for, so no memory is touched after this returns. After a kInternal error the stream must
   // not be used again.

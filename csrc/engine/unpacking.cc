@@ -21,11 +21,12 @@ Status with_names(const Names& names, const Status& error) {
                 error.error_number());
 }
 
-// Lays the source out row by row before it is copied: plans take no elements that share bytes.
+// Lays the source out row by row before it is copied: plans take no elements that share bytes. That
+// is rare, so it is not worth a buffer that the device copies from by itself.
 Status unpack_laid_out(const Device& device, std::byte* tensor, StridedCopy copy,
                        const std::byte* from) {
   const int64_t nbytes = checked_numel(copy.sizes).value_or(0) * copy.itemsize;
-  ASSIGN_OR_RETURN(const Memory memory, device.buffers().allocate(nbytes));
+  ASSIGN_OR_RETURN(const Memory memory, HeapMemorySource().allocate(nbytes));
   StridedCopy to_row = copy;
   to_row.dst_offset = 0;
   to_row.dst_strides = contiguous_strides(copy.sizes);

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <semaphore>
 #include <span>
 #include <string>
 #include <thread>
@@ -157,6 +158,61 @@ TEST(AnnouncedPeersTest, AllPairsMeetHoweverTheyAreListed) {
   for (const Status& status : statuses) EXPECT_OK(status);
   EXPECT_EQ(world.up.sent_nbytes(), 10);
   EXPECT_EQ(world.down.sent_nbytes(), 10);
+}
+
+TEST(AnnouncedPeersTest, NothingIsPutOnALinkBeforeBothHaveMadeTheirs) {
+  World world(0);
+  const auto low = world.peers_of(0);
+  const auto wire = world.wire.peers_of(1);  // Does not say that it has made its links.
+  Status status;
+  const std::vector<int32_t> others = {1};
+  std::thread meeting([&] { status = low->meet(others); });
+  std::byte word{};
+  ASSERT_OK_AND_ASSIGN(const auto said, wire->receive({&word, 1}, 0, Channel::kMeeting, 0));
+  EXPECT_OK(said->wait());
+  low->abort();
+  meeting.join();
+  EXPECT_CODE(status, StatusCode::kCancelled);
+  EXPECT_EQ(world.up.most_queued(), 0U);
+}
+
+// A link that has whoever begins a transfer wait until the test lets go of it.
+class StuckLink : public Peers {
+ public:
+  Result<std::unique_ptr<PeerTransfer>> send(Bytes, int32_t, Channel, int64_t) override {
+    begun.release();
+    stuck.acquire();
+    return cancelled("too late");
+  }
+  Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes, int32_t, Channel, int64_t) override {
+    return cancelled("out of turn");
+  }
+
+  std::binary_semaphore begun{0};
+  std::binary_semaphore stuck{0};
+};
+
+TEST(AnnouncedPeersTest, AbortLeavesALinkBehindThatWaitsForTheOtherEndToConnect) {
+  World world(0);
+  const auto link = std::make_shared<StuckLink>();
+  std::weak_ptr<StuckLink> left = link;
+  Result<Memory> memory = HeapMemorySource().allocate(2);
+  auto low = make_announced_peers(0, world.wire.peers_of(0), link, link, std::move(*memory));
+  const auto wire = world.wire.peers_of(1);
+  Status status;
+  const std::vector<int32_t> others = {1};
+  std::thread meeting([&] { status = low->meet(others); });
+  std::byte word{};
+  ASSERT_OK_AND_ASSIGN(const auto heard, wire->receive({&word, 1}, 0, Channel::kMeeting, 0));
+  ASSERT_OK_AND_ASSIGN(const auto said, wire->send({&word, 1}, 0, Channel::kMeeting, 0));
+  link->begun.acquire();
+  low->abort();
+  meeting.join();
+  EXPECT_CODE(status, StatusCode::kCancelled);
+  low.reset();
+  EXPECT_GT(left.use_count(), 1);  // Whoever waits in it still has it.
+  link->stuck.release();
+  while (left.use_count() > 1) std::this_thread::yield();
 }
 
 TEST(AnnouncedPeersTest, AbortEndsATransferThatTheOtherEndHasLeftOnTheLink) {

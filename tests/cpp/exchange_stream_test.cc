@@ -51,6 +51,32 @@ struct TestRank {
   std::vector<std::string> handed_over;
   Status status;
   int64_t read_nbytes = 0;
+  size_t buffers_at_meeting = 0;
+};
+
+// Peers that note how many buffers a device has when ranks have met.
+class NotingPeers : public Peers {
+ public:
+  NotingPeers(std::shared_ptr<Peers> peers, TestRank& rank)
+      : peers_(std::move(peers)), rank_(rank) {}
+
+  Status meet(std::span<const int32_t> ranks) override {
+    rank_.buffers_at_meeting = rank_.device->allocated();
+    return peers_->meet(ranks);
+  }
+  void abort() override { peers_->abort(); }
+  Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
+                                             int64_t number) override {
+    return peers_->send(bytes, rank, channel, number);
+  }
+  Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank, Channel channel,
+                                                int64_t number) override {
+    return peers_->receive(memory, rank, channel, number);
+  }
+
+ private:
+  const std::shared_ptr<Peers> peers_;
+  TestRank& rank_;
 };
 
 // A checkpoint of three files, and ranks that want of it what a test says.
@@ -69,8 +95,10 @@ struct TestWorld {
     const auto number = static_cast<int32_t>(rank);
     if (over_links) {
       Result<Memory> memory = ranks[rank].device->memory().allocate(2);
-      return make_announced_peers(number, network.peers_of(number), up.peers_of(number),
-                                  down.peers_of(number), std::move(*memory));
+      return std::make_shared<NotingPeers>(
+          make_announced_peers(number, network.peers_of(number), up.peers_of(number),
+                               down.peers_of(number), std::move(*memory)),
+          ranks[rank]);
     }
     std::map<int32_t, int64_t> pids;
     for (size_t other = 0; one_node && other < ranks.size(); ++other) {
@@ -273,6 +301,23 @@ TEST(ExchangeStreamTest, OverLinksPiecesGoFromDeviceToDeviceAndOnlyTheirReadersB
   }
 }
 
+TEST(ExchangeStreamTest, OverLinksNoBufferIsMadeOnceRanksHaveMet) {
+  TestWorld world(3);
+  world.over_links = true;
+  for (size_t rank = 0; rank < 3; ++rank) {
+    const Dims& sizes = world.saved[0][1].live.sizes;
+    world.want(rank, 0, 1, {Dims(sizes.size(), 0), sizes}, Where::kDevice);
+    const Dims& alone = world.saved[rank][2].live.sizes;
+    world.want(rank, rank, 2, {Dims(alone.size(), 0), alone}, Where::kDevice);
+  }
+  world.load_together();
+  world.expect_loaded();
+  for (const TestRank& rank : world.ranks) {
+    EXPECT_GT(rank.buffers_at_meeting, 0U);
+    EXPECT_EQ(rank.device->allocated(), rank.buffers_at_meeting);
+  }
+}
+
 TEST(ExchangeStreamTest, WhenADeviceFailsTheRankNamesTheTensorAndOthersAreCancelled) {
   for (const bool at_beginning : {false, true}) {
     for (const int64_t n : {0, 2, 4}) {
@@ -293,12 +338,14 @@ TEST(ExchangeStreamTest, WhenADeviceFailsTheRankNamesTheTensorAndOthersAreCancel
 }
 
 TEST(ExchangeStreamTest, WhenOneRankCannotReadAllOthersAreCancelled) {
-  for (int i = 0; i < 6; ++i) {
-    const auto failing = static_cast<size_t>(i % 3);
+  bool over_links = false;  // By turns: each rank fails both ways, and each operation.
+  for (size_t failing = 0; failing < 3; ++failing) {
+    over_links = !over_links;
     for (const int64_t operation : {0, 3, 7, 11, 13, 15}) {
       SCOPED_TRACE("rank " + std::to_string(failing) + ", operation " + std::to_string(operation));
       TestWorld world(3);
-      world.over_links = i >= 3;
+      world.over_links = over_links;
+      over_links = !over_links;
       for (size_t rank = 0; rank < 3; ++rank) world.want_all(rank);
       // Of planning, which comes first, nothing is to fail.
       ASSERT_OK_AND_ASSIGN(const auto job,

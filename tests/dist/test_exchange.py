@@ -73,7 +73,7 @@ def between_devices() -> Iterator[None]:
     exchange, host = torch_ckpt.exchange, torch_ckpt._native.memory_of_host()
     with contextlib.ExitStack() as stack:
         for module, name, value in [
-            (torch_ckpt.reader, "this_gpu", lambda: f"the CPU of rank {dist.get_rank()}"),
+            (torch_ckpt.reader, "this_gpu", lambda nbytes: f"the CPU of rank {dist.get_rank()}"),
             (torch_ckpt.reader, "_may_go_to_gpu", lambda items: True),
             (exchange, "_piece_memory", lambda: (-1, host)),
             (exchange, "_make_link", dist.ProcessGroupGloo),
@@ -118,12 +118,18 @@ def test_replicas_together_read_every_byte_once(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "agreed"),
-    [(["a", "b", "c"], True), (["a", "", "c"], False), (["a", "b", "a"], False)],
+    ("gpus", "most_linked", "agreed"),
+    [
+        (["a", "b", "c"], 2, True),
+        (["a", "b", "c"], 1, False),
+        (["a", "", "c"], 2, False),
+        (["a", "b", "a"], 2, False),
+    ],
 )
-def test_pieces_go_between_gpus_if_each_rank_has_one_of_its_own(
-    gpus: list[str], agreed: bool, tmp_path: Path
+def test_pieces_go_between_gpus_if_each_rank_has_one_of_its_own_and_few_neighbours(
+    gpus: list[str], most_linked: int, agreed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch_ckpt.exchange, "_MOST_LINKED", most_linked)
     save_alone(tmp_path)
     reader = FastReader(tmp_path)
     planner = DefaultLoadPlanner()
@@ -339,6 +345,40 @@ def test_damage_that_one_rank_reads_fails_all_and_the_next_load_is_whole(
         assert set(kinds.values()) == {"CancelledError"}
 
 
+def load_without_a_link(path: Path, faulty: int) -> tuple[float, set[str]]:
+    """Loads where one rank cannot make its last link, and then where each can."""
+    made: list[Any] = []  # Links do not tell the others that an end of theirs is gone.
+
+    def make_link(*args: Any) -> Any:
+        made.append(dist.ProcessGroupGloo(*args))
+        if len(made) == 2 and dist.get_rank() == faulty:
+            raise RuntimeError("no such link")
+        return made[-1]
+
+    began = time.monotonic()
+    reader = FastReader(path, io=TINY, exchange="ring")
+    with (
+        between_devices(),
+        unittest.mock.patch.object(torch_ckpt.exchange, "_make_link", make_link),
+        pytest.raises(CheckpointException) as caught,
+    ):
+        dcp.load(state_of("of no version"), storage_reader=reader)
+    took_s = time.monotonic() - began
+    assert "no such link" in str(caught.value.failures[faulty][0])
+    load_replicas(path, "ring", fast=False, by="links")
+    return took_s, {type(error).__name__ for error, _ in caught.value.failures.values()}
+
+
+@pytest.mark.parametrize("faulty", range(3))
+def test_a_link_that_one_rank_cannot_make_fails_all(
+    worlds: Worlds, tmp_path: Path, faulty: int
+) -> None:
+    save_alone(tmp_path)
+    for took_s, kinds in worlds.run(3, load_without_a_link, tmp_path, faulty):
+        assert took_s < PROMPT_S
+        assert kinds == {"CancelledError"}
+
+
 class Deadly(DefaultLoadPlanner):
     """Kills its process, raises, or sleeps, when the first tensor is to be read."""
 
@@ -405,14 +445,14 @@ class SlowDeath(FastReader):
         self.after_s = after_s
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        connect = torch_ckpt.exchange._connect
+        native = torch_ckpt.exchange._native
+        stream = native.ExchangeStream
 
-        def connect_to_die(*args: Any) -> Any:
-            connected = connect(*args)
+        def stream_to_die(*args: Any) -> Any:
             threading.Timer(self.after_s, os.kill, [os.getpid(), signal.SIGKILL]).start()
-            return connected
+            return stream(*args)
 
-        with unittest.mock.patch.object(torch_ckpt.exchange, "_connect", connect_to_die):
+        with unittest.mock.patch.object(native, "ExchangeStream", stream_to_die):
             return super().read_data(plan, planner)
 
 
