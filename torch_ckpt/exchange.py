@@ -12,8 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     PrefixStore,
@@ -33,6 +34,7 @@ __all__ = [
     "joined",
     "share_reads",
     "these_processes",
+    "this_gpu",
     "this_machine",
 ]
 
@@ -50,6 +52,13 @@ _MOST_RANKS_BY_ITSELF = 256
 
 _CONNECT_TIMEOUT_S = 300.0
 """Ranks connect within this, or fail: they have all just met."""
+
+_MOST_CTAS = 4
+"""Of each transfer between two GPUs, at a time: a GPU has more than 100 places for them."""
+
+_MOST_LINKED = 8
+"""To more GPUs none is linked. Each takes two streams, of 32 that torch has: transfers that had to
+share one would wait for each other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +79,8 @@ class Wanted:
     """Memory for what it has in flight."""
     verify: bool = True
     """Whether it checks what it reads."""
+    gpu: str = ""
+    """The GPU in whose memory it may have pieces, and reach other ranks from; else empty."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +95,8 @@ class Assigned:
     size: int
     pids: dict[int, int]
     """Process ids of others, by their places, whose memory this rank may be able to read."""
+    on_gpus: bool = False
+    """Whether pieces go from GPU to GPU; the same for all that take part."""
 
 
 @functools.cache
@@ -102,6 +115,32 @@ def these_processes() -> str:
         return f"{this_machine()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+
+
+def this_gpu(exchange_nbytes: int) -> str:
+    """A name of the GPU that the process uses, if it is fit to exchange pieces with others.
+
+    Args:
+        exchange_nbytes: Bytes of its memory for what is in flight.
+
+    Returns:
+        The name; empty unless ranks reach each other over NCCL, and that memory is free.
+    """
+    if not dist.is_nccl_available():
+        return ""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ""
+    try:
+        backend = _get_default_group()._get_backend(torch.device("cuda"))
+    except RuntimeError:  # There is none for GPUs.
+        return ""
+    if not isinstance(backend, dist.ProcessGroupNCCL) or _native.why_no_cuda() is not None:
+        return ""
+    gpu = torch.cuda.current_device()
+    free_nbytes, _ = torch.cuda.mem_get_info(gpu)
+    if free_nbytes < 2 * exchange_nbytes:  # NCCL needs some, too.
+        return ""
+    return str(torch.cuda.get_device_properties(gpu).uuid)
 
 
 def can_exchange() -> bool:
@@ -136,6 +175,12 @@ def share_reads(plans: Sequence[Wanted]) -> list[Assigned | None]:
     if len(sharing) < len(taking_part):  # The others need not be connected.
         exchange = _exchange_of(plans, sharing)
     token = secrets.token_hex(8)
+    gpus = {plans[rank].gpu for rank in sharing}
+    on_gpus = (
+        "" not in gpus
+        and len(gpus) == len(sharing)  # NCCL wants one for each.
+        and exchange.most_neighbours <= _MOST_LINKED
+    )
     by_processes = defaultdict(list)
     for place, rank in enumerate(sharing):
         if plans[rank].processes:
@@ -146,7 +191,7 @@ def share_reads(plans: Sequence[Wanted]) -> list[Assigned | None]:
             for other in by_processes[plans[rank].processes]
             if other != place
         }
-        parts[rank] = Assigned(exchange.of_rank(place), token, place, len(sharing), pids)
+        parts[rank] = Assigned(exchange.of_rank(place), token, place, len(sharing), pids, on_gpus)
     return parts
 
 
@@ -176,29 +221,88 @@ def joined(
         CancelledError: Another rank could not be reached, or has broken off.
     """
     timeout_ms = round(timeout_s * 1000)
-    # Nothing else may hold the connections: the traceback of an error would keep them open.
-    stream = _native.ExchangeStream(
-        fs,
-        assigned.encoded,
-        _tensor_view.make_peers(_connect(assigned, timeout_s), timeout_ms),
-        assigned.pids,
-        budget_nbytes,
-        timeout_ms,
-    )
-    try:
+    with contextlib.ExitStack() as stack:
+        # Nothing else may hold the connections: the traceback of an error would keep them open.
+        wire = [_tensor_view.make_peers(_connect(assigned, timeout_s), timeout_ms)]
+        stack.callback(wire.clear)
+        links = stack.enter_context(_linked(assigned, timeout_s)) if assigned.on_gpus else None
+        stream = _native.ExchangeStream(
+            fs,
+            assigned.encoded,
+            wire.pop(),
+            assigned.pids,
+            budget_nbytes,
+            timeout_ms,
+            links,
+        )
+        stack.callback(stream.close)
         yield stream
         stream.finish()
-    finally:
-        stream.close()
 
 
 def _connect(assigned: Assigned, timeout_s: float) -> ProcessGroupGloo:
     """Connects to the others, beside the process groups of training."""
-    store = PrefixStore(
-        f"torch_ckpt/exchange/{assigned.token}", _get_process_group_store(_get_default_group())
-    )
     timeout = timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
     try:
-        return ProcessGroupGloo(store, assigned.rank, assigned.size, timeout)
+        return ProcessGroupGloo(_store(assigned, "wire"), assigned.rank, assigned.size, timeout)
     except Exception as error:
         raise CancelledError(f"cannot connect to the other ranks: {error}") from error
+
+
+def _store(assigned: Assigned, name: str) -> PrefixStore:
+    default = _get_process_group_store(_get_default_group())
+    return PrefixStore(f"torch_ckpt/exchange/{assigned.token}/{name}", default)
+
+
+_Links = tuple[_native.Peers, _native.Peers, _native.PieceMemory]
+
+
+@contextlib.contextmanager
+def _linked(assigned: Assigned, timeout_s: float) -> Iterator[_Links]:
+    """Links between the GPUs of the ranks: to higher ranks, and to lower ones.
+
+    They connect when ranks meet, and end here at once, whatever the others do.
+    """
+    gpu, memory = _piece_memory()
+    timeout = timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
+    with contextlib.ExitStack() as stack:
+        links = []
+        for name in ("up", "down"):
+            try:
+                group = _make_link(_store(assigned, name), assigned.rank, assigned.size, timeout)
+            except Exception as error:
+                raise CancelledError(f"cannot link the GPUs of ranks: {error}") from error
+            stack.callback(group.abort)
+            links.append(_tensor_view.make_link(group, round(timeout_s * 1000), gpu))
+        yield links[0], links[1], memory
+
+
+def _piece_memory() -> tuple[int, _native.PieceMemory]:
+    """The number of the GPU that pieces lie on, -1 for ordinary memory; and its memory."""
+    gpu = torch.cuda.current_device()
+    return gpu, _native.memory_of_gpu(gpu, torch.cuda.current_stream(gpu).cuda_stream)
+
+
+def _make_link(store: PrefixStore, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group of NCCL, which has a communicator of its own for each pair of ranks."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    with contextlib.suppress(AttributeError):  # Where torch was built with an older NCCL.
+        # Kernels of all pairs must find room on a GPU at a time.
+        options.config.max_ctas = _MOST_CTAS
+    with _env("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextlib.contextmanager
+def _env(name: str, value: str) -> Iterator[None]:
+    """Has a group that is made meanwhile raise its errors, where torch would end the process."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

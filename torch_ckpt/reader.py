@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
@@ -32,6 +33,7 @@ from torch_ckpt.exchange import (
     joined,
     share_reads,
     these_processes,
+    this_gpu,
     this_machine,
 )
 from torch_ckpt.formats.opened import Contents, Opened
@@ -246,6 +248,7 @@ class FastReader(StorageReader):
                 pid=os.getpid(),
                 budget_nbytes=self.io.exchange_nbytes,
                 verify=self.verify,
+                gpu=this_gpu(self.io.exchange_nbytes) if _may_go_to_gpu(items) else "",
             )
         if isinstance(items, PlannedReads):
             items = KeptReads(len(items))
@@ -328,3 +331,10 @@ class FastReader(StorageReader):
             self.trust_pickle,
             self.transforms,
         )
+
+
+def _may_go_to_gpu(items: Sequence[ReadItem]) -> bool:
+    """Whether any of what is planned goes to a GPU, or nobody knows before it is resolved."""
+    if not isinstance(items, PlannedReads):
+        return True
+    return any(isinstance(one, torch.Tensor) and one.is_cuda for one in items.sources)

@@ -13,9 +13,9 @@
 #include <utility>
 
 #include "bindings/errors.h"
+#include "bindings/gpu_tensors.h"
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
-#include "device/cuda_device.h"
 #include "engine/read_plan.h"
 
 namespace py = pybind11;
@@ -32,13 +32,23 @@ using PyTensorRequest = std::tuple<PySlice, Dims, const TensorView*>;
 // What the tensors of a run lie on; made as the first tensor on each comes.
 class Devices {
  public:
+  // `exchange` may have one already, in whose memory its pieces are.
+  explicit Devices(const ExchangeStream* exchange = nullptr)
+      : of_exchange_(
+            dynamic_cast<const CudaTensors*>(exchange == nullptr ? nullptr : exchange->holder())) {}
+
   // A live tensor of this view. Raises where its GPU cannot be used.
   LiveTensor live(const TensorView& view, std::string_view name) {
     LiveTensor out = to_live(view);
     if (view.gpu < 0) return out;
+    if (of_exchange_ != nullptr &&
+        of_exchange_->is_of(view.gpu, reinterpret_cast<CudaStream>(view.stream))) {
+      out.device = of_exchange_;
+      return out;
+    }
     std::unique_ptr<Device>& device = gpus_[{view.gpu, view.stream}];
     if (device == nullptr) {
-      auto made = without_gil([&] { return make_gpu(view); });
+      auto made = without_gil([&] { return make_gpu_tensors(view.gpu, view.stream); });
       if (!made.ok()) {
         raise_if_error(Status(made.status().code(),
                               str_cat("cannot load '", name, "': ", made.status().message()),
@@ -51,15 +61,7 @@ class Devices {
   }
 
  private:
-  static Result<std::unique_ptr<Device>> make_gpu(const TensorView& view) {
-    // For two windows: what is read at a time, or a little more.
-    constexpr int64_t kWindowNbytes = int64_t{4} << 20;
-    ASSIGN_OR_RETURN(auto gpu, CudaDevice::make(view.gpu, kWindowNbytes));
-    const auto after = reinterpret_cast<CudaStream>(view.stream);
-    ASSIGN_OR_RETURN(auto tensors, CudaTensors::make(std::move(gpu), after));
-    return std::unique_ptr<Device>(std::move(tensors));
-  }
-
+  const CudaTensors* const of_exchange_;
   std::map<std::pair<int, uint64_t>, std::unique_ptr<Device>> gpus_;
 };
 
@@ -145,7 +147,7 @@ std::pair<std::vector<bool>, std::vector<LoadedBytes>> run_job(
       (*on_tensor)(request, std::move(elements));
     };
   }
-  Devices devices;
+  Devices devices(exchange);
   LoadResult result =
       run(job, to_requests(tensors, devices), to_slices(bytes), on_request, exchange);
   std::vector<bool> loaded;
@@ -222,7 +224,7 @@ class Reads {
     std::vector<int64_t> numbers;
     std::vector<int64_t> left;
     std::vector<TensorRequest> requests;
-    Devices devices;
+    Devices devices(exchange);
     const std::vector<bool> is_shared = shared_memory(batch);
     for (int64_t i = 0; i < size(); ++i) {
       const PlannedRead& read = at(i);

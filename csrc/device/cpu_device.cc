@@ -123,6 +123,7 @@ class CpuDevice : public Device {
     static HeapMemorySource heap;
     return heap;
   }
+  MemorySource& memory() const override { return buffers(); }
 
   Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
                                               Bytes buffer) const override {

@@ -47,6 +47,16 @@ class PinnedMemorySource : public MemorySource {
   const int ordinal_;
 };
 
+// Memory of a GPU.
+class GpuMemorySource : public MemorySource {
+ public:
+  explicit GpuMemorySource(int ordinal) : ordinal_(ordinal) {}
+  Result<Memory> allocate(int64_t nbytes) override;
+
+ private:
+  const int ordinal_;
+};
+
 class CudaEvent : public DeviceEvent {
  public:
   // Has what is put on `stream` from now on wait for it, while the calling thread goes on.
@@ -122,9 +132,21 @@ class CudaTensors : public Device {
   Status copy(const StridedCopy& copy, const std::byte* src, std::byte* dst) const override;
   Result<uint32_t> copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc) const override;
   bool is_host() const override { return false; }
-  MemorySource& buffers() const override { return buffers_; }
 
-  // From memory that is not pinned it copies as well, but has the calling thread wait.
+  // Makes what it else makes when it is first used: memory that is pinned then, or a kernel that
+  // is loaded, may wait for all that the GPU does.
+  Status warm_up() const;
+
+  // Whether it is of that GPU, and after that stream.
+  bool is_of(int ordinal, CudaStream after) const {
+    return device_->ordinal() == ordinal && after_ == after;
+  }
+
+  MemorySource& buffers() const override { return buffers_; }
+  MemorySource& memory() const override { return memory_; }
+
+  // From memory that is not pinned it copies as well, but has the calling thread wait. A buffer in
+  // the memory of the GPU begins at a multiple of kStagingAlignment.
   Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
                                               Bytes buffer) const override;
 
@@ -133,7 +155,8 @@ class CudaTensors : public Device {
       : device_(std::move(device)),
         after_(after),
         buffer_nbytes_(buffer_nbytes),
-        buffers_(device_->ordinal()) {}
+        buffers_(device_->ordinal()),
+        memory_(device_->ordinal()) {}
 
   Status copy_parts(const StridedCopy& copy, PackDirection direction, const std::byte* src,
                     std::byte* dst) const;
@@ -145,6 +168,7 @@ class CudaTensors : public Device {
   const CudaStream after_;
   const int64_t buffer_nbytes_;
   mutable PinnedMemorySource buffers_;
+  mutable GpuMemorySource memory_;
   mutable Memory buffer_;
 };
 

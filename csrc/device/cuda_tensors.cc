@@ -49,6 +49,14 @@ Status CudaTensors::copy(const StridedCopy& copy, const std::byte* src, std::byt
   return copy_parts(simplified(copy), direction, src, dst);
 }
 
+Status CudaTensors::warm_up() const {
+  ASSIGN_OR_RETURN(const Memory there, memory_.allocate(1));
+  std::byte here{};
+  const StridedCopy one = {.sizes = {1}, .src_strides = {1}, .dst_strides = {1}};
+  RETURN_IF_ERROR(copy(one, there.bytes().data(), &here));
+  return copy(one, &here, there.bytes().data());
+}
+
 // Cuts the outermost dimension until the buffer holds what is left.
 Status CudaTensors::copy_parts(const StridedCopy& copy, PackDirection direction,
                                const std::byte* src, std::byte* dst) const {
@@ -112,7 +120,10 @@ Result<std::unique_ptr<DeviceEvent>> CudaTensors::unpack(std::span<const TensorC
   const std::scoped_lock lock(mutex_);
   // The tables are freed in the order of the stream: the plan need not outlast the copies.
   ASSIGN_OR_RETURN(const auto plan, device_->upload(std::move(made)));
-  ASSIGN_OR_RETURN(auto started, device_->unpack_from_host(*plan, buffer, after_));
+  const CurrentDevice current(device_->ordinal());
+  ASSIGN_OR_RETURN(const bool there, on_gpu(buffer.data()));
+  ASSIGN_OR_RETURN(auto started, there ? device_->unpack_on_device(*plan, buffer, after_)
+                                       : device_->unpack_from_host(*plan, buffer, after_));
   return std::unique_ptr<DeviceEvent>(std::move(started));
 }
 

@@ -54,6 +54,10 @@ class Device {
   // given may live longer.
   virtual MemorySource& buffers() const = 0;
 
+  // Where memory of its own comes from: `copy` and `unpack` take it for a tensor, and `unpack` for
+  // a buffer. Of a device that is not the host, nothing else looks into it. Lives as `buffers`.
+  virtual MemorySource& memory() const = 0;
+
   // Begins copies from `buffer` to tensors, which do not overlap, and says when they are done:
   // nothing where they are when it returns. Until then the buffer must not change. An error says
   // that nothing is going on.

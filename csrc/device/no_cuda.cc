@@ -12,6 +12,8 @@ Result<std::shared_ptr<void>> pin(MutableBytes, int) { return cuda_available(); 
 
 Result<Memory> PinnedMemorySource::allocate(int64_t) { return cuda_available(); }
 
+Result<Memory> GpuMemorySource::allocate(int64_t) { return cuda_available(); }
+
 Result<std::unique_ptr<CudaDevice>> CudaDevice::make(int, int64_t) { return cuda_available(); }
 
 Result<std::unique_ptr<CudaTensors>> CudaTensors::make(std::unique_ptr<CudaDevice>, CudaStream,
@@ -22,6 +24,8 @@ Result<std::unique_ptr<CudaTensors>> CudaTensors::make(std::unique_ptr<CudaDevic
 Status CudaTensors::copy(const StridedCopy&, const std::byte*, std::byte*) const {
   return cuda_available();
 }
+
+Status CudaTensors::warm_up() const { return cuda_available(); }
 
 Result<uint32_t> CudaTensors::copy_and_checksum(Bytes, MutableBytes, uint32_t) const {
   return cuda_available();

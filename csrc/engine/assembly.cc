@@ -9,8 +9,8 @@
 namespace torch_ckpt {
 
 Assembly::Assembly(std::span<const WantedRange> wanted, std::span<const SharedPiece> pieces,
-                   const ConsumeRange& consume)
-    : pieces_(pieces), consume_(consume), for_device_(first_for_device(wanted)) {
+                   const ConsumeRange& consume, const Device* holder)
+    : pieces_(pieces), consume_(consume), holder_(holder), for_device_(first_for_device(wanted)) {
   std::map<const File*, std::vector<ByteRange>> covered;
   for (const SharedPiece& piece : pieces) {
     std::vector<ByteRange>& ranges = covered[piece.file];
@@ -39,8 +39,8 @@ Assembly::Assembly(std::span<const WantedRange> wanted, std::span<const SharedPi
     }
     OfFile& file = files_[want.file];
     file.wanted = wanted;
-    file.parts.push_back(
-        {i, want.range, want.destination, want.device, want.name, want.range.nbytes()});
+    file.parts.push_back({i, want.range, want.destination, want.device, want.name, want.looked_at,
+                          want.range.nbytes()});
     file.longest_nbytes = std::max(file.longest_nbytes, want.range.nbytes());
   }
   for (auto& [file, of_file] : files_) {
@@ -82,7 +82,7 @@ const RangeNames* Assembly::names(const File* file) const {
 std::byte* Assembly::place(int64_t piece) const {
   const SharedPiece& shared = pieces_[static_cast<size_t>(piece)];
   const auto file = files_.find(shared.file);
-  if (file == files_.end()) return nullptr;
+  if (file == files_.end() || holder_ != nullptr) return nullptr;
   const std::vector<Run>& runs = file->second.runs;
   const auto after = std::ranges::upper_bound(runs, shared.range.begin, {},
                                               [](const Run& run) { return run.range.begin; });
@@ -92,17 +92,52 @@ std::byte* Assembly::place(int64_t piece) const {
   return run.destination + (shared.range.begin - run.range.begin);
 }
 
+// Those that may have bytes of a piece.
+std::span<Assembly::Part> Assembly::parts_in(const SharedPiece& piece) {
+  const auto file = files_.find(piece.file);
+  if (file == files_.end()) return {};
+  std::vector<Part>& parts = file->second.parts;
+  const size_t first = file->second.first_part(piece.range.begin);
+  size_t last = first;
+  while (last < parts.size() && parts[last].range.begin < piece.range.end) ++last;
+  return std::span(parts).subspan(first, last - first);
+}
+
+// Whether what a part has in common with a piece is unpacked out of the memory of the holder.
+bool Assembly::stays_there(const Part& part, const ByteRange& piece) const {
+  if (holder_ == nullptr) return true;
+  if (part.device != holder_ || part.looked_at) return false;
+  const bool is_whole = part.range.begin >= piece.begin && part.range.end <= piece.end;
+  return is_whole || part.destination != nullptr;
+}
+
 Status Assembly::take(int64_t piece, Bytes bytes, Unpacking& unpacking) {
   const SharedPiece& shared = pieces_[static_cast<size_t>(piece)];
-  const auto file = files_.find(shared.file);
-  if (file == files_.end()) return ok_status();
-  std::vector<Part>& parts = file->second.parts;
-  for (size_t i = file->second.first_part(shared.range.begin);
-       i < parts.size() && parts[i].range.begin < shared.range.end; ++i) {
-    if (parts[i].range.end <= shared.range.begin) continue;
-    RETURN_IF_ERROR(take_part(parts[i], shared.range, bytes, unpacking));
+  bool all_stay = true;
+  for (Part& part : parts_in(shared)) {
+    if (part.range.end <= shared.range.begin) continue;
+    if (stays_there(part, shared.range)) {
+      RETURN_IF_ERROR(take_part(part, shared.range, bytes, unpacking));
+    } else {
+      all_stay = false;
+    }
   }
-  return ok_status();
+  return all_stay ? ok_status() : take_copied(shared, bytes);
+}
+
+// Takes what does not stay with the holder, out of a copy in ordinary memory.
+Status Assembly::take_copied(const SharedPiece& piece, Bytes bytes) {
+  ASSIGN_OR_RETURN(const Memory memory, HeapMemorySource().allocate(ssize(bytes)));
+  const MutableBytes here = slice(memory.bytes(), 0, ssize(bytes));
+  const StridedCopy all = {.sizes = {ssize(bytes)}, .src_strides = {1}, .dst_strides = {1}};
+  RETURN_IF_ERROR(holder_->copy(all, bytes.data(), here.data()));
+  Unpacking unpacking(here);
+  for (Part& part : parts_in(piece)) {
+    if (part.range.end <= piece.range.begin || stays_there(part, piece.range)) continue;
+    RETURN_IF_ERROR(take_part(part, piece.range, here, unpacking));
+  }
+  RETURN_IF_ERROR(unpacking.start());
+  return unpacking.wait();
 }
 
 // Takes what a part has in common with `range`, whose bytes these are.

@@ -29,21 +29,24 @@ struct SharedPiece {
 class Assembly {
  public:
   // The pieces of a file ascend and do not overlap. `consume` is called once for each wanted range
-  // of which the pieces have all. Everything outlives it.
+  // of which the pieces have all. `holder`: the device in whose own memory the pieces are; nullptr
+  // where they are in memory that anybody may look at. Everything outlives it.
   Assembly(std::span<const WantedRange> wanted, std::span<const SharedPiece> pieces,
-           const ConsumeRange& consume);
+           const ConsumeRange& consume, const Device* holder = nullptr);
 
   // The wanted ranges that the pieces do not have, or not all of, or not all of their group.
   const std::vector<int64_t>& others() const { return others_; }
 
-  // Where the bytes of a piece belong as they are; nullptr where they must be looked at.
+  // Where the bytes of a piece belong as they are; nullptr where they must be taken from another
+  // place, as all of a holder's.
   std::byte* place(int64_t piece) const;
 
   // Whose bytes the pieces of a file are; nullptr where nobody here wants any.
   const RangeNames* names(const File* file) const;
 
   // Takes a piece, once, which may lie where `place` says; its bytes may go when this returns, and
-  // what it has added to `unpacking`, of a buffer that has them, is started and done.
+  // what it has added to `unpacking`, of a buffer that has them, is started and done. What a holder
+  // has and its tensors do not take as it is, is copied out of its memory.
   Status take(int64_t piece, Bytes bytes, Unpacking& unpacking);
 
   // Of the wanted ranges, the first that goes to a device other than the CPU, or nullptr.
@@ -56,6 +59,7 @@ class Assembly {
     std::byte* destination = nullptr;  // In memory of the device.
     const Device* device = nullptr;
     const std::string* name = nullptr;
+    bool looked_at = true;
     int64_t missing_nbytes = 0;
     std::unique_ptr<std::byte[]> buffer = nullptr;  // Of one that comes in several pieces.
   };
@@ -73,11 +77,15 @@ class Assembly {
     void add_names(const ByteRange& range, std::set<std::string>* out) const override;
   };
 
+  bool stays_there(const Part& part, const ByteRange& piece) const;
+  std::span<Part> parts_in(const SharedPiece& piece);
+  Status take_copied(const SharedPiece& piece, Bytes bytes);
   Status take_part(Part& part, const ByteRange& range, Bytes bytes, Unpacking& unpacking);
   Status take_assembled(Part& part, std::byte* memory, Unpacking& unpacking);
 
   std::span<const SharedPiece> pieces_;
   const ConsumeRange& consume_;
+  const Device* const holder_;
   std::map<const File*, OfFile> files_;
   std::vector<int64_t> others_;
   const WantedRange* for_device_;

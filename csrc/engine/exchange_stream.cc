@@ -24,14 +24,16 @@ ExchangeStream::ExchangeStream(std::vector<std::string> files, std::vector<Excha
                                std::shared_ptr<Peers> peers, int64_t pool_nbytes,
                                int64_t block_nbytes,
                                std::vector<std::unique_ptr<ReadStream>> readers,
-                               std::chrono::milliseconds timeout)
+                               std::chrono::milliseconds timeout,
+                               std::shared_ptr<const Device> holder)
     : files_(std::move(files)),
       pieces_(std::move(pieces)),
       peers_(std::move(peers)),
       pool_nbytes_(pool_nbytes),
       block_nbytes_(block_nbytes),
       readers_(std::move(readers)),
-      timeout_(timeout) {}
+      timeout_(timeout),
+      holder_(std::move(holder)) {}
 
 ExchangeStream::~ExchangeStream() { close(); }
 
@@ -42,14 +44,14 @@ Status ExchangeStream::watch_all() {
     if (piece.from >= 0) ranks.insert(piece.from);
     if (piece.to >= 0) ranks.insert(piece.to);
   }
-  RETURN_IF_ERROR(peers_->meet(std::vector<int32_t>(ranks.begin(), ranks.end())));
+  // First, so that one who does not come to the meeting is found out.
   for (const int32_t rank : ranks) {
     Watched& watched = watched_.emplace_back();
     watched.rank = rank;
     ASSIGN_OR_RETURN(watched.end, peers_->receive({&watched.word, 1}, rank, Channel::kEnd, 0));
     watched.thread = std::thread([this, &watched] { watch(watched.rank, *watched.end); });
   }
-  return ok_status();
+  return peers_->meet(std::vector<int32_t>(ranks.begin(), ranks.end()));
 }
 
 void ExchangeStream::watch(int32_t rank, PeerTransfer& end) {
@@ -98,7 +100,8 @@ void ExchangeStream::close() {
 Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, RankExchange plan,
                                                              std::shared_ptr<Peers> peers,
                                                              int64_t budget_nbytes,
-                                                             std::chrono::milliseconds timeout) {
+                                                             std::chrono::milliseconds timeout,
+                                                             std::shared_ptr<const Device> holder) {
   const int64_t block_nbytes = read_block_nbytes(plan.piece_nbytes);
   const int64_t reader_nbytes = 2 * block_nbytes;
   const int64_t room_nbytes = budget_nbytes - kReaders * reader_nbytes;
@@ -117,12 +120,22 @@ Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, Ran
   RETURN_IF_ERROR(BufferPool::check(pool_nbytes, plan.piece_nbytes));
   return std::unique_ptr<ExchangeStream>(
       new ExchangeStream(std::move(plan.files), std::move(pieces), std::move(peers), pool_nbytes,
-                         plan.piece_nbytes, std::move(readers), timeout));
+                         plan.piece_nbytes, std::move(readers), timeout, std::move(holder)));
 }
 
-// Makes the memory of pieces, of the kind that what they go to copies from.
+// Makes the memory of pieces, of the kind that what they go to copies from. Where they go between
+// devices, that of readers too: what one device waits for then might wait for another's pieces.
 Status ExchangeStream::open_pool() {
-  ASSIGN_OR_RETURN(auto pool, make_pool_for(assembly_->for_device(), pool_nbytes_, block_nbytes_));
+  const bool reads = std::ranges::any_of(pieces_, [](const auto& piece) { return piece.from < 0; });
+  if (holder_ != nullptr && reads) {
+    WantedRange for_holder;
+    for_holder.device = holder_.get();
+    for (const auto& reader : readers_) RETURN_IF_ERROR(reader->open_for(for_holder));
+  }
+  ASSIGN_OR_RETURN(auto pool,
+                   holder_ != nullptr
+                       ? BufferPool::make(holder_->memory(), pool_nbytes_, block_nbytes_)
+                       : make_pool_for(assembly_->for_device(), pool_nbytes_, block_nbytes_));
   const std::lock_guard<std::mutex> lock(mutex_);
   pool_ = std::move(pool);
   room_ = pool_->block_count();
@@ -294,15 +307,28 @@ Status ExchangeStream::read(ReadStream& reader, const std::vector<int64_t>& numb
   std::vector<WantedRange> wanted;
   for (const int64_t number : numbers) {
     const SharedPiece& piece = shared(number);
-    wanted.push_back({piece.file, piece.range, memory_of(number).data(), nullptr, piece.sums,
+    wanted.push_back({piece.file, piece.range,
+                      holder_ == nullptr ? memory_of(number).data() : nullptr, nullptr, piece.sums,
                       assembly_->names(piece.file)});
+    if (holder_ != nullptr) wanted.back().device = holder_.get();
   }
   return reader.run(wanted, [&](int64_t index, Bytes bytes, Unpacking&) {
     const int64_t number = numbers[static_cast<size_t>(index)];
-    std::byte* memory = memory_of(number).data();
-    if (bytes.data() != memory) std::memcpy(memory, bytes.data(), bytes.size());
+    RETURN_IF_ERROR(put(bytes, memory_of(number)));
     return arrived(number);
   });
+}
+
+// Brings what was read to where the piece is, and waits for it: others of the readers go on.
+Status ExchangeStream::put(Bytes bytes, MutableBytes memory) const {
+  if (holder_ == nullptr) {
+    if (bytes.data() != memory.data()) std::memcpy(memory.data(), bytes.data(), bytes.size());
+    return ok_status();
+  }
+  const StridedCopy all = {.sizes = {ssize(bytes)}, .src_strides = {1}, .dst_strides = {1}};
+  const TensorCopy copy = {memory.data(), all};
+  ASSIGN_OR_RETURN(const auto event, holder_->unpack({&copy, 1}, bytes));
+  return event == nullptr ? ok_status() : event->wait();
 }
 
 // Receives what comes from one rank.

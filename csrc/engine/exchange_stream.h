@@ -41,13 +41,16 @@ namespace torch_ckpt {
 class ExchangeStream {
  public:
   // `budget_nbytes` bounds the memory of pieces in flight and of reading them; `timeout`, how long
-  // this rank waits at the end for others.
-  // Errors: kInvalidArgument where that is less than about a dozen pieces.
-  static Result<std::unique_ptr<ExchangeStream>> make(FileSystem& fs, RankExchange plan,
-                                                      std::shared_ptr<Peers> peers,
-                                                      int64_t budget_nbytes,
-                                                      std::chrono::milliseconds timeout);
+  // this rank waits at the end for others. `holder`: the device in whose own memory pieces are, as
+  // `peers` take them there; without one they are in the ordinary memory that suits what they go
+  // to. Errors: kInvalidArgument where that is less than about a dozen pieces.
+  static Result<std::unique_ptr<ExchangeStream>> make(
+      FileSystem& fs, RankExchange plan, std::shared_ptr<Peers> peers, int64_t budget_nbytes,
+      std::chrono::milliseconds timeout, std::shared_ptr<const Device> holder = nullptr);
   ~ExchangeStream();
+
+  // The device in whose own memory pieces are, or nullptr.
+  const Device* holder() const { return holder_.get(); }
 
   // The files of this rank's pieces, ascending by name, and the pieces: in the order in which they
   // must be run.
@@ -83,7 +86,7 @@ class ExchangeStream {
   ExchangeStream(std::vector<std::string> files, std::vector<ExchangePiece> pieces,
                  std::shared_ptr<Peers> peers, int64_t pool_nbytes, int64_t block_nbytes,
                  std::vector<std::unique_ptr<ReadStream>> readers,
-                 std::chrono::milliseconds timeout);
+                 std::chrono::milliseconds timeout, std::shared_ptr<const Device> holder);
 
   Status watch_all();
   void watch(int32_t rank, PeerTransfer& end);
@@ -92,6 +95,7 @@ class ExchangeStream {
   Status read_all(ReadStream& reader);
   std::vector<int64_t> next_to_read();
   Status read(ReadStream& reader, const std::vector<int64_t>& numbers);
+  Status put(Bytes bytes, MutableBytes memory) const;
   Status receive_all(int32_t from);
   Status arrived(int64_t piece);
   Status open_pool();
@@ -112,6 +116,7 @@ class ExchangeStream {
   const int64_t block_nbytes_;
   const std::vector<std::unique_ptr<ReadStream>> readers_;  // Each of one thread.
   const std::chrono::milliseconds timeout_;
+  const std::shared_ptr<const Device> holder_;
 
   // Of the present run.
   std::span<const SharedPiece> run_pieces_;

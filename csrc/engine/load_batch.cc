@@ -86,11 +86,15 @@ Status LoadBatch::run(ExchangeStream& exchange, std::span<const ExchangePiece> p
   const ConsumeRange consume_one = [this](int64_t index, Bytes bytes, Unpacking& unpacking) {
     return consume(index, bytes, unpacking);
   };
-  Assembly assembly(wanted_, shared, consume_one);
+  Assembly assembly(wanted_, shared, consume_one, exchange.holder());
   std::vector<WantedRange> alone;
   for (const int64_t index : assembly.others()) {
     alone.push_back(wanted_[static_cast<size_t>(index)]);
     RETURN_IF_ERROR(check_sums(alone.back().sums, alone.back().range));
+  }
+  const WantedRange* const for_device = first_for_device(alone);
+  if (exchange.holder() != nullptr && for_device != nullptr) {
+    RETURN_IF_ERROR(stream_.open_for(*for_device));
   }
 
   std::atomic<bool> stopped = false;
@@ -215,6 +219,7 @@ Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>
     const bool direct = one_run && !to_hand_over && (!has_crc || wanted.live.device->is_host());
     std::byte* destination = direct ? wanted.live.data + part.dst_offset : nullptr;
     wanted_.push_back(want(request, range, destination));
+    wanted_.back().looked_at = has_crc || to_hand_over || source_meets_itself(part);
     // So that its memory is not held for long.
     if (to_hand_over) wanted_.back().group = request;
     pieces_.push_back({request, std::move(part), one_run, has_crc});

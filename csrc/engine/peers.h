@@ -31,8 +31,10 @@ enum class Channel : uint8_t {
   kEnd,      // Received for as long as it takes: when the peer is gone, this is sure to fail.
   kMeeting,  // How two ranks of a node find each other's memory.
   kCopied,   // What one has copied out of the other's.
+  kRoom,     // Which piece one has room for,
+  kNext,     // and which the other sends next.
 };
-inline constexpr int kChannels = 4;
+inline constexpr int kChannels = 6;
 
 // Each function may be called from any thread. Both ends give a transfer the same number, which no
 // other has of those from the one rank to the other on this channel: they go in any order.
@@ -40,7 +42,7 @@ class Peers {
  public:
   virtual ~Peers() = default;
 
-  // Comes before any transfer. Each of these ranks has this one among its own.
+  // Comes before any transfer but those of kEnd. Each of these ranks has this one among its own.
   // Errors: kCancelled, also after `abort`.
   virtual Status meet(std::span<const int32_t> /*ranks*/) { return ok_status(); }
 

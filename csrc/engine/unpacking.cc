@@ -7,20 +7,6 @@
 namespace torch_ckpt {
 namespace {
 
-// Whether elements of the source share bytes, as those of an expanded tensor that was saved do.
-bool source_meets_itself(const StridedCopy& copy) {
-  std::vector<size_t> dims(copy.sizes.size());
-  std::iota(dims.begin(), dims.end(), size_t{0});
-  std::ranges::sort(dims, {}, [&](size_t d) { return copy.src_strides[d]; });
-  int64_t extent = copy.itemsize;
-  for (const size_t d : dims) {
-    if (copy.sizes[d] == 1) continue;
-    if (copy.src_strides[d] < extent) return true;
-    extent += (copy.sizes[d] - 1) * copy.src_strides[d];
-  }
-  return false;
-}
-
 using Names = std::vector<const std::string*>;
 
 // "cannot load 'a', 'b': why"
@@ -35,11 +21,12 @@ Status with_names(const Names& names, const Status& error) {
                 error.error_number());
 }
 
-// Lays the source out row by row before it is copied: plans take no elements that share bytes.
+// Lays the source out row by row before it is copied: plans take no elements that share bytes. That
+// is rare, so it is not worth a buffer that the device copies from by itself.
 Status unpack_laid_out(const Device& device, std::byte* tensor, StridedCopy copy,
                        const std::byte* from) {
   const int64_t nbytes = checked_numel(copy.sizes).value_or(0) * copy.itemsize;
-  ASSIGN_OR_RETURN(const Memory memory, device.buffers().allocate(nbytes));
+  ASSIGN_OR_RETURN(const Memory memory, HeapMemorySource().allocate(nbytes));
   StridedCopy to_row = copy;
   to_row.dst_offset = 0;
   to_row.dst_strides = contiguous_strides(copy.sizes);
@@ -53,6 +40,19 @@ Status unpack_laid_out(const Device& device, std::byte* tensor, StridedCopy copy
 }
 
 }  // namespace
+
+bool source_meets_itself(const StridedCopy& copy) {
+  std::vector<size_t> dims(copy.sizes.size());
+  std::iota(dims.begin(), dims.end(), size_t{0});
+  std::ranges::sort(dims, {}, [&](size_t d) { return copy.src_strides[d]; });
+  int64_t extent = copy.itemsize;
+  for (const size_t d : dims) {
+    if (copy.sizes[d] == 1) continue;
+    if (copy.src_strides[d] < extent) return true;
+    extent += (copy.sizes[d] - 1) * copy.src_strides[d];
+  }
+  return false;
+}
 
 Unpacking& Unpacking::operator=(Unpacking&& other) noexcept {
   std::swap(buffer_, other.buffer_);

@@ -82,6 +82,9 @@ class Exchange {
   // Whether a rank wants anything that another does.
   bool is_in_ring(int32_t rank) const;
 
+  // With how many others a rank exchanges pieces, at most.
+  int64_t most_neighbours() const;
+
   RankExchange of_rank(int32_t rank) const;
 
  private:

@@ -59,7 +59,26 @@ def passed_on(by: str) -> Iterator[None]:
     if by == "memory":
         yield
         return
+    if by == "links":
+        with between_devices():
+            yield
+        return
     with unittest.mock.patch.object(torch_ckpt.reader, "these_processes", return_value=""):
+        yield
+
+
+@contextlib.contextmanager
+def between_devices() -> Iterator[None]:
+    """Has pieces go as between GPUs, in the memory of the host and over groups of gloo."""
+    exchange, host = torch_ckpt.exchange, torch_ckpt._native.memory_of_host()
+    with contextlib.ExitStack() as stack:
+        for module, name, value in [
+            (torch_ckpt.reader, "this_gpu", lambda nbytes: f"the CPU of rank {dist.get_rank()}"),
+            (torch_ckpt.reader, "_may_go_to_gpu", lambda items: True),
+            (exchange, "_piece_memory", lambda: (-1, host)),
+            (exchange, "_make_link", dist.ProcessGroupGloo),
+        ]:
+            stack.enter_context(unittest.mock.patch.object(module, name, value))
         yield
 
 
@@ -82,7 +101,7 @@ def read_nbytes() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-@pytest.mark.parametrize("by", ["memory", "wire"])
+@pytest.mark.parametrize("by", ["memory", "wire", "links"])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_replicas_together_read_every_byte_once(
@@ -96,6 +115,33 @@ def test_replicas_together_read_every_byte_once(
         pytest.skip("this file system does not count what is read directly")
     # Objects, and what is left of blocks at ends of files, are read by each.
     assert sum(together) < 1.1 * nbytes + ranks * (256 << 10)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "most_linked", "agreed"),
+    [
+        (["a", "b", "c"], 2, True),
+        (["a", "b", "c"], 1, False),
+        (["a", "", "c"], 2, False),
+        (["a", "b", "a"], 2, False),
+    ],
+)
+def test_pieces_go_between_gpus_if_each_rank_has_one_of_its_own_and_few_neighbours(
+    gpus: list[str], most_linked: int, agreed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_ckpt.exchange, "_MOST_LINKED", most_linked)
+    save_alone(tmp_path)
+    reader = FastReader(tmp_path)
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state_of("of no version"), reader.read_metadata(), True)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    encoded = reader._source().wanted_bytes(planner.create_local_plan().items)
+    wanted = [
+        torch_ckpt.exchange.Wanted("id", encoded, "ring", budget_nbytes=4 << 20, gpu=gpu)
+        for gpu in gpus
+    ]
+    parts = torch_ckpt.exchange.share_reads(wanted)
+    assert [part is not None and part.on_gpus for part in parts] == [agreed] * 3
 
 
 def load_sharded(path: Path, placement: str) -> None:
@@ -281,7 +327,7 @@ def load_copies(paths: list[Path], faulty: int, by: str) -> tuple[float, dict[in
     return took_s, kinds
 
 
-@pytest.mark.parametrize("by", ["memory", "wire"])
+@pytest.mark.parametrize("by", ["memory", "wire", "links"])
 @pytest.mark.parametrize("faulty", range(3))
 def test_damage_that_one_rank_reads_fails_all_and_the_next_load_is_whole(
     worlds: Worlds, tmp_path: Path, faulty: int, by: str
@@ -297,6 +343,40 @@ def test_damage_that_one_rank_reads_fails_all_and_the_next_load_is_whole(
         assert took_s < PROMPT_S
         assert kinds.pop(faulty) == "CorruptionError"
         assert set(kinds.values()) == {"CancelledError"}
+
+
+def load_without_a_link(path: Path, faulty: int) -> tuple[float, set[str]]:
+    """Loads where one rank cannot make its last link, and then where each can."""
+    made: list[Any] = []  # Links do not tell the others that an end of theirs is gone.
+
+    def make_link(*args: Any) -> Any:
+        made.append(dist.ProcessGroupGloo(*args))
+        if len(made) == 2 and dist.get_rank() == faulty:
+            raise RuntimeError("no such link")
+        return made[-1]
+
+    began = time.monotonic()
+    reader = FastReader(path, io=TINY, exchange="ring")
+    with (
+        between_devices(),
+        unittest.mock.patch.object(torch_ckpt.exchange, "_make_link", make_link),
+        pytest.raises(CheckpointException) as caught,
+    ):
+        dcp.load(state_of("of no version"), storage_reader=reader)
+    took_s = time.monotonic() - began
+    assert "no such link" in str(caught.value.failures[faulty][0])
+    load_replicas(path, "ring", fast=False, by="links")
+    return took_s, {type(error).__name__ for error, _ in caught.value.failures.values()}
+
+
+@pytest.mark.parametrize("faulty", range(3))
+def test_a_link_that_one_rank_cannot_make_fails_all(
+    worlds: Worlds, tmp_path: Path, faulty: int
+) -> None:
+    save_alone(tmp_path)
+    for took_s, kinds in worlds.run(3, load_without_a_link, tmp_path, faulty):
+        assert took_s < PROMPT_S
+        assert kinds == {"CancelledError"}
 
 
 class Deadly(DefaultLoadPlanner):
@@ -365,14 +445,14 @@ class SlowDeath(FastReader):
         self.after_s = after_s
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        connect = torch_ckpt.exchange._connect
+        native = torch_ckpt.exchange._native
+        stream = native.ExchangeStream
 
-        def connect_to_die(*args: Any) -> Any:
-            connected = connect(*args)
+        def stream_to_die(*args: Any) -> Any:
             threading.Timer(self.after_s, os.kill, [os.getpid(), signal.SIGKILL]).start()
-            return connected
+            return stream(*args)
 
-        with unittest.mock.patch.object(torch_ckpt.exchange, "_connect", connect_to_die):
+        with unittest.mock.patch.object(native, "ExchangeStream", stream_to_die):
             return super().read_data(plan, planner)
 
 
@@ -396,7 +476,7 @@ def load_beside_a_dying_rank(path: Path, by: str, dying: int, after_s: float) ->
         time.sleep(60)
 
 
-@pytest.mark.parametrize("by", ["memory", "wire"])
+@pytest.mark.parametrize("by", ["memory", "wire", "links"])
 @pytest.mark.parametrize("after_s", [0.02, 0.08])
 def test_ranks_survive_one_that_dies_with_pieces_half_sent(
     tmp_path: Path, by: str, after_s: float

@@ -308,14 +308,20 @@ TEST_F(CudaDeviceTest, SingleCopiesContinueACrcInBothDirections) {
   EXPECT_EQ(back, bytes);
 }
 
-TEST_F(CudaDeviceTest, BuffersAreUnpackedAsByTheCpuWhetherTheyArePinnedOrNot) {
-  ASSERT_OK_AND_ASSIGN(const auto tensors, CudaTensors::make(device(4096), nullptr));
+TEST_F(CudaDeviceTest, BuffersAreUnpackedAsByTheCpuWhetherTheyArePinnedOrNotOrOnTheGpu) {
+  ASSERT_OK_AND_ASSIGN(const auto tensors, CudaTensors::make(device(4096), nullptr, 2048));
+  ASSERT_OK(tensors->warm_up());
   for (uint32_t seed = 0; seed < 100; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     const PackCase given = random_pack_case(seed, PackDirection::kUnpack);
+    const int64_t nbytes = ssize(given.staging);
     const Memory memory = pinned(given.staging);
-    for (const Bytes buffer :
-         {Bytes(given.staging), Bytes(slice(memory.bytes(), 0, ssize(given.staging)))}) {
+    ASSERT_OK_AND_ASSIGN(const Memory own,
+                         tensors->memory().allocate(std::max<int64_t>(nbytes, 1)));
+    const StridedCopy all = {.sizes = {nbytes}, .src_strides = {1}, .dst_strides = {1}};
+    ASSERT_OK(tensors->copy(all, given.staging.data(), own.bytes().data()));
+    for (const Bytes buffer : {Bytes(given.staging), Bytes(slice(memory.bytes(), 0, nbytes)),
+                               Bytes(slice(own.bytes(), 0, nbytes))}) {
       const OnGpu there(given.tensors);
       ASSERT_OK_AND_ASSIGN(const auto event,
                            tensors->unpack(given.copies_in(there.data()), buffer));
