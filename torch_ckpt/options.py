@@ -24,6 +24,8 @@ class IoOptions:
         exchange_nbytes: Budget of a reader, in bytes, for what it has in flight to and from other
             ranks that load the same; at least 4 MiB. Used only where there is something to
             exchange, and then besides ``buffer_nbytes``.
+        exchange_on_gpus: Whether ranks that each use a GPU of their own exchange from GPU to GPU,
+            over NCCL. Not by default, since that has not run on GPUs yet.
         background_nice: By how much threads that write what was staged step back behind others
             that want the CPU, as nice(1); 0 to 19.
         direct: Whether to go past the page cache (``O_DIRECT``) where the file system allows it.
@@ -37,6 +39,7 @@ class IoOptions:
     block_nbytes: int = 4 << 20
     threads: int = 4
     exchange_nbytes: int = 256 << 20
+    exchange_on_gpus: bool = False
     background_nice: int = 5
     direct: bool = True
 

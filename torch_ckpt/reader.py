@@ -248,7 +248,7 @@ class FastReader(StorageReader):
                 pid=os.getpid(),
                 budget_nbytes=self.io.exchange_nbytes,
                 verify=self.verify,
-                gpu=this_gpu(self.io.exchange_nbytes) if _may_go_to_gpu(items) else "",
+                gpu=this_gpu(self.io.exchange_nbytes) if self._may_use_gpu(items) else "",
             )
         if isinstance(items, PlannedReads):
             items = KeptReads(len(items))
@@ -332,9 +332,8 @@ class FastReader(StorageReader):
             self.transforms,
         )
 
-
-def _may_go_to_gpu(items: Sequence[ReadItem]) -> bool:
-    """Whether any of what is planned goes to a GPU, or nobody knows before it is resolved."""
-    if not isinstance(items, PlannedReads):
-        return True
-    return any(isinstance(one, torch.Tensor) and one.is_cuda for one in items.sources)
+    def _may_use_gpu(self, items: Sequence[ReadItem]) -> bool:
+        """Whether any of what is planned goes to a GPU, or nobody knows before it is resolved."""
+        if not self.io.exchange_on_gpus or not isinstance(items, PlannedReads):
+            return self.io.exchange_on_gpus
+        return any(isinstance(one, torch.Tensor) and one.is_cuda for one in items.sources)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from torch_ckpt.options import IoOptions
 from torch_ckpt.own_part import not_needed, part_of
 from torch_ckpt.staged import Staged
 from torch_ckpt.staging import STAGER, SnapshotStager
@@ -24,6 +25,7 @@ class StagingWriter(StorageWriter):
         stager: That of the whole process if ``None``.
     """
 
+    io: IoOptions
     _synchronize_after_execute = True
 
     def __init__(self, stager: SnapshotStager | None) -> None:
@@ -65,6 +67,11 @@ class StagingWriter(StorageWriter):
 
     def close(self) -> None:
         """Has nothing to let go of: the memory is the stager's."""
+
+    @property
+    def _niceness(self) -> int:
+        """By how much threads that write step back: what was staged is written in background."""
+        return 0 if self._staged is None else self.io.background_nice
 
     def _begin_staged_save(self) -> None:
         """Called in the thread of a save, by the first that DCP asks of a writer there."""

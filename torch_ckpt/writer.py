@@ -401,11 +401,6 @@ class FastWriter(StagingWriter):
         with ThreadPoolExecutor(workers, "torch_ckpt-write") as executor:
             return list(itertools.chain.from_iterable(executor.map(write_every, range(workers))))
 
-    @property
-    def _niceness(self) -> int:
-        """By how much threads that write step back: what was staged is written in background."""
-        return 0 if self._staged is None else self.io.background_nice
-
     def _check_idle(self) -> None:
         if self._writing.locked():
             raise CheckpointError(

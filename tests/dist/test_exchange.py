@@ -32,7 +32,9 @@ from torch_ckpt import FastLoadPlanner, FastReader, FastWriter, IoOptions, RankT
 
 pytestmark = pytest.mark.timeout(180)
 
-TINY = IoOptions(buffer_nbytes=1 << 20, block_nbytes=256 << 10, exchange_nbytes=4 << 20)
+TINY = IoOptions(
+    buffer_nbytes=1 << 20, block_nbytes=256 << 10, exchange_nbytes=4 << 20, exchange_on_gpus=True
+)
 SHAPES = {"a": (1031, 1033), "b": (7, 5), "c": (300, 4, 257), "d": (), "e": (0, 3)}
 PROMPT_S = 30  # Within which a failure of one rank must have reached the others.
 
@@ -74,7 +76,7 @@ def between_devices() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name, value in [
             (torch_ckpt.reader, "this_gpu", lambda nbytes: f"the CPU of rank {dist.get_rank()}"),
-            (torch_ckpt.reader, "_may_go_to_gpu", lambda items: True),
+            (FastReader, "_may_use_gpu", lambda reader, items: reader.io.exchange_on_gpus),
             (exchange, "_piece_memory", lambda: (-1, host)),
             (exchange, "_make_link", dist.ProcessGroupGloo),
         ]:
@@ -86,12 +88,16 @@ def load_replicas(path: Path, mode: Any, fast: bool, by: str = "memory") -> int:
     """Loads, and returns how many bytes this rank has read from the disk."""
     state = state_of("of no version")
     before = read_nbytes()
-    with passed_on(by):
+    make_links = unittest.mock.patch.object(
+        torch_ckpt.exchange, "_linked", wraps=torch_ckpt.exchange._linked
+    )
+    with passed_on(by), make_links as linked:
         dcp.load(
             state,
             storage_reader=FastReader(path, io=TINY, exchange=mode),
             planner=planner_of(fast),
         )
+    assert linked.called == (by == "links")
     assert_same(state, state_of("saved"))
     return read_nbytes() - before
 
