@@ -78,5 +78,7 @@ class SnapshotTier:
                 raise
             # Names, too, may be only on another machine: the disk tells what there is.
             absent = NotFoundError(f"step {step} cannot be planned from memory: {why(error)}")
-            failures = dict.fromkeys(error.failures, (absent, StackSummary()))
+            failures: dict[int, tuple[BaseException, StackSummary]] = dict.fromkeys(
+                error.failures, (absent, StackSummary())
+            )
             raise CheckpointException(str(absent), failures) from error

@@ -268,7 +268,7 @@ class SnapshotAgent:
         machines, each must have what its own ranks have left; a rank that wants more than that
         learns it when it loads (:class:`SnapshotReader`).
         """
-        here = {found.save: found for found in self.remembered()}
+        here = {(found.save, found.step): found for found in self.remembered()}
         common = set(here)
         if self._place.world_size > 1:
             said: list[Any] = [None] * self._place.world_size

@@ -53,7 +53,7 @@ def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) ->
     found = [(path, _native.Slot.open(os.fsencode(path), False).read()) for path in slots]
     saves = {(snapshot.header[:4], snapshot.header[5]) for _, snapshot in found}
     ranks = {snapshot.header[4] for _, snapshot in found}
-    world_size, node_count, ranks_here = (found[0][1].header[at] for at in (5, 7, 8))
+    _, _, _, _, _, world_size, _, node_count, ranks_here, _ = found[0][1].header
     is_whole = ranks == set(range(world_size)) if node_count == 1 else len(ranks) == ranks_here
     if len(saves) != 1 or not is_whole:
         raise MismatchError(
