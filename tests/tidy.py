@@ -45,7 +45,7 @@ LAYERS = [
         *("copied_state", "index", "metadata", "tree_exchange", "planned", "listing", "leftovers"),
         *("agent.memory", "agent.messages", "buffers", "planned_file"),
     },
-    {"agent.persist", "agent.slots", "agent.meeting"},
+    {"agent.persist", "agent.slots", "agent.meeting", "agent.patience"},
     {"agent.joint_save", "agent.declined"},
     {"agent.saves"},
     {"agent.process"},
@@ -75,7 +75,7 @@ WITHOUT_TORCH = {
     *("commands.agent", "commands.opened", "commands.inspect", "commands.verify"),
     *("agent.memory", "agent.messages", "agent.persist", "agent.slots", "agent.saves"),
     *("agent.process", "agent.client", "leftovers", "planned_file"),
-    *("agent.meeting", "agent.joint_save", "agent.declined"),
+    *("agent.meeting", "agent.joint_save", "agent.declined", "agent.patience"),
 }
 
 VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")

@@ -10,7 +10,6 @@ written under it, and only the first machine commits.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,62 +17,16 @@ from pathlib import Path
 from torch_ckpt import _native
 from torch_ckpt.agent.meeting import Failure, Meeting, Word, failure_of, raise_failure
 from torch_ckpt.agent.memory import SlotHeader
+from torch_ckpt.agent.patience import Patience
 from torch_ckpt.agent.persist import Report, publish, seal, write_parts
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.leftovers import remove_files
 from torch_ckpt.options import IoOptions
 
-__all__ = ["JointSave", "Patience"]
-
-HURRY_S = 30.0
-"""For how long an agent that has to go on waits for others."""
+__all__ = ["JointSave"]
 
 _LAST_WORD_S = 5.0
 """By how much the others wait longer for the first machine, which knows better what is wrong."""
-
-_SHORTEST_S, _LONGEST_S = 0.02, 0.5
-
-
-class Patience:
-    """How long to wait for other machines.
-
-    Args:
-        timeout_s: Seconds.
-        is_hurried: Whether, from now on, only for a moment.
-    """
-
-    def __init__(self, timeout_s: float, is_hurried: Callable[[], bool]) -> None:
-        self.timeout_s = timeout_s
-        self._is_hurried = is_hurried
-        self.restart()
-
-    def restart(self) -> None:
-        """Begins to wait."""
-        self._since = time.monotonic()
-        self._deadline = self._since + self.timeout_s
-        self._in_hurry = False
-        self._pause_s = _SHORTEST_S
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has been long enough."""
-        if not self._in_hurry and self._is_hurried():
-            self._in_hurry = True
-            self._deadline = min(self._deadline, time.monotonic() + HURRY_S)
-        return time.monotonic() > self._deadline
-
-    @property
-    def in_hurry(self) -> bool:
-        """Whether it was cut short."""
-        return self._in_hurry
-
-    def pause(self) -> None:
-        """Sleeps, longer each time."""
-        time.sleep(self._pause_s)
-        self._pause_s = min(1.5 * self._pause_s, _LONGEST_S)
-
-    def __str__(self) -> str:
-        return f"{time.monotonic() - self._since:.0f} s"
 
 
 @dataclass
@@ -172,6 +125,10 @@ class JointSave:
         if word is None:
             return self._meeting.committed() is not None
         return self._concerns_this(word)
+
+    def was_kept(self, seconds: float) -> None:
+        """Waits for longer: the thread was about another save."""
+        self._patience.extend(seconds)
 
     def leave(self) -> None:
         """Takes part no more."""

@@ -148,9 +148,13 @@ class Saves:
         """
         waiting = {save: _Waiting(held)}
         while waiting:
+            began = time.monotonic()
             ended = self._await_one(waiting)
             if ended is None:
                 time.sleep(_LOOK_S)
+            for one in waiting.values():
+                if one.joint is not None and ended is not None:
+                    one.joint.was_kept(time.monotonic() - began)
             with self._changed:
                 if ended is not None:
                     self._ended(ended[0], waiting.pop(ended[0]).held, ended[1])
