@@ -385,7 +385,8 @@ class JointSave:
     def _stay(self) -> None:
         """Publishes again what somebody has removed, who has taken it for left over."""
         meeting = self._meeting
-        if meeting.word_of(meeting.node) is None and meeting.committed() is None:
+        is_there = meeting.has("lists") and meeting.word_of(meeting.node) is not None
+        if not is_there and meeting.committed() is None:
             self._publish_lists()
             meeting.say(self._said)
 

@@ -33,6 +33,7 @@ What = Literal["word", "lists", "part", "report"]
 _MAGIC = b"TCMEET1\n"
 _HEAD = struct.Struct("<8sII")
 _TAG_DIGITS = 16
+_OF_ID = 10  # Of those, that begin the id of every attempt; the other six digits are its own.
 
 Failure = tuple[str, str, int]
 """Class of an error, its message, and errno."""
@@ -125,14 +126,14 @@ class Meeting:
 
     def new_attempt(self) -> str:
         """A new id for the save; whoever finds it committed knows of which save it is."""
-        return self.tag[:8] + secrets.token_hex(4)
+        return self.tag[:_OF_ID] + secrets.token_hex(3)
 
     def committed(self) -> str | None:
         """The id under which this save is committed; ``None`` if it is not."""
         with contextlib.suppress(CheckpointError):
             fs = _native.local_file_system()
             _, index = open_committed(fs, self.directory, "", verify=False)
-            if index is not None and index.save_id[:8] == self.tag[:8]:
+            if index is not None and index.save_id[:_OF_ID] == self.tag[:_OF_ID]:
                 return index.save_id
         return None
 
@@ -174,6 +175,10 @@ class Meeting:
         with contextlib.suppress(OSError, CorruptionError):
             return decode(self._path(node, what).read_bytes())
         return None
+
+    def has(self, what: What) -> bool:
+        """Whether something of this machine is there."""
+        return self._path(self.node, what).exists()
 
     def remove(self, *whats: What) -> None:
         """Removes files of this machine, as far as they are there."""
