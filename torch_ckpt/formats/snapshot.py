@@ -172,7 +172,7 @@ def _without(hole: _Box, offsets: Sequence[int], sizes: Sequence[int]) -> Iterat
     """What a box leaves of a hole."""
     lows, highs = list(hole[0]), [o + n for o, n in zip(*hole, strict=True)]
     if any(
-        offset >= high or offset + size <= low
+        not size or offset >= high or offset + size <= low
         for offset, size, low, high in zip(offsets, sizes, lows, highs, strict=True)
     ):
         yield hole
