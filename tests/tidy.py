@@ -45,7 +45,8 @@ LAYERS = [
         *("copied_state", "index", "metadata", "tree_exchange", "planned", "listing", "leftovers"),
         *("agent.memory", "agent.messages", "buffers", "planned_file"),
     },
-    {"agent.persist", "agent.slots"},
+    {"agent.persist", "agent.slots", "agent.meeting", "agent.patience"},
+    {"agent.joint_save", "agent.declined"},
     {"agent.saves"},
     {"agent.process"},
     {"agent.client"},
@@ -60,7 +61,8 @@ LAYERS = [
     {"agent.writer", "agent.reader"},
     {"api", "commands.opened"},
     {"commands.agent", "commands.inspect", "commands.verify"},
-    {"agreement", "agent.tier"},
+    {"agreement"},
+    {"agent.tier"},
     {"background_save", "save_interval", "step_boundary", "step_directories", "step_tiers"},
     {"savers"},
     {"runs"},
@@ -73,6 +75,7 @@ WITHOUT_TORCH = {
     *("commands.agent", "commands.opened", "commands.inspect", "commands.verify"),
     *("agent.memory", "agent.messages", "agent.persist", "agent.slots", "agent.saves"),
     *("agent.process", "agent.client", "leftovers", "planned_file"),
+    *("agent.meeting", "agent.joint_save", "agent.declined", "agent.patience"),
 }
 
 VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")

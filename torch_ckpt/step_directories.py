@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,7 +73,10 @@ class StepDirectories:
         found = (_STEP.fullmatch(name) for name in names)
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
-    def steps(self) -> Iterator[int]:
+    def here(self) -> None:
+        """Nothing: all ranks reach the same disk."""
+
+    def steps(self, said: Sequence[None] = ()) -> Iterator[int]:
         """Steps that are whole, the newest first; each is looked at when it is asked for.
 
         Warns of those that were committed and are not whole any more.

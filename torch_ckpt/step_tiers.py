@@ -10,7 +10,7 @@ import heapq
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,6 +26,8 @@ from torch_ckpt.errors import (
 
 __all__ = ["StepTiers", "Tier"]
 
+T = TypeVar("T")
+
 _LAST_WORD_S = 60.0
 """For how long a rank that has failed by itself waits for others, to tell them."""
 
@@ -33,8 +35,16 @@ _LAST_WORD_S = 60.0
 class Tier(Protocol):
     """A place where steps of a run are."""
 
-    def steps(self) -> Iterator[int]:
-        """Steps that are whole there, the newest first. Asked on one rank, for all."""
+    def here(self) -> Any:
+        """What this rank has to say on steps. Asked on every rank."""
+        ...
+
+    def steps(self, said: Sequence[Any]) -> Iterator[int]:
+        """Steps that are whole there, the newest first. Asked on one rank, for all.
+
+        Args:
+            said: What each rank has said.
+        """
         ...
 
     def damaged(self) -> list[int]:
@@ -78,25 +88,27 @@ class StepTiers:
             first: What each rank does before.
         """
         found = self._agreement.reach(
-            "looking for the latest step", first, lambda _: self._newest(None)
+            "looking for the latest step",
+            lambda: self._here(first),
+            lambda said: self._newest(None, [here for _, here in said]),
         )
         return None if found is None else found[0]
 
     def restore(self, state: dict[str, Any], *, first: Callable[[], None]) -> int | None:
         """Loads the newest step that turns out to be sound; ``None`` if none was committed."""
-        below: int | None = None
+        before: tuple[int, int] | None = None
         failure: CheckpointException | None = None
-        while found := self._choose(below, first):
-            below, number = found
+        while found := self._choose(before, first):
+            step, number = before = found
             try:
-                self._load(self._tiers[number], below, state)
+                self._load(self._tiers[number], step, state)
             except CheckpointException as error:
                 if not _is_damage(error):
                     raise
-                warnings.warn(f"step {below} is passed over: {why(error)}", stacklevel=3)
+                warnings.warn(f"step {step} is passed over: {why(error)}", stacklevel=3)
                 failure = failure or error
             else:
-                return below
+                return step
         if failure is not None:
             failure.add_note("no older step is whole; the state may be loaded in part")
             raise failure
@@ -105,28 +117,47 @@ class StepTiers:
     def restore_step(self, step: int, state: dict[str, Any], *, first: Callable[[], int]) -> None:
         """Loads this step, from the first tier that has it whole, or else from the last."""
 
-        def choose(steps: list[int]) -> int:
-            the_same(steps)
+        def choose(said: list[tuple[int, list[Any]]]) -> int:
+            the_same([steps for steps, _ in said])
             for number, tier in enumerate(self._tiers[:-1]):
-                if step in tier.steps():
+                if step in tier.steps([here[number] for _, here in said]):
                     return number
             return len(self._tiers) - 1
 
-        number = self._agreement.reach("choosing a step", first, choose)
-        self._load(self._tiers[number], step, state)
+        number = self._agreement.reach("choosing a step", lambda: self._here(first), choose)
+        while True:
+            try:
+                self._load(self._tiers[number], step, state)
+            except CheckpointException as error:
+                number += 1
+                if number == len(self._tiers) or not _is_damage(error):
+                    raise
+            else:
+                return
 
-    def _newest(self, below: int | None) -> tuple[int, int] | None:
-        """The newest whole step, and the number of its tier."""
-        tiers = [_numbered(tier.steps(), number) for number, tier in enumerate(self._tiers)]
+    def _here(self, first: Callable[[], T]) -> tuple[T, list[Any]]:
+        """What a rank does first, and what it has to say to each tier."""
+        return first(), [tier.here() for tier in self._tiers]
+
+    def _newest(
+        self, before: tuple[int, int] | None, said: Sequence[list[Any]]
+    ) -> tuple[int, int] | None:
+        """The newest whole step, and the number of its tier: the one before may be in the next."""
+        tiers = [
+            _numbered(tier.steps([here[number] for here in said]), number)
+            for number, tier in enumerate(self._tiers)
+        ]
         for step, number in heapq.merge(*tiers, key=lambda found: -found[0]):
-            if below is None or step < below:
+            if before is None or (-step, number) > (-before[0], before[1]):
                 return step, number
         return None
 
-    def _choose(self, below: int | None, first: Callable[[], None]) -> tuple[int, int] | None:
-        def choose(_: list[None]) -> tuple[int, int] | None:
-            found = self._newest(below)
-            if found is None and below is None:
+    def _choose(
+        self, before: tuple[int, int] | None, first: Callable[[], None]
+    ) -> tuple[int, int] | None:
+        def choose(said: list[tuple[None, list[Any]]]) -> tuple[int, int] | None:
+            found = self._newest(before, [here for _, here in said])
+            if found is None and before is None:
                 damaged = [step for tier in self._tiers for step in tier.damaged()]
                 if damaged:
                     raise CorruptionError(
@@ -136,7 +167,7 @@ class StepTiers:
                     )
             return found
 
-        return self._agreement.reach("choosing a step", first, choose)
+        return self._agreement.reach("choosing a step", lambda: self._here(first), choose)
 
     def _load(self, tier: Tier, step: int, state: dict[str, Any]) -> None:
         agreement = self._agreement

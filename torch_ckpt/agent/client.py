@@ -112,10 +112,13 @@ class AgentClient:
         """Says that a snapshot is complete."""
         self._ask(Kind.FILLED, os.fsencode(path), sequence)
 
-    def give_up(self, sequence: int) -> None:
+    def give_up(self, sequence: int, directory: Path) -> None:
         """Says that there will be no snapshot for this save, as far as anybody can be told."""
+        place = self.place
         with contextlib.suppress(OSError, CheckpointError):
-            self._ask(Kind.GIVE_UP, sequence)
+            self._ask(
+                *(Kind.GIVE_UP, sequence, place.node, place.node_count, os.fsencode(directory))
+            )
 
     def persist(self, sequence: int) -> None:
         """Waits until a save of this session is committed, which need not be wanted on disk yet.
@@ -213,6 +216,7 @@ class AgentClient:
                 *(sys.executable, "-m", "torch_ckpt.cli", "agent", os.path.realpath(self._run)),
                 *("--linger", str(options.linger_s), "--threads", str(options.threads)),
                 *("--nice", str(options.nice)),
+                *("--peers-timeout", str(options.peers_timeout_s)),
                 *(() if options.persist_on_failure else ("--no-persist-on-failure",)),
             ],
             stdin=subprocess.DEVNULL,

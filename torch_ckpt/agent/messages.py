@@ -24,7 +24,7 @@ from torch_ckpt.errors import (
 __all__ = ["Kind", "Message", "error_message", "raise_error", "receive", "send"]
 
 _MAGIC = b"TCAG"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<4sHHQ")
 _MOST_NBYTES = 1 << 20  # Of a body: whoever claims more is not one of ours.
 
@@ -53,7 +53,7 @@ class Kind(enum.IntEnum):
     """A rank ends in good order: whether its snapshots are of no more use."""
 
     GIVE_UP = 11
-    """A rank will not fill a slot for a save: sequence."""
+    """A rank will not fill a slot for a save: sequence, node, node count, directory."""
 
 
 _FIELDS: dict[Kind, str] = {
@@ -67,7 +67,7 @@ _FIELDS: dict[Kind, str] = {
     Kind.FILLED: "bi",
     Kind.PERSIST: "bi",
     Kind.BYE: "i",
-    Kind.GIVE_UP: "i",
+    Kind.GIVE_UP: "iiib",
 }
 
 

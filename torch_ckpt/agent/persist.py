@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,9 +20,10 @@ from torch_ckpt.options import IoOptions
 from torch_ckpt.planned_file import write_planned
 from torch_ckpt.seal import INDEX_MARK
 
-__all__ = ["persist"]
+__all__ = ["Report", "persist", "publish", "seal", "write_parts"]
 
-_Report = tuple[int, tuple[str, int, bytes], bytes]  # Rank, file with its sums, extents.
+Report = tuple[int, tuple[str, int, bytes], bytes]
+"""Rank, its file with the sums of that, where its items lie."""
 
 
 def persist(
@@ -58,23 +59,110 @@ def persist(
     save_id = secrets.token_hex(8)
     written: list[str] = []
     try:
-        reports = _write_all(snapshots, plan, directory, save_id, written, io=io, threads=threads)
-        if written and first.sync:
-            fs.sync_directory(first.directory)
-        paths = None if first.paths is None else _once(s.paths for s in snapshots)
-        storage_meta = (os.fspath(directory), True, save_id, None, [INDEX_MARK])
-        sealed, index = _native.seal_plan(
-            plan, save_id, reports, first.version, paths, b"", storage_meta
-        )
+        parts = [(snapshot, plan.assignment(n)) for n, snapshot in enumerate(snapshots)]
+        reports = write_parts(parts, directory, save_id, written, io=io, threads=threads)
+        paths = [snapshot.paths for snapshot in snapshots]
+        sealed = seal(plan, reports, save_id, first, paths)
         if not is_current():
             raise CheckpointError(f"cannot commit {directory}: a slot was filled anew meanwhile")
     except BaseException:
         remove_files(fs, directory, written)
         raise
+    publish(sealed, written, save_id, first, found)
+
+
+def write_parts(
+    parts: Sequence[tuple[_native.StoredSnapshot, bytes]],
+    directory: Path,
+    save_id: str,
+    written: list[str],
+    *,
+    io: IoOptions,
+    threads: int,
+) -> list[Report]:
+    """Writes the part of each rank, and has the names of the files survive, too.
+
+    Args:
+        parts: Snapshots, and what of each is to be written.
+        directory: Of the checkpoint.
+        save_id: Of the save.
+        written: Gets the name of each file that is whole.
+        io: Tuning; its buffers are shared by all threads.
+        threads: Files that are written at a time.
+
+    Raises:
+        StorageError: The disk failed. What is in ``written`` is for the caller to remove.
+    """
+    threads = max(1, min(threads, len(parts)))
+    pool_nbytes = max(2 * io.block_nbytes, io.buffer_nbytes // threads)
+
+    def write_every(first: int) -> list[Report]:
+        pool = _native.BufferPool(pool_nbytes, io.block_nbytes)
+        reports = []
+        for number in range(first, len(parts), threads):
+            report = _write(*parts[number], directory, save_id, pool, io)
+            if report is not None:
+                written.append(report[1][0])
+                reports.append(report)
+        return reports
+
+    with ThreadPoolExecutor(threads, "torch_ckpt-write") as executor:
+        reports = [report for some in executor.map(write_every, range(threads)) for report in some]
+    if written and parts[0][0].sync:
+        _native.local_file_system().sync_directory(os.fsencode(directory))
+    return reports
+
+
+def seal(
+    plan: _native.GlobalPlan,
+    reports: Sequence[Report],
+    save_id: str,
+    first: _native.StoredSnapshot,
+    paths: Iterable[bytes | None],
+) -> tuple[bytes, bytes]:
+    """The metadata and the index of what all ranks have written.
+
+    Args:
+        plan: Of all ranks.
+        reports: Of all ranks.
+        save_id: Of the save.
+        first: One of the snapshots: what it says of the save is what all say.
+        paths: Of all snapshots.
+
+    Raises:
+        CheckpointError: They do not make up whole tensors.
+    """
+    directory = os.fspath(Path(os.fsdecode(first.directory)))
+    once = None if first.paths is None else _once(paths)
+    storage_meta = (directory, True, save_id, None, [INDEX_MARK])
+    return _native.seal_plan(plan, save_id, reports, first.version, once, b"", storage_meta)
+
+
+def publish(
+    sealed: tuple[bytes, bytes],
+    written: Sequence[str],
+    save_id: str,
+    first: _native.StoredSnapshot,
+    found: Collection[str],
+) -> None:
+    """Commits what is written, and removes what that has replaced.
+
+    Args:
+        sealed: As :func:`seal` has made it.
+        written: The names of all data files.
+        save_id: Of the save.
+        first: One of the snapshots.
+        found: What was in the directory before.
+
+    Raises:
+        StorageError: It failed. Whether the checkpoint is there now is not known.
+    """
+    fs = _native.local_file_system()
     fs.commit(
-        *(first.directory, ".metadata", ".index", sealed, index, save_id),
+        *(first.directory, ".metadata", ".index", *sealed, save_id),
         *(sorted(written), first.sync),
     )
+    directory = Path(os.fsdecode(first.directory))
     remove_files(fs, directory, stale_files(found, written, None))
 
 
@@ -86,46 +174,16 @@ def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:
         raise CheckpointError(f"these snapshots, of ranks {ranks}, are not those of one save")
 
 
-def _write_all(
-    snapshots: Sequence[_native.StoredSnapshot],
-    plan: _native.GlobalPlan,
-    directory: Path,
-    save_id: str,
-    written: list[str],
-    *,
-    io: IoOptions,
-    threads: int,
-) -> list[_Report]:
-    """Writes each rank's part. Adds to ``written`` the name of each file that is whole."""
-    threads = max(1, min(threads, len(snapshots)))
-    pool_nbytes = max(2 * io.block_nbytes, io.buffer_nbytes // threads)
-
-    def write_every(first: int) -> list[_Report]:
-        pool = _native.BufferPool(pool_nbytes, io.block_nbytes)
-        reports = []
-        for rank in range(first, len(snapshots), threads):
-            report = _write(
-                snapshots[rank], rank, plan.assignment(rank), directory, save_id, pool, io
-            )
-            if report is not None:
-                written.append(report[1][0])
-                reports.append(report)
-        return reports
-
-    with ThreadPoolExecutor(threads, "torch_ckpt-write") as executor:
-        return [report for some in executor.map(write_every, range(threads)) for report in some]
-
-
 def _write(
     snapshot: _native.StoredSnapshot,
-    rank: int,
     assignment: bytes,
     directory: Path,
     save_id: str,
     pool: _native.BufferPool,
     io: IoOptions,
-) -> _Report | None:
+) -> Report | None:
     """Writes what a rank is to write; ``None`` where that is nothing."""
+    rank = snapshot.header[4]
     work = _native.Work(_native.ItemTable.decode(snapshot.items), assignment)
     if not len(work):
         return None

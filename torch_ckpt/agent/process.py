@@ -20,7 +20,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch_ckpt.agent.memory import agent_lock, open_folder, remove_abandoned, short_path
+from torch_ckpt.agent.declined import Declined
+from torch_ckpt.agent.meeting import Meeting
+from torch_ckpt.agent.memory import (
+    SlotHeader,
+    agent_lock,
+    open_folder,
+    remove_abandoned,
+    short_path,
+)
 from torch_ckpt.agent.messages import Kind, Message, error_message, receive, send
 from torch_ckpt.agent.saves import Saves
 from torch_ckpt.agent.slots import Look, Save, Slots
@@ -54,6 +62,9 @@ class AgentOptions:
         linger_s: Seconds that memory is kept for trainers to come back, once they have died.
         threads: Files that are written at a time.
         nice: How far the process steps back behind others that want the CPU.
+        peers_timeout_s: Seconds that an agent waits for those of other machines, whose ranks have
+            saved with its own. One that has to go on (it was told to end, or ranks have started
+            anew) waits for half a minute at most.
         io: Tuning.
     """
 
@@ -61,6 +72,7 @@ class AgentOptions:
     linger_s: float = 1800.0
     threads: int = 2
     nice: int = 5
+    peers_timeout_s: float = 600.0
     io: IoOptions = field(default_factory=IoOptions)
 
 
@@ -107,8 +119,13 @@ class Agent:
         self._changed = threading.Condition()
         self._slots = Slots(folder, run)
         self._saves = Saves(
-            folder, self._slots, self._changed, io=options.io, threads=options.threads
+            *(folder, self._slots, self._changed),
+            io=options.io,
+            threads=options.threads,
+            peers_timeout_s=options.peers_timeout_s,
+            is_hurried=self._is_hurried,
         )
+        self._declined = Declined(options.peers_timeout_s)
         self._trainers: dict[int, _Trainer] = {}
         self._ranks: list[int] = []  # Of this machine, in the session that goes on.
         self._idle_since = time.monotonic()  # Since when there has been nobody.
@@ -179,19 +196,35 @@ class Agent:
         if time.monotonic() - self._lost_since >= _SETTLE_S:
             self._persist_newest()
 
+    def _is_hurried(self, save: Save) -> bool:
+        """Whether a save must not wait for other machines as long as it may."""
+        with self._changed:
+            trainers = self._trainers.values()
+            return self._stop or any(t.session > save[0] and t.is_alive for t in trainers)
+
     def _persist_newest(self) -> None:
-        newest = self._slots.look().newest
-        if newest is None or not self.options.persist_on_failure:
+        look = self._slots.look()
+        if look.newest is None or not self.options.persist_on_failure:
             return
-        save = newest.save
+        if look.newest.node_count == 1:
+            self._persist_anyhow(look.newest, self._saves.ask)
+            return
+        for of_save in reversed(look.complete.values()):  # What is newest others may not have.
+            if self._saves.is_done(of_save[0][0].save):
+                return
+            self._persist_anyhow(of_save[0][0], self._saves.offer)
+
+    def _persist_anyhow(self, header: SlotHeader, want: Callable[[Save], None]) -> None:
+        """Has a save come to disk, though trainers have not said that it should."""
+        save = header.save
         if self._saves.is_done(save) or self._saves.is_pending(save):
             return
         has_failed = self._saves.error_of(save) is not None
         if not has_failed or save not in self._retried:
             if has_failed:
                 self._retried.add(save)
-            _log.info("step %d is to come to disk, as its trainers are gone", newest.step)
-            self._saves.ask(save)
+            _log.info("step %d is to come to disk, as its trainers are gone", header.step)
+            want(save)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -313,8 +346,15 @@ class Agent:
         return Message(Kind.OK)
 
     def _give_up(self, trainer: _Trainer, message: Message) -> Message:
-        trainer.reached = max(trainer.reached, message.integer(0) + 1)
+        sequence, node, node_count = (message.integer(at) for at in range(3))
+        trainer.reached = max(trainer.reached, sequence + 1)
         self._changed.notify_all()
+        if node_count > 1:
+            directory = Path(os.fsdecode(message.data(3)))
+            self._declined.add(
+                Meeting(self.run, trainer.session, sequence, node, node_count, directory),
+                f"rank {trainer.rank} has failed, or skipped, before its part of {directory}",
+            )
         return Message(Kind.OK)
 
     def _is_awaited(self, save: Save, look: Look) -> bool:

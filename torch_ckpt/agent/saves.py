@@ -7,8 +7,12 @@ import logging
 import os
 import re
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.memory import SlotHeader
 from torch_ckpt.agent.persist import persist
 from torch_ckpt.agent.slots import HeldSlot, Save, Slots
@@ -22,7 +26,18 @@ _log = logging.getLogger("torch_ckpt.agent")
 _KEPT = 16
 """Marks of saves that are on disk: nobody asks for those before."""
 
+_LOOK_S = 0.1
+"""How often is looked whether other machines have come."""
+
 _DONE = re.compile(r"done-([0-9a-f]{32})-(\d+)")
+
+
+@dataclass
+class _Waiting:
+    """A save that other machines must come for."""
+
+    held: list[HeldSlot]
+    joint: JointSave | None = None
 
 
 class Saves:
@@ -37,6 +52,8 @@ class Saves:
         changed: Notified whenever a save has ended.
         io: Tuning.
         threads: Files that are written at a time.
+        peers_timeout_s: Seconds that a save waits for other machines.
+        is_hurried: Whether it waits for a moment only; asked without the lock.
     """
 
     def __init__(
@@ -47,21 +64,22 @@ class Saves:
         *,
         io: IoOptions,
         threads: int,
+        peers_timeout_s: float,
+        is_hurried: Callable[[Save], bool],
     ) -> None:
         self._folder = folder
         self._slots = slots
         self._changed = changed
         self._io = io
         self._threads = threads
+        self._peers_timeout_s = peers_timeout_s
+        self._is_hurried = is_hurried
         self._asked: set[Save] = set()
-        self._running: Save | None = None
+        self._offered: set[Save] = set()
+        self.is_running = False
+        """Whether one is on its way."""
         matches = filter(None, map(_DONE.fullmatch, os.listdir(folder)))
         self._done = {(bytes.fromhex(match[1]), int(match[2])) for match in matches}
-
-    @property
-    def is_running(self) -> bool:
-        """Whether one is on its way."""
-        return self._running is not None
 
     def is_pending(self, save: Save) -> bool:
         """Whether a save that is complete is to come to disk, and has not, nor has failed."""
@@ -70,7 +88,8 @@ class Saves:
             return False
         # What is older than what is on disk is wanted there only if somebody says so.
         is_newer = save > max(self._done, default=(b"", -1))
-        return save in self._asked or (bool(of_save[0][0].persist) and is_newer)
+        is_wanted = bool(of_save[0][0].persist) or save in self._offered
+        return save in self._asked or (is_wanted and is_newer)
 
     def is_done(self, save: Save) -> bool:
         """Whether a save is on disk."""
@@ -89,41 +108,125 @@ class Saves:
         self._failure(save).unlink(missing_ok=True)
         self.begin_next()
 
+    def offer(self, save: Save) -> None:
+        """Wants a save on disk unless a newer one comes there, which may need other machines."""
+        self._offered.add(save)
+        self._failure(save).unlink(missing_ok=True)
+        self.begin_next()
+
     def begin_next(self) -> None:
         """Begins with the oldest save that is to come to disk, unless one is on its way."""
-        if self._running is not None:
+        if self.is_running:
             return
         for save, of_save in self._slots.look().complete.items():
             if self.is_pending(save):
-                self._running = save
-                held = [slot for _, slot in of_save]
-                for slot in held:
-                    slot.readers += 1
+                self.is_running = True
+                is_joint = of_save[0][0].node_count > 1
+                work = self._work_together if is_joint else self._work
                 threading.Thread(
-                    target=self._work, args=(save, held), name="torch_ckpt-persist"
+                    target=work, args=(save, _hold(of_save)), name="torch_ckpt-persist"
                 ).start()
                 return
 
     def _work(self, save: Save, held: list[HeldSlot]) -> None:
-        """In a thread of its own, without the lock."""
+        """Brings one save to disk. In a thread of its own, without the lock."""
         error: BaseException | None = None
         try:
             self._bring_to_disk(held)
         except BaseException as problem:
             error = problem
-            _log.warning("save %d has failed: %s", save[1], problem)
         with self._changed:
-            for slot in held:
-                slot.readers -= 1
-            self._running = None
-            self._asked.discard(save)
-            with contextlib.suppress(OSError):
-                if error is None:
-                    self._mark_done(save)
-                else:
-                    self._failure(save).write_text(f"{type(error).__name__}: {error}")
+            self._ended(save, held, error)
+            self.is_running = False
             self.begin_next()
-            self._changed.notify_all()
+
+    def _work_together(self, save: Save, held: list[HeldSlot]) -> None:
+        """Brings to disk what is to come there with other machines. Likewise.
+
+        Which save that is nobody knows before: of all that are wanted here, those that all machines
+        come for.
+        """
+        waiting = {save: _Waiting(held)}
+        while waiting:
+            began = time.monotonic()
+            ended = self._await_one(waiting)
+            if ended is None:
+                time.sleep(_LOOK_S)
+            for one in waiting.values():
+                if one.joint is not None and ended is not None:
+                    one.joint.was_kept(time.monotonic() - began)
+            with self._changed:
+                if ended is not None:
+                    self._ended(ended[0], waiting.pop(ended[0]).held, ended[1])
+                withdrawn = self._choose(waiting)
+                self.is_running = bool(waiting)
+                self.begin_next()
+                self._changed.notify_all()
+            for joint in withdrawn:
+                joint.leave()
+
+    def _await_one(self, waiting: dict[Save, _Waiting]) -> tuple[Save, BaseException | None] | None:
+        """Brings one to disk that all machines have come for; ``None`` if there is none yet."""
+        for look in (self._come, self._go_on):  # First all, so that others can choose.
+            for save, one in waiting.items():
+                try:
+                    if look(save, one):
+                        return save, None
+                except BaseException as problem:
+                    return save, problem
+        return None
+
+    def _come(self, save: Save, one: _Waiting) -> bool:
+        if one.joint is None:
+            one.joint = JointSave(
+                [slot.memory for slot in one.held if slot.memory is not None],
+                io=self._io,
+                threads=self._threads,
+                timeout_s=self._peers_timeout_s,
+                is_hurried=lambda: self._is_hurried(save),
+            )
+            one.joint.come()
+        return False
+
+    def _go_on(self, save: Save, one: _Waiting) -> bool:
+        assert one.joint is not None
+        if not one.joint.is_ready():
+            return False
+        one.joint.run()
+        return True
+
+    def _choose(self, waiting: dict[Save, _Waiting]) -> list[JointSave]:
+        """Adds what is wanted now, in its order, and takes out what is no more."""
+        withdrawn = []
+        complete = self._slots.look().complete
+        for save in [save for save in waiting if not self.is_pending(save)]:
+            one = waiting.pop(save)
+            for slot in one.held:
+                slot.readers -= 1
+            withdrawn += [] if one.joint is None else [one.joint]
+        for save, of_save in complete.items():
+            if save not in waiting and of_save[0][0].node_count > 1 and self.is_pending(save):
+                waiting[save] = _Waiting(_hold(of_save))
+        # Of what is offered, the newest will do; all else comes to disk in order.
+        offered = [s for s in waiting if s not in self._asked and not complete[s][0][0].persist]
+        for save in [*sorted(set(waiting).difference(offered)), *sorted(offered, reverse=True)]:
+            waiting[save] = waiting.pop(save)
+        return withdrawn
+
+    def _ended(self, save: Save, held: list[HeldSlot], error: BaseException | None) -> None:
+        """Notes how a save has gone."""
+        if error is not None:
+            _log.warning("save %d has failed: %s", save[1], error)
+        for slot in held:
+            slot.readers -= 1
+        self._asked.discard(save)
+        self._offered.discard(save)
+        with contextlib.suppress(OSError):
+            if error is None:
+                self._mark_done(save)
+            else:
+                self._failure(save).write_text(f"{type(error).__name__}: {error}")
+        self._changed.notify_all()
 
     def _bring_to_disk(self, held: list[HeldSlot]) -> None:
         memories = [slot.memory for slot in held if slot.memory is not None]
@@ -151,3 +254,11 @@ class Saves:
 
     def _mark(self, save: Save) -> Path:
         return self._folder / f"done-{save[0].hex()}-{save[1]}"
+
+
+def _hold(of_save: list[tuple[SlotHeader, HeldSlot]]) -> list[HeldSlot]:
+    """The slots of a save, which nobody may fill until they are read."""
+    held = [slot for _, slot in of_save]
+    for slot in held:
+        slot.readers += 1
+    return held

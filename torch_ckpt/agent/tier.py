@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from traceback import StackSummary
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.agent.reader import SnapshotReader
+from torch_ckpt.agent.slots import Save
 from torch_ckpt.agent.trainer import SnapshotAgent
+from torch_ckpt.agreement import why
 from torch_ckpt.api import load
 from torch_ckpt.errors import NotFoundError
 
@@ -27,10 +31,15 @@ class SnapshotTier:
         self._agent = agent
         self._reader = reader or {}
 
-    def steps(self) -> Iterator[int]:
-        """Steps that are whole there, the newest first."""
-        found = {remembered.step for remembered in self._agent.remembered()}
-        return iter(sorted(found, reverse=True))
+    def here(self) -> dict[int, Save]:
+        """What this rank's machine has of each step: of several saves, the newest."""
+        found = reversed(self._agent.remembered())
+        return {remembered.step: remembered.save for remembered in found}
+
+    def steps(self, said: Sequence[dict[int, Save]]) -> Iterator[int]:
+        """Steps that are whole there, the newest first: those of which all have the same save."""
+        common = set.intersection(*(set(of_rank.items()) for of_rank in said))
+        return iter(sorted((step for step, _ in common), reverse=True))
 
     def damaged(self) -> list[int]:
         """Nothing: what is not whole in memory never was a step."""
@@ -49,15 +58,27 @@ class SnapshotTier:
 
         Raises:
             NotFoundError: It is in memory no more. On this rank alone.
-            CheckpointException: A rank raised.
+            CheckpointException: A rank raised. Where ranks are on several machines, and one of them
+                wants what its machine does not have, these are :class:`NotFoundError`, on all.
         """
         found = [one for one in self._agent.remembered() if one.step == step]
         if not found:
             raise NotFoundError(f"step {step} is in memory no more")
-        load(
-            state,
-            storage_reader=SnapshotReader(found[0], **self._reader),
-            process_group=process_group,
-            no_dist=no_dist,
-            timeout_s=timeout_s,
-        )
+        reader = SnapshotReader(found[0], **self._reader)
+        try:
+            load(
+                state,
+                storage_reader=reader,
+                process_group=process_group,
+                no_dist=no_dist,
+                timeout_s=timeout_s,
+            )
+        except CheckpointException as error:
+            if reader.has_begun or not self._agent.is_on_several_machines:
+                raise
+            # Names, too, may be only on another machine: the disk tells what there is.
+            absent = NotFoundError(f"step {step} cannot be planned from memory: {why(error)}")
+            failures: dict[int, tuple[BaseException, StackSummary]] = dict.fromkeys(
+                error.failures, (absent, StackSummary())
+            )
+            raise CheckpointException(str(absent), failures) from error

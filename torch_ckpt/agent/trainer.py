@@ -67,7 +67,8 @@ class Remembered:
         save: Session and sequence; greater than those of earlier ones.
         step: What the user has called it.
         folder: Where its slots lie.
-        slots: Of all ranks that made it; that of this rank's own number first.
+        slots: Of all ranks that made it, or of those of this machine; that of this rank's own
+            number first.
     """
 
     save: tuple[bytes, int]
@@ -80,7 +81,9 @@ class SnapshotAgent:
     """The agent of this machine, as a rank sees it; it is started where there is none.
 
     A process of its own keeps, in shared memory, two snapshots of each rank: while one is filled,
-    the other stays. It brings them to disk without the trainers, and goes on when these die.
+    the other stays. It brings them to disk without the trainers, and goes on when these die. Where
+    ranks are on several machines, agents meet through files in the checkpoint's directory: a save
+    counts if all of them have it.
 
     All ranks make one at the same time. It ends with the process in good order, when the agent has
     brought to disk what it was asked to; a process that an exception ends leaves its snapshots.
@@ -98,7 +101,6 @@ class SnapshotAgent:
 
     Raises:
         CheckpointError: The agent cannot be started, or the run is another live process's.
-        UnsupportedError: The ranks are on several machines.
 
     Example::
 
@@ -120,11 +122,6 @@ class SnapshotAgent:
         self.skipped = 0
         self._group = process_group
         self._place = _find_place(run, process_group)
-        if self._place.node_count > 1:
-            raise UnsupportedError(
-                f"the ranks of {os.fspath(run)} are on {self._place.node_count} machines: an agent "
-                "saves for those of one"
-            )
         self._client = AgentClient(run, self._place, options or AgentOptions())
         self._sequence = 0
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # With its inode.
@@ -133,6 +130,11 @@ class SnapshotAgent:
         self._pid = os.getpid()
         self._waiting = ThreadPoolExecutor(SLOTS_PER_RANK, "torch_ckpt-wait")
         atexit.register(self._at_exit)
+
+    @property
+    def is_on_several_machines(self) -> bool:
+        """Whether the ranks are."""
+        return self._place.node_count > 1
 
     def reserve(self, state_dict: dict[str, Any]) -> None:
         """Has memory made for a state like this, so that the first save is as fast as the tenth.
@@ -184,10 +186,13 @@ class SnapshotAgent:
             try:
                 path = self._fill(header, _Held(state_dict), directory, sync=sync)
             except BaseException:
-                self._client.give_up(sequence)  # Or the other ranks' slots would wait for it.
+                # Or the other ranks' slots would wait for it.
+                self._client.give_up(sequence, directory)
                 raise
             if path is None:
                 self.skipped += 1
+                if self._place.node_count > 1:  # Others may not have.
+                    self._client.give_up(sequence, directory)
                 return None
             self._client.filled(path, sequence)
             return StagedSave(header, directory)
@@ -259,26 +264,34 @@ class SnapshotAgent:
     def newest(self) -> Remembered | None:
         """The newest snapshot that is complete on all ranks that made it; ``None`` if none is.
 
-        Every rank must call it, before the first save: they agree.
+        Every rank must call it, before the first save: they agree. Of one that was made on several
+        machines, each must have what its own ranks have left; a rank that wants more than that
+        learns it when it loads (:class:`SnapshotReader`).
         """
-        here = {found.save: found for found in self.remembered()}
-        newest = max(here, default=None)
-        if self._place.world_size > 1:  # As the first rank has found it.
-            said = [newest]
-            dist.broadcast_object_list(said, group=self._group, group_src=0)
-            newest = said[0]
-        if newest is not None and newest not in here:
-            raise CheckpointError("ranks of one machine find different snapshots in its memory")
+        here = {(found.save, found.step): found for found in self.remembered()}
+        common = set(here)
+        if self._place.world_size > 1:
+            said: list[Any] = [None] * self._place.world_size
+            dist.all_gather_object(said, common, group=self._group)
+            common.intersection_update(*said)
+        newest = max(common, default=None)
         return None if newest is None else here[newest]
 
     def remembered(self) -> list[Remembered]:
-        """All saves that are in memory whole, the newest first, as this rank alone sees them."""
+        """All saves that this machine has in memory whole, the newest first.
+
+        Of those that were made on several machines, what is of any use to this rank: its own slot
+        is there, and there were as many ranks as there are now.
+        """
         found = complete_slots(self._client.folder, self._place.run)
         whole = []
         for save, of_save in reversed(whole_saves(found).items()):
             of_save.sort(key=lambda one: one[0].rank != self._place.rank)  # Its own comes first.
-            slots = [path for _, path in of_save]
-            whole.append(Remembered(save, of_save[0][0].step, self._client.folder, slots))
+            first = of_save[0][0]
+            mine = self._place.rank, self._place.world_size
+            if first.node_count == 1 or (first.rank, first.world_size) == mine:
+                slots = [path for _, path in of_save]
+                whole.append(Remembered(save, first.step, self._client.folder, slots))
         return whole
 
     def close(self, *, drop: bool = False) -> None:

@@ -42,6 +42,13 @@ def add_to(commands: Any) -> None:
         help="how far it steps back behind others that want the CPU (default: %(default)d)",
     )
     parser.add_argument(
+        "--peers-timeout",
+        type=float,
+        default=defaults.peers_timeout_s,
+        metavar="SECONDS",
+        help="how long a save waits for the agents of other machines (default: %(default)g)",
+    )
+    parser.add_argument(
         "--no-persist-on-failure",
         action="store_true",
         help="leave in memory what is newest there when trainers die",
@@ -57,5 +64,6 @@ def _agent(options: argparse.Namespace) -> int:
             linger_s=options.linger,
             threads=options.threads,
             nice=options.nice,
+            peers_timeout_s=options.peers_timeout,
         ),
     )

@@ -73,13 +73,14 @@ class ForeignFiles:
     views: dict[int, tuple[Sequence[int], int, int]] = field(default_factory=dict)
     paths: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
 
-    def opened(self, contents: Contents, version: bytes) -> Opened:
+    def opened(self, contents: Contents, version: bytes, *, names_files: bool = True) -> Opened:
         """The checkpoint that they are.
 
         Args:
             contents: What is not plain in them.
             version: Tells these files from others in their place: ranks that have opened different
                 ones must not load together.
+            names_files: Whether the names and lengths of the files tell so, too.
 
         Raises:
             CorruptionError: Names or numbers are such as no file can have.
@@ -91,7 +92,8 @@ class ForeignFiles:
         for fqn in self.paths:
             if not _is_text(fqn):
                 raise CorruptionError(f"cannot read {self.path}: {fqn!r} is no text")
-        identity = hashlib.sha256(repr(sorted(self.files)).encode() + version).hexdigest()[:16]
+        files = repr(sorted(self.files)).encode() if names_files else b""
+        identity = hashlib.sha256(files + version).hexdigest()[:16]
         paths = [(fqn, list(keys)) for fqn, keys in self.paths.items()]
         try:
             index = _native.foreign_index(identity, self.files, self.entries, self.views, paths)

@@ -1,5 +1,9 @@
 """Snapshots in shared memory: the slots of all ranks of one save, as one checkpoint.
 
+Of ranks that are on several machines, each machine has the slots of its own. Then the checkpoint
+has holes, which are boxes in a file that is not there: who plans to read from it wants what only
+another machine has, and learns it before anything is loaded.
+
 A slot is a file of tmpfs, and its table says where in it each item lies. So what ranks have left in
 memory is loaded by the same plan as what they have left on disk, and by ranks that are fewer, or
 more, or hold other shards. Nothing in memory has checksums but the tables.
@@ -8,8 +12,9 @@ more, or hold other shards. Nothing in memory has checksums but the tables.
 from __future__ import annotations
 
 import io
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +25,12 @@ from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.pickles import ForbiddenPickleError, load_object
 
-__all__ = ["open_snapshot"]
+__all__ = ["ELSEWHERE", "open_snapshot"]
+
+ELSEWHERE = "another machine"
+"""Instead of the name of a file: what is stored there is not in the memory of this machine."""
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 _Place = tuple[_native.StoredSnapshot, int]  # The number of the item.
 
@@ -30,8 +40,8 @@ def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) ->
 
     Args:
         folder: Where they lie.
-        slots: Of all ranks. Of what several hold, the first counts: that of the machine's own rank
-            had better be first.
+        slots: Of all ranks, or, of those on several machines, of all of one. Of what several hold,
+            the first counts: that of the machine's own rank had better be first.
         trust_pickle: Whether objects may be unpickled whatever they ask for.
 
     Raises:
@@ -43,13 +53,17 @@ def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) ->
     found = [(path, _native.Slot.open(os.fsencode(path), False).read()) for path in slots]
     saves = {(snapshot.header[:4], snapshot.header[5]) for _, snapshot in found}
     ranks = {snapshot.header[4] for _, snapshot in found}
-    if len(saves) != 1 or ranks != set(range(found[0][1].header[5])):
+    _, _, _, _, _, world_size, _, node_count, ranks_here, _ = found[0][1].header
+    is_whole = ranks == set(range(world_size)) if node_count == 1 else len(ranks) == ranks_here
+    if len(saves) != 1 or not is_whole:
         raise MismatchError(
             f"the snapshots in {folder}, of ranks {sorted(ranks)}, are not those of one save"
         )
     for path, snapshot in found:
         merged.add(path, snapshot)
-    return merged.opened()
+    if node_count > 1:
+        merged.add_holes()
+    return merged.opened(names_files=node_count == 1)
 
 
 class _Objects:
@@ -114,8 +128,59 @@ class _Merged:
             for fqn, keys in _native.decode_paths(snapshot.paths):
                 self.paths.setdefault(fqn, keys)
 
-    def opened(self) -> Opened:
+    def add_holes(self) -> None:
+        """Adds what only other machines have of the tensors that are here in part."""
+        number = len(self.foreign.files)
+        most_nbytes = 0
+        for fqn, facts in self.facts.items():
+            boxes = self.boxes[fqn]
+            if facts is None or sum(math.prod(box[1]) for box in boxes.values()) == math.prod(
+                facts[4]
+            ):
+                continue
+            element_nbytes = getattr(torch, facts[0].removeprefix("torch.")).itemsize
+            for offsets, sizes in _holes(facts[4], [box[:2] for box in boxes.values()]):
+                nbytes = math.prod(sizes) * element_nbytes
+                boxes[offsets] = (offsets, sizes, number, 0, nbytes, True, ())
+                most_nbytes = max(most_nbytes, nbytes)
+        if most_nbytes:
+            self.foreign.files.append((ELSEWHERE, most_nbytes))
+
+    def opened(self, *, names_files: bool) -> Opened:
         for fqn, boxes in self.boxes.items():
             self.foreign.entries.append((fqn, self.facts[fqn], list(boxes.values())))
         self.foreign.paths = self.paths
-        return self.foreign.opened(self.objects, self.identity)
+        return self.foreign.opened(self.objects, self.identity, names_files=names_files)
+
+
+def _holes(
+    whole: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]
+) -> list[_Box]:
+    """What boxes leave of a tensor, as boxes: offsets and sizes.
+
+    Example::
+
+        assert _holes([4, 2], [([1, 0], [2, 2])]) == [((0, 0), (1, 2)), ((3, 0), (1, 2))]
+    """
+    holes: list[_Box] = [((0,) * len(whole), tuple(whole))]
+    for offsets, sizes in boxes:
+        holes = [part for hole in holes for part in _without(hole, offsets, sizes)]
+    return holes
+
+
+def _without(hole: _Box, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[_Box]:
+    """What a box leaves of a hole."""
+    lows, highs = list(hole[0]), [o + n for o, n in zip(*hole, strict=True)]
+    if any(
+        not size or offset >= high or offset + size <= low
+        for offset, size, low, high in zip(offsets, sizes, lows, highs, strict=True)
+    ):
+        yield hole
+        return
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        for low, high in ((lows[dim], offset), (offset + size, highs[dim])):
+            if low < high:
+                begin, end = [*lows], [*highs]
+                begin[dim], end[dim] = low, high
+                yield tuple(begin), tuple(e - b for b, e in zip(begin, end, strict=True))
+        lows[dim], highs[dim] = max(lows[dim], offset), min(highs[dim], offset + size)

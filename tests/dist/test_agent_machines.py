@@ -1,0 +1,415 @@
+"""Agents of several machines: what they save together, and what each loses, alone or with others.
+
+A machine is told from another by its folder of shared memory; so ranks with folders of their own
+are on machines of their own, here two of two ranks each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import Ranks
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+
+from torch_ckpt import CancelledError, CheckpointError, FastReader, Run, SnapshotAgent
+from torch_ckpt.agent.memory import run_of
+from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.reader import SnapshotReader
+from torch_ckpt.errors import NotFoundError
+
+pytestmark = pytest.mark.timeout(120)
+
+SOON_S = 30.0
+RANKS, RANKS_PER_MACHINE = 4, 2
+LATE_S = 1.5
+
+
+@pytest.fixture(autouse=True)
+def memory(memory: Path) -> Iterator[Path]:
+    """Shared memory of this test alone, with a folder for each machine."""
+    yield memory
+    for lock in memory.glob("machine-*/*/*/agent.lock"):
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            os.kill(int(lock.read_text()), signal.SIGKILL)
+
+
+def memory_of(memory: Path, machine: int) -> Path:
+    return memory / f"machine-{machine}"
+
+
+def agent_pid(memory: Path, machine: int, run: Path) -> int:
+    folder = memory_of(memory, machine) / f"torch_ckpt-{os.getuid()}" / run_of(run).hex()
+    return int((folder / "agent.lock").read_text())
+
+
+def on_machine(memory: Path) -> None:
+    """Has this rank be on its machine."""
+    folder = memory_of(memory, dist.get_rank() // RANKS_PER_MACHINE)
+    folder.mkdir(exist_ok=True)
+    os.environ["TORCH_CKPT_MEMORY"] = str(folder)
+
+
+@functools.cache
+def agent_of(run: Path, memory: Path, peers_timeout_s: float = 600.0) -> SnapshotAgent:
+    """That of this rank, which has one for as long as it lives."""
+    on_machine(memory)
+    return SnapshotAgent(
+        run, options=AgentOptions(peers_timeout_s=peers_timeout_s), timeout_s=SOON_S
+    )
+
+
+def state_of(step: int, columns: int = 5, dim: int = 0) -> dict[str, Any]:
+    """Shards of uneven sizes, replicas, what one machine alone has, and an object."""
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    rows = torch.arange(7 * columns, dtype=torch.float32).view(7, columns) + 1000 * step
+    state = {
+        "rows": distribute_tensor(rows.clone(), mesh, [Shard(dim)]),
+        "all": distribute_tensor(rows.clone(), mesh, [Replicate()]),
+        "step": step,
+    }
+    if dist.get_rank() < RANKS_PER_MACHINE:
+        state["first machine's"] = torch.full((3,), float(step))
+    return state
+
+
+def assert_of(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert state.keys() == expected.keys()
+    assert state["step"] == expected["step"]
+    for name, value in expected.items():
+        local = [v.to_local() if hasattr(v, "to_local") else v for v in (state[name], value)]
+        assert name == "step" or torch.equal(*local), name
+
+
+def stage(run: Path, memory: Path, step: int, ranks: list[int], persist: bool) -> None:
+    """Stages on some ranks only."""
+    agent = agent_of(run, memory)
+    state = state_of(step)
+    if dist.get_rank() in ranks:
+        path = run / f"step-{step}"
+        assert agent.stage(state, path, step=step, persist=persist) is not None
+    dist.barrier()
+
+
+def save(run: Path, memory: Path, step: int, columns: int = 5) -> None:
+    agent = agent_of(run, memory)
+    staged = agent.stage(state_of(step, columns), run / f"step-{step}", step=step)
+    assert staged is not None
+    agent.persist(staged)
+
+
+def load_from_disk(run: Path, step: int, columns: int = 5) -> None:
+    """By stock DCP, and by this package's reader."""
+    path = run / f"step-{step}"
+    for reader in (dcp.FileSystemReader(path), FastReader(path)):
+        state = state_of(-1, columns)
+        dcp.load(state, storage_reader=reader)
+        assert_of(state, state_of(step, columns))
+
+
+def load_from_memory(run: Path, memory: Path, step: int) -> None:
+    """Finds this step in memory, and nothing else."""
+    found = agent_of(run, memory).newest()
+    assert found is not None
+    assert found.step == step
+    assert len(found.slots) == RANKS_PER_MACHINE
+    state = state_of(-1)
+    dcp.load(state, storage_reader=SnapshotReader(found))
+    assert_of(state, state_of(step))
+
+
+def names_in(path: Path) -> set[str]:
+    return set(os.listdir(path)) if path.exists() else set()
+
+
+def assert_only_whole(run: Path, steps: list[int]) -> None:
+    """These steps are committed, and nothing is beside them; all others have left no data."""
+    for path in run.iterdir():
+        names = names_in(path)
+        if int(path.name.removeprefix("step-")) in steps:
+            assert {".metadata", ".index"} <= names
+            assert not [name for name in names if name.startswith(".agents")], names
+        else:
+            assert not [n for n in names if n == ".metadata" or n.endswith(".distcp")], names
+
+
+def until_committed(run: Path, step: int) -> None:
+    end = time.monotonic() + SOON_S
+    while not (run / f"step-{step}" / ".metadata").exists():
+        assert time.monotonic() < end, names_in(run / f"step-{step}")
+        time.sleep(0.02)
+
+
+def test_two_machines_save_what_stock_dcp_loads_and_start_again_from_memory(
+    tmp_path: Path, memory: Path
+) -> None:
+    run = tmp_path / "run"
+    left = run / "step-1" / ".agents-0123456789abcdef-1.word"  # Of machines that were lost.
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"")
+    with Ranks(RANKS) as world:
+        for step in (1, 2):
+            world.run(save, run, memory, step)
+            world.run(load_from_disk, run, step)
+        world.run(stage, run, memory, 3, list(range(RANKS)), False)
+        assert_only_whole(run, [1, 2])
+        pids = {agent_pid(memory, machine, run) for machine in range(2)}
+        assert len(pids) == 2
+        world.kill()
+    with Ranks(RANKS) as world:
+        world.run(load_from_memory, run, memory, 3)
+        world.run(save, run, memory, 4)
+        world.run(load_from_disk, run, 4)
+
+
+@pytest.mark.parametrize("persist", [True, False])
+def test_what_one_machine_alone_has_completed_does_not_count(
+    tmp_path: Path, memory: Path, persist: bool
+) -> None:
+    run = tmp_path / "run"
+    with Ranks(RANKS) as world:
+        world.run(stage, run, memory, 1, list(range(RANKS)), False)
+        world.run(stage, run, memory, 2, [0, 1, 2], persist)
+        world.kill()
+    until_committed(run, 1)  # As the newest that both have.
+    with Ranks(RANKS) as world:
+        world.run(load_from_memory, run, memory, 1)
+        world.run(load_from_disk, run, 1)
+        world.run(save, run, memory, 3)  # Not kept waiting by what will never be.
+        world.run(load_from_disk, run, 3)
+    assert_only_whole(run, [1, 3])
+
+
+def find_nothing(run: Path, memory: Path) -> None:
+    assert agent_of(run, memory).newest() is None
+
+
+def test_machines_that_have_nothing_in_common_restore_nothing(tmp_path: Path, memory: Path) -> None:
+    run = tmp_path / "run"
+    with Ranks(RANKS) as world:
+        world.run(stage, run, memory, 1, [2, 3], True)
+        world.run(stage, run, memory, 2, [0, 1], True)
+        world.kill()
+    with Ranks(RANKS) as world:
+        world.run(find_nothing, run, memory)
+    assert_only_whole(run, [])
+
+
+def save_step(run: Path, memory: Path, step: int, persist: bool) -> None:
+    on_machine(memory)
+    made = Run(run, asynchronous=True, agent=True, timeout_s=SOON_S)
+    assert made.restore(state_of(0)) is None
+    made.save(step, state_of(step), persist=True)
+    made.wait()
+    made.save(step + 1, state_of(step + 1), persist=persist)
+    made.wait()
+
+
+def wanted(how: str) -> dict[str, Any]:
+    """Other shards, or what another machine alone has had."""
+    state = state_of(-1, dim=1 if how == "shards" else 0)
+    if how == "names":
+        state["first machine's"] = torch.zeros(3)
+    return state
+
+
+def load_elsewhere(run: Path, memory: Path, how: str) -> None:
+    on_machine(memory)
+    before = wanted(how)
+    if how == "shards":
+        found = agent_of(run, memory).newest()
+        assert found is not None
+        state = wanted(how)
+        with pytest.raises(CheckpointException) as raised:
+            dcp.load(state, storage_reader=SnapshotReader(found))
+        causes = [cause for cause, _ in raised.value.failures.values()]
+        assert causes
+        assert all(isinstance(cause, NotFoundError) for cause in causes), causes
+        assert_of(state, before)  # As it was.
+        agent_of(run, memory).leave()
+    made = Run(run, asynchronous=True, agent=True, timeout_s=SOON_S)
+    state = wanted(how)
+    with (
+        pytest.warns(UserWarning, match="passed over")
+        if not dist.get_rank()
+        else (contextlib.nullcontext())
+    ):
+        assert made.restore(state) == 2
+    expected = state_of(2, dim=1 if how == "shards" else 0)
+    expected["first machine's"] = torch.full((3,), 2.0)
+    assert_of(state, {name: expected[name] for name in state})
+    made.close()
+
+
+@pytest.mark.parametrize("how", ["shards", "names"])
+def test_who_wants_what_another_machine_has_loads_from_disk(
+    tmp_path: Path, memory: Path, how: str
+) -> None:
+    run = tmp_path / "run"
+    with Ranks(RANKS) as world:
+        world.run(save_step, run, memory, 1, True)
+        world.kill()
+    with Ranks(RANKS) as world:
+        world.run(load_elsewhere, run, memory, how)
+
+
+def restore_with_run(run: Path, memory: Path) -> None:
+    on_machine(memory)
+    made = Run(run, asynchronous=True, agent=True, timeout_s=SOON_S)
+    assert made.latest_step() == 2
+    state = state_of(-1)
+    assert made.restore(state) == 2
+    assert_of(state, state_of(2))
+    made.close()
+
+
+def test_a_run_goes_on_from_what_is_in_memory_alone(tmp_path: Path, memory: Path) -> None:
+    run = tmp_path / "run"
+    with Ranks(RANKS) as world:
+        world.run(save_step, run, memory, 1, False)
+        assert not (run / "step-2").exists()
+        world.kill()
+    with Ranks(RANKS) as world:
+        world.run(restore_with_run, run, memory)
+
+
+COLUMNS = 1 << 18  # 7 MiB of shards, and of replicas: writing takes a while.
+
+
+def save_while_killed(run: Path, memory: Path, step: int, machine: int, delay_s: float) -> None:
+    agent = agent_of(run, memory)
+    staged = agent.stage(state_of(step, COLUMNS), run / f"step-{step}", step=step)
+    assert staged is not None
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(delay_s)
+        os.kill(agent_pid(memory, machine, run), signal.SIGKILL)
+    agent.persist(staged)
+
+
+def test_an_agent_that_is_killed_at_any_moment_is_replaced_and_the_save_completed(
+    tmp_path: Path, memory: Path, seed: int
+) -> None:
+    run = tmp_path / "run"
+    rng = random.Random(seed)
+    with Ranks(RANKS) as world:
+        world.run(save, run, memory, 0, COLUMNS)
+        for step in range(1, 5):
+            world.run(save_while_killed, run, memory, step, step % 2, rng.uniform(0, 0.3))
+            world.run(load_from_disk, run, step, COLUMNS)
+        assert_only_whole(run, list(range(5)))
+
+
+def save_alone(run: Path, memory: Path, ranks: list[int], silent: int) -> None:
+    agent = agent_of(run, memory, LATE_S)
+    state = state_of(1)
+    if dist.get_rank() in ranks:
+        staged = agent.stage(state, run / "step-1", step=1)
+        assert staged is not None
+        with pytest.raises(CheckpointError, match=rf"nothing is heard of machine {silent} of 2"):
+            agent.persist(staged)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_machine_that_never_comes_is_named_in_time(
+    tmp_path: Path, memory: Path, silent: int
+) -> None:
+    run = tmp_path / "run"
+    ranks = [0, 1] if silent else [2, 3]
+    with Ranks(RANKS) as world:
+        world.run(save_alone, run, memory, ranks, silent)
+    assert_only_whole(run, [])
+
+
+def fail_on_one_rank(run: Path, memory: Path) -> str:
+    agent: Any = agent_of(run, memory)
+    state = state_of(1)
+    if dist.get_rank() == 3:
+        with pytest.raises(AttributeError):
+            agent.stage({**state, "bad": lambda: None}, run / "step-1", step=1)
+        return ""
+    staged = agent.stage(state, run / "step-1", step=1)
+    with pytest.raises(CheckpointError) as raised:
+        agent.persist(staged)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_rank_that_fails_holds_up_no_other_machine(tmp_path: Path, memory: Path) -> None:
+    run = tmp_path / "run"
+    with Ranks(RANKS) as world:
+        said = world.run(fail_on_one_rank, run, memory)
+        assert re.search(r"machine 1 \(.*\): rank 3 has failed, or skipped, before", said[0])
+        assert said[1] == said[0]
+        assert said[2].startswith(CancelledError.__name__)
+        assert_only_whole(run, [])
+        world.run(save, run, memory, 2)
+        world.run(load_from_disk, run, 2)
+
+
+def fail_to_save(run: Path, memory: Path, step: int) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        save(run, memory, step, COLUMNS)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_storage_that_fails_one_machine_fails_the_save_on_all_for_that_reason(
+    tmp_path: Path, memory: Path, machine: int
+) -> None:
+    run = tmp_path / "run"
+    with Ranks(RANKS) as world:
+        for step in (0, 1):  # After that there are both slots.
+            world.run(save, run, memory, step, COLUMNS)
+        pid = agent_pid(memory, machine, run)
+        limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        said = world.run(fail_to_save, run, memory, 2)
+        assert len(set(said)) == 1, said
+        assert re.search(rf"StorageError: machine {machine} \(.*\): .*\(EFBIG\)", said[0]), said
+        assert_only_whole(run, [0, 1])
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+        world.run(save, run, memory, 3, COLUMNS)
+        world.run(load_from_disk, run, 3, COLUMNS)
+
+
+SHORTER = """
+import sys
+from torch_ckpt import cli
+from torch_ckpt.agent import patience
+patience.HURRY_S = 1.0
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_an_agent_that_waits_for_others_ends_when_it_is_told_to(
+    tmp_path: Path, memory: Path
+) -> None:
+    run = tmp_path / "run"
+    memory_of(memory, 0).mkdir()
+    agent = subprocess.Popen(
+        [sys.executable, "-c", SHORTER, "agent", str(run)],
+        env={**os.environ, "TORCH_CKPT_MEMORY": str(memory_of(memory, 0))},
+    )
+    with Ranks(RANKS) as world:
+        world.run(stage, run, memory, 1, [0, 1], True)
+        assert agent_pid(memory, 0, run) == agent.pid
+        agent.terminate()
+        assert agent.wait(SOON_S) == -signal.SIGTERM
+        world.kill()
+    assert_only_whole(run, [])
