@@ -67,7 +67,7 @@ def save_at_all_moments(run: Path) -> None:
     """Ranks complete small saves while the agent asks itself who has."""
     agent = agent_of(run)
     delays = random.Random(dist.get_rank())
-    for step in range(300):
+    for step in range(200):
         dist.barrier()
         time.sleep(delays.random() * 0.004)
         future = agent.async_save(state_of(step), run / "step", step=step)

@@ -11,7 +11,13 @@ import pytest
 from checkpoints import ROOT
 
 
-@pytest.mark.parametrize("workload", ["coordinator", "replicas", "small", "cached", "million"])
+@pytest.mark.parametrize(
+    "workload",
+    [
+        *("coordinator", "replicas", "small", "cached"),
+        pytest.param("million", marks=pytest.mark.slow),
+    ],
+)
 def test_every_workload_runs_and_prints_its_tables(workload: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [
