@@ -43,7 +43,7 @@ LAYERS = [
     },
     {
         *("copied_state", "index", "metadata", "tree_exchange", "planned", "listing", "leftovers"),
-        *("agent.memory", "agent.messages", "buffers", "planned_file"),
+        *("agent.memory", "agent.messages", "buffers", "file_jobs"),
     },
     {"agent.persist", "agent.slots", "agent.meeting", "agent.patience"},
     {"agent.joint_save", "agent.declined"},
@@ -74,7 +74,7 @@ WITHOUT_TORCH = {
     *("errors", "options", "seal", "tree", "cli", "__init__", "formats.safetensors_layout"),
     *("commands.agent", "commands.opened", "commands.inspect", "commands.verify"),
     *("agent.memory", "agent.messages", "agent.persist", "agent.slots", "agent.saves"),
-    *("agent.process", "agent.client", "leftovers", "planned_file"),
+    *("agent.process", "agent.client", "leftovers", "file_jobs"),
     *("agent.meeting", "agent.joint_save", "agent.declined", "agent.patience"),
 }
 

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _native, _tensor_view
+from torch_ckpt.file_jobs import finished, write_planned
 from torch_ckpt.index import WrittenFile
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planned import to_write_item
-from torch_ckpt.planned_file import write_planned
 from torch_ckpt.sharing import CutItem
 from torch_ckpt.tensors import DTYPE_CODES, gc_paused, held_nbytes_limit, is_temporary, to_plain
 
@@ -70,7 +70,7 @@ def write_data_file(
         layout = _native.Layout(sort.shapes)
     path = os.fsencode(directory / name)
     job = _native.SaveJob(fs, path, layout, pool, io.direct, sync, niceness)
-    try:
+    with finished(job):
         _write_laid_out(job, sort, planner, held_nbytes_limit(io))
         with gc_paused():
             results = [
@@ -86,12 +86,6 @@ def write_data_file(
         }
         for item in sort.pickled:
             results.append(_append_pickled(job, name, item, planner, transforms))
-        job.finish()
-    except BaseException:
-        # Now, not when the job is collected: the traceback of the error would keep it, and with it
-        # the buffers that the next job waits for.
-        job.abort()
-        raise
     written = (*sort.laid_out, *sort.pickled)
     cuts = [i.piece for i in written if isinstance(i, CutItem) and not i.is_listed]
     file = WrittenFile(name, *job.sums, dtypes=dtypes, cuts=cuts)

@@ -242,11 +242,15 @@ def joined(
 
 def _connect(assigned: Assigned, timeout_s: float) -> ProcessGroupGloo:
     """Connects to the others, beside the process groups of training."""
-    timeout = timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
+    timeout = _connect_timeout(timeout_s)
     try:
         return ProcessGroupGloo(_store(assigned, "wire"), assigned.rank, assigned.size, timeout)
     except Exception as error:
         raise CancelledError(f"cannot connect to the other ranks: {error}") from error
+
+
+def _connect_timeout(timeout_s: float) -> timedelta:
+    return timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
 
 
 def _store(assigned: Assigned, name: str) -> PrefixStore:
@@ -264,7 +268,7 @@ def _linked(assigned: Assigned, timeout_s: float) -> Iterator[_Links]:
     They connect when ranks meet, and end here at once, whatever the others do.
     """
     gpu, memory = _piece_memory()
-    timeout = timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
+    timeout = _connect_timeout(timeout_s)
     with contextlib.ExitStack() as stack:
         links = []
         for name in ("up", "down"):

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_ckpt import _native, _tensor_view
 from torch_ckpt.data_file import resolve_whole
 from torch_ckpt.errors import CheckpointError, MismatchError, UnsupportedError
+from torch_ckpt.file_jobs import finished
 from torch_ckpt.formats.safetensors_layout import FilePlace, ModelLayout, TensorFacts
 from torch_ckpt.model_directory import pending_names, publish, stale_model_files
 from torch_ckpt.options import IoMode
@@ -308,15 +309,9 @@ class _PartWriter:
             writer.sync_files,
             writer._niceness,
         )
-        try:
+        with finished(job):
             for batch in self._batches(pieces, job, laid_out.header):
                 job.write(batch)
-            job.finish()
-        except BaseException:
-            # Now, not when the job is collected: the traceback of the error would keep it, and with
-            # it the buffers that the next job waits for.
-            job.abort()
-            raise
         writer.io_mode = IoMode.of(job)
         nbytes = sum(piece.nbytes for piece in pieces)
         return WriteResult(MetadataIndex(self.names[file]), nbytes, file)

@@ -56,7 +56,7 @@ class Staged:
         stage_rest: Callable[[], None] | None,
         release: Callable[[Staged], None],
     ) -> None:
-        self.has_left, self.has_left_out = has_left, stage_rest is not None
+        self.has_left = has_left
         self._address, self._nbytes = address, nbytes
         self._release = release
         self._stage_rest = stage_rest
@@ -93,6 +93,11 @@ class Staged:
             if self._stage_rest is not None and not self._is_decided.is_set():
                 self._stage_rest()
             self._is_decided.set()
+
+    @property
+    def has_left_out(self) -> bool:
+        """Whether tensors have no memory, since this rank is not to write them."""
+        return self._stage_rest is not None
 
     @property
     def is_over(self) -> bool:

@@ -365,17 +365,21 @@ TEST(ExchangeStreamTest, WhenOneRankCannotReadAllOthersAreCancelled) {
   }
 }
 
+// Between two ranks that both want the first MiB of a file.
+Result<Exchange> exchange_of_a_mib() {
+  WantedBytes wanted;
+  wanted.add("f0", {0, 1 << 20});
+  const auto decoded = WantedBytes::decode(wanted.encode());
+  const WantedBytes* both[] = {&*decoded, &*decoded};
+  return Exchange::make(both, std::vector<std::string>(2), kBudget);
+}
+
 TEST(ExchangeStreamTest, AFailureEndsAMeetingToWhichAnotherRankDoesNotCome) {
   for (const bool over_links : {false, true}) {
     TestWorld world(2);
     world.one_node = true;
     world.over_links = over_links;
-    WantedBytes wanted;
-    wanted.add("f0", {0, 1 << 20});
-    const auto decoded = WantedBytes::decode(wanted.encode());
-    const WantedBytes* both[] = {&*decoded, &*decoded};
-    ASSERT_OK_AND_ASSIGN(const Exchange exchange,
-                         Exchange::make(both, std::vector<std::string>(2), kBudget));
+    ASSERT_OK_AND_ASSIGN(const Exchange exchange, exchange_of_a_mib());
     ASSERT_OK_AND_ASSIGN(
         const auto stream,
         ExchangeStream::make(*world.ranks[0].fs, exchange.of_rank(0), world.peers_of(0), kBudget,
@@ -410,12 +414,7 @@ TEST(ExchangeStreamTest, AFileThatIsShorterThanPlannedIsCorrupt) {
 TEST(ExchangeStreamTest, MemoryForLessThanTwoPiecesIsRefused) {
   TestWorld world(2);
   for (size_t rank = 0; rank < 2; ++rank) world.want_all(rank);
-  WantedBytes wanted;
-  wanted.add("f0", {0, 1 << 20});
-  const auto decoded = WantedBytes::decode(wanted.encode());
-  const WantedBytes* both[] = {&*decoded, &*decoded};
-  ASSERT_OK_AND_ASSIGN(const Exchange exchange,
-                       Exchange::make(both, std::vector<std::string>(2), kBudget));
+  ASSERT_OK_AND_ASSIGN(const Exchange exchange, exchange_of_a_mib());
   EXPECT_CODE(world.load(0, exchange.of_rank(0).encode(), 100 << 10), StatusCode::kInvalidArgument);
 }
 

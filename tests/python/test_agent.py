@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from agent_memory import SOON_S, until
 from random_states import blanked, random_state, same
+from waits import SOON_S, until
 
 from torch_ckpt import (
     CancelledError,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agent_memory import SOON_S, until
+from waits import SOON_S, until
 
 import torch_ckpt
 from torch_ckpt.agent.memory import folder_of, run_of

@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -23,6 +23,7 @@ from typing import Any, Literal, NoReturn
 from torch_ckpt import _native
 from torch_ckpt.agent.messages import Kind, Message, error_message, raise_error
 from torch_ckpt.errors import CheckpointError, CorruptionError, StorageError
+from torch_ckpt.leftovers import remove_files
 from torch_ckpt.seal import open_committed
 
 __all__ = ["Failure", "Meeting", "Word", "decode", "encode", "failure_of", "raise_failure"]
@@ -182,23 +183,15 @@ class Meeting:
 
     def remove(self, *whats: What) -> None:
         """Removes files of this machine, as far as they are there."""
-        for what in whats:
-            with contextlib.suppress(OSError):
-                self._path(self.node, what).unlink()
+        self._remove(self._path(self.node, what).name for what in whats)
 
     def clear(self) -> None:
         """Removes the files of all machines."""
-        with contextlib.suppress(OSError):
-            for name in os.listdir(self.directory):
-                if self._is_of_this(name):
-                    with contextlib.suppress(OSError):
-                        (self.directory / name).unlink()
+        self._remove(self._files())
 
     def is_attended(self) -> bool:
         """Whether any machine has come for this save."""
-        with contextlib.suppress(OSError):
-            return any(map(self._is_of_this, os.listdir(self.directory)))
-        return False
+        return bool(self._files())
 
     def decline(self, why: str) -> None:
         """Says that this machine will never have the save.
@@ -209,8 +202,14 @@ class Meeting:
         failure = failure_of(self.node, CheckpointError(why))
         self.say(Word("never", self.visit, failure=failure))
 
-    def _is_of_this(self, name: str) -> bool:
-        return name.startswith(f".agents-{self.tag}-")
+    def _files(self) -> list[str]:
+        with contextlib.suppress(OSError):
+            names = os.listdir(self.directory)
+            return [name for name in names if name.startswith(f".agents-{self.tag}-")]
+        return []
+
+    def _remove(self, names: Iterable[str]) -> None:
+        remove_files(_native.local_file_system(), self.directory, names)
 
     def _path(self, node: int, what: What) -> Path:
         return self.directory / f".agents-{self.tag}-{node}.{what}"

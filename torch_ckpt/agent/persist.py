@@ -15,9 +15,9 @@ from pathlib import Path
 
 from torch_ckpt import _native
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.file_jobs import write_planned
 from torch_ckpt.leftovers import remove_files, stale_files
 from torch_ckpt.options import IoOptions
-from torch_ckpt.planned_file import write_planned
 from torch_ckpt.seal import INDEX_MARK
 
 __all__ = ["Report", "persist", "publish", "seal", "write_parts"]

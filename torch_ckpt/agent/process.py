@@ -207,17 +207,17 @@ class Agent:
         if look.newest is None or not self.options.persist_on_failure:
             return
         if look.newest.node_count == 1:
-            self._persist_anyhow(look.newest, self._saves.ask)
+            self._persist_anyhow(look.newest, look, self._saves.ask)
             return
         for of_save in reversed(look.complete.values()):  # What is newest others may not have.
             if self._saves.is_done(of_save[0][0].save):
                 return
-            self._persist_anyhow(of_save[0][0], self._saves.offer)
+            self._persist_anyhow(of_save[0][0], look, self._saves.offer)
 
-    def _persist_anyhow(self, header: SlotHeader, want: Callable[[Save], None]) -> None:
+    def _persist_anyhow(self, header: SlotHeader, look: Look, want: Callable[[Save], None]) -> None:
         """Has a save come to disk, though trainers have not said that it should."""
         save = header.save
-        if self._saves.is_done(save) or self._saves.is_pending(save):
+        if self._saves.is_done(save) or self._saves.is_pending(save, look):
             return
         has_failed = self._saves.error_of(save) is not None
         if not has_failed or save not in self._retried:

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.memory import SlotHeader
 from torch_ckpt.agent.persist import persist
-from torch_ckpt.agent.slots import HeldSlot, Save, Slots
+from torch_ckpt.agent.slots import HeldSlot, Look, Save, Slots
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import IoOptions
 
@@ -81,9 +81,9 @@ class Saves:
         matches = filter(None, map(_DONE.fullmatch, os.listdir(folder)))
         self._done = {(bytes.fromhex(match[1]), int(match[2])) for match in matches}
 
-    def is_pending(self, save: Save) -> bool:
-        """Whether a save that is complete is to come to disk, and has not, nor has failed."""
-        of_save = self._slots.look().complete.get(save)
+    def is_pending(self, save: Save, look: Look) -> bool:
+        """Whether a save that was complete is to come to disk, and has not, nor has failed."""
+        of_save = look.complete.get(save)
         if of_save is None or save in self._done or self.error_of(save) is not None:
             return False
         # What is older than what is on disk is wanted there only if somebody says so.
@@ -118,8 +118,9 @@ class Saves:
         """Begins with the oldest save that is to come to disk, unless one is on its way."""
         if self.is_running:
             return
-        for save, of_save in self._slots.look().complete.items():
-            if self.is_pending(save):
+        look = self._slots.look()
+        for save, of_save in look.complete.items():
+            if self.is_pending(save, look):
                 self.is_running = True
                 is_joint = of_save[0][0].node_count > 1
                 work = self._work_together if is_joint else self._work
@@ -198,14 +199,15 @@ class Saves:
     def _choose(self, waiting: dict[Save, _Waiting]) -> list[JointSave]:
         """Adds what is wanted now, in its order, and takes out what is no more."""
         withdrawn = []
-        complete = self._slots.look().complete
-        for save in [save for save in waiting if not self.is_pending(save)]:
+        look = self._slots.look()
+        complete = look.complete
+        for save in [save for save in waiting if not self.is_pending(save, look)]:
             one = waiting.pop(save)
             for slot in one.held:
                 slot.readers -= 1
             withdrawn += [] if one.joint is None else [one.joint]
         for save, of_save in complete.items():
-            if save not in waiting and of_save[0][0].node_count > 1 and self.is_pending(save):
+            if save not in waiting and of_save[0][0].node_count > 1 and self.is_pending(save, look):
                 waiting[save] = _Waiting(_hold(of_save))
         # Of what is offered, the newest will do; all else comes to disk in order.
         offered = [s for s in waiting if s not in self._asked and not complete[s][0][0].persist]

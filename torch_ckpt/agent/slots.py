@@ -74,6 +74,10 @@ class Look:
         return {header.rank for header, _ in self._found if header.save == save}
 
 
+OfSave = Callable[[Save, Look], bool]
+"""Tells something of a save, as slots were at that look."""
+
+
 class Slots:
     """All slots of a run on this machine. For whoever holds the agent's lock.
 
@@ -131,13 +135,14 @@ class Slots:
             if slot.header is None and not slot.readers:
                 self._make(slot, nbytes)
 
-    def keep_only(self, ranks: Collection[int], is_pending: Callable[[Save], bool]) -> None:
+    def keep_only(self, ranks: Collection[int], is_pending: OfSave) -> None:
         """Removes the slots of ranks that are no more, unless something of them is still needed."""
-        newest = max(self.look().complete, default=None)
+        look = self.look()
+        newest = max(look.complete, default=None)
         for rank in set(self._slots).difference(ranks):
             headers = [slot.header for slot in self._slots[rank]]
             needed = any(slot.readers for slot in self._slots[rank]) or any(
-                h is not None and (h.save == newest or is_pending(h.save)) for h in headers
+                h is not None and (h.save == newest or is_pending(h.save, look)) for h in headers
             )
             if not needed:
                 for slot in self._slots.pop(rank):
@@ -147,8 +152,8 @@ class Slots:
         self,
         rank: int,
         nbytes: int,
-        is_pending: Callable[[Save], bool],
-        is_awaited: Callable[[Save, Look], bool],
+        is_pending: OfSave,
+        is_awaited: OfSave,
     ) -> HeldSlot | None:
         """A slot of a rank that it may fill, and that holds nothing from now on.
 
@@ -177,8 +182,8 @@ class Slots:
     def has_free(
         self,
         rank: int,
-        is_pending: Callable[[Save], bool],
-        is_awaited: Callable[[Save, Look], bool],
+        is_pending: OfSave,
+        is_awaited: OfSave,
     ) -> bool:
         """Whether :meth:`take` would find a slot."""
         return self._free(rank, is_pending, is_awaited) is not None
@@ -186,8 +191,8 @@ class Slots:
     def _free(
         self,
         rank: int,
-        is_pending: Callable[[Save], bool],
-        is_awaited: Callable[[Save, Look], bool],
+        is_pending: OfSave,
+        is_awaited: OfSave,
     ) -> HeldSlot | None:
         look = self.look()
         newest = max(look.complete, default=None)
@@ -198,7 +203,7 @@ class Slots:
             if header is None:
                 return slot
             save = header.save
-            is_wanted = is_pending(save) if save in look.complete else is_awaited(save, look)
+            is_wanted = is_pending(save, look) if save in look.complete else is_awaited(save, look)
             if save != newest and not is_wanted:
                 return slot
         return None

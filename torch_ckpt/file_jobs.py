@@ -1,14 +1,35 @@
-"""Writes a data file of what was planned in columns. Importing this does not import torch."""
+"""Runs the jobs that write a file, to their end or not at all. This imports no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from torch_ckpt import _native
 
-__all__ = ["write_planned"]
+__all__ = ["finished", "write_planned"]
+
+Job = TypeVar("Job", _native.SaveJob, _native.PartJob)
+
+
+@contextlib.contextmanager
+def finished(job: Job) -> Iterator[Job]:
+    """Finishes a job at the end of the context, or gives it up where an error ends that.
+
+    Raises:
+        StorageError: It could not be finished.
+    """
+    try:
+        yield job
+        job.finish()
+    except BaseException:
+        # Now, not when the job is collected: the traceback of the error would keep it, and with it
+        # the buffers that the next job waits for.
+        job.abort()
+        raise
 
 
 def write_planned(
@@ -23,7 +44,7 @@ def write_planned(
     sync: bool,
     niceness: int = 0,
 ) -> tuple[_native.SaveJob, bytes]:
-    """Writes the new file ``path``.
+    """Writes the new file ``path`` of what was planned in columns.
 
     Args:
         path: Which file.
@@ -43,15 +64,7 @@ def write_planned(
         StorageError: The file could not be written; it is removed.
     """
     job = _native.SaveJob(fs, os.fsencode(path), planned.layout, pool, direct, sync, niceness)
-    appended: list[tuple[int, int, int]] = []
-    try:
+    with finished(job):
         write_tensors(job)
-        for position in planned.own:
-            appended.append((position, *job.append(pickled(position))))
-        job.finish()
-    except BaseException:
-        # Now, not when the job is collected: the traceback of the error would keep it, and with it
-        # the buffers that the next job waits for.
-        job.abort()
-        raise
+        appended = [(position, *job.append(pickled(position))) for position in planned.own]
     return job, planned.extents(appended)
