@@ -99,6 +99,7 @@ class SnapshotStager:
         self._changed = threading.Condition()
         self._copying: Future[None] | None = None
         self._executor: ThreadPoolExecutor | None = None
+        self._devices = _native.Devices()
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -141,15 +142,19 @@ class SnapshotStager:
             StorageError: There is not as much memory.
             ValueError: A tensor in it has no memory.
         """
-        nbytes = _Placed(CopiedState(state_dict).tensors, self.max_host_nbytes).nbytes
+        placed = _Placed(CopiedState(state_dict).tensors, self.max_host_nbytes)
         with self._changed:
             free, self._free = self._free, []
         try:
             while free:
-                self._give_back(_fitting(free, nbytes))
+                snapshot = _fitting(free, placed.nbytes)
+                try:
+                    snapshot.pin_for(placed.look(), self._devices)
+                finally:
+                    self._give_back(snapshot)
         finally:
-            for snapshot in free:
-                self._give_back(snapshot)
+            for unfit in free:
+                self._give_back(unfit)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """Copies everything, tensors of other devices included.
@@ -211,7 +216,7 @@ class SnapshotStager:
         staged = self._use(snapshot, placed, stage_rest)
         try:
             if self.blocking:
-                placed.copy_all(snapshot)
+                placed.copy_all(snapshot, self._devices)
                 is_whole = not (placed.left or rest)
                 return copied.state if is_whole else PartlyStaged(staged, copied.state), staged
             return self._copy_later(placed, snapshot, copied.state, staged), staged
@@ -259,7 +264,7 @@ class SnapshotStager:
 
         def copy() -> None:
             try:
-                placed.copy_all(snapshot)
+                placed.copy_all(snapshot, self._devices)
             except BaseException as error:
                 staged.release()
                 done.set_exception(error)
@@ -316,6 +321,7 @@ class _Placed:
         self.left: list[MemoryRun] = []
         self._places: list[tuple[MemoryRun, int]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._looked: _native.TensorBatch | None = None
         end = 0
         for run in runs_of(tensors):
             alignment = _ALIGNMENT if run.nbytes >= _LONG_NBYTES else _SMALL_ALIGNMENT
@@ -327,12 +333,18 @@ class _Placed:
             end = offset + run.nbytes
         self.nbytes = max(end, _ALIGNMENT)
 
+    def look(self) -> _native.TensorBatch:
+        """Views of what is to be copied, after what the current streams do."""
+        places = [run.live_bytes() for run, _ in self._places]
+        return _tensor_view.look(places, writable=False, stages=True)
+
     def give_memory(self, view: memoryview) -> int:
         """Has the copies of tensors lie in a snapshot, those of others be views of them.
 
         Returns:
             The address of the snapshot.
         """
+        self._looked = self.look()
         for run, offset in self._places:
             nbytes = run.nbytes
             memory = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
@@ -343,23 +355,19 @@ class _Placed:
         self._places = []
         return torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
 
-    def copy_all(self, snapshot: _native.Snapshot) -> None:
+    def copy_all(self, snapshot: _native.Snapshot, devices: _native.Devices) -> None:
         """Copies what was placed; returns when it is there."""
         copies, self._copies = self._copies, []
-        devices = set()
-        for memory, live, _ in copies:
-            if live.device.type != "cpu":
-                devices.add(live.device)
-                memory.copy_(live.detach().reshape(-1).view(torch.uint8), non_blocking=True)
-        snapshot.fill(
-            [
-                (_tensor_view.view(live, "", writable=False), offset)
-                for _, live, offset in copies
-                if live.device.type == "cpu"
-            ],
-            _THREADS,
-        )
-        for device in devices:
+        looked, self._looked = self._looked, None
+        assert looked is not None
+        plain = looked.plain
+        snapshot.fill(looked, plain, [copies[i][2] for i in plain], _THREADS, devices)
+        others = set()  # Devices that the engine does not know.
+        for number in set(range(len(copies))).difference(plain):
+            memory, live, _ = copies[number]
+            others.add(live.device)
+            memory.copy_(live.detach().reshape(-1).view(torch.uint8), non_blocking=True)
+        for device in others:
             torch.accelerator.synchronize(device)
 
 
@@ -369,7 +377,7 @@ def _stage_rest(tensors: list[CopiedTensor]) -> None:
     snapshot = _native.Snapshot(placed.nbytes, _THREADS)
     with torch.no_grad():
         placed.give_memory(memoryview(snapshot))
-        placed.copy_all(snapshot)
+        placed.copy_all(snapshot, _native.Devices())
 
 
 def _fitting(free: list[_native.Snapshot | None], nbytes: int) -> _native.Snapshot:

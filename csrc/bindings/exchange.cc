@@ -6,8 +6,8 @@
 #include <optional>
 #include <tuple>
 
+#include "bindings/devices.h"
 #include "bindings/errors.h"
-#include "bindings/gpu_tensors.h"
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
 #include "engine/announced_peers.h"

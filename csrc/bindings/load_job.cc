@@ -6,14 +6,13 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string_view>
 #include <utility>
 
+#include "bindings/devices.h"
 #include "bindings/errors.h"
-#include "bindings/gpu_tensors.h"
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
 #include "engine/read_plan.h"
@@ -29,41 +28,11 @@ using PySlice = std::tuple<std::string, int64_t, int64_t, std::string>;
 // Slice, offsets of the wanted box in the stored tensor, destination.
 using PyTensorRequest = std::tuple<PySlice, Dims, const TensorView*>;
 
-// What the tensors of a run lie on; made as the first tensor on each comes.
-class Devices {
- public:
-  // `exchange` may have one already, in whose memory its pieces are.
-  explicit Devices(const ExchangeStream* exchange = nullptr)
-      : of_exchange_(
-            dynamic_cast<const CudaTensors*>(exchange == nullptr ? nullptr : exchange->holder())) {}
-
-  // A live tensor of this view. Raises where its GPU cannot be used.
-  LiveTensor live(const TensorView& view, std::string_view name) {
-    LiveTensor out = to_live(view);
-    if (view.gpu < 0) return out;
-    if (of_exchange_ != nullptr &&
-        of_exchange_->is_of(view.gpu, reinterpret_cast<CudaStream>(view.stream))) {
-      out.device = of_exchange_;
-      return out;
-    }
-    std::unique_ptr<Device>& device = gpus_[{view.gpu, view.stream}];
-    if (device == nullptr) {
-      auto made = without_gil([&] { return make_gpu_tensors(view.gpu, view.stream); });
-      if (!made.ok()) {
-        raise_if_error(Status(made.status().code(),
-                              str_cat("cannot load '", name, "': ", made.status().message()),
-                              made.status().error_number()));
-      }
-      device = std::move(*made);
-    }
-    out.device = device.get();
-    return out;
-  }
-
- private:
-  const CudaTensors* const of_exchange_;
-  std::map<std::pair<int, uint64_t>, std::unique_ptr<Device>> gpus_;
-};
+// What GPUs' tensors are loaded by; `exchange` may have one already, in whose memory its pieces
+// are.
+const CudaTensors* holder_of(const ExchangeStream* exchange) {
+  return dynamic_cast<const CudaTensors*>(exchange == nullptr ? nullptr : exchange->holder());
+}
 
 StoredSlice to_slice(const PySlice& slice) {
   const auto& [file, offset, nbytes, name] = slice;
@@ -147,7 +116,7 @@ std::pair<std::vector<bool>, std::vector<LoadedBytes>> run_job(
       (*on_tensor)(request, std::move(elements));
     };
   }
-  Devices devices(exchange);
+  Devices devices(holder_of(exchange));
   LoadResult result =
       run(job, to_requests(tensors, devices), to_slices(bytes), on_request, exchange);
   std::vector<bool> loaded;
@@ -224,7 +193,7 @@ class Reads {
     std::vector<int64_t> numbers;
     std::vector<int64_t> left;
     std::vector<TensorRequest> requests;
-    Devices devices(exchange);
+    Devices devices(holder_of(exchange));
     const std::vector<bool> is_shared = shared_memory(batch);
     for (int64_t i = 0; i < size(); ++i) {
       const PlannedRead& read = at(i);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "bindings/devices.h"
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
@@ -80,16 +81,8 @@ py::bytes encode_table(const std::string& directory, const std::string& version,
 }
 
 void copy_batch(Slot& slot, const TensorBatch& batch, const std::vector<int64_t>& positions,
-                const std::vector<int64_t>& offsets, int threads) {
-  if (positions.size() != offsets.size()) throw py::value_error("not as many offsets as tensors");
-  std::vector<PackedCopy> copies;
-  for (size_t i = 0; i < positions.size(); ++i) {
-    const TensorView& view = batch.views.at(static_cast<size_t>(positions[i]));
-    if (view.data == nullptr && checked_numel(view.sizes).value_or(0) > 0) {
-      throw py::value_error("a tensor without memory cannot be copied");
-    }
-    copies.push_back({to_live(view), offsets[i]});
-  }
+                const std::vector<int64_t>& offsets, int threads, Devices& devices) {
+  const std::vector<PackedCopy> copies = to_copies(batch, positions, offsets, devices);
   raise_if_error(without_gil([&] { return slot.copy(copies, threads); }));
 }
 
@@ -156,6 +149,7 @@ void bind_slot(py::module_& module) {
           },
           py::arg("path"), py::arg("writable"), py::arg("at_hand") = false)
       .def_property_readonly("nbytes", &Slot::nbytes)
+      .def_property_readonly("is_pinned", &Slot::is_pinned)
       .def(
           "begin",
           [](Slot& slot, const PySlotHeader& header, const py::bytes& table, int64_t nbytes) {
@@ -163,7 +157,8 @@ void bind_slot(py::module_& module) {
           },
           py::arg("header"), py::arg("table"), py::arg("payload_nbytes"))
       .def("copy", &copy_batch, py::arg("batch"), py::arg("positions"), py::arg("offsets"),
-           py::arg("threads"))
+           py::arg("threads"), py::arg("devices"))
+      .def("pin_for", &pin_for<Slot>, py::arg("batch"), py::arg("devices"))
       .def(
           "put",
           [](Slot& slot, int64_t offset, const py::buffer& data) {

@@ -9,6 +9,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <map>
 #include <optional>
 
 #include "bindings/peers.h"
@@ -122,29 +123,40 @@ bool engine_has_cuda() {
   return *known;
 }
 
+// Whether the engine itself copies from and to the memory of the GPU that the tensor is on, as that
+// holds its values.
+bool is_on_known_gpu(const at::Tensor& tensor) {
+  return tensor.is_cuda() && !tensor.is_conj() && !tensor.is_neg() && engine_has_cuda();
+}
+
 // Whether the engine can read into the tensor's memory: it is plain, or would be if it were on the
 // CPU, and no two of its elements share memory by a stride of 0.
 bool is_loadable(py::handle object) {
   const at::Tensor& tensor = unpack(object);
-  switch (kind_of(object, tensor)) {
-    case TensorKind::kPlain:
-      return !is_expanded(tensor);
-    case TensorKind::kNeedsCopy:
-      return tensor.is_cuda() && !tensor.is_conj() && !tensor.is_neg() && !is_expanded(tensor) &&
-             engine_has_cuda();
-    case TensorKind::kTorchsOwn:
-      break;
-  }
-  return false;
+  const TensorKind kind = kind_of(object, tensor);
+  return (kind == TensorKind::kPlain ||
+          (kind == TensorKind::kNeedsCopy && is_on_known_gpu(tensor))) &&
+         !is_expanded(tensor);
 }
 
-// Through Python, as a build for a torch without CUDA has no other way to ask one that has it.
-uint64_t current_stream(int gpu) {
-  return py::module_::import("torch.cuda")
-      .attr("current_stream")(gpu)
-      .attr("cuda_stream")
-      .cast<uint64_t>();
-}
+// Torch's current streams; each is asked for once.
+class CurrentStreams {
+ public:
+  uint64_t of(int gpu) {
+    const auto [found, is_new] = streams_.try_emplace(gpu, 0);
+    // Through Python, as a build for a torch without CUDA has no other way to ask one that has it.
+    if (is_new) {
+      found->second = py::module_::import("torch.cuda")
+                          .attr("current_stream")(gpu)
+                          .attr("cuda_stream")
+                          .cast<uint64_t>();
+    }
+    return found->second;
+  }
+
+ private:
+  std::map<int, uint64_t> streams_;
+};
 
 // Which storage a tensor lies in, and where in it, in bytes: [begin, end). Empty where it has no
 // elements or no memory.
@@ -159,13 +171,10 @@ py::tuple tensor_extent(py::handle object) {
 // Whether no other tensor shares the tensor's memory.
 bool has_own_storage(py::handle tensor) { return unpack(tensor).storage().use_count() == 1; }
 
-// A view of a tensor for the engine. Raises ValueError unless the tensor is plain, and for one that
-// is to be written, loadable.
-TensorView view(py::handle object, std::string name, bool writable) {
-  const at::Tensor& tensor = unpack(object);
-  if (writable ? !is_loadable(object) : kind_of(object, tensor) != TensorKind::kPlain) {
-    throw py::value_error("tensor '" + name + "' is not a plain strided tensor");
-  }
+// A view of a tensor whose memory the engine reaches. Raises ValueError where it has less of it
+// than its sizes tell.
+TensorView view_of(const at::Tensor& tensor, std::string name, bool writable,
+                   CurrentStreams& streams) {
   const int64_t extent = tensor.numel() == 0 ? 0 : storage_end(tensor);
   if (extent > static_cast<int64_t>(tensor.storage().nbytes())) {
     throw py::value_error("tensor '" + name + "' reaches beyond its storage of " +
@@ -181,29 +190,48 @@ TensorView view(py::handle object, std::string name, bool writable) {
   out.writable = writable;
   if (tensor.is_cuda()) {
     out.gpu = tensor.get_device();
-    out.stream = current_stream(out.gpu);
+    out.stream = streams.of(out.gpu);
   }
   out.storage = std::make_shared<c10::Storage>(tensor.storage());
   return out;
 }
 
+// A view of a tensor for the engine. Raises ValueError unless the tensor is plain, and for one that
+// is to be written, loadable.
+TensorView view(py::handle object, std::string name, bool writable) {
+  const at::Tensor& tensor = unpack(object);
+  if (writable ? !is_loadable(object) : kind_of(object, tensor) != TensorKind::kPlain) {
+    throw py::value_error("tensor '" + name + "' is not a plain strided tensor");
+  }
+  CurrentStreams streams;
+  return view_of(tensor, std::move(name), writable, streams);
+}
+
 // A look at each of these objects; what is no tensor is torch's own. Where they are to be written,
 // views of those that the engine cannot read into are not writable, and one that it can read into
-// is plain.
-TensorBatch look(const py::list& objects, bool writable) {
+// is plain. Where they are to be staged, those are plain that lie in the memory of a GPU that the
+// engine copies from.
+TensorBatch look(const py::list& objects, bool writable, bool stages) {
+  CurrentStreams streams;
   TensorBatch out;
   out.views.reserve(objects.size());
   out.kinds.reserve(objects.size());
   for (const py::handle object : objects) {
-    const bool is_tensor = THPVariable_Check(object.ptr());
-    const bool loads = writable && is_tensor && is_loadable(object);
-    TensorKind kind = is_tensor ? kind_of(object, unpack(object)) : TensorKind::kTorchsOwn;
-    if (loads) kind = TensorKind::kPlain;
+    if (!THPVariable_Check(object.ptr())) {
+      out.kinds.push_back(TensorKind::kTorchsOwn);
+      out.views.emplace_back();
+      continue;
+    }
+    const at::Tensor& tensor = unpack(object);
+    const bool loads = writable && is_loadable(object);
+    TensorKind kind = kind_of(object, tensor);
+    const bool is_staged = stages && kind == TensorKind::kNeedsCopy && is_on_known_gpu(tensor);
+    if (loads || is_staged) kind = TensorKind::kPlain;
     out.kinds.push_back(kind);
     if (kind == TensorKind::kPlain) {
-      out.views.push_back(view(object, "", loads));
+      out.views.push_back(view_of(tensor, "", loads, streams));
     } else if (kind == TensorKind::kNeedsCopy) {
-      out.views.push_back(shape_of(unpack(object)));
+      out.views.push_back(shape_of(tensor));
     } else {
       out.views.emplace_back();
     }
@@ -250,7 +278,7 @@ PYBIND11_MODULE(_tensor_view, module) {
   module.def("is_loadable", &is_loadable, py::arg("tensor"));
   module.def("extent", &tensor_extent, py::arg("tensor"));
   module.def("has_own_storage", &has_own_storage, py::arg("tensor"));
-  module.def("look", &look, py::arg("objects"), py::arg("writable"));
+  module.def("look", &look, py::arg("objects"), py::arg("writable"), py::arg("stages") = false);
   module.def("flatten", &flatten, py::arg("state_dict"));
   py::class_<ShardBox>(module, "ShardBox")
       .def(py::init<Dims, Dims, Dims>(), py::arg("sizes"), py::arg("offsets"),

@@ -108,6 +108,15 @@ std::vector<int64_t> nbytes(const Work& work) {
 using PyItem = std::tuple<std::string, std::optional<PyFacts>, bool, Dims, Dims,
                           std::optional<std::pair<int64_t, int64_t>>>;
 
+// Positions of the tensors that the engine reads where they are.
+std::vector<int64_t> plain(const TensorBatch& batch) {
+  std::vector<int64_t> out;
+  for (size_t i = 0; i < batch.kinds.size(); ++i) {
+    if (batch.kinds[i] == TensorKind::kPlain) out.push_back(static_cast<int64_t>(i));
+  }
+  return out;
+}
+
 PyItem describe(const Work& work, int64_t position) {
   const Work::Item& item = work.at(position);
   const ItemTable& table = work.items();
@@ -255,7 +264,7 @@ void bind_work(py::module_& module) {
             return Work(work, positions);
           },
           py::arg("positions"));
-  py::class_<TensorBatch>(module, "TensorBatch");
+  py::class_<TensorBatch>(module, "TensorBatch").def_property_readonly("plain", &plain);
   py::class_<PlannedFile>(module, "PlannedFile")
       .def(py::init<Work, const TensorBatch&>(), py::arg("work"), py::arg("batch"))
       .def_property_readonly("layout", &PlannedFile::layout, py::return_value_policy::copy)

@@ -132,6 +132,16 @@ class CpuDevice : public Device {
     }
     return std::unique_ptr<DeviceEvent>();
   }
+
+  Result<std::unique_ptr<DeviceEvent>> pack(std::span<const TensorCopy> copies,
+                                            MutableBytes buffer) const override {
+    for (const TensorCopy& one : copies) {
+      RETURN_IF_ERROR(copy(one.copy, one.tensor, buffer.data()));
+    }
+    return std::unique_ptr<DeviceEvent>();
+  }
+
+  Result<std::shared_ptr<void>> pin(MutableBytes) const override { return std::shared_ptr<void>(); }
 };
 
 }  // namespace

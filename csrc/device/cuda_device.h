@@ -115,9 +115,9 @@ class CudaDevice {
   virtual Status wait() = 0;
 };
 
-// Tensors in the memory of a GPU, as the engine has devices. `unpack` makes a plan of its copies
-// and starts it. Single copies are waited for, each: for what comes too seldom, or too late, for a
-// plan; their bytes go through a bounded pinned buffer.
+// Tensors in the memory of a GPU, as the engine has devices. `pack` and `unpack` make a plan of
+// their copies and start it. Single copies are waited for, each: for what comes too seldom, or too
+// late, for a plan; their bytes go through a bounded pinned buffer.
 //
 // What lies where is found out by the address; a copy within ordinary memory is the CPU's.
 // kInvalidArgument where both sides are in the memory of a GPU.
@@ -150,6 +150,15 @@ class CudaTensors : public Device {
   Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
                                               Bytes buffer) const override;
 
+  // To memory that is not pinned: likewise. Where training has left no memory for windows, tensors
+  // that are contiguous are copied one by one.
+  Result<std::unique_ptr<DeviceEvent>> pack(std::span<const TensorCopy> copies,
+                                            MutableBytes buffer) const override;
+
+  Result<std::shared_ptr<void>> pin(MutableBytes bytes) const override {
+    return torch_ckpt::pin(bytes, device_->ordinal());
+  }
+
  private:
   CudaTensors(std::unique_ptr<CudaDevice> device, CudaStream after, int64_t buffer_nbytes)
       : device_(std::move(device)),
@@ -162,6 +171,8 @@ class CudaTensors : public Device {
                     std::byte* dst) const;
   Status copy_part(const StridedCopy& copy, PackDirection direction, const std::byte* src,
                    std::byte* dst) const;
+  Result<std::unique_ptr<DeviceEvent>> start_pack(std::span<const TensorCopy> copies,
+                                                  MutableBytes buffer, int64_t direct_nbytes) const;
 
   mutable std::mutex mutex_;  // Guards the device and the buffer.
   const std::unique_ptr<CudaDevice> device_;

@@ -127,6 +127,29 @@ Result<std::unique_ptr<DeviceEvent>> CudaTensors::unpack(std::span<const TensorC
   return std::unique_ptr<DeviceEvent>(std::move(started));
 }
 
+Result<std::unique_ptr<DeviceEvent>> CudaTensors::pack(std::span<const TensorCopy> copies,
+                                                       MutableBytes buffer) const {
+  const std::scoped_lock lock(mutex_);
+  auto started = start_pack(copies, buffer, PackOptions().direct_nbytes);
+  if (started.ok()) return started;
+  auto without_windows = start_pack(copies, buffer, 1);
+  return without_windows.ok() ? std::move(without_windows) : std::move(started);
+}
+
+// Requires: `mutex_`.
+Result<std::unique_ptr<DeviceEvent>> CudaTensors::start_pack(std::span<const TensorCopy> copies,
+                                                             MutableBytes buffer,
+                                                             int64_t direct_nbytes) const {
+  const PackOptions options = {.staging_nbytes = ssize(buffer),
+                               .window_nbytes = device_->window_nbytes(),
+                               .direct_nbytes = direct_nbytes};
+  ASSIGN_OR_RETURN(PackPlan made, plan_pack(PackDirection::kPack, copies, options));
+  // Of the tables: as above.
+  ASSIGN_OR_RETURN(const auto plan, device_->upload(std::move(made)));
+  ASSIGN_OR_RETURN(auto started, device_->pack_to_host(*plan, buffer, after_));
+  return std::unique_ptr<DeviceEvent>(std::move(started));
+}
+
 }  // namespace torch_ckpt
 
 #endif  // TORCH_CKPT_HAVE_CUDA

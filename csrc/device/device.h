@@ -63,6 +63,17 @@ class Device {
   // that nothing is going on.
   virtual Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
                                                       Bytes buffer) const = 0;
+
+  // Likewise from tensors to `buffer`, where copies do not overlap. Until it is done, neither may
+  // change. Bytes between copies that are not far apart may become zero: what else belongs there is
+  // to be put there afterwards.
+  virtual Result<std::unique_ptr<DeviceEvent>> pack(std::span<const TensorCopy> copies,
+                                                    MutableBytes buffer) const = 0;
+
+  // Has copies from and to memory that is not of `buffers` go on by themselves as well, until the
+  // last copy of what is returned is gone; nothing where they do anyway. Requires: the memory is
+  // there as long.
+  virtual Result<std::shared_ptr<void>> pin(MutableBytes bytes) const = 0;
 };
 
 // Tensors in ordinary memory. Lives as long as the process.

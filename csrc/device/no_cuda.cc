@@ -35,6 +35,11 @@ Result<std::unique_ptr<DeviceEvent>> CudaTensors::unpack(std::span<const TensorC
   return cuda_available();
 }
 
+Result<std::unique_ptr<DeviceEvent>> CudaTensors::pack(std::span<const TensorCopy>,
+                                                       MutableBytes) const {
+  return cuda_available();
+}
+
 }  // namespace torch_ckpt
 
 #endif  // !TORCH_CKPT_HAVE_CUDA

@@ -124,7 +124,7 @@ Status Slot::begin(SlotHeader header, Bytes table, int64_t payload_nbytes) {
 }
 
 Status Slot::copy(std::span<const PackedCopy> copies, int threads) {
-  return copy_tensors(copies, payload(), threads);
+  return target_.copy(copies, payload(), threads);
 }
 
 Status Slot::put(int64_t offset, Bytes from) {

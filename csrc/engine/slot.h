@@ -17,7 +17,7 @@
 #include "base/bytes.h"
 #include "base/memory.h"
 #include "base/status.h"
-#include "engine/copy_tensors.h"
+#include "engine/copy_target.h"
 #include "format/slot_header.h"
 #include "plan/item.h"
 #include "plan/item_extents.h"
@@ -64,15 +64,20 @@ class Slot {
   // Room that a snapshot takes.
   static int64_t needed_nbytes(int64_t table_nbytes, int64_t payload_nbytes);
 
-  int64_t nbytes() const { return memory_.nbytes(); }
-  MutableBytes bytes() const { return memory_.bytes(); }
+  int64_t nbytes() const { return ssize(bytes()); }
+  MutableBytes bytes() const { return target_.bytes(); }
+
+  // As CopyTarget.
+  void pin_for(const Device& device) { target_.pin_for(device); }
+  bool is_pinned() const { return target_.is_pinned(); }
 
   // Begins a snapshot: nothing is in the slot before `complete`. Of `header`, what describes table
   // and payload is found here. kInvalidArgument where it has no room; then nothing has changed.
   Status begin(SlotHeader header, Bytes table, int64_t payload_nbytes);
 
   // Tensors, or bytes, to offsets from `payload_begin`. Requires: `begin`.
-  // kInvalidArgument where they reach beyond the payload; then nothing has been copied.
+  // kInvalidArgument where they reach beyond the payload; then nothing has been copied. Tensors of
+  // a device come first: what lies between them may become zero.
   Status copy(std::span<const PackedCopy> copies, int threads);
   Status put(int64_t offset, Bytes bytes);
 
@@ -89,13 +94,13 @@ class Slot {
   Result<StoredSnapshot> read() const;
 
  private:
-  Slot(Memory memory, std::string path) : memory_(std::move(memory)), path_(std::move(path)) {}
+  Slot(Memory memory, std::string path) : target_(std::move(memory)), path_(std::move(path)) {}
 
   MutableBytes payload() const {
     return slice(bytes(), header_.payload_begin, header_.payload_nbytes);
   }
 
-  const Memory memory_;
+  CopyTarget target_;
   const std::string path_;
   SlotHeader header_;  // Of what is being filled.
 };

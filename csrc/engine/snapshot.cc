@@ -53,8 +53,8 @@ Result<std::unique_ptr<Snapshot>> Snapshot::make(MemorySource& source, int64_t n
   return std::unique_ptr<Snapshot>(new Snapshot(std::move(memory)));
 }
 
-Status Snapshot::fill(std::span<const PackedCopy> copies, int threads) const {
-  return copy_tensors(copies, memory(), threads);
+Status Snapshot::fill(std::span<const PackedCopy> copies, int threads) {
+  return target_.copy(copies, memory(), threads);
 }
 
 }  // namespace torch_ckpt

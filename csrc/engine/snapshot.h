@@ -13,7 +13,7 @@
 #include "base/bytes.h"
 #include "base/memory.h"
 #include "base/status.h"
-#include "engine/copy_tensors.h"
+#include "engine/copy_target.h"
 
 namespace torch_ckpt {
 
@@ -23,15 +23,19 @@ class Snapshot {
   // work. Errors: kInvalidArgument; kStorage (ENOMEM) where the system has not so much memory.
   static Result<std::unique_ptr<Snapshot>> make(MemorySource& source, int64_t nbytes, int threads);
 
-  MutableBytes memory() const { return memory_.bytes(); }
+  MutableBytes memory() const { return target_.bytes(); }
 
-  // As copy_tensors.
-  Status fill(std::span<const PackedCopy> copies, int threads) const;
+  // As CopyTarget.
+  void pin_for(const Device& device) { target_.pin_for(device); }
+  bool is_pinned() const { return target_.is_pinned(); }
+
+  // As CopyTarget::copy.
+  Status fill(std::span<const PackedCopy> copies, int threads);
 
  private:
-  explicit Snapshot(Memory memory) : memory_(std::move(memory)) {}
+  explicit Snapshot(Memory memory) : target_(std::move(memory)) {}
 
-  const Memory memory_;
+  CopyTarget target_;
 };
 
 }  // namespace torch_ckpt

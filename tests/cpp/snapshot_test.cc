@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "support/later_device.h"
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
@@ -70,6 +71,90 @@ TEST(SnapshotTest, CopiesOfAnyLengthAndPlaceTouchNothingElse) {
       std::ranges::copy(slice(source, from, nbytes), expected.begin() + 64);
       EXPECT_TRUE(as_text(around) == as_text(expected)) << nbytes << " bytes from " << from;
     }
+  }
+}
+
+// Tensors of a device and of the host by turns, of all lengths, so that a device that writes
+// between its own would be seen; some are strided.
+TEST(SnapshotTest, TensorsOfADeviceAndOfTheHostAreSideBySide) {
+  LaterDevice device;
+  HeapMemorySource heap;
+  ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, 4 * kMib, 2));
+  std::vector<TestTensor> tensors;
+  std::vector<PackedCopy> copies;
+  std::vector<std::string> expected;
+  int64_t offset = 0;
+  for (int64_t i = 0; i < 300; ++i) {
+    TestTensor& tensor = tensors.emplace_back(TestTensor::random(
+        str_cat("t", i), i % 3 == 0 ? DType::kFloat32 : DType::kInt8, {i % 37, 1 + i % 91}));
+    if (i % 5 == 0) tensor = tensor.transposed(0, 1);
+    expected.push_back(tensor.packed());
+    copies.push_back({i % 2 == 0 ? device.holding(tensor.live) : tensor.live, offset});
+    offset += static_cast<int64_t>(expected.back().size()) + i % 4;
+  }
+  for (int round = 0; round < 2; ++round) {
+    std::ranges::fill(snapshot->memory(), std::byte{7});
+    ASSERT_OK(snapshot->fill(copies, 2));
+    for (size_t i = 0; i < copies.size(); ++i) {
+      const MutableBytes found =
+          slice(snapshot->memory(), copies[i].offset, static_cast<int64_t>(expected[i].size()));
+      ASSERT_EQ(as_text(found), expected[i]) << i;
+    }
+  }
+  EXPECT_EQ(device.begun(), 2);
+  EXPECT_EQ(device.pinned(), 1);
+  EXPECT_TRUE(snapshot->is_pinned());
+}
+
+TEST(SnapshotTest, TensorsOfTwoDevicesAreSideBySide) {
+  LaterDevice devices[2];
+  HeapMemorySource heap;
+  ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, kMib, 1));
+  const TestTensor tensor = TestTensor::random("t", DType::kInt8, {100});
+  std::vector<PackedCopy> copies;
+  for (int64_t i = 0; i < 8; ++i) copies.push_back({devices[i % 2].holding(tensor.live), 100 * i});
+  ASSERT_OK(snapshot->fill(copies, 1));
+  for (int64_t i = 0; i < 8; ++i) {
+    EXPECT_EQ(as_text(slice(snapshot->memory(), 100 * i, 100)), tensor.packed()) << i;
+  }
+  EXPECT_EQ(devices[0].pinned() + devices[1].pinned(), 1);
+}
+
+TEST(SnapshotTest, MemoryThatCannotBePinnedIsFilledAsWell) {
+  LaterDevice device;
+  device.fail_to_pin(unsupported("not here"));
+  HeapMemorySource heap;
+  ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, kMib, 1));
+  const TestTensor tensor = TestTensor::random("t", DType::kInt8, {100});
+  ASSERT_OK(snapshot->fill(std::vector<PackedCopy>{{device.holding(tensor.live), 64}}, 1));
+  EXPECT_EQ(as_text(slice(snapshot->memory(), 64, 100)), tensor.packed());
+  EXPECT_FALSE(snapshot->is_pinned());
+}
+
+TEST(SnapshotTest, MemoryIsPinnedNoLongerThanItIsThere) {
+  LaterDevice device;
+  HeapMemorySource heap;
+  ASSERT_OK_AND_ASSIGN(auto snapshot, Snapshot::make(heap, kMib, 1));
+  snapshot->pin_for(cpu_device());
+  EXPECT_FALSE(snapshot->is_pinned());
+  snapshot->pin_for(device);
+  snapshot->pin_for(device);
+  EXPECT_EQ(device.pinned(), 1);
+  snapshot.reset();
+  EXPECT_EQ(device.pinned(), 0);
+}
+
+TEST(SnapshotTest, ADeviceThatFailsFailsTheCopyWithItsError) {
+  for (const bool at_beginning : {false, true}) {
+    LaterDevice device;
+    device.fail(0, at_beginning, internal_error("the device is lost"));
+    HeapMemorySource heap;
+    ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, kMib, 1));
+    const TestTensor tensor = TestTensor::random("t", DType::kInt8, {100});
+    const Status status =
+        snapshot->fill(std::vector<PackedCopy>{{device.holding(tensor.live), 64}}, 1);
+    EXPECT_CODE(status, StatusCode::kInternal);
+    EXPECT_THAT(status.message(), HasSubstr("the device is lost"));
   }
 }
 

@@ -78,9 +78,9 @@ class Saves:
     ) -> Any:
         copy_all = _Placed.copy_all
 
-        def copy_counted(placed: _Placed, snapshot: Any) -> None:
+        def copy_counted(placed: _Placed, *where: Any) -> None:
             self.staged.append(sum(live.nbytes for _, live, _ in placed._copies))
-            copy_all(placed, snapshot)
+            copy_all(placed, *where)
 
         writer = FastWriter(self.path / str(state["step"]), stager=self.stager)
         with mock.patch.object(_Placed, "copy_all", copy_counted):

@@ -85,13 +85,24 @@ std::vector<bool> written(const PackCase& given) {
   return out;
 }
 
+void expect_packed(const PackCase& given, Bytes found) {
+  const std::vector<std::byte> expected = packed_by_cpu(given).second;
+  const std::vector<bool> copied = written(given);
+  for (size_t i = 0; i < copied.size(); ++i) {
+    if (copied[i]) {
+      ASSERT_EQ(found[i], expected[i]) << i;
+    } else {  // Between copies: as it was, or zero.
+      ASSERT_TRUE(found[i] == given.staging[i] || found[i] == std::byte{}) << i;
+    }
+  }
+}
+
 TEST_F(CudaDeviceTest, PackedTensorsAreWhereTheCpuPutsThem) {
   for (const int64_t window_nbytes : {1024, 1 << 20}) {
     const auto gpu = device(window_nbytes);
     for (uint32_t seed = 0; seed < 100; ++seed) {
       SCOPED_TRACE("seed " + std::to_string(seed));
       const PackCase given = random_pack_case(seed, PackDirection::kPack);
-      const std::vector<std::byte> expected = packed_by_cpu(given).second;
       const OnGpu tensors(given.tensors);
       const Memory image = pinned(given.staging);
       const PackOptions options = {.staging_nbytes = ssize(given.staging),
@@ -103,14 +114,7 @@ TEST_F(CudaDeviceTest, PackedTensorsAreWhereTheCpuPutsThem) {
       const MutableBytes bytes = slice(image.bytes(), 0, ssize(given.staging));
       ASSERT_OK_AND_ASSIGN(const auto event, gpu->pack_to_host(*plan, bytes, nullptr));
       ASSERT_OK(event->wait());
-      const std::vector<bool> copied = written(given);
-      for (size_t i = 0; i < copied.size(); ++i) {
-        if (copied[i]) {
-          ASSERT_EQ(bytes[i], expected[i]) << i;
-        } else {  // Between copies: as it was, or zero.
-          ASSERT_TRUE(bytes[i] == given.staging[i] || bytes[i] == std::byte{}) << i;
-        }
-      }
+      ASSERT_NO_FATAL_FAILURE(expect_packed(given, bytes));
       EXPECT_EQ(tensors.fetch(), given.tensors);
     }
   }
@@ -329,6 +333,57 @@ TEST_F(CudaDeviceTest, BuffersAreUnpackedAsByTheCpuWhetherTheyArePinnedOrNotOrOn
       EXPECT_EQ(there.fetch(), packed_by_cpu(given).first);
     }
   }
+}
+
+TEST_F(CudaDeviceTest, TensorsAreStagedInMemoryThatIsPinnedOrNot) {
+  ASSERT_OK_AND_ASSIGN(const auto tensors, CudaTensors::make(device(4096), nullptr));
+  for (uint32_t seed = 0; seed < 100; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const PackCase given = random_pack_case(seed, PackDirection::kPack);
+    const OnGpu there(given.tensors);
+    for (const bool pins : {false, true}) {
+      std::vector<std::byte> staging = given.staging;
+      std::shared_ptr<void> pinned;
+      if (pins) {
+        ASSERT_OK_AND_ASSIGN(pinned, tensors->pin(staging));
+      }
+      ASSERT_OK_AND_ASSIGN(const auto event, tensors->pack(given.copies_in(there.data()), staging));
+      ASSERT_OK(event->wait());
+      ASSERT_NO_FATAL_FAILURE(expect_packed(given, staging));
+    }
+  }
+}
+
+TEST_F(CudaDeviceTest, WhereTheGpuIsFullContiguousTensorsAreStagedAllTheSame) {
+  const std::vector<std::byte> bytes = random_bytes(1000, 1);
+  const OnGpu there(bytes);
+  std::vector<void*> taken;
+  for (size_t nbytes = size_t{1} << 40; nbytes >= (size_t{1} << 16);) {
+    void* some = nullptr;
+    if (cudaMalloc(&some, nbytes) == cudaSuccess) {
+      taken.push_back(some);
+    } else {
+      cudaGetLastError();
+      nbytes /= 2;
+    }
+  }
+  {
+    // Windows that there was no room for even on an empty GPU.
+    ASSERT_OK_AND_ASSIGN(const auto tensors, CudaTensors::make(device(int64_t{1} << 42), nullptr));
+    std::vector<std::byte> staging(1000);
+    std::vector<TensorCopy> copies;
+    for (int64_t i = 0; i < 10; ++i) {
+      copies.push_back(
+          {there.data() + 100 * i,
+           {.sizes = {100}, .src_strides = {1}, .dst_offset = 100 * i, .dst_strides = {1}}});
+    }
+    ASSERT_OK_AND_ASSIGN(const auto event, tensors->pack(copies, staging));
+    ASSERT_OK(event->wait());
+    EXPECT_EQ(staging, bytes);
+    copies[3].copy = {.sizes = {50}, .src_strides = {2}, .dst_offset = 300, .dst_strides = {1}};
+    EXPECT_FALSE(tensors->pack(copies, staging).ok());
+  }
+  for (void* some : taken) cudaFree(some);
 }
 
 // Of many buffers at a time, by several threads, each given back when its event is done.

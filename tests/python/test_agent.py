@@ -236,8 +236,8 @@ agent.stage(state, run + "/1", step=1, persist=False)
 for value in state.values():
     value.fill_(2.0)
 copy = _native.Slot.copy
-def copy_half(slot, batch, positions, offsets, threads):
-    copy(slot, batch, positions[:1], offsets[:1], threads)
+def copy_half(slot, batch, positions, offsets, *rest):
+    copy(slot, batch, positions[:1], offsets[:1], *rest)
     os.kill(os.getpid(), signal.SIGKILL)
 with mock.patch.object(_native.Slot, "copy", copy_half):
     if sys.argv[2] == "torn":

@@ -125,6 +125,7 @@ class SnapshotAgent:
         self._client = AgentClient(run, self._place, options or AgentOptions())
         self._sequence = 0
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # With its inode.
+        self._devices = _native.Devices()
         self._lock = threading.Lock()
         self._is_left = False
         self._pid = os.getpid()
@@ -145,7 +146,8 @@ class SnapshotAgent:
         held = _Held(state_dict)
         self._client.reserve(_native.slot_nbytes(len(held.table("", sync=True)), held.nbytes))
         for number in range(SLOTS_PER_RANK):
-            self._slot(slot_path(self._client.folder, self._place.rank, number))
+            slot = self._slot(slot_path(self._client.folder, self._place.rank, number))
+            slot.pin_for(held.batch, self._devices)
 
     def stage(
         self,
@@ -211,7 +213,7 @@ class SnapshotAgent:
             raise CheckpointError(f"cannot save {directory}: former saves keep all slots")
         slot = self._slot(path)
         slot.begin(header.to_native(), table, held.nbytes)
-        held.copy_to(slot)
+        held.copy_to(slot, self._devices)
         slot.complete()
         return path
 
@@ -342,8 +344,8 @@ class _Held:
         sources = planner.sources(range(len(work)))
         assert sources is not None
         self._sources: Sequence[Any] = sources
-        self._batch = _tensor_view.look(sources, writable=False)
-        planned = _native.PlannedFile(work, self._batch)
+        self.batch = _tensor_view.look(sources, writable=False, stages=True)
+        planned = _native.PlannedFile(work, self.batch)
         nbytes = work.nbytes
         self._pickled: dict[int, memoryview] = {}
         for number in planned.own:
@@ -365,15 +367,15 @@ class _Held:
             os.fsencode(directory), CURRENT_DCP_VERSION, sync, self._items, self._paths, extents
         )
 
-    def copy_to(self, slot: _native.Slot) -> None:
+    def copy_to(self, slot: _native.Slot, devices: _native.Devices) -> None:
         """Copies everything."""
         elsewhere = {*self._copied, *self._pickled}
         here = [number for number in range(len(self._offsets)) if number not in elsewhere]
-        slot.copy(self._batch, here, [self._offsets[n] for n in here], _THREADS)
+        slot.copy(self.batch, here, [self._offsets[n] for n in here], _THREADS, devices)
         for number in self._copied:
             plain = to_plain(self._sources[number])
             batch = _tensor_view.look([plain], writable=False)
-            slot.copy(batch, [0], [self._offsets[number]], _THREADS)
+            slot.copy(batch, [0], [self._offsets[number]], _THREADS, devices)
         for number, data in self._pickled.items():
             slot.put(self._offsets[number], data)
 

@@ -3,10 +3,10 @@
 // A device of ordinary memory that does everything as late as it may, as a GPU that is busy.
 //
 // Its tensors are at addresses where no processor finds anything, so that nothing but its own
-// `unpack` writes them. That makes a plan, as a GPU's does, and carries it out only when it is
-// waited for, or when it has been asked a few times whether it is done: a buffer that is used again
-// too early shows as wrong bytes. One piece of work may fail, when it is begun or when it is waited
-// for.
+// `pack` reads and `unpack` writes them. These make a plan, as a GPU's do, and carry it out only
+// when it is waited for, or when it has been asked a few times whether it is done: a buffer that is
+// used again too early shows as wrong bytes. One piece of work may fail, when it is begun or when
+// it is waited for.
 
 #include <gtest/gtest.h>
 
@@ -56,6 +56,9 @@ class LaterDevice : public Device {
     failure_ = std::move(status);
   }
 
+  // Memory cannot be pinned.
+  void fail_to_pin(Status status) { not_pinned_ = std::move(status); }
+
   // No buffers are to be had.
   void fail_buffers(Status status) { no_buffers_ = std::move(status); }
 
@@ -67,6 +70,7 @@ class LaterDevice : public Device {
     const std::lock_guard<std::mutex> lock(mutex_);
     return own_.size();
   }
+  int64_t pinned() const { return pinned_; }                  // Pieces of memory.
   int64_t from_elsewhere() const { return from_elsewhere_; }  // Than from buffers of its own.
 
   // Out of memory of its own; nothing else should ask for single copies.
@@ -83,19 +87,18 @@ class LaterDevice : public Device {
 
   Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
                                               Bytes buffer) const override {
-    std::vector<TensorCopy> here(copies.begin(), copies.end());
-    for (TensorCopy& copy : here) copy.tensor = near(copy.tensor);
-    const PackOptions options = {
-        .staging_nbytes = ssize(buffer), .window_nbytes = window_nbytes_, .direct_nbytes = 3000};
-    ASSIGN_OR_RETURN(PackPlan plan, plan_pack(PackDirection::kUnpack, here, options));
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const bool fails = begun_++ == failing_;
-    if (fails && fails_at_beginning_) return failure_;
-    copied_ += std::ssize(copies);
-    if (near(buffer.data()) == buffer.data() && !is_own(buffer)) ++from_elsewhere_;
-    most_pending_ = std::max(most_pending_, ++pending_);
-    return std::unique_ptr<DeviceEvent>(
-        std::make_unique<Event>(*this, std::move(plan), buffer, fails ? failure_ : ok_status()));
+    // Not written to.
+    return begin(PackDirection::kUnpack, copies,
+                 {const_cast<std::byte*>(buffer.data()), buffer.size()});
+  }
+  Result<std::unique_ptr<DeviceEvent>> pack(std::span<const TensorCopy> copies,
+                                            MutableBytes buffer) const override {
+    return begin(PackDirection::kPack, copies, buffer);
+  }
+  Result<std::shared_ptr<void>> pin(MutableBytes bytes) const override {
+    RETURN_IF_ERROR(not_pinned_);
+    ++pinned_;
+    return std::shared_ptr<void>(bytes.data(), [this](void*) { --pinned_; });
   }
 
  private:
@@ -130,7 +133,7 @@ class LaterDevice : public Device {
 
   class Event : public DeviceEvent {
    public:
-    Event(const LaterDevice& device, PackPlan plan, Bytes buffer, Status status)
+    Event(const LaterDevice& device, PackPlan plan, MutableBytes buffer, Status status)
         : device_(device),
           plan_(std::move(plan)),
           buffer_(near(buffer.data()), buffer.size()),
@@ -152,32 +155,55 @@ class LaterDevice : public Device {
     }
 
    private:
-    // As a GPU does: windows are copied to memory of its own first.
+    // As a GPU does: windows go through memory of its own, in which all is zero that is not copied.
     void carry_out() const {
       if (std::exchange(is_done_, true)) return;
       --device_.pending_;
       if (!status_.ok()) return;
-      std::vector<std::byte> memory(static_cast<size_t>(plan_.window_nbytes + kStagingAlignment));
-      auto* aligned = reinterpret_cast<std::byte*>(
-          align_up(reinterpret_cast<int64_t>(memory.data()), kStagingAlignment));
-      for (const PackWindow& window : plan_.windows) {
-        const Bytes from = slice(buffer_, window.begin, window.end - window.begin);
-        std::copy(from.begin(), from.end(), aligned + (window.begin - window.base()));
-        run_window_on_cpu(plan_, window, aligned);
-      }
+      const bool packs = plan_.direction == PackDirection::kPack;
       for (const DirectCopy& copy : plan_.direct) {
-        const Bytes from = slice(buffer_, copy.staging_offset, copy.nbytes);
-        std::copy(from.begin(), from.end(), copy.tensor);
+        const MutableBytes place = slice(buffer_, copy.staging_offset, copy.nbytes);
+        if (packs) std::copy_n(copy.tensor, copy.nbytes, place.begin());
+        if (!packs) std::ranges::copy(place, copy.tensor);
+      }
+      for (const PackWindow& window : plan_.windows) {
+        std::vector<std::byte> memory(static_cast<size_t>(plan_.window_nbytes + kStagingAlignment));
+        auto* aligned = reinterpret_cast<std::byte*>(
+            align_up(reinterpret_cast<int64_t>(memory.data()), kStagingAlignment));
+        const MutableBytes here(aligned + (window.begin - window.base()),
+                                static_cast<size_t>(window.end - window.begin));
+        const MutableBytes there = slice(buffer_, window.begin, ssize(here));
+        if (!packs) std::ranges::copy(there, here.begin());
+        run_window_on_cpu(plan_, window, aligned);
+        if (packs) std::ranges::copy(here, there.begin());
       }
     }
 
     const LaterDevice& device_;
     const PackPlan plan_;
-    const Bytes buffer_;
+    const MutableBytes buffer_;
     const Status status_;
     mutable int questions_left_;
     mutable bool is_done_ = false;
   };
+
+  Result<std::unique_ptr<DeviceEvent>> begin(PackDirection direction,
+                                             std::span<const TensorCopy> copies,
+                                             MutableBytes buffer) const {
+    std::vector<TensorCopy> here(copies.begin(), copies.end());
+    for (TensorCopy& copy : here) copy.tensor = near(copy.tensor);
+    const PackOptions options = {
+        .staging_nbytes = ssize(buffer), .window_nbytes = window_nbytes_, .direct_nbytes = 3000};
+    ASSIGN_OR_RETURN(PackPlan plan, plan_pack(direction, here, options));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const bool fails = begun_++ == failing_;
+    if (fails && fails_at_beginning_) return failure_;
+    copied_ += std::ssize(copies);
+    if (near(buffer.data()) == buffer.data() && !is_own(buffer)) ++from_elsewhere_;
+    most_pending_ = std::max(most_pending_, ++pending_);
+    return std::unique_ptr<DeviceEvent>(
+        std::make_unique<Event>(*this, std::move(plan), buffer, fails ? failure_ : ok_status()));
+  }
 
   bool is_own(Bytes buffer) const {
     return std::ranges::any_of(own_, [&](Bytes own) {
@@ -192,6 +218,7 @@ class LaterDevice : public Device {
   bool fails_at_beginning_ = false;
   Status failure_;
   Status no_buffers_;
+  Status not_pinned_;
   mutable std::mutex mutex_;  // Guards what follows.
   mutable Buffers buffers_;
   mutable FarMemory memory_;
@@ -201,6 +228,7 @@ class LaterDevice : public Device {
   mutable int64_t pending_ = 0;
   mutable int64_t most_pending_ = 0;
   mutable int64_t from_elsewhere_ = 0;
+  mutable int64_t pinned_ = 0;
 };
 
 }  // namespace torch_ckpt

@@ -1,8 +1,9 @@
-#include "engine/copy_tensors.h"
+#include "engine/copy_target.h"
 
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "base/share.h"
@@ -68,10 +69,46 @@ Status copy_part(const Part& part, MutableBytes memory) {
   return pack_elements(tensor, part.begin, part.end, out);
 }
 
+// The whole tensor, one element behind the other from the copy's offset on.
+TensorCopy whole(const PackedCopy& from) {
+  StridedCopy copy = {.itemsize = itemsize(from.tensor.dtype),
+                      .sizes = from.tensor.sizes,
+                      .src_strides = from.tensor.strides,
+                      .dst_offset = from.offset,
+                      .dst_strides = contiguous_strides(from.tensor.sizes)};
+  for (int64_t& stride : copy.dst_strides) stride *= copy.itemsize;
+  return {from.tensor.data, std::move(copy)};
+}
+
 }  // namespace
 
-Status copy_tensors(std::span<const PackedCopy> copies, MutableBytes memory, int threads) {
+void CopyTarget::pin_for(const Device& device) {
+  if (device.is_host() || is_pinned()) return;
+  if (auto pinned = device.pin(bytes()); pinned.ok()) pinned_ = std::move(*pinned);
+}
+
+// A device may write between its copies. So each call is for those that lie side by side: one for
+// each device, unless tensors of several are mixed.
+Status CopyTarget::pack(std::vector<const PackedCopy*> copies, MutableBytes memory) {
+  std::ranges::stable_sort(copies, {}, &PackedCopy::offset);
+  for (auto begin = copies.begin(); begin != copies.end();) {
+    const Device& device = *(*begin)->tensor.device;
+    std::vector<TensorCopy> together;
+    auto end = begin;
+    for (; end != copies.end() && (*end)->tensor.device == &device; ++end) {
+      together.push_back(whole(**end));
+    }
+    pin_for(device);
+    ASSIGN_OR_RETURN(const auto packed, device.pack(together, memory));
+    if (packed != nullptr) RETURN_IF_ERROR(packed->wait());
+    begin = end;
+  }
+  return ok_status();
+}
+
+Status CopyTarget::copy(std::span<const PackedCopy> copies, MutableBytes memory, int threads) {
   std::vector<Part> parts;
+  std::vector<const PackedCopy*> elsewhere;
   for (const PackedCopy& copy : copies) {
     const int64_t size = itemsize(copy.tensor.dtype);
     const auto numel = checked_numel(copy.tensor.sizes);
@@ -80,11 +117,16 @@ Status copy_tensors(std::span<const PackedCopy> copies, MutableBytes memory, int
       return invalid_argument("cannot copy '", copy.tensor.name, "', ", nbytes.value_or(-1),
                               " bytes, to ", copy.offset, " of a snapshot of ", ssize(memory));
     }
+    if (!copy.tensor.device->is_host()) {
+      if (*nbytes > 0) elsewhere.push_back(&copy);
+      continue;
+    }
     const int64_t most = kPartNbytes / size;
     for (int64_t begin = 0; begin < *numel; begin += most) {
       parts.push_back({&copy, begin, std::min(begin + most, *numel)});
     }
   }
+  RETURN_IF_ERROR(pack(std::move(elsewhere), memory));
   std::mutex mutex;
   Status first;
   share(std::ssize(parts), threads, [&](int64_t i) {

@@ -1,0 +1,98 @@
+#pragma once
+
+// What tensors of GPUs are loaded and staged by, and pieces that go from GPU to GPU are held by.
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "bindings/errors.h"
+#include "bindings/jobs.h"
+#include "bindings/tensor_view.h"
+#include "device/cuda_device.h"
+#include "engine/copy_target.h"
+
+namespace torch_ckpt {
+
+// `stream`: torch's current one.
+inline Result<std::unique_ptr<CudaTensors>> make_gpu_tensors(int ordinal, uint64_t stream) {
+  // For two windows: what is read at a time, or a little more.
+  constexpr int64_t kWindowNbytes = int64_t{4} << 20;
+  ASSIGN_OR_RETURN(auto gpu, CudaDevice::make(ordinal, kWindowNbytes));
+  return CudaTensors::make(std::move(gpu), reinterpret_cast<CudaStream>(stream));
+}
+
+// What tensors lie on; made as the first tensor on each comes. Safe to use from any thread.
+class Devices {
+ public:
+  // `known`: one that somebody has already, and keeps.
+  explicit Devices(const CudaTensors* known = nullptr) : known_(known) {}
+
+  // A live tensor of this view, for as long as this exists. Raises where its GPU cannot be used.
+  LiveTensor live(const TensorView& view, std::string_view name) {
+    LiveTensor out = to_live(view);
+    if (view.gpu < 0) return out;
+    if (known_ != nullptr && known_->is_of(view.gpu, reinterpret_cast<CudaStream>(view.stream))) {
+      out.device = known_;
+      return out;
+    }
+    const auto device = without_gil([&] { return made(view.gpu, view.stream); });
+    if (!device.ok()) {
+      raise_if_error(
+          Status(device.status().code(),
+                 str_cat("cannot use the GPU of '", name, "': ", device.status().message()),
+                 device.status().error_number()));
+    }
+    out.device = *device;
+    return out;
+  }
+
+ private:
+  Result<const Device*> made(int gpu, uint64_t stream) {
+    const std::scoped_lock lock(mutex_);
+    std::unique_ptr<Device>& device = gpus_[{gpu, stream}];
+    if (device == nullptr) {
+      ASSIGN_OR_RETURN(device, make_gpu_tensors(gpu, stream));
+    }
+    return device.get();
+  }
+
+  const CudaTensors* const known_;
+  std::mutex mutex_;  // Guards what follows. Not taken by whoever holds the GIL.
+  std::map<std::pair<int, uint64_t>, std::unique_ptr<Device>> gpus_;
+};
+
+// Pins memory for whatever GPU has a tensor of the batch.
+template <typename Target>
+void pin_for(Target& target, const TensorBatch& batch, Devices& devices) {
+  for (const TensorView& view : batch.views) {
+    if (view.gpu < 0) continue;
+    const Device& device = *devices.live(view, view.name).device;
+    without_gil([&] { target.pin_for(device); });
+  }
+}
+
+// The tensors at these positions, each to its offset. Raises for one without memory.
+inline std::vector<PackedCopy> to_copies(const TensorBatch& batch,
+                                         const std::vector<int64_t>& positions,
+                                         const std::vector<int64_t>& offsets, Devices& devices) {
+  if (positions.size() != offsets.size()) {
+    throw pybind11::value_error("not as many offsets as tensors");
+  }
+  std::vector<PackedCopy> copies;
+  copies.reserve(positions.size());
+  for (size_t i = 0; i < positions.size(); ++i) {
+    const TensorView& view = batch.views.at(static_cast<size_t>(positions[i]));
+    if (view.data == nullptr && checked_numel(view.sizes).value_or(0) > 0) {
+      throw pybind11::value_error("a tensor without memory cannot be copied");
+    }
+    copies.push_back({devices.live(view, view.name), offsets[i]});
+  }
+  return copies;
+}
+
+}  // namespace torch_ckpt
