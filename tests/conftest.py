@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from torch_ckpt.agent.memory import has_agent
+
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
@@ -56,7 +58,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="torch_ckpt-test-"))
     monkeypatch.setenv("TORCH_CKPT_MEMORY", str(folder))
     yield folder
-    for lock in folder.glob("*/*/agent.lock"):
+    machines = [folder, *folder.glob("machine-*")]
+    for lock in (lock for machine in machines for lock in machine.glob("*/*/agent.lock")):
         with contextlib.suppress(ProcessLookupError, ValueError):
-            os.kill(int(lock.read_text()), signal.SIGKILL)
-    shutil.rmtree(folder)
+            if has_agent(lock.parent):  # Else the number may be anybody's by now.
+                os.kill(int(lock.read_text()), signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)  # An agent may be about to do the same.

@@ -10,6 +10,7 @@ for any amount of memory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 from torch_ckpt import _native
 from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 
-__all__ = ["INDEX_MARK", "open_committed"]
+__all__ = ["INDEX_MARK", "committed_id", "open_committed"]
 
 INDEX_MARK = "torch_ckpt: sealed by an index"
 """Stands in ``storage_meta.modules`` of metadata that were committed with an index."""
@@ -76,6 +77,18 @@ def open_committed(
     if index is None and verify:
         _check_unsealed(metadata, other, newer=newer, why=why, where=str(path))
     return metadata, index
+
+
+def committed_id(directory: Path) -> str | None:
+    """The save id of what is committed; ``None`` where that is nothing of this package's.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
+        _, index = open_committed(_native.local_file_system(), directory, "", verify=False)
+        return None if index is None else index.save_id
+    return None
 
 
 def _check_unsealed(

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from torch_ckpt import CancelledError, CheckpointError, FastReader, Run, SnapshotAgent
+from torch_ckpt.agent import patience
 from torch_ckpt.agent.memory import run_of
 from torch_ckpt.agent.process import AgentOptions
 from torch_ckpt.agent.reader import SnapshotReader
 from torch_ckpt.errors import NotFoundError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 SOON_S = 30.0
 RANKS, RANKS_PER_MACHINE = 4, 2
@@ -42,12 +42,9 @@ LATE_S = 1.5
 
 
 @pytest.fixture(autouse=True)
-def memory(memory: Path) -> Iterator[Path]:
+def memory(memory: Path) -> Path:
     """Shared memory of this test alone, with a folder for each machine."""
-    yield memory
-    for lock in memory.glob("machine-*/*/*/agent.lock"):
-        with contextlib.suppress(ProcessLookupError, ValueError):
-            os.kill(int(lock.read_text()), signal.SIGKILL)
+    return memory
 
 
 def memory_of(memory: Path, machine: int) -> Path:
@@ -191,7 +188,8 @@ def test_what_one_machine_alone_has_completed_does_not_count(
     with Ranks(RANKS) as world:
         world.run(load_from_memory, run, memory, 1)
         world.run(load_from_disk, run, 1)
-        world.run(save, run, memory, 3)  # Not kept waiting by what will never be.
+        # Not kept waiting by what will never be.
+        world.run(save, run, memory, 3, timeout_s=patience.HURRY_S / 2)
         world.run(load_from_disk, run, 3)
     assert_only_whole(run, [1, 3])
 
@@ -314,6 +312,103 @@ def test_an_agent_that_is_killed_at_any_moment_is_replaced_and_the_save_complete
             world.run(save_while_killed, run, memory, step, step % 2, rng.uniform(0, 0.3))
             world.run(load_from_disk, run, step, COLUMNS)
         assert_only_whole(run, list(range(5)))
+
+
+KILLED_AT = """
+import os, signal, sys
+
+def killed(owner, name):
+    function = getattr(owner, name)
+    def wrapped(*args, **kwargs):
+        what = args[2] if name == "put" else name
+        die("before " + what)
+        result = function(*args, **kwargs)
+        die("after " + what)
+        return result
+    setattr(owner, name, wrapped)
+
+def die(moment):
+    path = os.path.join(os.environ["TORCH_CKPT_MEMORY"], "kill")
+    try:
+        with open(path) as file:
+            wanted = file.read()
+    except OSError:
+        return
+    if wanted == moment:
+        os.unlink(path)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if "agent" in sys.orig_argv:
+    from torch_ckpt.agent import joint_save, meeting, saves
+    killed(meeting.Meeting, "put")
+    killed(meeting.Meeting, "clear")
+    killed(meeting.Meeting, "remove")
+    killed(joint_save, "write_parts")
+    killed(joint_save, "publish")
+    killed(saves.Saves, "_mark_done")
+"""
+
+OF_BOTH = ["lists", "word", "write_parts", "_mark_done"]
+OF_ONE = [["part", "publish", "clear"], ["report", "remove"]]
+
+
+def save_until_killed(run: Path, memory: Path, hooks: Path, step: int) -> None:
+    if str(hooks) not in os.environ.get("PYTHONPATH", ""):
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [str(hooks), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+    save(run, memory, step)
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_an_agent_that_is_killed_at_each_step_is_replaced_and_the_save_completed(
+    tmp_path: Path, memory: Path, machine: int
+) -> None:
+    run = tmp_path / "run"
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    (hooks / "sitecustomize.py").write_text(KILLED_AT)
+    steps = [f"{when} {what}" for what in OF_BOTH + OF_ONE[machine] for when in ("before", "after")]
+    with Ranks(RANKS) as world:
+        for number, moment in enumerate(steps):
+            memory_of(memory, machine).mkdir(exist_ok=True)
+            kill = memory_of(memory, machine) / "kill"
+            kill.write_text(moment)
+            world.run(save_until_killed, run, memory, hooks, number, timeout_s=SOON_S)
+            world.run(load_from_disk, run, number)
+            assert not kill.exists(), moment
+        assert_only_whole(run, list(range(len(steps))))
+
+
+GOES_ON_ALONE = """
+import sys, torch
+from torch_ckpt import SnapshotAgent
+agent = SnapshotAgent(sys.argv[1], timeout_s=20)
+assert agent.stage({"a": torch.ones(3)}, sys.argv[1] + "/step-9", step=9, persist=False)
+agent.close(drop=True)
+"""
+
+
+def leave_on_machine_0(run: Path, memory: Path) -> None:
+    if dist.get_rank() < RANKS_PER_MACHINE:
+        agent_of(run, memory).close()
+
+
+def test_an_agent_that_brings_the_last_step_to_disk_answers_whoever_starts_again(
+    tmp_path: Path, memory: Path
+) -> None:
+    run = tmp_path / "run"
+    with Ranks(RANKS) as world:
+        world.run(stage, run, memory, 1, list(range(RANKS)), False)
+        os.kill(agent_pid(memory, 1, run), signal.SIGKILL)  # That machine is lost,
+        world.run(leave_on_machine_0, run, memory)
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])
+    subprocess.run(
+        [sys.executable, "-c", GOES_ON_ALONE, str(run)],
+        env={**os.environ, "PYTHONPATH": path, "TORCH_CKPT_MEMORY": str(memory_of(memory, 0))},
+        check=True,
+        timeout=SOON_S,
+    )
 
 
 def save_alone(run: Path, memory: Path, ranks: list[int], silent: int) -> None:

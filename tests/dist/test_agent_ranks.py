@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ import torch.distributed.checkpoint as dcp
 from ranks import Ranks, Worlds
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
-from torch_ckpt import CancelledError, FastReader, SnapshotAgent, SnapshotReader
+from torch_ckpt import CancelledError, FastReader, SnapshotAgent, SnapshotReader, exchange
+from torch_ckpt.agent import trainer
+from torch_ckpt.agent.memory import folder_of, open_folder, run_of
 from torch_ckpt.rank_state import RankState
 
 pytestmark = pytest.mark.timeout(180)
@@ -199,6 +203,34 @@ def test_a_rank_that_fails_or_ends_holds_up_no_other(tmp_path: Path) -> None:
     with Ranks(2) as world:
         world.run(fail_on_one_rank, run)
     assert sorted(path.parent.name for path in run.glob("*/.metadata")) == ["1", "3", "5"]
+
+
+def find_places(run: Path) -> None:
+    """While the agent of a former run removes the folder that both look at."""
+    looked = run.parent / "looked"
+
+    def look_first() -> str:
+        looked.touch()
+        return exchange.this_machine()
+
+    def remove_and_open(name: bytes) -> Path:
+        while not looked.exists():
+            time.sleep(0.01)
+        shutil.rmtree(folder_of(name))
+        return open_folder(name)
+
+    first = dist.get_rank() == 0
+    patched = ("this_machine", look_first) if first else ("open_folder", remove_and_open)
+    with mock.patch.object(trainer, *patched):
+        agent = SnapshotAgent(run)
+    assert not agent.is_on_several_machines
+    agent.close(drop=True)
+
+
+def test_ranks_of_one_machine_know_that_they_are_though_an_agent_ends(tmp_path: Path) -> None:
+    open_folder(run_of(tmp_path / "run"))
+    with Ranks(2) as world:
+        world.run(find_places, tmp_path / "run")
 
 
 def test_slots_of_ranks_that_are_no_more_go(tmp_path: Path, memory: Path) -> None:

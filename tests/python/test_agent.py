@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import random
 import re
@@ -30,20 +31,25 @@ from torch_ckpt import (
     FastReader,
     FastSavePlanner,
     FastWriter,
+    IoOptions,
     StorageError,
     _native,
 )
-from torch_ckpt.agent import process, saves
+from torch_ckpt.agent import messages, process, saves
 from torch_ckpt.agent.memory import (
+    agent_lock,
     folder_of,
+    has_agent,
     open_folder,
     remove_abandoned,
     run_of,
     slot_path,
 )
 from torch_ckpt.agent.messages import Kind, receive, send
+from torch_ckpt.agent.persist import persist
 from torch_ckpt.agent.process import Agent, AgentOptions
 from torch_ckpt.agent.reader import SnapshotReader
+from torch_ckpt.agent.slots import Slots
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.agent.writer import AgentWriter
 
@@ -282,6 +288,33 @@ def test_it_would_be_noticed_if_a_slot_were_complete_before_it_is_filled(tmp_pat
     agent.close(drop=True)
 
 
+KILLED_BEFORE_IT_SAYS_SO = """
+import os, signal, sys, torch
+from torch_ckpt.agent.client import AgentClient
+from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.trainer import SnapshotAgent
+run = sys.argv[1]
+agent = SnapshotAgent(run, options=AgentOptions(persist_on_failure=False))
+AgentClient.filled = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+agent.stage({"a": torch.ones(1 << 18)}, run + "/1", step=1)
+"""
+
+
+def test_a_save_comes_to_disk_whose_trainer_dies_before_it_says_that_it_is_complete(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_BEFORE_IT_SAYS_SO, str(run)],
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=SOON_S,
+    )
+    assert done.returncode == -signal.SIGKILL
+    until(lambda: (run / "1" / ".metadata").exists())
+    SnapshotAgent(run).close(drop=True)
+
+
 def test_an_agent_that_is_killed_is_replaced_and_nothing_is_lost(
     agent: SnapshotAgent, tmp_path: Path
 ) -> None:
@@ -414,6 +447,48 @@ def test_a_save_that_finds_all_slots_in_use(
     agent.close(drop=True)
     held.thread.join(SOON_S)
     assert not held.thread.is_alive()
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_a_save_that_stood_still_commits_nothing_over_one_that_did_not(
+    tmp_path: Path, step: int | None
+) -> None:
+    """Which may have taken its files for left over."""
+    run = tmp_path / "run"
+    agent = SnapshotAgent(run)
+    for number in (0, 1):
+        assert agent.stage(state_of(number), run / "1", step=1, persist=False) is not None
+    slots = [slot_path(folder_of(run_of(run)), 0, number) for number in (0, 1)]
+    former, slow = (_native.Slot.open(os.fsencode(path), False).read() for path in slots)
+    if step is not None:
+        persist([former], io=IoOptions(), threads=1)
+
+    def stand_still() -> bool:
+        persist([former], io=IoOptions(), threads=1)
+        return True
+
+    with pytest.raises(CheckpointError, match=r"another save, [0-9a-f]{16}, was committed there"):
+        persist([slow], io=IoOptions(), threads=1, is_current=stand_still)
+    assert same(loaded(state_of(0), FastReader(run / "1")), state_of(0))
+    agent.close(drop=True)
+
+
+def test_a_save_that_has_lost_a_file_is_not_committed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    agent = SnapshotAgent(run)
+    assert agent.stage(state_of(0), run / "1", step=1, persist=False) is not None
+    slot = slot_path(folder_of(run_of(run)), 0, 0)
+    snapshot = _native.Slot.open(os.fsencode(slot), False).read()
+
+    def lose() -> bool:
+        for path in (run / "1").glob("*.distcp"):
+            path.unlink()
+        return True
+
+    with pytest.raises(CheckpointError, match=r"distcp is not there as it was written"):
+        persist([snapshot], io=IoOptions(), threads=1, is_current=lose)
+    assert not (run / "1" / ".metadata").exists()
+    agent.close(drop=True)
 
 
 def test_a_slot_that_changes_while_it_comes_to_disk_is_not_committed(
@@ -588,6 +663,48 @@ def test_memory_that_nobody_has_gone_on_with_for_a_day_is_removed(tmp_path: Path
     assert young.exists()
 
 
+def test_memory_that_is_filled_now_is_not_a_day_old(agent: SnapshotAgent, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (0, 1):
+        assert agent.stage(state_of(step), run / str(step), step=step, persist=False) is not None
+    folder = folder_of(run_of(run))
+    day = time.time() - 25 * 3600
+    for path in folder.iterdir():
+        os.utime(path, (day, day))
+    assert agent.stage(state_of(2), run / "2", step=2, persist=False) is not None
+    os.kill(agent_pid(run), signal.SIGKILL)
+    until(lambda: not has_agent(folder))
+    assert remove_abandoned(open_folder(run_of(tmp_path / "another"))) == []
+    found = agent.newest()
+    assert found is not None
+    assert found.step == 2
+
+
+def test_whoever_looks_for_an_agent_keeps_none_from_beginning(tmp_path: Path) -> None:
+    folder = open_folder(run_of(tmp_path / "run"))
+    with agent_lock(folder) as is_ours:
+        assert is_ours
+        assert has_agent(folder)
+    looking = os.open(folder / "agent.lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.05, os.close, [looking]).start()
+    with agent_lock(folder) as is_ours:
+        assert is_ours
+
+
+def test_memory_of_ranks_that_are_no_more_makes_room_if_it_is_on_disk(tmp_path: Path) -> None:
+    folder = open_folder(run_of(tmp_path / "run"))
+    table = _native.encode_slot_table(b"d", "1", True, _native.ItemTable().encode(), None, [])
+    for rank in (0, 5, 6):
+        slot = _native.Slot.create(os.fsencode(slot_path(folder, rank, 0)), 1 << 16)
+        slot.begin((run_of(tmp_path / "run"), b"s" * 16, rank, 5, rank, 7, 0, 1, 7, 1), table, 0)
+        slot.complete()
+    slots = Slots(folder, run_of(tmp_path / "run"))
+    assert not slots.let_go([0], lambda save: False)
+    assert slots.let_go([0], lambda save: save == (b"s" * 16, 5))
+    assert {path.name for path in folder.iterdir()} == {"rank-0.0", "rank-6.0"}
+
+
 def test_whatever_comes_to_its_socket_the_agent_goes_on(
     agent: SnapshotAgent, tmp_path: Path, rng: random.Random
 ) -> None:
@@ -597,11 +714,13 @@ def test_whatever_comes_to_its_socket_the_agent_goes_on(
     hostile = [
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
-        header.pack(b"TCAG", 1, Kind.HELLO, 1 << 60),
+        header.pack(b"TCAG", messages._VERSION, Kind.HELLO, 1 << 60),
         header.pack(b"TCAG", 99, Kind.HELLO, 0),
-        header.pack(b"TCAG", 1, 77, 0),
-        header.pack(b"TCAG", 1, Kind.HELLO, 12) + struct.pack("<I", 0xFFFFFFFF) + bytes(8),
-        header.pack(b"TCAG", 1, Kind.PERSIST, 0),
+        header.pack(b"TCAG", messages._VERSION, 77, 0),
+        header.pack(b"TCAG", messages._VERSION, Kind.HELLO, 12)
+        + struct.pack("<I", 0xFFFFFFFF)
+        + bytes(8),
+        header.pack(b"TCAG", messages._VERSION, Kind.PERSIST, 0),
         *(rng.randbytes(64) for _ in range(20)),
     ]
     for data in hostile:

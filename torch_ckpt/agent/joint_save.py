@@ -22,6 +22,7 @@ from torch_ckpt.agent.persist import Report, publish, seal, write_parts
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.leftovers import remove_files
 from torch_ckpt.options import IoOptions
+from torch_ckpt.seal import committed_id
 
 __all__ = ["JointSave"]
 
@@ -119,12 +120,16 @@ class JointSave:
         if self._patience.is_over:
             return True
         if self._leads:
-            words = [self._meeting.word_of(node) for node in self._meeting.others]
-            return all(map(_is_there, words)) or any(w and w.state == "never" for w in words)
-        word = self._meeting.word_of(0)
-        if word is None:
-            return self._meeting.committed() is not None
-        return self._concerns_this(word)
+            try:
+                is_ready = len(self._look()) == len(self._visits)
+            except _ToldError:
+                return True
+        else:
+            word = self._meeting.word_of(0)
+            is_ready = word is not None and self._concerns_this(word)
+        return (
+            is_ready or self._meeting.committed() is not None
+        )  # By an agent that was here before.
 
     def was_kept(self, seconds: float) -> None:
         """Waits for longer: the thread was about another save."""
@@ -134,8 +139,12 @@ class JointSave:
         """Takes part no more."""
         self._meeting.remove("word", "lists", "report", "part")
 
-    def run(self) -> None:
+    def run(self) -> bool:
         """Brings the save to disk, with all other machines.
+
+        Returns:
+            Whether that is done. Otherwise the first machine has come anew, and may be about
+            another save before this one.
 
         Raises:
             CheckpointError: It failed, on this machine or another: that has said why. Or another
@@ -147,15 +156,16 @@ class JointSave:
             if self._leads:
                 self._lead()
                 self._meeting.clear()
+            elif not self._follow():
+                return False
             else:
-                self._follow()
                 self.leave()
         except _ToldError as told:
             failure, is_to_be_told = told.failure, told.is_to_be_told
         except Exception as error:
             failure = failure_of(self._meeting.node, error)
         else:
-            return
+            return True
         if is_to_be_told:
             word = Word("failed", self._meeting.visit, self._attempt, self._visits, failure)
             self._meeting.say(word)
@@ -165,9 +175,8 @@ class JointSave:
     # ---- The first machine ----
 
     def _lead(self) -> None:
-        while self._meeting.committed() is None:  # By an agent that was here before.
-            self._gather()
-            lists = self._lists()
+        while self._meeting.committed() is None:
+            lists = self._lists() if self._are_there() else None
             if lists is not None and self._save(lists):
                 return
             if self._patience.is_over:
@@ -176,18 +185,25 @@ class JointSave:
         if self._first.sync:
             _native.local_file_system().sync_directory(self._first.directory)
 
-    def _gather(self) -> None:
-        """Waits until all other machines are here."""
-        while True:
-            words = {node: self._meeting.word_of(node) for node in self._meeting.others}
-            self._raise_failed(words)
-            self._visits = {n: w.visit for n, w in words.items() if w is not None and _is_there(w)}
-            if len(self._visits) == len(words):
-                return
-            if self._patience.is_over:
-                raise self._timed_out([node for node in words if node not in self._visits])
-            self._stay()
-            self._patience.pause()
+    def _look(self) -> dict[int, Word | None]:
+        """What all other machines say, and which of them are here."""
+        words = {node: self._meeting.word_of(node) for node in self._meeting.others}
+        self._raise_failed(words)
+        self._visits = {n: w.visit for n, w in words.items() if w is not None and _is_there(w)}
+        return words
+
+    def _are_there(self) -> bool:
+        """Whether all other machines are here.
+
+        Raises:
+            CheckpointError: One of them has failed, or does not come.
+        """
+        words = self._look()
+        absent = [node for node in words if node not in self._visits]
+        if absent and self._patience.is_over:
+            raise self._timed_out(absent)
+        self._stay()
+        return not absent
 
     def _raise_failed(self, words: dict[int, Word | None]) -> None:
         """Raises what another machine says that concerns this save as it goes on."""
@@ -236,6 +252,7 @@ class JointSave:
         plan = _native.GlobalPlan(items, self._headers[0].ranks_here, split=True, dedup=True)
         fs = _native.local_file_system()
         found = [os.fsdecode(name) for name in fs.list_directory(self._first.directory)]
+        former = committed_id(self._directory)
         self._attempt = self._meeting.new_attempt()
         for node, ranks in lists.ranks_of.items():
             assignments = [plan.assignment(rank) for rank in ranks]
@@ -253,7 +270,8 @@ class JointSave:
             self._drop()
             raise
         attempt, self._attempt = self._attempt, ""  # If this fails, it may be there all the same.
-        publish(sealed, [report[1][0] for report in reports], attempt, self._first, found)
+        written = {name: nbytes for _, (name, nbytes, _), _ in reports}
+        publish(sealed, written, attempt, self._first, found, former)
         return True
 
     def _reports(self) -> list[Report] | None:
@@ -292,17 +310,22 @@ class JointSave:
 
     # ---- The others ----
 
-    def _follow(self) -> None:
+    def _follow(self) -> bool:
+        """Does what the first machine says, to the end; returns whether that has come."""
+        followed = ""
         while True:
             word = self._meeting.word_of(0)
             # The first machine removes its word when it has committed; another agent has another.
             if (word is None or word.attempt != self._attempt) and self._meeting.committed():
-                return
+                return True
             if word is not None and self._concerns_this(word):
                 self._obey(word)
+                followed = word.visit
+            elif word is not None and followed not in ("", word.visit):
+                return False
             if self._patience.is_over:
                 if self._meeting.committed():
-                    return
+                    return True
                 # What is written stays: it may be committed all the same. Nor is that to be
                 # hindered by an agent that has to go.
                 absent = [

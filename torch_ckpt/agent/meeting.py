@@ -24,13 +24,14 @@ from torch_ckpt import _native
 from torch_ckpt.agent.messages import Kind, Message, error_message, raise_error
 from torch_ckpt.errors import CheckpointError, CorruptionError, StorageError
 from torch_ckpt.leftovers import remove_files
-from torch_ckpt.seal import open_committed
+from torch_ckpt.seal import committed_id
 
 __all__ = ["Failure", "Meeting", "Word", "decode", "encode", "failure_of", "raise_failure"]
 
 State = Literal["here", "begun", "written", "failed", "never"]
 What = Literal["word", "lists", "part", "report"]
 
+_UNPUBLISHED = ".tmp"
 _MAGIC = b"TCMEET1\n"
 _HEAD = struct.Struct("<8sII")
 _TAG_DIGITS = 16
@@ -48,7 +49,7 @@ class Word:
         state: ``"here"`` has published what its ranks hold; ``"begun"``, of the first machine
             alone, that all write now; ``"written"``; ``"failed"``; ``"never"`` will it have the
             save.
-        visit: What no agent before has said: an agent that was started anew has another.
+        visit: What was never said before: an agent that comes again has another.
         attempt: Id of the save that has begun, as in the names of its data files. In
             ``"failed"``, of the one that will never be committed; empty where that is not sure.
         visits: Of machines by number, whom the word of the first machine concerns.
@@ -100,7 +101,7 @@ class Meeting:
     Attributes:
         node: This machine, by number.
         node_count: How many there are.
-        visit: Of this agent.
+        visit: Of this object: an agent that comes again for the save has another.
         tag: Names the save.
     """
 
@@ -130,13 +131,13 @@ class Meeting:
         return self.tag[:_OF_ID] + secrets.token_hex(3)
 
     def committed(self) -> str | None:
-        """The id under which this save is committed; ``None`` if it is not."""
-        with contextlib.suppress(CheckpointError):
-            fs = _native.local_file_system()
-            _, index = open_committed(fs, self.directory, "", verify=False)
-            if index is not None and index.save_id[:_OF_ID] == self.tag[:_OF_ID]:
-                return index.save_id
-        return None
+        """The id under which this save is committed; ``None`` if it is not.
+
+        Raises:
+            StorageError: Nobody can tell.
+        """
+        found = committed_id(self.directory)
+        return found if found is not None and found[:_OF_ID] == self.tag[:_OF_ID] else None
 
     def say(self, word: Word) -> None:
         """Replaces the word of this machine.
@@ -163,7 +164,7 @@ class Meeting:
             StorageError: It cannot be written.
         """
         path = self._path(node, what)
-        temporary = path.with_name(f"{path.name}.tmp")
+        temporary = path.with_name(f"{path.name}{_UNPUBLISHED}")
         try:
             temporary.write_bytes(encode(facts, blobs))
             temporary.replace(path)
@@ -186,8 +187,8 @@ class Meeting:
         self._remove(self._path(self.node, what).name for what in whats)
 
     def clear(self) -> None:
-        """Removes the files of all machines."""
-        self._remove(self._files())
+        """Removes the files of all machines, but those which one is about to publish."""
+        self._remove(name for name in self._files() if not name.endswith(_UNPUBLISHED))
 
     def is_attended(self) -> bool:
         """Whether any machine has come for this save."""

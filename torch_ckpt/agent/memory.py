@@ -24,6 +24,7 @@ from torch_ckpt import _native
 from torch_ckpt.errors import CheckpointError, StorageError
 
 __all__ = [
+    "LOCK_NAME",
     "SLOTS_PER_RANK",
     "SlotHeader",
     "agent_lock",
@@ -42,6 +43,12 @@ __all__ = [
 T = TypeVar("T")
 
 SLOTS_PER_RANK = 2
+
+LOCK_NAME = "agent.lock"
+"""The file whose lock the agent of a run holds."""
+
+_LOOK_AWAY_S = 0.2
+"""Whoever looks whether there is an agent (:func:`has_agent`) holds its lock for a moment."""
 
 _ABANDONED_S = 24 * 3600.0
 """Memory of a run without an agent is removed when nobody has touched it for so long."""
@@ -198,13 +205,14 @@ def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[SlotHeader, Path]
 @contextlib.contextmanager
 def agent_lock(folder: Path) -> Iterator[bool]:
     """Holds the lock of a run's agent; gives whether it could be had."""
-    descriptor = os.open(folder / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
+        deadline = time.monotonic() + _LOOK_AWAY_S
+        while not _try_lock(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                yield False
+                return
+            time.sleep(_LOOK_AWAY_S / 20)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)  # For people.
         # Its folder may have been removed by the agent that has just ended.
@@ -216,16 +224,21 @@ def agent_lock(folder: Path) -> Iterator[bool]:
 def has_agent(folder: Path) -> bool:
     """Whether a process holds the lock of a run's agent, be it that it ends."""
     try:
-        descriptor = os.open(folder / "agent.lock", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
-    return False
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def remove_abandoned(own: Path) -> list[Path]:

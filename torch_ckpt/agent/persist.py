@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.file_jobs import write_planned
 from torch_ckpt.leftovers import remove_files, stale_files
 from torch_ckpt.options import IoOptions
-from torch_ckpt.seal import INDEX_MARK
+from torch_ckpt.seal import INDEX_MARK, committed_id
 
 __all__ = ["Report", "persist", "publish", "seal", "write_parts"]
 
@@ -53,6 +53,7 @@ def persist(
     fs = _native.local_file_system()
     fs.create_directories(first.directory)
     found = frozenset(os.fsdecode(name) for name in fs.list_directory(first.directory))
+    former = committed_id(directory)
     plan = _native.GlobalPlan(
         [snapshot.items for snapshot in snapshots], len(snapshots), split=True, dedup=True
     )
@@ -68,7 +69,8 @@ def persist(
     except BaseException:
         remove_files(fs, directory, written)
         raise
-    publish(sealed, written, save_id, first, found)
+    sizes = {name: nbytes for _, (name, nbytes, _), _ in reports}
+    publish(sealed, sizes, save_id, first, found, former)
 
 
 def write_parts(
@@ -140,30 +142,57 @@ def seal(
 
 def publish(
     sealed: tuple[bytes, bytes],
-    written: Sequence[str],
+    written: Mapping[str, int],
     save_id: str,
     first: _native.StoredSnapshot,
     found: Collection[str],
+    former: str | None,
 ) -> None:
     """Commits what is written, and removes what that has replaced.
 
     Args:
         sealed: As :func:`seal` has made it.
-        written: The names of all data files.
+        written: The names of all data files, and their lengths.
         save_id: Of the save.
         first: One of the snapshots.
         found: What was in the directory before.
+        former: Which save was committed there before.
 
     Raises:
+        CheckpointError: Somebody else has saved there meanwhile. What was written is removed.
         StorageError: It failed. Whether the checkpoint is there now is not known.
     """
     fs = _native.local_file_system()
+    directory = Path(os.fsdecode(first.directory))
+    try:
+        _check_alone(directory, written, former)
+    except BaseException:
+        remove_files(fs, directory, written)
+        raise
     fs.commit(
         *(first.directory, ".metadata", ".index", *sealed, save_id),
         *(sorted(written), first.sync),
     )
-    directory = Path(os.fsdecode(first.directory))
     remove_files(fs, directory, stale_files(found, written, None))
+
+
+def _check_alone(directory: Path, written: Mapping[str, int], former: str | None) -> None:
+    """Raises where another save has been committed meanwhile: it may have taken files of this one.
+
+    Whoever stands still between this and the commit, for as long as another save takes, is not
+    found out.
+    """
+    now = committed_id(directory)
+    if now != former:
+        raise CheckpointError(
+            f"cannot commit {directory}: another save, {now}, was committed there meanwhile"
+        )
+    for name, nbytes in written.items():
+        path = directory / name
+        if not path.exists() or path.stat().st_size != nbytes:
+            raise CheckpointError(
+                f"cannot commit {directory}: {name} is not there as it was written"
+            )
 
 
 def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import shutil
 import signal
 import socket
@@ -23,6 +22,7 @@ from pathlib import Path
 from torch_ckpt.agent.declined import Declined
 from torch_ckpt.agent.meeting import Meeting
 from torch_ckpt.agent.memory import (
+    LOCK_NAME,
     SlotHeader,
     agent_lock,
     open_folder,
@@ -30,9 +30,10 @@ from torch_ckpt.agent.memory import (
     short_path,
 )
 from torch_ckpt.agent.messages import Kind, Message, error_message, receive, send
+from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.saves import Saves
 from torch_ckpt.agent.slots import Look, Save, Slots
-from torch_ckpt.errors import CancelledError, CheckpointError
+from torch_ckpt.errors import CancelledError, CheckpointError, StorageError
 from torch_ckpt.options import IoOptions
 
 __all__ = ["Agent", "AgentOptions", "run_agent"]
@@ -63,8 +64,8 @@ class AgentOptions:
         threads: Files that are written at a time.
         nice: How far the process steps back behind others that want the CPU.
         peers_timeout_s: Seconds that an agent waits for those of other machines, whose ranks have
-            saved with its own. One that has to go on (it was told to end, or ranks have started
-            anew) waits for half a minute at most.
+            saved with its own; more than one may take longer to write than another. One that has to
+            go on (it was told to end, or ranks have started anew) waits for half a minute at most.
         io: Tuning.
     """
 
@@ -74,33 +75,6 @@ class AgentOptions:
     nice: int = 5
     peers_timeout_s: float = 600.0
     io: IoOptions = field(default_factory=IoOptions)
-
-
-class _Trainer:
-    """The process of a rank."""
-
-    def __init__(self, rank: int, session: bytes, pid: int) -> None:
-        self.rank = rank
-        self.session = session
-        self.pid = pid
-        self.said_bye = False
-        self.reached = 0  # Its next save, or the one that it is filling a slot for.
-        self.connections = 0
-        self._died = False
-        self._descriptor = os.pidfd_open(pid)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process is there. Its connections may be silent for long."""
-        if not self._died and select.select([self._descriptor], [], [], 0)[0]:
-            self._died = True
-            os.close(self._descriptor)
-        return not self._died
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether it has ended without saying so."""
-        return not self.said_bye and not self.is_alive
 
 
 class Agent:
@@ -126,7 +100,7 @@ class Agent:
             is_hurried=self._is_hurried,
         )
         self._declined = Declined(options.peers_timeout_s)
-        self._trainers: dict[int, _Trainer] = {}
+        self._trainers: dict[int, RankProcess] = {}
         self._ranks: list[int] = []  # Of this machine, in the session that goes on.
         self._idle_since = time.monotonic()  # Since when there has been nobody.
         self._lost_since: float | None = None
@@ -152,15 +126,11 @@ class Agent:
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         with self._changed:
             self._saves.begin_next()  # What a former agent has left.
-            while not self._stop and not self._is_over():
+            while not self._has_ended():
                 self._changed.wait(_POLL_S)
                 self._look_after_trainers()
             listener.close()
             path.unlink(missing_ok=True)
-            if not self._is_dropped:
-                self._persist_newest()
-            while self._saves.is_running:
-                self._changed.wait()
             if any(not t.said_bye and t.is_alive for t in self._trainers.values()):
                 return False  # They go on, with the next agent.
             newest = self._slots.look().newest
@@ -172,6 +142,15 @@ class Agent:
     def stop(self) -> None:
         """Has :meth:`serve` end soon, with the newest complete snapshot on disk."""
         self._stop = True  # By a signal, in whose way the condition is not to be had: it is polled.
+
+    def _has_ended(self) -> bool:
+        """Whether nothing is left to do. Until then, trainers may come that start again."""
+        if not self._stop and not self._is_over():
+            return False
+        if not self._is_dropped:
+            self._persist_newest()
+            self._saves.begin_next()
+        return not self._saves.is_running
 
     def _is_over(self) -> bool:
         if self._saves.is_running:
@@ -186,6 +165,7 @@ class Agent:
 
     def _look_after_trainers(self) -> None:
         """Brings the newest snapshot to disk when a trainer has died."""
+        self._saves.begin_next()  # It may have died before it could say that a slot is filled.
         lost = [trainer for trainer in self._trainers.values() if trainer.is_lost]
         if not lost:
             self._lost_since = None
@@ -232,7 +212,11 @@ class Agent:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+            try:
+                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+            except RuntimeError as error:  # There are too many threads. Whoever called tries again.
+                _log.warning("a trainer is not answered: %s", error)
+                connection.close()
 
     def _talk(self, connection: socket.socket) -> None:
         """Answers one connection, until it ends."""
@@ -255,8 +239,8 @@ class Agent:
             except CheckpointError as error:
                 send(connection, Kind.ERROR, *error_message(error))
 
-    def _answer(self, trainer: _Trainer, message: Message) -> Message:
-        answers: dict[Kind, Callable[[_Trainer, Message], Message]] = {
+    def _answer(self, trainer: RankProcess, message: Message) -> Message:
+        answers: dict[Kind, Callable[[RankProcess, Message], Message]] = {
             Kind.RESERVE: self._reserve,
             Kind.TAKE: self._take,
             Kind.FILLED: self._filled,
@@ -272,7 +256,7 @@ class Agent:
         except Exception as error:
             return Message(Kind.ERROR, error_message(error))
 
-    def _greet(self, message: Message, pid: int) -> _Trainer:
+    def _greet(self, message: Message, pid: int) -> RankProcess:
         run, session, rank = message.data(0), message.data(1), message.integer(2)
         if run != self.run:
             raise CheckpointError("this is the agent of another run")
@@ -287,7 +271,7 @@ class Agent:
                         f"rank {rank} of this run is process {known.pid} already: only one can be"
                     )
                 try:
-                    known = self._trainers[rank] = _Trainer(rank, session, pid)
+                    known = self._trainers[rank] = RankProcess(rank, session, pid)
                 except OSError as error:
                     raise CheckpointError(
                         f"the agent does not see process {pid}: {error.strerror}"
@@ -301,11 +285,17 @@ class Agent:
             self._changed.notify_all()
             return known
 
-    def _reserve(self, trainer: _Trainer, message: Message) -> Message:
-        self._slots.reserve(trainer.rank, message.integer(0))
+    def _reserve(self, trainer: RankProcess, message: Message) -> Message:
+        nbytes = message.integer(0)
+        try:
+            self._slots.reserve(trainer.rank, nbytes)
+        except StorageError:
+            if not self._slots.let_go(self._ranks, self._saves.is_done):
+                raise
+            self._slots.reserve(trainer.rank, nbytes)
         return Message(Kind.OK)
 
-    def _take(self, trainer: _Trainer, message: Message) -> Message:
+    def _take(self, trainer: RankProcess, message: Message) -> Message:
         sequence, nbytes, wait_ms = (message.integer(at) for at in range(3))
         if not wait_ms and not self._is_admitted((trainer.session, sequence)):
             return Message(Kind.BUSY)
@@ -334,9 +324,10 @@ class Agent:
             del self._admitted[next(iter(self._admitted))]
         return self._admitted[save]
 
-    def _filled(self, trainer: _Trainer, message: Message) -> Message:
+    def _filled(self, trainer: RankProcess, message: Message) -> Message:
         path = Path(os.fsdecode(message.data(0)))
         self._slots.check_filled(trainer.rank, trainer.session, path)
+        os.utime(path)  # Which writing to mapped memory does not: the run is not abandoned.
         trainer.reached = max(trainer.reached, message.integer(1) + 1)
         self._saves.begin_next()
         newest = self._slots.look().newest
@@ -345,7 +336,7 @@ class Agent:
         self._changed.notify_all()
         return Message(Kind.OK)
 
-    def _give_up(self, trainer: _Trainer, message: Message) -> Message:
+    def _give_up(self, trainer: RankProcess, message: Message) -> Message:
         sequence, node, node_count = (message.integer(at) for at in range(3))
         trainer.reached = max(trainer.reached, sequence + 1)
         self._changed.notify_all()
@@ -370,7 +361,7 @@ class Agent:
             return False
         return trainer.reached <= save[1]
 
-    def _persist(self, trainer: _Trainer, message: Message) -> Message:
+    def _persist(self, trainer: RankProcess, message: Message) -> Message:
         save = message.data(0), message.integer(1)
         asked = False
         while not self._saves.is_done(save):
@@ -396,7 +387,7 @@ class Agent:
         if not self._is_awaited(save, look):
             raise CancelledError(f"a rank has ended, or failed, before its part of save {save[1]}")
 
-    def _bye(self, trainer: _Trainer, message: Message) -> Message:
+    def _bye(self, trainer: RankProcess, message: Message) -> Message:
         trainer.said_bye = True
         self._is_dropped = bool(message.integer(0))
         self._changed.notify_all()
@@ -429,6 +420,9 @@ def run_agent(run: bytes, options: AgentOptions) -> int:
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to everybody.
         if agent.serve():
+            for path in folder.iterdir():  # The lock last: the next agent finds all or nothing.
+                if path.name != LOCK_NAME:
+                    path.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
     if told:  # Ends as the signal would have ended it.
         signal.signal(told[0], signal.SIG_DFL)

@@ -26,8 +26,8 @@ _log = logging.getLogger("torch_ckpt.agent")
 _KEPT = 16
 """Marks of saves that are on disk: nobody asks for those before."""
 
-_LOOK_S = 0.1
-"""How often is looked whether other machines have come."""
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
+"""How often is looked whether other machines have come: ever less often, of a busy file server."""
 
 _DONE = re.compile(r"done-([0-9a-f]{32})-(\d+)")
 
@@ -148,11 +148,13 @@ class Saves:
         come for.
         """
         waiting = {save: _Waiting(held)}
+        pause_s = _SHORTEST_LOOK_S
         while waiting:
             began = time.monotonic()
+            known = set(waiting)
             ended = self._await_one(waiting)
             if ended is None:
-                time.sleep(_LOOK_S)
+                time.sleep(pause_s)
             for one in waiting.values():
                 if one.joint is not None and ended is not None:
                     one.joint.was_kept(time.monotonic() - began)
@@ -165,6 +167,8 @@ class Saves:
                 self._changed.notify_all()
             for joint in withdrawn:
                 joint.leave()
+            is_new = ended is not None or known != set(waiting)
+            pause_s = _SHORTEST_LOOK_S if is_new else min(1.5 * pause_s, _LONGEST_LOOK_S)
 
     def _await_one(self, waiting: dict[Save, _Waiting]) -> tuple[Save, BaseException | None] | None:
         """Brings one to disk that all machines have come for; ``None`` if there is none yet."""
@@ -193,8 +197,7 @@ class Saves:
         assert one.joint is not None
         if not one.joint.is_ready():
             return False
-        one.joint.run()
-        return True
+        return one.joint.run()
 
     def _choose(self, waiting: dict[Save, _Waiting]) -> list[JointSave]:
         """Adds what is wanted now, in its order, and takes out what is no more."""

@@ -135,6 +135,28 @@ class Slots:
             if slot.header is None and not slot.readers:
                 self._make(slot, nbytes)
 
+    def let_go(self, ranks: Collection[int], is_done: Callable[[Save], bool]) -> bool:
+        """Removes slots of ranks that are no more and hold nothing that is not on disk.
+
+        Returns:
+            Whether there were any.
+        """
+        gone = []
+        for rank in set(self._slots).difference(ranks):
+            slots = self._slots[rank]
+            headers = [slot.header for slot in slots]
+            if not any(slot.readers for slot in slots) and all(
+                h is None or is_done(h.save) for h in headers
+            ):
+                gone.append(rank)
+        self._remove(gone)
+        return bool(gone)
+
+    def _remove(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            for slot in self._slots.pop(rank):
+                slot.path.unlink(missing_ok=True)
+
     def keep_only(self, ranks: Collection[int], is_pending: OfSave) -> None:
         """Removes the slots of ranks that are no more, unless something of them is still needed."""
         look = self.look()
@@ -145,8 +167,7 @@ class Slots:
                 h is not None and (h.save == newest or is_pending(h.save, look)) for h in headers
             )
             if not needed:
-                for slot in self._slots.pop(rank):
-                    slot.path.unlink(missing_ok=True)
+                self._remove([rank])
 
     def take(
         self,

@@ -391,7 +391,9 @@ def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) ->
         return Place(name, session, 0, 1, 0, 1, [0])
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     said: list[Any] = [None] * world_size
-    memory = open_folder(name).stat()  # Containers of one machine may have one of their own each.
+    # Containers of one machine may have memory of their own each. Not the run's folder: an agent
+    # that ends removes that.
+    memory = open_folder(name).parent.stat()
     machine = f"{this_machine()} {memory.st_dev} {memory.st_ino}"
     dist.all_gather_object(said, (name, session, machine), group=group)
     names, sessions, machines = zip(*said, strict=True)
