@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import secrets
 import socket
 from collections import defaultdict
@@ -75,6 +76,8 @@ class Wanted:
     processes: str = ""
     """Ranks of the same may know each other by their process ids."""
     pid: int = 0
+    rank: int = 0
+    """As people know it: in the whole job."""
     budget_nbytes: int = 0
     """Memory for what it has in flight."""
     verify: bool = True
@@ -92,11 +95,17 @@ class Assigned:
     """Names the exchange."""
     rank: int
     """Place of this rank among those that take part."""
-    size: int
+    ranks: tuple[int, ...]
+    """Those, by their ranks in the whole job."""
     pids: dict[int, int]
     """Process ids of others, by their places, whose memory this rank may be able to read."""
     on_gpus: bool = False
     """Whether pieces go from GPU to GPU; the same for all that take part."""
+
+    @property
+    def size(self) -> int:
+        """How many take part."""
+        return len(self.ranks)
 
 
 @functools.cache
@@ -185,13 +194,14 @@ def share_reads(plans: Sequence[Wanted]) -> list[Assigned | None]:
     for place, rank in enumerate(sharing):
         if plans[rank].processes:
             by_processes[plans[rank].processes].append(place)
+    names = tuple(plans[rank].rank for rank in sharing)
     for place, rank in enumerate(sharing):
         pids = {
             other: plans[sharing[other]].pid
             for other in by_processes[plans[rank].processes]
             if other != place
         }
-        parts[rank] = Assigned(exchange.of_rank(place), token, place, len(sharing), pids, on_gpus)
+        parts[rank] = Assigned(exchange.of_rank(place), token, place, names, pids, on_gpus)
     return parts
 
 
@@ -223,7 +233,7 @@ def joined(
     timeout_ms = round(timeout_s * 1000)
     with contextlib.ExitStack() as stack:
         # Nothing else may hold the connections: the traceback of an error would keep them open.
-        wire = [_tensor_view.make_peers(_connect(assigned, timeout_s), timeout_ms)]
+        wire = [_tensor_view.make_peers(_connect(assigned, timeout_s), assigned.ranks, timeout_ms)]
         stack.callback(wire.clear)
         links = stack.enter_context(_linked(assigned, timeout_s)) if assigned.on_gpus else None
         stream = _native.ExchangeStream(
@@ -238,24 +248,54 @@ def joined(
         stack.callback(stream.close)
         yield stream
         stream.finish()
+    _forget(assigned)
 
 
 def _connect(assigned: Assigned, timeout_s: float) -> ProcessGroupGloo:
     """Connects to the others, beside the process groups of training."""
     timeout = _connect_timeout(timeout_s)
     try:
-        return ProcessGroupGloo(_store(assigned, "wire"), assigned.rank, assigned.size, timeout)
+        store = PrefixStore("wire", _store(assigned))
+        store.set(f"come/{assigned.rank}", "")
+        store.wait([f"come/{rank}" for rank in range(assigned.size)], timeout)
     except Exception as error:
-        raise CancelledError(f"cannot connect to the other ranks: {error}") from error
+        raise CancelledError(f"cannot meet the other ranks: {_reason(error)}") from error
+    try:
+        # All are here. Gloo waits five times as long as it is told for another to connect.
+        return ProcessGroupGloo(store, assigned.rank, assigned.size, timeout / 5)
+    except Exception as error:
+        raise CancelledError(
+            f"cannot connect to the other ranks: {_reason(error)}; GLOO_SOCKET_IFNAME names the "
+            'network to use, FastReader(exchange="off") does without'
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What torch and gloo say, without their advice and where in their sources they say so."""
+    text = re.sub(r"\[[^] ]*:\d+\] ", "", str(error))
+    for rest in ("\n", ". This is typically", ", keys:"):
+        text = text.partition(rest)[0]
+    return text
 
 
 def _connect_timeout(timeout_s: float) -> timedelta:
     return timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
 
 
-def _store(assigned: Assigned, name: str) -> PrefixStore:
-    default = _get_process_group_store(_get_default_group())
-    return PrefixStore(f"torch_ckpt/exchange/{assigned.token}/{name}", default)
+def _store(assigned: Assigned) -> PrefixStore:
+    """Where the ranks of an exchange find each other."""
+    # A connection of its own: whoever waits in a store keeps all others that share it waiting.
+    default: Any = _get_process_group_store(_get_default_group())
+    return PrefixStore(f"torch_ckpt/exchange/{assigned.token}", default.clone())
+
+
+def _forget(assigned: Assigned) -> None:
+    """Has the last rank that comes to the end of an exchange delete what all have stored for it."""
+    with contextlib.suppress(RuntimeError):  # Of the store. A few bytes are left there.
+        store = _store(assigned)
+        if store.add("done", 1) == assigned.size:
+            for key in store.list_keys():
+                store.delete_key(key)
 
 
 _Links = tuple[_native.Peers, _native.Peers, _native.PieceMemory]
@@ -273,11 +313,14 @@ def _linked(assigned: Assigned, timeout_s: float) -> Iterator[_Links]:
         links = []
         for name in ("up", "down"):
             try:
-                group = _make_link(_store(assigned, name), assigned.rank, assigned.size, timeout)
+                store = PrefixStore(name, _store(assigned))
+                group = _make_link(store, assigned.rank, assigned.size, timeout)
             except Exception as error:
                 raise CancelledError(f"cannot link the GPUs of ranks: {error}") from error
             stack.callback(group.abort)
-            links.append(_tensor_view.make_link(group, round(timeout_s * 1000), gpu))
+            links.append(
+                _tensor_view.make_link(group, assigned.ranks, round(timeout_s * 1000), gpu)
+            )
         yield links[0], links[1], memory
 
 

@@ -17,7 +17,10 @@ class IoOptions:
 
     Attributes:
         buffer_nbytes: Budget of buffers of one writer or reader on one rank, in bytes. Besides the
-            tensors themselves, memory in flight stays within it.
+            tensors themselves, memory in flight stays within it; where ranks exchange what they
+            read, within it and ``exchange_nbytes`` together. What cannot be read into place is put
+            together in memory besides, little at a time: tensors of another dtype or device, each
+            whole, and rows that come by exchange, in ranges of up to ``block_nbytes``.
         block_nbytes: Size of one buffer, and so of the longest single request, in bytes: a multiple
             of 4096, at least 256 KiB. Every thread needs at least two.
         threads: Threads that read. A writer uses one for each file (``thread_count``).

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
@@ -138,6 +139,7 @@ class FastReader(StorageReader):
         self._contents: Contents | None = None  # Of files that are not slices alone.
         # What this rank reads, while its plan travels, and what travels in its place.
         self._kept: tuple[Sequence[ReadItem], Any] | None = None
+        self._exchanged: str | None = None  # The token of the exchange that it has taken part in.
         self._shared_save_id: str | None = None  # Of the save that all ranks are to load.
         self._unreadable: Exception | None = None  # Why the coordinator's metadata are.
 
@@ -246,6 +248,7 @@ class FastReader(StorageReader):
                 machine=this_machine(),
                 processes=these_processes(),
                 pid=os.getpid(),
+                rank=dist.get_rank(),
                 budget_nbytes=self.io.exchange_nbytes,
                 verify=self.verify,
                 gpu=this_gpu(self.io.exchange_nbytes) if self._may_use_gpu(items) else "",
@@ -265,7 +268,9 @@ class FastReader(StorageReader):
             CheckpointError: The ranks have opened different checkpoints, because one was saved
                 over the other meanwhile.
         """
-        said: list[Wanted] = [plan.storage_data for plan in plans]
+        said = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Wanted)]
+        if len(said) < len(plans):  # A planner has made new ones.
+            return plans  # Nobody can tell what was opened: each reads for itself.
         others = [rank for rank, one in enumerate(said) if one.save_id != said[0].save_id]
         if others:
             raise CheckpointError(
@@ -295,10 +300,13 @@ class FastReader(StorageReader):
             stack.enter_context(gc_paused())
             stack.enter_context(portable_errors())
             exchange: _native.ExchangeStream | None = None
-            if isinstance(plan.storage_data, Assigned):
+            share = plan.storage_data
+            # Once: the others are gone the second time.
+            if isinstance(share, Assigned) and share.token != self._exchanged:
+                self._exchanged = share.token
                 exchange = stack.enter_context(
                     joined(
-                        plan.storage_data,
+                        share,
                         fs=self._file_system,
                         budget_nbytes=self.io.exchange_nbytes,
                         timeout_s=time_limit_s(),

@@ -30,6 +30,7 @@ constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 std::string reason_of(const std::exception& error) {
   std::string text = error.what();
   text = text.substr(0, text.find('\n'));
+  text = text.substr(0, text.find(". This is typically"));  // Gloo's advice, for a program's own.
   const size_t end = text.starts_with('[') ? text.find("] ") : std::string::npos;
   return end == std::string::npos ? text : text.substr(end + 2);
 }
@@ -118,14 +119,23 @@ class GpuTransfer : public PeerTransfer {
 class BackendPeers : public Peers {
  public:
   // `gpu`: in whose memory all bytes are; -1 for ordinary memory.
-  BackendPeers(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout,
-               bool knows_numbers, int gpu)
-      : backend_(std::move(backend)), timeout_(timeout), knows_numbers_(knows_numbers), gpu_(gpu) {}
+  // `ranks`: what people call those of the group.
+  BackendPeers(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int32_t> ranks,
+               std::chrono::milliseconds timeout, bool knows_numbers, int gpu)
+      : backend_(std::move(backend)),
+        ranks_(std::move(ranks)),
+        timeout_(timeout),
+        knows_numbers_(knows_numbers),
+        gpu_(gpu) {}
+
+  std::string name_of(int32_t rank) const override {
+    return str_cat("rank ", ranks_.at(static_cast<size_t>(rank)));
+  }
 
   Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
                                              int64_t number) override {
     return begin(const_cast<std::byte*>(bytes.data()), bytes.size(), timeout_,
-                 str_cat("send ", bytes.size(), " bytes to rank ", rank),
+                 str_cat("send ", bytes.size(), " bytes to ", name_of(rank)),
                  [&](std::vector<at::Tensor>& tensors) {
                    return backend_->send(tensors, rank, tag(channel, number));
                  });
@@ -134,7 +144,7 @@ class BackendPeers : public Peers {
   Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank, Channel channel,
                                                 int64_t number) override {
     return begin(memory.data(), memory.size(), channel == Channel::kEnd ? kForever : timeout_,
-                 str_cat("receive ", memory.size(), " bytes from rank ", rank),
+                 str_cat("receive ", memory.size(), " bytes from ", name_of(rank)),
                  [&](std::vector<at::Tensor>& tensors) {
                    return backend_->recv(tensors, rank, tag(channel, number));
                  });
@@ -166,28 +176,32 @@ class BackendPeers : public Peers {
   }
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
+  const std::vector<int32_t> ranks_;
   const std::chrono::milliseconds timeout_;
   const bool knows_numbers_;
   const int gpu_;
   std::mutex mutex_;  // Backends count what they begin.
 };
 
-std::shared_ptr<Peers> make_peers(c10::intrusive_ptr<c10d::Backend> backend, int64_t timeout_ms) {
-  return std::make_shared<BackendPeers>(std::move(backend), std::chrono::milliseconds(timeout_ms),
-                                        true, -1);
+std::shared_ptr<Peers> make_peers(c10::intrusive_ptr<c10d::Backend> backend,
+                                  std::vector<int32_t> ranks, int64_t timeout_ms) {
+  return std::make_shared<BackendPeers>(std::move(backend), std::move(ranks),
+                                        std::chrono::milliseconds(timeout_ms), true, -1);
 }
 
-std::shared_ptr<Peers> make_link(c10::intrusive_ptr<c10d::Backend> backend, int64_t timeout_ms,
-                                 int gpu) {
-  return std::make_shared<BackendPeers>(std::move(backend), std::chrono::milliseconds(timeout_ms),
-                                        false, gpu);
+std::shared_ptr<Peers> make_link(c10::intrusive_ptr<c10d::Backend> backend,
+                                 std::vector<int32_t> ranks, int64_t timeout_ms, int gpu) {
+  return std::make_shared<BackendPeers>(std::move(backend), std::move(ranks),
+                                        std::chrono::milliseconds(timeout_ms), false, gpu);
 }
 
 }  // namespace
 
 void bind_peers(py::module_& module) {
-  module.def("make_peers", &make_peers, py::arg("backend"), py::arg("timeout_ms"));
-  module.def("make_link", &make_link, py::arg("backend"), py::arg("timeout_ms"), py::arg("gpu"));
+  module.def("make_peers", &make_peers, py::arg("backend"), py::arg("ranks"),
+             py::arg("timeout_ms"));
+  module.def("make_link", &make_link, py::arg("backend"), py::arg("ranks"), py::arg("timeout_ms"),
+             py::arg("gpu"));
 }
 
 }  // namespace torch_ckpt

@@ -78,11 +78,12 @@ TORCH_CKPT_LANE void add_words(AccPair& acc, uint64_t even, uint64_t odd, const 
 // Over the stripes of one group, of the first `stripes` of a round.
 TORCH_CKPT_LANE AccPair stripes_part(const Xxh3Constants& constants, uint32_t pair, uint32_t group,
                                      uint64_t round, int64_t stripes) {
+  const uint64_t word = uint64_t{2} * pair;
   AccPair part;
   for (int64_t s = group; s < stripes; s += kStripeGroups) {
     const auto unit =
-        load_unit<Unit16>(round + static_cast<uint64_t>(s * kStripeNbytes + 16 * pair));
-    add_words(part, unit.words[0], unit.words[1], constants.secret + s + 2 * pair);
+        load_unit<Unit16>(round + static_cast<uint64_t>(s * kStripeNbytes) + 8 * word);
+    add_words(part, unit.words[0], unit.words[1], constants.secret + s + word);
   }
   return part;
 }
@@ -116,7 +117,8 @@ TORCH_CKPT_LANE uint64_t xxh3_of_pair(const Xxh3Constants& constants, uint32_t p
   // All rounds are whole and scrambled but the last, which is not.
   const int64_t last_round = (nbytes - 1) / kRoundNbytes;
   const int64_t last_stripes = (nbytes - 1) % kRoundNbytes / kStripeNbytes;
-  AccPair acc = {constants.start[2 * pair], constants.start[2 * pair + 1]};
+  const uint64_t word = uint64_t{2} * pair;
+  AccPair acc = {constants.start[word], constants.start[word + 1]};
   for (int64_t first = 0; first <= last_round; first += kRoundsInFlight) {
     const RoundParts parts = sum([&](uint32_t group) {
       RoundParts mine;
@@ -134,16 +136,15 @@ TORCH_CKPT_LANE uint64_t xxh3_of_pair(const Xxh3Constants& constants, uint32_t p
       acc.even += parts.of[k].even;
       acc.odd += parts.of[k].odd;
       if (first + k < last_round) {
-        const uint64_t* secret = constants.secret + 16 + 2 * pair;
+        const uint64_t* secret = constants.secret + 16 + word;
         acc = {scrambled(acc.even, secret[0], constants.scramble),
                scrambled(acc.odd, secret[1], constants.scramble)};
       }
     }
   }
-  const uint64_t last = address + static_cast<uint64_t>(nbytes - kStripeNbytes) + 16 * pair;
-  add_words(acc, load_word(last), load_word(last + 8), constants.last_stripe + 2 * pair);
-  return folded_product(acc.even ^ constants.merge[2 * pair],
-                        acc.odd ^ constants.merge[2 * pair + 1]);
+  const uint64_t last = address + static_cast<uint64_t>(nbytes - kStripeNbytes) + 8 * word;
+  add_words(acc, load_word(last), load_word(last + 8), constants.last_stripe + word);
+  return folded_product(acc.even ^ constants.merge[word], acc.odd ^ constants.merge[word + 1]);
 }
 
 // The checksum, from the sum of what all pairs contribute.

@@ -23,7 +23,9 @@ struct alignas(16) Unit16 {
   uint64_t words[2];
 };
 
-// Loads and stores at multiples of the unit's size, each of them one instruction.
+// Loads and stores at multiples of the unit's size, each of them one instruction. Tables of kernels
+// hold addresses as numbers.
+// NOLINTBEGIN(performance-no-int-to-ptr)
 template <typename Unit>
 TORCH_CKPT_LANE Unit load_unit(uint64_t address) {
 #ifdef __CUDACC__
@@ -45,5 +47,6 @@ TORCH_CKPT_LANE void store_unit(uint64_t address, const Unit& unit) {
               sizeof(Unit));
 #endif
 }
+// NOLINTEND(performance-no-int-to-ptr)
 
 }  // namespace torch_ckpt

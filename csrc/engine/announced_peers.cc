@@ -46,7 +46,7 @@ class AnnouncedPeers : public Peers {
         links_(rank, up_, down_, std::move(memory)) {}
 
   ~AnnouncedPeers() override {
-    abort();
+    AnnouncedPeers::abort();
     for (auto& [rank, to] : outgoing_) {
       if (to.listening.joinable()) to.listening.join();
       if (to.sending.joinable()) to.sending.join();
@@ -58,6 +58,7 @@ class AnnouncedPeers : public Peers {
 
   Status meet(std::span<const int32_t> ranks) override;
   void abort() override { fail(cancelled("aborted")); }
+  std::string name_of(int32_t rank) const override { return wire_->name_of(rank); }
 
   Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
                                              int64_t number) override;
@@ -308,7 +309,7 @@ Status AnnouncedPeers::receive_next(int32_t rank, Incoming& from, int64_t announ
     if (failed_) return status_;
     const auto found = from.with_room.find(word);
     if (found == from.with_room.end()) {
-      return internal_error("rank ", rank, " sends piece ", word, ", which has no room");
+      return internal_error(name_of(rank), " sends piece ", word, ", which has no room");
     }
     piece = found->second;
     from.with_room.erase(found);

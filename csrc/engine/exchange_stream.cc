@@ -58,11 +58,11 @@ void ExchangeStream::watch(int32_t rank, PeerTransfer& end) {
   const Status status = end.wait();
   std::unique_lock<std::mutex> lock(mutex_);
   if (status.ok()) {
-    ++ended_;
+    ended_.insert(rank);
     changed_.notify_all();
   } else if (!closing_) {
     lock.unlock();
-    fail(cancelled("rank ", rank, " has broken off: ", status.message()));
+    fail(cancelled(peers_->name_of(rank), " has broken off: ", status.message()));
   }
 }
 
@@ -76,10 +76,15 @@ Status ExchangeStream::finish() {
   for (const auto& send : sends) RETURN_IF_ERROR(send->wait());
   // Who left now would break off what the others have still to say.
   std::unique_lock<std::mutex> lock(mutex_);
-  const bool in_time =
-      changed_.wait_for(lock, timeout_, [&] { return failed_ || ended_ == std::ssize(watched_); });
+  const bool in_time = changed_.wait_for(
+      lock, timeout_, [&] { return failed_ || ended_.size() == watched_.size(); });
   if (in_time) return status_;
-  return cancelled("after ", timeout_.count(), " ms, not all ranks have come to the end");
+  std::string late;
+  for (const Watched& watched : watched_) {
+    if (ended_.contains(watched.rank)) continue;
+    late += (late.empty() ? "" : ", ") + peers_->name_of(watched.rank);
+  }
+  return cancelled("after ", timeout_.count(), " ms, these have not come to the end: ", late);
 }
 
 void ExchangeStream::close() {
@@ -95,6 +100,9 @@ void ExchangeStream::close() {
   }
   watched_.clear();
   peers_.reset();
+  // Whoever keeps an error may keep this, too.
+  pool_.reset();
+  readers_.clear();
 }
 
 Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, RankExchange plan,

@@ -65,7 +65,7 @@ class ExchangeStream {
   // have been run. Errors: kCancelled where another has broken off, or is late.
   Status finish();
 
-  // Lets go of the peers. Requires: no `run` now or to come.
+  // Lets go of the peers and of all memory. Requires: no `run` now or to come.
   void close();
 
   // Ends a `run`, now or to come, with this error. Safe to call from any thread.
@@ -114,7 +114,7 @@ class ExchangeStream {
   std::shared_ptr<Peers> peers_;
   const int64_t pool_nbytes_;
   const int64_t block_nbytes_;
-  const std::vector<std::unique_ptr<ReadStream>> readers_;  // Each of one thread.
+  std::vector<std::unique_ptr<ReadStream>> readers_;  // Each of one thread.
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<const Device> holder_;
 
@@ -145,7 +145,7 @@ class ExchangeStream {
   std::set<PeerTransfer*> transfers_;
   bool failed_ = false;
   bool closing_ = false;
-  int64_t ended_ = 0;  // Of the watched, how many have come to the end.
+  std::set<int32_t> ended_;  // Of the watched, those that have come to the end.
   Status status_;
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -21,7 +22,7 @@ struct LinkMeeting::State {
   PeerTransfer* going = nullptr;
   std::optional<Status> met = std::nullopt;  // How it has ended.
 
-  Status finish(Result<std::unique_ptr<PeerTransfer>> begun);
+  Status run(const std::function<Result<std::unique_ptr<PeerTransfer>>()>& begin);
   Status meet(const std::vector<int32_t>& ranks);
 };
 
@@ -29,8 +30,13 @@ LinkMeeting::LinkMeeting(int32_t rank, std::shared_ptr<Peers> up, std::shared_pt
                          Memory memory)
     : state_(new State{rank, std::move(up), std::move(down), std::move(memory)}) {}
 
-Status LinkMeeting::State::finish(Result<std::unique_ptr<PeerTransfer>> begun) {
-  ASSIGN_OR_RETURN(const std::unique_ptr<PeerTransfer> transfer, std::move(begun));
+Status LinkMeeting::State::run(
+    const std::function<Result<std::unique_ptr<PeerTransfer>>()>& begin) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (aborted) return cancelled("aborted");
+  }
+  ASSIGN_OR_RETURN(const std::unique_ptr<PeerTransfer> transfer, begin());
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (aborted) transfer->abort();
@@ -48,12 +54,16 @@ Status LinkMeeting::State::meet(const std::vector<int32_t>& ascending) {
   const MutableBytes first = slice(memory.bytes(), 0, 1);
   const MutableBytes second = slice(memory.bytes(), 1, 1);
   for (const int32_t other : ascending) {
+    const auto send = [&](Peers& link) { return link.send(first, other, Channel::kPieces, 0); };
+    const auto receive = [&](Peers& link) {
+      return link.receive(second, other, Channel::kPieces, 0);
+    };
     if (other > rank) {
-      RETURN_IF_ERROR(finish(up->send(first, other, Channel::kPieces, 0)));
-      RETURN_IF_ERROR(finish(down->receive(second, other, Channel::kPieces, 0)));
+      RETURN_IF_ERROR(run([&] { return send(*up); }));
+      RETURN_IF_ERROR(run([&] { return receive(*down); }));
     } else {
-      RETURN_IF_ERROR(finish(up->receive(second, other, Channel::kPieces, 0)));
-      RETURN_IF_ERROR(finish(down->send(first, other, Channel::kPieces, 0)));
+      RETURN_IF_ERROR(run([&] { return receive(*up); }));
+      RETURN_IF_ERROR(run([&] { return send(*down); }));
     }
   }
   return ok_status();

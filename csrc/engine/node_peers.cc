@@ -40,6 +40,7 @@ Status copy_from(int64_t pid, const Place& place, MutableBytes memory) {
   }
   for (size_t done = 0; done < memory.size();) {
     const iovec to = {memory.data() + done, memory.size() - done};
+    // Of the other process. NOLINTNEXTLINE(performance-no-int-to-ptr)
     const iovec from = {reinterpret_cast<void*>(place.address + done), memory.size() - done};
     const ssize_t copied = process_vm_readv(static_cast<pid_t>(pid), &to, 1, &from, 1, 0);
     if (copied <= 0) {
@@ -139,6 +140,8 @@ class NodePeers : public Peers {
     aborted_ = true;
     for (const auto& transfer : meeting_) transfer->abort();
   }
+
+  std::string name_of(int32_t rank) const override { return wire_->name_of(rank); }
 
   Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
                                              int64_t number) override {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "base/bytes.h"
 #include "base/status.h"
@@ -48,6 +49,9 @@ class Peers {
 
   // Ends a `meet`, now or to come. Safe to call from any thread.
   virtual void abort() {}
+
+  // What people call a rank: those that exchange count themselves.
+  virtual std::string name_of(int32_t rank) const { return str_cat("rank ", rank); }
 
   virtual Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
                                                      int64_t number) = 0;

@@ -97,6 +97,7 @@ std::vector<Run> joined(std::vector<Run> runs) {
 std::vector<int64_t> pour(int64_t nbytes, const std::vector<int32_t>& ranks,
                           std::vector<int64_t>* load) {
   std::vector<int64_t> levels;
+  levels.reserve(ranks.size());
   for (const int32_t rank : ranks) levels.push_back((*load)[static_cast<size_t>(rank)]);
   std::ranges::sort(levels);
   int64_t below = 0;  // Of the levels that the water covers.

@@ -44,15 +44,23 @@ class Ranks:
     """A world of processes that run one call at a time. Owned by one thread.
 
     After a call that raised, the world is gone: its ranks may have been left within a collective.
+
+    Args:
+        world_size: How many.
+        over_tcp: Whether they find each other at a TCPStore, and not in a file.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, over_tcp: bool = False) -> None:
         self.world_size = world_size
         self.alive = True
         self._stack = contextlib.ExitStack()
         self._pipes: list[connection.Connection] = []
         self._processes: list[Any] = []
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="torch_ckpt-ranks-"))
+        where = f"file://{folder}/store"
+        if over_tcp:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            where = f"tcp://127.0.0.1:{self._store.port}"
         context = fork_context()
         try:
             with mock.patch.dict(os.environ, rank_environment()):
@@ -61,7 +69,7 @@ class Ranks:
                     self._pipes.append(ours)
                     process = context.Process(
                         target=_serve,
-                        args=(rank, world_size, f"{folder}/store", dict(os.environ), theirs),
+                        args=(rank, world_size, where, dict(os.environ), theirs),
                     )
                     process.start()
                     theirs.close()
@@ -72,11 +80,16 @@ class Ranks:
         self.run(dist.get_rank, timeout_s=START_TIMEOUT_S)  # Until all have met.
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = TIMEOUT_S,
+        grace_s: float = GRACE_S,
     ) -> list[Any]:
         """Calls ``function(*args)`` on every rank and returns what each returned, in rank order.
 
-        ``function`` is one of a module, and it, the arguments and the results pickle.
+        ``function`` is one of a module, and it, the arguments and the results pickle. When a rank
+        has failed, the others have ``grace_s`` to come to their own end.
 
         Raises:
             RankError: A rank raised, ended or was not done within ``timeout_s``. All are killed.
@@ -86,7 +99,7 @@ class Ranks:
             for pipe in self._pipes:
                 with contextlib.suppress(BrokenPipeError):  # It has ended: the reply will say so.
                     pipe.send_bytes(call)
-            replies = self._replies(timeout_s)
+            replies = self._replies(timeout_s, grace_s)
             bad = [
                 f"rank {rank} {reply}" for rank, (ok, reply) in sorted(replies.items()) if not ok
             ]
@@ -136,7 +149,7 @@ class Ranks:
     ) -> None:
         self.close()
 
-    def _replies(self, timeout_s: float) -> dict[int, tuple[bool, Any]]:
+    def _replies(self, timeout_s: float, grace_s: float) -> dict[int, tuple[bool, Any]]:
         """Collects (whether it returned, what it returned or why not) of the ranks done in time."""
         replies: dict[int, tuple[bool, Any]] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
@@ -153,7 +166,7 @@ class Ranks:
                     self._processes[rank].join(GRACE_S)
                     replies[rank] = False, f"ended, exit code {self._processes[rank].exitcode}"
                 if not replies[rank][0]:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + grace_s)
         return replies
 
 
@@ -185,17 +198,21 @@ class Worlds:
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = TIMEOUT_S,
+    grace_s: float = GRACE_S,
 ) -> list[Any]:
     """Calls ``function(*args)`` on every rank of a new world, which is gone when this returns."""
     with Ranks(world_size) as ranks:
-        return ranks.run(function, *args, timeout_s=timeout_s)
+        return ranks.run(function, *args, timeout_s=timeout_s, grace_s=grace_s)
 
 
 def _serve(
     rank: int,
     world_size: int,
-    store: str,
+    where: str,
     environment: dict[str, str],
     calls: connection.Connection,
 ) -> None:
@@ -204,12 +221,18 @@ def _serve(
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environment)
     torch.set_num_threads(1)
+    scheme, _, place = where.partition("://")
+    if scheme == "tcp":
+        host, _, port = place.partition(":")
+        at: dict[str, Any] = {"store": dist.TCPStore(host, int(port), is_master=False)}
+    else:
+        at = {"init_method": where}
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        **at,
     )
     for call in _received(calls):
         try:

@@ -19,12 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import RankError, Worlds, run_ranks
+from ranks import RankError, Ranks, Worlds, run_ranks
 from states import assert_same, full_value, sharded
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
 from torch.distributed.tensor import Replicate, Shard
 
 import torch_ckpt
@@ -36,6 +37,8 @@ TINY = IoOptions(
     buffer_nbytes=1 << 20, block_nbytes=256 << 10, exchange_nbytes=4 << 20, exchange_on_gpus=True
 )
 SHAPES = {"a": (1031, 1033), "b": (7, 5), "c": (300, 4, 257), "d": (), "e": (0, 3)}
+TIMEOUT_S = 4.0  # That one rank waits for another, where one never comes.
+LONG_TIMEOUT_S = 20.0  # Where all do.
 PROMPT_S = 30  # Within which a failure of one rank must have reached the others.
 
 
@@ -258,14 +261,20 @@ class Swapping(DefaultLoadPlanner):
 
 
 class Twice(FastReader):
-    """Reads everything twice."""
+    """Reads everything twice, the last rank when all others have."""
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         super().read_data(plan, planner)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            for rank in range(dist.get_rank()):
+                dist.recv(torch.zeros(1), rank)
         for tensor in planner.state_dict.values():
             if isinstance(tensor, torch.Tensor):
                 tensor.zero_()
-        return super().read_data(plan, planner)
+        future = super().read_data(plan, planner)
+        if dist.get_rank() < dist.get_world_size() - 1:
+            dist.send(torch.zeros(1), dist.get_world_size() - 1)
+        return future
 
 
 def load_swapped(path: Path) -> None:
@@ -289,15 +298,48 @@ def test_a_rank_reads_what_the_plan_says_even_if_another_has_planned_it(
     worlds.run(3, load_swapped, tmp_path)
 
 
-def load_twice(path: Path) -> None:
+def load_twice(path: Path, mode: Any) -> None:
     state = state_of("of no version")
-    dcp.load(state, storage_reader=Twice(path, exchange="off"))
+    torch_ckpt.load(
+        state,
+        storage_reader=Twice(path, exchange=mode),
+        planner=DefaultLoadPlanner(),
+        timeout_s=LONG_TIMEOUT_S,
+    )
     assert_same(state, state_of("saved"))
 
 
-def test_a_plan_may_be_read_twice(worlds: Worlds, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["off", "ring"])
+def test_a_plan_may_be_read_twice(worlds: Worlds, tmp_path: Path, mode: str) -> None:
     save_alone(tmp_path)
-    worlds.run(2, load_twice, tmp_path)
+    worlds.run(2, load_twice, tmp_path, mode)
+
+
+class Renewing(DefaultLoadPlanner):
+    """Makes new plans of all, or of all but the first rank's."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        new = [LoadPlan(list(plan.items)) for plan in global_plan]
+        return [*global_plan[: self.first], *new[self.first :]]
+
+
+def load_renewed(path: Path, first: int) -> None:
+    for reader in (dcp.FileSystemReader(path), FastReader(path, exchange="ring")):
+        state = state_of("of no version")
+        dcp.load(state, storage_reader=reader, planner=Renewing(first))
+        assert_same(state, state_of("saved"))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_planner_may_make_new_plans_as_with_the_stock_reader(
+    worlds: Worlds, tmp_path: Path, first: int
+) -> None:
+    save_alone(tmp_path)
+    worlds.run(2, load_renewed, tmp_path, first)
 
 
 def load_as_group(path: Path) -> None:
@@ -351,6 +393,57 @@ def test_damage_that_one_rank_reads_fails_all_and_the_next_load_is_whole(
         assert set(kinds.values()) == {"CancelledError"}
 
 
+def load_damaged_as_group(paths: list[Path]) -> None:
+    group = dist.new_group([1, 3])
+    if dist.get_rank() not in (1, 3):
+        return
+    reader = FastReader(paths[dist.get_rank() == 3], io=TINY, exchange="ring")
+    with passed_on("wire"), pytest.raises(CheckpointException) as caught:
+        dcp.load(state_of("of no version"), storage_reader=reader, process_group=group)
+    assert "rank 3" in str(caught.value.failures[0][0])
+
+
+def test_a_rank_of_a_group_is_named_by_its_number_in_the_job(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    paths = [tmp_path / "sound", tmp_path / "damaged"]
+    save_alone(paths[0])
+    shutil.copytree(*paths)
+    for file in paths[1].glob("*.distcp"):
+        file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    worlds.run(4, load_damaged_as_group, paths)
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def keep_errors(paths: list[Path]) -> int:
+    """Of loads that fail; how much memory that takes."""
+    kept = []
+    before = 0
+    state = large_state(-1)  # Which an error refers to as well.
+    io = IoOptions(exchange_nbytes=64 << 20)
+    for number in range(4):
+        reader = FastReader(paths[dist.get_rank()], io=io, exchange="ring")
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load(state, storage_reader=reader)
+        kept.append(caught.value)
+        if number == 0:
+            before = resident_nbytes()
+    return resident_nbytes() - before
+
+
+def test_errors_that_somebody_keeps_keep_no_buffers(tmp_path: Path) -> None:
+    paths = [tmp_path / "sound", tmp_path / "damaged"]
+    dcp.save(large_state(0), storage_writer=FastWriter(paths[0]), no_dist=True)
+    shutil.copytree(*paths)
+    for file in paths[1].glob("*.distcp"):
+        file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    with Ranks(2) as world:
+        assert max(world.run(keep_errors, paths)) < 48 << 20
+
+
 def load_without_a_link(path: Path, faulty: int) -> tuple[float, set[str]]:
     """Loads where one rank cannot make its last link, and then where each can."""
     made: list[Any] = []  # Links do not tell the others that an end of theirs is gone.
@@ -388,9 +481,10 @@ def test_a_link_that_one_rank_cannot_make_fails_all(
 class Deadly(DefaultLoadPlanner):
     """Kills its process, raises, or sleeps, when the first tensor is to be read."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, sleep_s: float = 8) -> None:
         super().__init__()
         self.how = how
+        self.sleep_s = sleep_s
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         if self.how == "raise early":
@@ -404,7 +498,7 @@ class Deadly(DefaultLoadPlanner):
             raise RuntimeError("not this tensor")
         if self.how == "sleep":
             self.how = ""
-            time.sleep(8)
+            time.sleep(self.sleep_s)
         return super().resolve_tensor(read_item)
 
 
@@ -439,61 +533,156 @@ def test_ranks_survive_one_that_is_killed(tmp_path: Path) -> None:
     assert float((tmp_path / "survived").read_text()) < PROMPT_S
 
 
-def large_state(value: float) -> dict[str, Any]:
-    return {"model": {f"w{i}": torch.full((4 << 20,), value + i) for i in range(4)}}
+class Freezing(dist.Store):
+    """A store whose process freezes or dies once its address is there."""
+
+    def __init__(self, store: dist.Store, sig: signal.Signals) -> None:
+        super().__init__()
+        self.store = store
+        self.sig = sig
+
+    def clone(self) -> Freezing:
+        return self
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(key, value)
+        if key.endswith(f"/wire/0/{dist.get_rank()}"):
+            os.kill(os.getpid(), self.sig)
+
+    def get(self, key: str) -> bytes:
+        return self.store.get(key)
+
+    def wait(self, keys: list[str], timeout: Any) -> None:
+        self.store.wait(keys, timeout)
 
 
-class SlowDeath(FastReader):
-    """Reads, and kills its process some seconds after ranks have connected."""
+class Noting(FastReader):
+    """Notes how reading fails, and after how long."""
 
-    def __init__(self, path: Path, after_s: float) -> None:
-        super().__init__(path, exchange="ring")
-        self.after_s = after_s
+    failed: tuple[str, float] | None = None
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        native = torch_ckpt.exchange._native
-        stream = native.ExchangeStream
-
-        def stream_to_die(*args: Any) -> Any:
-            threading.Timer(self.after_s, os.kill, [os.getpid(), signal.SIGKILL]).start()
-            return stream(*args)
-
-        with unittest.mock.patch.object(native, "ExchangeStream", stream_to_die):
-            return super().read_data(plan, planner)
-
-
-def load_beside_a_dying_rank(path: Path, by: str, dying: int, after_s: float) -> None:
-    """Leaves a file that says how it ended."""
-    rank = dist.get_rank()
-    reader = SlowDeath(path, after_s) if rank == dying else FastReader(path, exchange="ring")
-    state = large_state(-1)
-    began = time.monotonic()
-    ended = "loaded"
-    with passed_on(by):
+        began = time.monotonic()
         try:
-            dcp.load(state, storage_reader=reader)
-            assert_same(state, large_state(1))
-        except CheckpointException as error:
-            ended = type(error.failures[rank][0]).__name__
-        except RuntimeError:  # Of the process group, which has lost a rank.
-            ended = "lost"
-    (path / f"ended {rank}").write_text(f"{ended} {time.monotonic() - began}")
-    if rank == dying:
-        time.sleep(60)
+            return super().read_data(plan, planner)
+        except Exception as error:
+            self.failed = (f"{type(error).__name__}: {error}", time.monotonic() - began)
+            raise
+
+
+def load_beside(path: Path, victim: int, sig: signal.Signals) -> None:
+    """Loads beside a rank that does not connect; leaves a file that says how reading failed."""
+    rank = dist.get_rank()
+    store = _get_process_group_store(_get_default_group())
+    if rank == victim:
+        store.set("victim", str(os.getpid()))
+        store = Freezing(store, sig)
+    reader = Noting(path, io=TINY, exchange="ring")
+    with (
+        unittest.mock.patch.object(
+            torch_ckpt.exchange, "_get_process_group_store", return_value=store
+        ),
+        pytest.raises((CheckpointException, RankTimeoutError)),
+    ):
+        torch_ckpt.load(state_of("of no version"), storage_reader=reader, timeout_s=TIMEOUT_S)
+    assert reader.failed is not None
+    what, took_s = reader.failed
+    (path / f"failed {rank}").write_text(f"{took_s} {what}")
+    store.set(f"failed {rank}", "")
+    if rank == 0:
+        store.wait([f"failed {other}" for other in range(dist.get_world_size()) if other != victim])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(store.get("victim")), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGSTOP, signal.SIGKILL])
+def test_ranks_wait_as_long_as_they_may_for_one_that_does_not_connect(
+    tmp_path: Path, sig: signal.Signals
+) -> None:
+    save_alone(tmp_path)
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(4, load_beside, tmp_path, 1, sig, grace_s=PROMPT_S)
+    for rank in (0, 2, 3):
+        took_s, what = (tmp_path / f"failed {rank}").read_text().split(maxsplit=1)
+        assert what.startswith("CancelledError")
+        assert float(took_s) < 2 * TIMEOUT_S
+
+
+def test_a_rank_that_cannot_connect_says_what_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError(
+            "connectFullMesh failed with [/gloo/pair.cc:9] no route. This is typically caused by"
+        )
+
+    exchange = torch_ckpt.exchange
+    monkeypatch.setattr(exchange, "ProcessGroupGloo", fail)
+    monkeypatch.setattr(exchange, "_store", lambda assigned: dist.HashStore())
+    with pytest.raises(torch_ckpt.CancelledError) as caught:
+        exchange._connect(exchange.Assigned(b"", "token", 0, (0,), {}), LONG_TIMEOUT_S)
+    assert str(caught.value) == (
+        "cannot connect to the other ranks: connectFullMesh failed with no route; "
+        'GLOO_SOCKET_IFNAME names the network to use, FastReader(exchange="off") does without'
+    )
+
+
+def load_beside_a_late_rank(path: Path) -> None:
+    """Loads with a rank that takes longer than gloo is told to wait for connections."""
+    state = state_of("of no version")
+    planner = Deadly("sleep" if dist.get_rank() == 1 else "", LONG_TIMEOUT_S / 5 + 1)
+    reader = FastReader(path, io=TINY, exchange="ring")
+    torch_ckpt.load(state, storage_reader=reader, planner=planner, timeout_s=LONG_TIMEOUT_S)
+    assert_same(state, state_of("saved"))
+
+
+def test_ranks_wait_for_one_that_is_late_within_the_deadline(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    save_alone(tmp_path)
+    worlds.run(2, load_beside_a_late_rank, tmp_path)
+
+
+def large_state(value: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    return {"model": {f"w{i}": torch.full((4 << 20,), value + i, dtype=dtype) for i in range(4)}}
+
+
+def load_beside_a_dying_rank(path: Path, by: str, dying: int, tensors: int) -> None:
+    """Kills a rank when it has so many of its tensors; leaves a file that says how it ended."""
+    rank = dist.get_rank()
+    copy_to = torch_ckpt.loading._copy_to
+    whole = []
+
+    def copy_or_die(*args: Any) -> None:
+        copy_to(*args)
+        whole.append(args[0])
+        if len(whole) == tensors and rank == dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    reader = Noting(path, io=TINY, exchange="ring")
+    # Of another dtype, which has each tensor copied once it is whole.
+    state = large_state(-1, torch.float64)
+    began = time.monotonic()
+    with (
+        passed_on(by),
+        unittest.mock.patch.object(torch_ckpt.loading, "_copy_to", copy_or_die),
+        pytest.raises((CheckpointException, RankTimeoutError)),
+    ):
+        torch_ckpt.load(state, storage_reader=reader, timeout_s=TIMEOUT_S)
+    assert reader.failed is not None
+    (path / f"ended {rank}").write_text(f"{time.monotonic() - began} {reader.failed[0]}")
 
 
 @pytest.mark.parametrize("by", ["memory", "wire", "links"])
-@pytest.mark.parametrize("after_s", [0.02, 0.08])
+@pytest.mark.parametrize("tensors", [1, 3])
 def test_ranks_survive_one_that_dies_with_pieces_half_sent(
-    tmp_path: Path, by: str, after_s: float
+    tmp_path: Path, by: str, tensors: int
 ) -> None:
     dcp.save(large_state(1), storage_writer=FastWriter(tmp_path), no_dist=True)
     with pytest.raises(RankError, match="exit code -9"):
-        run_ranks(3, load_beside_a_dying_rank, tmp_path, by, 1, after_s)
+        run_ranks(3, load_beside_a_dying_rank, tmp_path, by, 1, tensors, grace_s=PROMPT_S)
     for rank in (0, 2):
-        ended, took_s = (tmp_path / f"ended {rank}").read_text().split()
-        assert ended in ("CancelledError", "loaded", "lost")
-        assert float(took_s) < PROMPT_S
+        took_s, what = (tmp_path / f"ended {rank}").read_text().split(maxsplit=1)
+        assert what.startswith("CancelledError")
+        assert float(took_s) < 3 * TIMEOUT_S
 
 
 def load_with_unequal_options(path: Path) -> None:
@@ -512,32 +701,72 @@ def test_ranks_may_differ_in_memory_and_in_what_they_check(worlds: Worlds, tmp_p
 
 
 def load_two_at_once(paths: list[Path]) -> None:
+    """Loads both at once; each rank begins with another to connect."""
+    own = paths[dist.get_rank() % len(paths)]
+    began = threading.Event()
+    connect = torch_ckpt.exchange._connect
+    names: dict[int, Path] = {}
+
+    def connect_in_turn(*args: Any) -> Any:
+        if names[threading.get_ident()] == own:
+            began.set()
+        else:
+            assert began.wait(LONG_TIMEOUT_S)
+            time.sleep(0.5)  # The other waits for its ranks now.
+        return connect(*args)
+
     groups = [dist.new_group() for _ in paths]
     states = [state_of("of no version") for _ in paths]
     errors: list[BaseException] = []
 
     def load(number: int) -> None:
+        names[threading.get_ident()] = paths[number]
         reader = FastReader(paths[number], io=TINY, exchange="ring")
         try:
-            dcp.load(states[number], storage_reader=reader, process_group=groups[number])
+            torch_ckpt.load(
+                states[number],
+                storage_reader=reader,
+                process_group=groups[number],
+                timeout_s=LONG_TIMEOUT_S,
+            )
         except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=load, args=[number]) for number in range(len(paths))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with unittest.mock.patch.object(torch_ckpt.exchange, "_connect", connect_in_turn):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert not errors
     for state in states:
         assert_same(state, state_of("saved"))
 
 
-def test_two_loads_at_once_do_not_mix(worlds: Worlds, tmp_path: Path) -> None:
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_two_loads_at_once_neither_mix_nor_wait_for_each_other(
+    tmp_path: Path, over_tcp: bool
+) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         save_alone(path)
-    worlds.run(2, load_two_at_once, paths)
+    with Ranks(2, over_tcp=over_tcp) as ranks:
+        ranks.run(load_two_at_once, paths)
+
+
+def load_and_list(path: Path) -> list[str]:
+    """What a load has left in the default store."""
+    store = _get_process_group_store(_get_default_group())
+    load_replicas(path, "ring", fast=True, by="links")
+    dist.barrier()
+    return [key for key in store.list_keys() if "exchange" in key]
+
+
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_a_load_leaves_nothing_in_the_default_store(tmp_path: Path, over_tcp: bool) -> None:
+    save_alone(tmp_path)
+    with Ranks(3, over_tcp=over_tcp) as ranks:
+        assert ranks.run(load_and_list, tmp_path) == [[]] * 3
 
 
 MANY = 300  # Files, more than are open at a time.

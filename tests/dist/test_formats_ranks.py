@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import RankError, Worlds
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from states import assert_same, full_value, local_part, sharded
 from torch import nn
 from torch.distributed.checkpoint import (
@@ -41,6 +41,7 @@ TENSORS: dict[str, tuple[tuple[int, ...], Any]] = {
     "down": ((31, 66000), Shard(1)),
     "norm": ((77,), Replicate()),
 }
+ROWS = 257  # Of 4 KiB each.
 PLANNERS = {"stock": DefaultLoadPlanner, "fast": FastLoadPlanner}
 
 
@@ -223,3 +224,32 @@ def test_ranks_that_open_different_files_do_not_load_together(
 
     with pytest.raises(RankError, match="has opened save"):
         worlds.run(2, load_of_own, paths)
+
+
+def load_copies(paths: list[Path]) -> str:
+    """Loads each rank's own file; returns why not."""
+    state = {"up": torch.zeros(ROWS, 1024)}
+    try:
+        dcp.load(state, storage_reader=FastReader(paths[dist.get_rank()], exchange="ring"))
+    except CheckpointException as error:
+        return "; ".join(f"{rank}: {failure}" for rank, (failure, _) in error.failures.items())
+    assert_same(state, load_file(paths[0]))
+    return ""
+
+
+@pytest.mark.parametrize("at", [0, ROWS // 2, ROWS - 1])
+def test_ranks_whose_files_differ_only_in_values_do_not_load_together(
+    worlds: Worlds, tmp_path: Path, at: int
+) -> None:
+    paths = [tmp_path / "a" / "model.safetensors", tmp_path / "b" / "model.safetensors"]
+    for path in paths:
+        path.parent.mkdir()
+        save_file({"up": torch.arange(ROWS * 1024.0).view(ROWS, 1024)}, path)
+    os.utime(paths[1], (0, 0))
+    assert worlds.run(2, load_copies, paths) == ["", ""]
+
+    other = load_file(paths[1])
+    other["up"][at] += 1
+    save_file(other, paths[1])
+    for said in worlds.run(2, load_copies, paths):
+        assert "has opened save" in said

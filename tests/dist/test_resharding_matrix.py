@@ -2,8 +2,8 @@
 
 Each layout is a real one, of a model with AdamW, over the first ranks of one world of eight. What a
 tensor should hold is reckoned from its name and the place of each element in the unsharded tensor;
-what a rank is to load into is filled with NaN first. `TORCH_CKPT_TEST_EXCHANGE` in the environment
-is passed to every `FastReader` as its option `exchange`.
+what a rank is to load into is filled with NaN first. By one route ranks exchange what they read;
+`TORCH_CKPT_TEST_EXCHANGE` in the environment is the option `exchange` of every `FastReader`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class Route:
     writer: str
     load: Callable[..., Any]
     reader: str
+    exchange: str = "auto"  # Which these are too small for.
 
 
 ROUTES = {
     "stock planners": Route(dcp.save, "fast", dcp.load, "fast"),
-    "fast planners": Route(torch_ckpt.save, "fast", torch_ckpt.load, "fast"),
+    "fast planners": Route(torch_ckpt.save, "fast", torch_ckpt.load, "fast", exchange="ring"),
     "stock reader": Route(dcp.save, "fast", dcp.load, "stock"),
     "stock writer": Route(dcp.save, "stock", dcp.load, "fast"),
 }
@@ -206,7 +207,8 @@ def load_by(route: str, layout: str, path: Path, options: dict[str, Any]) -> lis
     way = ROUTES[route]
     state = state_of(layout)
     fill_wrong(state)
-    reader = READERS[way.reader](path, **(options if way.reader == "fast" else {}))
+    options = {"exchange": way.exchange, **options} if way.reader == "fast" else {}
+    reader = READERS[way.reader](path, **options)
     group = matrix_layouts.group_of(LAYOUTS[layout])
     way.load(state, storage_reader=reader, process_group=group)
     wrong = differences(state)
