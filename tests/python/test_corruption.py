@@ -28,7 +28,14 @@ from damage import (
 )
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from torch_ckpt import CorruptionError, FastReader, FastWriter, IoOptions, NotFoundError
+from torch_ckpt import (
+    CorruptionError,
+    FastReader,
+    FastWriter,
+    IoOptions,
+    NotFoundError,
+    UnsupportedError,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 
@@ -155,6 +162,8 @@ def complaints(
 ) -> list[str]:
     """What an error should have said of a damage and did not."""
     text = str(error)
+    if isinstance(error, UnsupportedError) and ".metadata" in damage.changed and "run code" in text:
+        return []  # Nothing is left that tells these metadata from some that ask for code.
     if not isinstance(error, CorruptionError | NotFoundError):
         return [f"raised {error!r}"]
     if read & damage.in_structure:
