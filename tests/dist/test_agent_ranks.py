@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -203,6 +205,31 @@ def test_a_rank_that_fails_or_ends_holds_up_no_other(tmp_path: Path) -> None:
     with Ranks(2) as world:
         world.run(fail_on_one_rank, run)
     assert sorted(path.parent.name for path in run.glob("*/.metadata")) == ["1", "3", "5"]
+
+
+def stage_beside_a_new_agent(run: Path) -> None:
+    """Which one rank has told nothing of its last save."""
+    agent = agent_of(run)
+    state = state_of(1)
+    for step in (1, 2):
+        assert agent.stage(state, run / str(step), step=step, persist=False) is not None
+        dist.barrier()
+    if dist.get_rank() == 0:
+        agent.stage(state, run / "3", step=3, persist=False)
+        os.kill(int((folder_of(run_of(run)) / "agent.lock").read_text()), signal.SIGKILL)
+        agent.reserve(state)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        assert agent.stage(state, run / "3", step=3, persist=False) is not None
+    dist.barrier()
+    found = agent.newest()
+    assert found is not None
+    assert found.step == 3
+
+
+def test_no_rank_waits_for_a_save_that_another_has_passed(tmp_path: Path) -> None:
+    with Ranks(2) as world:
+        world.run(stage_beside_a_new_agent, tmp_path / "run")
 
 
 def find_places(run: Path) -> None:

@@ -351,6 +351,8 @@ class Agent:
     def _is_awaited(self, save: Save, look: Look) -> bool:
         """Whether ranks that had not completed a save may still do so."""
         missing = set(self._ranks).difference(look.ranks_of(save))
+        if missing & look.ranks_beyond(save):  # Of which they need not have told this agent.
+            return False
         return bool(missing) and all(self._may_complete(rank, save) for rank in missing)
 
     def _may_complete(self, rank: int, save: Save) -> bool:

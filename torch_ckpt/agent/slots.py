@@ -73,6 +73,10 @@ class Look:
         """Those that had completed their part of a save."""
         return {header.rank for header, _ in self._found if header.save == save}
 
+    def ranks_beyond(self, save: Save) -> set[int]:
+        """Those that had completed their part of a later one."""
+        return {header.rank for header, _ in self._found if header.save > save}
+
 
 OfSave = Callable[[Save, Look], bool]
 """Tells something of a save, as slots were at that look."""
