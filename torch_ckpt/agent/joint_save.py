@@ -127,9 +127,8 @@ class JointSave:
         else:
             word = self._meeting.word_of(0)
             is_ready = word is not None and self._concerns_this(word)
-        return (
-            is_ready or self._meeting.committed() is not None
-        )  # By an agent that was here before.
+        # An agent that was here before may have done it all.
+        return is_ready or self._meeting.committed() is not None
 
     def was_kept(self, seconds: float) -> None:
         """Waits for longer: the thread was about another save."""
