@@ -319,7 +319,7 @@ class _Placed:
 
     def __init__(self, tensors: Iterable[CopiedTensor], max_nbytes: int | None) -> None:
         self.left: list[MemoryRun] = []
-        self._places: list[tuple[MemoryRun, int]] = []
+        self._places: list[tuple[MemoryRun, torch.Tensor, int]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._looked: _native.TensorBatch | None = None
         end = 0
@@ -329,14 +329,13 @@ class _Placed:
             if max_nbytes is not None and offset + run.nbytes > max_nbytes:
                 self.left.append(run)
                 continue
-            self._places.append((run, offset))
+            self._places.append((run, run.live_bytes(), offset))
             end = offset + run.nbytes
         self.nbytes = max(end, _ALIGNMENT)
 
     def look(self) -> _native.TensorBatch:
         """Views of what is to be copied, after what the current streams do."""
-        places = [run.live_bytes() for run, _ in self._places]
-        return _tensor_view.look(places, writable=False, stages=True)
+        return _tensor_view.look([live for _, live, _ in self._places], writable=False, stages=True)
 
     def give_memory(self, view: memoryview) -> int:
         """Has the copies of tensors lie in a snapshot, those of others be views of them.
@@ -345,11 +344,11 @@ class _Placed:
             The address of the snapshot.
         """
         self._looked = self.look()
-        for run, offset in self._places:
+        for run, live, offset in self._places:
             nbytes = run.nbytes
             memory = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
             run.give_memory(memory)
-            self._copies.append((memory, run.live_bytes(), offset))
+            self._copies.append((memory, live, offset))
         for run in self.left:
             run.give_live_memory()
         self._places = []

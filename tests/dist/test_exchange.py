@@ -58,6 +58,12 @@ def save_alone(path: Path) -> None:
     dcp.save(state_of("saved"), storage_writer=FastWriter(path), no_dist=True)
 
 
+def damage(path: Path) -> None:
+    """Changes every byte of the data files."""
+    for file in path.glob("*.distcp"):
+        file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+
+
 @contextlib.contextmanager
 def passed_on(by: str) -> Iterator[None]:
     """Has bytes go through sockets; or as they do, between processes of one machine."""
@@ -384,9 +390,7 @@ def test_damage_that_one_rank_reads_fails_all_and_the_next_load_is_whole(
     paths = [tmp_path / str(rank) for rank in range(3)]
     for path in paths[1:]:
         shutil.copytree(paths[0], path)
-    for file in paths[faulty].glob("*.distcp"):
-        sound = file.read_bytes()
-        file.write_bytes(bytes(byte ^ 1 for byte in sound))
+    damage(paths[faulty])
     for took_s, kinds in worlds.run(3, load_copies, paths, faulty, by):
         assert took_s < PROMPT_S
         assert kinds.pop(faulty) == "CorruptionError"
@@ -409,8 +413,7 @@ def test_a_rank_of_a_group_is_named_by_its_number_in_the_job(
     paths = [tmp_path / "sound", tmp_path / "damaged"]
     save_alone(paths[0])
     shutil.copytree(*paths)
-    for file in paths[1].glob("*.distcp"):
-        file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    damage(paths[1])
     worlds.run(4, load_damaged_as_group, paths)
 
 
@@ -438,8 +441,7 @@ def test_errors_that_somebody_keeps_keep_no_buffers(tmp_path: Path) -> None:
     paths = [tmp_path / "sound", tmp_path / "damaged"]
     dcp.save(large_state(0), storage_writer=FastWriter(paths[0]), no_dist=True)
     shutil.copytree(*paths)
-    for file in paths[1].glob("*.distcp"):
-        file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    damage(paths[1])
     with Ranks(2) as world:
         assert max(world.run(keep_errors, paths)) < 48 << 20
 

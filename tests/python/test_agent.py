@@ -705,6 +705,31 @@ def test_memory_of_ranks_that_are_no_more_makes_room_if_it_is_on_disk(tmp_path: 
     assert {path.name for path in folder.iterdir()} == {"rank-0.0", "rank-6.0"}
 
 
+@pytest.mark.parametrize("reserves", [True, False])
+def test_a_rank_has_memory_that_former_ranks_need_no_more(
+    tmp_path: Path,
+    mount_tmpfs: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    reserves: bool,
+) -> None:
+    monkeypatch.setenv("TORCH_CKPT_MEMORY", str(mount_tmpfs("size=12m")))
+    run = run_of(tmp_path / "run")
+    folder = open_folder(run)
+    slot = _native.Slot.create(os.fsencode(slot_path(folder, 5, 0)), 9 << 20)
+    table = _native.encode_slot_table(b"d", "1", True, _native.ItemTable().encode(), None, [])
+    slot.begin((run, bytes(16), 0, 5, 5, 7, 0, 1, 7, 1), table, 0)
+    slot.complete()
+    del slot
+    (folder / f"done-{bytes(16).hex()}-0").touch()
+    agent = SnapshotAgent(tmp_path / "run")
+    if reserves:
+        agent.reserve(state_of(1))
+    for step in (1, 2):  # 4 MiB each.
+        assert agent.stage(state_of(step), tmp_path / "run" / str(step), step=step) is not None
+    assert not slot_path(folder, 5, 0).exists()
+    agent.close(drop=True)
+
+
 def test_whatever_comes_to_its_socket_the_agent_goes_on(
     agent: SnapshotAgent, tmp_path: Path, rng: random.Random
 ) -> None:

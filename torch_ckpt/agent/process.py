@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from torch_ckpt.agent.declined import Declined
 from torch_ckpt.agent.meeting import Meeting
@@ -49,6 +50,8 @@ _GREET_S = 10.0
 """Within which trainers come to a new agent, once there is one."""
 
 _ADMITTED = 64  # Decisions that are kept: ranks are never so far apart.
+
+T = TypeVar("T")
 
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
 
@@ -287,13 +290,17 @@ class Agent:
 
     def _reserve(self, trainer: RankProcess, message: Message) -> Message:
         nbytes = message.integer(0)
+        self._with_room(lambda: self._slots.reserve(trainer.rank, nbytes))
+        return Message(Kind.OK)
+
+    def _with_room(self, make: Callable[[], T]) -> T:
+        """What makes memory; once more where former ranks had some that is on disk."""
         try:
-            self._slots.reserve(trainer.rank, nbytes)
+            return make()
         except StorageError:
             if not self._slots.let_go(self._ranks, self._saves.is_done):
                 raise
-            self._slots.reserve(trainer.rank, nbytes)
-        return Message(Kind.OK)
+            return make()
 
     def _take(self, trainer: RankProcess, message: Message) -> Message:
         sequence, nbytes, wait_ms = (message.integer(at) for at in range(3))
@@ -303,7 +310,11 @@ class Agent:
         trainer.reached = sequence
         self._changed.notify_all()
         while True:
-            slot = self._slots.take(trainer.rank, nbytes, self._saves.is_pending, self._is_awaited)
+            slot = self._with_room(
+                lambda: self._slots.take(
+                    trainer.rank, nbytes, self._saves.is_pending, self._is_awaited
+                )
+            )
             if slot is not None:
                 return Message(Kind.SLOT, (os.fsencode(slot.path),))
             left = deadline - time.monotonic()
