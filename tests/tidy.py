@@ -46,7 +46,7 @@ LAYERS = [
         *("agent.memory", "agent.messages", "buffers", "file_jobs"),
     },
     {"agent.persist", "agent.slots", "agent.meeting", "agent.patience", "agent.rank_process"},
-    {"agent.joint_save", "agent.declined"},
+    {"agent.joint_save", "agent.declined", "agent.shares"},
     {"agent.saves"},
     {"agent.process"},
     {"agent.client"},
@@ -55,7 +55,7 @@ LAYERS = [
     {"formats.recognise"},
     {"save_planner", "load_planner"},
     {"data_file", "loading", "own_part", "sealed_metadata"},
-    {"split_work", "model_files", "staging_writer"},
+    {"split_work", "model_files", "staging_writer", "agent.held"},
     {"agent.trainer"},
     {"writer", "reader"},
     {"agent.writer", "agent.reader"},
@@ -76,7 +76,7 @@ WITHOUT_TORCH = {
     *("agent.memory", "agent.messages", "agent.persist", "agent.slots", "agent.saves"),
     *("agent.process", "agent.client", "leftovers", "file_jobs"),
     *("agent.meeting", "agent.joint_save", "agent.declined", "agent.patience"),
-    "agent.rank_process",
+    *("agent.rank_process", "agent.shares"),
 }
 
 VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")

@@ -19,9 +19,9 @@ class TensorView:
     @staticmethod
     def without_memory(dtype: int, sizes: Sequence[int]) -> TensorView: ...
 
-SlotHeader = tuple[bytes, bytes, int, int, int, int, int, int, int, int]
+SlotHeader = tuple[bytes, bytes, int, int, int, int, int, int, int, int, bytes, bytes]
 """Run, session, sequence, step, rank, world size, node, node count, ranks of this machine, whether
-it is to be brought to disk."""
+it is to be brought to disk, held, share."""
 
 class Slot:
     @staticmethod
@@ -356,6 +356,10 @@ class ItemTable(TensorSink):
         is_opaque: bool = False,
     ) -> None: ...
     def encode(self) -> bytes: ...
+    def tensors(self) -> ItemTable: ...
+    def keep_part(
+        self, shared: Sequence[ItemTable], own: int, part: bytes
+    ) -> tuple[bytes, ItemTable]: ...
 
 class GlobalPlan:
     def __init__(
@@ -364,6 +368,7 @@ class GlobalPlan:
         ranks_per_node: int,
         split: bool = True,
         dedup: bool = True,
+        whole: bool = True,
     ) -> None: ...
     @staticmethod
     def restored(index: Index) -> GlobalPlan: ...

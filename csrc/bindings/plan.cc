@@ -5,6 +5,7 @@
 #include "engine/restored_plan.h"
 #include "plan/balance.h"
 #include "plan/global_plan.h"
+#include "plan/kept_part.h"
 #include "plan/paths.h"
 #include "plan/plan_wire.h"
 
@@ -41,14 +42,31 @@ void add_tensor(HeldTable& held, std::string_view fqn, std::string dtype, int64_
 }
 
 GlobalPlan make_plan(const std::vector<py::bytes>& plans, int64_t ranks_per_node, bool split,
-                     bool dedup) {
+                     bool dedup, bool whole) {
   std::vector<Bytes> views;
   views.reserve(plans.size());
   for (const py::bytes& plan : plans) views.push_back(view_of(plan));
   return value_or_raise(without_gil([&] {
     return GlobalPlan::make(views,
-                            {.ranks_per_node = ranks_per_node, .split = split, .dedup = dedup});
+                            {.ranks_per_node = ranks_per_node,
+                             .split = split,
+                             .dedup = dedup,
+                             .whole = whole});
   }));
+}
+
+// What to keep of a table (kept_part): the encoded assignment, and its items.
+std::pair<py::bytes, std::shared_ptr<HeldTable>> keep_part(
+    const HeldTable& held, const std::vector<std::shared_ptr<HeldTable>>& shared, size_t own,
+    const py::bytes& part) {
+  if (own >= shared.size()) throw py::index_error("there is no such rank");
+  std::vector<const ItemTable*> tables;
+  for (const auto& of_rank : shared) tables.push_back(&of_rank->table);
+  const Assignment of_own = value_or_raise(decode_assignment(view_of(part)));
+  const Assignment kept = value_or_raise(
+      without_gil([&] { return kept_part(held.table, tables, own, of_own); }));
+  ItemTable items = value_or_raise(without_gil([&] { return assigned_items(held.table, kept); }));
+  return {to_bytes(encode(kept)), std::make_shared<HeldTable>(std::move(items))};
 }
 
 void check_rank(const GlobalPlan& global, int64_t rank) {
@@ -177,12 +195,18 @@ void bind_plan(py::module_& module) {
            py::arg("memory_format"), py::arg("requires_grad"), py::arg("pin_memory"),
            py::arg("sizes"), py::arg("is_shard"), py::arg("offsets"), py::arg("box_sizes"),
            py::arg("is_opaque") = false)
-      .def("encode", [](const HeldTable& held) {
-        return to_bytes(without_gil([&] { return encode(held.table); }));
-      });
+      .def("encode",
+           [](const HeldTable& held) {
+             return to_bytes(without_gil([&] { return encode(held.table); }));
+           })
+      .def("tensors",
+           [](const HeldTable& held) {
+             return std::make_shared<HeldTable>(without_gil([&] { return tensors_of(held.table); }));
+           })
+      .def("keep_part", &keep_part, py::arg("shared"), py::arg("own"), py::arg("part"));
   py::class_<GlobalPlan, std::shared_ptr<GlobalPlan>>(module, "GlobalPlan")
       .def(py::init(&make_plan), py::arg("plans"), py::arg("ranks_per_node"),
-           py::arg("split") = true, py::arg("dedup") = true)
+           py::arg("split") = true, py::arg("dedup") = true, py::arg("whole") = true)
       .def_static(
           "restored",
           [](const StoredIndex& index) {

@@ -18,9 +18,9 @@ namespace torch_ckpt {
 namespace {
 
 // Run, session, sequence, step, rank, world size, node, node count, ranks
-// of this machine, whether it is to be brought to disk.
+// of this machine, whether it is to be brought to disk, held, share.
 using PySlotHeader = std::tuple<py::bytes, py::bytes, int64_t, int64_t, int64_t, int64_t, int64_t,
-                                int64_t, int64_t, int64_t>;
+                                int64_t, int64_t, int64_t, py::bytes, py::bytes>;
 
 SlotId to_id(const py::bytes& bytes) {
   const Bytes from = view_of(bytes);
@@ -36,7 +36,7 @@ py::bytes from_id(const SlotId& id) {
 
 PySlotHeader to_python(const SlotHeader& h) {
   return {from_id(h.run), from_id(h.session), h.sequence,   h.step,   h.rank, h.world_size,
-          h.node,         h.node_count,       h.ranks_here, h.persist};
+          h.node,         h.node_count,       h.ranks_here, h.persist,   from_id(h.held), from_id(h.share)};
 }
 
 SlotHeader from_python(const PySlotHeader& from) {
@@ -51,6 +51,8 @@ SlotHeader from_python(const PySlotHeader& from) {
   h.node_count = std::get<7>(from);
   h.ranks_here = std::get<8>(from);
   h.persist = std::get<9>(from);
+  h.held = to_id(std::get<10>(from));
+  h.share = to_id(std::get<11>(from));
   return h;
 }
 

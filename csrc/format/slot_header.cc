@@ -21,6 +21,8 @@ constexpr size_t kSum = 24;  // Of all that follows it, up to kEnd.
 constexpr size_t kRun = 32;
 constexpr size_t kSession = 48;
 constexpr size_t kNumbers = 64;
+constexpr size_t kHeld = 168;
+constexpr size_t kShare = 184;
 constexpr size_t kEnd = 256;  // Zeros before it are for what comes later.
 
 // One order for writing and reading.
@@ -79,6 +81,8 @@ void complete_slot(MutableBytes page, const SlotHeader& header) {
     store_le(at, number);
     at += sizeof(number);
   });
+  std::ranges::copy(header.held, page.data() + kHeld);
+  std::ranges::copy(header.share, page.data() + kShare);
   store_le(page.data() + kSum, sum_of(page));
   state_of(page.data()).store(kComplete, std::memory_order_seq_cst);
 }
@@ -102,8 +106,13 @@ Result<SlotHeader> read_slot_header(Bytes page, int64_t nbytes) {
     return corruption("the page before a snapshot fails its checksum");
   }
   SlotHeader header;
-  std::ranges::copy(page.subspan(kRun, header.run.size()), header.run.begin());
-  std::ranges::copy(page.subspan(kSession, header.session.size()), header.session.begin());
+  const auto read_id = [&](size_t at, SlotId* id) {
+    std::ranges::copy(page.subspan(at, id->size()), id->begin());
+  };
+  read_id(kRun, &header.run);
+  read_id(kSession, &header.session);
+  read_id(kHeld, &header.held);
+  read_id(kShare, &header.share);
   const std::byte* at = page.data() + kNumbers;
   for_each_number(header, [&](auto& number) {
     number = load_le<std::remove_reference_t<decltype(number)>>(at);

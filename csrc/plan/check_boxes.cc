@@ -30,7 +30,7 @@ void BoxCheck::check(int64_t entry, Problems* problems) {
   if (is_tensor) sort_by_box();
   first_.push_back(std::ssize(order_));
   if (!none_twice(problems) || !is_tensor) return;
-  if (all_within(problems) && none_overlap(problems)) none_missing(problems);
+  if (all_within(problems) && none_overlap(problems) && is_whole_) none_missing(problems);
 }
 
 void BoxCheck::sort_by_box() {
@@ -154,7 +154,7 @@ void BoxCheck::none_missing(Problems* problems) const {
   const int64_t numel = *checked_volume(sizes);
   int64_t held = 0;
   for (int64_t i = 0; i < box_count(); ++i) held += *checked_volume(box(replicas(i).front()).sizes);
-  if (held == numel || plans_.plan_of_rank.size() < 2) return;
+  if (held == numel) return;
   problems->add(problem(plans_, entry_, "the boxes of all ranks hold ", held, " of the ", numel,
                         " elements of sizes ", to_string(sizes)));
 }

@@ -16,11 +16,13 @@ namespace torch_ckpt {
 // Looks at one entry after another; memory is kept between them.
 class BoxCheck {
  public:
-  // `plans` outlive this.
-  explicit BoxCheck(const GatheredPlans& plans) : plans_(plans) {}
+  // `plans` outlive this. `whole`: whether they are of all ranks.
+  BoxCheck(const GatheredPlans& plans, bool whole)
+      : plans_(plans), is_whole_(whole && plans.plan_of_rank.size() > 1) {}
 
   // Adds what is wrong with the slots of an entry. Objects of one FQN are taken to be the same on
-  // all ranks. As in DCP, what a rank saves alone need not be all of a tensor.
+  // all ranks. As in DCP, what a rank saves alone need not be all of a tensor; nor need what only
+  // some ranks hold.
   void check(int64_t entry, Problems* problems);
 
   // Of the entry that was checked last: its slots by box, and those of one box ascending. Valid
@@ -43,6 +45,7 @@ class BoxCheck {
   void add_overlap(int32_t a, int32_t b, Problems* problems) const;
 
   const GatheredPlans& plans_;
+  const bool is_whole_;
   int64_t entry_ = 0;
   std::optional<SlotsOfEntry> slots_;  // Of the entry.
   std::vector<int32_t> order_;         // Slots, equal boxes side by side.

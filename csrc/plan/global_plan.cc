@@ -89,7 +89,7 @@ class GlobalPlanner {
     input_.ranks_per_node = options_.ranks_per_node;
     input_.load.resize(rank_count);
     writer_.assign(plans_.slots.size(), kNobody);
-    BoxCheck boxes(plans_);
+    BoxCheck boxes(plans_, options_.whole);
     Problems problems;
     for (int64_t entry = 0; entry < plans_.entries.size(); ++entry) {
       boxes.check(entry, &problems);

@@ -22,6 +22,7 @@ struct GlobalPlanOptions {
   int64_t ranks_per_node = 1;
   bool split = true;  // Whether a tensor that several ranks hold may be cut among them.
   bool dedup = true;  // Whether replicas are balanced; else the lowest rank of each writes it.
+  bool whole = true;  // Whether they are all that save: then what nobody holds is a hole.
 };
 
 // The boxes that will be stored, by FQN: entries in order of first appearance by rank and item, the

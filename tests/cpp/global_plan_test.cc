@@ -148,6 +148,14 @@ TEST(GlobalPlanTest, WithoutDedupTheLowestRankWritesAReplica) {
   EXPECT_EQ(global.assignment(3), (Assignment{2, {}, {}}));
 }
 
+TEST(GlobalPlanTest, SomeOfTheRanksNeedNotHoldAll) {
+  const PlanItem piece = float_shard("w", {8, 2}, {2, 0}, {2, 2});
+  const World world(2, {piece});
+  EXPECT_CODE(plan(world).status(), StatusCode::kInvalidArgument);
+  ASSERT_OK_AND_ASSIGN(const GlobalPlan some, plan(world, {.whole = false}));
+  EXPECT_EQ(some.stored().box_count(), 1);
+}
+
 TEST(GlobalPlanTest, RanksWithoutReplicasWriteAllTheyHave) {
   World world;
   for (int64_t rank = 0; rank < 4; ++rank) {

@@ -37,6 +37,7 @@ from torch_ckpt import (
 )
 from torch_ckpt.agent import messages, process, saves
 from torch_ckpt.agent.memory import (
+    SlotHeader,
     agent_lock,
     folder_of,
     has_agent,
@@ -630,7 +631,8 @@ def test_slots_of_another_run_and_damaged_ones_are_nothing(tmp_path: Path) -> No
     folder = open_folder(run_of(run))
     other = _native.Slot.create(os.fsencode(slot_path(folder, 0, 0)), 1 << 16)
     table = _native.encode_slot_table(b"d", "1", True, _native.ItemTable().encode(), None, [])
-    other.begin((b"o" * 16, b"s" * 16, 0, 5, 0, 1, 0, 1, 1, 1), table, 0)
+    header = SlotHeader(b"s" * 16, 0, 5, 0, 1, 0, 1, 1, 1, b"o" * 16)
+    other.begin(header.to_native(), table, 0)
     other.complete()
     slot_path(folder, 0, 1).write_bytes(os.urandom(8192))
     slot_path(folder, 0, 7).write_bytes(b"")
@@ -697,7 +699,8 @@ def test_memory_of_ranks_that_are_no_more_makes_room_if_it_is_on_disk(tmp_path: 
     table = _native.encode_slot_table(b"d", "1", True, _native.ItemTable().encode(), None, [])
     for rank in (0, 5, 6):
         slot = _native.Slot.create(os.fsencode(slot_path(folder, rank, 0)), 1 << 16)
-        slot.begin((run_of(tmp_path / "run"), b"s" * 16, rank, 5, rank, 7, 0, 1, 7, 1), table, 0)
+        header = SlotHeader(b"s" * 16, rank, 5, rank, 7, 0, 1, 7, 1, run_of(tmp_path / "run"))
+        slot.begin(header.to_native(), table, 0)
         slot.complete()
     slots = Slots(folder, run_of(tmp_path / "run"))
     assert not slots.let_go([0], lambda save: False)
@@ -717,7 +720,7 @@ def test_a_rank_has_memory_that_former_ranks_need_no_more(
     folder = open_folder(run)
     slot = _native.Slot.create(os.fsencode(slot_path(folder, 5, 0)), 9 << 20)
     table = _native.encode_slot_table(b"d", "1", True, _native.ItemTable().encode(), None, [])
-    slot.begin((run, bytes(16), 0, 5, 5, 7, 0, 1, 7, 1), table, 0)
+    slot.begin(SlotHeader(bytes(16), 0, 5, 5, 7, 0, 1, 7, 1, run).to_native(), table, 0)
     slot.complete()
     del slot
     (folder / f"done-{bytes(16).hex()}-0").touch()

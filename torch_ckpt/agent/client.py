@@ -99,14 +99,27 @@ class AgentClient:
         """
         self._ask(Kind.RESERVE, nbytes)
 
-    def take(self, sequence: int, nbytes: int, timeout_s: float) -> Path | None:
+    def take(
+        self, sequence: int, nbytes: int, timeout_s: float, held: bytes
+    ) -> tuple[Path, bytes] | None:
         """The file of a slot to fill; ``None`` where none is free in time.
+
+        Args:
+            sequence: Of the save.
+            nbytes: Room that all would take that the rank holds.
+            timeout_s: Seconds to wait.
+            held: Stands for the tensors of that.
+
+        Returns:
+            With it, how ranks of this machine share out what they hold.
 
         Raises:
             StorageError: There is not as much memory.
         """
-        answer = self._ask(Kind.TAKE, sequence, nbytes, int(timeout_s * 1000))
-        return None if answer.kind == Kind.BUSY else Path(os.fsdecode(answer.data(0)))
+        answer = self._ask(Kind.TAKE, sequence, nbytes, int(timeout_s * 1000), held)
+        if answer.kind == Kind.BUSY:
+            return None
+        return Path(os.fsdecode(answer.data(0))), answer.data(1)
 
     def filled(self, path: Path, sequence: int) -> None:
         """Says that a snapshot is complete."""

@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,7 @@ from torch_ckpt.errors import CheckpointError, StorageError
 
 __all__ = [
     "LOCK_NAME",
+    "NOT_SHARED",
     "SLOTS_PER_RANK",
     "SlotHeader",
     "agent_lock",
@@ -35,6 +36,7 @@ __all__ = [
     "open_folder",
     "remove_abandoned",
     "run_of",
+    "share_of",
     "short_path",
     "slot_path",
     "whole_saves",
@@ -43,6 +45,9 @@ __all__ = [
 T = TypeVar("T")
 
 SLOTS_PER_RANK = 2
+
+NOT_SHARED = bytes(16)
+"""Of ranks each of which copies all that it holds."""
 
 LOCK_NAME = "agent.lock"
 """The file whose lock the agent of a run holds."""
@@ -71,6 +76,9 @@ class SlotHeader:
         ranks_here: How many of the ranks are on this one.
         persist: Whether it is to be brought to disk without being asked again: 0 or 1.
         run: 16 bytes.
+        held: 16 bytes that stand for the tensors that the rank held.
+        share: 16 bytes that stand for how the ranks of the machine shared these out: the slots of
+            one save belong together only if they are the same. ``NOT_SHARED``: each has all.
     """
 
     session: bytes
@@ -83,6 +91,8 @@ class SlotHeader:
     ranks_here: int
     persist: int
     run: bytes
+    held: bytes = NOT_SHARED
+    share: bytes = NOT_SHARED
 
     @classmethod
     def of(cls, slot: _native.Slot) -> SlotHeader:
@@ -93,11 +103,12 @@ class SlotHeader:
             CorruptionError: It is damaged.
             UnsupportedError: It is of another version.
         """
-        run, session, sequence, step, rank, world_size, node, node_count, here, persist = (
+        run, session, sequence, step, rank, world_size, node, node_count, here, persist, *shared = (
             slot.header()
         )
         return cls(
-            *(session, sequence, step, rank, world_size, node, node_count, here, persist, run)
+            *(session, sequence, step, rank, world_size, node, node_count, here, persist, run),
+            *shared,
         )
 
     @property
@@ -109,7 +120,7 @@ class SlotHeader:
         """In the engine's order."""
         return (
             *(self.run, self.session, self.sequence, self.step, self.rank, self.world_size),
-            *(self.node, self.node_count, self.ranks_here, self.persist),
+            *(self.node, self.node_count, self.ranks_here, self.persist, self.held, self.share),
         )
 
 
@@ -185,10 +196,22 @@ def whole_saves(
     for save, of_save in sorted(saves.items(), key=lambda one: one[0]):
         of_save.sort(key=lambda one: one[0].rank)
         ranks = {header.rank for header, _ in of_save}
-        steps = {header.step for header, _ in of_save}
-        if len(ranks) == of_save[0][0].ranks_here and len(steps) == 1:
+        alike = {(header.step, header.share) for header, _ in of_save}
+        if len(ranks) == of_save[0][0].ranks_here and len(alike) == 1:
             whole[save] = of_save
     return whole
+
+
+def share_of(headers: Sequence[SlotHeader]) -> bytes:
+    """Stands for how ranks share out what they hold.
+
+    Args:
+        headers: Of all ranks of a machine, in their order.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for header in headers:
+        digest.update(header.rank.to_bytes(8, "little") + header.held)
+    return digest.digest()
 
 
 def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[SlotHeader, Path]]:

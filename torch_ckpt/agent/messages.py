@@ -24,7 +24,7 @@ from torch_ckpt.errors import (
 __all__ = ["Kind", "Message", "error_message", "raise_error", "receive", "send"]
 
 _MAGIC = b"TCAG"
-_VERSION = 2
+_VERSION = 3
 _HEADER = struct.Struct("<4sHHQ")
 _MOST_NBYTES = 1 << 20  # Of a body: whoever claims more is not one of ours.
 
@@ -40,9 +40,10 @@ class Kind(enum.IntEnum):
     RESERVE = 4
     """Asks for slots: nbytes of each."""
     TAKE = 5
-    """Asks for a slot to fill: sequence, nbytes, milliseconds to wait for one."""
+    """Asks for a slot to fill: sequence, nbytes, milliseconds to wait for one, what stands for the
+    tensors that the rank holds."""
     SLOT = 6
-    """Answers: file of the slot."""
+    """Answers: file of the slot, what stands for how ranks share out what they hold."""
     BUSY = 7
     """Answers: all slots are in use."""
     FILLED = 8
@@ -61,8 +62,8 @@ _FIELDS: dict[Kind, str] = {
     Kind.OK: "",
     Kind.ERROR: "bbi",
     Kind.RESERVE: "i",
-    Kind.TAKE: "iii",
-    Kind.SLOT: "b",
+    Kind.TAKE: "iiib",
+    Kind.SLOT: "bb",
     Kind.BUSY: "",
     Kind.FILLED: "bi",
     Kind.PERSIST: "bi",

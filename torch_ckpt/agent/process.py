@@ -33,6 +33,7 @@ from torch_ckpt.agent.memory import (
 from torch_ckpt.agent.messages import Kind, Message, error_message, receive, send
 from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.saves import Saves
+from torch_ckpt.agent.shares import Shares
 from torch_ckpt.agent.slots import Look, Save, Slots
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError
 from torch_ckpt.options import IoOptions
@@ -102,6 +103,7 @@ class Agent:
             peers_timeout_s=options.peers_timeout_s,
             is_hurried=self._is_hurried,
         )
+        self._shares = Shares()
         self._declined = Declined(options.peers_timeout_s)
         self._trainers: dict[int, RankProcess] = {}
         self._ranks: list[int] = []  # Of this machine, in the session that goes on.
@@ -304,6 +306,7 @@ class Agent:
 
     def _take(self, trainer: RankProcess, message: Message) -> Message:
         sequence, nbytes, wait_ms = (message.integer(at) for at in range(3))
+        held = message.data(3)
         if not wait_ms and not self._is_admitted((trainer.session, sequence)):
             return Message(Kind.BUSY)
         deadline = time.monotonic() + wait_ms / 1000
@@ -316,7 +319,9 @@ class Agent:
                 )
             )
             if slot is not None:
-                return Message(Kind.SLOT, (os.fsencode(slot.path),))
+                save = trainer.session, sequence
+                share = self._shares.decide(save, trainer.rank, held, self._slots.look())
+                return Message(Kind.SLOT, (os.fsencode(slot.path), share))
             left = deadline - time.monotonic()
             if left <= 0:
                 return Message(Kind.BUSY)

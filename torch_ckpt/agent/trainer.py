@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import secrets
 import sys
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageWriterTransforms
-from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
 
-from torch_ckpt import _native, _tensor_view
+from torch_ckpt import _native
 from torch_ckpt.agent.client import AgentClient, Place
+from torch_ckpt.agent.held import Held, KeptParts
 from torch_ckpt.agent.memory import (
+    NOT_SHARED,
     SLOTS_PER_RANK,
     SlotHeader,
     complete_slots,
@@ -31,20 +32,14 @@ from torch_ckpt.agent.memory import (
     whole_saves,
 )
 from torch_ckpt.agent.process import AgentOptions
-from torch_ckpt.data_file import pickle_item
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.exchange import this_machine
-from torch_ckpt.planned import ListedItems, to_write_item
-from torch_ckpt.save_planner import FastSavePlanner
-from torch_ckpt.tensors import gc_paused, to_plain
+from torch_ckpt.tensors import gc_paused
 
 __all__ = ["OnBusy", "Remembered", "SnapshotAgent", "StagedSave"]
 
 OnBusy = Literal["wait", "skip", "error"]
 """What a save does while former ones keep all slots: waits, is not done, or fails."""
-
-_THREADS = min(4, os.cpu_count() or 1)
-
 
 @dataclass(frozen=True)
 class StagedSave:
@@ -125,6 +120,7 @@ class SnapshotAgent:
         self._client = AgentClient(run, self._place, options or AgentOptions())
         self._sequence = 0
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # With its inode.
+        self._parts = KeptParts(self._client.folder, self._place.run, self._place.rank)
         self._devices = _native.Devices()
         self._lock = threading.Lock()
         self._is_left = False
@@ -143,7 +139,7 @@ class SnapshotAgent:
         Raises:
             StorageError: There is not as much.
         """
-        held = _Held(state_dict)
+        held = Held.of(state_dict)
         self._client.reserve(_native.slot_nbytes(len(held.table("", sync=True)), held.nbytes))
         for number in range(SLOTS_PER_RANK):
             slot = self._slot(slot_path(self._client.folder, self._place.rank, number))
@@ -158,7 +154,10 @@ class SnapshotAgent:
         sync: bool = True,
         persist: bool = True,
     ) -> StagedSave | None:
-        """Copies all that this rank holds into a slot. Training stops for this alone.
+        """Copies what this rank holds into a slot. Training stops for this alone.
+
+        That is all of it in the first save. Of tensors that ranks of this machine have alike, it is
+        a part from then on, as long as they hold the same: what counts is the one that copies.
 
         Args:
             state_dict: As DCP takes it.
@@ -186,7 +185,7 @@ class SnapshotAgent:
             sequence, self._sequence = self._sequence, self._sequence + 1
             header = self._place.header(sequence, step, persist=persist)
             try:
-                path = self._fill(header, _Held(state_dict), directory, sync=sync)
+                path = self._fill(header, Held.of(state_dict), directory, sync=sync)
             except BaseException:
                 # Or the other ranks' slots would wait for it.
                 self._client.give_up(sequence, directory)
@@ -199,19 +198,25 @@ class SnapshotAgent:
             self._client.filled(path, sequence)
             return StagedSave(header, directory)
 
-    def _fill(self, header: SlotHeader, held: _Held, directory: Path, *, sync: bool) -> Path | None:
+    def _fill(self, header: SlotHeader, held: Held, directory: Path, *, sync: bool) -> Path | None:
         """Fills a slot, and returns its file; ``None`` where there is none and this is to skip."""
         table = held.table(os.fspath(directory), sync=sync)
         nbytes = _native.slot_nbytes(len(table), held.nbytes)
         # What is too small will be made anew, and cannot be as long as it is mapped here.
         self._slots = {p: one for p, one in self._slots.items() if one[1].nbytes >= nbytes}
         wait_s = self.timeout_s if self.on_busy == "wait" else 0.0
-        path = self._client.take(header.sequence, nbytes, wait_s)
-        if path is None:
+        of_tensors = self._parts.digest_of_tensors(held)
+        taken = self._client.take(header.sequence, nbytes, wait_s, of_tensors)
+        if taken is None:
             if self.on_busy == "skip":
                 return None
             raise CheckpointError(f"cannot save {directory}: former saves keep all slots")
+        path, share = taken
+        if share != NOT_SHARED:
+            held = self._parts.part_of(held, share)
+            table = held.table(os.fspath(directory), sync=sync)
         slot = self._slot(path)
+        header = dataclasses.replace(header, held=of_tensors, share=share)
         slot.begin(header.to_native(), table, held.nbytes)
         held.copy_to(slot, self._devices)
         slot.complete()
@@ -327,57 +332,6 @@ class SnapshotAgent:
         if known is None or known[0] != inode:
             known = self._slots[path] = inode, _native.Slot.open(os.fsencode(path), True, True)
         return known[1]
-
-
-class _Held:
-    """All that a rank holds of a state dict, and where it goes in a slot."""
-
-    def __init__(self, state_dict: dict[str, Any]) -> None:
-        planner = FastSavePlanner(enable_plan_caching=False)
-        planner.set_up_planner(_stateful_to_state_dict(state_dict))
-        listed: Any = planner.create_local_plan().items
-        if not isinstance(listed, ListedItems) or listed.encoded is None:
-            raise UnsupportedError("this state dict has no form in columns: save it without agent")
-        self._items = listed.encoded
-        self._paths = listed.paths
-        work = _native.Work(_native.ItemTable.decode(listed.encoded))
-        sources = planner.sources(range(len(work)))
-        assert sources is not None
-        self._sources: Sequence[Any] = sources
-        self.batch = _tensor_view.look(sources, writable=False, stages=True)
-        planned = _native.PlannedFile(work, self.batch)
-        nbytes = work.nbytes
-        self._pickled: dict[int, memoryview] = {}
-        for number in planned.own:
-            _, self._pickled[number] = pickle_item(
-                to_write_item(work.describe(number)), planner, _StorageWriterTransforms(None)
-            )
-            nbytes[number] = len(self._pickled[number])
-        self._copied = [planned.position(number) for number in planned.copied]
-        self._nbytes = nbytes
-        self._offsets, self.nbytes = _native.lay_out_slot(nbytes)
-
-    def table(self, directory: str, *, sync: bool) -> bytes:
-        """What the slot says of it."""
-        extents = [
-            (number, offset, nbytes, number not in self._pickled)
-            for number, (offset, nbytes) in enumerate(zip(self._offsets, self._nbytes, strict=True))
-        ]
-        return _native.encode_slot_table(
-            os.fsencode(directory), CURRENT_DCP_VERSION, sync, self._items, self._paths, extents
-        )
-
-    def copy_to(self, slot: _native.Slot, devices: _native.Devices) -> None:
-        """Copies everything."""
-        elsewhere = {*self._copied, *self._pickled}
-        here = [number for number in range(len(self._offsets)) if number not in elsewhere]
-        slot.copy(self.batch, here, [self._offsets[n] for n in here], _THREADS, devices)
-        for number in self._copied:
-            plain = to_plain(self._sources[number])
-            batch = _tensor_view.look([plain], writable=False)
-            slot.copy(batch, [0], [self._offsets[number]], _THREADS, devices)
-        for number, data in self._pickled.items():
-            slot.put(self._offsets[number], data)
 
 
 def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Place:

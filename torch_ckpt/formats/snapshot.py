@@ -51,9 +51,9 @@ def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) ->
     """
     merged = _Merged(ForeignFiles(folder, folder), _Objects(trust_pickle))
     found = [(path, _native.Slot.open(os.fsencode(path), False).read()) for path in slots]
-    saves = {(snapshot.header[:4], snapshot.header[5]) for _, snapshot in found}
+    saves = {(s.header[:4], s.header[5], s.header[11]) for _, s in found}
     ranks = {snapshot.header[4] for _, snapshot in found}
-    _, _, _, _, _, world_size, _, node_count, ranks_here, _ = found[0][1].header
+    world_size, _, node_count, ranks_here = found[0][1].header[5:9]
     is_whole = ranks == set(range(world_size)) if node_count == 1 else len(ranks) == ranks_here
     if len(saves) != 1 or not is_whole:
         raise MismatchError(

@@ -1,0 +1,120 @@
+#include "plan/kept_part.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "support/plan_items.h"
+#include "support/status_matchers.h"
+#include "support/worlds.h"
+
+namespace torch_ckpt {
+namespace {
+
+using testing::HasSubstr;
+
+// What a rank keeps, as items. `other`: what another had.
+Result<std::vector<PlanItem>> kept(const std::vector<PlanItem>& items,
+                                   const std::vector<PlanItem>& former, const Assignment& part,
+                                   const std::vector<PlanItem>& other = {}) {
+  const ItemTable table = table_of(items);
+  const ItemTable shared[] = {table_of(other), table_of(former)};
+  ASSIGN_OR_RETURN(const Assignment assignment,
+                   kept_part(table, {&shared[0], &shared[1]}, 1, part));
+  ASSIGN_OR_RETURN(const ItemTable out, assigned_items(table, assignment));
+  return items_of(out);
+}
+
+const PlanItem kW = whole_item("w", float_facts({8, 2}));
+const PlanItem kB = whole_item("b", float_facts({8}));
+const PlanItem kStep = object_item("step", 10);
+
+TEST(KeptPartTest, ARankKeepsItsPartAndItsObjects) {
+  ASSERT_OK_AND_ASSIGN(const auto items,
+                       kept({kStep, kW, kB}, {kW, kB}, {2, {{0, 1}}, {{0, 2, 4}}}));
+  EXPECT_EQ(items, (std::vector{kStep, float_shard("w", {8, 2}, {2, 0}, {4, 2})}));
+}
+
+TEST(KeptPartTest, WhatIsUncutStaysAsItWasListed) {
+  ASSERT_OK_AND_ASSIGN(const auto items, kept({kW, kB}, {kW, kB}, {2, {{1, 1}}, {}}));
+  EXPECT_EQ(items, std::vector{kB});
+}
+
+TEST(KeptPartTest, WhatIsNewIsKeptWhole) {
+  const PlanItem added = whole_item("new", float_facts({3}));
+  const PlanItem longer = whole_item("b", float_facts({9}));
+  const PlanItem other_shard = float_shard("b", {8}, {4}, {4});
+  ASSERT_OK_AND_ASSIGN(const auto items,
+                       kept({added, kW, longer}, {kW, kB}, {2, {{0, 1}}, {}}));
+  EXPECT_EQ(items, (std::vector{added, kW, longer}));
+  ASSERT_OK_AND_ASSIGN(const auto shards, kept({kW, other_shard}, {kW, kB}, {2, {{0, 1}}, {}}));
+  EXPECT_EQ(shards, (std::vector{kW, other_shard}));
+}
+
+TEST(KeptPartTest, WhatIsNewAndWasAnothersIsThatOnes) {
+  const PlanItem added = whole_item("new", float_facts({3}));
+  ASSERT_OK_AND_ASSIGN(const auto items, kept({added, kW}, {kW}, {1, {{0, 1}}, {}}, {added}));
+  EXPECT_EQ(items, std::vector{kW});
+}
+
+TEST(KeptPartTest, WhatIsNoMoreIsMissedByWhoHadToKeepItOnly) {
+  const Assignment part = {2, {{0, 1}}, {}};
+  EXPECT_OK(kept({kW}, {kW, kB}, part));
+  const auto lost = kept({kB}, {kW, kB}, part);
+  EXPECT_CODE(lost.status(), StatusCode::kMismatch);
+  EXPECT_THAT(lost.status().message(), HasSubstr("'w'"));
+  EXPECT_CODE(kept({whole_item("w", float_facts({2, 8})), kB}, {kW, kB}, part).status(),
+              StatusCode::kMismatch);
+}
+
+TEST(KeptPartTest, APartOfOtherItemsIsRefused) {
+  EXPECT_CODE(kept({kW}, {kW}, {2, {{0, 2}}, {}}).status(), StatusCode::kCorruption);
+  EXPECT_CODE(kept({kW}, {kW}, {1, {{0, 1}}, {{0, 7, 2}}}).status(), StatusCode::kCorruption);
+}
+
+// By FQN: the boxes that a plan stores, with those of the same rows side by side joined.
+std::map<std::string, int64_t> stored_nbytes(const GlobalPlan& plan) {
+  std::map<std::string, int64_t> out;
+  const StoredTable& stored = plan.stored();
+  for (int64_t entry = 0; entry < stored.entries().size(); ++entry) {
+    const Facts& facts = stored.entries().facts(entry);
+    if (!facts.is_tensor) continue;
+    int64_t& nbytes = out[std::string(stored.entries().fqn(entry))];
+    for (int64_t i = stored.first_box(entry); i < stored.first_box(entry + 1); ++i) {
+      nbytes += *checked_volume(stored.box(entry, i).sizes) * facts.itemsize;
+    }
+  }
+  return out;
+}
+
+TEST(KeptPartTest, OnRandomMeshesThePartsOfAllMakeUpEverythingOnce) {
+  for (uint32_t seed = 0; seed < 500; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const World world = random_world(random);
+    World tensors;
+    for (const auto& items : world) tensors.push_back(items_of(tensors_of(table_of(items))));
+    ASSERT_OK_AND_ASSIGN(const GlobalPlan shared, plan(tensors, {.whole = false}));
+    World parts;
+    for (size_t rank = 0; rank < world.size(); ++rank) {
+      ASSERT_OK_AND_ASSIGN(parts.emplace_back(),
+                           kept(world[rank], tensors[rank],
+                                shared.assignment(static_cast<int64_t>(rank))));
+    }
+    ASSERT_OK_AND_ASSIGN(const GlobalPlan all, plan(world));
+    ASSERT_OK_AND_ASSIGN(const GlobalPlan of_parts, plan(parts));
+    ASSERT_EQ(stored_nbytes(of_parts), stored_nbytes(all));
+    std::vector<int64_t> held;
+    for (const auto& part : parts) {
+      int64_t& nbytes = held.emplace_back(0);
+      for (const PlanItem& item : part) nbytes += item.kind == ItemKind::kObject ? 0 : item.nbytes;
+    }
+    ASSERT_EQ(held, shared.load());
+  }
+}
+
+}  // namespace
+}  // namespace torch_ckpt

@@ -1,0 +1,232 @@
+"""Of what several ranks of a machine hold, each copies its part."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import Ranks
+
+from torch_ckpt import (
+    CancelledError,
+    FastReader,
+    MismatchError,
+    SnapshotAgent,
+    SnapshotReader,
+    _native,
+)
+from torch_ckpt.agent.memory import (
+    NOT_SHARED,
+    SlotHeader,
+    complete_slots,
+    folder_of,
+    run_of,
+    share_of,
+    whole_saves,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+NBYTES = 4 * (2048 * 1024 + 6 * 30_000 + 10)
+
+
+@pytest.fixture(autouse=True)
+def memory(memory: Path) -> Path:
+    """Shared memory of this test alone."""
+    return memory
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """As DDP has it: the same tensors on all ranks, of which one is most; and own objects."""
+    random = torch.Generator().manual_seed(step)
+    model = {f"layers.{i}": torch.randn(30_000, generator=random) for i in range(6)}
+    model["embedding"] = torch.randn(2048, 1024, generator=random).t()  # Laid out by columns.
+    model["bias"] = torch.randn(10, generator=random)
+    return {"model": model, "step": step, f"rank-{dist.get_rank()}": dist.get_rank()}
+
+
+def assert_of(state: dict[str, Any], step: int) -> None:
+    expected = state_of(step)
+    assert state.keys() == expected.keys()
+    assert state["step"] == step
+    assert state["model"].keys() == expected["model"].keys()
+    for name, tensor in expected["model"].items():
+        assert torch.equal(state["model"][name], tensor), name
+
+
+AGENTS: list[SnapshotAgent] = []
+
+
+def agent_of(run: Path) -> SnapshotAgent:
+    """That of this rank, which has one for as long as it lives."""
+    if not AGENTS:
+        AGENTS.append(SnapshotAgent(run))
+    return AGENTS[0]
+
+
+def save(run: Path, step: int, ranks: list[int], also: str = "") -> None:
+    """Stages on some ranks, with a tensor that others do not have."""
+    agent = agent_of(run)
+    state = state_of(step)
+    if also:
+        state["model"][also] = torch.full((7,), float(step))
+    if dist.get_rank() in ranks:
+        assert agent.stage(state, run / str(step), step=step, persist=False) is not None
+
+
+def persist(run: Path, step: int) -> None:
+    """Saves on all ranks, and waits until it is on disk."""
+    future = agent_of(run).async_save(state_of(step), run / str(step), step=step)
+    assert future is not None
+    future.result(60)
+
+
+def load_from_memory(run: Path, step: int, also: str = "") -> None:
+    found = agent_of(run).newest()
+    assert found is not None
+    assert found.step == step
+    load(SnapshotReader(found), step, also)
+
+
+def load_from_disk(run: Path, step: int) -> None:
+    load(FastReader(run / str(step)), step)
+
+
+def load(reader: FastReader, step: int, also: str = "") -> None:
+    """All that was saved, bit for bit."""
+    state = state_of(-1)
+    if dist.get_rank() > 1:  # There were two ranks.
+        del state[f"rank-{dist.get_rank()}"]
+    if also:
+        state["model"][also] = torch.zeros(7)
+    dcp.load(state, storage_reader=reader)
+    if also:
+        assert state["model"].pop(also).tolist() == [float(step)] * 7
+    if dist.get_rank() < 2:
+        assert_of(state, step)
+
+
+def slots_of(run: Path, step: int) -> list[tuple[SlotHeader, int]]:
+    """The headers of a save, by rank, and the bytes of tensors that are in each slot."""
+    found = []
+    for header, path in complete_slots(folder_of(run_of(run)), run_of(run)):
+        if header.step == step:
+            snapshot = _native.Slot.open(os.fsencode(path), False).read()
+            found.append((header, sum(nbytes for _, _, nbytes, plain in snapshot.extents if plain)))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_from_the_second_save_on_each_rank_copies_its_part(tmp_path: Path, world_size: int) -> None:
+    run, ranks = tmp_path / "run", list(range(world_size))
+    with Ranks(world_size) as world:
+        world.run(save, run, 1, ranks)
+        assert [nbytes for _, nbytes in slots_of(run, 1)] == [NBYTES] * world_size
+        for step in (2, 3):
+            world.run(save, run, step, ranks)
+            held = [nbytes for _, nbytes in slots_of(run, step)]
+            assert sum(held) == NBYTES
+            assert max(held) <= 1.02 * NBYTES / world_size + (1 << 20)
+        world.run(load_from_memory, run, 3)
+        world.run(persist, run, 4)
+        world.run(load_from_disk, run, 4)
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_what_ranks_have_shared_out_is_loaded_on_another_number(tmp_path: Path, after: int) -> None:
+    run = tmp_path / "run"
+    with Ranks(2) as world:
+        for step in (1, 2):
+            world.run(save, run, step, [0, 1])
+        assert sum(nbytes for _, nbytes in slots_of(run, 2)) == NBYTES
+        world.kill()
+    with Ranks(after) as world:
+        world.run(load_from_memory, run, 2)
+        world.run(persist, run, 3)
+        world.run(load_from_disk, run, 3)
+
+
+def save_with_new(world: Ranks, run: Path, step: int) -> None:
+    """The second rank has a tensor that the first does not have, and saves after it."""
+    world.run(save, run, step, [0])
+    world.run(save, run, step, [1], "new")
+
+
+def test_what_is_new_on_one_rank_alone_is_there_and_is_shared_out_later(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Ranks(2) as world:
+        for step in (1, 2):
+            world.run(save, run, step, [0, 1])
+        save_with_new(world, run, 3)  # The first was told of parts before it was known.
+        header = slots_of(run, 3)[1][0]
+        assert header.share == slots_of(run, 3)[0][0].share != NOT_SHARED
+        world.run(load_from_memory, run, 3, "new")
+        save_with_new(world, run, 4)
+        assert [header.share for header, _ in slots_of(run, 4)] == [NOT_SHARED] * 2
+        save_with_new(world, run, 5)
+        assert sum(nbytes for _, nbytes in slots_of(run, 5)) == NBYTES + 28
+        world.run(load_from_memory, run, 5, "new")
+
+
+def lose_a_part(run: Path, step: int) -> None:
+    """The second rank does not hold any more what was its to copy, and says so too late."""
+    agent = agent_of(run)
+    if dist.get_rank() == 0:
+        staged = agent.stage(state_of(step), run / str(step), step=step, persist=False)
+        assert staged is not None
+        dist.barrier()
+        with pytest.raises(CancelledError, match="before its part"):
+            agent.persist(staged)
+        return
+    dist.barrier()
+    state: dict[str, Any] = state_of(step)
+    state["model"] = {"bias": state["model"]["bias"]}
+    with pytest.raises(MismatchError, match="was this rank's to copy"):
+        agent.stage(state, run / str(step), step=step, persist=False)
+
+
+def test_what_a_rank_had_to_copy_and_has_no_more_costs_one_save(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Ranks(2) as world:
+        for step in (1, 2):
+            world.run(save, run, step, [0, 1])
+        world.run(lose_a_part, run, 3)
+        world.run(load_from_memory, run, 2)
+        assert not (run / "3").exists()
+        world.run(persist, run, 4)
+        assert [header.share for header, _ in slots_of(run, 4)] == [NOT_SHARED] * 2
+        world.run(load_from_disk, run, 4)
+        world.run(persist, run, 5)
+        assert sum(nbytes for _, nbytes in slots_of(run, 5)) == NBYTES
+
+
+def kill_agent(run: Path) -> None:
+    if dist.get_rank() == 0:
+        os.kill(int((folder_of(run_of(run)) / "agent.lock").read_text()), signal.SIGKILL)
+
+
+def test_a_new_agent_goes_on_as_the_former_one_has_told(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Ranks(2) as world:
+        for step in (1, 2):
+            world.run(save, run, step, [0, 1])
+        world.run(save, run, 3, [0])
+        world.run(kill_agent, run)
+        world.run(save, run, 3, [1])
+        assert sum(nbytes for _, nbytes in slots_of(run, 3)) == NBYTES
+        world.run(load_from_memory, run, 3)
+
+
+def test_slots_that_were_shared_out_in_two_ways_are_no_save() -> None:
+    first = SlotHeader(b"s" * 16, 3, 30, 0, 2, 0, 1, 2, 1, b"r" * 16, b"a" * 16, b"x" * 16)
+    second = replace(first, rank=1)
+    assert whole_saves([(first, None), (second, None)])
+    assert not whole_saves([(first, None), (replace(second, share=NOT_SHARED), None)])
+    assert share_of([first, second]) != share_of([first, replace(second, held=b"b" * 16)])
