@@ -61,7 +61,7 @@ class Run:
         process_group: The ranks; all if ``None``.
         timeout_s: Seconds that one rank waits for another.
         agent: Whether the agent of this machine saves in the background (:class:`SnapshotAgent`),
-            and ranks that start again find steps in memory, too.
+            and ranks that start again find steps in memory, too. If it cannot, all go on without.
         writer: Arguments for the :class:`FastWriter` of all saves; for an agent ``sync_files``.
         reader: Arguments for each :class:`FastReader`.
 
@@ -179,7 +179,7 @@ class Run:
                 replaced when this one is complete.
             state: What :func:`torch_ckpt.save` takes.
             persist: Whether it is to come to disk. Otherwise the agent keeps it in memory, for
-                ranks that start again, and brings it to disk if they end without doing so.
+                ranks that start again, and brings it to disk if they do not, or if it can no more.
 
         Returns:
             Whether it was saved, or begun to be in the background; otherwise it was skipped.
@@ -398,7 +398,7 @@ class Run:
     def _save_in_background(self, step: int, state: dict[str, Any], *, persist: bool) -> None:
         assert self._saver is not None
         future = self._saver.save(step, state, self._disk.path(step), persist=persist)
-        then = self._committed if persist else lambda _: None
+        then = self._committed if persist or not self._saver.can_keep else lambda _: None
         self._pending = BackgroundSave(step, future, lambda: then(step))
         self._boundary.stored = step
 

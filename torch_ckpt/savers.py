@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch_ckpt.agent.tier import SnapshotTier
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.agreement import Agreement, own_group
 from torch_ckpt.api import async_save
+from torch_ckpt.errors import StorageError, UnsupportedError
 from torch_ckpt.step_tiers import Tier
 from torch_ckpt.writer import FastWriter
 
@@ -32,6 +34,8 @@ class ThreadSaver:
 
     tiers: Sequence[Tier] = ()
     """Where its steps are besides the disk."""
+    can_keep = False
+    """Whether it can keep a step in memory alone."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, *, alone: bool, timeout_s: float, writer: FastWriter
@@ -72,48 +76,89 @@ class ThreadSaver:
 class AgentSaver:
     """Saves by way of the agent.
 
+    If that cannot save what some rank has, or has no memory for it, all ranks save without it from
+    then on.
+
     Args:
-        run: Names the run: its directory.
-        group: The ranks; ``None`` if this process is none of several.
-        options: Of the agent.
-        timeout_s: Seconds that a save waits for a slot.
+        agent: Of this machine.
+        agreement: The ranks.
         sync: Whether checkpoints are to survive a power cut.
         reader: Arguments for readers of what is in memory.
+        without: Makes who saves without agent; all ranks call it at the same time.
     """
 
     def __init__(
         self,
-        run: str | os.PathLike[str],
-        group: dist.ProcessGroup | None,
+        agent: SnapshotAgent,
+        agreement: Agreement,
         *,
-        options: AgentOptions | None,
-        timeout_s: float,
         sync: bool,
         reader: dict[str, Any] | None,
+        without: Callable[[], ThreadSaver],
     ) -> None:
-        self._agent = SnapshotAgent(run, process_group=group, options=options, timeout_s=timeout_s)
+        self._agent = agent
+        self._agreement = agreement
         self._sync = sync
-        self.tiers: Sequence[Tier] = [SnapshotTier(self._agent, reader=reader)]
+        self._without = without
+        self._instead: ThreadSaver | None = None
+        self.tiers: Sequence[Tier] = [SnapshotTier(agent, reader=reader)]
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether it can keep a step in memory alone."""
+        return self._instead is None
 
     def save(
         self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
     ) -> Future[Any]:
-        """As :meth:`ThreadSaver.save`; without ``persist`` the step stays in memory."""
-        future = self._agent.async_save(state, path, step=step, sync=self._sync, persist=persist)
-        assert future is not None  # It waits for a slot.
-        return future
+        """As :meth:`ThreadSaver.save`; without ``persist`` the step stays in memory, if it can."""
+        if self._instead is None:
+            failure: Exception | None = None
+            future: Future[Any] | None = None
+            try:
+                future = self._agent.async_save(
+                    state, path, step=step, sync=self._sync, persist=persist
+                )
+                assert future is not None  # It waits for a slot.
+            except Exception as error:  # The others do not know of it.
+                failure = error
+            if not self._has_failed(failure):
+                if failure is not None:
+                    raise failure
+                assert future is not None
+                return future
+            self._agent.close()  # It brings to disk what it has.
+            self._instead = self._without()
+        return self._instead.save(step, state, path, persist=True)
+
+    def _has_failed(self, failure: Exception | None) -> bool:
+        """Whether the agent could not do what any agent should, for some rank."""
+        is_agents = isinstance(failure, (StorageError, UnsupportedError))
+        reason = self._agreement.reach(
+            "handing over to the agent",
+            lambda: str(failure) if is_agents else None,
+            lambda said: next(filter(None, said), None),
+        )
+        if reason is not None and self._agreement.is_coordinator:
+            warnings.warn(f"saving goes on without an agent: {reason}", stacklevel=5)
+        return reason is not None
 
     def reserve(self, state: dict[str, Any]) -> None:
         """Makes memory for states like this."""
-        self._agent.reserve(state)
+        if self._instead is None:
+            self._agent.reserve(state)
 
     def leave(self) -> None:
         """Leaves what is in memory to a process that starts again."""
-        self._agent.leave()
+        if self._instead is None:
+            self._agent.leave()
 
     def close(self) -> None:
         """Ends in good order."""
-        self._agent.close()
+        if self._instead is None:
+            self._agent.close()
+        else:
+            self._instead.close()
 
 
 def saver_for(
@@ -144,14 +189,20 @@ def saver_for(
         if agent:
             raise ValueError("an agent saves in the background: asynchronous=True")
         return None
-    if not agent:
+
+    def by_thread() -> ThreadSaver:
         alone = agreement.group is None
         return ThreadSaver(process_group, alone=alone, timeout_s=timeout_s, writer=writer)
+
+    if not agent:
+        return by_thread()
+    options = agent if isinstance(agent, AgentOptions) else None
     return AgentSaver(
-        writer.path,
-        agreement.group,
-        options=agent if isinstance(agent, AgentOptions) else None,
-        timeout_s=timeout_s,
+        SnapshotAgent(
+            writer.path, process_group=agreement.group, options=options, timeout_s=timeout_s
+        ),
+        agreement,
         sync=writer.sync_files,
         reader=reader,
+        without=by_thread,
     )

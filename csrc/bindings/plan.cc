@@ -47,11 +47,8 @@ GlobalPlan make_plan(const std::vector<py::bytes>& plans, int64_t ranks_per_node
   views.reserve(plans.size());
   for (const py::bytes& plan : plans) views.push_back(view_of(plan));
   return value_or_raise(without_gil([&] {
-    return GlobalPlan::make(views,
-                            {.ranks_per_node = ranks_per_node,
-                             .split = split,
-                             .dedup = dedup,
-                             .whole = whole});
+    return GlobalPlan::make(
+        views, {.ranks_per_node = ranks_per_node, .split = split, .dedup = dedup, .whole = whole});
   }));
 }
 
@@ -63,8 +60,8 @@ std::pair<py::bytes, std::shared_ptr<HeldTable>> keep_part(
   std::vector<const ItemTable*> tables;
   for (const auto& of_rank : shared) tables.push_back(&of_rank->table);
   const Assignment of_own = value_or_raise(decode_assignment(view_of(part)));
-  const Assignment kept = value_or_raise(
-      without_gil([&] { return kept_part(held.table, tables, own, of_own); }));
+  const Assignment kept =
+      value_or_raise(without_gil([&] { return kept_part(held.table, tables, own, of_own); }));
   ItemTable items = value_or_raise(without_gil([&] { return assigned_items(held.table, kept); }));
   return {to_bytes(encode(kept)), std::make_shared<HeldTable>(std::move(items))};
 }
@@ -199,10 +196,11 @@ void bind_plan(py::module_& module) {
            [](const HeldTable& held) {
              return to_bytes(without_gil([&] { return encode(held.table); }));
            })
-      .def("tensors",
-           [](const HeldTable& held) {
-             return std::make_shared<HeldTable>(without_gil([&] { return tensors_of(held.table); }));
-           })
+      .def(
+          "tensors",
+          [](const HeldTable& held) {
+            return std::make_shared<HeldTable>(without_gil([&] { return tensors_of(held.table); }));
+          })
       .def("keep_part", &keep_part, py::arg("shared"), py::arg("own"), py::arg("part"));
   py::class_<GlobalPlan, std::shared_ptr<GlobalPlan>>(module, "GlobalPlan")
       .def(py::init(&make_plan), py::arg("plans"), py::arg("ranks_per_node"),

@@ -35,8 +35,9 @@ py::bytes from_id(const SlotId& id) {
 }
 
 PySlotHeader to_python(const SlotHeader& h) {
-  return {from_id(h.run), from_id(h.session), h.sequence,   h.step,   h.rank, h.world_size,
-          h.node,         h.node_count,       h.ranks_here, h.persist,   from_id(h.held), from_id(h.share)};
+  return {from_id(h.run), from_id(h.session), h.sequence,      h.step,
+          h.rank,         h.world_size,       h.node,          h.node_count,
+          h.ranks_here,   h.persist,          from_id(h.held), from_id(h.share)};
 }
 
 SlotHeader from_python(const PySlotHeader& from) {

@@ -122,7 +122,8 @@ Result<Assignment> kept_part(const ItemTable& table, const std::vector<const Ite
   }
   const auto lost = std::ranges::find(wanted, true);
   if (lost == wanted.end()) return out;
-  return mismatch("'", former.fqn(lost - wanted.begin()), "' was this rank's to copy for all ranks ",
+  return mismatch("'", former.fqn(lost - wanted.begin()),
+                  "' was this rank's to copy for all ranks ",
                   "of its machine that hold it, and it does not hold it as before");
 }
 

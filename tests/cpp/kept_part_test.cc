@@ -47,8 +47,7 @@ TEST(KeptPartTest, WhatIsNewIsKeptWhole) {
   const PlanItem added = whole_item("new", float_facts({3}));
   const PlanItem longer = whole_item("b", float_facts({9}));
   const PlanItem other_shard = float_shard("b", {8}, {4}, {4});
-  ASSERT_OK_AND_ASSIGN(const auto items,
-                       kept({added, kW, longer}, {kW, kB}, {2, {{0, 1}}, {}}));
+  ASSERT_OK_AND_ASSIGN(const auto items, kept({added, kW, longer}, {kW, kB}, {2, {{0, 1}}, {}}));
   EXPECT_EQ(items, (std::vector{added, kW, longer}));
   ASSERT_OK_AND_ASSIGN(const auto shards, kept({kW, other_shard}, {kW, kB}, {2, {{0, 1}}, {}}));
   EXPECT_EQ(shards, (std::vector{kW, other_shard}));
@@ -100,9 +99,9 @@ TEST(KeptPartTest, OnRandomMeshesThePartsOfAllMakeUpEverythingOnce) {
     ASSERT_OK_AND_ASSIGN(const GlobalPlan shared, plan(tensors, {.whole = false}));
     World parts;
     for (size_t rank = 0; rank < world.size(); ++rank) {
-      ASSERT_OK_AND_ASSIGN(parts.emplace_back(),
-                           kept(world[rank], tensors[rank],
-                                shared.assignment(static_cast<int64_t>(rank))));
+      ASSERT_OK_AND_ASSIGN(
+          parts.emplace_back(),
+          kept(world[rank], tensors[rank], shared.assignment(static_cast<int64_t>(rank))));
     }
     ASSERT_OK_AND_ASSIGN(const GlobalPlan all, plan(world));
     ASSERT_OK_AND_ASSIGN(const GlobalPlan of_parts, plan(parts));

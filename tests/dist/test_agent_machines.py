@@ -12,6 +12,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -285,6 +286,28 @@ def test_a_run_goes_on_from_what_is_in_memory_alone(tmp_path: Path, memory: Path
         world.kill()
     with Ranks(RANKS) as world:
         world.run(restore_with_run, run, memory)
+
+
+def restore_from_disk(run: Path, memory: Path) -> None:
+    on_machine(memory)
+    made = Run(run, asynchronous=True, agent=True, timeout_s=SOON_S)
+    state = state_of(-1)
+    assert made.restore(state) == 1
+    assert_of(state, state_of(1))
+    made.close()
+
+
+def test_where_a_machine_is_lost_all_ranks_go_back_to_the_disk(
+    tmp_path: Path, memory: Path
+) -> None:
+    run = tmp_path / "run"
+    with Ranks(RANKS) as world:
+        world.run(save_step, run, memory, 1, False)
+        os.kill(agent_pid(memory, 1, run), signal.SIGKILL)
+        world.kill()
+    shutil.rmtree(memory_of(memory, 1))
+    with Ranks(RANKS) as world:
+        world.run(restore_from_disk, run, memory)
 
 
 COLUMNS = 1 << 18  # 7 MiB of shards, and of replicas: writing takes a while.

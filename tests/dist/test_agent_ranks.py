@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import Ranks, Worlds
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
-from torch_ckpt import CancelledError, FastReader, SnapshotAgent, SnapshotReader, exchange
+from torch_ckpt import CancelledError, FastReader, Run, SnapshotAgent, SnapshotReader, exchange
 from torch_ckpt.agent import trainer
 from torch_ckpt.agent.memory import folder_of, open_folder, run_of
 from torch_ckpt.rank_state import RankState
@@ -277,3 +279,29 @@ def test_no_save_is_lost_that_a_rank_completes_while_the_agent_looks(
     worlds: Worlds, tmp_path: Path
 ) -> None:
     worlds.run(2, save_at_all_moments, tmp_path / "run", timeout_s=120)
+
+
+def save_with_little_memory(run: Path) -> None:
+    """There is enough for the first rank, and not for the second."""
+    numel = 1 << (23 if dist.get_rank() else 10)
+    state = {f"of {dist.get_rank()}": torch.zeros(numel), **state_of(1)}
+    with Run(run, asynchronous=True, agent=True, timeout_s=SOON_S) as made:
+        is_told = dist.get_rank() == 0
+        with pytest.warns(UserWarning, match="without") if is_told else contextlib.nullcontext():
+            made.save(1, state)
+        made.save(2, {**state, **state_of(2)}, persist=False)
+        made.wait()
+        assert made.saved == 2
+        for step in (1, 2):
+            loaded = state_of(-1)
+            assert made.restore(loaded, step=step) == step
+            assert_of(loaded, step)
+    assert not folder_of(run_of(run)).exists()
+
+
+def test_where_one_rank_has_no_memory_all_save_without_an_agent(
+    tmp_path: Path, mount_tmpfs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_CKPT_MEMORY", str(mount_tmpfs("size=24m")))
+    with Ranks(2) as world:
+        world.run(save_with_little_memory, tmp_path / "run")

@@ -13,6 +13,7 @@ import torch
 from waits import SOON_S, until
 
 import torch_ckpt
+from torch_ckpt import StorageError
 from torch_ckpt.agent.memory import folder_of, run_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -91,6 +92,32 @@ def test_an_agent_needs_saves_in_the_background_and_memory_alone_needs_an_agent(
         pytest.raises(ValueError, match="only an agent"),
     ):
         run.save(1, {}, persist=False)
+
+
+def test_where_memory_is_too_small_saving_goes_on_without_an_agent(
+    tmp_path: Path, mount_tmpfs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_CKPT_MEMORY", str(mount_tmpfs("size=6m")))
+    state = {"w": torch.zeros(1 << 20)}  # 4 MiB: there is room for one slot.
+    with torch_ckpt.Run(tmp_path / "run", asynchronous=True, agent=True) as run:
+        with pytest.raises(StorageError, match=r"needs 2 slots"):
+            run.reserve(state)
+        run.save(1, state, persist=False)
+        run.wait()
+        assert run.saved == 0
+        state["w"].fill_(1)
+        with pytest.warns(UserWarning, match=r"without an agent: .*ENOSPC"):
+            run.save(2, state, persist=False)
+        until(lambda: not folder_of(run_of(tmp_path / "run")).exists())
+        state["w"].fill_(2)
+        run.save(3, state)
+        run.wait()
+        assert run.saved == 2
+        for step in (1, 2, 3):
+            loaded = {"w": torch.zeros(1 << 20)}
+            assert run.restore(loaded, step=step) == step
+            assert loaded["w"].eq(step - 1).all()
+    assert steps_of(tmp_path / "run") == ["step-1", "step-2", "step-3"]
 
 
 def test_the_command_is_the_agent_of_a_run(tmp_path: Path, memory: Path) -> None:

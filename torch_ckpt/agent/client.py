@@ -65,6 +65,21 @@ class Place:
         )
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A slot that is to be filled.
+
+    Attributes:
+        path: Its file.
+        share: How the ranks of this machine share out what they hold.
+        has_waited: Whether there was none at first.
+    """
+
+    path: Path
+    share: bytes
+    has_waited: bool
+
+
 class AgentClient:
     """Asks the agent of this machine, one question at a time; a thread that waits has its own.
 
@@ -99,10 +114,8 @@ class AgentClient:
         """
         self._ask(Kind.RESERVE, nbytes)
 
-    def take(
-        self, sequence: int, nbytes: int, timeout_s: float, held: bytes
-    ) -> tuple[Path, bytes] | None:
-        """The file of a slot to fill; ``None`` where none is free in time.
+    def take(self, sequence: int, nbytes: int, timeout_s: float, held: bytes) -> Taken | None:
+        """A slot to fill; ``None`` where none is free in time.
 
         Args:
             sequence: Of the save.
@@ -110,16 +123,13 @@ class AgentClient:
             timeout_s: Seconds to wait.
             held: Stands for the tensors of that.
 
-        Returns:
-            With it, how ranks of this machine share out what they hold.
-
         Raises:
             StorageError: There is not as much memory.
         """
         answer = self._ask(Kind.TAKE, sequence, nbytes, int(timeout_s * 1000), held)
         if answer.kind == Kind.BUSY:
             return None
-        return Path(os.fsdecode(answer.data(0))), answer.data(1)
+        return Taken(Path(os.fsdecode(answer.data(0))), answer.data(1), bool(answer.integer(2)))
 
     def filled(self, path: Path, sequence: int) -> None:
         """Says that a snapshot is complete."""
@@ -198,7 +208,7 @@ class AgentClient:
             if has_agent(self.folder):  # One that ends may have much to write first.
                 deadline = time.monotonic() + _START_S
             elif time.monotonic() > deadline:
-                raise CheckpointError(
+                raise StorageError(
                     f"no agent answers in {self.folder}, and none could be started; agent.log "
                     "there may say why"
                 )

@@ -48,7 +48,7 @@ class Held:
         planner: FastSavePlanner,
         listed: ListedItems,
         items: _native.ItemTable,
-        sources: Sequence[Any],
+        sources: list[Any],
         pickled: Mapping[int, memoryview],
     ) -> None:
         self.items = items

@@ -43,7 +43,8 @@ class Kind(enum.IntEnum):
     """Asks for a slot to fill: sequence, nbytes, milliseconds to wait for one, what stands for the
     tensors that the rank holds."""
     SLOT = 6
-    """Answers: file of the slot, what stands for how ranks share out what they hold."""
+    """Answers: file of the slot, what stands for how ranks share out what they hold, whether that
+    had to wait."""
     BUSY = 7
     """Answers: all slots are in use."""
     FILLED = 8
@@ -63,7 +64,7 @@ _FIELDS: dict[Kind, str] = {
     Kind.ERROR: "bbi",
     Kind.RESERVE: "i",
     Kind.TAKE: "iiib",
-    Kind.SLOT: "bb",
+    Kind.SLOT: "bbi",
     Kind.BUSY: "",
     Kind.FILLED: "bi",
     Kind.PERSIST: "bi",

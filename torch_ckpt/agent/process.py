@@ -310,6 +310,7 @@ class Agent:
         if not wait_ms and not self._is_admitted((trainer.session, sequence)):
             return Message(Kind.BUSY)
         deadline = time.monotonic() + wait_ms / 1000
+        has_waited = False
         trainer.reached = sequence
         self._changed.notify_all()
         while True:
@@ -321,10 +322,11 @@ class Agent:
             if slot is not None:
                 save = trainer.session, sequence
                 share = self._shares.decide(save, trainer.rank, held, self._slots.look())
-                return Message(Kind.SLOT, (os.fsencode(slot.path), share))
+                return Message(Kind.SLOT, (os.fsencode(slot.path), share, int(has_waited)))
             left = deadline - time.monotonic()
             if left <= 0:
                 return Message(Kind.BUSY)
+            has_waited = True
             self._changed.wait(min(left, _POLL_S))
             if not trainer.is_alive:
                 raise CancelledError("the trainer is gone")

@@ -41,6 +41,7 @@ __all__ = ["OnBusy", "Remembered", "SnapshotAgent", "StagedSave"]
 OnBusy = Literal["wait", "skip", "error"]
 """What a save does while former ones keep all slots: waits, is not done, or fails."""
 
+
 @dataclass(frozen=True)
 class StagedSave:
     """A save that is complete in memory on this rank.
@@ -92,7 +93,9 @@ class SnapshotAgent:
         timeout_s: Seconds that it waits then.
 
     Attributes:
+        waited: Saves that waited for a slot.
         skipped: Saves that were not done because of ``on_busy="skip"``.
+        refused: Saves that failed because of ``on_busy="error"``.
 
     Raises:
         CheckpointError: The agent cannot be started, or the run is another live process's.
@@ -114,7 +117,7 @@ class SnapshotAgent:
     ) -> None:
         self.on_busy: OnBusy = on_busy
         self.timeout_s = timeout_s
-        self.skipped = 0
+        self.waited = self.skipped = self.refused = 0
         self._group = process_group
         self._place = _find_place(run, process_group)
         self._client = AgentClient(run, self._place, options or AgentOptions())
@@ -191,7 +194,6 @@ class SnapshotAgent:
                 self._client.give_up(sequence, directory)
                 raise
             if path is None:
-                self.skipped += 1
                 if self._place.node_count > 1:  # Others may not have.
                     self._client.give_up(sequence, directory)
                 return None
@@ -209,18 +211,20 @@ class SnapshotAgent:
         taken = self._client.take(header.sequence, nbytes, wait_s, of_tensors)
         if taken is None:
             if self.on_busy == "skip":
+                self.skipped += 1
                 return None
+            self.refused += self.on_busy == "error"
             raise CheckpointError(f"cannot save {directory}: former saves keep all slots")
-        path, share = taken
-        if share != NOT_SHARED:
-            held = self._parts.part_of(held, share)
+        self.waited += taken.has_waited
+        if taken.share != NOT_SHARED:
+            held = self._parts.part_of(held, taken.share)
             table = held.table(os.fspath(directory), sync=sync)
-        slot = self._slot(path)
-        header = dataclasses.replace(header, held=of_tensors, share=share)
+        slot = self._slot(taken.path)
+        header = dataclasses.replace(header, held=of_tensors, share=taken.share)
         slot.begin(header.to_native(), table, held.nbytes)
         held.copy_to(slot, self._devices)
         slot.complete()
-        return path
+        return taken.path
 
     def persist(self, staged: StagedSave) -> None:
         """Waits until the agent has committed a save.
