@@ -23,7 +23,9 @@ from async_contenders import (
     OURS_AGENT_RESERVED,
     OURS_PLUGIN,
     OURS_RESERVED,
+    OURS_RESTING,
     OURS_SYNC,
+    RESTING_SHARE,
     STOCK_CACHED,
     STOCK_FROM_DISK,
     STOCK_PROCESS,
@@ -152,11 +154,13 @@ class AsyncRank(Rank):
 
     def _saver(self, contender: str) -> Callable[[Path], Future[Any] | None]:
         import torch_ckpt
-        from torch_ckpt import FastWriter
+        from torch_ckpt import FastWriter, IoOptions
         from torch_ckpt import async_save as our_async_save  # Now: names are imported lazily.
 
-        def save_ours(path: Path) -> Any:
-            return our_async_save(self.state, checkpoint_id=path, process_group=self.group)
+        def save_ours(path: Path, **options: Any) -> Any:
+            return our_async_save(
+                self.state, checkpoint_id=path, process_group=self.group, **options
+            )
 
         def save_by_agent(path: Path) -> Any:
             return self.agent.async_save(self.state, path, step=1)
@@ -176,6 +180,10 @@ class AsyncRank(Rank):
             OURS_AGENT_RESERVED: save_by_agent,
             OURS_PLUGIN: lambda path: save_async(FastWriter(path)),
             OURS_RESERVED: save_ours,
+            OURS_RESTING: lambda path: save_ours(
+                path,
+                storage_writer=FastWriter(path, io=IoOptions(background_share=RESTING_SHARE)),
+            ),
             OURS_SYNC: lambda path: _none(torch_ckpt.save(self.state, checkpoint_id=path)),
             STOCK_THREAD: lambda path: save_async(FileSystemWriter(path)),
             STOCK_CACHED: lambda path: save_async(

@@ -28,11 +28,13 @@ from async_contenders import (
     ASYNC,
     FROM_DISK,
     FROM_MEMORY,
+    IN_TRAINING,
     MEMCPY,
     OURS,
     OURS_AGENT,
     OURS_AGENT_RESERVED,
     OURS_RESERVED,
+    OURS_RESTING,
     OURS_SYNC,
     STOCK_FROM_DISK,
     STOCK_PROCESS,
@@ -158,10 +160,10 @@ def _first(bench: Bench) -> None:
 def _training(bench: Bench) -> None:
     """Steps a second of a training loop, without and with a save in the background."""
     with bench.ranks() as ranks:
-        for contender in ASYNC:
+        for contender in IN_TRAINING:
             ranks.call("train", contender=contender, folder="warm-up", base_s=0.1)
             remove_tree(bench.directory / "warm-up")
-        for number, contender in bench.turns(ASYNC):
+        for number, contender in bench.turns(IN_TRAINING):
             answers = ranks.call("train", contender=contender, folder="saved", base_s=1.5)
             remove_tree(bench.directory / "saved")
             base, during = (min(a[name] for a in answers) for name in ("base", "during"))
@@ -244,6 +246,7 @@ def bars(bench: Bench) -> list[Bar]:
     stock = bench.ratio(SAVES, "durable_s", STOCK_THREAD, OURS)
     process = bench.ratio(SAVES, "durable_s", STOCK_PROCESS, OURS)
     lost = bench.ratio(TRAINING, "lost", OURS, STOCK_THREAD)
+    resting = bench.ratio(TRAINING, "lost", OURS_RESTING, STOCK_THREAD)
     first = bench.ratio(FIRST, "call_s", OURS_RESERVED, OURS_RESERVED, "memcpy_s")
     agent_blocks = bench.ratio(SAVES, "call_s", OURS_AGENT, MEMCPY)
     agent_first = bench.ratio(FIRST, "call_s", OURS_AGENT_RESERVED, OURS_AGENT_RESERVED, "memcpy_s")
@@ -259,6 +262,7 @@ def bars(bench: Bench) -> list[Bar]:
         Bar("durable, times as fast as stock's thread", stock, 2, "x", at_least=True),
         Bar("durable, times as fast as stock's process", process, 2, "x", at_least=True),
         Bar("training lost, of what stock's thread costs", lost, 0.5, "x"),
+        Bar("the same, if threads that write rest most of the time", resting, 0.5, "x"),
         Bar("agent: async_save blocks, of a memcpy", agent_blocks, 1.25, "x"),
         Bar("agent: the first one, memory reserved", agent_first, 1.5, "x"),
         Bar("agent: durable, of the synchronous save", agent_sync, 1.15, "x"),

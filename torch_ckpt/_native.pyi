@@ -264,7 +264,7 @@ class SaveJob:
         pool: BufferPool,
         direct: bool,
         sync: bool,
-        niceness: int = 0,
+        background: tuple[int, float] = (0, 1.0),
     ) -> None: ...
     def write(self, items: Sequence[tuple[int, TensorView]]) -> None: ...
     def append(self, data: Buffer) -> tuple[int, int]: ...
@@ -284,7 +284,7 @@ class PartJob:
         pool: BufferPool,
         direct: bool,
         sync: bool,
-        niceness: int = 0,
+        background: tuple[int, float] = (0, 1.0),
     ) -> None: ...
     def write(self, items: Sequence[tuple[TensorView, int, Sequence[int], Sequence[int]]]) -> None:
         """Each with where its tensor begins in the file, the tensor's sizes, the box's offsets."""

@@ -50,7 +50,7 @@ def write_data_file(
     pool: _native.BufferPool,
     io: IoOptions,
     sync: bool,
-    niceness: int,
+    background: tuple[int, float],
     transforms: _StorageWriterTransforms,
 ) -> tuple[list[WriteResult], WrittenFile, IoMode]:
     """Writes ``items`` to the new file ``directory / name``.
@@ -69,7 +69,7 @@ def write_data_file(
         sort = _sort(items, planner, transforms)
         layout = _native.Layout(sort.shapes)
     path = os.fsencode(directory / name)
-    job = _native.SaveJob(fs, path, layout, pool, io.direct, sync, niceness)
+    job = _native.SaveJob(fs, path, layout, pool, io.direct, sync, background)
     with finished(job):
         _write_laid_out(job, sort, planner, held_nbytes_limit(io))
         with gc_paused():
@@ -103,7 +103,7 @@ def write_planned_file(
     pool: _native.BufferPool,
     io: IoOptions,
     sync: bool,
-    niceness: int,
+    background: tuple[int, float],
     transforms: _StorageWriterTransforms,
 ) -> tuple[WrittenFile, IoMode]:
     """As :func:`write_data_file`, of items that were planned in columns.
@@ -126,7 +126,7 @@ def write_planned_file(
         pool=pool,
         direct=io.direct,
         sync=sync,
-        niceness=niceness,
+        background=background,
     )
     return WrittenFile(name, *job.sums, dtypes={}, extents=extents), IoMode.of(job)
 

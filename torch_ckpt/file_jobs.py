@@ -42,7 +42,7 @@ def write_planned(
     pool: _native.BufferPool,
     direct: bool,
     sync: bool,
-    niceness: int = 0,
+    background: tuple[int, float] = (0, 1.0),
 ) -> tuple[_native.SaveJob, bytes]:
     """Writes the new file ``path`` of what was planned in columns.
 
@@ -55,7 +55,8 @@ def write_planned(
         pool: The buffers.
         direct: Whether to write past the page cache.
         sync: Whether the file is to survive a power cut.
-        niceness: By how much whoever writes tensors steps back, as nice(1).
+        background: How far whoever writes tensors steps back: as nice(1), and for what share of the
+            time it is at work.
 
     Returns:
         The job, which has finished, and where everything lies, encoded.
@@ -63,7 +64,7 @@ def write_planned(
     Raises:
         StorageError: The file could not be written; it is removed.
     """
-    job = _native.SaveJob(fs, os.fsencode(path), planned.layout, pool, direct, sync, niceness)
+    job = _native.SaveJob(fs, os.fsencode(path), planned.layout, pool, direct, sync, background)
     with finished(job):
         write_tensors(job)
         appended = [(position, *job.append(pickled(position))) for position in planned.own]

@@ -307,7 +307,7 @@ class _PartWriter:
             self.pool,
             writer.io.direct,
             writer.sync_files,
-            writer._niceness,
+            writer._background,
         )
         with finished(job):
             for batch in self._batches(pieces, job, laid_out.header):

@@ -31,6 +31,8 @@ class IoOptions:
             over NCCL. Not by default, since that has not run on GPUs yet.
         background_nice: By how much threads that write what was staged step back behind others
             that want the CPU, as nice(1); 0 to 19.
+        background_share: Most of the time that each of these is at work; for the rest it rests, and
+            the save takes longer, so that training is slowed less at a time. Above 0, at most 1.
         direct: Whether to go past the page cache (``O_DIRECT``) where the file system allows it.
             What the page cache holds is read from there in any case.
 
@@ -44,6 +46,7 @@ class IoOptions:
     exchange_nbytes: int = 256 << 20
     exchange_on_gpus: bool = False
     background_nice: int = 5
+    background_share: float = 1.0
     direct: bool = True
 
     def __post_init__(self) -> None:
@@ -58,6 +61,8 @@ class IoOptions:
             )
         if not 0 <= self.background_nice <= 19:
             raise ValueError(f"background_nice={self.background_nice} is not in [0, 19]")
+        if not 0 < self.background_share <= 1:
+            raise ValueError(f"background_share={self.background_share} is not in (0, 1]")
         if self.threads < 1:
             raise ValueError(f"threads={self.threads} is not positive")
         if self.exchange_nbytes < 4 << 20:

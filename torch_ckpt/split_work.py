@@ -54,7 +54,7 @@ class SplitWork(ABC):
         pool: _native.BufferPool,
         io: IoOptions,
         sync: bool,
-        niceness: int,
+        background: tuple[int, float],
     ) -> tuple[list[WriteResult], WrittenFile, IoMode]:
         """Writes a part to the new file ``directory / name``, as :func:`write_data_file`."""
 

@@ -69,9 +69,11 @@ class StagingWriter(StorageWriter):
         """Has nothing to let go of: the memory is the stager's."""
 
     @property
-    def _niceness(self) -> int:
-        """By how much threads that write step back: what was staged is written in background."""
-        return 0 if self._staged is None else self.io.background_nice
+    def _background(self) -> tuple[int, float]:
+        """How far threads that write step back: what was staged is written in the background."""
+        if self._staged is None:
+            return 0, 1.0
+        return self.io.background_nice, self.io.background_share
 
     def _begin_staged_save(self) -> None:
         """Called in the thread of a save, by the first that DCP asks of a writer there."""

@@ -388,7 +388,7 @@ class FastWriter(StagingWriter):
                     pool=pools[first],
                     io=self.io,
                     sync=self.sync_files,
-                    niceness=self._niceness,
+                    background=self._background,
                 )
                 finished.append(name)
                 results += written

@@ -11,6 +11,7 @@
 
 #include "base/block_sums.h"
 #include "base/niceness.h"
+#include "base/pace.h"
 #include "bindings/tensor_view.h"
 #include "engine/live_tensor.h"
 #include "engine/save_job.h"
@@ -30,6 +31,9 @@ template <typename Work>
 auto nicely_without_gil(int niceness, Work&& work) {
   return without_gil([&] { return run_at_niceness(niceness, std::forward<Work>(work)); });
 }
+
+// Niceness and share (Background).
+using PyBackground = std::pair<int, double>;
 
 inline LiveTensor to_live(const TensorView& view) {
   return {.name = view.name,

@@ -68,7 +68,12 @@ class Runs {
 
 PartJob::PartJob(FileSystem& fs, std::string path, int64_t file_nbytes, BufferPool& pool,
                  const SaveOptions& options)
-    : fs_(fs), path_(std::move(path)), file_nbytes_(file_nbytes), pool_(pool), options_(options) {}
+    : fs_(fs),
+      path_(std::move(path)),
+      file_nbytes_(file_nbytes),
+      pool_(pool),
+      options_(options),
+      pace_(options.background.share) {}
 
 Result<std::unique_ptr<PartJob>> PartJob::start(FileSystem& fs, const std::string& path,
                                                 int64_t file_nbytes, BufferPool& pool,
@@ -198,6 +203,7 @@ Status PartJob::put_in_window(int64_t offset, Bytes bytes) {
 // Has what was gathered be written. Between two calls that follow on from each other, the end of
 // the first is the end of a block, and so of a page.
 Status PartJob::write_window() {
+  pace_.rest();
   if (block_ < 0) return ok_status();
   const MutableBytes block = pool_.block(block_);
   const auto bytes_of = [&](int64_t begin, int64_t end) {

@@ -61,7 +61,7 @@ class PartJob {
   // back to the pool. The file stays, for it is not this rank's alone. The destructor does so too.
   void abort();
 
-  int niceness() const { return options_.niceness; }
+  int niceness() const { return options_.background.niceness; }
   const IoMode& mode() const { return mode_; }
 
  private:
@@ -91,6 +91,7 @@ class PartJob {
   int64_t window_ = 0;              // Offset in the file of the block's first byte: whole pages.
   int64_t begin_ = 0;               // The bytes of the file that the block holds: [begin, cursor).
   int64_t cursor_ = 0;
+  Pace pace_;
   Status status_;  // The first error.
   bool holds_pool_ = true;
   bool finished_ = false;

@@ -36,7 +36,8 @@ SaveJob::SaveJob(FileSystem& fs, std::string path, Layout layout, BufferPool& po
       layout_(std::move(layout)),
       pool_(pool),
       options_(options),
-      summer_(options.sum_block_nbytes) {}
+      summer_(options.sum_block_nbytes),
+      pace_(options.background.share) {}
 
 Result<std::unique_ptr<SaveJob>> SaveJob::start(FileSystem& fs, const std::string& path,
                                                 Layout layout, BufferPool& pool,
@@ -182,6 +183,7 @@ Result<uint32_t> SaveJob::write_in_place(Bytes bytes) {
     }
     cursor_ += ssize(part);
     bytes = bytes.subspan(part.size());
+    pace_.rest();
   }
   return crc;
 }
@@ -259,6 +261,7 @@ Status SaveJob::submit_window() {
                              .tag = static_cast<uint64_t>(block_)};
   block_ = -1;
   queue_->submit({&request, 1});
+  pace_.rest();
   return ok_status();
 }
 

@@ -18,6 +18,7 @@
 #include <string>
 
 #include "base/block_sums.h"
+#include "base/pace.h"
 #include "base/status.h"
 #include "engine/live_tensor.h"
 #include "io/buffer_pool.h"
@@ -30,7 +31,7 @@ struct SaveOptions {
   Caching caching = Caching::kDirect;
   bool sync = true;  // Whether finish() makes the file survive a power cut.
   int64_t sum_block_nbytes = kSumBlockNbytes;
-  int niceness = 0;  // By how much whoever writes for it should step back (base/niceness.h).
+  Background background = {};  // How far whoever writes for it is to step back.
 };
 
 // How a file was really written, for people to read.
@@ -72,7 +73,7 @@ class SaveJob {
   // for the caller to sync). Nothing can be written afterwards.
   Status finish();
 
-  int niceness() const { return options_.niceness; }
+  int niceness() const { return options_.background.niceness; }
 
   // The sums of the file's blocks. Requires: finish() has returned OK.
   const BlockSums& sums() const { return sums_; }
@@ -118,6 +119,7 @@ class SaveJob {
   int64_t filled_ = 0;  // Bytes of it that are filled.
   int in_place_ = 0;    // Writes in flight from the memory of tensors.
   BlockSummer summer_;
+  Pace pace_;
   BlockSums sums_;
   Status status_;  // The first error.
   bool holds_pool_ = true;

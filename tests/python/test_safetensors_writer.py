@@ -282,7 +282,7 @@ def test_plans_that_stock_keeps_are_refused(
         {"format": "safetensors", "single_file_per_rank": False},
         {"format": "safetensors", "_extensions": [object()]},
     ],
-    ids=str,
+    ids=lambda options: ",".join(options),
 )
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: Any) -> None:
     with pytest.raises(ValueError, match=r"format|max_shard|single_file|_extensions"):

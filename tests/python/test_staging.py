@@ -34,6 +34,8 @@ from torch_ckpt import (
     _native,
     staging,
 )
+from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.staging import SnapshotStager
 
 pytestmark = pytest.mark.timeout(120)
@@ -384,3 +386,32 @@ def test_what_is_written_in_the_background_steps_back_and_nothing_else(
     )
     saving.start()
     assert niceness_while(lambda: not saving.is_alive()) == {own}
+
+
+def seconds_of_save(path: Path, state: dict[str, Any], share: float, agent: bool) -> float:
+    """How long one takes whose threads are at work for a share of the time."""
+    io = IoOptions(background_share=share)
+    if not agent:
+        began = time.monotonic()
+        dcp.async_save(state, storage_writer=FastWriter(path, io=io)).result()
+        return time.monotonic() - began
+    made = SnapshotAgent(path, options=AgentOptions(io=io))
+    began = time.monotonic()
+    future = made.async_save(state, path, step=1)
+    assert future is not None
+    future.result()
+    seconds = time.monotonic() - began
+    made.close()
+    return seconds
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_what_is_written_in_the_background_rests_as_it_was_told_to(
+    world_of_one: None, tmp_path: Path, memory: Path, agent: bool
+) -> None:
+    state = {"w": torch.arange(16 << 20, dtype=torch.float32)}
+    full = min(seconds_of_save(tmp_path / str(n), state, 1.0, agent) for n in range(2))
+    assert seconds_of_save(tmp_path / "rests", state, 0.02, agent) > 3 * full
+    loaded = {"w": torch.zeros(16 << 20)}
+    dcp.load(loaded, storage_reader=FastReader(tmp_path / "rests"))
+    assert torch.equal(loaded["w"], state["w"])

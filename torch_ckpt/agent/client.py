@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import logging
 import os
 import socket
@@ -240,6 +242,7 @@ class AgentClient:
                 *("--linger", str(options.linger_s), "--threads", str(options.threads)),
                 *("--nice", str(options.nice)),
                 *("--peers-timeout", str(options.peers_timeout_s)),
+                *("--io", json.dumps(dataclasses.asdict(options.io))),
                 *(() if options.persist_on_failure else ("--no-persist-on-failure",)),
             ],
             stdin=subprocess.DEVNULL,

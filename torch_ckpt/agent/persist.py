@@ -228,6 +228,7 @@ def _write(
         pool=pool,
         direct=io.direct,
         sync=snapshot.sync,
+        background=(0, io.background_share),  # The process is nice.
     )
     return rank, (name, *job.sums), extents
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 from torch_ckpt.agent.memory import run_of
 from torch_ckpt.agent.process import AgentOptions, run_agent
+from torch_ckpt.options import IoOptions
 
 __all__ = ["add_to"]
 
@@ -49,6 +51,13 @@ def add_to(commands: Any) -> None:
         help="how long a save waits for the agents of other machines (default: %(default)g)",
     )
     parser.add_argument(
+        "--io",
+        type=_io,
+        default=defaults.io,
+        metavar="JSON",
+        help="fields of IoOptions, as an object of JSON",
+    )
+    parser.add_argument(
         "--no-persist-on-failure",
         action="store_true",
         help="leave in memory what is newest there when trainers die",
@@ -65,5 +74,14 @@ def _agent(options: argparse.Namespace) -> int:
             threads=options.threads,
             nice=options.nice,
             peers_timeout_s=options.peers_timeout,
+            io=options.io,
         ),
     )
+
+
+def _io(text: str) -> IoOptions:
+    """Raises what argparse makes a usage error of."""
+    try:
+        return IoOptions(**json.loads(text))
+    except TypeError as error:
+        raise ValueError(text) from error
