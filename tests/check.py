@@ -148,9 +148,15 @@ def test_gpu() -> None:
     test_python("tests/gpu")
 
 
-def test_python(*arguments: str) -> None:
-    """The Python tests; the last line of the output is pytest's summary."""
-    run(sys.executable, "-m", "pytest", "-q", "-ra", *arguments, OMP_NUM_THREADS="1")
+def test_python(*arguments: str, workers: int = 0) -> None:
+    """The Python tests; the last line of the output is pytest's summary.
+
+    Args:
+        *arguments: Which.
+        workers: Processes that run them, each file in one; 0 for this one. Many tests mostly wait.
+    """
+    by = ("-n", str(workers), "--dist", "loadfile")
+    run(sys.executable, "-m", "pytest", "-q", "-ra", *by, *arguments, OMP_NUM_THREADS="1")
 
 
 def main() -> None:
@@ -175,7 +181,7 @@ def main() -> None:
         test_cpp_sanitized()
         run(build_cpp("no-uring", "-DTORCH_CKPT_URING=OFF") / "torch_ckpt_tests", "--gtest_brief=1")
         test_python("-m", "slow")
-    test_python()
+    test_python(workers=2)
 
 
 if __name__ == "__main__":
