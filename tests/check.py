@@ -145,10 +145,10 @@ def test_gpu() -> None:
         run(built, "--gtest_brief=1")
     else:
         print("nvcc was not found: the kernels are not tested")
-    test_python("tests/gpu")
+    run_pytest("tests/gpu")
 
 
-def test_python(*arguments: str, workers: int = 0) -> None:
+def run_pytest(*arguments: str, workers: int = 0) -> None:
     """The Python tests; the last line of the output is pytest's summary.
 
     Args:
@@ -180,8 +180,8 @@ def main() -> None:
         check_clang_tidy()
         test_cpp_sanitized()
         run(build_cpp("no-uring", "-DTORCH_CKPT_URING=OFF") / "torch_ckpt_tests", "--gtest_brief=1")
-        test_python("-m", "slow")
-    test_python(workers=2)
+        run_pytest("-m", "slow")
+    run_pytest(workers=2)
 
 
 if __name__ == "__main__":

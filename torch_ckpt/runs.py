@@ -163,11 +163,7 @@ class Run:
         return self._schedule.is_due(step, beside_a_save=self._is_busy)
 
     def reserve(self, state: dict[str, Any]) -> None:
-        """Has the agent make memory for states like this, so that the first save is fast, too.
-
-        Raises:
-            StorageError: There is not as much.
-        """
+        """Has the agent make memory for states like this, so that the first save is fast, too."""
         if self._saver is not None:
             self._saver.reserve(state)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -15,11 +16,13 @@ from torch_ckpt.agent.tier import SnapshotTier
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.agreement import Agreement, own_group
 from torch_ckpt.api import async_save
-from torch_ckpt.errors import StorageError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, MismatchError, StorageError, UnsupportedError
 from torch_ckpt.step_tiers import Tier
 from torch_ckpt.writer import FastWriter
 
 __all__ = ["AgentSaver", "ThreadSaver", "saver_for"]
+
+T = TypeVar("T")
 
 
 class ThreadSaver:
@@ -77,7 +80,7 @@ class AgentSaver:
     """Saves by way of the agent.
 
     If that cannot save what some rank has, or has no memory for it, all ranks save without it from
-    then on.
+    then on. All ranks call the same methods.
 
     Args:
         agent: Of this machine.
@@ -101,7 +104,8 @@ class AgentSaver:
         self._sync = sync
         self._without = without
         self._instead: ThreadSaver | None = None
-        self.tiers: Sequence[Tier] = [SnapshotTier(agent, reader=reader)]
+        self._memory = SnapshotTier(agent, reader=reader)
+        self.tiers: Sequence[Tier] = [self._memory]
 
     @property
     def can_keep(self) -> bool:
@@ -112,41 +116,29 @@ class AgentSaver:
         self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
     ) -> Future[Any]:
         """As :meth:`ThreadSaver.save`; without ``persist`` the step stays in memory, if it can."""
-        if self._instead is None:
-            failure: Exception | None = None
-            future: Future[Any] | None = None
-            try:
-                future = self._agent.async_save(
-                    state, path, step=step, sync=self._sync, persist=persist
-                )
-                assert future is not None  # It waits for a slot.
-            except Exception as error:  # The others do not know of it.
-                failure = error
-            if not self._has_failed(failure):
-                if failure is not None:
-                    raise failure
-                assert future is not None
-                return future
-            self._agent.close()  # It brings to disk what it has.
-            self._instead = self._without()
-        return self._instead.save(step, state, path, persist=True)
 
-    def _has_failed(self, failure: Exception | None) -> bool:
-        """Whether the agent could not do what any agent should, for some rank."""
-        is_agents = isinstance(failure, (StorageError, UnsupportedError))
-        reason = self._agreement.reach(
-            "handing over to the agent",
-            lambda: str(failure) if is_agents else None,
-            lambda said: next(filter(None, said), None),
-        )
-        if reason is not None and self._agreement.is_coordinator:
-            warnings.warn(f"saving goes on without an agent: {reason}", stacklevel=5)
-        return reason is not None
+        def hand_over() -> Future[Any]:
+            future = self._agent.async_save(
+                state, path, step=step, sync=self._sync, persist=persist
+            )
+            assert future is not None  # It waits for a slot.
+            return future
+
+        if self._instead is None:
+            future, verdict, reason = self._try(hand_over, self._agent.withdraw)
+            if verdict == _Verdict.TRY_AGAIN:
+                future, verdict, reason = self._try(hand_over, self._agent.withdraw)
+            if verdict == _Verdict.TRY_AGAIN:
+                raise CheckpointError(f"cannot save step {step} by the agent: {reason}")
+            if future is not None:
+                return future
+        assert self._instead is not None
+        return self._instead.save(step, state, path, persist=True)
 
     def reserve(self, state: dict[str, Any]) -> None:
         """Makes memory for states like this."""
         if self._instead is None:
-            self._agent.reserve(state)
+            self._try(lambda: self._agent.reserve(state), lambda: None)
 
     def leave(self) -> None:
         """Leaves what is in memory to a process that starts again."""
@@ -159,6 +151,63 @@ class AgentSaver:
             self._agent.close()
         else:
             self._instead.close()
+
+    def _try(
+        self, work: Callable[[], T], undo: Callable[[], None]
+    ) -> tuple[T | None, _Verdict, str]:
+        """Has the agent do something for all ranks, or for none.
+
+        Returns:
+            What it has done, if it has for all; and otherwise what is to be done, and why.
+
+        Raises:
+            Exception: What this rank has raised, if that is nothing to be mended.
+        """
+        done, failure = None, None
+        try:
+            done = work()
+        except Exception as error:  # The others do not know of it.
+            failure = error
+        verdict, reason = self._agreement.reach(
+            "handing over to the agent", lambda: _verdict_on(failure), lambda said: max(said)
+        )
+        if verdict == _Verdict.GO_ON:
+            if failure is not None:
+                raise failure
+            return done, verdict, reason
+        undo()
+        if verdict == _Verdict.WITHOUT:
+            self._go_on_without(reason)
+        return None, verdict, reason
+
+    def _go_on_without(self, reason: str) -> None:
+        if self._agreement.is_coordinator:
+            _warn_of(reason)
+        instead = self._without()
+        self._memory.end()
+        self._agent.close()  # It brings to disk what it has.
+        self._instead = instead
+
+
+class _Verdict(enum.IntEnum):
+    """What ranks do when the agent could not do something for one of them; the greatest counts."""
+
+    GO_ON = 0
+    TRY_AGAIN = 1
+    """That rank did not hold its part of what all share any more: now all copy everything."""
+    WITHOUT = 2
+
+
+def _verdict_on(failure: Exception | None) -> tuple[_Verdict, str]:
+    if isinstance(failure, (StorageError, UnsupportedError)):
+        return _Verdict.WITHOUT, str(failure)
+    if isinstance(failure, MismatchError):
+        return _Verdict.TRY_AGAIN, str(failure)
+    return _Verdict.GO_ON, ""
+
+
+def _warn_of(reason: str) -> None:
+    warnings.warn(f"saving goes on without an agent: {reason}", stacklevel=6)
 
 
 def saver_for(
@@ -196,13 +245,48 @@ def saver_for(
 
     if not agent:
         return by_thread()
-    options = agent if isinstance(agent, AgentOptions) else None
-    return AgentSaver(
-        SnapshotAgent(
-            writer.path, process_group=agreement.group, options=options, timeout_s=timeout_s
-        ),
+    made = _agent_for(
         agreement,
-        sync=writer.sync_files,
-        reader=reader,
-        without=by_thread,
+        writer,
+        timeout_s=timeout_s,
+        options=agent if isinstance(agent, AgentOptions) else None,
     )
+    if made is None:
+        return by_thread()
+    return AgentSaver(made, agreement, sync=writer.sync_files, reader=reader, without=by_thread)
+
+
+def _agent_for(
+    agreement: Agreement, writer: FastWriter, *, timeout_s: float, options: AgentOptions | None
+) -> SnapshotAgent | None:
+    """The agent of this machine; ``None`` where a rank has no memory for one, or cannot start it.
+
+    Raises:
+        Exception: A rank cannot have one for another reason; on all ranks.
+    """
+    agent, failure = None, None
+    try:
+        agent = SnapshotAgent(
+            writer.path, process_group=agreement.group, options=options, timeout_s=timeout_s
+        )
+    except Exception as error:
+        failure = error
+
+    def own() -> str:
+        if failure is not None and not isinstance(failure, StorageError):
+            raise failure
+        return "" if failure is None else str(failure)
+
+    try:
+        reason = agreement.reach("starting the agent", own, lambda said: max(said))
+    except BaseException:
+        if agent is not None:
+            agent.close(drop=True)
+        raise
+    if not reason:
+        return agent
+    if agent is not None:
+        agent.close()
+    if agreement.is_coordinator:
+        _warn_of(reason)
+    return None

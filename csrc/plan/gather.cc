@@ -36,10 +36,10 @@ class SeenBytes {
   std::unordered_multimap<uint64_t, int32_t> by_sum_;
 };
 
-// Where two ranks disagree on what must be the same, or nothing. The rest only describes what the
-// tensor was, and the first rank's word stands, as in DCP.
+// In what two ranks do not agree, or nothing.
 std::string disagreement(const Facts& a, const Facts& b, const std::string& rank_a,
                          const std::string& rank_b) {
+  if (agree(a, b)) return "";
   if (a.is_tensor != b.is_tensor) {
     return str_cat("it is ", a.is_tensor ? "a tensor" : "an object", " on ", rank_a, " and ",
                    b.is_tensor ? "a tensor" : "an object", " on ", rank_b);
@@ -49,10 +49,7 @@ std::string disagreement(const Facts& a, const Facts& b, const std::string& rank
   if (a.itemsize != b.itemsize) {
     return str_cat(ranks, "bytes an element: ", a.itemsize, " and ", b.itemsize);
   }
-  if (a.sizes != b.sizes) {
-    return str_cat(ranks, "sizes: ", to_string(a.sizes), " and ", to_string(b.sizes));
-  }
-  return "";
+  return str_cat(ranks, "sizes: ", to_string(a.sizes), " and ", to_string(b.sizes));
 }
 
 class Gatherer {

@@ -38,6 +38,13 @@ struct Facts {
   bool operator==(const Facts&) const = default;
 };
 
+// Whether ranks that say this of an FQN can store parts of one tensor, or the same object. The rest
+// only describes what the tensor was, and the first rank's word stands, as in DCP.
+inline bool agree(const Facts& a, const Facts& b) {
+  return a.is_tensor == b.is_tensor && a.dtype == b.dtype && a.itemsize == b.itemsize &&
+         a.sizes == b.sizes;
+}
+
 // "bfloat16 (2 bytes an element) of sizes [2, 3], contiguous_format", or "an object".
 std::string to_string(const Facts& facts);
 

@@ -34,7 +34,11 @@ class Lookup {
   // The item that is the same as one of another table, or kNone.
   int64_t find(const ItemTable& other, int64_t item) const {
     const int64_t entry = table_.entries().find(other.fqn(item));
-    if (entry < 0 || table_.entries().facts(entry) != other.facts(item)) return kNone;
+    if (entry < 0) return kNone;
+    const Facts& facts = table_.entries().facts(entry);
+    if (!agree(facts, other.facts(item)) || facts.is_opaque != other.facts(item).is_opaque) {
+      return kNone;
+    }
     const BoxView box = other.box(item);
     int64_t found = first_[static_cast<size_t>(entry)];
     while (found != kNone && !is_same(table_.box(found), box)) {
@@ -53,14 +57,14 @@ class Lookup {
   std::vector<int64_t> next_;   // Of each item, the next of its entry.
 };
 
-// What ranks had, looked up only if something is new: mostly nothing is.
+// What the other ranks had; looked up only if something has changed, which is rare.
 class Others {
  public:
-  explicit Others(const std::vector<const ItemTable*>& tables) : tables_(tables) {}
+  Others(const std::vector<const ItemTable*>& tables, size_t own) : tables_(tables), own_(own) {}
 
   bool had(const ItemTable& table, int64_t item) {
-    if (lookups_.empty()) {
-      for (const ItemTable* of_rank : tables_) lookups_.emplace_back(*of_rank);
+    for (size_t i = lookups_.size(); i + 1 < tables_.size(); ++i) {
+      lookups_.emplace_back(*tables_[i < own_ ? i : i + 1]);
     }
     return std::ranges::any_of(
         lookups_, [&](const Lookup& of_rank) { return of_rank.find(table, item) != kNone; });
@@ -68,6 +72,7 @@ class Others {
 
  private:
   const std::vector<const ItemTable*>& tables_;
+  const size_t own_;
   std::vector<Lookup> lookups_;
 };
 
@@ -101,7 +106,7 @@ Result<Assignment> kept_part(const ItemTable& table, const std::vector<const Ite
   }
   for (const Cut& cut : part.cuts) cuts[static_cast<size_t>(cut.item)] = cut;
   const Lookup known(former);
-  Others others(shared);
+  Others others(shared, own);
   Assignment out;
   out.item_count = table.size();
   for (int64_t item = 0; item < table.size(); ++item) {
@@ -120,11 +125,14 @@ Result<Assignment> kept_part(const ItemTable& table, const std::vector<const Ite
     const std::optional<Cut>& cut = cuts[static_cast<size_t>(at)];
     if (cut) out.cuts.push_back({item, cut->first_row, cut->rows});
   }
-  const auto lost = std::ranges::find(wanted, true);
-  if (lost == wanted.end()) return out;
-  return mismatch("'", former.fqn(lost - wanted.begin()),
-                  "' was this rank's to copy for all ranks ",
-                  "of its machine that hold it, and it does not hold it as before");
+  for (int64_t item = 0; item < former.size(); ++item) {
+    // What nobody else had is simply no more.
+    if (!wanted[static_cast<size_t>(item)] || !others.had(former, item)) continue;
+    return mismatch("'", former.fqn(item),
+                    "' was this rank's to copy for all ranks of its machine ",
+                    "that hold it, and it does not hold it as before");
+  }
+  return out;
 }
 
 Result<ItemTable> assigned_items(const ItemTable& table, const Assignment& assignment) {

@@ -6,7 +6,7 @@
 // have once listed all that they hold share it out as for a save (GlobalPlan), and from then on
 // each copies its part. Objects are in nobody's part: each rank keeps its own, for those of one FQN
 // need not be the same. A rank whose list has changed since keeps what no rank had besides its
-// part; only what was its part, and is there no more, nobody would have.
+// part; only what was its part for others, and is there no more, nobody would have.
 
 #include <cstddef>
 #include <vector>
@@ -22,8 +22,8 @@ ItemTable tensors_of(const ItemTable& table);
 
 // What to keep of `table`: its objects, `part`, and tensors that were nobody's. `shared` are the
 // tensors of all ranks when they shared them out, of which `part` is one of `shared[own]`.
-// kMismatch where a tensor of the part is there no more, or another; kCorruption for a part of
-// other items. Requires: `own` is one of them.
+// kMismatch where a tensor of the part, which another rank had too, is there no more; kCorruption
+// for a part of other items. Requires: `own` is one of them.
 Result<Assignment> kept_part(const ItemTable& table, const std::vector<const ItemTable*>& shared,
                              size_t own, const Assignment& part);
 

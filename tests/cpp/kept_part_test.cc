@@ -59,14 +59,30 @@ TEST(KeptPartTest, WhatIsNewAndWasAnothersIsThatOnes) {
   EXPECT_EQ(items, std::vector{kW});
 }
 
-TEST(KeptPartTest, WhatIsNoMoreIsMissedByWhoHadToKeepItOnly) {
+TEST(KeptPartTest, WhatWasToBeKeptForOthersIsMissed) {
   const Assignment part = {2, {{0, 1}}, {}};
-  EXPECT_OK(kept({kW}, {kW, kB}, part));
-  const auto lost = kept({kB}, {kW, kB}, part);
+  EXPECT_OK(kept({kW}, {kW, kB}, part, {kW, kB}));
+  const auto lost = kept({kB}, {kW, kB}, part, {kW});
   EXPECT_CODE(lost.status(), StatusCode::kMismatch);
   EXPECT_THAT(lost.status().message(), HasSubstr("'w'"));
-  EXPECT_CODE(kept({whole_item("w", float_facts({2, 8})), kB}, {kW, kB}, part).status(),
+  EXPECT_CODE(kept({whole_item("w", float_facts({2, 8})), kB}, {kW, kB}, part, {kW}).status(),
               StatusCode::kMismatch);
+}
+
+TEST(KeptPartTest, WhatNobodyElseHadIsSimplyNoMore) {
+  const PlanItem longer = whole_item("w", float_facts({9, 2}));
+  ASSERT_OK_AND_ASSIGN(const auto items, kept({kStep, longer}, {kW, kB}, {2, {{0, 1}}, {}}, {kB}));
+  EXPECT_EQ(items, (std::vector{kStep, longer}));
+}
+
+TEST(KeptPartTest, WhatOnlyDescribesATensorMakesItNoOther) {
+  PlanItem trained = kW;
+  trained.facts.requires_grad = true;
+  trained.facts.pin_memory = true;
+  ASSERT_OK_AND_ASSIGN(const auto items, kept({trained, kB}, {kW, kB}, {2, {{0, 1}}, {}}, {kW}));
+  EXPECT_EQ(items, std::vector{trained});
+  ASSERT_OK_AND_ASSIGN(const auto none, kept({trained, kB}, {kB}, {1, {{0, 1}}, {}}, {kW}));
+  EXPECT_EQ(none, std::vector{kB});
 }
 
 TEST(KeptPartTest, APartOfOtherItemsIsRefused) {
@@ -74,7 +90,7 @@ TEST(KeptPartTest, APartOfOtherItemsIsRefused) {
   EXPECT_CODE(kept({kW}, {kW}, {1, {{0, 1}}, {{0, 7, 2}}}).status(), StatusCode::kCorruption);
 }
 
-// By FQN: the boxes that a plan stores, with those of the same rows side by side joined.
+// By FQN: the bytes of the boxes that a plan stores.
 std::map<std::string, int64_t> stored_nbytes(const GlobalPlan& plan) {
   std::map<std::string, int64_t> out;
   const StoredTable& stored = plan.stored();
@@ -113,6 +129,53 @@ TEST(KeptPartTest, OnRandomMeshesThePartsOfAllMakeUpEverythingOnce) {
     }
     ASSERT_EQ(held, shared.load());
   }
+}
+
+TEST(KeptPartTest, WhateverRanksHoldByThenIsThereOrMissed) {
+  int missed = 0;
+  for (uint32_t seed = 0; seed < 1000; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const World before = random_world(random);
+    std::vector<ItemTable> tables;
+    World tensors;
+    for (const auto& items : before) {
+      tensors.push_back(items_of(tables.emplace_back(tensors_of(table_of(items)))));
+    }
+    std::vector<const ItemTable*> shared;
+    for (const ItemTable& table : tables) shared.push_back(&table);
+    ASSERT_OK_AND_ASSIGN(const GlobalPlan sharing, plan(tensors, {.whole = false}));
+
+    // Some ranks lose tensors, get those of others, or new ones.
+    World now = tensors;
+    World parts;
+    bool is_missed = false;
+    for (size_t rank = 0; rank < now.size(); ++rank) {
+      std::vector<PlanItem>& items = now[rank];
+      if (below(random, 2) == 0 && !items.empty()) {
+        items.erase(items.begin() + below(random, std::ssize(items)));
+      }
+      if (below(random, 4) == 0) items.push_back(whole_item("new", float_facts({5, 3})));
+      ASSERT_OK_AND_ASSIGN(
+          const Assignment part,
+          decode_assignment(encode(sharing.assignment(static_cast<int64_t>(rank)))));
+      const ItemTable table = table_of(items);
+      const auto kept = kept_part(table, shared, rank, part);
+      is_missed |= !kept.ok();
+      if (!kept.ok()) continue;
+      ASSERT_OK_AND_ASSIGN(const ItemTable assigned, assigned_items(table, *kept));
+      parts.push_back(items_of(assigned));
+    }
+    missed += is_missed;
+    if (is_missed) continue;
+    ASSERT_OK_AND_ASSIGN(const GlobalPlan all, plan(now, {.whole = false}));
+    ASSERT_OK_AND_ASSIGN(const GlobalPlan of_parts, plan(parts, {.whole = false}));
+    for (const auto& [fqn, nbytes] : stored_nbytes(all)) {
+      ASSERT_EQ(stored_nbytes(of_parts)[fqn], nbytes) << fqn;
+    }
+  }
+  EXPECT_GT(missed, 100);
+  EXPECT_LT(missed, 900);
 }
 
 }  // namespace

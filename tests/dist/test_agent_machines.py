@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,38 @@ def test_where_a_machine_is_lost_all_ranks_go_back_to_the_disk(
     shutil.rmtree(memory_of(memory, 1))
     with Ranks(RANKS) as world:
         world.run(restore_from_disk, run, memory)
+
+
+def save_without_room(run: Path, memory: Path, persist: bool) -> None:
+    """There is none on the second machine."""
+    on_machine(memory)
+    is_told = dist.get_rank() == 0
+    made = Run(run, asynchronous=True, agent=True, timeout_s=SOON_S)
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match="without") if is_told else contextlib.nullcontext():
+        made.save(1, state_of(1, COLUMNS), persist=persist)
+    made.wait()
+    assert time.monotonic() - began < SOON_S  # And not as long as machines wait for each other.
+    assert made.saved == 1
+    state = state_of(-1, COLUMNS)
+    assert made.restore(state) == 1
+    assert_of(state, state_of(1, COLUMNS))
+    made.close()
+
+
+@pytest.mark.parametrize("persist", [True, False])
+def test_where_one_machine_has_no_memory_all_save_without_agents(
+    tmp_path: Path, memory: Path, mount_tmpfs: Callable[[str], Path], persist: bool
+) -> None:
+    run = tmp_path / "run"
+    memory_of(memory, 1).symlink_to(mount_tmpfs("size=4m"))
+    with Ranks(RANKS) as world:
+        world.run(save_without_room, run, memory, persist)
+        end = time.monotonic() + SOON_S
+        while list(memory_of(memory, 0).glob("*/*")):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    assert not list((run / "step-1").glob(".agents*"))
 
 
 COLUMNS = 1 << 18  # 7 MiB of shards, and of replicas: writing takes a while.

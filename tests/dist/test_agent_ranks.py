@@ -305,3 +305,19 @@ def test_where_one_rank_has_no_memory_all_save_without_an_agent(
     monkeypatch.setenv("TORCH_CKPT_MEMORY", str(mount_tmpfs("size=24m")))
     with Ranks(2) as world:
         world.run(save_with_little_memory, tmp_path / "run")
+
+
+def save_without_a_folder(run: Path, elsewhere: str) -> None:
+    if dist.get_rank() == 1:
+        os.environ["TORCH_CKPT_MEMORY"] = elsewhere
+    is_told = dist.get_rank() == 0
+    with pytest.warns(UserWarning, match="without") if is_told else contextlib.nullcontext():
+        made = Run(run, asynchronous=True, agent=True, timeout_s=SOON_S)
+    made.save(1, state_of(1))
+    made.close()
+    assert made.saved == 1
+
+
+def test_where_one_rank_has_no_folder_for_memory_none_waits_for_it(tmp_path: Path) -> None:
+    with Ranks(2) as world:
+        world.run(save_without_a_folder, tmp_path / "run", str(tmp_path / "none" / "there"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch_ckpt import (
     CancelledError,
     FastReader,
     MismatchError,
+    Run,
     SnapshotAgent,
     SnapshotReader,
     _native,
@@ -219,9 +222,13 @@ def test_what_a_rank_had_to_copy_and_has_no_more_costs_one_save(tmp_path: Path) 
             world.run(load_from_disk, run, step)
 
 
+def kill_agent_of(run: Path) -> None:
+    os.kill(int((folder_of(run_of(run)) / "agent.lock").read_text()), signal.SIGKILL)
+
+
 def kill_agent(run: Path) -> None:
     if dist.get_rank() == 0:
-        os.kill(int((folder_of(run_of(run)) / "agent.lock").read_text()), signal.SIGKILL)
+        kill_agent_of(run)
 
 
 def test_a_new_agent_goes_on_as_the_former_one_has_told(tmp_path: Path) -> None:
@@ -234,6 +241,117 @@ def test_a_new_agent_goes_on_as_the_former_one_has_told(tmp_path: Path) -> None:
         world.run(save, run, 3, [1])
         assert sum(nbytes for _, nbytes in slots_of(run, 3)) == NBYTES
         world.run(load_from_memory, run, 3)
+
+
+def stage_all(run: Path, step: int, extra: dict[str, Any]) -> None:
+    agent = agent_of(run)
+    state = state_of(step) | extra
+    assert agent.stage(state, run / str(step), step=step, persist=False) is not None
+
+
+def ahead_beside_a_new_agent(run: Path) -> None:
+    """The second rank asks another agent whether to share out than the first, which is ahead."""
+    agent_of(run)
+    if dist.get_rank() == 0:
+        stage_all(run, 1, {})
+        stage_all(run, 2, {})
+    dist.barrier()
+    if dist.get_rank() == 1:
+        stage_all(run, 1, {})
+        kill_agent_of(run)
+        stage_all(run, 2, {})
+    dist.barrier()
+    load_from_memory(run, 2)
+
+
+def changed_beside_a_new_agent(run: Path) -> None:
+    """Likewise, and the first rank has something new."""
+    for step in (1, 2):
+        stage_all(run, step, {})
+        dist.barrier()
+    if dist.get_rank() == 0:
+        stage_all(run, 3, {"new": torch.ones(3)})
+        kill_agent_of(run)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        stage_all(run, 3, {})
+    dist.barrier()
+    load_from_memory(run, 3)
+
+
+@pytest.mark.parametrize("save", [ahead_beside_a_new_agent, changed_beside_a_new_agent])
+def test_what_a_former_agent_has_told_one_rank_a_new_one_tells_the_others(
+    tmp_path: Path, save: Callable[[Path], None]
+) -> None:
+    with Ranks(2) as world:
+        world.run(save, tmp_path / "run")
+
+
+def save_what_changes_on_one_rank(run: Path) -> None:
+    """It asks after the other, which knows nothing of it."""
+    agent_of(run)
+    for step in range(1, 7):
+        own = {"own": torch.arange(float(step))} if dist.get_rank() == 1 else {}
+        if dist.get_rank() == 0:
+            stage_all(run, step, own)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            stage_all(run, step, own)
+        dist.barrier()
+        found = agent_of(run).newest()
+        assert found is not None
+        assert found.step == step
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+        dcp.load(loaded, storage_reader=SnapshotReader(found))
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in own.items())
+        dist.barrier()
+
+
+def test_what_only_one_rank_holds_may_change_at_any_time(tmp_path: Path) -> None:
+    with Ranks(2) as world:
+        world.run(save_what_changes_on_one_rank, tmp_path / "run")
+
+
+def save_as_a_run(run: Path) -> None:
+    """A rank loses a part, and has it again, in turns."""
+    with Run(run, asynchronous=True, agent=True, timeout_s=60) as made:
+        for step in range(1, 6):
+            if dist.get_rank() == 1:
+                time.sleep(0.2)  # So that it asks after the other.
+            made.save(step, state_without(step) if step % 2 else state_of(step))
+            made.wait()
+        for step in range(1, 6):
+            state = state_of(-1)
+            assert made.restore(state, step=step) == step
+            assert_of(state, step)
+
+
+def test_a_run_saves_anew_what_a_rank_had_to_copy_and_has_no_more(tmp_path: Path) -> None:
+    with Ranks(2) as world:
+        world.run(save_as_a_run, tmp_path / "run")
+
+
+def save_with_a_flag(run: Path) -> None:
+    """Of which no file says anything but what the first rank says."""
+    agent_of(run)
+    for step in (1, 2, 3):
+        state: dict[str, Any] = state_of(step)
+        if step == 3 and dist.get_rank() == 1:
+            for tensor in state["model"].values():
+                tensor.requires_grad_(True)
+        if dist.get_rank() == 0:
+            agent_of(run).stage(state, run / str(step), step=step, persist=False)
+        dist.barrier()
+        if dist.get_rank() > 0:
+            agent_of(run).stage(state, run / str(step), step=step, persist=False)
+        dist.barrier()
+    load_from_memory(run, 3)
+
+
+def test_a_flag_that_differs_from_rank_to_rank_makes_no_other_tensor(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Ranks(3) as world:
+        world.run(save_with_a_flag, run)
 
 
 def test_slots_that_were_shared_out_in_two_ways_are_no_save() -> None:

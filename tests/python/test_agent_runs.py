@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import torch
 from waits import SOON_S, until
 
 import torch_ckpt
-from torch_ckpt import StorageError
 from torch_ckpt.agent.memory import folder_of, run_of
+from torch_ckpt.agent.process import AgentOptions
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -94,20 +95,26 @@ def test_an_agent_needs_saves_in_the_background_and_memory_alone_needs_an_agent(
         run.save(1, {}, persist=False)
 
 
+@pytest.mark.parametrize("persists", [True, False])
 def test_where_memory_is_too_small_saving_goes_on_without_an_agent(
-    tmp_path: Path, mount_tmpfs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    mount_tmpfs: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    persists: bool,
 ) -> None:
     monkeypatch.setenv("TORCH_CKPT_MEMORY", str(mount_tmpfs("size=6m")))
     state = {"w": torch.zeros(1 << 20)}  # 4 MiB: there is room for one slot.
-    with torch_ckpt.Run(tmp_path / "run", asynchronous=True, agent=True) as run:
-        with pytest.raises(StorageError, match=r"needs 2 slots"):
-            run.reserve(state)
+    agent = AgentOptions(persist_on_failure=persists)
+    with torch_ckpt.Run(tmp_path / "run", asynchronous=True, agent=agent) as run:
         run.save(1, state, persist=False)
         run.wait()
         assert run.saved == 0
         state["w"].fill_(1)
-        with pytest.warns(UserWarning, match=r"without an agent: .*ENOSPC"):
+        with pytest.warns(UserWarning, match=r"without an agent: .*ENOSPC.* needs 2 slots"):
             run.save(2, state, persist=False)
+        run.wait()
+        loaded = {"w": torch.zeros(1 << 20)}
+        assert run.restore(loaded) == 2
         until(lambda: not folder_of(run_of(tmp_path / "run")).exists())
         state["w"].fill_(2)
         run.save(3, state)
@@ -118,6 +125,26 @@ def test_where_memory_is_too_small_saving_goes_on_without_an_agent(
             assert run.restore(loaded, step=step) == step
             assert loaded["w"].eq(step - 1).all()
     assert steps_of(tmp_path / "run") == ["step-1", "step-2", "step-3"]
+
+
+@pytest.mark.parametrize("size", ["size=6m", "nr_inodes=1"])
+def test_no_memory_for_what_is_reserved_is_found_at_once(
+    tmp_path: Path,
+    mount_tmpfs: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    size: str,
+) -> None:
+    """Or none for an agent at all."""
+    monkeypatch.setenv("TORCH_CKPT_MEMORY", str(mount_tmpfs(size)))
+    state = {"w": torch.ones(1 << 20)}
+    with warnings.catch_warnings(record=True) as told:
+        run = torch_ckpt.Run(tmp_path / "run", asynchronous=True, agent=True)
+        run.reserve(state)
+    assert re.search("without an agent: .*[Nn]o space left", str(told[0].message))
+    run.save(1, state)
+    run.close()
+    assert run.saved == 1
+    assert torch_ckpt.Run(tmp_path / "run").restore({"w": torch.zeros(1 << 20)}) == 1
 
 
 def test_the_command_is_the_agent_of_a_run(tmp_path: Path, memory: Path) -> None:

@@ -21,7 +21,7 @@ from torch_ckpt.agent.messages import Kind, Message, raise_error, receive, send
 from torch_ckpt.agent.process import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
 
-__all__ = ["AgentClient", "Place"]
+__all__ = ["AgentClient", "Place", "Taken"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
@@ -94,9 +94,11 @@ class AgentClient:
 
     Attributes:
         folder: Where the memory of the run lies.
+        is_lost: Whether there was no agent, and none could be started.
 
     Raises:
-        CheckpointError: No agent answers, or it is that of others.
+        CheckpointError: It is the agent of others.
+        StorageError: No agent answers.
     """
 
     def __init__(self, run: str | os.PathLike[str], place: Place, options: AgentOptions) -> None:
@@ -104,6 +106,7 @@ class AgentClient:
         self._run = os.path.realpath(run)  # Now: the process may go elsewhere.
         self._options = options
         self.folder = open_folder(place.run)
+        self.is_lost = False
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._connect()
@@ -139,6 +142,8 @@ class AgentClient:
 
     def give_up(self, sequence: int, directory: Path) -> None:
         """Says that there will be no snapshot for this save, as far as anybody can be told."""
+        if self.is_lost:
+            return
         place = self.place
         with contextlib.suppress(OSError, CheckpointError):
             self._ask(
@@ -160,7 +165,8 @@ class AgentClient:
             drop: Whether what is in memory, and not on disk, is of no more use.
         """
         try:
-            self._ask(Kind.BYE, int(drop))
+            if not self.is_lost:
+                self._ask(Kind.BYE, int(drop))
         except (OSError, CheckpointError) as error:
             _log.warning("the agent of this machine could not be told of a good end: %s", error)
         self.close()
@@ -188,6 +194,7 @@ class AgentClient:
                     raise
                 self.close()
                 if time.monotonic() > deadline:
+                    self.is_lost = True
                     raise StorageError(f"the agent of this machine is gone: {error}") from error
                 _log.warning("the agent of this machine is gone (%s): starting another", error)
 
@@ -210,6 +217,7 @@ class AgentClient:
             if has_agent(self.folder):  # One that ends may have much to write first.
                 deadline = time.monotonic() + _START_S
             elif time.monotonic() > deadline:
+                self.is_lost = True
                 raise StorageError(
                     f"no agent answers in {self.folder}, and none could be started; agent.log "
                     "there may say why"

@@ -171,7 +171,7 @@ class KeptParts:
         self._own = 0  # Which of them this rank was.
         self._assigned = b""  # What of that is its part.
         self._known: tuple[bytes, _Kept] | None = None  # For what was listed last.
-        self._tensors: tuple[bytes, bytes] = b"", NOT_SHARED
+        self._tensors = b"", b""  # Of all that was listed last, and of its tensors.
 
     def digest_of_tensors(self, held: Held) -> bytes:
         """Stands for the tensors that a rank holds."""

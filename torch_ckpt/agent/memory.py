@@ -91,7 +91,7 @@ class SlotHeader:
     ranks_here: int
     persist: int
     run: bytes
-    held: bytes = NOT_SHARED
+    held: bytes = bytes(16)
     share: bytes = NOT_SHARED
 
     @classmethod

@@ -141,8 +141,7 @@ class Agent:
             newest = self._slots.look().newest
             if self._is_dropped or newest is None or self._saves.is_done(newest.save):
                 return True
-            is_good_end = all(t.said_bye for t in self._trainers.values()) and bool(self._trainers)
-            return is_good_end and self._saves.error_of(newest.save) is None
+            return self._all_said_bye and self._saves.error_of(newest.save) is None
 
     def stop(self) -> None:
         """Has :meth:`serve` end soon, with the newest complete snapshot on disk."""
@@ -153,7 +152,8 @@ class Agent:
         if not self._stop and not self._is_over():
             return False
         if not self._is_dropped:
-            self._persist_newest()
+            if self._all_said_bye or self.options.persist_on_failure:
+                self._persist_newest()
             self._saves.begin_next()
         return not self._saves.is_running
 
@@ -161,12 +161,16 @@ class Agent:
         if self._saves.is_running:
             return False
         trainers = self._trainers.values()
-        all_said_bye = all(trainer.said_bye for trainer in trainers)
-        if trainers and all_said_bye and len(trainers) >= len(self._ranks):
+        if self._all_said_bye and len(trainers) >= len(self._ranks):
             return True
         if any(trainer.is_alive for trainer in trainers):
             self._idle_since = time.monotonic()
         return time.monotonic() - self._idle_since > self.options.linger_s
+
+    @property
+    def _all_said_bye(self) -> bool:
+        trainers = self._trainers.values()
+        return bool(trainers) and all(trainer.said_bye for trainer in trainers)
 
     def _look_after_trainers(self) -> None:
         """Brings the newest snapshot to disk when a trainer has died."""
@@ -178,7 +182,8 @@ class Agent:
         if self._lost_since is None:
             self._lost_since = time.monotonic()
             _log.info("rank %d, process %d, is gone", lost[0].rank, lost[0].pid)
-        if time.monotonic() - self._lost_since >= _SETTLE_S:
+        is_settled = time.monotonic() - self._lost_since >= _SETTLE_S
+        if is_settled and self.options.persist_on_failure:
             self._persist_newest()
 
     def _is_hurried(self, save: Save) -> bool:
@@ -189,7 +194,7 @@ class Agent:
 
     def _persist_newest(self) -> None:
         look = self._slots.look()
-        if look.newest is None or not self.options.persist_on_failure:
+        if look.newest is None:
             return
         if look.newest.node_count == 1:
             self._persist_anyhow(look.newest, look, self._saves.ask)

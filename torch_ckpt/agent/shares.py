@@ -17,7 +17,7 @@ class Shares:
     A save is one in which all ranks copy everything, or all copy their parts. The first rank that
     asks decides for all: they share out once they have all copied everything, for as long as none
     holds other tensors. A rank that asks later and holds others must still copy its part; in the
-    next save, all copy everything.
+    next save, all copy everything. What ranks were told stands in the slots that they have filled.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,8 @@ class Shares:
         """
         self._held[rank] = held
         if save not in self._decided:
-            self._decided[save] = self._share_after(save, look)
+            told = look.share_of(save)  # By a former agent.
+            self._decided[save] = self._share_after(save, look) if told is None else told
         while len(self._decided) > _KEPT:
             del self._decided[next(iter(self._decided))]
         return self._decided[save]

@@ -73,6 +73,10 @@ class Look:
         """Those that had completed their part of a save."""
         return {header.rank for header, _ in self._found if header.save == save}
 
+    def share_of(self, save: Save) -> bytes | None:
+        """How ranks that have completed their part of a save were told to share out."""
+        return next((header.share for header, _ in self._found if header.save == save), None)
+
     def ranks_beyond(self, save: Save) -> set[int]:
         """Those that had completed their part of a later one."""
         return {header.rank for header, _ in self._found if header.save > save}

@@ -29,10 +29,17 @@ class SnapshotTier:
 
     def __init__(self, agent: SnapshotAgent, *, reader: dict[str, Any] | None = None) -> None:
         self._agent = agent
+        self._has_ended = False
         self._reader = reader or {}
+
+    def end(self) -> None:
+        """Has no steps from now on: the agent ends, and what it has comes to disk."""
+        self._has_ended = True
 
     def here(self) -> dict[int, Save]:
         """What this rank's machine has of each step: of several saves, the newest."""
+        if self._has_ended:
+            return {}
         found = reversed(self._agent.remembered())
         return {remembered.step: remembered.save for remembered in found}
 

@@ -122,6 +122,7 @@ class SnapshotAgent:
         self._place = _find_place(run, process_group)
         self._client = AgentClient(run, self._place, options or AgentOptions())
         self._sequence = 0
+        self._newest: Path | None = None  # What was staged last, if that has succeeded.
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # With its inode.
         self._parts = KeptParts(self._client.folder, self._place.run, self._place.rank)
         self._devices = _native.Devices()
@@ -186,22 +187,29 @@ class SnapshotAgent:
             raise UnsupportedError(f"cannot save to {directory!r}: it is no UTF-8") from None
         with self._lock, gc_paused():
             sequence, self._sequence = self._sequence, self._sequence + 1
+            self._newest = None
             header = self._place.header(sequence, step, persist=persist)
             try:
-                path = self._fill(header, Held.of(state_dict), directory, sync=sync)
+                filled = self._fill(header, Held.of(state_dict), directory, sync=sync)
             except BaseException:
                 # Or the other ranks' slots would wait for it.
                 self._client.give_up(sequence, directory)
                 raise
-            if path is None:
+            if filled is None:
                 if self._place.node_count > 1:  # Others may not have.
                     self._client.give_up(sequence, directory)
                 return None
-            self._client.filled(path, sequence)
+            self._newest, header = filled
+            self._client.filled(self._newest, sequence)
             return StagedSave(header, directory)
 
-    def _fill(self, header: SlotHeader, held: Held, directory: Path, *, sync: bool) -> Path | None:
-        """Fills a slot, and returns its file; ``None`` where there is none and this is to skip."""
+    def _fill(
+        self, header: SlotHeader, held: Held, directory: Path, *, sync: bool
+    ) -> tuple[Path, SlotHeader] | None:
+        """Fills a slot; returns its file, and what it says of itself.
+
+        Returns ``None`` where no slot is free and the save is to be skipped.
+        """
         table = held.table(os.fspath(directory), sync=sync)
         nbytes = _native.slot_nbytes(len(table), held.nbytes)
         # What is too small will be made anew, and cannot be as long as it is mapped here.
@@ -224,7 +232,13 @@ class SnapshotAgent:
         slot.begin(header.to_native(), table, held.nbytes)
         held.copy_to(slot, self._devices)
         slot.complete()
-        return taken.path
+        return taken.path, header
+
+    def withdraw(self) -> None:
+        """Takes back what was staged last: all ranks, to which this is said, save it anew."""
+        if self._newest is not None:
+            self._slot(self._newest).clear()
+            self._newest = None
 
     def persist(self, staged: StagedSave) -> None:
         """Waits until the agent has committed a save.
@@ -349,11 +363,18 @@ def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) ->
         return Place(name, session, 0, 1, 0, 1, [0])
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     said: list[Any] = [None] * world_size
-    # Containers of one machine may have memory of their own each. Not the run's folder: an agent
-    # that ends removes that.
-    memory = open_folder(name).parent.stat()
-    machine = f"{this_machine()} {memory.st_dev} {memory.st_ino}"
-    dist.all_gather_object(said, (name, session, machine), group=group)
+    own: Any
+    try:
+        # Containers of one machine may have memory of their own each. Not the run's folder: an
+        # agent that ends removes that.
+        memory = open_folder(name).parent.stat()
+        own = name, session, f"{this_machine()} {memory.st_dev} {memory.st_ino}"
+    except (CheckpointError, OSError) as error:  # For all ranks: they wait for this one.
+        own = error
+    dist.all_gather_object(said, own, group=group)
+    for failure in said:
+        if isinstance(failure, BaseException):
+            raise failure
     names, sessions, machines = zip(*said, strict=True)
     if len(set(names)) != 1:
         raise CheckpointError(f"ranks name different runs, {os.fspath(run)!r} among them")

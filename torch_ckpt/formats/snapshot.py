@@ -116,7 +116,7 @@ class _Merged:
         for item, offset, nbytes, plain in snapshot.extents:
             fqn, facts, _, offsets, sizes, _ = work.describe(item)
             of_fqn = self.boxes.setdefault(fqn, {})
-            if self.facts.setdefault(fqn, facts) != facts:
+            if not _agree(self.facts.setdefault(fqn, facts), facts):
                 raise CorruptionError(f"ranks disagree on what {fqn!r} is in {self.foreign.path}")
             key = tuple(offsets)
             if key in of_fqn:
@@ -151,6 +151,13 @@ class _Merged:
             self.foreign.entries.append((fqn, self.facts[fqn], list(boxes.values())))
         self.foreign.paths = self.paths
         return self.foreign.opened(self.objects, self.identity, names_files=names_files)
+
+
+def _agree(one: _native.TensorFacts | None, other: _native.TensorFacts | None) -> bool:
+    """Whether ranks that say this of an FQN mean the same: the first describes it, as in DCP."""
+    if one is None or other is None:
+        return one is other
+    return one[0] == other[0] and list(one[4]) == list(other[4])
 
 
 def _holes(
