@@ -160,17 +160,15 @@ class Agent:
     def _is_over(self) -> bool:
         if self._saves.is_running:
             return False
-        trainers = self._trainers.values()
-        if self._all_said_bye and len(trainers) >= len(self._ranks):
+        if self._all_said_bye and len(self._trainers) >= len(self._ranks):
             return True
-        if any(trainer.is_alive for trainer in trainers):
+        if any(trainer.is_alive for trainer in self._trainers.values()):
             self._idle_since = time.monotonic()
         return time.monotonic() - self._idle_since > self.options.linger_s
 
     @property
     def _all_said_bye(self) -> bool:
-        trainers = self._trainers.values()
-        return bool(trainers) and all(trainer.said_bye for trainer in trainers)
+        return bool(self._trainers) and all(t.said_bye for t in self._trainers.values())
 
     def _look_after_trainers(self) -> None:
         """Brings the newest snapshot to disk when a trainer has died."""
@@ -182,8 +180,7 @@ class Agent:
         if self._lost_since is None:
             self._lost_since = time.monotonic()
             _log.info("rank %d, process %d, is gone", lost[0].rank, lost[0].pid)
-        is_settled = time.monotonic() - self._lost_since >= _SETTLE_S
-        if is_settled and self.options.persist_on_failure:
+        if self.options.persist_on_failure and time.monotonic() - self._lost_since >= _SETTLE_S:
             self._persist_newest()
 
     def _is_hurried(self, save: Save) -> bool:
@@ -296,8 +293,7 @@ class Agent:
             return known
 
     def _reserve(self, trainer: RankProcess, message: Message) -> Message:
-        nbytes = message.integer(0)
-        self._with_room(lambda: self._slots.reserve(trainer.rank, nbytes))
+        self._with_room(lambda: self._slots.reserve(trainer.rank, message.integer(0)))
         return Message(Kind.OK)
 
     def _with_room(self, make: Callable[[], T]) -> T:
@@ -311,7 +307,6 @@ class Agent:
 
     def _take(self, trainer: RankProcess, message: Message) -> Message:
         sequence, nbytes, wait_ms = (message.integer(at) for at in range(3))
-        held = message.data(3)
         if not wait_ms and not self._is_admitted((trainer.session, sequence)):
             return Message(Kind.BUSY)
         deadline = time.monotonic() + wait_ms / 1000
@@ -326,7 +321,7 @@ class Agent:
             )
             if slot is not None:
                 save = trainer.session, sequence
-                share = self._shares.decide(save, trainer.rank, held, self._slots.look())
+                share = self._shares.decide(save, trainer.rank, message.data(3), self._slots.look())
                 return Message(Kind.SLOT, (os.fsencode(slot.path), share, int(has_waited)))
             left = deadline - time.monotonic()
             if left <= 0:
