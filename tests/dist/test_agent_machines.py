@@ -514,6 +514,29 @@ def test_a_rank_that_fails_holds_up_no_other_machine(tmp_path: Path, memory: Pat
         world.run(load_from_disk, run, 2)
 
 
+def decline_and_end(run: Path, memory: Path) -> str:
+    """The ranks of the second machine, of which one fails, end before anybody else hears of it."""
+    agent: Any = agent_of(run, memory)
+    state = state_of(1)
+    if dist.get_rank() == 3:
+        state["bad"] = lambda: None
+    staged = None
+    with contextlib.suppress(AttributeError):
+        staged = agent.stage(state, run / "step-1", step=1)
+    if dist.get_rank() >= RANKS_PER_MACHINE:
+        agent.close()
+        return ""
+    with pytest.raises(CheckpointError) as raised:
+        agent.persist(staged)
+    return str(raised.value)
+
+
+def test_an_agent_that_ends_tells_others_what_it_has_declined(tmp_path: Path, memory: Path) -> None:
+    with Ranks(RANKS) as world:
+        said = world.run(decline_and_end, tmp_path / "run", memory)
+    assert all("rank 3 has failed, or skipped, before" in one for one in said[:RANKS_PER_MACHINE])
+
+
 def fail_to_save(run: Path, memory: Path, step: int) -> str:
     with pytest.raises(CheckpointError) as raised:
         save(run, memory, step, COLUMNS)

@@ -44,6 +44,12 @@ class Declined:
         if not is_watched:
             threading.Thread(target=self._watch, daemon=True).start()
 
+    def close(self) -> None:
+        """Returns when those that wait by now were told: nobody will be any more."""
+        end = time.monotonic() + 2 * _LOOK_S
+        while self._saves and time.monotonic() < end:
+            time.sleep(_LOOK_S / 10)
+
     def _watch(self) -> None:
         while True:
             with self._lock:
