@@ -19,9 +19,9 @@ from torch_ckpt.agreement import Agreement, why
 from torch_ckpt.api import save
 from torch_ckpt.background_save import BackgroundSave
 from torch_ckpt.deadline import DEFAULT_TIMEOUT_S
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, RankTimeoutError
 from torch_ckpt.save_interval import SaveSchedule
-from torch_ckpt.savers import AgentSaver, saver_for
+from torch_ckpt.savers import saver_for
 from torch_ckpt.step_boundary import StepBoundary
 from torch_ckpt.step_directories import StepDirectories, Verify
 from torch_ckpt.step_tiers import StepTiers, the_same
@@ -130,6 +130,7 @@ class Run:
             timeout_s=timeout_s,
             reader=reader,
         )
+        self._is_for_agent = bool(agent)
         memory = [] if self._saver is None else self._saver.tiers
         self._tiers = StepTiers([*memory, self._disk], self._agreement, self.directory)
         self._pending: BackgroundSave | None = None
@@ -163,7 +164,7 @@ class Run:
         return self._schedule.is_due(step, beside_a_save=self._is_busy)
 
     def reserve(self, state: dict[str, Any]) -> None:
-        """Has the agent make memory for states like this, so that the first save is fast, too."""
+        """Has agents make memory for states like this, so that the first save is fast, too."""
         if self._saver is not None:
             self._saver.reserve(state)
 
@@ -190,7 +191,7 @@ class Run:
         """
         if step < 0:
             raise ValueError(f"{step=} is negative")
-        if not persist and not isinstance(self._saver, AgentSaver):
+        if not persist and not self._is_for_agent:
             raise ValueError("only an agent keeps a step in memory alone")
         begin = time.monotonic()
         self._boundary.passed(step)
@@ -205,6 +206,8 @@ class Run:
         if self.asynchronous:
             try:
                 self._save_in_background(step, state, persist=persist)
+            except RankTimeoutError:
+                raise
             except Exception as error:  # The others do not know of it.
                 failure = error
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import socket
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -50,8 +51,7 @@ class ThreadSaver:
     def save(
         self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
     ) -> Future[Any]:
-        """Begins to save a step there. Requires: ``persist``."""
-        assert persist
+        """Begins to save a step there, whether it is to come to disk or not."""
         future = async_save(
             state,
             checkpoint_id=path,
@@ -161,19 +161,21 @@ class AgentSaver:
             What it has done, if it has for all; and otherwise what is to be done, and why.
 
         Raises:
-            Exception: What this rank has raised, if that is nothing to be mended.
+            Exception: What a rank has raised, if that is nothing to be mended; on all.
         """
         done, failure = None, None
         try:
             done = work()
         except Exception as error:  # The others do not know of it.
             failure = error
-        verdict, reason = self._agreement.reach(
-            "handing over to the agent", lambda: _verdict_on(failure), lambda said: max(said)
-        )
+        try:
+            verdict, reason = self._agreement.reach(
+                "handing over to the agent", lambda: _verdict_on(failure), lambda said: max(said)
+            )
+        except BaseException:
+            undo()
+            raise
         if verdict == _Verdict.GO_ON:
-            if failure is not None:
-                raise failure
             return done, verdict, reason
         undo()
         if verdict == _Verdict.WITHOUT:
@@ -181,12 +183,11 @@ class AgentSaver:
         return None, verdict, reason
 
     def _go_on_without(self, reason: str) -> None:
-        if self._agreement.is_coordinator:
-            _warn_of(reason)
-        instead = self._without()
+        self._instead = self._without()
         self._memory.end()
         self._agent.close()  # It brings to disk what it has.
-        self._instead = instead
+        if self._agreement.is_coordinator:
+            _warn_of(reason)
 
 
 class _Verdict(enum.IntEnum):
@@ -200,10 +201,18 @@ class _Verdict(enum.IntEnum):
 
 def _verdict_on(failure: Exception | None) -> tuple[_Verdict, str]:
     if isinstance(failure, (StorageError, UnsupportedError)):
-        return _Verdict.WITHOUT, str(failure)
+        return _Verdict.WITHOUT, _of_this_rank(failure)
     if isinstance(failure, MismatchError):
-        return _Verdict.TRY_AGAIN, str(failure)
+        return _Verdict.TRY_AGAIN, _of_this_rank(failure)
+    if failure is not None:
+        raise failure
     return _Verdict.GO_ON, ""
+
+
+def _of_this_rank(failure: Exception) -> str:
+    is_alone = not (dist.is_available() and dist.is_initialized())
+    rank = "" if is_alone else f"rank {dist.get_rank()} ({socket.gethostname()}): "
+    return f"{rank}{failure}"
 
 
 def _warn_of(reason: str) -> None:
@@ -245,21 +254,30 @@ def saver_for(
 
     if not agent:
         return by_thread()
-    made = _agent_for(
+    made, reason = _agent_for(
         agreement,
+        agreement.group or process_group,
         writer,
         timeout_s=timeout_s,
         options=agent if isinstance(agent, AgentOptions) else None,
     )
     if made is None:
-        return by_thread()
+        instead = by_thread()
+        if agreement.is_coordinator:
+            _warn_of(reason)
+        return instead
     return AgentSaver(made, agreement, sync=writer.sync_files, reader=reader, without=by_thread)
 
 
 def _agent_for(
-    agreement: Agreement, writer: FastWriter, *, timeout_s: float, options: AgentOptions | None
-) -> SnapshotAgent | None:
-    """The agent of this machine; ``None`` where a rank has no memory for one, or cannot start it.
+    agreement: Agreement,
+    group: dist.ProcessGroup | None,
+    writer: FastWriter,
+    *,
+    timeout_s: float,
+    options: AgentOptions | None,
+) -> tuple[SnapshotAgent | None, str]:
+    """The agent of this machine; ``None``, and why, if a rank has no memory or cannot start one.
 
     Raises:
         Exception: A rank cannot have one for another reason; on all ranks.
@@ -267,7 +285,7 @@ def _agent_for(
     agent, failure = None, None
     try:
         agent = SnapshotAgent(
-            writer.path, process_group=agreement.group, options=options, timeout_s=timeout_s
+            writer.path, process_group=group, options=options, timeout_s=timeout_s
         )
     except Exception as error:
         failure = error
@@ -275,18 +293,14 @@ def _agent_for(
     def own() -> str:
         if failure is not None and not isinstance(failure, StorageError):
             raise failure
-        return "" if failure is None else str(failure)
+        return "" if failure is None else _of_this_rank(failure)
 
     try:
         reason = agreement.reach("starting the agent", own, lambda said: max(said))
     except BaseException:
         if agent is not None:
-            agent.close(drop=True)
+            agent.close()
         raise
-    if not reason:
-        return agent
-    if agent is not None:
+    if reason and agent is not None:
         agent.close()
-    if agreement.is_coordinator:
-        _warn_of(reason)
-    return None
+    return (None, reason) if reason else (agent, reason)

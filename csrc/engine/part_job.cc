@@ -165,6 +165,7 @@ Status PartJob::write_runs(const BoxPlace& place, const LiveTensor& tensor) {
       if (in_run < runs.nbytes()) continue;
       runs.next();
       in_run = 0;
+      if (one_by_one) pace_.rest();
     }
   }
   return ok_status();
@@ -203,8 +204,8 @@ Status PartJob::put_in_window(int64_t offset, Bytes bytes) {
 // Has what was gathered be written. Between two calls that follow on from each other, the end of
 // the first is the end of a block, and so of a page.
 Status PartJob::write_window() {
-  pace_.rest();
   if (block_ < 0) return ok_status();
+  pace_.rest();
   const MutableBytes block = pool_.block(block_);
   const auto bytes_of = [&](int64_t begin, int64_t end) {
     return slice(block, begin - window_, end - begin);

@@ -29,7 +29,7 @@ struct SlotTable {
   std::string directory;  // Of the checkpoint that it is to become; empty where it is to be none.
   std::string version;    // Of DCP's metadata.
   bool sync = true;       // Whether the checkpoint is to survive a power cut.
-  std::vector<std::byte> items;                 // encode(ItemTable): all that the rank holds.
+  std::vector<std::byte> items;                 // encode(ItemTable): what is in it.
   std::optional<std::vector<std::byte>> paths;  // Where they stood in the nested state dict.
   std::vector<std::byte> extents;               // encode(ItemExtents), from `payload_begin` on.
 };

@@ -62,11 +62,12 @@ class Others {
  public:
   Others(const std::vector<const ItemTable*>& tables, size_t own) : tables_(tables), own_(own) {}
 
-  bool had(const ItemTable& table, int64_t item) {
+  // How many had an item of a table.
+  int64_t holders(const ItemTable& table, int64_t item) {
     for (size_t i = lookups_.size(); i + 1 < tables_.size(); ++i) {
       lookups_.emplace_back(*tables_[i < own_ ? i : i + 1]);
     }
-    return std::ranges::any_of(
+    return std::ranges::count_if(
         lookups_, [&](const Lookup& of_rank) { return of_rank.find(table, item) != kNone; });
   }
 
@@ -116,7 +117,8 @@ Result<Assignment> kept_part(const ItemTable& table, const std::vector<const Ite
     }
     const int64_t at = known.find(table, item);
     if (at == kNone) {
-      if (!others.had(table, item)) add_run(item, &out);
+      // One alone may have let go of it, as it is nobody's part but its own.
+      if (others.holders(table, item) < 2) add_run(item, &out);
       continue;
     }
     if (!wanted[static_cast<size_t>(at)]) continue;
@@ -127,7 +129,7 @@ Result<Assignment> kept_part(const ItemTable& table, const std::vector<const Ite
   }
   for (int64_t item = 0; item < former.size(); ++item) {
     // What nobody else had is simply no more.
-    if (!wanted[static_cast<size_t>(item)] || !others.had(former, item)) continue;
+    if (!wanted[static_cast<size_t>(item)] || others.holders(former, item) == 0) continue;
     return mismatch("'", former.fqn(item),
                     "' was this rank's to copy for all ranks of its machine ",
                     "that hold it, and it does not hold it as before");

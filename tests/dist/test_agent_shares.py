@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -310,6 +311,67 @@ def save_what_changes_on_one_rank(run: Path) -> None:
 def test_what_only_one_rank_holds_may_change_at_any_time(tmp_path: Path) -> None:
     with Ranks(2) as world:
         world.run(save_what_changes_on_one_rank, tmp_path / "run")
+
+
+def hand_over(run: Path) -> None:
+    """One rank gives a tensor to another; the third asks first, and knows nothing of it."""
+    agent_of(run)
+    for step in (1, 2, 3):
+        holder = 2 if step == 3 else 1
+        is_holder = dist.get_rank() == holder
+        own = {"expert": torch.full((50,), float(step))} if is_holder else {}
+        if dist.get_rank() == 0:
+            stage_all(run, step, own)
+        dist.barrier()
+        if dist.get_rank() > 0:
+            stage_all(run, step, own)
+        dist.barrier()
+    found = agent_of(run).newest()
+    assert found is not None
+    loaded = {"expert": torch.zeros(50)}
+    dcp.load(loaded, storage_reader=SnapshotReader(found))
+    assert loaded["expert"].tolist() == [3.0] * 50
+
+
+def test_what_one_rank_hands_over_to_another_is_not_lost(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Ranks(3) as world:
+        world.run(hand_over, run)
+        assert {header.share for header, _ in slots_of(run, 3)} != {NOT_SHARED}
+
+
+def split_by_two_agents(run: Path) -> None:
+    """The first rank is told to copy everything, and the second, by another agent, its part."""
+    for step in (1, 2):
+        stage_all(run, step, {})
+        dist.barrier()
+    if dist.get_rank() == 0:
+        begin = _native.Slot.begin
+
+        def begin_late(slot: _native.Slot, *arguments: Any) -> None:
+            dist.barrier()  # The second asks another agent.
+            dist.barrier()  # And completes.
+            begin(slot, *arguments)
+
+        with (
+            mock.patch.object(_native.Slot, "begin", begin_late),
+            pytest.raises(MismatchError, match="the agent died in the middle"),
+        ):
+            stage_all(run, 3, {"new": torch.ones(3)})
+    else:
+        dist.barrier()
+        kill_agent_of(run)
+        stage_all(run, 3, {})
+        dist.barrier()
+    dist.barrier()
+    stage_all(run, 4, {})
+    dist.barrier()
+    load_from_memory(run, 4)
+
+
+def test_a_save_that_two_agents_have_split_fails_and_says_why(tmp_path: Path) -> None:
+    with Ranks(2) as world:
+        world.run(split_by_two_agents, tmp_path / "run")
 
 
 def save_as_a_run(run: Path) -> None:

@@ -141,7 +141,7 @@ def test_no_memory_for_what_is_reserved_is_found_at_once(
         run = torch_ckpt.Run(tmp_path / "run", asynchronous=True, agent=True)
         run.reserve(state)
     assert re.search("without an agent: .*[Nn]o space left", str(told[0].message))
-    run.save(1, state)
+    run.save(1, state, persist=False)  # It cannot be kept in memory alone.
     run.close()
     assert run.saved == 1
     assert torch_ckpt.Run(tmp_path / "run").restore({"w": torch.zeros(1 << 20)}) == 1

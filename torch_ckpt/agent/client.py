@@ -213,6 +213,7 @@ class AgentClient:
             open_folder(self.place.run)  # An agent that ends takes it along.
             with contextlib.suppress(ConnectionError, FileNotFoundError):
                 self._connection = self._greet()
+                self.is_lost = False
                 return
             if has_agent(self.folder):  # One that ends may have much to write first.
                 deadline = time.monotonic() + _START_S

@@ -162,7 +162,7 @@ class Agent:
             return False
         if self._all_said_bye and len(self._trainers) >= len(self._ranks):
             return True
-        if any(trainer.is_alive for trainer in self._trainers.values()):
+        if any(t.is_alive and not t.said_bye for t in self._trainers.values()):
             self._idle_since = time.monotonic()
         return time.monotonic() - self._idle_since > self.options.linger_s
 

@@ -35,8 +35,8 @@ class Shares:
         """
         self._held[rank] = held
         if save not in self._decided:
-            told = look.share_of(save)  # By a former agent.
-            self._decided[save] = self._share_after(save, look) if told is None else told
+            told = look.shares_of(save)  # By a former agent.
+            self._decided[save] = min(told) if told else self._share_after(save, look)
         while len(self._decided) > _KEPT:
             del self._decided[next(iter(self._decided))]
         return self._decided[save]

@@ -177,6 +177,8 @@ class SnapshotAgent:
         Raises:
             CheckpointError: All slots were in use for ``timeout_s``, or at all with
                 ``on_busy="error"``.
+            MismatchError: This rank does not hold any more what it had to copy for others, which
+                have begun to copy their parts. In the next save all copy everything.
             StorageError: There is not as much memory.
             UnsupportedError: The state has no form in columns.
         """
@@ -237,7 +239,7 @@ class SnapshotAgent:
     def withdraw(self) -> None:
         """Takes back what was staged last: all ranks, to which this is said, save it anew."""
         if self._newest is not None:
-            self._slot(self._newest).clear()
+            self._slots[self._newest][1].clear()
             self._newest = None
 
     def persist(self, staged: StagedSave) -> None:
@@ -355,12 +357,9 @@ class SnapshotAgent:
 def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Place:
     """Which rank of which run this is; all ranks meet here."""
     name = run_of(run)
-    # Later than any that is remembered, whatever clocks say.
-    known = [header.session for header, _ in complete_slots(folder_of(name), name)]
-    since = int.from_bytes(max(known, default=b"")[:8], "big") + 1
-    session = max(time.time_ns(), since).to_bytes(8, "big") + secrets.token_bytes(8)
-    if not dist.is_available() or not dist.is_initialized():
-        return Place(name, session, 0, 1, 0, 1, [0])
+    is_alone = not (dist.is_available() and dist.is_initialized())
+    if is_alone or dist.get_world_size(group) == 1:
+        return Place(name, _new_session(name), 0, 1, 0, 1, [0])
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     said: list[Any] = [None] * world_size
     own: Any
@@ -368,7 +367,7 @@ def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) ->
         # Containers of one machine may have memory of their own each. Not the run's folder: an
         # agent that ends removes that.
         memory = open_folder(name).parent.stat()
-        own = name, session, f"{this_machine()} {memory.st_dev} {memory.st_ino}"
+        own = name, _new_session(name), f"{this_machine()} {memory.st_dev} {memory.st_ino}"
     except (CheckpointError, OSError) as error:  # For all ranks: they wait for this one.
         own = error
     dist.all_gather_object(said, own, group=group)
@@ -382,3 +381,10 @@ def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) ->
     here = [other for other in range(world_size) if machines[other] == machines[rank]]
     node = nodes.index(machines[rank])
     return Place(name, max(sessions), rank, world_size, node, len(nodes), here)
+
+
+def _new_session(run: bytes) -> bytes:
+    """Later than any that is remembered, whatever clocks say."""
+    known = [header.session for header, _ in complete_slots(folder_of(run), run)]
+    since = int.from_bytes(max(known, default=b"")[:8], "big") + 1
+    return max(time.time_ns(), since).to_bytes(8, "big") + secrets.token_bytes(8)
