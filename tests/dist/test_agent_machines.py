@@ -304,8 +304,10 @@ def test_where_a_machine_is_lost_all_ranks_go_back_to_the_disk(
     run = tmp_path / "run"
     with Ranks(RANKS) as world:
         world.run(save_step, run, memory, 1, False)
-        os.kill(agent_pid(memory, 1, run), signal.SIGKILL)
+        agent = agent_pid(memory, 1, run)
+        os.kill(agent, signal.SIGSTOP)  # Else its ranks would start another, or it save for them.
         world.kill()
+    os.kill(agent, signal.SIGKILL)
     shutil.rmtree(memory_of(memory, 1))
     with Ranks(RANKS) as world:
         world.run(restore_from_disk, run, memory)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Ranks, Worlds
+from ranks import Ranks
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from torch_ckpt import CancelledError, FastReader, Run, SnapshotAgent, SnapshotReader, exchange
@@ -275,10 +275,9 @@ def test_slots_of_ranks_that_are_no_more_go(tmp_path: Path, memory: Path) -> Non
         assert names == ["rank-0.0", "rank-0.1"]
 
 
-def test_no_save_is_lost_that_a_rank_completes_while_the_agent_looks(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    worlds.run(2, save_at_all_moments, tmp_path / "run", timeout_s=120)
+def test_no_save_is_lost_that_a_rank_completes_while_the_agent_looks(tmp_path: Path) -> None:
+    with Ranks(2) as world:
+        world.run(save_at_all_moments, tmp_path / "run", timeout_s=120)
 
 
 def save_with_little_memory(run: Path) -> None:
