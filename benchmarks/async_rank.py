@@ -23,9 +23,8 @@ from async_contenders import (
     OURS_AGENT_RESERVED,
     OURS_PLUGIN,
     OURS_RESERVED,
-    OURS_RESTING,
+    OURS_RESTLESS,
     OURS_SYNC,
-    RESTING_SHARE,
     STOCK_CACHED,
     STOCK_FROM_DISK,
     STOCK_PROCESS,
@@ -180,9 +179,9 @@ class AsyncRank(Rank):
             OURS_AGENT_RESERVED: save_by_agent,
             OURS_PLUGIN: lambda path: save_async(FastWriter(path)),
             OURS_RESERVED: save_ours,
-            OURS_RESTING: lambda path: save_ours(
+            OURS_RESTLESS: lambda path: save_ours(
                 path,
-                storage_writer=FastWriter(path, io=IoOptions(background_share=RESTING_SHARE)),
+                storage_writer=FastWriter(path, io=IoOptions(background_share=1.0)),
             ),
             OURS_SYNC: lambda path: _none(torch_ckpt.save(self.state, checkpoint_id=path)),
             STOCK_THREAD: lambda path: save_async(FileSystemWriter(path)),

@@ -34,7 +34,6 @@ from async_contenders import (
     OURS_AGENT,
     OURS_AGENT_RESERVED,
     OURS_RESERVED,
-    OURS_RESTING,
     OURS_SYNC,
     STOCK_FROM_DISK,
     STOCK_PROCESS,
@@ -139,6 +138,7 @@ def _saves(bench: Bench) -> None:
                 values = _slowest(ranks.call("save_by", contender=contender, folder="saved"))
                 remove_tree(bench.directory / "saved")
             bench.add(SAVES, contender, number, values)
+        ranks.call("leave")
 
 
 def _first(bench: Bench) -> None:
@@ -171,6 +171,7 @@ def _training(bench: Bench) -> None:
             seconds = max(answer["seconds"] for answer in answers)
             values = {"base": base, "during": during, "lost": lost, "seconds": seconds}
             bench.add(TRAINING, contender, number, values | {"lost_s": lost * seconds})
+        ranks.call("leave")
 
 
 def _restart(bench: Bench) -> None:
@@ -246,7 +247,6 @@ def bars(bench: Bench) -> list[Bar]:
     stock = bench.ratio(SAVES, "durable_s", STOCK_THREAD, OURS)
     process = bench.ratio(SAVES, "durable_s", STOCK_PROCESS, OURS)
     lost = bench.ratio(TRAINING, "lost", OURS, STOCK_THREAD)
-    resting = bench.ratio(TRAINING, "lost", OURS_RESTING, STOCK_THREAD)
     first = bench.ratio(FIRST, "call_s", OURS_RESERVED, OURS_RESERVED, "memcpy_s")
     agent_blocks = bench.ratio(SAVES, "call_s", OURS_AGENT, MEMCPY)
     agent_first = bench.ratio(FIRST, "call_s", OURS_AGENT_RESERVED, OURS_AGENT_RESERVED, "memcpy_s")
@@ -262,7 +262,6 @@ def bars(bench: Bench) -> list[Bar]:
         Bar("durable, times as fast as stock's thread", stock, 2, "x", at_least=True),
         Bar("durable, times as fast as stock's process", process, 2, "x", at_least=True),
         Bar("training lost, of what stock's thread costs", lost, 0.5, "x"),
-        Bar("the same, if threads that write rest most of the time", resting, 0.5, "x"),
         Bar("agent: async_save blocks, of a memcpy", agent_blocks, 1.25, "x"),
         Bar("agent: the first one, memory reserved", agent_first, 1.5, "x"),
         Bar("agent: durable, of the synchronous save", agent_sync, 1.15, "x"),

@@ -43,7 +43,7 @@ LAYERS = [
     },
     {
         *("copied_state", "index", "metadata", "tree_exchange", "planned", "listing", "leftovers"),
-        *("agent.memory", "agent.messages", "buffers", "file_jobs"),
+        *("agent.memory", "agent.messages", "agent.options", "buffers", "file_jobs"),
     },
     {"agent.persist", "agent.slots", "agent.meeting", "agent.patience", "agent.rank_process"},
     {"agent.joint_save", "agent.declined", "agent.shares"},
@@ -76,7 +76,7 @@ WITHOUT_TORCH = {
     *("agent.memory", "agent.messages", "agent.persist", "agent.slots", "agent.saves"),
     *("agent.process", "agent.client", "leftovers", "file_jobs"),
     *("agent.meeting", "agent.joint_save", "agent.declined", "agent.patience"),
-    *("agent.rank_process", "agent.shares"),
+    *("agent.options", "agent.rank_process", "agent.shares"),
 }
 
 VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_ckpt.agent.process import AgentOptions
+    from torch_ckpt.agent.options import AgentOptions
     from torch_ckpt.agent.reader import SnapshotReader
     from torch_ckpt.agent.trainer import SnapshotAgent
     from torch_ckpt.agent.writer import AgentWriter
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch_ckpt.writer import FastWriter
 
 _HOMES = {
-    "AgentOptions": "agent.process",
+    "AgentOptions": "agent.options",
     "AgentWriter": "agent.writer",
     "AlreadyExistsError": "errors",
     "CancelledError": "errors",

@@ -15,6 +15,10 @@ IndexEntry = tuple[str, tuple[str, str, bool, bool, Sequence[int]] | None, Seque
 IndexPath = tuple[str, Sequence[str | int]]
 """FQN; keys from the root of the nested state dict."""
 
+class Haste:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
 class TensorView:
     @staticmethod
     def without_memory(dtype: int, sizes: Sequence[int]) -> TensorView: ...

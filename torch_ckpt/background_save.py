@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
+from torch_ckpt import _native
 from torch_ckpt.agreement import why
 from torch_ckpt.errors import CheckpointError
 
@@ -67,7 +68,9 @@ class BackgroundSave:
         Raises:
             CheckpointError: It has failed, or still goes on.
         """
-        if not wait([self._ended], timeout_s).done:
+        with _native.Haste():
+            is_over = bool(wait([self._ended], timeout_s).done)
+        if not is_over:
             raise CheckpointError(
                 f"step {self.step} is still being saved in the background, after {timeout_s:g} s "
                 "of waiting for it"

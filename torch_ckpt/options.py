@@ -31,8 +31,9 @@ class IoOptions:
             over NCCL. Not by default, since that has not run on GPUs yet.
         background_nice: By how much threads that write what was staged step back behind others
             that want the CPU, as nice(1); 0 to 19.
-        background_share: Most of the time that each of these is at work; for the rest it rests, and
-            the save takes longer, so that training is slowed less at a time. Above 0, at most 1.
+        background_share: Most of the time that each of these is at work where CPUs are short, that
+            is where it has to wait for one; for the rest it rests, so that training is slowed less
+            at a time, and the save takes longer. Above 0, at most 1, which is never to rest.
         direct: Whether to go past the page cache (``O_DIRECT``) where the file system allows it.
             What the page cache holds is read from there in any case.
 
@@ -46,7 +47,7 @@ class IoOptions:
     exchange_nbytes: int = 256 << 20
     exchange_on_gpus: bool = False
     background_nice: int = 5
-    background_share: float = 1.0
+    background_share: float = 0.1
     direct: bool = True
 
     def __post_init__(self) -> None:

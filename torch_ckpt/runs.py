@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
-from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agreement import Agreement, why
 from torch_ckpt.api import save
 from torch_ckpt.background_save import BackgroundSave

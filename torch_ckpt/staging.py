@@ -289,7 +289,8 @@ class SnapshotStager:
                         f"cannot stage: former saves have not ended within {self.timeout_s:g} s, "
                         "or what they have staged is still referred to"
                     )
-                self._changed.wait(min(left, LOOK_S))
+                with _native.Haste():  # Training stands still.
+                    self._changed.wait(min(left, LOOK_S))
                 self._reclaim()
             return [self._free.pop()]
 

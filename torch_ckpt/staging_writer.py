@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from torch_ckpt import _native
 from torch_ckpt.options import IoOptions
 from torch_ckpt.own_part import not_needed, part_of
 from torch_ckpt.staged import Staged
@@ -63,7 +64,8 @@ class StagingWriter(StorageWriter):
         if self._staged is not None:
             self._staged.wait_for_begin()
             if self._staged.has_left:
-                self._staged.wait_for_first(self.stager.timeout_s)
+                with _native.Haste():  # Training stands still.
+                    self._staged.wait_for_first(self.stager.timeout_s)
 
     def close(self) -> None:
         """Has nothing to let go of: the memory is the stager's."""

@@ -2,17 +2,37 @@
 
 // Work in the background of something else: how far it steps back, and rests while it does.
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <thread>
+
+#include "base/cpu_time.h"
 
 namespace torch_ckpt {
 
 struct Background {
   int niceness = 0;  // As nice(1) has it (base/niceness.h).
-  double share = 1;  // Most of the time that it is at work, for the rest it rests. In (0, 1].
+  double share = 1;  // Most of the time that it is at work where CPUs are short. In (0, 1].
 };
 
-// Counts the time of one thread's work, and has it rest in between. Used by that thread.
+// While there is one, nothing in this process rests: somebody waits for what it does.
+class Haste {
+ public:
+  Haste() { ++count_; }
+  Haste(const Haste&) = delete;
+  Haste& operator=(const Haste&) = delete;
+  ~Haste() { --count_; }
+
+  static bool is_on() { return count_ > 0; }
+
+ private:
+  static inline std::atomic<int> count_ = 0;
+};
+
+// Has a thread that must wait for a CPU, since others want it, rest between pieces of its work:
+// even a thread of low priority that mostly waits for a disk costs others more than its own time on
+// the CPU. Used by one thread at a time.
 class Pace {
  public:
   using Clock = std::chrono::steady_clock;
@@ -23,15 +43,21 @@ class Pace {
   // To be called between pieces of work: rests for as long as those since the last rest demand.
   void rest() {
     if (share_ >= 1) return;
-    const Clock::duration rest = rest_at(Clock::now());
-    if (rest > Clock::duration::zero()) std::this_thread::sleep_for(rest);
+    const Clock::time_point now = Clock::now();
+    const Clock::time_point end = now + rest_at(now, take_cpu_time());
+    while (Clock::now() < end && !Haste::is_on()) {
+      std::this_thread::sleep_until(std::min(end, Clock::now() + kShortest));
+    }
   }
 
-  // The same for a clock that says this: returns how long to rest, and counts on that.
-  Clock::duration rest_at(Clock::time_point now) {
+  // The same for a clock that says this, and a thread that has had this since the last call:
+  // returns how long to rest, and counts on that.
+  Clock::duration rest_at(Clock::time_point now, CpuTime had) {
     using Seconds = std::chrono::duration<double>;
-    owed_ += std::chrono::duration_cast<Clock::duration>(Seconds(now - since_) * (1 / share_ - 1));
+    const Clock::duration worked = std::max(now - since_, Clock::duration::zero());
     since_ = now;
+    if (!is_cpu_short(had) || Haste::is_on()) return Clock::duration::zero();
+    owed_ += std::chrono::duration_cast<Clock::duration>(Seconds(worked) * (1 / share_ - 1));
     if (owed_ < kShortest) return Clock::duration::zero();
     const Clock::duration rest = owed_;
     owed_ = Clock::duration::zero();
@@ -40,11 +66,22 @@ class Pace {
   }
 
  private:
-  static constexpr auto kShortest = std::chrono::milliseconds(1);  // What sleeping is exact for.
+  // Where it has waited for half as long as it ran. Of late: what was long ago counts less.
+  bool is_cpu_short(CpuTime had) {
+    lately_.ran += had.ran;
+    lately_.waited += had.waited;
+    for (; lately_.ran + lately_.waited > kLately; lately_.ran /= 2) lately_.waited /= 2;
+    return lately_.waited * 2 > lately_.ran;
+  }
+
+  // Whoever wakes up takes a CPU and its caches from others: better seldom, and for many pieces.
+  static constexpr auto kShortest = std::chrono::milliseconds(50);
+  static constexpr auto kLately = std::chrono::milliseconds(10);  // A dozen pieces or two.
 
   const double share_;
   Clock::time_point since_;  // When work was begun that is not yet counted.
   Clock::duration owed_ = Clock::duration::zero();
+  CpuTime lately_ = {.ran = kLately / 2};  // Not for the first piece that waits.
 };
 
 }  // namespace torch_ckpt

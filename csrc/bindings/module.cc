@@ -4,7 +4,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "base/dtype.h"
+#include "base/pace.h"
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "bindings/metadata_unpickler.h"
@@ -51,6 +54,16 @@ py::object unpickle(const py::bytes& pickle, const py::dict& vocabulary) {
   return py::reinterpret_steal<py::object>(value);
 }
 
+// The context `with Haste():`.
+class HasteContext {
+ public:
+  void enter() { haste_.emplace(); }
+  void exit(const py::args&) { haste_.reset(); }
+
+ private:
+  std::optional<Haste> haste_;
+};
+
 }  // namespace
 }  // namespace torch_ckpt
 
@@ -62,6 +75,10 @@ PYBIND11_MODULE(_native, module) {
   module.def("why_no_cuda", &why_no_cuda);
   py::class_<TensorView>(module, "TensorView")
       .def_static("without_memory", &without_memory, py::arg("dtype"), py::arg("sizes"));
+  py::class_<HasteContext>(module, "Haste")
+      .def(py::init())
+      .def("__enter__", &HasteContext::enter)
+      .def("__exit__", &HasteContext::exit);
   bind_exchange(module);
   bind_file_system(module);
   bind_index(module);

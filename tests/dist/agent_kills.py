@@ -32,7 +32,7 @@ from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_te
 
 from torch_ckpt import CheckpointError, FastReader, NotFoundError, _native
 from torch_ckpt.agent.memory import folder_of, run_of
-from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.reader import SnapshotReader
 from torch_ckpt.agent.trainer import SnapshotAgent
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_te
 from torch_ckpt import CancelledError, CheckpointError, FastReader, Run, SnapshotAgent
 from torch_ckpt.agent import patience
 from torch_ckpt.agent.memory import run_of
-from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.reader import SnapshotReader
 from torch_ckpt.errors import NotFoundError
 

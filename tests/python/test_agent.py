@@ -47,8 +47,9 @@ from torch_ckpt.agent.memory import (
     slot_path,
 )
 from torch_ckpt.agent.messages import Kind, receive, send
+from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.persist import persist
-from torch_ckpt.agent.process import Agent, AgentOptions
+from torch_ckpt.agent.process import Agent
 from torch_ckpt.agent.reader import SnapshotReader
 from torch_ckpt.agent.slots import Slots
 from torch_ckpt.agent.trainer import SnapshotAgent
@@ -292,7 +293,7 @@ def test_it_would_be_noticed_if_a_slot_were_complete_before_it_is_filled(tmp_pat
 KILLED_BEFORE_IT_SAYS_SO = """
 import os, signal, sys, torch
 from torch_ckpt.agent.client import AgentClient
-from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.trainer import SnapshotAgent
 run = sys.argv[1]
 agent = SnapshotAgent(run, options=AgentOptions(persist_on_failure=False))
@@ -355,7 +356,7 @@ def test_an_agent_that_is_told_to_end_brings_the_newest_step_to_disk_first(
 
 ENDS = """
 import sys, torch
-from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.trainer import SnapshotAgent
 run, how = sys.argv[1:]
 agent = SnapshotAgent(run, options=AgentOptions(persist_on_failure=how != "kept in memory"))

@@ -15,7 +15,7 @@ from waits import SOON_S, until
 
 import torch_ckpt
 from torch_ckpt.agent.memory import folder_of, run_of
-from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.options import AgentOptions
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -7,9 +7,12 @@ import gc
 import os
 import pickle
 import random
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +37,7 @@ from torch_ckpt import (
     _native,
     staging,
 )
-from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.staging import SnapshotStager
 
@@ -388,30 +391,61 @@ def test_what_is_written_in_the_background_steps_back_and_nothing_else(
     assert niceness_while(lambda: not saving.is_alive()) == {own}
 
 
-def seconds_of_save(path: Path, state: dict[str, Any], share: float, agent: bool) -> float:
-    """How long one takes whose threads are at work for a share of the time."""
-    io = IoOptions(background_share=share)
-    if not agent:
-        began = time.monotonic()
-        dcp.async_save(state, storage_writer=FastWriter(path, io=io)).result()
-        return time.monotonic() - began
-    made = SnapshotAgent(path, options=AgentOptions(io=io))
+def seconds_of_saves(
+    folder: Path, state: dict[str, Any], io: IoOptions, agent: bool
+) -> list[float]:
+    """Until one is on disk, then until saves begin of which the last waits for the first."""
+    made = SnapshotAgent(folder, options=AgentOptions(io=io)) if agent else None
+    writer = FastWriter(folder, io=io)
+
+    def save(step: int) -> Future[Any]:
+        path = folder / f"step-{step}"
+        if made is None:
+            return dcp.async_save(state, checkpoint_id=path, storage_writer=writer)
+        future = made.async_save(state, path, step=step)
+        assert future is not None
+        return future
+
     began = time.monotonic()
-    future = made.async_save(state, path, step=1)
-    assert future is not None
-    future.result()
-    seconds = time.monotonic() - began
-    made.close()
-    return seconds
+    save(0).result()
+    alone = time.monotonic() - began
+    began = time.monotonic()
+    futures = [save(step) for step in range(1, 3 + agent)]  # One more than there is memory for.
+    until_begun = time.monotonic() - began
+    with _native.Haste():
+        wait(futures)
+    if made is not None:
+        made.close()
+    return alone, until_begun
+
+
+@contextlib.contextmanager
+def on_a_busy_cpu() -> Iterator[None]:
+    """This process, and those that it starts, have one CPU, which others want all the time."""
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(3)]
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cpus)
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 @pytest.mark.parametrize("agent", [False, True])
-def test_what_is_written_in_the_background_rests_as_it_was_told_to(
+def test_what_is_written_in_the_background_rests_where_others_want_the_cpus(
     world_of_one: None, tmp_path: Path, memory: Path, agent: bool
 ) -> None:
-    state = {"w": torch.arange(16 << 20, dtype=torch.float32)}
-    full = min(seconds_of_save(tmp_path / str(n), state, 1.0, agent) for n in range(2))
-    assert seconds_of_save(tmp_path / "rests", state, 0.02, agent) > 3 * full
-    loaded = {"w": torch.zeros(16 << 20)}
-    dcp.load(loaded, storage_reader=FastReader(tmp_path / "rests"))
+    state = {"w": torch.arange(32 << 20, dtype=torch.float32)}
+    restless, resting = (IoOptions(background_share=share) for share in (1.0, 0.03))
+    with on_a_busy_cpu():
+        full, _ = seconds_of_saves(tmp_path / "full", state, restless, agent)
+        alone, until_begun = seconds_of_saves(tmp_path / "rests", state, resting, agent)
+    assert alone > 3 * full
+    assert until_begun < alone / 2  # While training waits for a save, that does not rest.
+    loaded = {"w": torch.zeros(32 << 20)}
+    dcp.load(loaded, storage_reader=FastReader(tmp_path / "rests" / "step-0"))
     assert torch.equal(loaded["w"], state["w"])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch_ckpt.agent.memory import SlotHeader, folder_of, has_agent, open_folder, short_path
 from torch_ckpt.agent.messages import Kind, Message, raise_error, receive, send
-from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
 
 __all__ = ["AgentClient", "Place", "Taken"]

@@ -16,10 +16,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from torch_ckpt import _native
 from torch_ckpt.agent.declined import Declined
 from torch_ckpt.agent.meeting import Meeting
 from torch_ckpt.agent.memory import (
@@ -31,14 +31,14 @@ from torch_ckpt.agent.memory import (
     short_path,
 )
 from torch_ckpt.agent.messages import Kind, Message, error_message, receive, send
+from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.saves import Saves
 from torch_ckpt.agent.shares import Shares
 from torch_ckpt.agent.slots import Look, Save, Slots
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError
-from torch_ckpt.options import IoOptions
 
-__all__ = ["Agent", "AgentOptions", "run_agent"]
+__all__ = ["Agent", "run_agent"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
@@ -55,30 +55,6 @@ _ADMITTED = 64  # Decisions that are kept: ranks are never so far apart.
 T = TypeVar("T")
 
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentOptions:
-    """How an agent behaves.
-
-    Attributes:
-        persist_on_failure: Whether the newest complete snapshot is brought to disk when trainers
-            end without saying so.
-        linger_s: Seconds that memory is kept for trainers to come back, once they have died.
-        threads: Files that are written at a time.
-        nice: How far the process steps back behind others that want the CPU.
-        peers_timeout_s: Seconds that an agent waits for those of other machines, whose ranks have
-            saved with its own; more than one may take longer to write than another. One that has to
-            go on (it was told to end, or ranks have started anew) waits for half a minute at most.
-        io: Tuning.
-    """
-
-    persist_on_failure: bool = True
-    linger_s: float = 1800.0
-    threads: int = 2
-    nice: int = 5
-    peers_timeout_s: float = 600.0
-    io: IoOptions = field(default_factory=IoOptions)
 
 
 class Agent:
@@ -327,7 +303,8 @@ class Agent:
             if left <= 0:
                 return Message(Kind.BUSY)
             has_waited = True
-            self._changed.wait(min(left, _POLL_S))
+            with _native.Haste():  # Training stands still.
+                self._changed.wait(min(left, _POLL_S))
             if not trainer.is_alive:
                 raise CancelledError("the trainer is gone")
 

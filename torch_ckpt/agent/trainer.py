@@ -31,7 +31,7 @@ from torch_ckpt.agent.memory import (
     slot_path,
     whole_saves,
 )
-from torch_ckpt.agent.process import AgentOptions
+from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.exchange import this_machine
 from torch_ckpt.tensors import gc_paused

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_ckpt.agent.memory import run_of
-from torch_ckpt.agent.process import AgentOptions, run_agent
+from torch_ckpt.agent.options import AgentOptions
+from torch_ckpt.agent.process import run_agent
 from torch_ckpt.options import IoOptions
 
 __all__ = ["add_to"]
