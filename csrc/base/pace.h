@@ -56,12 +56,13 @@ class Pace {
     using Seconds = std::chrono::duration<double>;
     const Clock::duration worked = std::max(now - since_, Clock::duration::zero());
     since_ = now;
-    if (!is_cpu_short(had) || Haste::is_on()) return Clock::duration::zero();
+    if (!is_cpu_short(had) || Haste::is_on() || rested_ >= kMost) return Clock::duration::zero();
     owed_ += std::chrono::duration_cast<Clock::duration>(Seconds(worked) * (1 / share_ - 1));
     if (owed_ < kShortest) return Clock::duration::zero();
     const Clock::duration rest = owed_;
     owed_ = Clock::duration::zero();
     since_ += rest;
+    rested_ += rest;
     return rest;
   }
 
@@ -74,6 +75,7 @@ class Pace {
     return lately_.waited * 2 > lately_.ran;
   }
 
+  static constexpr auto kMost = std::chrono::minutes(1);  // In all: other machines wait for this.
   // Whoever wakes up takes a CPU and its caches from others: better seldom, and for many pieces.
   static constexpr auto kShortest = std::chrono::milliseconds(50);
   static constexpr auto kLately = std::chrono::milliseconds(10);  // A dozen pieces or two.
@@ -81,6 +83,7 @@ class Pace {
   const double share_;
   Clock::time_point since_;  // When work was begun that is not yet counted.
   Clock::duration owed_ = Clock::duration::zero();
+  Clock::duration rested_ = Clock::duration::zero();
   CpuTime lately_ = {.ran = kLately / 2};  // Not for the first piece that waits.
 };
 

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -449,3 +450,24 @@ def test_what_is_written_in_the_background_rests_where_others_want_the_cpus(
     loaded = {"w": torch.zeros(32 << 20)}
     dcp.load(loaded, storage_reader=FastReader(tmp_path / "rests" / "step-0"))
     assert torch.equal(loaded["w"], state["w"])
+
+
+def test_an_agent_that_is_to_end_does_not_rest(
+    world_of_one: None, tmp_path: Path, memory: Path
+) -> None:
+    state = {"w": torch.arange(32 << 20, dtype=torch.float32)}
+    io = IoOptions(background_share=0.03)
+    with on_a_busy_cpu():
+        agent = SnapshotAgent(tmp_path, options=AgentOptions(io=io))
+        alone = 0.0
+        for step in range(2):
+            began = time.monotonic()
+            future = agent.async_save(state, tmp_path / f"step-{step}", step=step)
+            assert future is not None
+            if alone:
+                os.kill(int(next(memory.glob("*/*/agent.lock")).read_text()), signal.SIGTERM)
+            future.result()
+            seconds = time.monotonic() - began
+            alone = alone or seconds
+    agent.close(drop=True)
+    assert seconds < alone / 2

@@ -88,6 +88,7 @@ class Agent:
         self._admitted: dict[Save, bool] = {}
         self._retried: set[Save] = set()
         self._began = time.monotonic()
+        self._haste = contextlib.ExitStack()
         self._stop = False
         self._is_dropped = False  # Whether trainers have said that they want nothing of it.
 
@@ -110,6 +111,7 @@ class Agent:
             while not self._has_ended():
                 self._changed.wait(_POLL_S)
                 self._look_after_trainers()
+                self._hasten()
             listener.close()
             path.unlink(missing_ok=True)
             if any(not t.said_bye and t.is_alive for t in self._trainers.values()):
@@ -158,6 +160,15 @@ class Agent:
             _log.info("rank %d, process %d, is gone", lost[0].rank, lost[0].pid)
         if self.options.persist_on_failure and time.monotonic() - self._lost_since >= _SETTLE_S:
             self._persist_newest()
+
+    def _hasten(self) -> None:
+        """Has nothing rest while nobody trains, or a save is in a hurry."""
+        look = self._slots.look()
+        trains = any(t.is_alive and not t.said_bye for t in self._trainers.values())
+        pending = [save for save in look.complete if self._saves.is_pending(save, look)]
+        self._haste.close()
+        if not trains or any(map(self._is_hurried, pending)):
+            self._haste.enter_context(_native.Haste())
 
     def _is_hurried(self, save: Save) -> bool:
         """Whether a save must not wait for other machines as long as it may."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import re
@@ -186,7 +185,7 @@ class Saves:
         if one.joint is None:
             one.joint = JointSave(
                 [slot.memory for slot in one.held if slot.memory is not None],
-                io=self._io_of(save),
+                io=self._io,
                 threads=self._threads,
                 timeout_s=self._peers_timeout_s,
                 is_hurried=lambda: self._is_hurried(save),
@@ -242,16 +241,11 @@ class Saves:
             raise CheckpointError("the save has no directory to come to")
         persist(
             snapshots,
-            io=self._io_of(headers[0].save),
+            io=self._io,
             threads=self._threads,
             is_current=lambda: [SlotHeader.of(memory) for memory in memories] == headers,
         )
         _log.info("step %d is on disk", headers[0].step)
-
-    def _io_of(self, save: Save) -> IoOptions:
-        """What is in a hurry does not rest."""
-        is_hurried = self._is_hurried(save)
-        return dataclasses.replace(self._io, background_share=1.0) if is_hurried else self._io
 
     def _failure(self, save: Save) -> Path:
         return self._folder / f"failed-{save[0].hex()}-{save[1]}"
