@@ -32,8 +32,9 @@ class IoOptions:
         background_nice: By how much threads that write what was staged step back behind others
             that want the CPU, as nice(1); 0 to 19.
         background_share: Most of the time that each of these is at work where CPUs are short, that
-            is where it has to wait for one; for the rest it rests, so that training is slowed less
-            at a time, and the save takes longer. Above 0, at most 1, which is never to rest.
+            is where it has to wait for one; for the rest it rests, up to 10 s a file, so that
+            training is slowed less at a time, and the save takes longer. Above 0, at most 1, which
+            is never to rest. Nor does it while a save waits for the memory that former ones hold.
         direct: Whether to go past the page cache (``O_DIRECT``) where the file system allows it.
             What the page cache holds is read from there in any case.
 

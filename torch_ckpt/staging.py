@@ -279,7 +279,7 @@ class SnapshotStager:
     def _take(self) -> list[_native.Snapshot | None]:
         """One that is free, when there is one."""
         deadline = time.monotonic() + self.timeout_s
-        with self._changed:
+        with self._changed, _native.Haste():  # Training stands still.
             self._reclaim()
             self.waits += not self._free
             while not self._free:
@@ -289,8 +289,7 @@ class SnapshotStager:
                         f"cannot stage: former saves have not ended within {self.timeout_s:g} s, "
                         "or what they have staged is still referred to"
                     )
-                with _native.Haste():  # Training stands still.
-                    self._changed.wait(min(left, LOOK_S))
+                self._changed.wait(min(left, LOOK_S))
                 self._reclaim()
             return [self._free.pop()]
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <thread>
+#include <utility>
 
 #include "base/cpu_time.h"
 
@@ -44,9 +45,13 @@ class Pace {
   void rest() {
     if (share_ >= 1) return;
     const Clock::time_point now = Clock::now();
-    const Clock::time_point end = now + rest_at(now, take_cpu_time());
+    if (now - since_ < kLook) return;
+    const CpuTime had = take_cpu_time();
+    // What a thread had before it came to this work does not count.
+    const auto before = std::exchange(thread_, std::this_thread::get_id());
+    const Clock::time_point end = now + rest_at(now, before == thread_ ? had : CpuTime());
     while (Clock::now() < end && !Haste::is_on()) {
-      std::this_thread::sleep_until(std::min(end, Clock::now() + kShortest));
+      std::this_thread::sleep_until(std::min(end, Clock::now() + kNap));
     }
   }
 
@@ -54,12 +59,14 @@ class Pace {
   // returns how long to rest, and counts on that.
   Clock::duration rest_at(Clock::time_point now, CpuTime had) {
     using Seconds = std::chrono::duration<double>;
-    const Clock::duration worked = std::max(now - since_, Clock::duration::zero());
+    // What takes longer waits for a disk, or was stopped.
+    const Clock::duration worked =
+        std::clamp<Clock::duration>(now - since_, Clock::duration::zero(), kLongestPiece);
     since_ = now;
-    if (!is_cpu_short(had) || Haste::is_on() || rested_ >= kMost) return Clock::duration::zero();
+    if (!is_cpu_short(had) || Haste::is_on()) return Clock::duration::zero();
     owed_ += std::chrono::duration_cast<Clock::duration>(Seconds(worked) * (1 / share_ - 1));
-    if (owed_ < kShortest) return Clock::duration::zero();
-    const Clock::duration rest = owed_;
+    const Clock::duration rest = std::min<Clock::duration>(owed_, kMost - rested_);
+    if (rest < kShortest) return Clock::duration::zero();
     owed_ = Clock::duration::zero();
     since_ += rest;
     rested_ += rest;
@@ -75,15 +82,19 @@ class Pace {
     return lately_.waited * 2 > lately_.ran;
   }
 
-  static constexpr auto kMost = std::chrono::minutes(1);  // In all: other machines wait for this.
   // Whoever wakes up takes a CPU and its caches from others: better seldom, and for many pieces.
   static constexpr auto kShortest = std::chrono::milliseconds(50);
+  static constexpr auto kMost = std::chrono::seconds(10);      // In all: others wait for its end.
+  static constexpr auto kNap = std::chrono::milliseconds(50);  // Before it looks whether to go on.
+  static constexpr auto kLook = std::chrono::milliseconds(1);  // Looking takes some microseconds.
   static constexpr auto kLately = std::chrono::milliseconds(10);  // A dozen pieces or two.
+  static constexpr auto kLongestPiece = std::chrono::milliseconds(100);
 
   const double share_;
   Clock::time_point since_;  // When work was begun that is not yet counted.
   Clock::duration owed_ = Clock::duration::zero();
   Clock::duration rested_ = Clock::duration::zero();
+  std::thread::id thread_;                 // Who has called.
   CpuTime lately_ = {.ran = kLately / 2};  // Not for the first piece that waits.
 };
 

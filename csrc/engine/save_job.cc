@@ -164,6 +164,7 @@ Result<uint32_t> SaveJob::write_in_place(Bytes bytes) {
   if (block_ >= 0 && !bytes.empty()) RETURN_IF_ERROR(submit_window());
   uint32_t crc = 0;
   while (!bytes.empty()) {
+    pace_.rest();
     const Bytes part = slice(bytes, 0, std::min(ssize(bytes), pool_.block_nbytes()));
     while (queue_->room() == 0) RETURN_IF_ERROR(wait_for_some());
     // The queue only reads what it writes.
@@ -183,7 +184,6 @@ Result<uint32_t> SaveJob::write_in_place(Bytes bytes) {
     }
     cursor_ += ssize(part);
     bytes = bytes.subspan(part.size());
-    pace_.rest();
   }
   return crc;
 }
@@ -231,6 +231,7 @@ Status SaveJob::put_zeros_until(int64_t offset) {
 Result<MutableBytes> SaveJob::window_rest() {
   if (block_ >= 0 && filled_ == pool_.block_nbytes()) RETURN_IF_ERROR(submit_window());
   if (block_ < 0) {
+    pace_.rest();
     std::optional<int> free = pool_.acquire();
     for (; !free; free = pool_.acquire()) RETURN_IF_ERROR(wait_for_some());
     block_ = *free;
@@ -261,7 +262,6 @@ Status SaveJob::submit_window() {
                              .tag = static_cast<uint64_t>(block_)};
   block_ = -1;
   queue_->submit({&request, 1});
-  pace_.rest();
   return ok_status();
 }
 

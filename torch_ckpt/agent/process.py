@@ -89,6 +89,7 @@ class Agent:
         self._retried: set[Save] = set()
         self._began = time.monotonic()
         self._haste = contextlib.ExitStack()
+        self._is_in_haste = False
         self._stop = False
         self._is_dropped = False  # Whether trainers have said that they want nothing of it.
 
@@ -164,11 +165,16 @@ class Agent:
     def _hasten(self) -> None:
         """Has nothing rest while nobody trains, or a save is in a hurry."""
         look = self._slots.look()
-        trains = any(t.is_alive and not t.said_bye for t in self._trainers.values())
+        trainers = self._trainers.values()
+        trains = any(t.is_alive and not t.said_bye for t in trainers)
+        trains = trains and not any(t.is_lost for t in trainers)  # For whom all others wait.
         pending = [save for save in look.complete if self._saves.is_pending(save, look)]
-        self._haste.close()
-        if not trains or any(map(self._is_hurried, pending)):
+        is_in_haste = not trains or any(map(self._is_hurried, pending))
+        if is_in_haste and not self._is_in_haste:
             self._haste.enter_context(_native.Haste())
+        elif not is_in_haste:
+            self._haste.close()
+        self._is_in_haste = is_in_haste
 
     def _is_hurried(self, save: Save) -> bool:
         """Whether a save must not wait for other machines as long as it may."""
