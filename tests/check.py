@@ -155,7 +155,7 @@ def run_pytest(*arguments: str, workers: int = 0) -> None:
         *arguments: Which.
         workers: Processes that run them, each file in one; 0 for this one. Many tests mostly wait.
     """
-    by = ("-n", str(workers), "--dist", "loadfile")
+    by = ("-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder")  # The longest first.
     run(sys.executable, "-m", "pytest", "-q", "-ra", *by, *arguments, OMP_NUM_THREADS="1")
 
 
