@@ -78,7 +78,8 @@ PYBIND11_MODULE(_native, module) {
   py::class_<HasteContext>(module, "Haste")
       .def(py::init())
       .def("__enter__", &HasteContext::enter)
-      .def("__exit__", &HasteContext::exit);
+      .def("__exit__", &HasteContext::exit)
+      .def_static("is_on", &Haste::is_on);
   bind_exchange(module);
   bind_file_system(module);
   bind_index(module);

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import pickle
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,15 +25,11 @@ from torch_ckpt import (
     FastReader,
     FastSavePlanner,
     FastWriter,
-    IoOptions,
     StorageError,
     UnsupportedError,
     _native,
     staging,
 )
-from torch_ckpt.agent.memory import folder_of, run_of
-from torch_ckpt.agent.options import AgentOptions
-from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.staging import SnapshotStager
 
 pytestmark = pytest.mark.timeout(120)
@@ -365,120 +354,3 @@ def test_an_async_save_stores_what_was_there_when_it_began(
         loaded = {"large": torch.zeros(1 << 20)}
         dcp.load(loaded, storage_reader=FastReader(path))
         assert torch.equal(loaded["large"], torch.full((1 << 20,), float(step)))
-
-
-def niceness_while(is_over: Callable[[], bool]) -> set[int]:
-    """Of all threads of this process."""
-    seen = set()
-    while not is_over():
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):
-                seen.add(os.getpriority(os.PRIO_PROCESS, int(thread)))
-    return seen
-
-
-def test_what_is_written_in_the_background_steps_back_and_nothing_else(
-    world_of_one: None, tmp_path: Path
-) -> None:
-    state = {"w": torch.ones(32 << 20)}
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    writer = FastWriter(tmp_path, io=IoOptions(background_nice=3))
-    for _ in range(2):
-        future = dcp.async_save(state, checkpoint_id=tmp_path, storage_writer=writer)
-        assert niceness_while(future.done) == {own, own + 3}
-    saving = threading.Thread(
-        target=dcp.save, args=(state,), kwargs={"checkpoint_id": tmp_path, "storage_writer": writer}
-    )
-    saving.start()
-    assert niceness_while(lambda: not saving.is_alive()) == {own}
-
-
-def seconds_of_saves(
-    folder: Path, state: dict[str, Any], io: IoOptions, agent: bool
-) -> tuple[float, float]:
-    """Until one is on disk, then until saves begin of which the last waits for the first."""
-    made = SnapshotAgent(folder, options=AgentOptions(io=io)) if agent else None
-    writer = FastWriter(folder, io=io)
-
-    def save(step: int) -> Future[Any]:
-        path = folder / f"step-{step}"
-        if made is None:
-            return dcp.async_save(state, checkpoint_id=path, storage_writer=writer)
-        future = made.async_save(state, path, step=step)
-        assert future is not None
-        return future
-
-    began = time.monotonic()
-    save(0).result()
-    alone = time.monotonic() - began
-    began = time.monotonic()
-    futures = [save(step) for step in range(1, 3 + agent)]  # One more than there is memory for.
-    until_begun = time.monotonic() - began
-    with _native.Haste():
-        wait(futures)
-    if made is not None:
-        made.close()
-    return alone, until_begun
-
-
-@contextlib.contextmanager
-def on_a_busy_cpu() -> Iterator[None]:
-    """This thread, and what it starts, has one CPU, which others want all the time."""
-    cpus = os.sched_getaffinity(0)
-    spin = [sys.executable, "-c", "while True: pass"]
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.sched_setaffinity, 0, cpus)
-        os.sched_setaffinity(0, {min(cpus)})
-        for _ in range(3):
-            stack.callback(stack.enter_context(subprocess.Popen(spin)).kill)
-        yield
-
-
-def at_last(is_so: Callable[[Path], bool], folder: Path) -> bool:
-    """Whether it is so in one of a few times: other processes want this machine as well."""
-    return any(is_so(folder / str(number)) for number in range(4))
-
-
-@pytest.mark.parametrize("agent", [False, True])
-def test_what_is_written_in_the_background_rests_where_others_want_the_cpus(
-    world_of_one: None, tmp_path: Path, memory: Path, agent: bool
-) -> None:
-    state = {"w": torch.arange(32 << 20, dtype=torch.float32)}
-    restless, resting = (IoOptions(background_share=share) for share in (1.0, 0.01))
-
-    def does_rest(folder: Path) -> bool:
-        full, _ = seconds_of_saves(folder / "full", state, restless, agent)
-        alone, until_begun = seconds_of_saves(folder / "rests", state, resting, agent)
-        loaded = {"w": torch.zeros(32 << 20)}
-        dcp.load(loaded, storage_reader=FastReader(folder / "rests" / "step-0"))
-        assert torch.equal(loaded["w"], state["w"])
-        # While training waits for the memory of a save, that does not rest.
-        return alone > 2 * full and until_begun < alone / 2
-
-    with on_a_busy_cpu():
-        assert at_last(does_rest, tmp_path)
-
-
-def test_an_agent_that_is_to_end_does_not_rest(
-    world_of_one: None, tmp_path: Path, memory: Path
-) -> None:
-    state = {"w": torch.arange(64 << 20, dtype=torch.float32)}
-    io = IoOptions(background_share=0.01)
-
-    def is_hurried(folder: Path) -> bool:
-        agent = SnapshotAgent(folder, options=AgentOptions(io=io))
-        seconds = []
-        for step in range(2):
-            began = time.monotonic()
-            future = agent.async_save(state, folder / f"step-{step}", step=step)
-            assert future is not None
-            if step == 1:
-                lock = folder_of(run_of(folder)) / "agent.lock"
-                os.kill(int(lock.read_text()), signal.SIGTERM)
-            future.result()
-            seconds.append(time.monotonic() - began)
-        agent.close(drop=True)
-        return seconds[1] < seconds[0] / 2
-
-    with on_a_busy_cpu():
-        assert at_last(is_hurried, tmp_path)

@@ -107,7 +107,7 @@ class Agent:
         path.chmod(0o600)
         listener.listen(256)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-        with self._changed, contextlib.closing(self._declined):
+        with self._changed, self._haste, contextlib.closing(self._declined):
             self._saves.begin_next()  # What a former agent has left.
             while not self._has_ended():
                 self._changed.wait(_POLL_S)
