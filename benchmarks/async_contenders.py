@@ -7,7 +7,6 @@ OURS_PLUGIN = f"{OURS} under DCP's planner"
 OURS_RESERVED = f"{OURS}, reserved"
 OURS_AGENT = f"{OURS}, agent"
 OURS_AGENT_RESERVED = f"{OURS_AGENT}, reserved"
-OURS_RESTLESS = f"{OURS}, background_share=1"
 OURS_SYNC = f"{OURS}, synchronous"
 STOCK_THREAD = "dcp, thread"
 STOCK_CACHED = "dcp, thread, cached copy"
@@ -20,4 +19,3 @@ FROM_DISK = f"{OURS}, from disk, cold"
 STOCK_FROM_DISK = "dcp, from disk, cold"
 
 ASYNC = (OURS, OURS_AGENT, OURS_PLUGIN, STOCK_THREAD, STOCK_CACHED, STOCK_PROCESS)
-IN_TRAINING = (OURS, OURS_RESTLESS, *ASYNC[1:])

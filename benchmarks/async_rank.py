@@ -23,7 +23,6 @@ from async_contenders import (
     OURS_AGENT_RESERVED,
     OURS_PLUGIN,
     OURS_RESERVED,
-    OURS_RESTLESS,
     OURS_SYNC,
     STOCK_CACHED,
     STOCK_FROM_DISK,
@@ -80,7 +79,7 @@ class AsyncRank(Rank):
 
     def reserve(self, contender: str) -> None:
         """Has the memory for staging made."""
-        from torch_ckpt.staging import STAGER
+        from torch_ckpt.staging.stager import STAGER
 
         by_agent = contender in (OURS_AGENT, OURS_AGENT_RESERVED)
         (self.agent if by_agent else STAGER).reserve(self.state)
@@ -153,13 +152,11 @@ class AsyncRank(Rank):
 
     def _saver(self, contender: str) -> Callable[[Path], Future[Any] | None]:
         import torch_ckpt
-        from torch_ckpt import FastWriter, IoOptions
+        from torch_ckpt import FastWriter
         from torch_ckpt import async_save as our_async_save  # Now: names are imported lazily.
 
-        def save_ours(path: Path, **options: Any) -> Any:
-            return our_async_save(
-                self.state, checkpoint_id=path, process_group=self.group, **options
-            )
+        def save_ours(path: Path) -> Any:
+            return our_async_save(self.state, checkpoint_id=path, process_group=self.group)
 
         def save_by_agent(path: Path) -> Any:
             return self.agent.async_save(self.state, path, step=1)
@@ -179,10 +176,6 @@ class AsyncRank(Rank):
             OURS_AGENT_RESERVED: save_by_agent,
             OURS_PLUGIN: lambda path: save_async(FastWriter(path)),
             OURS_RESERVED: save_ours,
-            OURS_RESTLESS: lambda path: save_ours(
-                path,
-                storage_writer=FastWriter(path, io=IoOptions(background_share=1.0)),
-            ),
             OURS_SYNC: lambda path: _none(torch_ckpt.save(self.state, checkpoint_id=path)),
             STOCK_THREAD: lambda path: save_async(FileSystemWriter(path)),
             STOCK_CACHED: lambda path: save_async(

@@ -36,8 +36,6 @@ SLICE = 16_384 + 704
 LABELS = {
     "one-cold": "open, one FQN; nothing in the page cache",
     "one": "open, one FQN; all in the page cache",
-    "share-cold": f"open, find 1/{SHARE} of all boxes; cold",
-    "share": f"open, find 1/{SHARE} of all boxes; cached",
     "plan-cold": f"open, plan a load of 1/{SHARE}; cold",
     "plan": f"open, plan a load of 1/{SHARE}; cached",
     "check": "check all of the index",
@@ -63,10 +61,10 @@ def _make(path: Path, fqns: int, boxes: int) -> None:
         TensorStorageMetadata,
     )
 
-    from torch_ckpt.index import WrittenFile
-    from torch_ckpt.seal import INDEX_MARK
-    from torch_ckpt.sealed_metadata import seal_metadata
-    from torch_ckpt.tensors import gc_paused
+    from torch_ckpt._core.tensors import gc_paused
+    from torch_ckpt.formats.seal import INDEX_MARK
+    from torch_ckpt.storage.sealed_metadata import seal_metadata
+    from torch_ckpt.storage.written_file import WrittenFile
 
     path.mkdir(parents=True)
     save_id = "0123456789abcdef"
@@ -132,8 +130,9 @@ def _measure(path: Path, what: str, fqns: int, boxes: int) -> dict[str, float]:
     """Runs in a process of its own."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    from torch_ckpt import FastReader, _native
-    from torch_ckpt.load_planner import FastLoadPlanner
+    from torch_ckpt import FastReader
+    from torch_ckpt._core import _native
+    from torch_ckpt.planning.load_planner import FastLoadPlanner
 
     rng = random.Random(1)
     fs = _native.local_file_system()
@@ -147,18 +146,6 @@ def _measure(path: Path, what: str, fqns: int, boxes: int) -> dict[str, float]:
         stored = metadata.state_dict_metadata[fqn]
         offsets = stored.chunks[boxes // 2].offsets
         assert metadata.storage_data[MetadataIndex(fqn, offsets)].length == SLICE
-
-    def share() -> None:
-        index = opened()
-        found = 0
-        if boxes >= SHARE:
-            mine = SHARE // 2
-            for number in range(fqns):
-                found += len(index.overlapping(_fqn(number), [ROWS * mine, 0], [ROWS, COLUMNS]))
-        else:
-            for number in range(0, fqns, SHARE):
-                found += len(index.overlapping(_fqn(number), [0, 0], [ROWS * boxes, COLUMNS]))
-        assert found in (fqns * boxes // SHARE, -(-fqns // SHARE) * boxes)
 
     def plan() -> None:
         metadata = FastReader(path).read_metadata()
@@ -181,7 +168,6 @@ def _measure(path: Path, what: str, fqns: int, boxes: int) -> dict[str, float]:
 
     calls: dict[str, Callable[[], None]] = {
         "one": one,
-        "share": share,
         "plan": plan,
         "everything": everything,
         "check": lambda: opened().check(),

@@ -1,7 +1,7 @@
 """Writes a sharded model as safetensors: all ranks at once, beside what else there is.
 
 Gloo ranks hold a model of bf16 tensors, in shards of rows (as FSDP has them) or of columns (as
-tensor parallelism has them). The contenders: `FastWriter(format="safetensors")`; stock DCP's
+tensor parallelism has them). The contenders: `SafetensorsWriter`; stock DCP's
 `HuggingFaceStorageWriter`, which writes the shards and then puts them together; and one rank that
 has the whole model already and calls `safetensors.torch.save_file`, gathering not counted. Times
 are until all files are durable. Contenders take turns in the same processes:
@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from torch_ckpt import FastWriter
+from torch_ckpt import SafetensorsWriter
 
 OURS, STOCK, ONE = "torch-ckpt", "stock, consolidated", "save_file, one rank"
 ROWS, COLUMNS = "rows", "columns"
@@ -66,8 +66,8 @@ def shard(whole: State, how: str) -> State:
 
 
 def save_ours(shards: State, whole: State, directory: Path) -> None:
-    """By `FastWriter`."""
-    dcp.save(shards, storage_writer=FastWriter(directory, format="safetensors"))
+    """By `SafetensorsWriter`."""
+    dcp.save(shards, storage_writer=SafetensorsWriter(directory))
 
 
 def save_stock(shards: State, whole: State, directory: Path) -> None:

@@ -83,7 +83,7 @@ def _measured_costs(rank: int, rounds: int) -> Costs:
     import torch
     import torch.distributed as dist
 
-    from torch_ckpt.tree_exchange import _FIRST_NBYTES
+    from torch_ckpt.coordination.tree_exchange import _FIRST_NBYTES
 
     found = []
     for nbytes in (_FIRST_NBYTES, BULK_NBYTES):
@@ -107,8 +107,8 @@ def _real(rank: int, folder: str, rounds: int, replies: Any) -> None:
     import torch.distributed as dist
     from torch.distributed.checkpoint.utils import _DistWrapper
 
-    from torch_ckpt.roll_call import RollCalls
-    from torch_ckpt.tree_exchange import TreeExchange, _Passing
+    from torch_ckpt.coordination.roll_call import RollCalls
+    from torch_ckpt.coordination.tree_exchange import TreeExchange, _Passing
 
     torch.set_num_threads(1)
     method = f"file://{folder}/store"

@@ -6,6 +6,7 @@ prints what the function returns, as JSON. Seconds are of CPU unless a name says
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -17,10 +18,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 from machine import Meter
 
@@ -38,7 +39,7 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    @contextmanager
+    @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Adds what the body of a `with` block takes."""
         begin = time.process_time()
@@ -82,7 +83,7 @@ def coordinator(contender: str, tensors: int, ranks: int) -> dict[str, Any]:
         "answer_nbytes": answer_nbytes,
     }
     if contender == OURS:
-        from torch_ckpt import _native
+        from torch_ckpt._core import _native
 
         encoded = [plan.items.encoded for plan in plans]
         found["items_nbytes"] = sum(map(len, encoded))
@@ -93,8 +94,6 @@ def coordinator(contender: str, tensors: int, ranks: int) -> dict[str, Any]:
         with clock("engine: assignments"):
             for rank in range(ranks):
                 plan.assignment(rank)
-        expected = sum(_rows(number) for number in range(tensors)) * 4096 * 2
-        assert plan.load == [expected] * ranks
     return found | clock.seconds
 
 
@@ -105,9 +104,9 @@ def _rows(number: int) -> int:
 def _fast_plans(fqns: list[str], ranks: int) -> Callable[[int], Any]:
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from torch_ckpt import _native
-    from torch_ckpt.plan_cache import digest_of
-    from torch_ckpt.planned import ListedItems, PlannedPaths
+    from torch_ckpt._core import _native
+    from torch_ckpt.planning.plan_cache import digest_of
+    from torch_ckpt.planning.planned import ListedItems, PlannedPaths
 
     paths = _native.encode_paths({fqn: tuple(fqn.split(".")) for fqn in fqns})
 
@@ -219,8 +218,8 @@ def small(directory: str, tensors: int, rounds: int) -> dict[str, list[float]]:
     )
 
     from torch_ckpt import FastReader, FastSavePlanner, FastWriter
-    from torch_ckpt.load_planner import FastLoadPlanner
-    from torch_ckpt.plan_cache import PLAN_CACHE
+    from torch_ckpt.planning.load_planner import FastLoadPlanner
+    from torch_ckpt.planning.plan_cache import PLAN_CACHE
 
     kinds: dict[str, Any] = {
         OURS: (FastWriter, FastSavePlanner, FastReader, FastLoadPlanner),
@@ -317,10 +316,18 @@ def _save_again(
     found = []
     for _ in range(rounds + 1):
         planner, clock = FastSavePlanner(), Clock()
-        for name in ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan"):
-            setattr(planner, name, timed(clock, name, getattr(planner, name)))
         writer = Writer(f"{directory}/checkpoint", sync_files=False)
-        dcp.save({"state": state}, storage_writer=writer, planner=planner)
+        with contextlib.ExitStack() as stack:
+            # Of the class: a planner with methods of its own is planned another way.
+            for name in (
+                "set_up_planner",
+                "create_local_plan",
+                "create_global_plan",
+                "finish_plan",
+            ):
+                method = timed(clock, name, getattr(FastSavePlanner, name))
+                stack.enter_context(mock.patch.object(FastSavePlanner, name, method))
+            dcp.save({"state": state}, storage_writer=writer, planner=planner)
         cache = planner.plan_cache
         found.append(
             {

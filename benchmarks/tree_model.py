@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch_ckpt.tree import Tree
+from torch_ckpt.coordination.tree import Tree
 
 FIRST_NBYTES = 16 << 10  # More than that is sent as two messages.
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 
-from torch_ckpt import _native
+from torch_ckpt._core import _native
 
 SEEDS = Path(__file__).parent / "seeds"
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"

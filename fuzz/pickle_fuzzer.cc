@@ -14,6 +14,7 @@
 #include <string_view>
 
 #include "bindings/metadata_unpickler.h"
+#include "format/pickle_globals.h"
 
 namespace torch_ckpt {
 namespace {
@@ -52,7 +53,7 @@ PyObject* check = nullptr;
 constexpr const char* kSetUp = R"(
 import gc, sys
 sys.path.insert(0, SOURCE_DIR)
-from torch_ckpt import metadata, pickles
+from torch_ckpt.formats import metadata, pickles
 gc.disable()
 
 def walk(value, budget, depth=0):
@@ -102,8 +103,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace torch_ckpt;
   is_loading = true;
   Status status;
-  PyObject* value =
-      unpickle_metadata({reinterpret_cast<const std::byte*>(data), size}, vocabulary, &status);
+  const Bytes pickle(reinterpret_cast<const std::byte*>(data), size);
+  const StatusCode listed = pickle_globals(pickle).status().code();
+  if (listed != StatusCode::kOk && listed != StatusCode::kCorruption &&
+      listed != StatusCode::kUnsupported) {
+    fail("a list of globals that is not what was promised");
+  }
+  PyObject* value = unpickle_metadata(pickle, vocabulary, &status);
   if (value != nullptr) {
     PyObject* checked = PyObject_CallFunction(check, "On", value, static_cast<Py_ssize_t>(size));
     if (checked == nullptr) fail("a value that is not what was promised");

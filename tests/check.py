@@ -1,9 +1,9 @@
 """The one entry to all checks: ``python tests/check.py [fast|full|gpu|fuzz]``.
 
 ``fast`` (the default) checks format, lint, types and the arrows between rooms, and runs the C++
-tests, the seeds of the fuzz targets, and the Python tests, those of several processes included.
-``full`` adds clang-tidy, the C++ tests under ASan with UBSan, under TSan, and built without
-liburing, and the slow Python tests. ``fuzz`` runs each fuzz target under libFuzzer for
+tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``full`` adds
+clang-tidy, the C++ tests under ASan with UBSan, under TSan, and built without liburing, and runs
+every case of the Python tests. ``fuzz`` runs each fuzz target under libFuzzer for
 ``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA device.
 """
 
@@ -89,10 +89,10 @@ def build_fuzz(name: str, *options: str) -> Path:
     return build_cpp(name, "-DTORCH_CKPT_FUZZ=ON", python, *options, target="fuzzers")
 
 
-def test_seeds() -> None:
+def test_seeds(runs: int) -> None:
     """The seeds of every fuzz target, and some mutations of them."""
     for target in fuzz_targets(build_fuzz("cpp")):
-        run(target, "-runs=20000", f"fuzz/seeds/{target.name}")
+        run(target, f"-runs={runs}", f"fuzz/seeds/{target.name}")
 
 
 def fuzz(seconds: int) -> None:
@@ -133,9 +133,8 @@ def test_cpp_sanitized() -> None:
 def check_clang_tidy() -> None:
     """clang-tidy over the core; its checks are in .clang-tidy."""
     folder = build_cpp("cpp")
-    listed = (ROOT / "csrc/sources.txt").read_text().split()
-    sources = [name for name in listed if name.endswith(".cc")]
-    run(tool("clang-tidy"), "--quiet", "-p", folder, *(ROOT / "csrc" / name for name in sources))
+    sources = [p for p in (ROOT / "csrc").rglob("*.cc") if p.parent.name != "bindings"]
+    run(tool("clang-tidy"), "--quiet", "-p", folder, *sorted(sources))
 
 
 def test_gpu() -> None:
@@ -151,12 +150,15 @@ def test_gpu() -> None:
 def run_pytest(*arguments: str, workers: int = 0) -> None:
     """The Python tests; the last line of the output is pytest's summary.
 
+    Above it stand the 30 longest, and how long the whole check took (``tests/conftest.py``).
+
     Args:
         *arguments: Which.
         workers: Processes that run them, each file in one; 0 for this one. Many tests mostly wait.
     """
     by = ("-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder")  # The longest first.
-    run(sys.executable, "-m", "pytest", "-q", "-ra", *by, *arguments, OMP_NUM_THREADS="1")
+    shown = ("-q", "-ra", "--durations=30")
+    run(sys.executable, "-m", "pytest", *shown, *by, *arguments, OMP_NUM_THREADS="1")
 
 
 def main() -> None:
@@ -172,16 +174,20 @@ def main() -> None:
     if what == "gpu":
         test_gpu()
         return
+    full = what == "full"
+    os.environ["CHECK_BEGAN"] = str(time.time())
     check_style()
     test_cpp()
-    test_seeds()
-    if what == "full":
+    test_seeds(20_000 if full else 2_000)
+    if full:
         os.environ.setdefault("TEST_SEED", "random")  # Other cases than those of every other run.
         check_clang_tidy()
         test_cpp_sanitized()
         run(build_cpp("no-uring", "-DTORCH_CKPT_URING=OFF") / "torch_ckpt_tests", "--gtest_brief=1")
-        run_pytest("-m", "slow")
-    run_pytest(workers=2)
+        run_pytest("--full", "-m", "slow")
+        run_pytest("--full", "-m", "not slow", workers=2)
+    else:
+        run_pytest(workers=2)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,78 @@
-"""Fixtures that tests of one and of several processes share."""
+"""Which cases run, and the fixtures that tests of one and of several processes share.
+
+A commit runs a subset, ``--full`` all. ``slow`` leaves a test to ``--full``. ``thin(n)`` keeps as
+many cases of a parametrized test as cover every combination of values of any n parameters, and
+``thin("a", "b")`` those of these ids. A test with a loop of its own takes the fixture ``full``.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import shutil
 import signal
 import subprocess
 import tempfile
+import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from torch_ckpt.agent.memory import has_agent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="every case, and the slow tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("full"):
+        return
+    left_out = {item for item in items if item.get_closest_marker("slow")}
+    thinned = defaultdict(list)
+    for item in items:
+        if item not in left_out and item.get_closest_marker("thin"):
+            thinned[item.nodeid.partition("[")[0]].append(item)
+    for cases in thinned.values():
+        left_out |= set(cases) - set(covering(cases))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if began := os.environ.get("CHECK_BEGAN"):  # Set by tests/check.py.
+        taken = time.time() - float(began)
+        terminalreporter.write_line(f"tests/check.py took {taken / 60:.1f} min")
+
+
+def covering(cases: list[Any]) -> Iterator[pytest.Item]:
+    """The cases that a test keeps by its marker ``thin``."""
+    wanted = cases[0].get_closest_marker("thin").args
+    if isinstance(wanted[0], str):
+        yield from (case for case in cases if case.callspec.id in wanted)
+        return
+    left = {}
+    for case in random.Random(0).sample(cases, len(cases)):
+        values = [(name, id(value)) for name, value in case.callspec.params.items()]
+        left[case] = set(itertools.combinations(values, wanted[0]))
+    while any(left.values()):
+        case = max(left, key=lambda each: len(left[each]))
+        covered = left.pop(case)
+        for missing in left.values():
+            missing -= covered
+        yield case
+
+
+@pytest.fixture
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether a campaign runs at its full length."""
+    return bool(request.config.getoption("full"))
 
 
 @pytest.fixture

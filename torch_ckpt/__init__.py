@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from torch_ckpt.agent.options import AgentOptions
     from torch_ckpt.agent.reader import SnapshotReader
     from torch_ckpt.agent.trainer import SnapshotAgent
-    from torch_ckpt.agent.writer import AgentWriter
     from torch_ckpt.api import async_save, installed, load, save
     from torch_ckpt.errors import (
         AlreadyExistsError,
@@ -25,36 +24,37 @@ if TYPE_CHECKING:
         StorageError,
         UnsupportedError,
     )
-    from torch_ckpt.load_planner import FastLoadPlanner
     from torch_ckpt.options import IoMode, IoOptions
-    from torch_ckpt.rank_state import RankState
-    from torch_ckpt.reader import FastReader
-    from torch_ckpt.runs import Run
-    from torch_ckpt.save_planner import FastSavePlanner
-    from torch_ckpt.staging import SnapshotStager
-    from torch_ckpt.writer import FastWriter
+    from torch_ckpt.planning.load_planner import FastLoadPlanner
+    from torch_ckpt.planning.rank_state import RankState
+    from torch_ckpt.planning.save_planner import FastSavePlanner
+    from torch_ckpt.runs.run import Run
+    from torch_ckpt.staging.stager import SnapshotStager
+    from torch_ckpt.storage.reader import FastReader
+    from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
+    from torch_ckpt.storage.writer import FastWriter
 
 _HOMES = {
     "AgentOptions": "agent.options",
-    "AgentWriter": "agent.writer",
     "AlreadyExistsError": "errors",
     "CancelledError": "errors",
     "CheckpointError": "errors",
     "CorruptionError": "errors",
-    "FastLoadPlanner": "load_planner",
-    "FastReader": "reader",
-    "FastSavePlanner": "save_planner",
-    "FastWriter": "writer",
+    "FastLoadPlanner": "planning.load_planner",
+    "FastReader": "storage.reader",
+    "FastSavePlanner": "planning.save_planner",
+    "FastWriter": "storage.writer",
     "IoMode": "options",
     "IoOptions": "options",
     "MismatchError": "errors",
     "NotFoundError": "errors",
-    "RankState": "rank_state",
+    "RankState": "planning.rank_state",
     "RankTimeoutError": "errors",
-    "Run": "runs",
+    "Run": "runs.run",
+    "SafetensorsWriter": "storage.safetensors_writer",
     "SnapshotAgent": "agent.trainer",
     "SnapshotReader": "agent.reader",
-    "SnapshotStager": "staging",
+    "SnapshotStager": "staging.stager",
     "StorageError": "errors",
     "UnsupportedError": "errors",
     "async_save": "api",
@@ -65,7 +65,6 @@ _HOMES = {
 
 __all__ = [
     "AgentOptions",
-    "AgentWriter",
     "AlreadyExistsError",
     "CancelledError",
     "CheckpointError",
@@ -81,6 +80,7 @@ __all__ = [
     "RankState",
     "RankTimeoutError",
     "Run",
+    "SafetensorsWriter",
     "SnapshotAgent",
     "SnapshotReader",
     "SnapshotStager",

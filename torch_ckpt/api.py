@@ -26,18 +26,18 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torch_ckpt.deadline import (
+from torch_ckpt.coordination.deadline import (
     DEFAULT_TIMEOUT_S,
     bounded_call,
     bounded_everywhere,
 )
+from torch_ckpt.coordination.roll_call import RollCalls
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.load_planner import FastLoadPlanner
-from torch_ckpt.reader import FastReader
-from torch_ckpt.roll_call import RollCalls
-from torch_ckpt.save_planner import FastSavePlanner
-from torch_ckpt.staging import SnapshotStager
-from torch_ckpt.writer import FastWriter
+from torch_ckpt.planning.load_planner import FastLoadPlanner
+from torch_ckpt.planning.save_planner import FastSavePlanner
+from torch_ckpt.staging.stager import SnapshotStager
+from torch_ckpt.storage.reader import FastReader
+from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["async_save", "installed", "load", "save"]
 
@@ -54,7 +54,6 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    fan_out: int | None = None,
 ) -> Metadata:
     """As :func:`torch.distributed.checkpoint.save`, but no rank waits for another for ever.
 
@@ -73,9 +72,6 @@ def save(
             part, whatever becomes of the others.
         timeout_s: Seconds that the first rank to come to an exchange waits there for the last.
             Every rank must make the same calls in the same order.
-        fan_out: How many ranks, at most, one exchanges plans with on its own node, and how many on
-            others if it leads its node: ranks pass them on along a tree. The same on every rank;
-            16 if ``None``.
 
     Returns:
         The metadata of the checkpoint.
@@ -83,13 +79,13 @@ def save(
     Raises:
         CheckpointException: A rank raised; maps ranks to their errors. No ``Exception``.
         RankTimeoutError: A rank was late, stuck or gone.
-        ValueError: ``timeout_s`` is no positive number of seconds, or ``fan_out`` less than 2.
+        ValueError: ``timeout_s`` is no positive number of seconds.
 
     Example::
 
         torch_ckpt.save(state, checkpoint_id="run/step-100", timeout_s=600)
     """
-    with bounded_call(timeout_s, fan_out=fan_out, group=process_group, no_dist=no_dist):
+    with bounded_call(timeout_s, group=process_group, no_dist=no_dist):
         metadata: Metadata = state_dict_saver.save(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -114,7 +110,6 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    fan_out: int | None = None,
     on_busy: Literal["wait", "skip", "error"] = "wait",
 ) -> Future[Metadata] | AsyncSaveResponse | None:
     """As :func:`torch.distributed.checkpoint.async_save`, with the promises of :func:`save`.
@@ -131,7 +126,6 @@ def async_save(
         use_collectives: Whether ranks coordinate what they write.
         timeout_s: Seconds that the first rank to come to an exchange waits there for the last. That
             the first save in processes starts them is bounded by DCP: 30 minutes.
-        fan_out: As for :func:`save`.
         on_busy: What to do while a former save, on any rank, still needs the memory that this one
             would be staged in: wait for its end, skip this save, or raise. The stager counts it.
 
@@ -143,7 +137,7 @@ def async_save(
         RankTimeoutError: A rank was late, stuck or gone when processes were to be started, or when
             ranks were to agree on whether one is busy.
         CheckpointError: A former save still goes on, and ``on_busy`` is ``"error"``.
-        ValueError: ``timeout_s`` is no positive number of seconds, or ``fan_out`` less than 2; or
+        ValueError: ``timeout_s`` is no positive number of seconds; or
             ``on_busy`` is no such word, or not ``"wait"`` with a stager of another kind.
 
     Example::
@@ -152,21 +146,27 @@ def async_save(
         future.result()
     """
     writer = storage_writer or _writer_for(checkpoint_id)
-    call = bounded_call(timeout_s, fan_out=fan_out, group=process_group, no_dist=no_dist)
+    call = bounded_call(timeout_s, group=process_group, no_dist=no_dist)
     with call as roll_calls:
         if on_busy != "wait" and _is_busy(async_stager or writer, on_busy, roll_calls):
             return None
-        return state_dict_saver.async_save(
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_writer=writer,
-            planner=planner or FastSavePlanner(),
-            process_group=process_group,
-            async_checkpointer_type=async_checkpointer_type,
-            async_stager=async_stager,
-            no_dist=no_dist,
-            use_collectives=use_collectives,
-        )
+        planner = planner or FastSavePlanner()
+        with contextlib.ExitStack() as stack:
+            by_thread = async_checkpointer_type == AsyncCheckpointerType.THREAD
+            if isinstance(writer, FastWriter) and roll_calls and use_collectives and by_thread:
+                all_say = functools.partial(roll_calls.all_say, phase="staging")
+                stack.enter_context(writer.sharing(planner, all_say))
+            return state_dict_saver.async_save(
+                state_dict,
+                checkpoint_id=checkpoint_id,
+                storage_writer=writer,
+                planner=planner,
+                process_group=process_group,
+                async_checkpointer_type=async_checkpointer_type,
+                async_stager=async_stager,
+                no_dist=no_dist,
+                use_collectives=use_collectives,
+            )
 
 
 def load(
@@ -177,8 +177,8 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
+    trust_pickle: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    fan_out: int | None = None,
 ) -> None:
     """As :func:`torch.distributed.checkpoint.load`, but no rank waits for another for ever.
 
@@ -189,24 +189,28 @@ def load(
         planner: A :class:`FastLoadPlanner` if ``None``.
         process_group: The ranks that load; all if ``None``. Its first rank coordinates.
         no_dist: Whether this process loads by itself.
+        trust_pickle: As for :class:`FastReader`: whether to unpickle whatever the checkpoint asks
+            for, which can run any code.
         timeout_s: Seconds that the first rank to come to an exchange waits there for the last.
             Every rank must make the same calls in the same order.
-        fan_out: As for :func:`save`.
 
     Raises:
         CheckpointException: A rank raised; maps ranks to their errors. No ``Exception``.
         RankTimeoutError: A rank was late, stuck or gone. ``state_dict`` may be loaded in part.
-        ValueError: ``timeout_s`` is no positive number of seconds, or ``fan_out`` less than 2.
+        ValueError: ``timeout_s`` is no positive number of seconds; or
+            ``trust_pickle`` comes with a ``storage_reader``, which has its own.
 
     Example::
 
         torch_ckpt.load(state, checkpoint_id="run/step-100", timeout_s=600)
     """
-    with bounded_call(timeout_s, fan_out=fan_out, group=process_group, no_dist=no_dist):
+    if trust_pickle and storage_reader is not None:
+        raise ValueError("trust_pickle comes with a storage_reader: give it to the reader")
+    with bounded_call(timeout_s, group=process_group, no_dist=no_dist):
         state_dict_loader.load(
             state_dict,
             checkpoint_id=checkpoint_id,
-            storage_reader=storage_reader or _reader_for(checkpoint_id),
+            storage_reader=storage_reader or _reader_for(checkpoint_id, trust_pickle),
             planner=planner or FastLoadPlanner(),
             process_group=process_group,
             no_dist=no_dist,
@@ -215,7 +219,9 @@ def load(
 
 @contextlib.contextmanager
 def installed(
-    *, timeout_s: float = DEFAULT_TIMEOUT_S, fan_out: int | None = None
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    trust_pickle: bool = False,
 ) -> Iterator[None]:
     """Has DCP's own functions do what those of this module do.
 
@@ -226,10 +232,10 @@ def installed(
 
     Args:
         timeout_s: Seconds that the first rank to come to an exchange waits there for the last.
-        fan_out: As for :func:`save`.
+        trust_pickle: As for :class:`FastReader`, of the readers that are chosen.
 
     Raises:
-        ValueError: ``timeout_s`` is no positive number of seconds, or ``fan_out`` less than 2.
+        ValueError: ``timeout_s`` is no positive number of seconds.
 
     Example::
 
@@ -237,9 +243,10 @@ def installed(
             dcp.save(state, checkpoint_id="run/step-100")
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(bounded_everywhere(timeout_s, fan_out=fan_out))
+        stack.enter_context(bounded_everywhere(timeout_s))
         stack.enter_context(mock.patch.object(_storage_utils, "FileSystemWriter", FastWriter))
-        stack.enter_context(mock.patch.object(_storage_utils, "FileSystemReader", FastReader))
+        reader = _TrustingReader if trust_pickle else FastReader
+        stack.enter_context(mock.patch.object(_storage_utils, "FileSystemReader", reader))
         stack.enter_context(
             mock.patch.object(state_dict_saver, "DefaultSavePlanner", FastSavePlanner)
         )
@@ -291,5 +298,14 @@ def _writer_for(path: _Path | None) -> FastWriter | None:
     return FastWriter(path) if path and FastWriter.validate_checkpoint_id(path) else None
 
 
-def _reader_for(path: _Path | None) -> FastReader | None:
-    return FastReader(path) if path and FastReader.validate_checkpoint_id(path) else None
+def _reader_for(path: _Path | None, trust_pickle: bool) -> FastReader | None:
+    if not path or not FastReader.validate_checkpoint_id(path):
+        return None
+    return FastReader(path, trust_pickle=trust_pickle)
+
+
+class _TrustingReader(FastReader):
+    """What DCP makes of a path where pickles are trusted."""
+
+    def __init__(self, path: _Path) -> None:
+        super().__init__(path, trust_pickle=True)

@@ -1,6 +1,6 @@
 #pragma once
 
-// What tensors of GPUs are loaded and staged by, and pieces that go from GPU to GPU are held by.
+// What tensors of GPUs are loaded and staged by.
 
 #include <cstdint>
 #include <map>
@@ -14,32 +14,17 @@
 #include "bindings/jobs.h"
 #include "bindings/tensor_view.h"
 #include "device/cuda_device.h"
-#include "engine/copy_target.h"
+#include "engine/save/copy_target.h"
 
 namespace torch_ckpt {
-
-// `stream`: torch's current one.
-inline Result<std::unique_ptr<CudaTensors>> make_gpu_tensors(int ordinal, uint64_t stream) {
-  // For two windows: what is read at a time, or a little more.
-  constexpr int64_t kWindowNbytes = int64_t{4} << 20;
-  ASSIGN_OR_RETURN(auto gpu, CudaDevice::make(ordinal, kWindowNbytes));
-  return CudaTensors::make(std::move(gpu), reinterpret_cast<CudaStream>(stream));
-}
 
 // What tensors lie on; made as the first tensor on each comes. Safe to use from any thread.
 class Devices {
  public:
-  // `known`: one that somebody has already, and keeps.
-  explicit Devices(const CudaTensors* known = nullptr) : known_(known) {}
-
   // A live tensor of this view, for as long as this exists. Raises where its GPU cannot be used.
   LiveTensor live(const TensorView& view, std::string_view name) {
     LiveTensor out = to_live(view);
     if (view.gpu < 0) return out;
-    if (known_ != nullptr && known_->is_of(view.gpu, reinterpret_cast<CudaStream>(view.stream))) {
-      out.device = known_;
-      return out;
-    }
     const auto device = without_gil([&] { return made(view.gpu, view.stream); });
     if (!device.ok()) {
       raise_if_error(
@@ -56,12 +41,15 @@ class Devices {
     const std::scoped_lock lock(mutex_);
     std::unique_ptr<Device>& device = gpus_[{gpu, stream}];
     if (device == nullptr) {
-      ASSIGN_OR_RETURN(device, make_gpu_tensors(gpu, stream));
+      // For two windows: what is read at a time, or a little more.
+      constexpr int64_t kWindowNbytes = int64_t{4} << 20;
+      ASSIGN_OR_RETURN(auto cuda, CudaDevice::make(gpu, kWindowNbytes));
+      const auto after = reinterpret_cast<CudaStream>(stream);
+      device = std::make_unique<CudaTensors>(std::move(cuda), after);
     }
     return device.get();
   }
 
-  const CudaTensors* const known_;
   std::mutex mutex_;  // Guards what follows. Not taken by whoever holds the GIL.
   std::map<std::pair<int, uint64_t>, std::unique_ptr<Device>> gpus_;
 };

@@ -1,17 +1,12 @@
-#include "engine/exchange_stream.h"
+#include "engine/exchange/exchange_stream.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <optional>
-#include <tuple>
-
-#include "bindings/devices.h"
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
-#include "engine/announced_peers.h"
-#include "engine/node_peers.h"
+#include "engine/exchange/node_peers.h"
 #include "plan/exchange.h"
 
 namespace py = pybind11;
@@ -35,41 +30,13 @@ Exchange make_exchange(const std::vector<py::bytes>& wanted, const std::vector<s
   }));
 }
 
-// The device in whose memory pieces are while they go over links.
-struct PieceMemory {
-  std::shared_ptr<const Device> holder;
-};
-
-PieceMemory memory_of_gpu(int ordinal, uint64_t stream) {
-  return value_or_raise(without_gil([&]() -> Result<PieceMemory> {
-    ASSIGN_OR_RETURN(auto tensors, make_gpu_tensors(ordinal, stream));
-    RETURN_IF_ERROR(tensors->warm_up());
-    return PieceMemory{std::move(tensors)};
-  }));
-}
-
-// That of the device which is the reference for any other.
-PieceMemory memory_of_host() { return {{std::shared_ptr<const Device>(), &cpu_device()}}; }
-
-// To higher ranks, to lower ranks, and what both take pieces from.
-using PyLinks = std::tuple<std::shared_ptr<Peers>, std::shared_ptr<Peers>, PieceMemory>;
-
 std::unique_ptr<ExchangeStream> make_stream(FileSystem& fs, const py::bytes& plan,
                                             std::shared_ptr<Peers> peers,
                                             std::map<int32_t, int64_t> pids, int64_t budget_nbytes,
-                                            int64_t timeout_ms,
-                                            const std::optional<PyLinks>& links) {
+                                            int64_t timeout_ms) {
   const Bytes view = view_of(plan);
   return value_or_raise(without_gil([&]() -> Result<std::unique_ptr<ExchangeStream>> {
     ASSIGN_OR_RETURN(RankExchange decoded, RankExchange::decode(view));
-    if (links) {
-      const auto& [up, down, pieces] = *links;
-      ASSIGN_OR_RETURN(Memory memory, pieces.holder->memory().allocate(2));
-      auto announced =
-          make_announced_peers(decoded.rank, std::move(peers), up, down, std::move(memory));
-      return ExchangeStream::make(fs, std::move(decoded), std::move(announced), budget_nbytes,
-                                  std::chrono::milliseconds(timeout_ms), pieces.holder);
-    }
     return ExchangeStream::make(fs, std::move(decoded),
                                 make_node_peers(std::move(peers), std::move(pids)), budget_nbytes,
                                 std::chrono::milliseconds(timeout_ms));
@@ -80,14 +47,10 @@ std::unique_ptr<ExchangeStream> make_stream(FileSystem& fs, const py::bytes& pla
 
 void bind_exchange(py::module_& module) {
   py::class_<Peers, std::shared_ptr<Peers>>(module, "Peers");
-  py::class_<PieceMemory>(module, "PieceMemory");
-  module.def("memory_of_gpu", &memory_of_gpu, py::arg("ordinal"), py::arg("stream"));
-  module.def("memory_of_host", &memory_of_host);
   py::class_<Exchange>(module, "Exchange")
       .def(py::init(&make_exchange), py::arg("wanted"), py::arg("nodes"), py::arg("budget_nbytes"))
       .def_property_readonly("saved_nbytes", &Exchange::saved_nbytes)
       .def_property_readonly("wanted_nbytes", &Exchange::wanted_nbytes)
-      .def_property_readonly("most_neighbours", &Exchange::most_neighbours)
       .def("is_in_ring", &Exchange::is_in_ring, py::arg("rank"))
       .def(
           "of_rank",
@@ -97,8 +60,7 @@ void bind_exchange(py::module_& module) {
           py::arg("rank"));
   py::class_<ExchangeStream>(module, "ExchangeStream")
       .def(py::init(&make_stream), py::arg("fs"), py::arg("plan"), py::arg("peers"),
-           py::arg("pids"), py::arg("budget_nbytes"), py::arg("timeout_ms"),
-           py::arg("links") = py::none(), py::keep_alive<1, 2>())
+           py::arg("pids"), py::arg("budget_nbytes"), py::arg("timeout_ms"), py::keep_alive<1, 2>())
       .def("finish",
            [](ExchangeStream& stream) {
              raise_if_error(without_gil([&] { return stream.finish(); }));

@@ -7,8 +7,8 @@
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
-#include "engine/archive_records.h"
 #include "engine/commit.h"
+#include "engine/load/archive_records.h"
 #include "io/posix_file_system.h"
 
 namespace py = pybind11;

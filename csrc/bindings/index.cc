@@ -10,7 +10,7 @@
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
 #include "engine/open_checkpoint.h"
-#include "engine/planned_index.h"
+#include "engine/save/planned_index.h"
 #include "format/sealed_metadata.h"
 #include "format/stored_index.h"
 #include "plan/paths.h"
@@ -287,31 +287,6 @@ std::optional<std::pair<int64_t, PyBox>> find_box(const StoredIndex& index, cons
   }));
 }
 
-// The boxes that share an element with this one, and their numbers; nothing for an FQN that is not
-// there.
-std::optional<std::vector<std::pair<int64_t, PyBox>>> overlapping(const StoredIndex& index,
-                                                                  const py::str& fqn,
-                                                                  const Dims& offsets,
-                                                                  const Dims& sizes) {
-  const std::optional<int64_t> number = number_of(index, fqn);
-  if (!number) return std::nullopt;
-  using Found = std::vector<std::pair<int64_t, PyBox>>;
-  return value_or_raise(without_gil([&]() -> Result<Found> {
-    ASSIGN_OR_RETURN(StoredEntry entry, index.entry(*number));
-    ASSIGN_OR_RETURN(const auto boxes, index.overlapping(entry, offsets, sizes));
-    for (const int64_t box : boxes) {
-      ASSIGN_OR_RETURN(auto some, index.boxes(entry, box, box + 1));
-      entry.facts.boxes.push_back(std::move(some.front()));
-    }
-    Found out;
-    PyEntry whole = from_entry(entry.facts);
-    for (PyBox& box : std::get<2>(whole)) {
-      out.emplace_back(boxes[out.size()], std::move(box));
-    }
-    return out;
-  }));
-}
-
 std::vector<std::string> fqns(const StoredIndex& index) {
   return value_or_raise(without_gil([&] { return index.fqns(); }));
 }
@@ -363,7 +338,6 @@ py::bytes to_bytes(const BlockSums& sums) {
 void bind_index(py::module_& module) {
   // Both read files of a FileSystem, of which there is one, for good.
   py::class_<MetadataFile, std::shared_ptr<MetadataFile>>(module, "MetadataFile")
-      .def_property_readonly("nbytes", &MetadataFile::nbytes)
       .def_property_readonly("sealed",
                              [](const MetadataFile& m) { return m.trailer().has_value(); })
       .def_property_readonly(
@@ -397,7 +371,6 @@ void bind_index(py::module_& module) {
           py::arg("fqn"))
       .def("find", &find, py::arg("fqn"))
       .def("find_box", &find_box, py::arg("fqn"), py::arg("offsets"), py::arg("guess"))
-      .def("overlapping", &overlapping, py::arg("fqn"), py::arg("offsets"), py::arg("sizes"))
       .def("fqns", &fqns)
       .def_property_readonly("paths", &paths)
       .def("damage", &damage)
@@ -405,7 +378,8 @@ void bind_index(py::module_& module) {
       .def("__reduce__",
            [](const StoredIndex& i) {
              if (i.memory().empty()) throw py::type_error("an index of a file is not pickled");
-             const py::object make = py::module_::import("torch_ckpt._native").attr("index_of");
+             const py::object make =
+                 py::module_::import("torch_ckpt._core._native").attr("index_of");
              return py::make_tuple(make, py::make_tuple(to_python(i.memory())));
            })
       .def("check",

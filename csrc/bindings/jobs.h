@@ -11,10 +11,9 @@
 
 #include "base/block_sums.h"
 #include "base/niceness.h"
-#include "base/pace.h"
 #include "bindings/tensor_view.h"
 #include "engine/live_tensor.h"
-#include "engine/save_job.h"
+#include "engine/save/save_job.h"
 #include "io/file_system.h"
 
 namespace torch_ckpt {
@@ -30,17 +29,6 @@ auto without_gil(Work&& work) {
 template <typename Work>
 auto nicely_without_gil(int niceness, Work&& work) {
   return without_gil([&] { return run_at_niceness(niceness, std::forward<Work>(work)); });
-}
-
-// Niceness and share (Background).
-using PyBackground = std::pair<int, double>;
-
-inline LiveTensor to_live(const TensorView& view) {
-  return {.name = view.name,
-          .dtype = view.dtype,
-          .sizes = view.sizes,
-          .strides = view.strides,
-          .data = view.data};
 }
 
 // (queue, direct, registered_buffers, reasons)

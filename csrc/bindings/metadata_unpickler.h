@@ -6,7 +6,8 @@
 // attributes of the classes themselves, hashes tuples deep enough to overflow the stack, and
 // allocates whatever length a pickle states. This stack machine knows the opcodes of plain data and
 // of the records that a vocabulary lists, and builds these itself: no `__setstate__`, no
-// constructor of a record, no import. Called by torch_ckpt/pickles.py, which has the vocabulary.
+// constructor of a record, no import. Called by torch_ckpt/formats/pickles.py, which has the
+// vocabulary.
 //
 // Free of pybind11, so that fuzz/pickle_fuzzer.cc can hold it without the rest of the bindings.
 

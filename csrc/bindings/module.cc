@@ -1,17 +1,20 @@
-// The extension module torch_ckpt._native: what Python may ask of the engine. Private to the
+// The extension module torch_ckpt._core._native: what Python may ask of the engine. Private to the
 // package, which wraps it in torch's own terms; _native.pyi states the types.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "base/dtype.h"
-#include "base/pace.h"
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "bindings/metadata_unpickler.h"
 #include "device/cuda_device.h"
+#include "format/pickle_globals.h"
 
 namespace py = pybind11;
 
@@ -54,15 +57,18 @@ py::object unpickle(const py::bytes& pickle, const py::dict& vocabulary) {
   return py::reinterpret_steal<py::object>(value);
 }
 
-// The context `with Haste():`.
-class HasteContext {
- public:
-  void enter() { haste_.emplace(); }
-  void exit(const py::args&) { haste_.reset(); }
-
- private:
-  std::optional<Haste> haste_;
-};
+// Modules and names, from any contiguous buffer that a pickle begins.
+std::vector<std::pair<py::str, py::str>> globals_of(const py::buffer& pickle) {
+  const py::buffer_info info = pickle.request();
+  if (info.ndim != 1 || info.strides[0] != info.itemsize) throw py::value_error("not contiguous");
+  const std::span bytes(static_cast<const std::byte*>(info.ptr),
+                        static_cast<size_t>(info.size * info.itemsize));
+  std::vector<std::pair<py::str, py::str>> globals;
+  for (const auto& [module, name] : value_or_raise(pickle_globals(bytes))) {
+    globals.emplace_back(to_text(std::string(module)), to_text(std::string(name)));
+  }
+  return globals;
+}
 
 }  // namespace
 }  // namespace torch_ckpt
@@ -73,13 +79,9 @@ PYBIND11_MODULE(_native, module) {
   module.attr("DTYPE_NAMES") = dtype_names();
   module.def("unpickle_metadata", &unpickle, py::arg("pickle"), py::arg("vocabulary"));
   module.def("why_no_cuda", &why_no_cuda);
+  module.def("pickle_globals", &globals_of, py::arg("pickle"));
   py::class_<TensorView>(module, "TensorView")
       .def_static("without_memory", &without_memory, py::arg("dtype"), py::arg("sizes"));
-  py::class_<HasteContext>(module, "Haste")
-      .def(py::init())
-      .def("__enter__", &HasteContext::enter)
-      .def("__exit__", &HasteContext::exit)
-      .def_static("is_on", &Haste::is_on);
   bind_exchange(module);
   bind_file_system(module);
   bind_index(module);

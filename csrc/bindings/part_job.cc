@@ -1,4 +1,4 @@
-#include "engine/part_job.h"
+#include "engine/save/part_job.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -13,10 +13,10 @@ namespace {
 
 // File system and pool are kept alive by pybind11 (keep_alive below) for as long as the job.
 std::unique_ptr<PartJob> start(FileSystem& fs, const std::string& path, int64_t file_nbytes,
-                               BufferPool& pool, bool direct, bool sync, PyBackground background) {
+                               BufferPool& pool, bool direct, bool sync, int niceness) {
   const SaveOptions options = {.caching = direct ? Caching::kDirect : Caching::kBuffered,
                                .sync = sync,
-                               .background = {background.first, background.second}};
+                               .niceness = niceness};
   return value_or_raise(
       without_gil([&] { return PartJob::start(fs, path, file_nbytes, pool, options); }));
 }
@@ -48,9 +48,8 @@ void put(PartJob& job, int64_t offset, const py::buffer& buffer) {
 void bind_part_job(py::module_& module) {
   py::class_<PartJob>(module, "PartJob")
       .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("file_nbytes"),
-           py::arg("pool"), py::arg("direct"), py::arg("sync"),
-           py::arg("background") = PyBackground(0, 1.0), py::keep_alive<1, 2>(),
-           py::keep_alive<1, 5>())
+           py::arg("pool"), py::arg("direct"), py::arg("sync"), py::arg("niceness") = 0,
+           py::keep_alive<1, 2>(), py::keep_alive<1, 5>())
       .def("write", &write, py::arg("items"))
       .def("put", &put, py::arg("offset"), py::arg("data"))
       .def("finish",

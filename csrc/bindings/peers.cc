@@ -1,18 +1,16 @@
 // Peers over torch's point-to-point transfers. Waiting is done in threads of the engine, which hold
 // no GIL; nothing that torch throws leaves this file.
 
-#include "engine/peers.h"
+#include "engine/exchange/peers.h"
 
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <atomic>
 #include <chrono>
 #include <exception>
 #include <limits>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -41,11 +39,8 @@ int tag_of(Channel channel, int64_t number) {
   return static_cast<int>(number % kNumbers) * kChannels + static_cast<int>(channel);
 }
 
-// In ordinary memory, or in that of a GPU.
-at::Tensor bytes_at(std::byte* data, size_t nbytes, int gpu) {
-  at::TensorOptions options(at::kByte);
-  if (gpu >= 0) options = options.device(at::kCUDA, static_cast<at::DeviceIndex>(gpu));
-  return at::from_blob(data, {static_cast<int64_t>(nbytes)}, options);
+at::Tensor bytes_at(std::byte* data, size_t nbytes) {
+  return at::from_blob(data, {static_cast<int64_t>(nbytes)}, at::TensorOptions(at::kByte));
 }
 
 class BackendTransfer : public PeerTransfer {
@@ -77,56 +72,12 @@ class BackendTransfer : public PeerTransfer {
   const std::string what_;
 };
 
-// Between GPUs. Torch's `wait` would have a stream wait, and hold up what others put behind it.
-class GpuTransfer : public PeerTransfer {
- public:
-  GpuTransfer(c10::intrusive_ptr<c10d::Work> work, std::chrono::milliseconds timeout,
-              std::string what)
-      : work_(std::move(work)), timeout_(timeout), what_(std::move(what)) {}
-
-  // Aborts in the thread that waits, so that no transfer waits for another to be aborted.
-  Status wait() override {
-    const auto end = std::chrono::steady_clock::now() + timeout_;
-    try {
-      while (!work_->isCompleted()) {
-        const bool late = std::chrono::steady_clock::now() >= end;
-        if (aborted_ || late) {
-          work_->abort();
-          return cancelled(late ? "waited too long to " : "stopped to ", what_);
-        }
-        std::this_thread::sleep_for(std::chrono::microseconds(20));
-      }
-      if (const std::exception_ptr error = work_->exception()) {
-        work_->abort();
-        std::rethrow_exception(error);
-      }
-      return ok_status();
-    } catch (const std::exception& error) {
-      return cancelled("cannot ", what_, ": ", reason_of(error));
-    }
-  }
-
-  void abort() override { aborted_ = true; }
-
- private:
-  const c10::intrusive_ptr<c10d::Work> work_;
-  const std::chrono::milliseconds timeout_;
-  const std::string what_;
-  std::atomic<bool> aborted_ = false;
-};
-
-// A group whose backend knows numbers, or one that is a link without them.
 class BackendPeers : public Peers {
  public:
-  // `gpu`: in whose memory all bytes are; -1 for ordinary memory.
   // `ranks`: what people call those of the group.
   BackendPeers(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int32_t> ranks,
-               std::chrono::milliseconds timeout, bool knows_numbers, int gpu)
-      : backend_(std::move(backend)),
-        ranks_(std::move(ranks)),
-        timeout_(timeout),
-        knows_numbers_(knows_numbers),
-        gpu_(gpu) {}
+               std::chrono::milliseconds timeout)
+      : backend_(std::move(backend)), ranks_(std::move(ranks)), timeout_(timeout) {}
 
   std::string name_of(int32_t rank) const override {
     return str_cat("rank ", ranks_.at(static_cast<size_t>(rank)));
@@ -137,7 +88,7 @@ class BackendPeers : public Peers {
     return begin(const_cast<std::byte*>(bytes.data()), bytes.size(), timeout_,
                  str_cat("send ", bytes.size(), " bytes to ", name_of(rank)),
                  [&](std::vector<at::Tensor>& tensors) {
-                   return backend_->send(tensors, rank, tag(channel, number));
+                   return backend_->send(tensors, rank, tag_of(channel, number));
                  });
   }
 
@@ -146,30 +97,20 @@ class BackendPeers : public Peers {
     return begin(memory.data(), memory.size(), channel == Channel::kEnd ? kForever : timeout_,
                  str_cat("receive ", memory.size(), " bytes from ", name_of(rank)),
                  [&](std::vector<at::Tensor>& tensors) {
-                   return backend_->recv(tensors, rank, tag(channel, number));
+                   return backend_->recv(tensors, rank, tag_of(channel, number));
                  });
   }
 
  private:
-  int tag(Channel channel, int64_t number) const {
-    return knows_numbers_ ? tag_of(channel, number) : 0;
-  }
-
   template <typename Begin>
   Result<std::unique_ptr<PeerTransfer>> begin(std::byte* data, size_t nbytes,
                                               std::chrono::milliseconds timeout, std::string what,
                                               const Begin& begin) {
     try {
-      std::vector<at::Tensor> tensors = {bytes_at(data, nbytes, gpu_)};
-      std::unique_lock<std::mutex> lock(mutex_);
-      auto work = begin(tensors);
-      lock.unlock();
-      if (gpu_ >= 0) {
-        return std::unique_ptr<PeerTransfer>(
-            std::make_unique<GpuTransfer>(std::move(work), timeout, std::move(what)));
-      }
+      std::vector<at::Tensor> tensors = {bytes_at(data, nbytes)};
+      const std::lock_guard<std::mutex> lock(mutex_);
       return std::unique_ptr<PeerTransfer>(
-          std::make_unique<BackendTransfer>(std::move(work), timeout, std::move(what)));
+          std::make_unique<BackendTransfer>(begin(tensors), timeout, std::move(what)));
     } catch (const std::exception& error) {
       return cancelled("cannot ", what, ": ", reason_of(error));
     }
@@ -178,21 +119,13 @@ class BackendPeers : public Peers {
   const c10::intrusive_ptr<c10d::Backend> backend_;
   const std::vector<int32_t> ranks_;
   const std::chrono::milliseconds timeout_;
-  const bool knows_numbers_;
-  const int gpu_;
   std::mutex mutex_;  // Backends count what they begin.
 };
 
 std::shared_ptr<Peers> make_peers(c10::intrusive_ptr<c10d::Backend> backend,
                                   std::vector<int32_t> ranks, int64_t timeout_ms) {
   return std::make_shared<BackendPeers>(std::move(backend), std::move(ranks),
-                                        std::chrono::milliseconds(timeout_ms), true, -1);
-}
-
-std::shared_ptr<Peers> make_link(c10::intrusive_ptr<c10d::Backend> backend,
-                                 std::vector<int32_t> ranks, int64_t timeout_ms, int gpu) {
-  return std::make_shared<BackendPeers>(std::move(backend), std::move(ranks),
-                                        std::chrono::milliseconds(timeout_ms), false, gpu);
+                                        std::chrono::milliseconds(timeout_ms));
 }
 
 }  // namespace
@@ -200,8 +133,6 @@ std::shared_ptr<Peers> make_link(c10::intrusive_ptr<c10d::Backend> backend,
 void bind_peers(py::module_& module) {
   module.def("make_peers", &make_peers, py::arg("backend"), py::arg("ranks"),
              py::arg("timeout_ms"));
-  module.def("make_link", &make_link, py::arg("backend"), py::arg("ranks"), py::arg("timeout_ms"),
-             py::arg("gpu"));
 }
 
 }  // namespace torch_ckpt

@@ -2,7 +2,7 @@
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
-#include "engine/restored_plan.h"
+#include "engine/save/restored_plan.h"
 #include "plan/balance.h"
 #include "plan/global_plan.h"
 #include "plan/kept_part.h"
@@ -212,7 +212,6 @@ void bind_plan(py::module_& module) {
                 GlobalPlan::of(value_or_raise(without_gil([&] { return restore_stored(index); }))));
           },
           py::arg("index"))
-      .def_property_readonly("load", &GlobalPlan::load)
       .def_property_readonly("fqns", &stored_fqns)
       .def_property_readonly("box_count",
                              [](const GlobalPlan& global) { return global.stored().box_count(); })

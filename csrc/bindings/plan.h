@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -27,6 +28,11 @@ struct HeldTable final : TensorSink {
   Facts facts_;  // Of the item that is being added: their memory serves for all.
   Box box_;
 };
+
+// The table alone; it lives as long as what holds it.
+inline std::shared_ptr<const ItemTable> table_of(const std::shared_ptr<HeldTable>& held) {
+  return {held, &held->table};
+}
 
 // Dtype, memory format, requires_grad, pin_memory, sizes of the whole tensor.
 using PyFacts = std::tuple<std::string, std::string, bool, bool, Dims>;

@@ -1,4 +1,4 @@
-#include "engine/save_job.h"
+#include "engine/save/save_job.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -38,10 +38,10 @@ std::unique_ptr<BufferPool> make_pool(int64_t nbytes, int64_t block_nbytes) {
 
 // File system and pool are kept alive by pybind11 (keep_alive below) for as long as the job.
 std::unique_ptr<SaveJob> start(FileSystem& fs, const std::string& path, const Layout& layout,
-                               BufferPool& pool, bool direct, bool sync, PyBackground background) {
+                               BufferPool& pool, bool direct, bool sync, int niceness) {
   const SaveOptions options = {.caching = direct ? Caching::kDirect : Caching::kBuffered,
                                .sync = sync,
-                               .background = {background.first, background.second}};
+                               .niceness = niceness};
   return value_or_raise(
       without_gil([&] { return SaveJob::start(fs, path, layout, pool, options); }));
 }
@@ -85,15 +85,14 @@ PyIoMode to_python(const IoMode& mode) {
 void bind_save_job(py::module_& module) {
   py::class_<Layout>(module, "Layout")
       .def(py::init(&make_layout), py::arg("tensors"))
-      .def_readonly("nbytes", &Layout::nbytes)
       .def_property_readonly("extents", &extents);
   py::class_<BufferPool>(module, "BufferPool")
       .def(py::init(&make_pool), py::arg("nbytes"), py::arg("block_nbytes"))
       .def_property_readonly("nbytes", [](const BufferPool& pool) { return ssize(pool.arena()); });
   py::class_<SaveJob>(module, "SaveJob")
       .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("layout"), py::arg("pool"),
-           py::arg("direct"), py::arg("sync"), py::arg("background") = PyBackground(0, 1.0),
-           py::keep_alive<1, 2>(), py::keep_alive<1, 5>())
+           py::arg("direct"), py::arg("sync"), py::arg("niceness") = 0, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 5>())
       .def("write", &write, py::arg("items"))
       .def("append", &append, py::arg("data"))
       .def("finish", &finish)

@@ -1,6 +1,6 @@
 // Slots of shared memory: what a rank fills, and what the agent and a restarted rank find there.
 
-#include "engine/slot.h"
+#include "engine/save/slot.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -152,7 +152,6 @@ void bind_slot(py::module_& module) {
           },
           py::arg("path"), py::arg("writable"), py::arg("at_hand") = false)
       .def_property_readonly("nbytes", &Slot::nbytes)
-      .def_property_readonly("is_pinned", &Slot::is_pinned)
       .def(
           "begin",
           [](Slot& slot, const PySlotHeader& header, const py::bytes& table, int64_t nbytes) {

@@ -1,4 +1,4 @@
-#include "engine/snapshot.h"
+#include "engine/save/snapshot.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -33,7 +33,6 @@ void bind_snapshot(py::module_& module) {
       .def(py::init(&make), py::arg("nbytes"), py::arg("threads"))
       .def_property_readonly("nbytes",
                              [](const Snapshot& snapshot) { return ssize(snapshot.memory()); })
-      .def_property_readonly("is_pinned", &Snapshot::is_pinned)
       .def("pin_for", &pin_for<Snapshot>, py::arg("batch"), py::arg("devices"))
       .def("fill", &fill, py::arg("batch"), py::arg("positions"), py::arg("offsets"),
            py::arg("threads"), py::arg("devices"))

@@ -1,5 +1,6 @@
-// The extension module torch_ckpt._tensor_view: the only door to libtorch. Everything else that is
-// native (torch_ckpt._native) does without it, and so loads in programs that do without torch.
+// The extension module torch_ckpt._core._tensor_view: the only door to libtorch. Everything else
+// that is native (torch_ckpt._core._native) does without it, and so loads in programs that do
+// without torch.
 
 #include "bindings/tensor_view.h"
 
@@ -118,7 +119,7 @@ TensorKind tensor_kind(py::handle tensor) { return kind_of(tensor, unpack(tensor
 bool engine_has_cuda() {
   static std::optional<bool> known;  // Guarded by the GIL; two that ask at once learn the same.
   if (!known) {
-    known = py::module_::import("torch_ckpt._native").attr("why_no_cuda")().is_none();
+    known = py::module_::import("torch_ckpt._core._native").attr("why_no_cuda")().is_none();
   }
   return *known;
 }
@@ -268,7 +269,7 @@ bool is_grad_enabled() { return at::GradMode::is_enabled(); }
 PYBIND11_MODULE(_tensor_view, module) {
   using namespace torch_ckpt;
   module.doc() = "What the native engine of torch_ckpt needs to know of a torch.Tensor.";
-  py::module_::import("torch_ckpt._native");  // It registers TensorView.
+  py::module_::import("torch_ckpt._core._native");  // It registers TensorView.
   py::enum_<TensorKind>(module, "TensorKind")
       .value("PLAIN", TensorKind::kPlain)
       .value("NEEDS_COPY", TensorKind::kNeedsCopy)

@@ -1,4 +1,4 @@
-#include "engine/verify_job.h"
+#include "engine/load/verify_job.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

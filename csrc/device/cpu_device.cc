@@ -94,41 +94,17 @@ void copy_tiled(const StridedCopy& copy, size_t dim, const std::byte* src, std::
 
 class CpuDevice : public Device {
  public:
-  Status copy(const StridedCopy& copy, const std::byte* src, std::byte* dst) const override {
-    if (std::find(copy.sizes.begin(), copy.sizes.end(), 0) != copy.sizes.end()) return ok_status();
-    const StridedCopy simple = simplified(copy);
-    src += simple.src_offset;
-    dst += simple.dst_offset;
-    if (is_transposed(simple)) {
-      copy_tiled(simple, 0, src, dst);
-    } else {
-      copy_dims(simple, 0, src, dst);
-    }
-    return ok_status();
-  }
-
-  Result<uint32_t> copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc) const override {
-    for (int64_t begin = 0; begin < ssize(src); begin += kChecksumChunk) {
-      const int64_t nbytes = std::min(kChecksumChunk, ssize(src) - begin);
-      const MutableBytes out = slice(dst, begin, nbytes);
-      std::memcpy(out.data(), src.data() + begin, out.size());
-      crc = crc32(crc, out);
-    }
-    return crc;
-  }
-
   bool is_host() const override { return true; }
 
   MemorySource& buffers() const override {
     static HeapMemorySource heap;
     return heap;
   }
-  MemorySource& memory() const override { return buffers(); }
 
   Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
                                               Bytes buffer) const override {
     for (const TensorCopy& one : copies) {
-      RETURN_IF_ERROR(copy(one.copy, buffer.data(), one.tensor));
+      copy_on_cpu(one.copy, buffer.data(), one.tensor);
     }
     return std::unique_ptr<DeviceEvent>();
   }
@@ -136,7 +112,7 @@ class CpuDevice : public Device {
   Result<std::unique_ptr<DeviceEvent>> pack(std::span<const TensorCopy> copies,
                                             MutableBytes buffer) const override {
     for (const TensorCopy& one : copies) {
-      RETURN_IF_ERROR(copy(one.copy, one.tensor, buffer.data()));
+      copy_on_cpu(one.copy, one.tensor, buffer.data());
     }
     return std::unique_ptr<DeviceEvent>();
   }
@@ -149,6 +125,28 @@ class CpuDevice : public Device {
 const Device& cpu_device() {
   static const CpuDevice device;
   return device;
+}
+
+void copy_on_cpu(const StridedCopy& copy, const std::byte* src, std::byte* dst) {
+  if (std::find(copy.sizes.begin(), copy.sizes.end(), 0) != copy.sizes.end()) return;
+  const StridedCopy simple = simplified(copy);
+  src += simple.src_offset;
+  dst += simple.dst_offset;
+  if (is_transposed(simple)) {
+    copy_tiled(simple, 0, src, dst);
+  } else {
+    copy_dims(simple, 0, src, dst);
+  }
+}
+
+uint32_t copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc) {
+  for (int64_t begin = 0; begin < ssize(src); begin += kChecksumChunk) {
+    const int64_t nbytes = std::min(kChecksumChunk, ssize(src) - begin);
+    const MutableBytes out = slice(dst, begin, nbytes);
+    std::memcpy(out.data(), src.data() + begin, out.size());
+    crc = crc32(crc, out);
+  }
+  return crc;
 }
 
 }  // namespace torch_ckpt

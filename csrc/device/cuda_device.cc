@@ -59,7 +59,7 @@ class StreamMemory {
   cudaStream_t stream_ = nullptr;
 };
 
-class Event final : public CudaEvent {
+class Event final : public DeviceEvent {
  public:
   Event(int ordinal, OwnedEvent event) : ordinal_(ordinal), event_(std::move(event)) {}
   ~Event() override {
@@ -80,10 +80,6 @@ class Event final : public CudaEvent {
     }
     RETURN_IF_ERROR(cuda_status(error, "finish the work of a GPU"));
     return true;
-  }
-  Status hold_back(CudaStream stream) const override {
-    const CurrentDevice current(ordinal_);
-    return wait_for(stream, event_.get());
   }
 
  private:
@@ -125,23 +121,13 @@ class Gpu final : public CudaDevice {
   int ordinal() const override { return ordinal_; }
   int64_t window_nbytes() const override { return window_nbytes_; }
   Result<std::unique_ptr<CudaPlan>> upload(PackPlan plan) override;
-  Result<std::unique_ptr<CudaEvent>> pack_to_host(const CudaPlan& plan, MutableBytes image,
-                                                  CudaStream after) override {
+  Result<std::unique_ptr<DeviceEvent>> pack_to_host(const CudaPlan& plan, MutableBytes image,
+                                                    CudaStream after) override {
     return start([&] { return pack_windows(plan, image, after); });
   }
-  Result<std::unique_ptr<CudaEvent>> unpack_from_host(const CudaPlan& plan, Bytes piece,
-                                                      CudaStream after) override {
+  Result<std::unique_ptr<DeviceEvent>> unpack_from_host(const CudaPlan& plan, Bytes piece,
+                                                        CudaStream after) override {
     return start([&] { return unpack_windows(plan, piece, after); });
-  }
-  Result<std::unique_ptr<CudaEvent>> unpack_on_device(const CudaPlan& plan, Bytes piece,
-                                                      CudaStream after) override {
-    return start([&] { return unpack_in_place(plan, piece, after); });
-  }
-  Result<std::vector<uint64_t>> sums(std::span<const SumBlock> blocks, CudaStream after) override;
-  Status wait() override {
-    const CurrentDevice current(ordinal_);
-    RETURN_IF_ERROR(current.status());
-    return synchronize();
   }
 
  private:
@@ -153,10 +139,9 @@ class Gpu final : public CudaDevice {
   };
 
   template <typename Work>
-  Result<std::unique_ptr<CudaEvent>> start(const Work& work);
+  Result<std::unique_ptr<DeviceEvent>> start(const Work& work);
   Status pack_windows(const CudaPlan& plan, MutableBytes image, CudaStream after);
   Status unpack_windows(const CudaPlan& plan, Bytes piece, CudaStream after);
-  Status unpack_in_place(const CudaPlan& plan, Bytes piece, CudaStream after);
   Status launch(const CudaPlan& plan, const PackWindow& window, const std::byte* memory);
   Status begin(const PackPlan& plan, PackDirection direction, int64_t nbytes, CudaStream after);
   Status allocate_buffers();
@@ -243,7 +228,7 @@ Result<std::unique_ptr<CudaPlan>> Gpu::upload(PackPlan plan) {
 // Starts work on both streams, which ends on `kernels_`. Where that fails half way, waits for what
 // was started: nothing may use the caller's memory once it has the error.
 template <typename Work>
-Result<std::unique_ptr<CudaEvent>> Gpu::start(const Work& work) {
+Result<std::unique_ptr<DeviceEvent>> Gpu::start(const Work& work) {
   const CurrentDevice current(ordinal_);
   RETURN_IF_ERROR(current.status());
   ASSIGN_OR_RETURN(OwnedEvent done, make_event());
@@ -253,7 +238,7 @@ Result<std::unique_ptr<CudaEvent>> Gpu::start(const Work& work) {
     (void)synchronize();
     return status;
   }
-  return std::unique_ptr<CudaEvent>(std::make_unique<Event>(ordinal_, std::move(done)));
+  return std::unique_ptr<DeviceEvent>(std::make_unique<Event>(ordinal_, std::move(done)));
 }
 
 Status Gpu::begin(const PackPlan& plan, PackDirection direction, int64_t nbytes, CudaStream after) {
@@ -337,57 +322,6 @@ Status Gpu::unpack_windows(const CudaPlan& cuda_plan, Bytes piece, CudaStream af
   }
   RETURN_IF_ERROR(record(joined_.get(), copies_.get()));
   return wait_for(kernels_.get(), joined_.get());
-}
-
-Status Gpu::unpack_in_place(const CudaPlan& cuda_plan, Bytes piece, CudaStream after) {
-  const PackPlan& plan = cuda_plan.plan();
-  if (reinterpret_cast<uintptr_t>(piece.data()) % kStagingAlignment != 0) {
-    return invalid_argument("a piece on a GPU begins at no multiple of ", kStagingAlignment);
-  }
-  RETURN_IF_ERROR(begin(plan, PackDirection::kUnpack, ssize(piece), after));
-  for (const PackWindow& window : plan.windows) {
-    RETURN_IF_ERROR(launch(cuda_plan, window, piece.data() + window.base()));
-  }
-  for (const DirectCopy& copy : plan.direct) {
-    RETURN_IF_ERROR(
-        copy_async(copy.tensor, piece.data() + copy.staging_offset, copy.nbytes, kernels_.get()));
-  }
-  return ok_status();
-}
-
-Result<std::vector<uint64_t>> Gpu::sums(std::span<const SumBlock> blocks, CudaStream after) {
-  for (const SumBlock& block : blocks) {
-    if (block.nbytes < kLeastSumNbytes ||
-        reinterpret_cast<uintptr_t>(block.data) % kSumAlignment != 0) {
-      return invalid_argument("a GPU sums no block of ", block.nbytes, " bytes at ",
-                              static_cast<const void*>(block.data));
-    }
-  }
-  std::vector<uint64_t> sums(blocks.size());
-  if (blocks.empty()) return sums;
-  const CurrentDevice current(ordinal_);
-  RETURN_IF_ERROR(current.status());
-  const auto blocks_nbytes = static_cast<int64_t>(blocks.size_bytes());
-  const auto sums_nbytes = static_cast<int64_t>(sums.size() * sizeof(uint64_t));
-  ASSIGN_OR_RETURN(const StreamMemory memory,
-                   StreamMemory::allocate(blocks_nbytes + sums_nbytes, kernels_.get()));
-  std::byte* const sums_there = memory.data() + blocks_nbytes;
-  const auto work = [&] {
-    RETURN_IF_ERROR(record(asked_.get(), after));
-    RETURN_IF_ERROR(wait_for(kernels_.get(), asked_.get()));
-    RETURN_IF_ERROR(copy_async(memory.data(), blocks.data(), blocks_nbytes, kernels_.get()));
-    RETURN_IF_ERROR(
-        cuda_status(launch_sums(reinterpret_cast<const SumBlock*>(memory.data()),
-                                static_cast<int32_t>(blocks.size()),
-                                reinterpret_cast<uint64_t*>(sums_there), kernels_.get()),
-                    "start a kernel that sums"));
-    return copy_async(sums.data(), sums_there, sums_nbytes, kernels_.get());
-  };
-  const Status started = work();
-  const Status finished = synchronize();
-  RETURN_IF_ERROR(started);
-  RETURN_IF_ERROR(finished);
-  return sums;
 }
 
 }  // namespace

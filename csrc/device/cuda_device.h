@@ -1,7 +1,7 @@
 #pragma once
 
-// Tensors in the memory of a GPU: how plans (pack_plan.h) and checksums (checksum.h) run there, and
-// memory that a GPU reaches by itself.
+// Tensors in the memory of a GPU: how plans (pack_plan.h) run there, and memory that a GPU
+// reaches by itself.
 //
 // All of it exists in every build: one without CUDA, or on a machine without a driver, says so by a
 // status. No error of CUDA is anything else than a status, and each names CUDA's own error. After
@@ -16,7 +16,6 @@
 #include "base/bytes.h"
 #include "base/memory.h"
 #include "base/status.h"
-#include "device/checksum.h"
 #include "device/device.h"
 #include "device/pack_plan.h"
 
@@ -45,22 +44,6 @@ class PinnedMemorySource : public MemorySource {
 
  private:
   const int ordinal_;
-};
-
-// Memory of a GPU.
-class GpuMemorySource : public MemorySource {
- public:
-  explicit GpuMemorySource(int ordinal) : ordinal_(ordinal) {}
-  Result<Memory> allocate(int64_t nbytes) override;
-
- private:
-  const int ordinal_;
-};
-
-class CudaEvent : public DeviceEvent {
- public:
-  // Has what is put on `stream` from now on wait for it, while the calling thread goes on.
-  virtual Status hold_back(CudaStream stream) const = 0;
 };
 
 // A plan whose tables lie in the memory of the GPU. Must not outlive its CudaDevice.
@@ -96,57 +79,27 @@ class CudaDevice {
   // Packs tensors into `image`, the whole staging buffer of the plan, in pinned memory. Bytes
   // between copies that are not far apart are zero afterwards, so frames are to be written after
   // the event. `after`: the stream that the tensors were last written on.
-  virtual Result<std::unique_ptr<CudaEvent>> pack_to_host(const CudaPlan& plan, MutableBytes image,
-                                                          CudaStream after) = 0;
+  virtual Result<std::unique_ptr<DeviceEvent>> pack_to_host(const CudaPlan& plan,
+                                                            MutableBytes image,
+                                                            CudaStream after) = 0;
 
   // Unpacks `piece`, the whole staging buffer of the plan, in pinned memory.
-  virtual Result<std::unique_ptr<CudaEvent>> unpack_from_host(const CudaPlan& plan, Bytes piece,
-                                                              CudaStream after) = 0;
-
-  // The same for a piece that lies in the memory of the GPU, at a multiple of kStagingAlignment.
-  virtual Result<std::unique_ptr<CudaEvent>> unpack_on_device(const CudaPlan& plan, Bytes piece,
-                                                              CudaStream after) = 0;
-
-  // The checksums of blocks in the memory of the GPU (or in pinned memory, slowly). Waits for them.
-  virtual Result<std::vector<uint64_t>> sums(std::span<const SumBlock> blocks,
-                                             CudaStream after) = 0;
-
-  // Until everything that was started is done.
-  virtual Status wait() = 0;
+  virtual Result<std::unique_ptr<DeviceEvent>> unpack_from_host(const CudaPlan& plan, Bytes piece,
+                                                                CudaStream after) = 0;
 };
 
 // Tensors in the memory of a GPU, as the engine has devices. `pack` and `unpack` make a plan of
-// their copies and start it. Single copies are waited for, each: for what comes too seldom, or too
-// late, for a plan; their bytes go through a bounded pinned buffer.
-//
-// What lies where is found out by the address; a copy within ordinary memory is the CPU's.
-// kInvalidArgument where both sides are in the memory of a GPU.
+// their copies and start it.
 class CudaTensors : public Device {
  public:
-  // `after`: as above, of every copy. Requires: nobody else uses `device` meanwhile. The buffer of
-  // `copy` is made when it is first used.
-  static Result<std::unique_ptr<CudaTensors>> make(std::unique_ptr<CudaDevice> device,
-                                                   CudaStream after,
-                                                   int64_t buffer_nbytes = int64_t{4} << 20);
+  // `after`: as above, of every copy. Requires: nobody else uses `device` meanwhile.
+  CudaTensors(std::unique_ptr<CudaDevice> device, CudaStream after)
+      : device_(std::move(device)), after_(after), buffers_(device_->ordinal()) {}
 
-  Status copy(const StridedCopy& copy, const std::byte* src, std::byte* dst) const override;
-  Result<uint32_t> copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc) const override;
   bool is_host() const override { return false; }
-
-  // Makes what it else makes when it is first used: memory that is pinned then, or a kernel that
-  // is loaded, may wait for all that the GPU does.
-  Status warm_up() const;
-
-  // Whether it is of that GPU, and after that stream.
-  bool is_of(int ordinal, CudaStream after) const {
-    return device_->ordinal() == ordinal && after_ == after;
-  }
-
   MemorySource& buffers() const override { return buffers_; }
-  MemorySource& memory() const override { return memory_; }
 
-  // From memory that is not pinned it copies as well, but has the calling thread wait. A buffer in
-  // the memory of the GPU begins at a multiple of kStagingAlignment.
+  // From memory that is not pinned it copies as well, but has the calling thread wait.
   Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
                                               Bytes buffer) const override;
 
@@ -160,27 +113,13 @@ class CudaTensors : public Device {
   }
 
  private:
-  CudaTensors(std::unique_ptr<CudaDevice> device, CudaStream after, int64_t buffer_nbytes)
-      : device_(std::move(device)),
-        after_(after),
-        buffer_nbytes_(buffer_nbytes),
-        buffers_(device_->ordinal()),
-        memory_(device_->ordinal()) {}
-
-  Status copy_parts(const StridedCopy& copy, PackDirection direction, const std::byte* src,
-                    std::byte* dst) const;
-  Status copy_part(const StridedCopy& copy, PackDirection direction, const std::byte* src,
-                   std::byte* dst) const;
   Result<std::unique_ptr<DeviceEvent>> start_pack(std::span<const TensorCopy> copies,
                                                   MutableBytes buffer, int64_t direct_nbytes) const;
 
-  mutable std::mutex mutex_;  // Guards the device and the buffer.
+  mutable std::mutex mutex_;  // Guards the device.
   const std::unique_ptr<CudaDevice> device_;
   const CudaStream after_;
-  const int64_t buffer_nbytes_;
   mutable PinnedMemorySource buffers_;
-  mutable GpuMemorySource memory_;
-  mutable Memory buffer_;
 };
 
 }  // namespace torch_ckpt

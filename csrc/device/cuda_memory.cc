@@ -6,11 +6,6 @@
 #include "device/cuda_device.h"
 
 namespace torch_ckpt {
-namespace {
-
-constexpr int64_t kPage = 4096;
-
-}  // namespace
 
 Status cuda_available() {
   int count = 0;
@@ -44,24 +39,6 @@ Result<Memory> PinnedMemorySource::allocate(int64_t nbytes) {
     pinned.reset();  // Before the memory that it is of.
     block.reset();
   });
-}
-
-Result<Memory> GpuMemorySource::allocate(int64_t nbytes) {
-  RETURN_IF_ERROR(cuda_available());
-  const CurrentDevice current(ordinal_);
-  RETURN_IF_ERROR(current.status());
-  void* data = nullptr;
-  const auto size = static_cast<size_t>(align_up(nbytes, kPage));
-  RETURN_IF_ERROR(
-      cuda_status(cudaMalloc(&data, size), str_cat("allocate ", size, " bytes of a GPU")));
-  Memory memory({static_cast<std::byte*>(data), size}, [ordinal = ordinal_, data] {
-    const CurrentDevice freeing(ordinal);
-    if (cudaFree(data) != cudaSuccess) cudaGetLastError();  // As above.
-  });
-  RETURN_IF_ERROR(cuda_status(cudaMemset(data, 0, size), "clear memory of a GPU"));
-  // That may not have been done yet, and streams that do not block do not come after it.
-  RETURN_IF_ERROR(cuda_status(cudaStreamSynchronize(nullptr), "clear memory of a GPU"));
-  return memory;
 }
 
 }  // namespace torch_ckpt

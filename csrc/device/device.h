@@ -38,25 +38,12 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Carries out `copy`. Source and destination do not overlap.
-  // Requires: every element of the copy lies in memory that the caller keeps alive.
-  // An error leaves any bytes at the destination; ordinary memory has none.
-  virtual Status copy(const StridedCopy& copy, const std::byte* src, std::byte* dst) const = 0;
-
-  // Copies `src` to `dst` and returns the CRC-32 of `crc`'s bytes followed by these, in one pass
-  // over memory. Requires: dst.size() == src.size(), no overlap.
-  virtual Result<uint32_t> copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc) const = 0;
-
   // Whether its tensors are in ordinary memory, where files can be read to.
   virtual bool is_host() const = 0;
 
   // Where buffers come from that `unpack` copies from. Lives as long as the device; what it has
   // given may live longer.
   virtual MemorySource& buffers() const = 0;
-
-  // Where memory of its own comes from: `copy` and `unpack` take it for a tensor, and `unpack` for
-  // a buffer. Of a device that is not the host, nothing else looks into it. Lives as `buffers`.
-  virtual MemorySource& memory() const = 0;
 
   // Begins copies from `buffer` to tensors, which do not overlap, and says when they are done:
   // nothing where they are when it returns. Until then the buffer must not change. An error says
@@ -78,5 +65,12 @@ class Device {
 
 // Tensors in ordinary memory. Lives as long as the process.
 const Device& cpu_device();
+
+// Carries out `copy` in ordinary memory. Source and destination do not overlap.
+void copy_on_cpu(const StridedCopy& copy, const std::byte* src, std::byte* dst);
+
+// Copies `src` to `dst` and returns the CRC-32 of `crc`'s bytes followed by these, in one pass over
+// ordinary memory. Requires: dst.size() == src.size(), no overlap.
+uint32_t copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc);
 
 }  // namespace torch_ckpt

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 
-#include "device/checksum.h"
 #include "device/pack_lane.h"
 
 namespace torch_ckpt {
@@ -15,8 +14,5 @@ namespace torch_ckpt {
 // Workers [first_worker, worker_end) of a plan.
 cudaError_t launch_pack(const PackTables& tables, PackBases bases, int32_t first_worker,
                         int32_t worker_end, cudaStream_t stream);
-
-// sums[i] is to be that of blocks[i].
-cudaError_t launch_sums(const SumBlock* blocks, int32_t count, uint64_t* sums, cudaStream_t stream);
 
 }  // namespace torch_ckpt

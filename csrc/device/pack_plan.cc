@@ -336,25 +336,4 @@ Result<PackPlan> plan_pack(PackDirection direction, std::span<const TensorCopy> 
   return Planner(direction, options).plan(copies);
 }
 
-void run_window_on_cpu(const PackPlan& plan, const PackWindow& window, std::byte* memory) {
-  const PackTables tables = plan.tables();
-  for (int32_t worker = window.first_worker; worker < window.worker_end; ++worker) {
-    for (uint32_t lane = 0; lane < kLanes; ++lane) {
-      pack_lane(tables, plan.bases(window, memory), worker, lane);
-    }
-  }
-}
-
-void execute_on_cpu(const PackPlan& plan, std::byte* staging) {
-  for (const PackWindow& window : plan.windows) {
-    run_window_on_cpu(plan, window, staging + window.base());
-  }
-  for (const DirectCopy& copy : plan.direct) {
-    std::byte* place = staging + copy.staging_offset;
-    const bool packs = plan.direction == PackDirection::kPack;
-    std::memcpy(packs ? place : copy.tensor, packs ? copy.tensor : place,
-                static_cast<size_t>(copy.nbytes));
-  }
-}
-
 }  // namespace torch_ckpt

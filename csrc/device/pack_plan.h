@@ -89,10 +89,4 @@ struct PackOptions {
 Result<PackPlan> plan_pack(PackDirection direction, std::span<const TensorCopy> copies,
                            const PackOptions& options);
 
-// Does on the CPU what a kernel does for one window, lane by lane, with the window in `memory`.
-void run_window_on_cpu(const PackPlan& plan, const PackWindow& window, std::byte* memory);
-
-// Carries out a whole plan on the CPU. Requires: `staging` is aligned to kStagingAlignment.
-void execute_on_cpu(const PackPlan& plan, std::byte* staging);
-
 }  // namespace torch_ckpt

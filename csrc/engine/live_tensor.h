@@ -24,8 +24,8 @@ struct LiveTensor {
 // Whether its elements lie one behind the other, in row-major order.
 bool is_contiguous(const LiveTensor& tensor);
 
-// Packs the bytes that the elements [begin, end) of a strided tensor, counted in row-major order,
-// take one after another.
-Status pack_elements(const LiveTensor& tensor, int64_t begin, int64_t end, MutableBytes out);
+// Packs the bytes that the elements [begin, end) of a strided tensor in ordinary memory, counted in
+// row-major order, take one after another.
+void pack_elements(const LiveTensor& tensor, int64_t begin, int64_t end, MutableBytes out);
 
 }  // namespace torch_ckpt

@@ -9,6 +9,12 @@
 #include "base/xxh3.h"
 
 namespace torch_ckpt {
+namespace {
+
+// What is longer may be mostly hole.
+constexpr int64_t kMaxNbytes = int64_t{8} << 30;
+
+}  // namespace
 
 Result<std::shared_ptr<MetadataFile>> MetadataFile::open(FileSystem& fs, const std::string& path) {
   ASSIGN_OR_RETURN(auto file, fs.open(path, OpenMode::kRead, Caching::kBuffered));
@@ -28,9 +34,9 @@ Status MetadataFile::wrong_sum() const {
 }
 
 Result<std::vector<std::byte>> MetadataFile::read_pickle(bool verify) const {
-  if (nbytes_ > kMaxSmallFileNbytes) {
+  if (nbytes_ > kMaxNbytes) {
     return corruption("cannot read ", path(), ": it is ", nbytes_, " bytes long, and at most ",
-                      kMaxSmallFileNbytes, " are expected");
+                      kMaxNbytes, " are expected");
   }
   std::vector<std::byte> bytes;
   try {

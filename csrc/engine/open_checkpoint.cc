@@ -68,9 +68,13 @@ Result<OpenedCheckpoint> open_once(FileSystem& fs, const std::string& directory,
 Result<OpenedCheckpoint> open_checkpoint(FileSystem& fs, const std::string& directory,
                                          const CommitNames& names) {
   ASSIGN_OR_RETURN(OpenedCheckpoint opened, open_once(fs, directory, names));
-  // A save may have committed between the opening of the two: then they are another pair by now.
-  for (int attempt = 0; attempt < kAttempts && opened.index == nullptr &&
-                        opened.index_status.code() != StatusCode::kNotFound;
+  // Between the opening of the two, a save may have committed another pair, or the directory may
+  // have been removed: then the second attempt finds no metadata either. Only metadata without
+  // trailer never had an index.
+  const auto should_have_one = [&] {
+    return opened.index_status.code() != StatusCode::kNotFound || opened.metadata->trailer();
+  };
+  for (int attempt = 0; attempt < kAttempts && opened.index == nullptr && should_have_one();
        ++attempt) {
     ASSIGN_OR_RETURN(OpenedCheckpoint again, open_once(fs, directory, names));
     const bool is_same = again.metadata->trailer() == opened.metadata->trailer() &&

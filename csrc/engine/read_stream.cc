@@ -193,11 +193,6 @@ Status ReadStream::open(Lane& lane, const WantedRange* for_device) {
   return ok_status();
 }
 
-Status ReadStream::open_for(const WantedRange& range) {
-  for (Lane& lane : lanes_) RETURN_IF_ERROR(open(lane, &range));
-  return ok_status();
-}
-
 int64_t ReadStream::max_aligned_range_nbytes(const FileSums* sums) const {
   return align_down(align_up(block_nbytes_, kReadAlignment), grain_of(sums));
 }

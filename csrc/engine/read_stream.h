@@ -51,8 +51,6 @@ struct WantedRange {
   const RangeNames* names = nullptr;  // FQNs, of a range that is of several.
   int64_t group = -1;  // Ranges that are best read together, by a number of their own.
   const Device* device = &cpu_device();  // Of what the bytes go to.
-  // Whether `consume` looks at the bytes; else it only adds them to be unpacked by `device`.
-  bool looked_at = true;
 };
 
 // The first range that goes to a device other than the CPU; nullptr where there is none.
@@ -81,10 +79,6 @@ class ReadStream {
   // one that is not checked: one that begins where a block may, or a direct read; and any.
   int64_t max_aligned_range_nbytes(const FileSums* sums = nullptr) const;
   int64_t max_range_nbytes(const FileSums* sums = nullptr) const;
-
-  // Makes all buffers of the kind that this range's device copies from fastest, so that no `run`
-  // makes them later, while the device must not wait. Errors: as `make_pool_for`.
-  Status open_for(const WantedRange& range);
 
   // Reads every range and has it consumed. On an error the rest is not read; ranges in flight are
   // waited for, so no memory is touched after this returns. After a kInternal error the stream must

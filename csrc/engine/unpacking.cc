@@ -7,6 +7,20 @@
 namespace torch_ckpt {
 namespace {
 
+// Whether elements of the source share bytes, as those of an expanded tensor that was saved do.
+bool source_meets_itself(const StridedCopy& copy) {
+  std::vector<size_t> dims(copy.sizes.size());
+  std::iota(dims.begin(), dims.end(), size_t{0});
+  std::ranges::sort(dims, {}, [&](size_t d) { return copy.src_strides[d]; });
+  int64_t extent = copy.itemsize;
+  for (const size_t d : dims) {
+    if (copy.sizes[d] == 1) continue;
+    if (copy.src_strides[d] < extent) return true;
+    extent += (copy.sizes[d] - 1) * copy.src_strides[d];
+  }
+  return false;
+}
+
 using Names = std::vector<const std::string*>;
 
 // "cannot load 'a', 'b': why"
@@ -21,17 +35,16 @@ Status with_names(const Names& names, const Status& error) {
                 error.error_number());
 }
 
-// Lays the source out row by row before it is copied: plans take no elements that share bytes. That
-// is rare, so it is not worth a buffer that the device copies from by itself.
+// Lays the source out row by row before it is copied: plans take no elements that share bytes.
 Status unpack_laid_out(const Device& device, std::byte* tensor, StridedCopy copy,
                        const std::byte* from) {
   const int64_t nbytes = checked_numel(copy.sizes).value_or(0) * copy.itemsize;
-  ASSIGN_OR_RETURN(const Memory memory, HeapMemorySource().allocate(nbytes));
+  ASSIGN_OR_RETURN(const Memory memory, device.buffers().allocate(nbytes));
   StridedCopy to_row = copy;
   to_row.dst_offset = 0;
   to_row.dst_strides = contiguous_strides(copy.sizes);
   for (int64_t& stride : to_row.dst_strides) stride *= copy.itemsize;
-  RETURN_IF_ERROR(cpu_device().copy(to_row, from, memory.bytes().data()));
+  copy_on_cpu(to_row, from, memory.bytes().data());
   copy.src_offset = 0;
   copy.src_strides = to_row.dst_strides;
   const TensorCopy one = {tensor, std::move(copy)};
@@ -40,19 +53,6 @@ Status unpack_laid_out(const Device& device, std::byte* tensor, StridedCopy copy
 }
 
 }  // namespace
-
-bool source_meets_itself(const StridedCopy& copy) {
-  std::vector<size_t> dims(copy.sizes.size());
-  std::iota(dims.begin(), dims.end(), size_t{0});
-  std::ranges::sort(dims, {}, [&](size_t d) { return copy.src_strides[d]; });
-  int64_t extent = copy.itemsize;
-  for (const size_t d : dims) {
-    if (copy.sizes[d] == 1) continue;
-    if (copy.src_strides[d] < extent) return true;
-    extent += (copy.sizes[d] - 1) * copy.src_strides[d];
-  }
-  return false;
-}
 
 Unpacking& Unpacking::operator=(Unpacking&& other) noexcept {
   std::swap(buffer_, other.buffer_);
@@ -68,7 +68,10 @@ Unpacking::~Unpacking() {
 
 Status Unpacking::add(const Device& device, const std::string& name, std::byte* tensor,
                       const StridedCopy& copy, const std::byte* from) {
-  if (device.is_host()) return device.copy(copy, from, tensor);
+  if (device.is_host()) {
+    copy_on_cpu(copy, from, tensor);
+    return ok_status();
+  }
   if (checked_numel(copy.sizes).value_or(0) == 0) return ok_status();
   OfDevice& part = parts_[&device];
   if (part.names.empty() || *part.names.back() != name) part.names.push_back(&name);

@@ -17,10 +17,6 @@
 
 namespace torch_ckpt {
 
-// Whether elements of the source share bytes, as those of an expanded tensor that was saved do.
-// `Unpacking` lays such a source out in ordinary memory first.
-bool source_meets_itself(const StridedCopy& copy);
-
 // Used by one thread at a time. While it exists, the buffer belongs to it. Move-only.
 class Unpacking {
  public:

@@ -1,8 +1,8 @@
 #pragma once
 
-// What the two machines for pickles share, that of tensors (pickle_tree.cc) and that of metadata
-// (bindings/metadata_unpickler.cc): the opcodes, and the walk over the bytes. What an opcode does
-// is each machine's own, for neither does more than it needs.
+// What the readers of pickles share, that of tensors (pickle_tree.cc), that of metadata
+// (bindings/metadata_unpickler.cc) and the list of globals (pickle_globals.cc): the opcodes, and
+// the walk over the bytes. What an opcode does is up to each reader, which does only what it needs.
 
 #include <cstdint>
 #include <cstring>
@@ -18,23 +18,36 @@ enum : uint8_t {
   kMark = '(',
   kEmptyTuple = ')',
   kStop = '.',
+  kPop = '0',
+  kPopMark = '1',
   kBinBytes = 'B',
   kShortBinBytes = 'C',
+  kFloat = 'F',
   kBinFloat = 'G',
+  kInt = 'I',
   kBinInt = 'J',
   kBinInt1 = 'K',
+  kLong = 'L',
   kBinInt2 = 'M',
   kNone = 'N',
+  kPersId = 'P',
   kBinPersId = 'Q',
   kReduce = 'R',
+  kString = 'S',
+  kBinString = 'T',
+  kShortBinString = 'U',
+  kUnicode = 'V',
   kBinUnicode = 'X',
   kEmptyList = ']',
   kAppend = 'a',
   kBuild = 'b',
   kGlobal = 'c',
   kAppends = 'e',
+  kGet = 'g',
   kBinGet = 'h',
+  kInst = 'i',
   kLongBinGet = 'j',
+  kPut = 'p',
   kBinPut = 'q',
   kLongBinPut = 'r',
   kSetItem = 's',
@@ -43,18 +56,23 @@ enum : uint8_t {
   kEmptyDict = '}',
   kProto = 0x80,
   kNewObj = 0x81,
+  kExt1 = 0x82,
+  kExt2 = 0x83,
+  kExt4 = 0x84,
   kTuple1 = 0x85,
   kTuple2 = 0x86,
   kTuple3 = 0x87,
   kNewTrue = 0x88,
   kNewFalse = 0x89,
   kLong1 = 0x8a,
+  kLong4 = 0x8b,
   kShortBinUnicode = 0x8c,
   kBinUnicode8 = 0x8d,
   kBinBytes8 = 0x8e,
   kStackGlobal = 0x93,
   kMemoize = 0x94,
   kFrame = 0x95,
+  kByteArray8 = 0x96,
 };
 }  // namespace pickle_opcodes
 

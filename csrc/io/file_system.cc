@@ -15,18 +15,6 @@ Status run_one(IoQueue& queue, const IoRequest& request) {
   return done.front().status;
 }
 
-// The first `nbytes` bytes of a file that has them.
-Result<std::vector<std::byte>> read_from(File& file, int64_t nbytes) {
-  std::vector<std::byte> bytes;
-  try {
-    bytes.resize(static_cast<size_t>(nbytes));
-  } catch (const std::exception&) {  // A damaged file may claim any size.
-    return errno_status(ENOMEM, str_cat("cannot read ", nbytes, " bytes of ", file.path()));
-  }
-  if (nbytes > 0) RETURN_IF_ERROR(file.read(0, bytes));
-  return bytes;
-}
-
 }  // namespace
 
 std::string parent_directory(std::string_view path) {
@@ -38,17 +26,6 @@ std::string parent_directory(std::string_view path) {
   const size_t slash = path.rfind('/');
   if (slash == std::string_view::npos) return ".";
   return std::string(without_trailing_slashes(path.substr(0, std::max<size_t>(slash, 1))));
-}
-
-Result<std::vector<std::byte>> read_file(FileSystem& fs, const std::string& path,
-                                         int64_t max_nbytes) {
-  ASSIGN_OR_RETURN(const auto file, fs.open(path, OpenMode::kRead, Caching::kBuffered));
-  ASSIGN_OR_RETURN(const int64_t nbytes, file->size());
-  if (nbytes > max_nbytes) {
-    return corruption("cannot read ", path, ": it is ", nbytes, " bytes long, and at most ",
-                      max_nbytes, " are expected");
-  }
-  return read_from(*file, nbytes);
 }
 
 Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool sync) {

@@ -148,12 +148,6 @@ class FileSystem {
 // The folder that holds `path`: "a" for "a/b" and "a/b/", "." for "b", "/" for "/b".
 std::string parent_directory(std::string_view path);
 
-// Whole small files, one request at a time. A file longer than `max_nbytes`, which may be mostly
-// hole, is kCorruption and not read.
-inline constexpr int64_t kMaxSmallFileNbytes = int64_t{8} << 30;
-Result<std::vector<std::byte>> read_file(FileSystem& fs, const std::string& path,
-                                         int64_t max_nbytes = kMaxSmallFileNbytes);
-
 // Creates `path` with these bytes, and syncs it when `sync` is set. On an error the file may exist
 // with some of the bytes.
 Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool sync);

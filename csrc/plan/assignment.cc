@@ -54,12 +54,6 @@ bool read_cuts(WireReader* reader, Assignment* out) {
 
 }  // namespace
 
-int64_t written_items(const Assignment& assignment) {
-  int64_t count = 0;
-  for (const Run& run : assignment.runs) count += run.count;
-  return count;
-}
-
 std::vector<std::byte> encode(const Assignment& assignment) {
   WireWriter out;
   out.varint(assignment.item_count);

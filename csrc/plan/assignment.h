@@ -47,9 +47,6 @@ struct Assignment {
   bool operator==(const Assignment&) const = default;
 };
 
-// How many items are written.
-int64_t written_items(const Assignment& assignment);
-
 std::vector<std::byte> encode(const Assignment& assignment);
 
 // The assignment as it is described above, or kCorruption, or kUnsupported for another version.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
-#include <set>
 #include <utility>
 
 #include "plan/wire.h"
@@ -356,20 +355,6 @@ bool Exchange::is_in_ring(int32_t rank) const {
   return std::ranges::any_of(rings_, [&](const ReadRing& ring) {
     return std::ranges::find(ring.ranks, rank) != ring.ranks.end();
   });
-}
-
-int64_t Exchange::most_neighbours() const {
-  std::map<int32_t, std::set<int32_t>> neighbours;
-  for (const ReadRing& ring : rings_) {
-    for (size_t i = 0; i < ring.ranks.size(); ++i) {
-      const int32_t next = ring.ranks[(i + 1) % ring.ranks.size()];
-      neighbours[ring.ranks[i]].insert(next);
-      neighbours[next].insert(ring.ranks[i]);
-    }
-  }
-  int64_t most = 0;
-  for (const auto& [rank, others] : neighbours) most = std::max(most, std::ssize(others));
-  return most;
 }
 
 RankExchange Exchange::of_rank(int32_t rank) const {

@@ -4,8 +4,8 @@
 //
 // Every rank says which bytes of which files it wants. Bytes that several want are cut into pieces;
 // each is read by one of them, which passes it to the next, and so on around a ring until all have
-// it. FastReader asks for all of this between planning and reading; engine/exchange_stream.h
-// carries it out.
+// it. FastReader asks for all of this between planning and reading;
+// engine/exchange/exchange_stream.h carries it out.
 
 #include <cstdint>
 #include <span>
@@ -81,9 +81,6 @@ class Exchange {
 
   // Whether a rank wants anything that another does.
   bool is_in_ring(int32_t rank) const;
-
-  // With how many others a rank exchanges pieces, at most.
-  int64_t most_neighbours() const;
 
   RankExchange of_rank(int32_t rank) const;
 

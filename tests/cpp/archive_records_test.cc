@@ -1,4 +1,4 @@
-#include "engine/archive_records.h"
+#include "engine/load/archive_records.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -11,6 +11,7 @@
 
 #include "io/posix_file_system.h"
 #include "support/memory_file_system.h"
+#include "support/read_file.h"
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"
 

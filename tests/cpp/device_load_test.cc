@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/load_job.h"
+#include "engine/load/load_job.h"
 #include "support/indexed_checkpoint.h"
 #include "support/later_device.h"
 #include "support/memory_file_system.h"

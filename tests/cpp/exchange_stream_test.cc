@@ -1,6 +1,6 @@
 // Several ranks, as threads, load what they want of one checkpoint together.
 
-#include "engine/exchange_stream.h"
+#include "engine/exchange/exchange_stream.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -17,12 +17,10 @@
 #include <utility>
 #include <vector>
 
-#include "engine/announced_peers.h"
-#include "engine/load_job.h"
-#include "engine/node_peers.h"
+#include "engine/exchange/node_peers.h"
+#include "engine/load/load_job.h"
 #include "support/later_device.h"
 #include "support/memory_file_system.h"
-#include "support/ordered_network.h"
 #include "support/saved_checkpoint.h"
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
@@ -51,32 +49,6 @@ struct TestRank {
   std::vector<std::string> handed_over;
   Status status;
   int64_t read_nbytes = 0;
-  size_t buffers_at_meeting = 0;
-};
-
-// Peers that note how many buffers a device has when ranks have met.
-class NotingPeers : public Peers {
- public:
-  NotingPeers(std::shared_ptr<Peers> peers, TestRank& rank)
-      : peers_(std::move(peers)), rank_(rank) {}
-
-  Status meet(std::span<const int32_t> ranks) override {
-    rank_.buffers_at_meeting = rank_.device->allocated();
-    return peers_->meet(ranks);
-  }
-  void abort() override { peers_->abort(); }
-  Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
-                                             int64_t number) override {
-    return peers_->send(bytes, rank, channel, number);
-  }
-  Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank, Channel channel,
-                                                int64_t number) override {
-    return peers_->receive(memory, rank, channel, number);
-  }
-
- private:
-  const std::shared_ptr<Peers> peers_;
-  TestRank& rank_;
 };
 
 // A checkpoint of three files, and ranks that want of it what a test says.
@@ -85,35 +57,18 @@ struct TestWorld {
   std::vector<std::vector<StoredSlice>> slices;
   std::vector<TestRank> ranks;
   PeerNetwork network;
-  OrderedNetwork up;
-  OrderedNetwork down;
-  bool one_node = false;    // Whether ranks copy from each other's memory.
-  bool over_links = false;  // Whether pieces are in memory of devices, and go over links of theirs.
+  bool one_node = false;  // Whether ranks copy from each other's memory.
   LoadOptions options = kTiny;
 
   std::shared_ptr<Peers> peers_of(size_t rank) {
-    const auto number = static_cast<int32_t>(rank);
-    if (over_links) {
-      Result<Memory> memory = ranks[rank].device->memory().allocate(2);
-      return std::make_shared<NotingPeers>(
-          make_announced_peers(number, network.peers_of(number), up.peers_of(number),
-                               down.peers_of(number), std::move(*memory)),
-          ranks[rank]);
-    }
     std::map<int32_t, int64_t> pids;
     for (size_t other = 0; one_node && other < ranks.size(); ++other) {
       if (other != rank) pids.emplace(static_cast<int32_t>(other), getpid());
     }
-    return make_node_peers(network.peers_of(number), std::move(pids));
+    return make_node_peers(network.peers_of(static_cast<int32_t>(rank)), std::move(pids));
   }
 
-  std::shared_ptr<const Device> holder_of(size_t rank) {
-    if (!over_links) return nullptr;
-    return {std::shared_ptr<const Device>(), ranks[rank].device.get()};
-  }
-
-  explicit TestWorld(size_t rank_count, uint32_t seed = 1)
-      : ranks(rank_count), up(seed), down(seed + 1) {
+  explicit TestWorld(size_t rank_count, uint32_t seed = 1) : ranks(rank_count) {
     for (uint32_t file = 0; file < 3; ++file) {
       saved.push_back({
           TestTensor::random("small" + std::to_string(file), DType::kInt16, {30, 20}, seed + file),
@@ -158,9 +113,8 @@ struct TestWorld {
   Status load(size_t rank, const std::vector<std::byte>& plan, int64_t budget_nbytes) {
     TestRank& one = ranks[rank];
     ASSIGN_OR_RETURN(RankExchange part, RankExchange::decode(plan));
-    ASSIGN_OR_RETURN(auto exchange,
-                     ExchangeStream::make(*one.fs, std::move(part), peers_of(rank), budget_nbytes,
-                                          std::chrono::seconds(60), holder_of(rank)));
+    ASSIGN_OR_RETURN(auto exchange, ExchangeStream::make(*one.fs, std::move(part), peers_of(rank),
+                                                         budget_nbytes, std::chrono::seconds(60)));
     ASSIGN_OR_RETURN(const auto job, LoadJob::make(*one.fs, kCheckpoint, options));
     const HandOver hand_over = [&](int64_t request, LoadedBytes bytes) {
       one.handed_over[static_cast<size_t>(request)] =
@@ -237,7 +191,6 @@ TEST(ExchangeStreamTest, RandomBoxesOfRandomRanksArriveInAnyMemory) {
     };
     TestWorld world(2 + seed % 4, seed);
     world.one_node = up_to(1) == 0;
-    world.over_links = !world.one_node && up_to(1) == 0;
     for (size_t rank = 0; rank < world.ranks.size(); ++rank) {
       if (up_to(3) == 0) world.want_all(rank, up_to(1) == 0 ? Where::kHost : Where::kDevice);
       for (int64_t i = up_to(6); i > 0; --i) {
@@ -284,40 +237,6 @@ TEST(ExchangeStreamTest, ReplicasOnDevicesReadEveryByteOnceAndCopyItFromBuffersO
   EXPECT_LT(read, stored + 3 * 6 * (32 << 10) + (64 << 10));
 }
 
-TEST(ExchangeStreamTest, OverLinksPiecesGoFromDeviceToDeviceAndOnlyTheirReadersBringThemThere) {
-  TestWorld world(3);
-  world.over_links = true;
-  world.options.verify = false;
-  for (size_t rank = 0; rank < 3; ++rank) world.want_all(rank, Where::kDevice);
-  world.load_together();
-  world.expect_loaded();
-  int64_t stored = 0;
-  for (const auto& file : world.slices) stored += file.back().offset + file.back().nbytes;
-  EXPECT_GT(world.up.sent_nbytes() + world.down.sent_nbytes(), 2 * (stored - (200 << 10)));
-  EXPECT_EQ(world.network.sent_nbytes(), 0);
-  for (const TestRank& rank : world.ranks) {
-    // Whole slices, which the host looks at, and nothing else comes from its memory.
-    EXPECT_LE(rank.device->from_elsewhere(), 3);
-  }
-}
-
-TEST(ExchangeStreamTest, OverLinksNoBufferIsMadeOnceRanksHaveMet) {
-  TestWorld world(3);
-  world.over_links = true;
-  for (size_t rank = 0; rank < 3; ++rank) {
-    const Dims& sizes = world.saved[0][1].live.sizes;
-    world.want(rank, 0, 1, {Dims(sizes.size(), 0), sizes}, Where::kDevice);
-    const Dims& alone = world.saved[rank][2].live.sizes;
-    world.want(rank, rank, 2, {Dims(alone.size(), 0), alone}, Where::kDevice);
-  }
-  world.load_together();
-  world.expect_loaded();
-  for (const TestRank& rank : world.ranks) {
-    EXPECT_GT(rank.buffers_at_meeting, 0U);
-    EXPECT_EQ(rank.device->allocated(), rank.buffers_at_meeting);
-  }
-}
-
 TEST(ExchangeStreamTest, WhenADeviceFailsTheRankNamesTheTensorAndOthersAreCancelled) {
   for (const bool at_beginning : {false, true}) {
     for (const int64_t n : {0, 2, 4}) {
@@ -338,14 +257,10 @@ TEST(ExchangeStreamTest, WhenADeviceFailsTheRankNamesTheTensorAndOthersAreCancel
 }
 
 TEST(ExchangeStreamTest, WhenOneRankCannotReadAllOthersAreCancelled) {
-  bool over_links = false;  // By turns: each rank fails both ways, and each operation.
   for (size_t failing = 0; failing < 3; ++failing) {
-    over_links = !over_links;
     for (const int64_t operation : {0, 3, 7, 11, 13, 15}) {
       SCOPED_TRACE("rank " + std::to_string(failing) + ", operation " + std::to_string(operation));
       TestWorld world(3);
-      world.over_links = over_links;
-      over_links = !over_links;
       for (size_t rank = 0; rank < 3; ++rank) world.want_all(rank);
       // Of planning, which comes first, nothing is to fail.
       ASSERT_OK_AND_ASSIGN(const auto job,
@@ -375,24 +290,20 @@ Result<Exchange> exchange_of_a_mib() {
 }
 
 TEST(ExchangeStreamTest, AFailureEndsAMeetingToWhichAnotherRankDoesNotCome) {
-  for (const bool over_links : {false, true}) {
-    TestWorld world(2);
-    world.one_node = true;
-    world.over_links = over_links;
-    ASSERT_OK_AND_ASSIGN(const Exchange exchange, exchange_of_a_mib());
-    ASSERT_OK_AND_ASSIGN(
-        const auto stream,
-        ExchangeStream::make(*world.ranks[0].fs, exchange.of_rank(0), world.peers_of(0), kBudget,
-                             std::chrono::seconds(60)));
-    const std::vector<WantedRange> nothing;
-    const ConsumeRange consume = [](int64_t, Bytes, Unpacking&) { return ok_status(); };
-    Assembly assembly(nothing, {}, consume);
-    Status status;
-    std::thread running([&] { status = stream->run({}, assembly); });
-    stream->fail(corruption("damaged"));
-    running.join();
-    EXPECT_CODE(status, StatusCode::kCorruption);
-  }
+  TestWorld world(2);
+  world.one_node = true;
+  ASSERT_OK_AND_ASSIGN(const Exchange exchange, exchange_of_a_mib());
+  ASSERT_OK_AND_ASSIGN(const auto stream,
+                       ExchangeStream::make(*world.ranks[0].fs, exchange.of_rank(0),
+                                            world.peers_of(0), kBudget, std::chrono::seconds(60)));
+  const std::vector<WantedRange> nothing;
+  const ConsumeRange consume = [](int64_t, Bytes, Unpacking&) { return ok_status(); };
+  Assembly assembly(nothing, {}, consume);
+  Status status;
+  std::thread running([&] { status = stream->run({}, assembly); });
+  stream->fail(corruption("damaged"));
+  running.join();
+  EXPECT_CODE(status, StatusCode::kCorruption);
 }
 
 TEST(ExchangeStreamTest, AFileThatIsShorterThanPlannedIsCorrupt) {

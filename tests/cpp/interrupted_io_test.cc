@@ -13,9 +13,10 @@
 #include <utility>
 #include <vector>
 
-#include "engine/load_job.h"
+#include "engine/load/load_job.h"
 #include "io/posix_file_system.h"
 #include "io/transfer.h"
+#include "support/read_file.h"
 #include "support/saved_file.h"
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"

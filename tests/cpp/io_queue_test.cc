@@ -19,6 +19,7 @@
 #include "io/posix_file_system.h"
 #include "io/thread_queue.h"
 #include "io/uring_queue.h"
+#include "support/read_file.h"
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"
 

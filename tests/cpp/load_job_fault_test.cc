@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/load_job.h"
+#include "engine/load/load_job.h"
 #include "support/memory_file_system.h"
 #include "support/saved_checkpoint.h"
 #include "support/status_matchers.h"

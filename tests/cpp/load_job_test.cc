@@ -2,7 +2,7 @@
 // 128 KiB (here, of 8 KiB: what a block takes) and longer ones take different ways through the job;
 // most tests go both.
 
-#include "engine/load_job.h"
+#include "engine/load/load_job.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

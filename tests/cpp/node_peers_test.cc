@@ -1,6 +1,6 @@
 // Ranks that are threads, and so read the memory of their own process.
 
-#include "engine/node_peers.h"
+#include "engine/exchange/node_peers.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>

@@ -158,6 +158,26 @@ TEST(OpenCheckpointTest, ASaveThatCommitsMeanwhileIsNoDamage) {
   EXPECT_EQ(opened.index->metadata(), Seal::of(*opened.metadata->read_pickle()));
 }
 
+// Removes the checkpoint after its metadata have been opened, as the retention of a run does.
+class RemovingFileSystem : public MemoryFileSystem {
+ public:
+  Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode,
+                                     Caching caching) override {
+    if (path == "c/.index") {
+      (void)remove("c/.metadata");
+      (void)remove("c/.index");
+    }
+    return MemoryFileSystem::open(path, mode, caching);
+  }
+};
+
+TEST(OpenCheckpointTest, ACheckpointThatIsRemovedMeanwhileIsNotFound) {
+  RemovingFileSystem fs;
+  fs.put("c/.metadata", metadata_of("m"));
+  fs.put("c/.index", index_of("m"));
+  EXPECT_CODE(open_checkpoint(fs, "c"), StatusCode::kNotFound);
+}
+
 TEST(OpenCheckpointTest, WithoutMetadataThereIsNoCheckpoint) {
   MemoryFileSystem fs;
   fs.put("c/.index", index_of("m"));

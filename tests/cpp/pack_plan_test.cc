@@ -16,6 +16,7 @@
 
 #include "device/device.h"
 #include "support/pack_cases.h"
+#include "support/pack_on_cpu.h"
 #include "support/status_matchers.h"
 #include "support/strided_oracle.h"
 #include "support/test_tensor.h"

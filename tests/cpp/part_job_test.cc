@@ -1,7 +1,7 @@
 // Ranks are jobs on one file, each of which writes in its turn. What they leave is compared with a
 // file that was put together element by element.
 
-#include "engine/part_job.h"
+#include "engine/save/part_job.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -17,6 +17,7 @@
 
 #include "io/posix_file_system.h"
 #include "support/memory_file_system.h"
+#include "support/read_file.h"
 #include "support/saved_file.h"
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"

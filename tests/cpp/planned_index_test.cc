@@ -1,4 +1,4 @@
-#include "engine/planned_index.h"
+#include "engine/save/planned_index.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

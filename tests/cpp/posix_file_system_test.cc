@@ -15,6 +15,7 @@
 
 #include "io/page_cache.h"
 #include "io/posix_file.h"
+#include "support/read_file.h"
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"
 

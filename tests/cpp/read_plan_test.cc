@@ -1,4 +1,4 @@
-#include "engine/read_plan.h"
+#include "engine/load/read_plan.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

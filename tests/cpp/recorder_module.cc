@@ -73,7 +73,7 @@ std::string change_before(const PowerCuts& cuts, int64_t instant) {
 
 PYBIND11_MODULE(recorder, module) {
   using namespace torch_ckpt;
-  py::module_::import("torch_ckpt._native");  // It registers FileSystem.
+  py::module_::import("torch_ckpt._core._native");  // It registers FileSystem.
   py::class_<RecordingFileSystem, FileSystem>(module, "RecordingFileSystem")
       .def(py::init(&record), py::arg("initial"), py::arg("folder"));
   py::class_<HangingFileSystem, FileSystem>(module, "HangingFileSystem")

@@ -1,4 +1,4 @@
-#include "engine/restored_plan.h"
+#include "engine/save/restored_plan.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/planned_index.h"
+#include "engine/save/planned_index.h"
 #include "plan/item_extents.h"
 #include "support/plan_items.h"
 #include "support/status_matchers.h"

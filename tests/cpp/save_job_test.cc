@@ -1,6 +1,6 @@
 // A saved file is read back by the parser of its frames, byte by byte, not by a load job.
 
-#include "engine/save_job.h"
+#include "engine/save/save_job.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -16,6 +16,7 @@
 #include "format/zip_frame.h"
 #include "io/posix_file_system.h"
 #include "support/memory_file_system.h"
+#include "support/read_file.h"
 #include "support/saved_file.h"
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"

@@ -1,4 +1,4 @@
-#include "engine/slot.h"
+#include "engine/save/slot.h"
 
 #include <gtest/gtest.h>
 

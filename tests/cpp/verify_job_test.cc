@@ -1,4 +1,4 @@
-#include "engine/verify_job.h"
+#include "engine/load/verify_job.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -30,17 +30,22 @@ import torch.distributed.checkpoint as dcp
 from forks import Forks
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
-from torch_ckpt import CheckpointError, FastReader, NotFoundError, _native
+from torch_ckpt import (
+    AgentOptions,
+    CheckpointError,
+    FastReader,
+    NotFoundError,
+    SnapshotAgent,
+    SnapshotReader,
+)
+from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import folder_of, run_of
-from torch_ckpt.agent.options import AgentOptions
-from torch_ckpt.agent.reader import SnapshotReader
-from torch_ckpt.agent.trainer import SnapshotAgent
 
 __all__ = ["AgentCampaign", "end_agents"]
 
 ROWS = 12 * 1024  # Divides by all world sizes; 48 MiB of shards, so that copies take a while.
 COLUMNS = 1024
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0  # For a machine that is busy.
 VICTIMS = ["all", "one", "agent", "all and agent", "one by SIGTERM", "agent by SIGTERM"]
 
 

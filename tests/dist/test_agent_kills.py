@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from agent_kills import AgentCampaign, end_agents
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,6 @@ def test_a_few_kills_of_every_kind_lose_no_step_that_was_whole(tmp_path: Path, s
     assert campaign.found["memory"] > 6, campaign.report()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_200_kills_lose_no_step_that_was_whole(tmp_path: Path, seed: int) -> None:
     campaign = AgentCampaign(tmp_path / "run", seed)
     campaign.run(200)
@@ -35,8 +33,6 @@ def test_200_kills_lose_no_step_that_was_whole(tmp_path: Path, seed: int) -> Non
     assert not campaign.breaches, campaign.report()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_the_campaign_notices_slots_that_are_complete_before_they_are_filled(
     tmp_path: Path, seed: int
 ) -> None:

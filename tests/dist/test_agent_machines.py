@@ -29,16 +29,22 @@ from ranks import Ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
-from torch_ckpt import CancelledError, CheckpointError, FastReader, Run, SnapshotAgent
+from torch_ckpt import (
+    AgentOptions,
+    CancelledError,
+    CheckpointError,
+    FastReader,
+    NotFoundError,
+    Run,
+    SnapshotAgent,
+    SnapshotReader,
+)
 from torch_ckpt.agent import patience
 from torch_ckpt.agent.memory import run_of
-from torch_ckpt.agent.options import AgentOptions
-from torch_ckpt.agent.reader import SnapshotReader
-from torch_ckpt.errors import NotFoundError
 
 pytestmark = pytest.mark.timeout(300)
 
-SOON_S = 30.0
+SOON_S = 60.0  # For a machine that is busy.
 RANKS, RANKS_PER_MACHINE = 4, 2
 LATE_S = 1.5
 
@@ -177,6 +183,7 @@ def test_two_machines_save_what_stock_dcp_loads_and_start_again_from_memory(
         world.run(load_from_disk, run, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persist", [True, False])
 def test_what_one_machine_alone_has_completed_does_not_count(
     tmp_path: Path, memory: Path, persist: bool
@@ -200,6 +207,7 @@ def find_nothing(run: Path, memory: Path) -> None:
     assert agent_of(run, memory).newest() is None
 
 
+@pytest.mark.slow
 def test_machines_that_have_nothing_in_common_restore_nothing(tmp_path: Path, memory: Path) -> None:
     run = tmp_path / "run"
     with Ranks(RANKS) as world:
@@ -257,6 +265,7 @@ def load_elsewhere(run: Path, memory: Path, how: str) -> None:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["shards", "names"])
 def test_who_wants_what_another_machine_has_loads_from_disk(
     tmp_path: Path, memory: Path, how: str
@@ -298,6 +307,7 @@ def restore_from_disk(run: Path, memory: Path) -> None:
     made.close()
 
 
+@pytest.mark.slow
 def test_where_a_machine_is_lost_all_ranks_go_back_to_the_disk(
     tmp_path: Path, memory: Path
 ) -> None:
@@ -330,6 +340,7 @@ def save_without_room(run: Path, memory: Path, persist: bool) -> None:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persist", [True, False])
 def test_where_one_machine_has_no_memory_all_save_without_agents(
     tmp_path: Path, memory: Path, mount_tmpfs: Callable[[str], Path], persist: bool
@@ -359,6 +370,7 @@ def save_while_killed(run: Path, memory: Path, step: int, machine: int, delay_s:
     agent.persist(staged)
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_killed_at_any_moment_is_replaced_and_the_save_completed(
     tmp_path: Path, memory: Path, seed: int
 ) -> None:
@@ -418,6 +430,7 @@ def save_until_killed(run: Path, memory: Path, hooks: Path, step: int) -> None:
     save(run, memory, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [0, 1])
 def test_an_agent_that_is_killed_at_each_step_is_replaced_and_the_save_completed(
     tmp_path: Path, memory: Path, machine: int
@@ -452,6 +465,7 @@ def leave_on_machine_0(run: Path, memory: Path) -> None:
         agent_of(run, memory).close()
 
 
+@pytest.mark.slow
 def test_an_agent_that_brings_the_last_step_to_disk_answers_whoever_starts_again(
     tmp_path: Path, memory: Path
 ) -> None:
@@ -480,6 +494,7 @@ def save_alone(run: Path, memory: Path, ranks: list[int], silent: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_machine_that_never_comes_is_named_in_time(
     tmp_path: Path, memory: Path, silent: int
@@ -533,6 +548,7 @@ def decline_and_end(run: Path, memory: Path) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_an_agent_that_ends_tells_others_what_it_has_declined(tmp_path: Path, memory: Path) -> None:
     with Ranks(RANKS) as world:
         said = world.run(decline_and_end, tmp_path / "run", memory)
@@ -545,6 +561,7 @@ def fail_to_save(run: Path, memory: Path, step: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [0, 1])
 def test_storage_that_fails_one_machine_fails_the_save_on_all_for_that_reason(
     tmp_path: Path, memory: Path, machine: int
@@ -566,13 +583,14 @@ def test_storage_that_fails_one_machine_fails_the_save_on_all_for_that_reason(
 
 SHORTER = """
 import sys
-from torch_ckpt import cli
+from torch_ckpt.cli import main as cli
 from torch_ckpt.agent import patience
 patience.HURRY_S = 1.0
 sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_an_agent_that_waits_for_others_ends_when_it_is_told_to(
     tmp_path: Path, memory: Path
 ) -> None:

@@ -21,14 +21,14 @@ import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
-from torch_ckpt import CancelledError, FastReader, Run, SnapshotAgent, SnapshotReader, exchange
+from torch_ckpt import CancelledError, FastReader, RankState, Run, SnapshotAgent, SnapshotReader
 from torch_ckpt.agent import trainer
 from torch_ckpt.agent.memory import folder_of, open_folder, run_of
-from torch_ckpt.rank_state import RankState
+from torch_ckpt.storage import exchange
 
 pytestmark = pytest.mark.timeout(180)
 
-SOON_S = 30.0
+SOON_S = 60.0  # For a machine that is busy.
 
 
 @pytest.fixture(autouse=True)
@@ -71,11 +71,11 @@ def save(run: Path, step: int, ranks: list[int], persist: bool) -> None:
     dist.barrier()
 
 
-def save_at_all_moments(run: Path) -> None:
+def save_at_all_moments(run: Path, saves: int) -> None:
     """Ranks complete small saves while the agent asks itself who has."""
     agent = agent_of(run)
     delays = random.Random(dist.get_rank())
-    for step in range(200):
+    for step in range(saves):
         dist.barrier()
         time.sleep(delays.random() * 0.004)
         future = agent.async_save(state_of(step), run / "step", step=step)
@@ -275,9 +275,11 @@ def test_slots_of_ranks_that_are_no_more_go(tmp_path: Path, memory: Path) -> Non
         assert names == ["rank-0.0", "rank-0.1"]
 
 
-def test_no_save_is_lost_that_a_rank_completes_while_the_agent_looks(tmp_path: Path) -> None:
+def test_no_save_is_lost_that_a_rank_completes_while_the_agent_looks(
+    tmp_path: Path, full: bool
+) -> None:
     with Ranks(2) as world:
-        world.run(save_at_all_moments, tmp_path / "run", timeout_s=120)
+        world.run(save_at_all_moments, tmp_path / "run", 200 if full else 50, timeout_s=120)
 
 
 def save_with_little_memory(run: Path) -> None:

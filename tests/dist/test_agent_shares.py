@@ -17,15 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 
-from torch_ckpt import (
-    CancelledError,
-    FastReader,
-    MismatchError,
-    Run,
-    SnapshotAgent,
-    SnapshotReader,
-    _native,
-)
+from torch_ckpt import CancelledError, FastReader, MismatchError, Run, SnapshotAgent, SnapshotReader
+from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import (
     NOT_SHARED,
     SlotHeader,
@@ -127,6 +120,7 @@ def slots_of(run: Path, step: int) -> list[tuple[SlotHeader, int]]:
     return sorted(found)
 
 
+@pytest.mark.thin("4")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_from_the_second_save_on_each_rank_copies_its_part(tmp_path: Path, world_size: int) -> None:
     run, ranks = tmp_path / "run", list(range(world_size))
@@ -143,6 +137,7 @@ def test_from_the_second_save_on_each_rank_copies_its_part(tmp_path: Path, world
         world.run(load_from_disk, run, 4)
 
 
+@pytest.mark.thin("3")
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_what_ranks_have_shared_out_is_loaded_on_another_number(tmp_path: Path, after: int) -> None:
     run = tmp_path / "run"
@@ -232,6 +227,7 @@ def kill_agent(run: Path) -> None:
         kill_agent_of(run)
 
 
+@pytest.mark.slow
 def test_a_new_agent_goes_on_as_the_former_one_has_told(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with Ranks(2) as world:
@@ -280,6 +276,7 @@ def changed_beside_a_new_agent(run: Path) -> None:
     load_from_memory(run, 3)
 
 
+@pytest.mark.thin("changed_beside_a_new_agent")
 @pytest.mark.parametrize("save", [ahead_beside_a_new_agent, changed_beside_a_new_agent])
 def test_what_a_former_agent_has_told_one_rank_a_new_one_tells_the_others(
     tmp_path: Path, save: Callable[[Path], None]
@@ -369,6 +366,7 @@ def split_by_two_agents(run: Path) -> None:
     load_from_memory(run, 4)
 
 
+@pytest.mark.slow
 def test_a_save_that_two_agents_have_split_fails_and_says_why(tmp_path: Path) -> None:
     with Ranks(2) as world:
         world.run(split_by_two_agents, tmp_path / "run")
@@ -388,6 +386,7 @@ def save_as_a_run(run: Path) -> None:
             assert_of(state, step)
 
 
+@pytest.mark.slow
 def test_a_run_saves_anew_what_a_rank_had_to_copy_and_has_no_more(tmp_path: Path) -> None:
     with Ranks(2) as world:
         world.run(save_as_a_run, tmp_path / "run")
@@ -410,6 +409,7 @@ def save_with_a_flag(run: Path) -> None:
     load_from_memory(run, 3)
 
 
+@pytest.mark.slow
 def test_a_flag_that_differs_from_rank_to_rank_makes_no_other_tensor(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with Ranks(3) as world:

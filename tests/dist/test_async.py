@@ -84,6 +84,7 @@ def save_while_training(path: Path, executor: str, writer_options: dict[str, Any
         assert_saved(path / f"{step}", step)
 
 
+@pytest.mark.thin("process")
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_async_save_holds_the_values_of_when_it_was_called(
     worlds: Worlds, tmp_path: Path, executor: str
@@ -119,6 +120,7 @@ def save_with_default_stager(path: Path, executor: str) -> None:
         assert_saved(path / f"{step}", step)
 
 
+@pytest.mark.thin("thread")
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_async_save_takes_a_stager_that_stages_in_the_background(
     worlds: Worlds, tmp_path: Path, executor: str

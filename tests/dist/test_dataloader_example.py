@@ -41,6 +41,7 @@ def run(folder: Path, *, ranks: int, options: str) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_each_sample_is_consumed_once_over_two_and_then_three_ranks(tmp_path: Path) -> None:
     # 13 steps, of which the last 3 are lost.
     run(tmp_path, ranks=2, options="--samples 600 --save-every 5 --stop-after 13")

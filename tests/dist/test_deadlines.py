@@ -37,8 +37,9 @@ from torch.distributed.tensor import Shard
 from torch.futures import Future
 
 import torch_ckpt
-from torch_ckpt import CheckpointError, FastReader, FastWriter, RankTimeoutError, roll_call
-from torch_ckpt.roll_call import RollCalls, _PromptStore
+from torch_ckpt import CheckpointError, FastReader, FastWriter, RankTimeoutError
+from torch_ckpt.coordination import roll_call
+from torch_ckpt.coordination.roll_call import RollCalls, _PromptStore
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -231,6 +232,7 @@ LATE = {
 }
 
 
+@pytest.mark.thin("a_rank_in_planning", "the_coordinator_in_committing")
 @pytest.mark.parametrize(("late", "where", "phase"), LATE.values(), ids=LATE.keys())
 def test_save_with_a_rank_past_the_deadline_is_given_up_by_all_and_commits_nothing(
     worlds: Worlds, path: Path, fifo: Path, late: int, where: str, phase: str
@@ -287,15 +289,16 @@ def commit_about_when_the_deadline_ends(path: Path, offsets_s: list[float]) -> l
 
 
 def test_save_that_commits_about_when_the_deadline_ends_ends_in_the_same_way_on_every_rank(
-    worlds: Worlds, path: Path
+    worlds: Worlds, path: Path, full: bool
 ) -> None:
-    offsets_s = [step * 0.003 for step in range(-6, 6)]
+    offsets_s = [step * 0.003 for step in (range(-6, 6) if full else range(-2, 3))]
     first, *others = worlds.run(3, commit_about_when_the_deadline_ends, path, offsets_s)
     assert others == [first] * 2
     for ending in first:
         assert ending.committed == (ending.returned or ending.may_be_committed)
 
 
+@pytest.mark.thin("2-read-reading")
 @pytest.mark.parametrize(
     ("late", "where", "phase"), [(1, "local plan", "planning"), (2, "read", "reading")]
 )
@@ -325,6 +328,7 @@ def load_from_a_disk_that_hangs(path: Path, fifo: Path, exchange: Any) -> Failur
 
 
 # Ranks that may exchange open the files to find out what they want of them.
+@pytest.mark.thin("auto-planning")
 @pytest.mark.parametrize(("exchange", "phase"), [("auto", "planning"), ("off", "reading")])
 def test_load_in_which_the_disk_of_one_rank_hangs_is_given_up_by_all(
     worlds: Worlds, path: Path, fifo: Path, exchange: str, phase: str
@@ -341,6 +345,7 @@ def save_with_a_slow_rank(path: Path, where: str) -> None:
     save(state_of("new"), path, Detour(where, 1, time.sleep, DEADLINE_S), 10 * DEADLINE_S)
 
 
+@pytest.mark.thin("write")
 @pytest.mark.parametrize("where", ["local plan", "write"])
 def test_save_with_a_slow_rank_within_the_deadline_succeeds(
     worlds: Worlds, path: Path, where: str
@@ -370,6 +375,7 @@ def save_with_a_rank_that_raises(
     return {rank: repr(cause) for rank, (cause, _) in caught.value.failures.items()}
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize(
     ("failing", "where"), [(1, "local plan"), (0, "global plan"), (0, "finish")]
 )
@@ -592,6 +598,7 @@ def save_in_the_background(path: Path, fifo: Path, executor: str) -> Failure:
     return failure
 
 
+@pytest.mark.thin("thread")
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_background_save_with_a_rank_past_the_deadline_fails_its_future_on_every_rank(
     worlds: Worlds, path: Path, fifo: Path, executor: str
@@ -754,6 +761,7 @@ def save_in_which_the_rank_that_is_to_look_up_hangs(
     return failure, turns[-1]
 
 
+@pytest.mark.slow
 def test_another_rank_looks_up_who_is_late_where_the_first_to_do_so_hangs(
     worlds: Worlds, path: Path, fifo: Path, tmp_path: Path
 ) -> None:
@@ -856,6 +864,11 @@ DEATHS = {
 }
 
 
+@pytest.mark.thin(
+    "a_rank_in_writing",
+    "the_coordinator_in_publishing",
+    "the_rank_that_serves_the_store_by_freezing",
+)
 @pytest.mark.parametrize(
     ("victim", "call", "where", "store_on", "expected"), DEATHS.values(), ids=DEATHS.keys()
 )
@@ -924,6 +937,7 @@ def save_as_the_store_pauses(path: Path, fifo: Path, is_known: bool) -> Failure:
     return failure_of(caught.value)
 
 
+@pytest.mark.thin("known")
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "met_for_the_first_time"])
 def test_store_that_pauses_fails_one_save_in_time_and_not_the_next(
     path: Path, fifo: Path, is_known: bool

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from exchanging import Exchanging
 from ranks import RankError, Ranks, Worlds, run_ranks
 from states import assert_same, full_value, sharded
 from torch.distributed.checkpoint.api import CheckpointException
@@ -33,9 +34,7 @@ from torch_ckpt import FastLoadPlanner, FastReader, FastWriter, IoOptions, RankT
 
 pytestmark = pytest.mark.timeout(180)
 
-TINY = IoOptions(
-    buffer_nbytes=1 << 20, block_nbytes=256 << 10, exchange_nbytes=4 << 20, exchange_on_gpus=True
-)
+TINY = IoOptions(buffer_nbytes=1 << 20, exchange_nbytes=4 << 20)
 SHAPES = {"a": (1031, 1033), "b": (7, 5), "c": (300, 4, 257), "d": (), "e": (0, 3)}
 TIMEOUT_S = 4.0  # That one rank waits for another, where one never comes.
 LONG_TIMEOUT_S = 20.0  # Where all do.
@@ -70,43 +69,17 @@ def passed_on(by: str) -> Iterator[None]:
     if by == "memory":
         yield
         return
-    if by == "links":
-        with between_devices():
-            yield
-        return
-    with unittest.mock.patch.object(torch_ckpt.reader, "these_processes", return_value=""):
+    with unittest.mock.patch.object(torch_ckpt.storage.reader, "these_processes", return_value=""):
         yield
 
 
-@contextlib.contextmanager
-def between_devices() -> Iterator[None]:
-    """Has pieces go as between GPUs, in the memory of the host and over groups of gloo."""
-    exchange, host = torch_ckpt.exchange, torch_ckpt._native.memory_of_host()
-    with contextlib.ExitStack() as stack:
-        for module, name, value in [
-            (torch_ckpt.reader, "this_gpu", lambda nbytes: f"the CPU of rank {dist.get_rank()}"),
-            (FastReader, "_may_use_gpu", lambda reader, items: reader.io.exchange_on_gpus),
-            (exchange, "_piece_memory", lambda: (-1, host)),
-            (exchange, "_make_link", dist.ProcessGroupGloo),
-        ]:
-            stack.enter_context(unittest.mock.patch.object(module, name, value))
-        yield
-
-
-def load_replicas(path: Path, mode: Any, fast: bool, by: str = "memory") -> int:
+def load_replicas(path: Path, together: bool, fast: bool, by: str = "memory") -> int:
     """Loads, and returns how many bytes this rank has read from the disk."""
     state = state_of("of no version")
     before = read_nbytes()
-    make_links = unittest.mock.patch.object(
-        torch_ckpt.exchange, "_linked", wraps=torch_ckpt.exchange._linked
-    )
-    with passed_on(by), make_links as linked:
-        dcp.load(
-            state,
-            storage_reader=FastReader(path, io=TINY, exchange=mode),
-            planner=planner_of(fast),
-        )
-    assert linked.called == (by == "links")
+    reader = Exchanging(path, io=TINY, exchange="auto" if together else "off")
+    with passed_on(by):
+        dcp.load(state, storage_reader=reader, planner=planner_of(fast))
     assert_same(state, state_of("saved"))
     return read_nbytes() - before
 
@@ -116,7 +89,7 @@ def read_nbytes() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-@pytest.mark.parametrize("by", ["memory", "wire", "links"])
+@pytest.mark.parametrize("by", ["memory", "wire"])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_replicas_together_read_every_byte_once(
@@ -124,8 +97,8 @@ def test_replicas_together_read_every_byte_once(
 ) -> None:
     save_alone(tmp_path)
     nbytes = sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
-    alone = worlds.run(ranks, load_replicas, tmp_path, "off", fast)
-    together = worlds.run(ranks, load_replicas, tmp_path, "ring", fast, by)
+    alone = worlds.run(ranks, load_replicas, tmp_path, False, fast)
+    together = worlds.run(ranks, load_replicas, tmp_path, True, fast, by)
     if sum(alone) < ranks * nbytes * 0.9:
         pytest.skip("this file system does not count what is read directly")
     # Objects, and what is left of blocks at ends of files, are read by each.
@@ -133,30 +106,19 @@ def test_replicas_together_read_every_byte_once(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "most_linked", "agreed"),
+    ("saved_nbytes", "wanted_nbytes", "ranks", "pays"),
     [
-        (["a", "b", "c"], 2, True),
-        (["a", "b", "c"], 1, False),
-        (["a", "", "c"], 2, False),
-        (["a", "b", "a"], 2, False),
+        (16 << 20, 32 << 20, 256, True),
+        ((16 << 20) - 1, 32 << 20, 2, False),
+        (100 << 20, 1600 << 20, 2, True),
+        (100 << 20, 1601 << 20, 2, False),
+        (100 << 20, 200 << 20, 257, False),
     ],
 )
-def test_pieces_go_between_gpus_if_each_rank_has_one_of_its_own_and_few_neighbours(
-    gpus: list[str], most_linked: int, agreed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_few_ranks_exchange_what_saves_much_reading(
+    saved_nbytes: int, wanted_nbytes: int, ranks: int, pays: bool
 ) -> None:
-    monkeypatch.setattr(torch_ckpt.exchange, "_MOST_LINKED", most_linked)
-    save_alone(tmp_path)
-    reader = FastReader(tmp_path)
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner(state_of("of no version"), reader.read_metadata(), True)
-    reader.set_up_storage_reader(reader.read_metadata(), True)
-    encoded = reader._source().wanted_bytes(planner.create_local_plan().items)
-    wanted = [
-        torch_ckpt.exchange.Wanted("id", encoded, "ring", budget_nbytes=4 << 20, gpu=gpu)
-        for gpu in gpus
-    ]
-    parts = torch_ckpt.exchange.share_reads(wanted)
-    assert [part is not None and part.on_gpus for part in parts] == [agreed] * 3
+    assert torch_ckpt.storage.exchange.pays(saved_nbytes, wanted_nbytes, ranks) is pays
 
 
 def load_sharded(path: Path, placement: str) -> None:
@@ -173,7 +135,7 @@ def load_sharded(path: Path, placement: str) -> None:
         if len(shape) > 1
     }
     held = {"model": state}
-    dcp.load(held, storage_reader=FastReader(path, io=TINY, exchange="ring"))
+    dcp.load(held, storage_reader=Exchanging(path, io=TINY))
     for name, value in expected.items():
         assert_same(held["model"][name].to_local(), value.to_local())
 
@@ -201,7 +163,7 @@ def load_oddly(path: Path, fast: bool) -> None:
     tied = {**state, "tied": state["a"]}
     held = {"model": tied if dist.get_rank() == 1 else state}
     planner = planner_of(fast)
-    dcp.load(held, storage_reader=FastReader(path, io=TINY, exchange="ring"), planner=planner)
+    dcp.load(held, storage_reader=Exchanging(path, io=TINY), planner=planner)
     for name, value in state.items():
         if name == "a" and dist.get_rank() == 1:
             continue  # Whichever of the two came last.
@@ -266,7 +228,7 @@ class Swapping(DefaultLoadPlanner):
         return [*global_plan[1:], global_plan[0]]
 
 
-class Twice(FastReader):
+class Twice(Exchanging):
     """Reads everything twice, the last rank when all others have."""
 
     def read_data(self, plan: Any, planner: Any) -> Any:
@@ -315,7 +277,7 @@ def load_twice(path: Path, mode: Any) -> None:
     assert_same(state, state_of("saved"))
 
 
-@pytest.mark.parametrize("mode", ["off", "ring"])
+@pytest.mark.parametrize("mode", ["off", "auto"])
 def test_a_plan_may_be_read_twice(worlds: Worlds, tmp_path: Path, mode: str) -> None:
     save_alone(tmp_path)
     worlds.run(2, load_twice, tmp_path, mode)
@@ -334,7 +296,7 @@ class Renewing(DefaultLoadPlanner):
 
 
 def load_renewed(path: Path, first: int) -> None:
-    for reader in (dcp.FileSystemReader(path), FastReader(path, exchange="ring")):
+    for reader in (dcp.FileSystemReader(path), Exchanging(path)):
         state = state_of("of no version")
         dcp.load(state, storage_reader=reader, planner=Renewing(first))
         assert_same(state, state_of("saved"))
@@ -352,11 +314,11 @@ def load_as_group(path: Path) -> None:
     group = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
         state = state_of("of no version")
-        reader = FastReader(path, io=TINY, exchange="ring")
+        reader = Exchanging(path, io=TINY)
         dcp.load(state, storage_reader=reader, process_group=group)
         assert_same(state, state_of("saved"))
     state = state_of("of no version")
-    dcp.load(state, storage_reader=FastReader(path, exchange="ring"), no_dist=True)
+    dcp.load(state, storage_reader=Exchanging(path), no_dist=True)
     assert_same(state, state_of("saved"))
 
 
@@ -370,18 +332,18 @@ def test_a_group_exchanges_among_itself_and_a_lone_rank_not_at_all(
 def load_copies(paths: list[Path], faulty: int, by: str) -> tuple[float, dict[int, str]]:
     """Loads each rank's own copy, and then that of rank 0, which is sound again."""
     began = time.monotonic()
-    reader = FastReader(paths[dist.get_rank()], io=TINY, exchange="ring")
+    reader = Exchanging(paths[dist.get_rank()], io=TINY)
     with passed_on(by), pytest.raises(CheckpointException) as caught:
         dcp.load(state_of("of no version"), storage_reader=reader)
     took_s = time.monotonic() - began
     kinds = {rank: type(error).__name__ for rank, (error, _) in caught.value.failures.items()}
     assert "a.saved" not in str(caught.value.failures[faulty][0])
     sound = paths[(faulty + 1) % len(paths)]
-    load_replicas(sound, "ring", fast=False)
+    load_replicas(sound, together=True, fast=False)
     return took_s, kinds
 
 
-@pytest.mark.parametrize("by", ["memory", "wire", "links"])
+@pytest.mark.parametrize("by", ["memory", "wire"])
 @pytest.mark.parametrize("faulty", range(3))
 def test_damage_that_one_rank_reads_fails_all_and_the_next_load_is_whole(
     worlds: Worlds, tmp_path: Path, faulty: int, by: str
@@ -401,7 +363,7 @@ def load_damaged_as_group(paths: list[Path]) -> None:
     group = dist.new_group([1, 3])
     if dist.get_rank() not in (1, 3):
         return
-    reader = FastReader(paths[dist.get_rank() == 3], io=TINY, exchange="ring")
+    reader = Exchanging(paths[dist.get_rank() == 3], io=TINY)
     with passed_on("wire"), pytest.raises(CheckpointException) as caught:
         dcp.load(state_of("of no version"), storage_reader=reader, process_group=group)
     assert "rank 3" in str(caught.value.failures[0][0])
@@ -428,7 +390,7 @@ def keep_errors(paths: list[Path]) -> int:
     state = large_state(-1)  # Which an error refers to as well.
     io = IoOptions(exchange_nbytes=64 << 20)
     for number in range(4):
-        reader = FastReader(paths[dist.get_rank()], io=io, exchange="ring")
+        reader = Exchanging(paths[dist.get_rank()], io=io)
         with pytest.raises(CheckpointException) as caught:
             dcp.load(state, storage_reader=reader)
         kept.append(caught.value)
@@ -444,40 +406,6 @@ def test_errors_that_somebody_keeps_keep_no_buffers(tmp_path: Path) -> None:
     damage(paths[1])
     with Ranks(2) as world:
         assert max(world.run(keep_errors, paths)) < 48 << 20
-
-
-def load_without_a_link(path: Path, faulty: int) -> tuple[float, set[str]]:
-    """Loads where one rank cannot make its last link, and then where each can."""
-    made: list[Any] = []  # Links do not tell the others that an end of theirs is gone.
-
-    def make_link(*args: Any) -> Any:
-        made.append(dist.ProcessGroupGloo(*args))
-        if len(made) == 2 and dist.get_rank() == faulty:
-            raise RuntimeError("no such link")
-        return made[-1]
-
-    began = time.monotonic()
-    reader = FastReader(path, io=TINY, exchange="ring")
-    with (
-        between_devices(),
-        unittest.mock.patch.object(torch_ckpt.exchange, "_make_link", make_link),
-        pytest.raises(CheckpointException) as caught,
-    ):
-        dcp.load(state_of("of no version"), storage_reader=reader)
-    took_s = time.monotonic() - began
-    assert "no such link" in str(caught.value.failures[faulty][0])
-    load_replicas(path, "ring", fast=False, by="links")
-    return took_s, {type(error).__name__ for error, _ in caught.value.failures.values()}
-
-
-@pytest.mark.parametrize("faulty", range(3))
-def test_a_link_that_one_rank_cannot_make_fails_all(
-    worlds: Worlds, tmp_path: Path, faulty: int
-) -> None:
-    save_alone(tmp_path)
-    for took_s, kinds in worlds.run(3, load_without_a_link, tmp_path, faulty):
-        assert took_s < PROMPT_S
-        assert kinds == {"CancelledError"}
 
 
 class Deadly(DefaultLoadPlanner):
@@ -507,7 +435,7 @@ class Deadly(DefaultLoadPlanner):
 def load_with_a_deadly_rank(path: Path, how: str, deadly: int) -> float:
     began = time.monotonic()
     planner = Deadly(how if dist.get_rank() == deadly else "")
-    reader = FastReader(path, io=TINY, exchange="ring")
+    reader = Exchanging(path, io=TINY)
     with pytest.raises((CheckpointException, RankTimeoutError)):
         torch_ckpt.load(
             state_of("of no version"), storage_reader=reader, planner=planner, timeout_s=4
@@ -558,7 +486,7 @@ class Freezing(dist.Store):
         self.store.wait(keys, timeout)
 
 
-class Noting(FastReader):
+class Noting(Exchanging):
     """Notes how reading fails, and after how long."""
 
     failed: tuple[str, float] | None = None
@@ -579,10 +507,10 @@ def load_beside(path: Path, victim: int, sig: signal.Signals) -> None:
     if rank == victim:
         store.set("victim", str(os.getpid()))
         store = Freezing(store, sig)
-    reader = Noting(path, io=TINY, exchange="ring")
+    reader = Noting(path, io=TINY)
     with (
         unittest.mock.patch.object(
-            torch_ckpt.exchange, "_get_process_group_store", return_value=store
+            torch_ckpt.storage.exchange, "_get_process_group_store", return_value=store
         ),
         pytest.raises((CheckpointException, RankTimeoutError)),
     ):
@@ -616,7 +544,7 @@ def test_a_rank_that_cannot_connect_says_what_may_help(monkeypatch: pytest.Monke
             "connectFullMesh failed with [/gloo/pair.cc:9] no route. This is typically caused by"
         )
 
-    exchange = torch_ckpt.exchange
+    exchange = torch_ckpt.storage.exchange
     monkeypatch.setattr(exchange, "ProcessGroupGloo", fail)
     monkeypatch.setattr(exchange, "_store", lambda assigned: dist.HashStore())
     with pytest.raises(torch_ckpt.CancelledError) as caught:
@@ -631,7 +559,7 @@ def load_beside_a_late_rank(path: Path) -> None:
     """Loads with a rank that takes longer than gloo is told to wait for connections."""
     state = state_of("of no version")
     planner = Deadly("sleep" if dist.get_rank() == 1 else "", LONG_TIMEOUT_S / 5 + 1)
-    reader = FastReader(path, io=TINY, exchange="ring")
+    reader = Exchanging(path, io=TINY)
     torch_ckpt.load(state, storage_reader=reader, planner=planner, timeout_s=LONG_TIMEOUT_S)
     assert_same(state, state_of("saved"))
 
@@ -650,7 +578,7 @@ def large_state(value: float, dtype: torch.dtype = torch.float32) -> dict[str, A
 def load_beside_a_dying_rank(path: Path, by: str, dying: int, tensors: int) -> None:
     """Kills a rank when it has so many of its tensors; leaves a file that says how it ended."""
     rank = dist.get_rank()
-    copy_to = torch_ckpt.loading._copy_to
+    copy_to = torch_ckpt.storage.loading._copy_to
     whole = []
 
     def copy_or_die(*args: Any) -> None:
@@ -659,13 +587,13 @@ def load_beside_a_dying_rank(path: Path, by: str, dying: int, tensors: int) -> N
         if len(whole) == tensors and rank == dying:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    reader = Noting(path, io=TINY, exchange="ring")
+    reader = Noting(path, io=TINY)
     # Of another dtype, which has each tensor copied once it is whole.
     state = large_state(-1, torch.float64)
     began = time.monotonic()
     with (
         passed_on(by),
-        unittest.mock.patch.object(torch_ckpt.loading, "_copy_to", copy_or_die),
+        unittest.mock.patch.object(torch_ckpt.storage.loading, "_copy_to", copy_or_die),
         pytest.raises((CheckpointException, RankTimeoutError)),
     ):
         torch_ckpt.load(state, storage_reader=reader, timeout_s=TIMEOUT_S)
@@ -673,7 +601,7 @@ def load_beside_a_dying_rank(path: Path, by: str, dying: int, tensors: int) -> N
     (path / f"ended {rank}").write_text(f"{time.monotonic() - began} {reader.failed[0]}")
 
 
-@pytest.mark.parametrize("by", ["memory", "wire", "links"])
+@pytest.mark.parametrize("by", ["memory", "wire"])
 @pytest.mark.parametrize("tensors", [1, 3])
 def test_ranks_survive_one_that_dies_with_pieces_half_sent(
     tmp_path: Path, by: str, tensors: int
@@ -692,7 +620,7 @@ def load_with_unequal_options(path: Path) -> None:
     io = IoOptions(exchange_nbytes=(4 << 20) << rank)
     for verify in (True, rank != 1):
         state = state_of("of no version")
-        reader = FastReader(path, io=io, exchange="auto" if rank else "ring", verify=verify)
+        reader = Exchanging(path, io=io, verify=verify)
         dcp.load(state, storage_reader=reader)
         assert_same(state, state_of("saved"))
 
@@ -706,7 +634,7 @@ def load_two_at_once(paths: list[Path]) -> None:
     """Loads both at once; each rank begins with another to connect."""
     own = paths[dist.get_rank() % len(paths)]
     began = threading.Event()
-    connect = torch_ckpt.exchange._connect
+    connect = torch_ckpt.storage.exchange._connect
     names: dict[int, Path] = {}
 
     def connect_in_turn(*args: Any) -> Any:
@@ -723,7 +651,7 @@ def load_two_at_once(paths: list[Path]) -> None:
 
     def load(number: int) -> None:
         names[threading.get_ident()] = paths[number]
-        reader = FastReader(paths[number], io=TINY, exchange="ring")
+        reader = Exchanging(paths[number], io=TINY)
         try:
             torch_ckpt.load(
                 states[number],
@@ -735,7 +663,7 @@ def load_two_at_once(paths: list[Path]) -> None:
             errors.append(error)
 
     threads = [threading.Thread(target=load, args=[number]) for number in range(len(paths))]
-    with unittest.mock.patch.object(torch_ckpt.exchange, "_connect", connect_in_turn):
+    with unittest.mock.patch.object(torch_ckpt.storage.exchange, "_connect", connect_in_turn):
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -759,7 +687,7 @@ def test_two_loads_at_once_neither_mix_nor_wait_for_each_other(
 def load_and_list(path: Path) -> list[str]:
     """What a load has left in the default store."""
     store = _get_process_group_store(_get_default_group())
-    load_replicas(path, "ring", fast=True, by="links")
+    load_replicas(path, together=True, fast=True)
     dist.barrier()
     return [key for key in store.list_keys() if "exchange" in key]
 
@@ -785,7 +713,7 @@ def load_some_of_many(path: Path) -> None:
     some = {
         name: value for name, value in many_tensors("none").items() if int(name[1:]) % 3 != rank
     }
-    dcp.load(some, storage_reader=FastReader(path, io=TINY, exchange="ring"))
+    dcp.load(some, storage_reader=Exchanging(path, io=TINY))
     saved = many_tensors("saved")
     for name, value in some.items():
         assert_same(value, saved[name])

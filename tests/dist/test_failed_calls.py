@@ -100,6 +100,7 @@ def assert_holds(path: Path, version: int) -> None:
         assert_same(state, state_of(version))
 
 
+@pytest.mark.thin("EIO")
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
 def test_every_call_that_fails_leaves_the_old_checkpoint_or_the_new(
     tmp_path: Path, number: int
@@ -132,6 +133,7 @@ def test_every_call_that_fails_leaves_the_old_checkpoint_or_the_new(
     assert {call.split()[0] for call in whole.calls} >= {"create", "pwrite64", "fsync", "rename"}
 
 
+@pytest.mark.thin("pwrite64", "rename")
 @pytest.mark.parametrize("call", ["create", "pwrite64", "fallocate", "ftruncate", "rename"])
 def test_a_call_that_a_signal_interrupts_is_made_again(tmp_path: Path, call: str) -> None:
     forks = Forks()

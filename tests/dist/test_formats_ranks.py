@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from exchanging import Exchanging
 from ranks import RankError, Worlds
 from safetensors.torch import load_file, save_file
 from states import assert_same, full_value, local_part, sharded
@@ -87,6 +88,7 @@ def load_parts(path: Path, planner: str) -> int:
     return nbytes - sum(tensor.to_local().nbytes for tensor in state.values())
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("form", ["safetensors", "torch.save", "hugging face"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_each_rank_reads_its_parts_and_little_else(
@@ -230,7 +232,7 @@ def load_copies(paths: list[Path]) -> str:
     """Loads each rank's own file; returns why not."""
     state = {"up": torch.zeros(ROWS, 1024)}
     try:
-        dcp.load(state, storage_reader=FastReader(paths[dist.get_rank()], exchange="ring"))
+        dcp.load(state, storage_reader=Exchanging(paths[dist.get_rank()]))
     except CheckpointException as error:
         return "; ".join(f"{rank}: {failure}" for rank, (failure, _) in error.failures.items())
     assert_same(state, load_file(paths[0]))

@@ -281,6 +281,7 @@ def put_in_place(path: Path, file: str, kind: str) -> tuple[str, str]:
     return name, says
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("kind", NO_FILES)
 @pytest.mark.parametrize("file", [".metadata", "data"])
 def test_what_is_no_file_is_a_storage_error_at_once_and_named(
@@ -293,6 +294,7 @@ def test_what_is_no_file_is_a_storage_error_at_once_and_named(
     assert says in failure.message
 
 
+@pytest.mark.thin("FIFO", "folder")
 @pytest.mark.parametrize("kind", NO_FILES)
 def test_what_is_no_file_in_place_of_the_index_is_as_good_as_a_lost_index(
     forks: Forks, saved: Path, kind: str

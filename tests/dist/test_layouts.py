@@ -164,6 +164,7 @@ def check_route(
         assert_same(each, expected[0])
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("route", ROUTES, ids="-to-".join)
 @pytest.mark.parametrize("layout", ["ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp2_tp"])
 def test_a_layout_loads_as_it_was_saved(
@@ -172,6 +173,7 @@ def test_a_layout_loads_as_it_was_saved(
     check_route(worlds, tmp_path, (layout, 4), (layout, 4), route)
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("route", [("fast", "fast"), ("stock", "fast")], ids="-to-".join)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
@@ -256,6 +258,7 @@ def load_boxes(grid: str, path: Path, reader: str) -> None:
     assert_same({name: tensor.to_local() for name, tensor in state.items()}, expected)
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("route", ROUTES, ids="-to-".join)
 @pytest.mark.parametrize(
     ("saved", "loaded"),

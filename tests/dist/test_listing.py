@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import Parameter
 
-from torch_ckpt import FastSavePlanner, listing
+from torch_ckpt import FastSavePlanner
+from torch_ckpt.planning import listing
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 

@@ -31,9 +31,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 import torch_ckpt
-from torch_ckpt import FastWriter, MismatchError
-from torch_ckpt.planned import PlannedItems
-from torch_ckpt.save_planner import FastSavePlanner
+from torch_ckpt import FastSavePlanner, FastWriter, MismatchError
+from torch_ckpt.planning.planned import PlannedItems
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -132,6 +131,7 @@ def save_bad(path: Path, name: str, writer: Any) -> list[Any]:
     return failures(path, state, writer, FastSavePlanner())
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("writer", [FastWriter, FileSystemWriter])
 @pytest.mark.parametrize("name", BAD)
 def test_what_ranks_do_not_agree_on_all_of_them_learn(
@@ -145,15 +145,15 @@ def test_what_ranks_do_not_agree_on_all_of_them_learn(
     assert not list(tmp_path.glob("*.distcp"))
 
 
-class Changes(FastSavePlanner):
+class Changes(FastWriter):
     """Has the last rank's tensor changed once it is planned."""
 
-    def __init__(self, change: str) -> None:
-        super().__init__()
+    def __init__(self, path: Path, change: str) -> None:
+        super().__init__(path)
         self.change = change
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        tensor = self.state_dict[f"w{dist.get_rank()}"]
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        tensor = planner.state_dict[f"w{dist.get_rank()}"]
         if dist.get_rank() == dist.get_world_size() - 1:
             if self.change == "sizes":
                 tensor.data = torch.zeros(7, 2)
@@ -161,12 +161,12 @@ class Changes(FastSavePlanner):
                 tensor.data = torch.zeros(5, 3, dtype=torch.int32)
             else:
                 tensor.untyped_storage().resize_(0)
-        return super().finish_plan(new_plan)
+        return super().write_data(plan, planner)
 
 
 def save_changed(path: Path, change: str) -> list[Any]:
     state = {f"w{dist.get_rank()}": torch.zeros(5, 3), "all": torch.zeros(3)}
-    return failures(path, state, FastWriter, Changes(change))
+    return failures(path, state, lambda where: Changes(where, change), FastSavePlanner())
 
 
 @pytest.mark.parametrize(
@@ -194,22 +194,13 @@ class WithoutColumns(FastSavePlanner):
         )
 
 
-class Counts(FastSavePlanner):
-    """Tells whether the coordinator planned in columns."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        plans, metadata = super().create_global_plan(all_plans)
-        self.columns = [isinstance(plan.items, PlannedItems) for plan in plans]
-        return plans, metadata
-
-
 def save_mixed(path: Path, mix: str, writer: Any) -> None:
     rank = dist.get_rank()
     state: dict[str, Any] = {
         "all": full_value("all", (700, 1500), torch.float32),
         "m": {f"of {rank}": full_value(f"{rank}", (5, 3), torch.bfloat16), "step": 7},
     }
-    planner: FastSavePlanner = Counts()
+    planner = FastSavePlanner()
     if mix == "layout" and rank == 1:
         state["odd"] = torch.ones(3).as_subclass(Sparse)
     if mix == "subclass" and rank == 1:
@@ -217,7 +208,7 @@ def save_mixed(path: Path, mix: str, writer: Any) -> None:
     metadata = dcp.save(state, storage_writer=writer(path), planner=planner)
     assert "m.of 0" in metadata.state_dict_metadata
     if rank == 0:
-        assert planner.columns == [False] * dist.get_world_size()
+        assert not any(isinstance(plan.items, PlannedItems) for plan in planner.global_plan)
     for reader, load_planner in LOADS:
         if mix == "layout" and rank == 1:
             state["odd"] = torch.ones(3)
@@ -269,6 +260,7 @@ def save_async(path: Path, executor: str, call: Any) -> None:
         assert_saved(path / f"{step}", step)
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("call", [dcp.async_save, torch_ckpt.async_save])
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_async_saves_with_our_planner_hold_the_values(

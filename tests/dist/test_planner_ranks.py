@@ -31,10 +31,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from torch_ckpt import FastReader, FastWriter, _native
-from torch_ckpt.load_planner import FastLoadPlanner
-from torch_ckpt.save_planner import FastSavePlanner
-from torch_ckpt.seal import open_committed
+from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter
+from torch_ckpt._core import _native
+from torch_ckpt.formats.seal import open_committed
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -111,6 +110,7 @@ def load_spread(path: Path, names: int, placed: int, count: int) -> None:
             assert_holds(loaded, state)
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("options", [{}, {"dedup_save_to_lowest_rank": True}], ids=str)
 @pytest.mark.parametrize(("savers", "loaders"), [(2, 4), (4, 2), (4, 4), (4, 1)])
 def test_random_layouts_load_in_random_others(
@@ -174,6 +174,7 @@ def save_and_load(name: str, path: Path, writer: Any) -> None:
         test_layouts.assert_same(local(loaded), local(state))
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("writer", [FastWriter, FileSystemWriter])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_busiest_rank_writes_hardly_more_than_the_mean(
@@ -239,6 +240,7 @@ def load_begun(layout: str, path: Path, loader: int, even: bool) -> dict[str, An
     return test_layouts.full_state(net, optimizer)
 
 
+@pytest.mark.thin("ddp", "fsdp2_tp")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp1", "fsdp2", "hsdp", "fsdp2_tp"])
 def test_a_trained_model_loads_in_another_layout(
     worlds: Worlds, tmp_path: Path, layout: str

@@ -138,6 +138,7 @@ def saved_by(
 Saved = Callable[[int, str], tuple[Path, list[Numbers]]]
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("on_resize", ["error", "drop", "by_rank", places])
 @pytest.mark.parametrize("load_way", WAYS)
 @pytest.mark.parametrize("save_way", WAYS)

@@ -123,6 +123,7 @@ def asks_when_to_save(path: Path, asynchronous: bool) -> list[int]:
     return asked
 
 
+@pytest.mark.thin("True")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_agree_when_to_save_though_they_measure_other_costs(
     worlds: Worlds, tmp_path: Path, asynchronous: bool
@@ -346,6 +347,7 @@ def logged(directory: Path) -> list[tuple[int, int, float]]:
     return [tuple(json.loads(line)) for line in (directory / "losses").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_training_that_torchrun_restarts_goes_on_from_its_latest_step(
     worlds: Worlds, tmp_path: Path
 ) -> None:

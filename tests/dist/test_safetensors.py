@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import torch_ckpt
-from torch_ckpt import FastSavePlanner, FastWriter
+from torch_ckpt import FastSavePlanner, SafetensorsWriter
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
@@ -68,7 +68,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def save_model(state: Any, path: Path, planner: str = "stock", **options: Any) -> None:
-    writer = FastWriter(path, format="safetensors", **options)
+    writer = SafetensorsWriter(path, **options)
     dcp.save(state, storage_writer=writer, planner=PLANNERS[planner]())
 
 
@@ -89,6 +89,7 @@ def save_placed(path: Path, version: str, grid: str, planner: str, options: Any)
     save_model(placed(version, grid), path, planner, **options)
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize(
     ("grid", "world"),
@@ -148,6 +149,7 @@ def save_random(path: Path, names: int, world_options: list[dict[str, Any]]) -> 
     return facts
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("names", range(3))
 def test_random_layouts_are_stored_whole(
@@ -178,13 +180,13 @@ def bytes_written(path: Path) -> int:
     """Saves what all ranks hold; returns what this one has written."""
     counted: Counter[str] = Counter()
 
-    class Counting(FastWriter):
+    class Counting(SafetensorsWriter):
         def write_data(self, *args: Any) -> Any:
             future = super().write_data(*args)
             counted["nbytes"] += sum(result.size_in_bytes for result in future.value())
             return future
 
-    writer = Counting(path, format="safetensors")
+    writer = Counting(path)
     dcp.save(placed("new", "replicas"), storage_writer=writer)
     return counted["nbytes"]
 
@@ -196,7 +198,7 @@ def test_replicas_are_shared_out_among_the_ranks(worlds: Worlds, tmp_path: Path)
 
 
 def save_with_deadline(path: Path) -> None:
-    writer = FastWriter(path, format="safetensors", max_shard_nbytes=3_000_000)
+    writer = SafetensorsWriter(path, max_shard_nbytes=3_000_000)
     for version in ("1", "2", "3"):
         torch_ckpt.save(placed(version, "rows"), storage_writer=writer, timeout_s=DEADLINE_S)
 
@@ -233,7 +235,7 @@ def test_an_object_of_one_rank_is_refused_on_all(worlds: Worlds, tmp_path: Path)
 
 
 def save_alone(path: Path) -> str:
-    writer = FastWriter(path, format="safetensors")
+    writer = SafetensorsWriter(path)
     try:
         dcp.save({"t": torch.zeros(2)}, storage_writer=writer, use_collectives=False)
     except torch_ckpt.UnsupportedError as error:
@@ -265,7 +267,7 @@ class DyingPlanner(DefaultSavePlanner):
 
 def save_badly(path: Path, fault: str) -> dict[int, tuple[str, str]]:
     planner = LosingPlanner() if fault == "lost" else DefaultSavePlanner()
-    writer = FastWriter(path, format="safetensors")
+    writer = SafetensorsWriter(path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if fault == "full" and dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
@@ -294,7 +296,7 @@ def test_failure_of_one_rank_keeps_the_old_model(
 
 
 def save_and_die(path: Path) -> None:
-    writer = FastWriter(path, format="safetensors")
+    writer = SafetensorsWriter(path)
     dcp.save(placed("new", "rows"), storage_writer=writer, planner=DyingPlanner())
 
 

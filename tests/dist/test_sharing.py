@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from torch_ckpt import FastReader, FastWriter, MismatchError
-from torch_ckpt.cli import main
+from torch_ckpt.cli.main import main
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -104,6 +104,7 @@ def test_the_planner_decides_where_sharing_is_off(worlds: Worlds, tmp_path: Path
     assert max(per_rank) > 1.02 * sum(per_rank) / 4 + MIB
 
 
+@pytest.mark.thin("a file for each")
 @pytest.mark.parametrize(
     "options",
     [{"thread_count": 2}, {"single_file_per_rank": False}, {"_extensions": [ZStandard()]}],

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TIMEOUT_S = 200  # Of a call that takes seconds, on a machine that is busy.
 RUN = ["fsdp_4", "tp_2", "ddp_2", "fsdp_tp_2x2", "fsdp_3", "hsdp_2x2", "fsdp_4"]

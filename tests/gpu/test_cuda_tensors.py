@@ -7,14 +7,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 
-from torch_ckpt import FastLoadPlanner, FastReader, FastWriter, IoOptions, _tensor_view
+from torch_ckpt import FastLoadPlanner, FastReader, FastWriter, IoOptions
+from torch_ckpt._core import _tensor_view
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 warnings.filterwarnings("ignore", message=".*no_dist.*|.*disabled.*single process.*")
 
-SMALL_BUFFERS = IoOptions(buffer_nbytes=1 << 20, block_nbytes=256 << 10)
+SMALL_BUFFERS = IoOptions(buffer_nbytes=1 << 20)
 
 
 def cuda_state() -> dict[str, torch.Tensor]:
@@ -126,7 +127,7 @@ def test_dense_cuda_tensors_are_loaded_by_the_engine_and_not_by_torch(tmp_path, 
     def refuse(*_: object) -> None:
         raise AssertionError("a tensor was made on the CPU and copied by torch")
 
-    monkeypatch.setattr("torch_ckpt.loading._copy_to", refuse)
+    monkeypatch.setattr("torch_ckpt.storage.loading._copy_to", refuse)
     dcp.load(loaded, storage_reader=FastReader(tmp_path), no_dist=True)
 
     assert all(_tensor_view.is_loadable(tensor) for tensor in loaded.values())

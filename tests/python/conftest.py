@@ -15,9 +15,12 @@ import torch.distributed as dist
 from checkpoints import ROOT
 from torch.distributed.checkpoint.logger import _dcp_logger
 
+IMPORT_FOR_SECONDS = {"test_lightning.py", "test_trainer.py"}
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes long, or much memory or disk")
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whether to leave out a file whose import alone takes seconds, and whose tests are slow."""
+    return (collection_path.name in IMPORT_FOR_SECONDS and not config.getoption("full")) or None
 
 
 @pytest.fixture(autouse=True)

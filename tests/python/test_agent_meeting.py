@@ -10,8 +10,8 @@ import torch
 
 from torch_ckpt import CheckpointError, CorruptionError, StorageError
 from torch_ckpt.agent.meeting import Meeting, Word, decode, encode
-from torch_ckpt.formats.snapshot import _holes
-from torch_ckpt.leftovers import stale_files
+from torch_ckpt.formats.snapshot import holes
+from torch_ckpt.storage.gc import stale_files
 
 
 def meeting_in(path: Path, node: int = 0) -> Meeting:
@@ -73,7 +73,7 @@ def test_holes_are_exactly_what_no_box_covers(rng: random.Random) -> None:
             boxes.append((offsets, sizes))
             expected[region(offsets, sizes)] = 0
         found = torch.zeros(whole)
-        for offsets, sizes in _holes(whole, boxes):
+        for offsets, sizes in holes(whole, boxes):
             assert all(sizes)
             found[region(offsets, sizes)] += 1  # Once: they do not overlap.
         assert torch.equal(found, expected), (whole, boxes)

@@ -18,6 +18,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 from rank_group import RankError, RankGroup
 from throttled_disk import ThrottledDisk, missing
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 RATE = 20_000_000
 RAW = "raw: O_DIRECT, each byte once"

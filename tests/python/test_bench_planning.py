@@ -11,6 +11,7 @@ import pytest
 from checkpoints import ROOT
 
 
+@pytest.mark.thin("small")
 @pytest.mark.parametrize(
     "workload",
     [

@@ -1,7 +1,9 @@
-"""The command ``torch-ckpt``, run as a process of its own."""
+"""The command ``torch-ckpt``, run in this process and as one of its own."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pty
 import random
@@ -19,21 +21,29 @@ from damage import BLOCK, slices_of
 from torch.distributed.checkpoint import FileSystemWriter
 
 from torch_ckpt import FastWriter
+from torch_ckpt.cli.main import main
 
 SOUND, DAMAGED, UNKNOWN, FAILED = 0, 1, 2, 3
-MODULE = [sys.executable, "-m", "torch_ckpt.cli"]
+MODULE = [sys.executable, "-m", "torch_ckpt.cli.main"]
 
 
-def run(*arguments: object, command: list[str] = MODULE, **options: Any) -> tuple[int, str]:
-    """How the command exits, and what it prints."""
+def run(*arguments: object, command: list[str] | None = None) -> tuple[int, str]:
+    """How the command exits, and what it prints: in this process, or as one of its own."""
+    words = [str(argument) for argument in arguments]
+    if command is None:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            try:
+                return main(words), printed.getvalue()
+            except SystemExit as ended:
+                return int(ended.code or 0), printed.getvalue()
     done = subprocess.run(
-        [*command, *map(str, arguments)],
+        [*command, *words],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=120,
-        **options,
     )
     assert "Traceback" not in done.stdout
     return done.returncode, done.stdout
@@ -336,6 +346,7 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(saved: Path) -> None:
     assert "\r" not in run("verify", saved)[1]
 
 
+@pytest.mark.slow
 def test_verify_reads_fast(tmp_path: Path) -> None:
     state = {str(i): torch.randint(0, 256, [64 << 20], dtype=torch.uint8) for i in range(4)}
     save(state, FastWriter(tmp_path))

@@ -164,7 +164,7 @@ WATCH = """
 import sys
 seen = set()
 sys.addaudithook(lambda event, _: seen.add(event) if event.startswith("pickle.") else None)
-from torch_ckpt.cli import main
+from torch_ckpt.cli.main import main
 for command in (["verify"], ["inspect"], ["inspect", "--json"]):
     assert main([*command, sys.argv[1]]) == 0
 print("\\nseen:", sorted(seen), "torch" in sys.modules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -241,14 +242,16 @@ def test_sound_files_load(checkpoint: Checkpoint) -> None:
 
 
 def test_no_damage_to_any_region_of_any_file_loads_other_values(
-    checkpoint: Checkpoint, rng: random.Random
+    checkpoint: Checkpoint, rng: random.Random, full: bool
 ) -> None:
     damages = damages_of_checkpoint(checkpoint.path, checkpoint.other, rng)
+    every = 1 if full else 5  # No divisor of the number of kinds of damage to a region.
 
-    outcomes = run_campaign(damages, checkpoint)
+    outcomes = run_campaign(itertools.islice(damages, 0, None, every), checkpoint)
 
-    assert outcomes["refused"] > 1000
-    assert outcomes["outside what was read"] > 50  # Else damage elsewhere would be in the way.
+    assert outcomes["refused"] > 1000 // every
+    # Else damage elsewhere would be in the way.
+    assert outcomes["outside what was read"] > 50 // every
     assert is_sound(load_all(checkpoint.path, checkpoint.state))
 
 
@@ -258,8 +261,7 @@ def test_no_damage_to_any_region_of_any_file_loads_other_values(
 def test_no_random_damage_loads_other_values(
     buffer_nbytes: int, direct: bool, checkpoint: Checkpoint, rng: random.Random
 ) -> None:
-    block_nbytes = min(buffer_nbytes // 2, 4 << 20)
-    io = IoOptions(buffer_nbytes=buffer_nbytes, block_nbytes=block_nbytes, direct=direct)
+    io = IoOptions(buffer_nbytes=buffer_nbytes, direct=direct)
 
     outcomes = run_campaign(
         (random_damage(checkpoint.before, rng) for _ in range(2000)),
@@ -270,6 +272,7 @@ def test_no_random_damage_loads_other_values(
     assert outcomes["refused"] > 2000
 
 
+@pytest.mark.slow
 def test_stock_dcp_loads_some_of_the_same_damages_without_a_word(
     checkpoint: Checkpoint, rng: random.Random
 ) -> None:

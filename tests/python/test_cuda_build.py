@@ -8,7 +8,7 @@ import pytest
 
 WITHOUT_TORCH = """
 import importlib.util, sys
-spec = importlib.util.find_spec("torch_ckpt._native")
+spec = importlib.util.find_spec("torch_ckpt._core._native")
 native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
 print(native.why_no_cuda())

@@ -27,8 +27,9 @@ from checkpoints import (
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from torch_ckpt import CorruptionError, FastReader, FastWriter, NotFoundError, _native
-from torch_ckpt.seal import INDEX_MARK, open_committed
+from torch_ckpt import CorruptionError, FastReader, FastWriter, NotFoundError
+from torch_ckpt._core import _native
+from torch_ckpt.formats.seal import INDEX_MARK, open_committed
 
 
 def random_state(rng: random.Random) -> dict[str, Any]:

@@ -197,16 +197,16 @@ def test_verification_can_be_turned_off(
 
 @pytest.mark.parametrize("fqn", ["large", "small", "step"])
 def test_no_flipped_bit_of_a_zip_directory_changes_a_value(
-    fqn: str, saved: Path, state: dict[str, Any]
+    fqn: str, saved: Path, state: dict[str, Any], full: bool
 ) -> None:
-    # Every bit of the directory's last entries and of the end record: a method, a size, an
+    # Every bit of the directory's last entries and of the end record, or some: a method, a size, an
     # attribute that torch would act on without a word.
     info = place_of(saved, fqn)
     (file,) = data_files(saved)
     end = info.offset + info.length
     noticed = 0
-    for position in range(end - 160, end):
-        for bit in range(8):
+    for position in range(end - 160, end, 1 if full else 3):
+        for bit in range(8) if full else [position % 8]:
             flip(file, position, bit)
             try:
                 loaded = load(blank({fqn: state[fqn]}), FastReader(saved))
@@ -218,18 +218,18 @@ def test_no_flipped_bit_of_a_zip_directory_changes_a_value(
             else:
                 assert differences({fqn: state[fqn]}, loaded) == [], (position - end, bit)
             flip(file, position, bit)
-    assert noticed > 500
+    assert noticed > (500 if full else 15)
 
 
 def test_no_flipped_bit_of_a_tensor_goes_unnoticed(
-    saved: Path, state: dict[str, Any], rng: random.Random
+    saved: Path, state: dict[str, Any], rng: random.Random, full: bool
 ) -> None:
     tensors = {fqn: state[fqn] for fqn in ("large", "small")}
     (file,) = data_files(saved)
     noticed = 0
     for fqn in ("large", "small"):
         info = place_of(saved, fqn)
-        for _ in range(150):
+        for _ in range(150 if full else 25):
             # Mostly in the frame, which is at both ends.
             position = info.offset + rng.choice(
                 [
@@ -251,7 +251,7 @@ def test_no_flipped_bit_of_a_tensor_goes_unnoticed(
             assert isinstance(error, CheckpointError | None), (position, bit)
             # Where there was no error, it is a bit that nobody reads.
             assert differences(tensors, loaded) == [], (position, bit)
-    assert noticed > 100
+    assert noticed > (100 if full else 15)
 
 
 def _load_with_flipped_bits_of_an_object(
@@ -533,7 +533,7 @@ class Breaks(DefaultSavePlanner):
         return super().resolve_data(item).clone()  # A temporary: written in small batches.
 
 path, threads = Path(sys.argv[1]), int(sys.argv[2])
-small = IoOptions(buffer_nbytes=512 << 10, block_nbytes=256 << 10)
+small = IoOptions(buffer_nbytes=512 << 10)
 writer = FastWriter(path, thread_count=threads, io=small)
 state = {str(i): torch.randn(1 << 14) for i in range(8)}
 held = []
@@ -547,6 +547,7 @@ print("differences:", loads(path, state), "files:", len(data_files(path)))
 """
 
 
+@pytest.mark.thin("2")
 @pytest.mark.parametrize("thread_count", [1, 2])
 def test_a_failed_save_can_be_tried_again_while_its_error_is_held(
     thread_count: int, run_python: Callable[..., str], tmp_path: Path
@@ -602,6 +603,7 @@ print("held:", error)
 """
 
 
+@pytest.mark.thin("any")
 @pytest.mark.parametrize("queue", ["threads", "any"])
 def test_a_file_above_the_size_limit_is_a_storage_error(
     queue: str, run_python: Callable[..., str], tmp_path: Path

@@ -284,7 +284,7 @@ def test_stock_frames_longer_than_a_block_load(tmp_path: Path, rng: random.Rando
     with serialization_config.patch({"save.storage_alignment": 64 << 10}):
         save(state, FileSystemWriter(tmp_path))
 
-    io = IoOptions(buffer_nbytes=512 << 10, block_nbytes=256 << 10)
+    io = IoOptions(buffer_nbytes=512 << 10)
 
     assert differences(state, load(blank(state), FastReader(tmp_path, io=io))) == []
 

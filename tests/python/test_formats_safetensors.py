@@ -34,8 +34,8 @@ from torch_ckpt import (
     MismatchError,
     NotFoundError,
     UnsupportedError,
-    _native,
 )
+from torch_ckpt._core import _native
 from torch_ckpt.formats.safetensors import open_safetensors
 
 UNKNOWN_TO_THE_LIBRARY = {torch.complex32, torch.complex128}
@@ -349,11 +349,11 @@ def test_a_tensor_that_the_index_names_and_is_missing_is_an_error(shards: Path) 
     assert "'no'" in str(failure_of(load, {}, FastReader(shards)))
 
 
-def mutations(good: bytes, rng: random.Random) -> Iterator[bytes]:
+def mutations(good: bytes, rng: random.Random, count: int) -> Iterator[bytes]:
     """Headers in which something is other than it was."""
     header_nbytes = struct.unpack("<Q", good[:8])[0]
     words = [b"0", b"-1", b"9" * 19, b"[", b"}", b'"', b",", b'"F16"', b"null", b"1e3", b"\\u0000"]
-    for _ in range(700):
+    for _ in range(count):
         data = bytearray(good)
         for _ in range(rng.choice([1, 1, 2, 3])):
             at = rng.randrange(8 + header_nbytes)
@@ -373,7 +373,7 @@ def mutations(good: bytes, rng: random.Random) -> Iterator[bytes]:
 
 
 def test_random_headers_are_refused_or_mean_what_the_library_reads(
-    tmp_path: Path, rng: random.Random
+    tmp_path: Path, rng: random.Random, full: bool
 ) -> None:
     names = ["model.layers.0.self_attention.weight", "model.layers.0.self_attention.bias"]
     good = {
@@ -383,7 +383,8 @@ def test_random_headers_are_refused_or_mean_what_the_library_reads(
     path = tmp_path / "mutated.safetensors"
     save_file(good, path)
     refused = read = 0
-    for data in mutations(path.read_bytes(), rng):
+    count = 700 if full else 100
+    for data in mutations(path.read_bytes(), rng, count):
         path.write_bytes(data)
         try:
             opened = open_safetensors(_native.local_file_system(), path)
@@ -396,8 +397,8 @@ def test_random_headers_are_refused_or_mean_what_the_library_reads(
         assert loads(path, expected) == []
         read += 1
     print(f"{refused} refused, {read} read")
-    assert refused > 300
-    assert read > 30
+    assert refused > count // 3
+    assert read > count // 30
 
 
 def test_a_process_group_is_not_needed(file: Path, state: dict[str, torch.Tensor]) -> None:

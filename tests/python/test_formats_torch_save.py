@@ -352,13 +352,16 @@ def test_records_that_are_not_what_the_pickle_asks_for_are_refused(
     assert capfd.readouterr().out == ""
 
 
-def test_random_damage_is_refused_or_does_not_matter(tmp_path: Path, rng: random.Random) -> None:
+def test_random_damage_is_refused_or_does_not_matter(
+    tmp_path: Path, rng: random.Random, full: bool
+) -> None:
     path = tmp_path / "a.pt"
     state = {"w": random_tensor([40], torch.float32), "o": {"x": random_tensor([9], torch.int8)}}
     torch.save(state, path)
     good = path.read_bytes()
     refused = right = 0
-    for _ in range(250):
+    count = 250 if full else 50
+    for _ in range(count):
         data = bytearray(good)
         at = rng.randrange(len(data))
         if rng.random() < 0.1:
@@ -378,7 +381,7 @@ def test_random_damage_is_refused_or_does_not_matter(tmp_path: Path, rng: random
         assert differences(state, loaded) == []
         right += 1
     print(f"{refused} refused, {right} right")
-    assert refused > 50
+    assert refused > count // 5
 
 
 def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

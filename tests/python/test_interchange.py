@@ -34,6 +34,7 @@ pairs = pytest.mark.parametrize(("writer", "reader"), PAIRS, ids=lambda who: who
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).partition(".")[2])
 
 
+@pytest.mark.thin(1)
 @pairs
 @dtypes
 def test_every_dtype_in_every_layout_comes_back_bit_for_bit(
@@ -45,6 +46,7 @@ def test_every_dtype_in_every_layout_comes_back_bit_for_bit(
     assert differences(state, load(blank(state), READERS[reader](tmp_path))) == []
 
 
+@pytest.mark.thin(1)
 @pairs
 @dtypes
 def test_every_dtype_and_layout_survives_random_cuts_on_both_sides(
@@ -68,7 +70,7 @@ def test_tensors_load_the_same_through_the_smallest_buffers(
     state = {
         str(dtype): layouts(dtype) for dtype in (torch.uint8, torch.bfloat16, torch.complex128)
     }
-    small = IoOptions(buffer_nbytes=512 << 10, block_nbytes=256 << 10, threads=thread_count)
+    small = IoOptions(buffer_nbytes=512 << 10)
     engines: dict[str, dict[str, Any]] = {"ours": {"io": small}, "stock": {}}
     save(state, WRITERS[writer](tmp_path, thread_count=thread_count, **engines[writer]))
 
@@ -102,6 +104,7 @@ DESTINATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("stored", ["contiguous", "reversed strides", "channels_last", "view"])
 @pytest.mark.parametrize(
     ("from_dtype", "to_dtype"),

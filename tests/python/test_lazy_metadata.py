@@ -24,13 +24,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 
-from torch_ckpt import CorruptionError, FastReader, FastWriter, _native
+from torch_ckpt import CorruptionError, FastReader, FastWriter
+from torch_ckpt._core import _native
 
 FIELDS = ["state_dict_metadata", "storage_data", "planner_data"]
 
@@ -149,29 +149,6 @@ def test_stream_transforms_are_among_what_is_served(state: dict[str, Any], tmp_p
     assert {tuple(info.transform_descriptors) for info in places.values()} == {("stream.zstd/1",)}
 
 
-def test_overlapping_boxes_are_those_that_brute_force_finds(
-    saved: Path, rng: random.Random
-) -> None:
-    index = FastReader(saved)
-    index.read_metadata()
-    native = index._index
-    chunks = read(saved).state_dict_metadata["model.weight"].chunks
-
-    def meets(chunk: ChunkStorageMetadata, offsets: list[int], sizes: list[int]) -> bool:
-        spans = zip(chunk.offsets, chunk.sizes, offsets, sizes, strict=True)
-        return all(max(a, b) < min(a + n, b + m) for a, n, b, m in spans)
-
-    for _ in range(200):
-        offsets = [rng.randrange(31), rng.randrange(51)]
-        sizes = [rng.randrange(32 - offsets[0]), rng.randrange(52 - offsets[1])]
-        found = native.overlapping("model.weight", offsets, sizes)
-        expected = [n for n, chunk in enumerate(chunks) if meets(chunk, offsets, sizes)]
-        assert [number for number, _ in found] == expected
-        for number, box in found:
-            assert list(box[0]) == list(chunks[number].offsets)
-    assert native.overlapping("nothing", [0], [1]) is None
-
-
 @pytest.mark.parametrize("words", [("float7", "contiguous_format"), ("int8", "spiral_format")])
 def test_a_word_that_torch_does_not_know_is_corruption_where_it_is_met(
     words: tuple[str, str], tmp_path: Path
@@ -212,13 +189,13 @@ def row_of(path: Path, number: int) -> list[int]:
 
 
 def test_damage_to_a_large_index_stops_only_loads_that_use_it(
-    large: Path, rng: random.Random
+    large: Path, rng: random.Random, full: bool
 ) -> None:
     index = large / ".index"
     whole = index.read_bytes()
     assert len(whole) > 40 * 65536
     refused = right = 0
-    for _ in range(40):
+    for _ in range(40 if full else 12):
         at = rng.randrange(65536, len(whole))
         index.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
         number = rng.randrange(20_000)
@@ -240,7 +217,7 @@ def test_damage_to_a_large_index_stops_only_loads_that_use_it(
             opened.check()
     index.write_bytes(whole)
     print(f"{refused} refused, {right} right")
-    assert right > 5
+    assert right > (5 if full else 1)
 
 
 def test_one_tensor_of_many_costs_a_few_blocks_of_the_index(large: Path, run_python: Any) -> None:

@@ -17,9 +17,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from torch_ckpt import CheckpointError, NotFoundError
-from torch_ckpt.adapters.lightning import FastCheckpointIO
+from torch_ckpt.integrations.lightning import FastCheckpointIO
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 STEPS = 15
 STOP_AFTER = 8

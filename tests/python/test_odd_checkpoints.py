@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from torch_ckpt import FastReader, FastWriter, UnsupportedError, _native
-from torch_ckpt.cli import main
-from torch_ckpt.seal import INDEX_MARK
+from torch_ckpt import FastReader, FastWriter, UnsupportedError
+from torch_ckpt._core import _native
+from torch_ckpt.cli.main import main
+from torch_ckpt.formats.seal import INDEX_MARK
 
 
 class TwoDtypesPlanner(DefaultSavePlanner):
@@ -152,10 +153,12 @@ def test_index_of_a_newer_version_is_unsupported_and_not_damage(tmp_path: Path) 
 
 
 def test_name_that_is_the_word_for_sealed_metadata_is_no_mark(tmp_path: Path) -> None:
-    save({"torch_ckpt.index": torch.arange(9)}, FileSystemWriter(tmp_path))
-    loaded = load({"torch_ckpt.index": torch.zeros(9, dtype=torch.int64)}, FastReader(tmp_path))
-    assert torch.equal(loaded["torch_ckpt.index"], torch.arange(9))
-    assert INDEX_MARK != "torch_ckpt.index"
+    save({"torch_ckpt.formats.index": torch.arange(9)}, FileSystemWriter(tmp_path))
+    loaded = load(
+        {"torch_ckpt.formats.index": torch.zeros(9, dtype=torch.int64)}, FastReader(tmp_path)
+    )
+    assert torch.equal(loaded["torch_ckpt.formats.index"], torch.arange(9))
+    assert INDEX_MARK != "torch_ckpt.formats.index"
 
 
 def _xxh3(data: bytes) -> bytes:

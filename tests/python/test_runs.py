@@ -22,16 +22,9 @@ import pytest
 import torch
 from checkpoints import ROOT
 
-from torch_ckpt import (
-    CheckpointError,
-    CorruptionError,
-    FastReader,
-    NotFoundError,
-    Run,
-    load,
-    save_interval,
-)
-from torch_ckpt.step_directories import StepDirectories, check_whole, remove_directory
+from torch_ckpt import CheckpointError, CorruptionError, FastReader, NotFoundError, Run, load
+from torch_ckpt.runs import save_interval
+from torch_ckpt.runs.step_directories import StepDirectories, check_whole, remove_directory
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -299,7 +292,7 @@ from pathlib import Path
 import torch
 from test_runs import state_of
 from torch_ckpt import FastReader, NotFoundError, load
-from torch_ckpt.step_directories import StepDirectories
+from torch_ckpt.runs.step_directories import StepDirectories
 from torch.distributed.checkpoint.api import CheckpointException
 warnings.simplefilter("ignore")
 tier = StepDirectories(Path(sys.argv[1]))
@@ -674,14 +667,17 @@ def test_a_failed_save_does_not_hide_why_training_raised(tmp_path: Path) -> None
 
 
 def test_the_example_of_the_readme_runs_and_goes_on_where_it_was(
-    tmp_path: Path, run_python: Callable[..., str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (ROOT / "README.md").read_text()
     (example,) = re.findall(r"<!-- run example -->\n```python\n(.*?)```", text, re.S)
-    run_python(f"{example}\nassert start == 0")
-    saved = Run(tmp_path / "runs/linear").latest_step()
-    assert saved is not None
-    run_python(f"{example}\nassert start == {saved}")
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        saved = Run("runs/linear").latest_step()
+        variables: dict[str, Any] = {}
+        exec(compile(example, "README.md", "exec"), variables)
+        assert variables["start"] == (saved or 0)
+    assert saved
 
 
 @pytest.mark.parametrize(

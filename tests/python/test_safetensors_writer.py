@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch_ckpt import (
     AlreadyExistsError,
     FastSavePlanner,
-    FastWriter,
     IoOptions,
     MismatchError,
+    SafetensorsWriter,
     UnsupportedError,
 )
 from torch_ckpt.formats.safetensors_layout import DTYPES as STORED
@@ -44,8 +44,8 @@ State = dict[str, torch.Tensor]
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def model_writer(path: Path, **options: Any) -> FastWriter:
-    return FastWriter(path, format="safetensors", **options)
+def model_writer(path: Path, **options: Any) -> SafetensorsWriter:
+    return SafetensorsWriter(path, **options)
 
 
 def load_model(path: Path, *, index_first: bool = False) -> State:
@@ -210,7 +210,7 @@ class CastsPlanned(CastingPlanner):
 
 def test_tensors_that_a_planner_makes_are_stored(tmp_path: Path) -> None:
     state = {f"t{n}": random_tensor([300, 1000], torch.bfloat16).nan_to_num() for n in range(9)}
-    io = IoOptions(buffer_nbytes=1 << 20, block_nbytes=256 << 10)
+    io = IoOptions(buffer_nbytes=1 << 20)
     save(state, model_writer(tmp_path, io=io), planner=CastsPlanned())
     expected = {name: tensor.float() for name, tensor in state.items()}
     assert differences(expected, load_model(tmp_path)) == []
@@ -274,19 +274,9 @@ def test_plans_that_stock_keeps_are_refused(
     assert differences(state_of(1), load_model(tmp_path)) == []
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"format": "pickle"},
-        {"format": "safetensors", "max_shard_nbytes": 0},
-        {"format": "safetensors", "single_file_per_rank": False},
-        {"format": "safetensors", "_extensions": [object()]},
-    ],
-    ids=lambda options: ",".join(options),
-)
-def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: Any) -> None:
-    with pytest.raises(ValueError, match=r"format|max_shard|single_file|_extensions"):
-        FastWriter(tmp_path, **options)
+def test_a_file_of_no_bytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_shard_nbytes=0 is not positive"):
+        model_writer(tmp_path, max_shard_nbytes=0)
 
 
 @pytest.mark.usefixtures("world_of_one")

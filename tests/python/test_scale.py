@@ -21,6 +21,7 @@ from torch_ckpt import CorruptionError, FastReader, FastWriter
 COUNT = 100_000
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tiny_tensors_come_back(tmp_path: Path, rng: random.Random) -> None:
     values = torch.randint(-(1 << 40), 1 << 40, [COUNT, 3])
     state: dict[str, Any] = {f"t{i}": row for i, row in enumerate(values)}

@@ -29,11 +29,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_ckpt import FastReader, FastWriter, sealed_metadata
-from torch_ckpt.index import WrittenFile
-from torch_ckpt.metadata import dump_metadata
-from torch_ckpt.pickles import load_allowed
-from torch_ckpt.sealed_metadata import seal_metadata
+from torch_ckpt import FastReader, FastWriter
+from torch_ckpt.formats.metadata import dump_metadata
+from torch_ckpt.formats.pickles import load_allowed
+from torch_ckpt.storage import sealed_metadata
+from torch_ckpt.storage.sealed_metadata import seal_metadata
+from torch_ckpt.storage.written_file import WrittenFile
 
 SAVE_ID = "0123456789abcdef"
 TRAILER_NBYTES = 64

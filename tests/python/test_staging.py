@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import pickle
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,12 +28,13 @@ from torch_ckpt import (
     FastReader,
     FastSavePlanner,
     FastWriter,
+    IoOptions,
+    SnapshotStager,
     StorageError,
     UnsupportedError,
-    _native,
-    staging,
 )
-from torch_ckpt.staging import SnapshotStager
+from torch_ckpt._core import _native
+from torch_ckpt.staging import stager as staging
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -109,23 +113,17 @@ def test_while_a_save_holds_what_was_staged_the_next_waits_for_it() -> None:
     assert same(done[0], state_of(2))
 
 
-def test_a_wait_that_lasts_too_long_is_an_error_and_another_slot_is_none() -> None:
-    stager = SnapshotStager(timeout_s=0.1)
+def test_a_wait_that_lasts_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "TIMEOUT_S", 0.1)
+    stager = SnapshotStager()
     held = stager.stage(state_of(1))
-    with pytest.raises(CheckpointError, match=r"not ended within 0\.1 s"):
+    with pytest.raises(CheckpointError, match=r"no snapshot was free within 0\.1 s"):
         stager.stage(state_of(2))
     assert same(held, state_of(1))
-    two = SnapshotStager(slots=2, timeout_s=0.1)
-    staged = [two.stage(state_of(value)) for value in (1, 2)]
-    with pytest.raises(CheckpointError):
-        two.stage(state_of(3))
-    assert same(staged, [state_of(1), state_of(2)])
-    with pytest.raises(ValueError, match="slots=0"):
-        SnapshotStager(slots=0)
 
 
 def test_memory_that_is_not_to_be_had_costs_no_slot() -> None:
-    stager = SnapshotStager(timeout_s=1)
+    stager = SnapshotStager()
     with (
         mock.patch.object(_native, "Snapshot", side_effect=StorageError("no memory")),
         pytest.raises(StorageError),
@@ -139,7 +137,7 @@ def test_a_state_that_cannot_be_copied_costs_no_slot() -> None:
         def __deepcopy__(self, memo: Any) -> Any:
             raise RuntimeError("not this one")
 
-    stager = SnapshotStager(timeout_s=1)
+    stager = SnapshotStager()
     with pytest.raises(RuntimeError, match="not this one"):
         stager.stage({**state_of(1), "odd": Uncopyable()})
     gc.collect()
@@ -147,13 +145,13 @@ def test_a_state_that_cannot_be_copied_costs_no_slot() -> None:
 
 
 def test_memory_that_was_reserved_serves_the_first_save() -> None:
-    stager = SnapshotStager(slots=2)
+    stager = SnapshotStager()
     with mock.patch.object(_native, "Snapshot", wraps=_native.Snapshot) as made:
         stager.reserve(state_of(1))
-        assert made.call_count == 2
-        staged = [stager.stage(state_of(value)) for value in (1, 2)]
-    assert made.call_count == 2
-    assert same(staged, [state_of(1), state_of(2)])
+        assert made.call_count == 1
+        staged = stager.stage(state_of(1))
+    assert made.call_count == 1
+    assert same(staged, state_of(1))
 
 
 def test_tensors_side_by_side_in_one_storage_each_begin_at_a_page() -> None:
@@ -166,7 +164,7 @@ def test_tensors_side_by_side_in_one_storage_each_begin_at_a_page() -> None:
 
 
 def test_a_tensor_without_memory_is_an_error_that_costs_no_slot() -> None:
-    stager = SnapshotStager(timeout_s=1)
+    stager = SnapshotStager()
     empty = torch.ones(5)
     empty.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=r"sizes \(5,\): its storage has 0 bytes of 20"):
@@ -184,7 +182,7 @@ def test_a_parameter_stays_what_its_metadata_say() -> None:
 
 
 def test_a_copy_that_fails_costs_no_slot_while_its_error_is_kept() -> None:
-    stager = SnapshotStager(timeout_s=1)
+    stager = SnapshotStager()
     with (
         mock.patch.object(staging._Placed, "copy_all", side_effect=StorageError("gone")),
         pytest.raises(StorageError) as kept,
@@ -204,7 +202,7 @@ class FailingPlanner(DefaultSavePlanner):
 def test_a_failed_save_whose_error_is_kept_does_not_keep_the_memory(
     world_of_one: None, tmp_path: Path
 ) -> None:
-    stager = SnapshotStager(timeout_s=20)
+    stager = SnapshotStager()
     kept = []
     for step in range(3):
         writer = FastWriter(tmp_path / f"{step}", stager=stager)
@@ -217,7 +215,7 @@ def test_a_failed_save_whose_error_is_kept_does_not_keep_the_memory(
 def test_a_planner_that_is_kept_does_not_keep_the_memory(
     world_of_one: None, tmp_path: Path
 ) -> None:
-    stager = SnapshotStager(timeout_s=20)
+    stager = SnapshotStager()
     planner = FastSavePlanner()
     for step in range(3):
         writer = FastWriter(tmp_path / f"{step}", stager=stager)
@@ -260,7 +258,7 @@ def test_what_the_cap_leaves_is_written_before_async_save_returns(
 def test_a_save_in_waves_that_fails_before_it_writes_does_not_hang(
     world_of_one: None, tmp_path: Path
 ) -> None:
-    writer = FastWriter(tmp_path, stager=SnapshotStager(max_host_nbytes=1 << 20, timeout_s=600))
+    writer = FastWriter(tmp_path, stager=SnapshotStager(max_host_nbytes=1 << 20))
     future = dcp.async_save(large_state(1.0), storage_writer=writer, planner=FailingPlanner())
     assert "not planned" in str(future.exception(20))
 
@@ -303,7 +301,7 @@ def test_training_goes_on_before_the_copy_is_made_and_waits_for_it_before_it_cha
 def test_a_copy_in_the_background_that_fails_fails_the_wait_and_the_save(
     world_of_one: None, tmp_path: Path
 ) -> None:
-    stager = SnapshotStager(blocking=False, timeout_s=20)
+    stager = SnapshotStager(blocking=False)
     with mock.patch.object(staging._Placed, "copy_all", side_effect=StorageError("gone")):
         response = dcp.async_save(state_of(1), storage_writer=FastWriter(tmp_path, stager=stager))
         with pytest.raises(StorageError, match="gone"):
@@ -354,3 +352,29 @@ def test_an_async_save_stores_what_was_there_when_it_began(
         loaded = {"large": torch.zeros(1 << 20)}
         dcp.load(loaded, storage_reader=FastReader(path))
         assert torch.equal(loaded["large"], torch.full((1 << 20,), float(step)))
+
+
+def niceness_while(is_over: Callable[[], bool]) -> set[int]:
+    """Of all threads of this process."""
+    seen = set()
+    while not is_over():
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                seen.add(os.getpriority(os.PRIO_PROCESS, int(thread)))
+    return seen
+
+
+def test_threads_that_write_staged_tensors_are_nice_and_no_others(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    state = {"w": torch.ones(32 << 20)}
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    writer = FastWriter(tmp_path, io=IoOptions(background_nice=3))
+    for _ in range(2):
+        future = dcp.async_save(state, checkpoint_id=tmp_path, storage_writer=writer)
+        assert niceness_while(future.done) == {own, own + 3}
+    saving = threading.Thread(
+        target=dcp.save, args=(state,), kwargs={"checkpoint_id": tmp_path, "storage_writer": writer}
+    )
+    saving.start()
+    assert niceness_while(lambda: not saving.is_alive()) == {own}

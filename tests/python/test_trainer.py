@@ -21,9 +21,10 @@ from transformers import (
 )
 
 from torch_ckpt import CheckpointError, Run
-from torch_ckpt.adapters.trainer import RunCallback
+from torch_ckpt.integrations.trainer import RunCallback
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -106,9 +106,8 @@ def test_writer_is_a_stager_as_the_stock_one_is(tmp_path: Path) -> None:
         {"per_thread_copy_ahead": 1, "thread_count": 2},
         {"cache_staged_state_dict": True},
         {"io": IoOptions(direct=False)},
-        {"io": IoOptions(buffer_nbytes=512 << 10, block_nbytes=256 << 10)},
-        {"io": IoOptions(buffer_nbytes=(520 << 10) + 5, block_nbytes=260 << 10)},
-        {"io": IoOptions(threads=7)},
+        {"io": IoOptions(buffer_nbytes=512 << 10)},
+        {"io": IoOptions(buffer_nbytes=(520 << 10) + 5)},
     ],
     ids=str,
 )
@@ -124,10 +123,8 @@ def test_every_option_writes_a_checkpoint_that_loads(
 @pytest.mark.parametrize(
     "io",
     [
-        IoOptions(buffer_nbytes=512 << 10, block_nbytes=256 << 10, threads=1),
-        IoOptions(buffer_nbytes=(520 << 10) + 5, block_nbytes=260 << 10),
-        IoOptions(buffer_nbytes=512 << 10, block_nbytes=256 << 10, threads=9),
-        IoOptions(threads=9),
+        IoOptions(buffer_nbytes=512 << 10),
+        IoOptions(buffer_nbytes=(520 << 10) + 5),
         IoOptions(direct=False),
     ],
     ids=str,
@@ -144,12 +141,9 @@ def test_every_tuning_of_the_reader_loads_the_same(
 @pytest.mark.parametrize(
     "options",
     [
-        {"block_nbytes": 1000},
         {"background_nice": 20},
         {"background_nice": -1},
-        {"block_nbytes": (64 << 10) + 1},
-        {"buffer_nbytes": 1 << 20, "block_nbytes": 1 << 20},
-        {"threads": 0},
+        {"buffer_nbytes": (512 << 10) - 1},
         {"buffer_nbytes": -1},
     ],
     ids=str,

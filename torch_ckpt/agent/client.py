@@ -247,9 +247,14 @@ class AgentClient:
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._child = subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch_ckpt.cli", "agent", os.path.realpath(self._run)),
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch_ckpt.cli.main",
+                    "agent",
+                    os.path.realpath(self._run),
+                ),
                 *("--linger", str(options.linger_s), "--threads", str(options.threads)),
-                *("--nice", str(options.nice)),
                 *("--peers-timeout", str(options.peers_timeout_s)),
                 *("--io", json.dumps(dataclasses.asdict(options.io))),
                 *(() if options.persist_on_failure else ("--no-persist-on-failure",)),

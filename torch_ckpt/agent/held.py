@@ -12,14 +12,15 @@ import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageWriterTransforms
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torch_ckpt import _native, _tensor_view
+from torch_ckpt._core import _native, _tensor_view
+from torch_ckpt._core.tensors import to_plain
 from torch_ckpt.agent.memory import NOT_SHARED, complete_slots, share_of, whole_saves
-from torch_ckpt.data_file import pickle_item
 from torch_ckpt.errors import CheckpointError, UnsupportedError
-from torch_ckpt.plan_cache import digest_of
-from torch_ckpt.planned import ListedItems, to_write_item
-from torch_ckpt.save_planner import FastSavePlanner
-from torch_ckpt.tensors import to_plain
+from torch_ckpt.formats.object_pickles import warn_of_refused
+from torch_ckpt.planning.plan_cache import digest_of
+from torch_ckpt.planning.planned import ListedItems, to_write_item
+from torch_ckpt.planning.save_planner import FastSavePlanner
+from torch_ckpt.storage.data_file import pickle_item
 
 __all__ = ["Held", "KeptParts"]
 
@@ -61,12 +62,16 @@ class Held:
         planned = _native.PlannedFile(work, self.batch)
         nbytes = work.nbytes
         self._pickled = dict(pickled)
+        refused: dict[str, Sequence[str]] = {}
         for number in planned.own:
             if number not in pickled:
-                _, self._pickled[number] = pickle_item(
-                    to_write_item(work.describe(number)), planner, _StorageWriterTransforms(None)
-                )
+                item = to_write_item(work.describe(number))
+                one = pickle_item(item, planner, _StorageWriterTransforms(None))
+                self._pickled[number] = one.data
+                if one.refused:
+                    refused[item.index.fqn] = one.refused
             nbytes[number] = len(self._pickled[number])
+        warn_of_refused(refused)
         self._copied = [planned.position(number) for number in planned.copied]
         self._nbytes = nbytes
         self._offsets, self.nbytes = _native.lay_out_slot(nbytes)

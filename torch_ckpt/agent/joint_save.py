@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ckpt import _native
+from torch_ckpt._core import _native
 from torch_ckpt.agent.meeting import Failure, Meeting, Word, failure_of, raise_failure
 from torch_ckpt.agent.memory import SlotHeader
 from torch_ckpt.agent.patience import Patience
 from torch_ckpt.agent.persist import Report, publish, seal, write_parts
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.leftovers import remove_files
+from torch_ckpt.formats.seal import committed_id
 from torch_ckpt.options import IoOptions
-from torch_ckpt.seal import committed_id
+from torch_ckpt.storage.gc import remove_files
 
 __all__ = ["JointSave"]
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from torch_ckpt import _native
+from torch_ckpt._core import _native
 from torch_ckpt.agent.messages import Kind, Message, error_message, raise_error
 from torch_ckpt.errors import CheckpointError, CorruptionError, StorageError
-from torch_ckpt.leftovers import remove_files
-from torch_ckpt.seal import committed_id
+from torch_ckpt.formats.seal import committed_id
+from torch_ckpt.storage.gc import remove_files
 
 __all__ = ["Failure", "Meeting", "Word", "decode", "encode", "failure_of", "raise_failure"]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from torch_ckpt import _native
+from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, StorageError
 
 __all__ = [

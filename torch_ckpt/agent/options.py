@@ -18,16 +18,14 @@ class AgentOptions:
             end without saying so.
         linger_s: Seconds that memory is kept for trainers to come back, once they have died.
         threads: Files that are written at a time.
-        nice: How far the process steps back behind others that want the CPU.
         peers_timeout_s: Seconds that an agent waits for those of other machines, whose ranks have
             saved with its own; more than one may take longer to write than another. One that has to
             go on (it was told to end, or ranks have started anew) waits for half a minute at most.
-        io: Tuning.
+        io: Tuning. ``background_nice`` is the niceness of the whole process.
     """
 
     persist_on_failure: bool = True
     linger_s: float = 1800.0
     threads: int = 2
-    nice: int = 5
     peers_timeout_s: float = 600.0
     io: IoOptions = field(default_factory=IoOptions)

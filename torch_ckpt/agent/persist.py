@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from torch_ckpt import _native
+from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.file_jobs import write_planned
-from torch_ckpt.leftovers import remove_files, stale_files
+from torch_ckpt.formats.seal import INDEX_MARK, committed_id
 from torch_ckpt.options import IoOptions
-from torch_ckpt.seal import INDEX_MARK, committed_id
+from torch_ckpt.storage.file_jobs import write_planned
+from torch_ckpt.storage.gc import remove_files, stale_files
 
 __all__ = ["Report", "persist", "publish", "seal", "write_parts"]
 
@@ -228,7 +228,6 @@ def _write(
         pool=pool,
         direct=io.direct,
         sync=snapshot.sync,
-        background=(0, io.background_share),  # The process is nice.
     )
     return rank, (name, *job.sums), extents
 

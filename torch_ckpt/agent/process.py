@@ -19,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from torch_ckpt import _native
 from torch_ckpt.agent.declined import Declined
 from torch_ckpt.agent.meeting import Meeting
 from torch_ckpt.agent.memory import (
@@ -88,8 +87,6 @@ class Agent:
         self._admitted: dict[Save, bool] = {}
         self._retried: set[Save] = set()
         self._began = time.monotonic()
-        self._haste = contextlib.ExitStack()
-        self._is_in_haste = False
         self._stop = False
         self._is_dropped = False  # Whether trainers have said that they want nothing of it.
 
@@ -107,12 +104,11 @@ class Agent:
         path.chmod(0o600)
         listener.listen(256)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-        with self._changed, self._haste, contextlib.closing(self._declined):
+        with self._changed, contextlib.closing(self._declined):
             self._saves.begin_next()  # What a former agent has left.
             while not self._has_ended():
                 self._changed.wait(_POLL_S)
                 self._look_after_trainers()
-                self._hasten()
             listener.close()
             path.unlink(missing_ok=True)
             if any(not t.said_bye and t.is_alive for t in self._trainers.values()):
@@ -161,20 +157,6 @@ class Agent:
             _log.info("rank %d, process %d, is gone", lost[0].rank, lost[0].pid)
         if self.options.persist_on_failure and time.monotonic() - self._lost_since >= _SETTLE_S:
             self._persist_newest()
-
-    def _hasten(self) -> None:
-        """Has nothing rest while nobody trains, or a save is in a hurry."""
-        look = self._slots.look()
-        trainers = self._trainers.values()
-        trains = any(t.is_alive and not t.said_bye for t in trainers)
-        trains = trains and not any(t.is_lost for t in trainers)  # For whom all others wait.
-        pending = [save for save in look.complete if self._saves.is_pending(save, look)]
-        is_in_haste = not trains or any(map(self._is_hurried, pending))
-        if is_in_haste and not self._is_in_haste:
-            self._haste.enter_context(_native.Haste())
-        elif not is_in_haste:
-            self._haste.close()
-        self._is_in_haste = is_in_haste
 
     def _is_hurried(self, save: Save) -> bool:
         """Whether a save must not wait for other machines as long as it may."""
@@ -320,8 +302,7 @@ class Agent:
             if left <= 0:
                 return Message(Kind.BUSY)
             has_waited = True
-            with _native.Haste():  # Training stands still.
-                self._changed.wait(min(left, _POLL_S))
+            self._changed.wait(min(left, _POLL_S))
             if not trainer.is_alive:
                 raise CancelledError("the trainer is gone")
 
@@ -421,7 +402,7 @@ def run_agent(run: bytes, options: AgentOptions) -> int:
         logging.basicConfig(
             filename=folder / "agent.log", level=logging.INFO, format="%(asctime)s %(message)s"
         )
-        os.nice(options.nice)
+        os.nice(options.io.background_nice)
         for removed in remove_abandoned(folder):
             _log.info("removed %s, which nobody has gone on with", removed)
         agent = Agent(run, folder, options)

@@ -11,7 +11,7 @@ from torch_ckpt.agent.trainer import Remembered
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.snapshot import ELSEWHERE, open_snapshot
-from torch_ckpt.reader import FastReader
+from torch_ckpt.storage.reader import FastReader
 
 __all__ = ["SnapshotReader"]
 

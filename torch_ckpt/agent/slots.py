@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ckpt import _native
+from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
     SlotHeader,

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from torch_ckpt import _native
+from torch_ckpt._core import _native
+from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.agent.client import AgentClient, Place
 from torch_ckpt.agent.held import Held, KeptParts
 from torch_ckpt.agent.memory import (
@@ -33,8 +34,7 @@ from torch_ckpt.agent.memory import (
 )
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, UnsupportedError
-from torch_ckpt.exchange import this_machine
-from torch_ckpt.tensors import gc_paused
+from torch_ckpt.storage.exchange import this_machine
 
 __all__ = ["OnBusy", "Remembered", "SnapshotAgent", "StagedSave"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch_ckpt import _native
+from torch_ckpt._core import _native
+from torch_ckpt.formats.index import to_metadata
+from torch_ckpt.formats.metadata import load_committed
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.index import to_metadata
-from torch_ckpt.metadata import load_committed
-from torch_ckpt.seal import open_committed
+from torch_ckpt.formats.seal import open_committed
 
 __all__ = ["open_dcp"]
 

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_ckpt import _native
+from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, UnsupportedError
-from torch_ckpt.index import to_metadata
+from torch_ckpt.formats.index import to_metadata
 
 __all__ = ["Contents", "ForeignFiles", "Opened"]
 

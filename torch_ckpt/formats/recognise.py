@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torch_ckpt import _native
+from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.formats.dcp import open_dcp
 from torch_ckpt.formats.opened import Opened

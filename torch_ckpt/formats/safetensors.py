@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_ckpt import _native
+from torch_ckpt._core import _native
+from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CorruptionError, MismatchError, NotFoundError, UnsupportedError
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.safetensors_layout import DTYPES, MAX_HEADER_NBYTES
-from torch_ckpt.tensors import gc_paused
 
 __all__ = ["is_safetensors", "open_safetensors", "open_safetensors_directory"]
 

@@ -20,12 +20,13 @@ from pathlib import Path
 
 import torch
 
-from torch_ckpt import _native
+from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
+from torch_ckpt.formats.object_pickles import load_object
 from torch_ckpt.formats.opened import ForeignFiles, Opened
-from torch_ckpt.pickles import ForbiddenPickleError, load_object
+from torch_ckpt.formats.pickles import ForbiddenPickleError
 
-__all__ = ["ELSEWHERE", "open_snapshot"]
+__all__ = ["ELSEWHERE", "holes", "open_snapshot"]
 
 ELSEWHERE = "another machine"
 """Instead of the name of a file: what is stored there is not in the memory of this machine."""
@@ -86,9 +87,7 @@ class _Objects:
         snapshot, number = places[0]
         stream = io.BytesIO(snapshot.object_bytes(number))
         try:
-            if self._trust_pickle:
-                return torch.load(stream, weights_only=False)
-            return load_object(stream)
+            return load_object(stream, trust_pickle=self._trust_pickle)
         except ForbiddenPickleError as error:
             raise UnsupportedError(
                 f"cannot load {fqn!r} from memory: its pickle asks for {error}"
@@ -139,7 +138,7 @@ class _Merged:
             ):
                 continue
             element_nbytes = getattr(torch, facts[0].removeprefix("torch.")).itemsize
-            for offsets, sizes in _holes(facts[4], [box[:2] for box in boxes.values()]):
+            for offsets, sizes in holes(facts[4], [box[:2] for box in boxes.values()]):
                 nbytes = math.prod(sizes) * element_nbytes
                 boxes[offsets] = (offsets, sizes, number, 0, nbytes, True, ())
                 most_nbytes = max(most_nbytes, nbytes)
@@ -160,19 +159,17 @@ def _agree(one: _native.TensorFacts | None, other: _native.TensorFacts | None) -
     return one[0] == other[0] and list(one[4]) == list(other[4])
 
 
-def _holes(
-    whole: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]
-) -> list[_Box]:
+def holes(whole: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[_Box]:
     """What boxes leave of a tensor, as boxes: offsets and sizes.
 
     Example::
 
-        assert _holes([4, 2], [([1, 0], [2, 2])]) == [((0, 0), (1, 2)), ((3, 0), (1, 2))]
+        assert holes([4, 2], [([1, 0], [2, 2])]) == [((0, 0), (1, 2)), ((3, 0), (1, 2))]
     """
-    holes: list[_Box] = [((0,) * len(whole), tuple(whole))]
+    left: list[_Box] = [((0,) * len(whole), tuple(whole))]
     for offsets, sizes in boxes:
-        holes = [part for hole in holes for part in _without(hole, offsets, sizes)]
-    return holes
+        left = [part for hole in left for part in _without(hole, offsets, sizes)]
+    return left
 
 
 def _without(hole: _Box, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[_Box]:

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from torch_ckpt import _native, _tensor_view
+from torch_ckpt._core import _native, _tensor_view
+from torch_ckpt._core.tensors import DTYPE_CODES, gc_paused
 from torch_ckpt.errors import CorruptionError, UnsupportedError
+from torch_ckpt.formats.object_pickles import HOW_TO_ALLOW, load_object
 from torch_ckpt.formats.opened import ForeignFiles, Opened
-from torch_ckpt.pickles import ForbiddenPickleError, load_object
-from torch_ckpt.tensors import DTYPE_CODES, gc_paused
+from torch_ckpt.formats.pickles import ForbiddenPickleError
 
 __all__ = ["is_archive", "is_legacy", "open_torch_save"]
 
@@ -202,15 +203,12 @@ def _load(path: Path, trust_pickle: bool, **how: Any) -> Any:
         UnsupportedError: It asks for more than it may have.
         Exception: Whatever else ``torch.load`` raises on damage.
     """
-    if trust_pickle:
-        return torch.load(path, weights_only=False, **how)
     try:
-        return load_object(path, **how)
+        return load_object(path, trust_pickle=trust_pickle, **how)
     except ForbiddenPickleError as error:
         raise UnsupportedError(
-            f"cannot load {path}: {error} is refused. It may run code; if you trust who wrote it, "
-            "torch.serialization.add_safe_globals([...]) allows it, and "
-            "FastReader(trust_pickle=True) anything"
+            f"cannot load {path}, because unpickling it may run code: {error}. If you trust who "
+            f"wrote it, {HOW_TO_ALLOW}"
         ) from error
 
 

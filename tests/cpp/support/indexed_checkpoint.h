@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/load_job.h"
+#include "engine/load/load_job.h"
 #include "support/memory_file_system.h"
 #include "support/opened_index.h"
 #include "support/saved_checkpoint.h"

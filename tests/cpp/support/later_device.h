@@ -23,6 +23,7 @@
 #include "device/device.h"
 #include "device/pack_plan.h"
 #include "engine/live_tensor.h"
+#include "support/pack_on_cpu.h"
 
 namespace torch_ckpt {
 
@@ -35,12 +36,6 @@ class LaterDevice : public Device {
 
   // Where that memory is as this device has it.
   static std::byte* address(std::byte* memory) { return memory + kFar; }
-
-  // The other way round; memory of the host is where it is.
-  template <typename Byte>
-  static Byte* near(Byte* memory) {
-    return reinterpret_cast<intptr_t>(memory) >= kFar ? memory - kFar : memory;
-  }
 
   // The same tensor, as one of this device.
   LiveTensor holding(LiveTensor live) const {
@@ -73,17 +68,8 @@ class LaterDevice : public Device {
   int64_t pinned() const { return pinned_; }                  // Pieces of memory.
   int64_t from_elsewhere() const { return from_elsewhere_; }  // Than from buffers of its own.
 
-  // Out of memory of its own; nothing else should ask for single copies.
-  Status copy(const StridedCopy& copy, const std::byte* src, std::byte* dst) const override {
-    if (near(src) == src) return internal_error("a single copy was asked of a device");
-    return cpu_device().copy(copy, near(src), dst);
-  }
-  Result<uint32_t> copy_and_checksum(Bytes, MutableBytes, uint32_t) const override {
-    return internal_error("a sum was asked of a device");
-  }
   bool is_host() const override { return false; }
   MemorySource& buffers() const override { return buffers_; }
-  MemorySource& memory() const override { return memory_; }
 
   Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
                                               Bytes buffer) const override {
@@ -120,23 +106,12 @@ class LaterDevice : public Device {
     LaterDevice& device_;
   };
 
-  // Memory of its own, at its addresses.
-  class FarMemory : public MemorySource {
-   public:
-    Result<Memory> allocate(int64_t nbytes) override {
-      ASSIGN_OR_RETURN(Memory memory, HeapMemorySource().allocate(nbytes));
-      auto heap = std::make_shared<Memory>(std::move(memory));
-      const MutableBytes far(address(heap->bytes().data()), heap->bytes().size());
-      return Memory(far, [heap] {});
-    }
-  };
-
   class Event : public DeviceEvent {
    public:
     Event(const LaterDevice& device, PackPlan plan, MutableBytes buffer, Status status)
         : device_(device),
           plan_(std::move(plan)),
-          buffer_(near(buffer.data()), buffer.size()),
+          buffer_(buffer),
           status_(std::move(status)),
           questions_left_(device.asked_before_done_) {}
     ~Event() override { EXPECT_TRUE(is_done_) << "nobody has waited for a device"; }
@@ -191,7 +166,7 @@ class LaterDevice : public Device {
                                              std::span<const TensorCopy> copies,
                                              MutableBytes buffer) const {
     std::vector<TensorCopy> here(copies.begin(), copies.end());
-    for (TensorCopy& copy : here) copy.tensor = near(copy.tensor);
+    for (TensorCopy& copy : here) copy.tensor -= kFar;
     const PackOptions options = {
         .staging_nbytes = ssize(buffer), .window_nbytes = window_nbytes_, .direct_nbytes = 3000};
     ASSIGN_OR_RETURN(PackPlan plan, plan_pack(direction, here, options));
@@ -199,7 +174,7 @@ class LaterDevice : public Device {
     const bool fails = begun_++ == failing_;
     if (fails && fails_at_beginning_) return failure_;
     copied_ += std::ssize(copies);
-    if (near(buffer.data()) == buffer.data() && !is_own(buffer)) ++from_elsewhere_;
+    if (!is_own(buffer)) ++from_elsewhere_;
     most_pending_ = std::max(most_pending_, ++pending_);
     return std::unique_ptr<DeviceEvent>(
         std::make_unique<Event>(*this, std::move(plan), buffer, fails ? failure_ : ok_status()));
@@ -221,7 +196,6 @@ class LaterDevice : public Device {
   Status not_pinned_;
   mutable std::mutex mutex_;  // Guards what follows.
   mutable Buffers buffers_;
-  mutable FarMemory memory_;
   std::vector<Bytes> own_;
   mutable int64_t begun_ = 0;
   mutable int64_t copied_ = 0;

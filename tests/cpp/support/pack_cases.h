@@ -103,8 +103,8 @@ inline std::pair<std::vector<std::byte>, std::vector<std::byte>> packed_by_cpu(
   std::vector<std::byte> tensors = given.tensors;
   std::vector<std::byte> staging = given.staging;
   for (const TensorCopy& copy : given.copies_in(tensors.data())) {
-    EXPECT_OK(cpu_device().copy(copy.copy, given.packs() ? copy.tensor : staging.data(),
-                                given.packs() ? staging.data() : copy.tensor));
+    copy_on_cpu(copy.copy, given.packs() ? copy.tensor : staging.data(),
+                given.packs() ? staging.data() : copy.tensor);
   }
   return {tensors, staging};
 }

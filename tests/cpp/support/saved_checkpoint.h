@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/load_job.h"
+#include "engine/load/load_job.h"
 #include "format/zip_frame.h"
 #include "support/memory_file_system.h"
 #include "support/saved_file.h"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/memory.h"
-#include "engine/save_job.h"
+#include "engine/save/save_job.h"
 #include "io/buffer_pool.h"
 #include "plan/layout.h"
 #include "support/status_matchers.h"

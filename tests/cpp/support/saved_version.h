@@ -1,7 +1,8 @@
 #pragma once
 
 // A small checkpoint of two ranks, in versions that only their bytes tell apart: saved the way
-// torch_ckpt/writer.py does it, and recognised in whatever tree a crash has left. For crash tests.
+// torch_ckpt/storage/writer.py does it, and recognised in whatever tree a crash has left. For crash
+// tests.
 
 #include <gtest/gtest.h>
 
@@ -16,9 +17,9 @@
 #include <vector>
 
 #include "engine/commit.h"
-#include "engine/load_job.h"
+#include "engine/load/load_job.h"
 #include "engine/open_checkpoint.h"
-#include "engine/save_job.h"
+#include "engine/save/save_job.h"
 #include "format/index_file.h"
 #include "support/disk_journal.h"
 #include "support/memory_file_system.h"
@@ -147,7 +148,7 @@ inline Result<std::vector<BlockSums>> write_data(FileSystem& fs, const Version& 
   return sums;
 }
 
-// A whole save, step by step as torch_ckpt/writer.py has it.
+// A whole save, step by step as torch_ckpt/storage/writer.py has it.
 inline Status save_version(FileSystem& fs, const Version& version) {
   RETURN_IF_ERROR(fs.create_directories(kDirectory));
   ASSIGN_OR_RETURN(const std::vector<std::string> found, fs.list_directory(kDirectory));

@@ -12,7 +12,7 @@
 #include <set>
 #include <utility>
 
-#include "engine/peers.h"
+#include "engine/exchange/peers.h"
 
 namespace torch_ckpt {
 

@@ -1,0 +1,354 @@
+#include "engine/exchange/exchange_stream.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <thread>
+#include <utility>
+
+namespace torch_ckpt {
+namespace {
+
+// Threads that read, one piece at a time: so many are read at once, and checked.
+constexpr int64_t kReaders = 4;
+
+// What a piece of a file that is not checked may be read in: the blocks of direct I/O around it.
+int64_t read_block_nbytes(int64_t piece_nbytes) { return piece_nbytes + 4 * kReadAlignment; }
+
+// Pieces that must be in flight at once, so that one is received while another is sent.
+constexpr int64_t kLeastInFlight = 2;
+
+}  // namespace
+
+ExchangeStream::ExchangeStream(std::vector<std::string> files, std::vector<ExchangePiece> pieces,
+                               std::shared_ptr<Peers> peers, int64_t pool_nbytes,
+                               int64_t block_nbytes,
+                               std::vector<std::unique_ptr<ReadStream>> readers,
+                               std::chrono::milliseconds timeout)
+    : files_(std::move(files)),
+      pieces_(std::move(pieces)),
+      peers_(std::move(peers)),
+      pool_nbytes_(pool_nbytes),
+      block_nbytes_(block_nbytes),
+      readers_(std::move(readers)),
+      timeout_(timeout) {}
+
+ExchangeStream::~ExchangeStream() { close(); }
+
+// Begins to watch all ranks that pieces come from or go to.
+Status ExchangeStream::watch_all() {
+  std::set<int32_t> ranks;
+  for (const ExchangePiece& piece : pieces_) {
+    if (piece.from >= 0) ranks.insert(piece.from);
+    if (piece.to >= 0) ranks.insert(piece.to);
+  }
+  // First, so that one who does not come to the meeting is found out.
+  for (const int32_t rank : ranks) {
+    Watched& watched = watched_.emplace_back();
+    watched.rank = rank;
+    ASSIGN_OR_RETURN(watched.end, peers_->receive({&watched.word, 1}, rank, Channel::kEnd, 0));
+    watched.thread = std::thread([this, &watched] { watch(watched.rank, *watched.end); });
+  }
+  return peers_->meet(std::vector<int32_t>(ranks.begin(), ranks.end()));
+}
+
+void ExchangeStream::watch(int32_t rank, PeerTransfer& end) {
+  const Status status = end.wait();
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (status.ok()) {
+    ended_.insert(rank);
+    changed_.notify_all();
+  } else if (!closing_) {
+    lock.unlock();
+    fail(cancelled(peers_->name_of(rank), " has broken off: ", status.message()));
+  }
+}
+
+Status ExchangeStream::finish() {
+  const std::byte word{1};
+  std::vector<std::unique_ptr<PeerTransfer>> sends;
+  for (const Watched& watched : watched_) {
+    ASSIGN_OR_RETURN(auto send, peers_->send({&word, 1}, watched.rank, Channel::kEnd, 0));
+    sends.push_back(std::move(send));
+  }
+  for (const auto& send : sends) RETURN_IF_ERROR(send->wait());
+  // Who left now would break off what the others have still to say.
+  std::unique_lock<std::mutex> lock(mutex_);
+  const bool in_time = changed_.wait_for(
+      lock, timeout_, [&] { return failed_ || ended_.size() == watched_.size(); });
+  if (in_time) return status_;
+  std::string late;
+  for (const Watched& watched : watched_) {
+    if (ended_.contains(watched.rank)) continue;
+    late += (late.empty() ? "" : ", ") + peers_->name_of(watched.rank);
+  }
+  return cancelled("after ", timeout_.count(), " ms, these have not come to the end: ", late);
+}
+
+void ExchangeStream::close() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;
+  }
+  for (Watched& watched : watched_) {
+    if (watched.end != nullptr) watched.end->abort();
+  }
+  for (Watched& watched : watched_) {
+    if (watched.thread.joinable()) watched.thread.join();
+  }
+  watched_.clear();
+  peers_.reset();
+  // Whoever keeps an error may keep this, too.
+  pool_.reset();
+  readers_.clear();
+}
+
+Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, RankExchange plan,
+                                                             std::shared_ptr<Peers> peers,
+                                                             int64_t budget_nbytes,
+                                                             std::chrono::milliseconds timeout) {
+  const int64_t block_nbytes = read_block_nbytes(plan.piece_nbytes);
+  const int64_t reader_nbytes = 2 * block_nbytes;
+  const int64_t room_nbytes = budget_nbytes - kReaders * reader_nbytes;
+  if (room_nbytes < kLeastInFlight * plan.piece_nbytes) {
+    return invalid_argument("cannot exchange pieces of ", plan.piece_nbytes, " bytes in ",
+                            budget_nbytes, " bytes of memory");
+  }
+  std::vector<std::unique_ptr<ReadStream>> readers;
+  for (int64_t i = 0; i < kReaders; ++i) {
+    ASSIGN_OR_RETURN(auto reader, ReadStream::make(fs, reader_nbytes, block_nbytes, 1));
+    readers.push_back(std::move(reader));
+  }
+  std::vector<ExchangePiece> pieces = plan.pieces();
+  const auto most_in_flight = std::max(kLeastInFlight, std::ssize(pieces));
+  const int64_t pool_nbytes = std::min(room_nbytes, most_in_flight * plan.piece_nbytes);
+  RETURN_IF_ERROR(BufferPool::check(pool_nbytes, plan.piece_nbytes));
+  return std::unique_ptr<ExchangeStream>(
+      new ExchangeStream(std::move(plan.files), std::move(pieces), std::move(peers), pool_nbytes,
+                         plan.piece_nbytes, std::move(readers), timeout));
+}
+
+// Makes the memory of pieces, of the kind that what they go to copies from.
+Status ExchangeStream::open_pool() {
+  ASSIGN_OR_RETURN(auto pool, make_pool_for(assembly_->for_device(), pool_nbytes_, block_nbytes_));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  pool_ = std::move(pool);
+  room_ = pool_->block_count();
+  return ok_status();
+}
+
+void ExchangeStream::fail(const Status& error) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!failed_) status_ = error;
+  failed_ = true;
+  for (PeerTransfer* transfer : transfers_) transfer->abort();
+  if (!closing_) peers_->abort();
+  changed_.notify_all();
+}
+
+Status ExchangeStream::run(std::span<const SharedPiece> pieces, Assembly& assembly) {
+  // Nothing may escape from a thread: running out of memory is an error of this load.
+  const auto guarded = [this](auto&& work) {
+    return [this, work] {
+      try {
+        const Status status = work();
+        if (!status.ok()) fail(status);
+      } catch (const std::exception& error) {
+        fail(internal_error("cannot go on exchanging: ", error.what()));
+      }
+    };
+  };
+  std::vector<std::thread> threads;
+  guarded([&]() -> Status {
+    run_pieces_ = pieces;
+    assembly_ = &assembly;
+    number_all();
+    if (pool_ == nullptr) RETURN_IF_ERROR(open_pool());
+    if (watched_.empty()) RETURN_IF_ERROR(watch_all());
+    std::set<int32_t> sources;
+    for (const SharedPiece& piece : pieces) sources.insert(piece.from);
+    for (const int32_t from : sources) {
+      if (from >= 0) threads.emplace_back(guarded([this, from] { return receive_all(from); }));
+    }
+    for (const auto& reader : readers_) {
+      if (!sources.contains(-1)) break;
+      threads.emplace_back(guarded([this, &reader] { return read_all(*reader); }));
+    }
+    for (int64_t piece = 0; piece < std::ssize(pieces); ++piece) RETURN_IF_ERROR(make_room(piece));
+    std::unique_lock<std::mutex> lock(mutex_);
+    return wait_until(lock, [&] { return done_ == std::ssize(pieces); });
+  })();
+  for (std::thread& thread : threads) thread.join();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  transfers_.clear();
+  in_flight_.clear();  // What is in flight after an error ends here.
+  return status_;
+}
+
+// Numbers the pieces between this rank and each other, which has the same in the same order.
+void ExchangeStream::number_all() {
+  in_flight_ = std::vector<InFlight>(run_pieces_.size());
+  with_room_ = 0;
+  done_ = 0;
+  for (int64_t piece = 0; piece < std::ssize(run_pieces_); ++piece) {
+    const auto [from, to] = std::pair(shared(piece).from, shared(piece).to);
+    if (from >= 0) in_flight(piece).received_as = received_count_[from]++;
+    if (to >= 0) in_flight(piece).sent_as = sent_count_[to]++;
+  }
+}
+
+// Gives a piece room, after all before it, and begins to receive it if it comes from a peer.
+Status ExchangeStream::make_room(int64_t piece) {
+  InFlight& own = in_flight(piece);
+  const int32_t from = shared(piece).from;
+  std::unique_lock<std::mutex> lock(mutex_);
+  RETURN_IF_ERROR(wait_until(lock, [&] { return room_ > 0; }));
+  --room_;
+  own.memory = assembly_->place(piece);
+  if (own.memory == nullptr) {
+    own.block = *pool_->acquire();  // There are as many blocks as there was room.
+    own.memory = pool_->block(own.block).data();
+  }
+  if (from < 0) {
+    to_read_.push_back(piece);
+  } else {
+    lock.unlock();
+    ASSIGN_OR_RETURN(auto incoming,
+                     peers_->receive(memory_of(piece), from, Channel::kPieces, own.received_as));
+    keep(std::move(incoming), &own.incoming);
+    lock.lock();
+  }
+  with_room_ = piece + 1;
+  changed_.notify_all();
+  return ok_status();
+}
+
+// Holds on to a transfer, so that `fail` finds it.
+void ExchangeStream::keep(std::unique_ptr<PeerTransfer> transfer,
+                          std::unique_ptr<PeerTransfer>* place) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (failed_) transfer->abort();
+  transfers_.insert(transfer.get());
+  *place = std::move(transfer);
+}
+
+// Waits for the oldest piece that is on its way, and lets it go.
+Status ExchangeStream::finish_oldest(std::unique_lock<std::mutex>& lock) {
+  const int64_t piece = leaving_.front();
+  leaving_.pop_front();
+  InFlight& own = in_flight(piece);
+  lock.unlock();
+  const Status sent = own.outgoing == nullptr ? ok_status() : own.outgoing->wait();
+  const Status unpacked = own.unpacking.wait();
+  lock.lock();
+  RETURN_IF_ERROR(sent);
+  RETURN_IF_ERROR(unpacked);
+  let_go(piece);
+  return ok_status();
+}
+
+// Waits for `happened`, and meanwhile lets go of what has left. Errors: that of the run.
+Status ExchangeStream::wait_until(std::unique_lock<std::mutex>& lock,
+                                  const std::function<bool()>& happened) {
+  while (!failed_ && !happened()) {
+    if (leaving_.empty()) {
+      changed_.wait(lock);
+    } else {
+      RETURN_IF_ERROR(finish_oldest(lock));
+    }
+  }
+  return failed_ ? status_ : ok_status();
+}
+
+// Requires: the mutex is held, and nothing of the piece is in flight.
+void ExchangeStream::let_go(int64_t piece) {
+  InFlight& own = in_flight(piece);
+  for (std::unique_ptr<PeerTransfer>* transfer : {&own.incoming, &own.outgoing}) {
+    transfers_.erase(transfer->get());
+    transfer->reset();
+  }
+  if (own.block >= 0) pool_->release(own.block);
+  ++room_;
+  ++done_;
+  changed_.notify_all();
+}
+
+// Reads what is this rank's to read, as it gets room; several readers share it.
+Status ExchangeStream::read_all(ReadStream& reader) {
+  while (true) {
+    const std::vector<int64_t> numbers = next_to_read();
+    if (numbers.empty()) return ok_status();
+    RETURN_IF_ERROR(read(reader, numbers));
+  }
+}
+
+// Pieces that are best read with one request, or a few; none when all have been, or after an error.
+std::vector<int64_t> ExchangeStream::next_to_read() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(
+      lock, [&] { return failed_ || !to_read_.empty() || with_room_ == std::ssize(run_pieces_); });
+  std::vector<int64_t> numbers;
+  int64_t nbytes = 0;
+  while (!failed_ && !to_read_.empty()) {
+    nbytes += shared(to_read_.front()).range.nbytes();
+    if (!numbers.empty() && nbytes > block_nbytes_) break;
+    numbers.push_back(to_read_.front());
+    to_read_.pop_front();
+  }
+  return numbers;
+}
+
+Status ExchangeStream::read(ReadStream& reader, const std::vector<int64_t>& numbers) {
+  std::vector<WantedRange> wanted;
+  for (const int64_t number : numbers) {
+    const SharedPiece& piece = shared(number);
+    wanted.push_back({piece.file, piece.range, memory_of(number).data(), nullptr, piece.sums,
+                      assembly_->names(piece.file)});
+  }
+  return reader.run(wanted, [&](int64_t index, Bytes bytes, Unpacking&) {
+    const int64_t number = numbers[static_cast<size_t>(index)];
+    std::byte* memory = memory_of(number).data();
+    if (bytes.data() != memory) std::memcpy(memory, bytes.data(), bytes.size());
+    return arrived(number);
+  });
+}
+
+// Receives what comes from one rank.
+Status ExchangeStream::receive_all(int32_t from) {
+  for (int64_t piece = 0; piece < std::ssize(run_pieces_); ++piece) {
+    if (shared(piece).from != from) continue;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [&] { return failed_ || with_room_ > piece; });
+      if (failed_) return status_;
+    }
+    RETURN_IF_ERROR(in_flight(piece).incoming->wait());
+    RETURN_IF_ERROR(arrived(piece));
+  }
+  return ok_status();
+}
+
+// Passes a piece on that is in its memory now, and has it taken.
+Status ExchangeStream::arrived(int64_t piece) {
+  const int32_t to = shared(piece).to;
+  InFlight& own = in_flight(piece);
+  if (to >= 0) {
+    ASSIGN_OR_RETURN(auto outgoing,
+                     peers_->send(memory_of(piece), to, Channel::kPieces, own.sent_as));
+    keep(std::move(outgoing), &own.outgoing);
+  }
+  own.unpacking = Unpacking(memory_of(piece));
+  RETURN_IF_ERROR(assembly_->take(piece, memory_of(piece), own.unpacking));
+  RETURN_IF_ERROR(own.unpacking.start());
+  ASSIGN_OR_RETURN(const bool unpacked, own.unpacking.done());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (to < 0 && unpacked) {
+    let_go(piece);
+  } else {
+    leaving_.push_back(piece);
+    changed_.notify_all();
+  }
+  return failed_ ? status_ : ok_status();
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,377 @@
+#include "engine/load/load_batch.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <exception>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "base/crc.h"
+#include "format/zip_frame.h"
+#include "geometry/overlap.h"
+
+namespace torch_ckpt {
+namespace {
+
+// Slices up to this long are read whole, frame and all; of longer ones the frame is read first.
+constexpr int64_t kWholeSliceNbytes = int64_t{128} << 10;
+
+// Rows of a stored tensor with a gap up to this between them are read as one range.
+constexpr int64_t kMaxRowGap = int64_t{32} << 10;
+
+Dims in_bytes(const std::vector<int64_t>& strides, int64_t itemsize) {
+  Dims out(strides.begin(), strides.end());
+  for (int64_t& stride : out) stride *= itemsize;
+  return out;
+}
+
+// Fetches sums that will be needed, so that a damaged index is found before any tensor is written.
+Status check_sums(const FileSums* sums, const ByteRange& range) {
+  return sums == nullptr ? ok_status() : sums->check(range);
+}
+
+}  // namespace
+
+LoadBatch::LoadBatch(const BatchContext& context)
+    : stream_(context.stream),
+      files_(context.files),
+      index_(context.index),
+      verify_(context.verify),
+      slices_are_archives_(context.slices_are_archives),
+      tensors_(context.tensors),
+      bytes_(context.bytes),
+      result_(context.result),
+      temporaries_(context.hand_over),
+      whole_slice_nbytes_(std::min(kWholeSliceNbytes, context.stream.max_range_nbytes())) {}
+
+Status LoadBatch::check_slice(const StoredSlice& slice) const {
+  return check_extent(slice, file_of(slice).nbytes);
+}
+
+Status LoadBatch::plan(const std::vector<int64_t>& tensor_indices,
+                       const std::vector<int64_t>& byte_indices) {
+  for (const int64_t i : tensor_indices) RETURN_IF_ERROR(check_slice(tensor(i).slice));
+  for (const int64_t i : byte_indices) {
+    RETURN_IF_ERROR(check_slice(bytes_[static_cast<size_t>(i)]));
+  }
+  RETURN_IF_ERROR(find_tensors(tensor_indices));
+  for (const int64_t i : byte_indices) RETURN_IF_ERROR(plan_bytes(i));
+  byte_indices_ = byte_indices;
+  return ok_status();
+}
+
+Status LoadBatch::run() {
+  for (const WantedRange& want : wanted_) RETURN_IF_ERROR(check_sums(want.sums, want.range));
+  RETURN_IF_ERROR(stream_.run(wanted_, [this](int64_t index, Bytes bytes, Unpacking& unpacking) {
+    return consume(index, bytes, unpacking);
+  }));
+  return verify();
+}
+
+Status LoadBatch::run(ExchangeStream& exchange, std::span<const ExchangePiece> pieces) {
+  std::vector<SharedPiece> shared;
+  for (const ExchangePiece& piece : pieces) {
+    const std::string& name = exchange.files()[static_cast<size_t>(piece.file)];
+    const OpenFile& file = files_.find(name)->second;
+    if (piece.range.end > file.nbytes) {
+      return corruption("cannot read to ", piece.range.end, " of ", name, ": it has ", file.nbytes,
+                        " bytes");
+    }
+    shared.push_back({file.file.get(), piece.range, piece.from, piece.to, file.sums.get()});
+    if (piece.from < 0) RETURN_IF_ERROR(check_sums(file.sums.get(), piece.range));
+  }
+  const ConsumeRange consume_one = [this](int64_t index, Bytes bytes, Unpacking& unpacking) {
+    return consume(index, bytes, unpacking);
+  };
+  Assembly assembly(wanted_, shared, consume_one);
+  std::vector<WantedRange> alone;
+  for (const int64_t index : assembly.others()) {
+    alone.push_back(wanted_[static_cast<size_t>(index)]);
+    RETURN_IF_ERROR(check_sums(alone.back().sums, alone.back().range));
+  }
+
+  std::atomic<bool> stopped = false;
+  const auto read_alone = [&] {
+    const ConsumeRange consume_alone = [&](int64_t index, Bytes bytes, Unpacking& unpacking) {
+      if (stopped) return cancelled("another part of the load has failed");
+      return consume(assembly.others()[static_cast<size_t>(index)], bytes, unpacking);
+    };
+    const Status status = stream_.run(alone, consume_alone);
+    if (!status.ok()) exchange.fail(status);
+    return status;
+  };
+  Status status_alone;
+  std::thread reading;
+  try {
+    reading = std::thread([&] {
+      try {
+        status_alone = read_alone();
+      } catch (const std::exception& error) {
+        status_alone = internal_error("cannot go on reading: ", error.what());
+        exchange.fail(status_alone);
+      }
+    });
+  } catch (const std::system_error&) {
+    // No more threads to be had: first the one, then the other.
+  }
+  const Status status = exchange.run(shared, assembly);
+  stopped = !status.ok();
+  if (reading.joinable()) {
+    reading.join();
+  } else if (status.ok()) {
+    status_alone = read_alone();
+  }
+  RETURN_IF_ERROR(status);
+  RETURN_IF_ERROR(status_alone);
+  return verify();
+}
+
+Status LoadBatch::verify() const {
+  if (!verify_) return ok_status();
+  RETURN_IF_ERROR(verify_payloads());
+  return verify_bytes();
+}
+
+// Finds out where the wanted tensors lie: from the index, or else from their frames, of which those
+// of short slices are read with them.
+Status LoadBatch::find_tensors(const std::vector<int64_t>& requests) {
+  if (index_ != nullptr) {
+    for (const int64_t i : requests) {
+      ASSIGN_OR_RETURN(const auto found, index_->tensor(tensor(i).slice));
+      RETURN_IF_ERROR(plan_tensor(i, found));
+    }
+    return ok_status();
+  }
+  std::vector<SliceInFile> framed;
+  for (const int64_t i : requests) {
+    const StoredSlice& slice = tensor(i).slice;
+    const OpenFile& file = file_of(slice);
+    if (slice.nbytes > whole_slice_nbytes_)
+      framed.push_back({&slice, file.file.get(), file.sums.get()});
+  }
+  ASSIGN_OR_RETURN(const Frames frames, read_frames(stream_, framed));
+  for (const int64_t i : requests) {
+    const StoredSlice& slice = tensor(i).slice;
+    if (slice.nbytes <= whole_slice_nbytes_) continue;
+    RETURN_IF_ERROR(plan_tensor(i, frames.find({slice.file, slice.offset})->second));
+  }
+  for (const int64_t i : requests) {
+    const StoredSlice& slice = tensor(i).slice;
+    if (slice.nbytes > whole_slice_nbytes_) continue;
+    if (comes_without_memory(i)) expect(i);
+    whole_slices_.push_back(i);
+    wanted_.push_back(want(i, {slice.offset, slice.offset + slice.nbytes}, nullptr));
+  }
+  return ok_status();
+}
+
+// Whether this engine copies the stored tensor itself. False leaves the request to torch.
+Result<bool> LoadBatch::accepts(int64_t request, const StoredTensor& stored) {
+  const TensorRequest& wanted = tensor(request);
+  if (stored.dtype != wanted.live.dtype) {
+    leave_to_torch(request);
+    return false;
+  }
+  if (!lies_within(wanted.box, stored.sizes)) {
+    return mismatch("cannot read ", to_string(wanted.box), " of ", describe(wanted.slice),
+                    ": the stored tensor has sizes ", to_string(stored.sizes));
+  }
+  return true;
+}
+
+Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>& found) {
+  const TensorRequest& wanted = tensor(request);
+  if (!found.has_value()) {
+    leave_to_torch(request);
+    return ok_status();
+  }
+  const StoredTensor& stored = *found;
+  ASSIGN_OR_RETURN(const bool accepted, accepts(request, stored));
+  if (!accepted) return ok_status();
+
+  const int64_t size = itemsize(stored.dtype);
+  const int64_t payload = wanted.slice.offset + stored.payload_offset;
+  const StridedCopy copy = copy_of_box(wanted.box, size, payload + stored.storage_offset * size,
+                                       in_bytes(stored.strides, size), wanted.live.strides);
+
+  const FileSums* sums = file_of(wanted.slice).sums.get();
+  // torch.save leaves 0 where it was told not to compute checksums.
+  const bool has_crc = sums == nullptr && verify_ && stored.payload_crc != 0;
+  const auto first = static_cast<int64_t>(pieces_.size());
+  // Pieces that follow one another from end to end sum to the payload's CRC.
+  int64_t tiled_until = payload;
+  bool tiled = true;
+  for (StridedCopy& part : cut(copy, sums)) {
+    const ByteRange range = source_range(part);
+    tiled = tiled && range.begin == tiled_until;
+    tiled_until = range.end;
+    const bool one_run = is_one_run(part);
+    const bool to_hand_over = comes_without_memory(request);
+    if (to_hand_over) expect(request);
+    // What must be summed here is not copied before it is looked at.
+    const bool direct = one_run && !to_hand_over && (!has_crc || wanted.live.device->is_host());
+    std::byte* destination = direct ? wanted.live.data + part.dst_offset : nullptr;
+    wanted_.push_back(want(request, range, destination));
+    // So that its memory is not held for long.
+    if (to_hand_over) wanted_.back().group = request;
+    pieces_.push_back({request, std::move(part), one_run, has_crc});
+  }
+  const auto last = static_cast<int64_t>(pieces_.size());
+  const bool whole = tiled && tiled_until == payload + stored.payload_nbytes;
+  if (whole && has_crc) whole_payloads_.push_back({first, last, stored.payload_crc});
+  return ok_status();
+}
+
+// Cuts a copy into pieces that buffers hold. A run of bytes is cut so that as much as possible can
+// be read in place: whole blocks where those are checked, from where direct reads may begin where
+// not.
+std::vector<StridedCopy> LoadBatch::cut(const StridedCopy& copy, const FileSums* sums) const {
+  const int64_t most = stream_.max_range_nbytes(sums);
+  if (checked_numel(copy.sizes) == 0 || !is_one_run(copy)) {
+    return split_by_source(copy, most, kMaxRowGap);
+  }
+  const int64_t most_aligned = stream_.max_aligned_range_nbytes(sums);
+  const ByteRange run = source_range(copy);
+  if (run.begin % copy.itemsize != 0) {  // Elements might lie across the ends of blocks.
+    return split_by_source(copy, most, kMaxRowGap);
+  }
+  if (sums == nullptr) {
+    const bool aligned = run.begin % kReadAlignment == 0;
+    return split_by_source(copy, aligned ? most_aligned : most, kMaxRowGap);
+  }
+  std::vector<StridedCopy> pieces;
+  const int64_t body = std::min(align_up(run.begin, sums->block_nbytes), run.end);
+  const int64_t rest = std::max(body, align_down(run.end, sums->block_nbytes));
+  for (const ByteRange& part : {ByteRange{run.begin, body}, {body, rest}, {rest, run.end}}) {
+    for (int64_t begin = part.begin; begin < part.end; begin += most_aligned) {
+      pieces.push_back(part_of_run(copy, {begin, std::min(part.end, begin + most_aligned)}));
+    }
+  }
+  return pieces;
+}
+
+Status LoadBatch::plan_bytes(int64_t request) {
+  const StoredSlice& slice = bytes_[static_cast<size_t>(request)];
+  LoadedBytes& loaded = result_.bytes[static_cast<size_t>(request)];
+  loaded.data.reset(new (std::nothrow) std::byte[static_cast<size_t>(slice.nbytes)]);
+  if (loaded.data == nullptr) {
+    return with_slice(errno_status(ENOMEM, "cannot allocate its bytes"), slice);
+  }
+  loaded.nbytes = slice.nbytes;
+  const int64_t most = stream_.max_range_nbytes(file_of(slice).sums.get());
+  for (int64_t begin = 0; begin < slice.nbytes; begin += most) {
+    const int64_t end = std::min(begin + most, slice.nbytes);
+    const ByteRange range = {slice.offset + begin, slice.offset + end};
+    wanted_.push_back(want(slice, range, loaded.data.get() + begin));
+  }
+  return ok_status();
+}
+
+Status LoadBatch::consume(int64_t index, Bytes bytes, Unpacking& unpacking) {
+  if (index < static_cast<int64_t>(pieces_.size())) {
+    return consume_piece(pieces_[static_cast<size_t>(index)], bytes, unpacking);
+  }
+  const int64_t slice_index = index - static_cast<int64_t>(pieces_.size());
+  if (slice_index < static_cast<int64_t>(whole_slices_.size())) {
+    return consume_whole_slice(whole_slices_[static_cast<size_t>(slice_index)], bytes, unpacking);
+  }
+  std::byte* destination = wanted_[static_cast<size_t>(index)].destination;
+  if (bytes.data() != destination) std::copy(bytes.begin(), bytes.end(), destination);
+  return ok_status();
+}
+
+// Where the elements of a request go, until they have arrived.
+Result<std::byte*> LoadBatch::memory_of(int64_t request) {
+  if (comes_without_memory(request)) return temporaries_.memory(request);
+  return tensor(request).live.data;
+}
+
+Status LoadBatch::arrived(int64_t request) {
+  return comes_without_memory(request) ? temporaries_.arrived(request) : ok_status();
+}
+
+void LoadBatch::expect(int64_t request) {
+  const LiveTensor& live = tensor(request).live;
+  temporaries_.expect(request, checked_numel(live.sizes).value_or(0) * itemsize(live.dtype));
+}
+
+// Brings elements of a request from `from`, which the copy's source counts from, to where they go.
+Status LoadBatch::put(int64_t request, const StridedCopy& copy, const std::byte* from,
+                      Unpacking& unpacking) {
+  ASSIGN_OR_RETURN(std::byte * memory, memory_of(request));
+  const TensorRequest& wanted = tensor(request);
+  return unpacking.add(*wanted.live.device, wanted.slice.name, memory, copy, from);
+}
+
+Status LoadBatch::consume_piece(Piece& piece, Bytes bytes, Unpacking& unpacking) {
+  const Device& device = *tensor(piece.request).live.device;
+  ASSIGN_OR_RETURN(std::byte * memory, memory_of(piece.request));
+  std::byte* destination = memory + piece.copy.dst_offset;
+  const bool in_place = bytes.data() == destination;
+  if (piece.to_be_summed && piece.one_run && !in_place && device.is_host()) {
+    piece.crc = copy_and_checksum(bytes, {destination, bytes.size()}, 0);
+    return arrived(piece.request);
+  }
+  if (!in_place) {
+    StridedCopy copy = piece.copy;
+    copy.src_offset = 0;  // The first source byte is the first of `bytes`.
+    RETURN_IF_ERROR(put(piece.request, copy, bytes.data(), unpacking));
+  }
+  if (piece.to_be_summed) piece.crc = crc32(0, bytes);
+  return arrived(piece.request);
+}
+
+Status LoadBatch::consume_whole_slice(int64_t request, Bytes bytes, Unpacking& unpacking) {
+  const TensorRequest& wanted = tensor(request);
+  const Result<StoredTensor> parsed = parse_frame(bytes, bytes, ssize(bytes));
+  if (parsed.status().code() == StatusCode::kUnsupported) {
+    leave_to_torch(request);
+    return ok_status();
+  }
+  if (!parsed.ok()) return with_slice(parsed.status(), wanted.slice);
+  const StoredTensor& stored = *parsed;
+  ASSIGN_OR_RETURN(const bool accepted, accepts(request, stored));
+  if (!accepted) return ok_status();
+
+  const Bytes payload = slice(bytes, stored.payload_offset, stored.payload_nbytes);
+  if (verify_ && stored.payload_crc != 0 && crc32(0, payload) != stored.payload_crc) {
+    return corruption("cannot read ", describe(wanted.slice), ": its checksum does not match");
+  }
+  const int64_t size = itemsize(stored.dtype);
+  const StridedCopy copy = copy_of_box(wanted.box, size, stored.storage_offset * size,
+                                       in_bytes(stored.strides, size), wanted.live.strides);
+  RETURN_IF_ERROR(put(request, copy, payload.data(), unpacking));
+  return arrived(request);
+}
+
+Status LoadBatch::verify_payloads() const {
+  for (const WholePayload& whole : whole_payloads_) {
+    uint32_t crc = 0;
+    for (int64_t i = whole.first; i < whole.last; ++i) {
+      const Piece& piece = pieces_[static_cast<size_t>(i)];
+      crc = crc32_combine(crc, piece.crc, source_range(piece.copy).nbytes());
+    }
+    if (crc == whole.crc) continue;
+    const Piece& piece = pieces_[static_cast<size_t>(whole.first)];
+    return corruption("cannot read ", describe(tensor(piece.request).slice),
+                      ": its checksum does not match");
+  }
+  return ok_status();
+}
+
+// What torch.save has pickled carries checksums of its own.
+Status LoadBatch::verify_bytes() const {
+  for (const int64_t i : byte_indices_) {
+    if (file_of(bytes_[static_cast<size_t>(i)]).sums != nullptr) continue;
+    const LoadedBytes& loaded = result_.bytes[static_cast<size_t>(i)];
+    const Bytes raw(loaded.data.get(), static_cast<size_t>(loaded.nbytes));
+    const Status status = verify_archive(raw, slices_are_archives_);
+    if (!status.ok()) return with_slice(status, bytes_[static_cast<size_t>(i)]);
+  }
+  return ok_status();
+}
+
+}  // namespace torch_ckpt

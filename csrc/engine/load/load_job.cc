@@ -1,0 +1,172 @@
+#include "engine/load/load_job.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "engine/read_stream.h"
+
+namespace torch_ckpt {
+namespace {
+
+// How many files are open at a time.
+constexpr size_t kMaxOpenFiles = 128;
+
+// A name from metadata stays inside the checkpoint's directory.
+bool is_inside_directory(const std::string& path) {
+  if (path.empty() || path.front() == '/') return false;
+  for (size_t begin = 0; begin <= path.size();) {
+    const size_t end = std::min(path.find('/', begin), path.size());
+    if (path.substr(begin, end - begin) == "..") return false;
+    begin = end + 1;
+  }
+  return true;
+}
+
+}  // namespace
+
+struct LoadJob::State {
+  FileSystem& fs;
+  const std::string directory;
+  const LoadOptions options;
+  const std::unique_ptr<IndexLookup> index;  // Null where the checkpoint has none.
+  std::unique_ptr<ReadStream> stream;
+
+  Result<OpenFile> open(const StoredSlice& slice) const {
+    if (!is_inside_directory(slice.file)) {
+      return corruption("cannot read ", describe(slice), ": the file is outside the checkpoint");
+    }
+    auto file = fs.open(directory + "/" + slice.file, OpenMode::kRead, options.caching);
+    if (!file.ok()) return with_slice(file.status(), slice);
+    ASSIGN_OR_RETURN(const int64_t nbytes, (*file)->size());
+    OpenFile open{std::move(*file), nbytes, nullptr};
+    if (index == nullptr) return open;
+    ASSIGN_OR_RETURN(auto sums, index->sums(slice));
+    if (sums->file_nbytes != nbytes) {
+      return corruption("cannot read ", describe(slice), ": the file is ", nbytes,
+                        " bytes long, the index says ", sums->file_nbytes);
+    }
+    if (options.verify && index->has_sums()) open.sums = std::move(sums);
+    return open;
+  }
+};
+
+LoadJob::LoadJob(std::unique_ptr<State> state) : state_(std::move(state)) {}
+LoadJob::~LoadJob() = default;
+
+Result<std::unique_ptr<LoadJob>> LoadJob::make(FileSystem& fs, std::string directory,
+                                               const LoadOptions& options,
+                                               std::shared_ptr<const StoredIndex> index) {
+  ASSIGN_OR_RETURN(auto stream, ReadStream::make(fs, options.buffer_nbytes, options.block_nbytes,
+                                                 options.threads));
+  std::unique_ptr<IndexLookup> lookup;
+  if (index != nullptr) {
+    const int64_t grain = index->block_nbytes();
+    if (grain % kReadAlignment != 0 || options.block_nbytes < 4 * grain) {
+      return invalid_argument("cannot check blocks of ", grain, " bytes in buffers of ",
+                              options.block_nbytes);
+    }
+    lookup = std::make_unique<IndexLookup>(std::move(index));
+  }
+  std::unique_ptr<State> state(
+      new State{fs, std::move(directory), options, std::move(lookup), std::move(stream)});
+  return std::unique_ptr<LoadJob>(new LoadJob(std::move(state)));
+}
+
+Status LoadJob::check(std::span<const StoredSlice> slices) const {
+  std::map<std::string, int64_t> file_nbytes;
+  for (const StoredSlice& slice : slices) {
+    auto known = file_nbytes.find(slice.file);
+    if (known == file_nbytes.end()) {
+      ASSIGN_OR_RETURN(const OpenFile file, state_->open(slice));
+      known = file_nbytes.emplace(slice.file, file.nbytes).first;
+    }
+    RETURN_IF_ERROR(check_extent(slice, known->second));
+  }
+  return ok_status();
+}
+
+Result<WantedBytes> LoadJob::wanted(std::span<const TensorRequest> tensors) {
+  WantedBytes out;
+  LoadResult result;
+  RETURN_IF_ERROR(run_batches(tensors, {}, {}, nullptr, &out, &result));
+  return out;
+}
+
+Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
+                                std::span<const StoredSlice> bytes, const HandOver& hand_over,
+                                ExchangeStream* exchange) {
+  LoadResult result;
+  RETURN_IF_ERROR(run_batches(tensors, bytes, hand_over, exchange, nullptr, &result));
+  return result;
+}
+
+// Runs the requests, as many files at a time as may be open; or where `only_wanted` is given, only
+// adds to it what would be read.
+Status LoadJob::run_batches(std::span<const TensorRequest> tensors,
+                            std::span<const StoredSlice> bytes, const HandOver& hand_over,
+                            ExchangeStream* exchange, WantedBytes* only_wanted,
+                            LoadResult* result) {
+  struct OfFile {
+    std::vector<int64_t> tensors;
+    std::vector<int64_t> bytes;
+    std::vector<ExchangePiece> pieces;
+    StoredSlice any;  // For messages.
+  };
+  std::map<std::string, OfFile> by_file;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    OfFile& of_file = by_file[tensors[i].slice.file];
+    of_file.tensors.push_back(static_cast<int64_t>(i));
+    of_file.any = tensors[i].slice;
+    if (tensors[i].box.sizes != tensors[i].live.sizes) {
+      return mismatch("a destination of sizes ", to_string(tensors[i].live.sizes), " is not for ",
+                      to_string(tensors[i].box.sizes), " elements of ", describe(tensors[i].slice));
+    }
+  }
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    OfFile& of_file = by_file[bytes[i].file];
+    of_file.bytes.push_back(static_cast<int64_t>(i));
+    of_file.any = bytes[i];
+  }
+  if (exchange != nullptr) {
+    for (const ExchangePiece& piece : exchange->pieces()) {
+      const std::string& name = exchange->files()[static_cast<size_t>(piece.file)];
+      OfFile& of_file = by_file[name];
+      of_file.pieces.push_back(piece);
+      if (of_file.any.file.empty())
+        of_file.any = {name, piece.range.begin, piece.range.nbytes(), ""};
+    }
+  }
+
+  result->outcomes.assign(tensors.size(), Outcome::kLoaded);
+  result->bytes.resize(bytes.size());
+  for (auto next = by_file.begin(); next != by_file.end();) {
+    std::map<std::string, OpenFile> files;
+    OfFile all;
+    for (; next != by_file.end() && files.size() < kMaxOpenFiles; ++next) {
+      const auto& [name, of_file] = *next;
+      ASSIGN_OR_RETURN(OpenFile file, state_->open(of_file.any));
+      files.emplace(name, std::move(file));
+      all.tensors.insert(all.tensors.end(), of_file.tensors.begin(), of_file.tensors.end());
+      all.bytes.insert(all.bytes.end(), of_file.bytes.begin(), of_file.bytes.end());
+      all.pieces.insert(all.pieces.end(), of_file.pieces.begin(), of_file.pieces.end());
+    }
+    IndexLookup* index = state_->index.get();
+    const bool indexed = index != nullptr && index->knows_slices();
+    LoadBatch batch({*state_->stream, files, indexed ? index : nullptr, state_->options.verify,
+                     state_->options.slices_are_archives, tensors, bytes, hand_over, *result});
+    RETURN_IF_ERROR(batch.plan(all.tensors, all.bytes));
+    if (only_wanted != nullptr) {
+      std::map<const File*, std::string_view> names;
+      for (const auto& [name, file] : files) names.emplace(file.file.get(), name);
+      for (const WantedRange& want : batch.wanted()) {
+        only_wanted->add(names[want.file], checkable_range(want));
+      }
+      continue;
+    }
+    RETURN_IF_ERROR(exchange == nullptr ? batch.run() : batch.run(*exchange, all.pieces));
+  }
+  return ok_status();
+}
+
+}  // namespace torch_ckpt

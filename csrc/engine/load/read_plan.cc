@@ -1,0 +1,105 @@
+#include "engine/load/read_plan.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace torch_ckpt {
+namespace {
+
+// What a stored box and a wanted one have in common. Requires: they overlap.
+void intersect_into(const IndexedBox& stored, const BoxView& wanted, PlannedRead* out) {
+  for (size_t d = 0; d < wanted.sizes.size(); ++d) {
+    const int64_t begin = std::max(stored.offsets[d], wanted.offsets[d]);
+    const int64_t end =
+        std::min(stored.offsets[d] + stored.sizes[d], wanted.offsets[d] + wanted.sizes[d]);
+    out->storage_offsets.push_back(begin - stored.offsets[d]);
+    out->dest_offsets.push_back(begin - wanted.offsets[d]);
+    out->lengths.push_back(end - begin);
+  }
+}
+
+PlannedRead to_read(int64_t item, int64_t number, const IndexedBox& box) {
+  PlannedRead out;
+  out.item = item;
+  out.box = number;
+  out.place = {box.file, box.offset, box.nbytes};
+  out.is_transformed = !box.transforms.empty();
+  out.box_offsets = box.offsets;
+  return out;
+}
+
+Status plan_item(const StoredIndex& index, const StoredEntry& entry, const ItemTable& items,
+                 int64_t item, std::vector<PlannedRead>* out) {
+  if (!entry.facts.is_tensor) {
+    ASSIGN_OR_RETURN(const auto boxes, index.boxes(entry, 0, 1));
+    out->push_back(to_read(item, 0, boxes.front()));
+    out->back().is_object = true;
+    return ok_status();
+  }
+  const Facts& facts = items.facts(item);
+  if (!facts.is_tensor) {
+    return mismatch("'", entry.facts.fqn, "' is stored as a tensor, and wanted as an object");
+  }
+  if (facts.sizes != entry.facts.sizes) {
+    return mismatch("'", entry.facts.fqn, "' is stored in sizes ", to_string(entry.facts.sizes),
+                    ", and wanted in ", to_string(facts.sizes));
+  }
+  const BoxView wanted = items.box(item);
+  if (checked_volume(wanted.sizes) == 0) return ok_status();
+  if (!lies_within(wanted, facts.sizes)) {
+    return invalid_argument("'", entry.facts.fqn, "' has sizes ", to_string(facts.sizes),
+                            ", and is wanted at ", to_string(to_box(wanted)));
+  }
+  std::vector<int64_t> numbers = {0};
+  if (entry.box_count != 1) {
+    ASSIGN_OR_RETURN(numbers,
+                     index.overlapping(entry, to_dims(wanted.offsets), to_dims(wanted.sizes)));
+  }
+  for (const int64_t number : numbers) {
+    ASSIGN_OR_RETURN(const auto boxes, index.boxes(entry, number, number + 1));
+    const IndexedBox& box = boxes.front();
+    // Of several boxes, these are already those that overlap.
+    if (entry.box_count == 1 &&
+        (checked_volume(box.sizes) == 0 || !overlap({box.offsets, box.sizes}, wanted))) {
+      continue;
+    }
+    out->push_back(to_read(item, number, box));
+    intersect_into(box, wanted, &out->back());
+  }
+  return ok_status();
+}
+
+}  // namespace
+
+Result<ReadPlan> ReadPlan::make(const StoredIndex& index, const ItemTable& items, bool partial) {
+  ReadPlan out;
+  out.dtypes_.resize(static_cast<size_t>(items.size()));
+  out.files_.resize(static_cast<size_t>(index.file_count()));
+  StoredEntry entry;
+  int64_t known = -1;  // Whose entry that is.
+  for (int64_t item = 0; item < items.size(); ++item) {
+    if (items.entry(item) != known) {
+      ASSIGN_OR_RETURN(const auto number, index.find_entry(items.fqn(item)));
+      if (!number) {
+        if (partial) continue;
+        return Status(StatusCode::kNotFound,
+                      str_cat("'", items.fqn(item), "' is not in the checkpoint"));
+      }
+      ASSIGN_OR_RETURN(entry, index.entry(*number));
+      known = items.entry(item);
+    }
+    const auto first = out.reads_.size();
+    RETURN_IF_ERROR(plan_item(index, entry, items, item, &out.reads_));
+    out.dtypes_[static_cast<size_t>(item)] = entry.facts.dtype;
+    for (auto read = first; read < out.reads_.size(); ++read) {
+      const int64_t file = out.reads_[read].place.file;
+      std::string& name = out.files_[static_cast<size_t>(file)];
+      if (!name.empty()) continue;
+      ASSIGN_OR_RETURN(StoredFile stored, index.file(file));
+      name = std::move(stored.name);
+    }
+  }
+  return out;
+}
+
+}  // namespace torch_ckpt

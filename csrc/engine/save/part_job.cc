@@ -1,0 +1,259 @@
+#include "engine/save/part_job.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "geometry/box.h"
+
+namespace torch_ckpt {
+namespace {
+
+// What a tensor without packed bytes is packed to at a time: in the second-level cache.
+constexpr int64_t kPackChunk = int64_t{128} << 10;
+
+// What is shorter goes through the page cache, where the kernel joins what ranks write to a page
+// and its neighbours into few requests. Past it, each run would be a request of its own.
+constexpr int64_t kLeastDirect = int64_t{256} << 10;
+
+int64_t least_direct(const BufferPool& pool) {
+  return std::min(kLeastDirect, pool.block_nbytes() / 2);
+}
+
+// Runs of a box, in bytes: all of one length, and in the box one behind the other.
+class Runs {
+ public:
+  Runs(const BoxPlace& place, const Dims& box_sizes, int64_t itemsize) : sizes_(box_sizes) {
+    strides_ = contiguous_strides(place.tensor_sizes);
+    offset_ = place.payload_offset;
+    for (size_t d = 0; d < strides_.size(); ++d) {
+      strides_[d] *= itemsize;
+      offset_ += place.box_offsets[d] * strides_[d];
+    }
+    nbytes_ = itemsize;
+    while (!sizes_.empty()) {
+      const int64_t size = sizes_.back();
+      const bool is_whole = size == place.tensor_sizes[sizes_.size() - 1];
+      nbytes_ *= size;
+      sizes_.pop_back();
+      if (!is_whole) break;
+    }
+    index_.resize(sizes_.size());
+  }
+
+  int64_t nbytes() const { return nbytes_; }
+  bool is_one() const { return *checked_numel(sizes_) == 1; }
+
+  // Where the run begins in the file.
+  int64_t offset() const { return offset_; }
+
+  void next() {
+    for (size_t d = sizes_.size(); d-- > 0;) {
+      offset_ += strides_[d];
+      if (++index_[d] < sizes_[d]) return;
+      offset_ -= index_[d] * strides_[d];
+      index_[d] = 0;
+    }
+  }
+
+ private:
+  Dims sizes_;    // Of the dimensions outside of a run.
+  Dims strides_;  // Of the tensor in the file, in bytes.
+  Dims index_;
+  int64_t nbytes_ = 0;
+  int64_t offset_ = 0;
+};
+
+}  // namespace
+
+PartJob::PartJob(FileSystem& fs, std::string path, int64_t file_nbytes, BufferPool& pool,
+                 const SaveOptions& options)
+    : fs_(fs), path_(std::move(path)), file_nbytes_(file_nbytes), pool_(pool), options_(options) {}
+
+Result<std::unique_ptr<PartJob>> PartJob::start(FileSystem& fs, const std::string& path,
+                                                int64_t file_nbytes, BufferPool& pool,
+                                                const SaveOptions& options) {
+  if (!pool.claim()) {
+    return invalid_argument("cannot write ", path, ": another save is using the same buffers");
+  }
+  std::unique_ptr<PartJob> job(new PartJob(fs, path, file_nbytes, pool, options));
+  RETURN_IF_ERROR(job->open());
+  return job;
+}
+
+Status PartJob::open() {
+  ASSIGN_OR_RETURN(file_, fs_.open(path_, OpenMode::kShare, options_.caching));
+  queue_ = fs_.make_queue(pool_.block_count(), pool_.arena());
+  mode_ = {queue_->mode(), file_->alignment() > 1, file_->fallback_reason()};
+  return fail(file_->preallocate(file_nbytes_));
+}
+
+PartJob::~PartJob() { abort(); }
+
+void PartJob::abort() {
+  // Blocks in flight belong to the pool, which other jobs use next: none may still be written from.
+  while (queue_ && queue_->in_flight() > 0) (void)wait_for_some();
+  if (block_ >= 0) pool_.release(block_);
+  block_ = -1;
+  let_go();
+  file_.reset();
+  (void)fail(cancelled("the job of ", path_, " has been given up"));
+}
+
+// The queue goes first: it may have registered the pool's memory.
+void PartJob::let_go() {
+  queue_.reset();
+  if (holds_pool_) pool_.unclaim();
+  holds_pool_ = false;
+}
+
+Status PartJob::fail(Status status) {
+  if (status_.ok()) status_ = std::move(status);
+  return status_;
+}
+
+Status PartJob::check_open() {
+  return finished_ ? invalid_argument("the job of ", path_, " is finished") : status_;
+}
+
+Status PartJob::write(const BoxPlace& place, const LiveTensor& tensor) {
+  RETURN_IF_ERROR(check_open());
+  const std::optional<int64_t> numel = checked_numel(place.tensor_sizes);
+  const std::optional<int64_t> nbytes =
+      numel ? checked_mul(*numel, itemsize(tensor.dtype)) : std::nullopt;
+  if (!nbytes || !lies_within({place.box_offsets, tensor.sizes}, place.tensor_sizes) ||
+      !range_within(place.payload_offset, *nbytes, file_nbytes_)) {
+    return fail(invalid_argument("tensor ", tensor.name, " at ",
+                                 to_string(Box{place.box_offsets, tensor.sizes}), " of ",
+                                 to_string(place.tensor_sizes), ", ", place.payload_offset,
+                                 " bytes into ", path_, ", does not lie within it"));
+  }
+  if (*checked_numel(tensor.sizes) == 0) return ok_status();
+  return fail(write_runs(place, tensor));
+}
+
+Status PartJob::write_runs(const BoxPlace& place, const LiveTensor& tensor) {
+  const int64_t size = itemsize(tensor.dtype);
+  const int64_t nbytes = *checked_numel(tensor.sizes) * size;
+  const bool contiguous = is_contiguous(tensor);
+  Runs runs(place, tensor.sizes, size);
+  // Between short runs nothing follows on: gathering them in a window would only copy them.
+  const bool one_by_one = !runs.is_one() && runs.nbytes() < least_direct(pool_);
+  std::vector<std::byte> packed(contiguous ? 0 : static_cast<size_t>(std::min(nbytes, kPackChunk)));
+  int64_t in_run = 0;  // Bytes of the current run that are written.
+  for (int64_t done = 0; done < nbytes;) {
+    Bytes chunk(tensor.data + done, static_cast<size_t>(contiguous ? nbytes - done : 0));
+    if (!contiguous) {
+      const MutableBytes out(packed.data(),
+                             static_cast<size_t>(std::min(nbytes - done, kPackChunk)));
+      pack_elements(tensor, done / size, (done + ssize(out)) / size, out);
+      chunk = out;
+    }
+    done += ssize(chunk);
+    while (!chunk.empty()) {
+      const int64_t part = std::min(ssize(chunk), runs.nbytes() - in_run);
+      const Bytes bytes = slice(chunk, 0, part);
+      const int64_t offset = runs.offset() + in_run;
+      RETURN_IF_ERROR(one_by_one ? file_->write(offset, bytes) : put_in_window(offset, bytes));
+      chunk = chunk.subspan(static_cast<size_t>(part));
+      in_run += part;
+      if (in_run < runs.nbytes()) continue;
+      runs.next();
+      in_run = 0;
+    }
+  }
+  return ok_status();
+}
+
+Status PartJob::put(int64_t offset, Bytes bytes) {
+  RETURN_IF_ERROR(check_open());
+  if (!range_within(offset, ssize(bytes), file_nbytes_)) {
+    return fail(invalid_argument(bytes.size(), " bytes at ", offset, " do not lie within ", path_));
+  }
+  return fail(put_in_window(offset, bytes));
+}
+
+Status PartJob::put_in_window(int64_t offset, Bytes bytes) {
+  if (offset != cursor_) RETURN_IF_ERROR(write_window());
+  while (!bytes.empty()) {
+    if (block_ >= 0 && cursor_ == window_ + pool_.block_nbytes()) RETURN_IF_ERROR(write_window());
+    if (block_ < 0) {
+      std::optional<int> free = pool_.acquire();
+      for (; !free; free = pool_.acquire()) RETURN_IF_ERROR(wait_for_some());
+      block_ = *free;
+      begin_ = cursor_ = offset;
+      window_ = align_down(offset, file_->alignment());
+    }
+    const int64_t room = window_ + pool_.block_nbytes() - cursor_;
+    const int64_t part = std::min(ssize(bytes), room);
+    std::memcpy(pool_.block(block_).data() + (cursor_ - window_), bytes.data(),
+                static_cast<size_t>(part));
+    cursor_ += part;
+    offset += part;
+    bytes = bytes.subspan(static_cast<size_t>(part));
+  }
+  return ok_status();
+}
+
+// Has what was gathered be written. Between two calls that follow on from each other, the end of
+// the first is the end of a block, and so of a page.
+Status PartJob::write_window() {
+  if (block_ < 0) return ok_status();
+  const MutableBytes block = pool_.block(block_);
+  const auto bytes_of = [&](int64_t begin, int64_t end) {
+    return slice(block, begin - window_, end - begin);
+  };
+  const int64_t page = file_->alignment();
+  const int64_t first = align_up(begin_, page);
+  const int64_t last = align_down(cursor_, page);
+  if (page > 1 && last - first >= least_direct(pool_)) {
+    if (begin_ < first) RETURN_IF_ERROR(file_->write(begin_, bytes_of(begin_, first)));
+    if (last < cursor_) RETURN_IF_ERROR(file_->write(last, bytes_of(last, cursor_)));
+    return write_past_cache(first, last);
+  }
+  RETURN_IF_ERROR(file_->write(begin_, bytes_of(begin_, cursor_)));
+  pool_.release(block_);
+  block_ = -1;
+  return ok_status();
+}
+
+Status PartJob::write_past_cache(int64_t begin, int64_t end) {
+  while (queue_->room() == 0) RETURN_IF_ERROR(wait_for_some());
+  const IoRequest request = {.kind = IoRequest::Kind::kWrite,
+                             .file = file_.get(),
+                             .offset = begin,
+                             .memory = slice(pool_.block(block_), begin - window_, end - begin),
+                             .caching = options_.caching,
+                             .tag = static_cast<uint64_t>(block_)};
+  block_ = -1;
+  queue_->submit({&request, 1});
+  return ok_status();
+}
+
+Status PartJob::wait_for_some() {
+  if (queue_->in_flight() == 0) {
+    return internal_error("the buffers for ", path_, " are all held by another job");
+  }
+  Status first;
+  for (const IoDone& done : queue_->wait()) {
+    pool_.release(static_cast<int>(done.tag));
+    if (first.ok()) first = done.status;
+  }
+  return first;
+}
+
+Status PartJob::finish() {
+  RETURN_IF_ERROR(check_open());
+  RETURN_IF_ERROR(fail(write_window()));
+  while (queue_->in_flight() > 0) RETURN_IF_ERROR(fail(wait_for_some()));
+  if (options_.sync) {
+    const IoRequest request = {.kind = IoRequest::Kind::kSync, .file = file_.get()};
+    queue_->submit({&request, 1});
+    for (const IoDone& done : queue_->wait()) RETURN_IF_ERROR(fail(done.status));
+  }
+  finished_ = true;
+  let_go();
+  return ok_status();
+}
+
+}  // namespace torch_ckpt

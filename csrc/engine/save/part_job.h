@@ -1,0 +1,99 @@
+#pragma once
+
+// PartJob: writes one rank's part of a file that several ranks write at the same time.
+//
+// In a file of whole, row-major tensors (safetensors) every byte has its place from names, dtypes
+// and sizes alone. So each rank writes its boxes straight to where they belong, and nobody puts the
+// file together afterwards. A box is one run of bytes of the file, or one for each of its rows.
+//
+// Ranks share pages where their runs meet. A write past the page cache takes whole pages, so one of
+// a page that is shared would undo what another rank has written to it. Therefore only pages that
+// lie within a run are written past the page cache, and its ends through it, where the kernel
+// writes bytes and not pages. No page is ever written both ways.
+//
+// FastWriter runs one job for each file that a rank has a part of, in one or more threads.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/status.h"
+#include "engine/live_tensor.h"
+#include "engine/save/save_job.h"
+#include "io/buffer_pool.h"
+#include "io/file_system.h"
+
+namespace torch_ckpt {
+
+// A box of a tensor that lies whole and row-major in a file.
+struct BoxPlace {
+  int64_t payload_offset = 0;  // Of the tensor, in the file.
+  Dims tensor_sizes;
+  Dims box_offsets;
+};
+
+// Owned and used by one thread at a time. After an error every further call fails with it too.
+class PartJob {
+ public:
+  // Opens the file at `path`, or creates it, with room for `file_nbytes`: the same for every rank.
+  // `pool` outlives the job, which reserves it until it has finished or given up.
+  // Errors: kInvalidArgument where another job has the pool; kStorage.
+  static Result<std::unique_ptr<PartJob>> start(FileSystem& fs, const std::string& path,
+                                                int64_t file_nbytes, BufferPool& pool,
+                                                const SaveOptions& options);
+  ~PartJob();
+  PartJob(const PartJob&) = delete;
+  PartJob& operator=(const PartJob&) = delete;
+
+  // Writes `tensor` where `place` says. What runs on in the file should follow in that order: it is
+  // written together. The tensor is read before this returns.
+  // Errors: kInvalidArgument where the box does not lie within tensor and file; kStorage.
+  Status write(const BoxPlace& place, const LiveTensor& tensor);
+
+  // Writes bytes that belong to no tensor.
+  Status put(int64_t offset, Bytes bytes);
+
+  // Returns when every byte has been written (and synced, as the options say; the file's name is
+  // for the caller to sync). Nothing can be written afterwards.
+  Status finish();
+
+  // Gives up, unless finish() has returned OK: waits for what is in flight and gives all blocks
+  // back to the pool. The file stays, for it is not this rank's alone. The destructor does so too.
+  void abort();
+
+  int niceness() const { return options_.niceness; }
+  const IoMode& mode() const { return mode_; }
+
+ private:
+  PartJob(FileSystem& fs, std::string path, int64_t file_nbytes, BufferPool& pool,
+          const SaveOptions& options);
+
+  Status open();
+  Status write_runs(const BoxPlace& place, const LiveTensor& tensor);
+  Status put_in_window(int64_t offset, Bytes bytes);
+  Status write_window();
+  Status write_past_cache(int64_t begin, int64_t end);
+  Status wait_for_some();
+  Status fail(Status status);
+  Status check_open();
+  void let_go();
+
+  FileSystem& fs_;
+  const std::string path_;
+  const int64_t file_nbytes_;
+  BufferPool& pool_;
+  const SaveOptions options_;
+  IoMode mode_;
+
+  std::unique_ptr<File> file_;
+  std::unique_ptr<IoQueue> queue_;  // Destroyed before the file: it waits for what is in flight.
+  int block_ = -1;                  // Where the run is gathered; -1 between runs.
+  int64_t window_ = 0;              // Offset in the file of the block's first byte: whole pages.
+  int64_t begin_ = 0;               // The bytes of the file that the block holds: [begin, cursor).
+  int64_t cursor_ = 0;
+  Status status_;  // The first error.
+  bool holds_pool_ = true;
+  bool finished_ = false;
+};
+
+}  // namespace torch_ckpt

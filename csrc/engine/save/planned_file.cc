@@ -1,0 +1,101 @@
+#include "engine/save/planned_file.h"
+
+#include "engine/live_tensor.h"
+#include "plan/item_extents.h"
+
+namespace torch_ckpt {
+
+Result<PlannedFile> PlannedFile::make(Work work, const TensorBatch& batch) {
+  PlannedFile file(std::move(work));
+  if (static_cast<int64_t>(batch.views.size()) != file.work_.size()) {
+    return invalid_argument(batch.views.size(), " tensors for ", file.work_.size(), " items");
+  }
+  std::vector<SliceNbytes> slices;
+  for (int64_t at = 0; at < file.work_.size(); ++at) {
+    const TensorKind kind = batch.kinds[static_cast<size_t>(at)];
+    if (kind == TensorKind::kTorchsOwn) {
+      file.own_.push_back(at);
+      continue;
+    }
+    if (kind == TensorKind::kNeedsCopy) file.copied_.push_back(file.laid_out());
+    ASSIGN_OR_RETURN(TensorView view, file.narrowed(at, batch.views[static_cast<size_t>(at)]));
+    ASSIGN_OR_RETURN(const SliceNbytes slice, slice_nbytes(view.dtype, view.sizes));
+    file.positions_.push_back(at);
+    file.views_.push_back(std::move(view));
+    slices.push_back(slice);
+  }
+  file.layout_ = lay_out(slices);
+  return file;
+}
+
+std::optional<std::pair<int64_t, int64_t>> PlannedFile::rows(int64_t number) const {
+  const Work::Item& item = work_.at(position(number));
+  if (item.rows < 0) return std::nullopt;
+  return std::pair(item.first_row, item.rows);
+}
+
+Status PlannedFile::put(int64_t number, const TensorView& copy) {
+  TensorView& view = views_[static_cast<size_t>(number)];
+  if (copy.dtype != view.dtype || copy.sizes != view.sizes) {
+    return invalid_argument("a copy differs from its tensor in dtype or sizes");
+  }
+  view = copy;
+  return ok_status();
+}
+
+Status PlannedFile::write(SaveJob& job, int64_t begin, int64_t end) const {
+  Status status;
+  for (int64_t i = begin; i < end && status.ok(); ++i) {
+    const TensorView& view = views_[static_cast<size_t>(i)];
+    LiveTensor live = to_live(view);
+    live.name = work_.items().fqn(work_.at(position(i)).number);
+    if (live.data == nullptr && checked_volume(view.sizes) != 0) {
+      status = internal_error("'", live.name, "' has no memory to write");
+      break;
+    }
+    status = job.write(i, live);
+  }
+  const Status settled = job.settle();
+  return status.ok() ? settled : status;
+}
+
+void PlannedFile::release(int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) views_[static_cast<size_t>(i)].storage.reset();
+}
+
+std::vector<std::byte> PlannedFile::extents(
+    const std::vector<std::tuple<int64_t, int64_t, int64_t>>& appended) const {
+  std::vector<ItemExtent> out;
+  out.reserve(views_.size() + appended.size());
+  for (int64_t i = 0; i < laid_out(); ++i) {
+    const Slice& slice = layout_.slices[static_cast<size_t>(i)];
+    out.push_back({reported(position(i)), slice.offset, slice.total_nbytes(), true});
+  }
+  for (const auto& [at, offset, length] : appended) {
+    out.push_back({reported(at), offset, length, false});
+  }
+  return encode(std::move(out));
+}
+
+int64_t PlannedFile::reported(int64_t position) const {
+  const Work::Item& item = work_.at(position);
+  return item.reported < 0 ? item.number : item.reported;
+}
+
+Result<TensorView> PlannedFile::narrowed(int64_t position, TensorView view) const {
+  const Work::Item& item = work_.at(position);
+  const BoxView whole = work_.items().box(item.number);
+  const Facts& facts = work_.items().facts(item.number);
+  if (dtype_info(view.dtype).name != facts.dtype || view.sizes != to_dims(whole.sizes)) {
+    return invalid_argument("cannot write '", work_.items().fqn(item.number),
+                            "': it was planned as ", facts.dtype, " of sizes ",
+                            to_string(to_dims(whole.sizes)), ", and is ",
+                            dtype_info(view.dtype).name, " of sizes ", to_string(view.sizes));
+  }
+  if (item.rows < 0) return view;
+  if (view.data != nullptr) view.data += item.first_row * view.strides[0];
+  view.sizes[0] = item.rows;
+  return view;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,164 @@
+#include "engine/save/slot.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/xxh3.h"
+#include "io/shared_memory.h"
+#include "plan/layout.h"
+#include "plan/plan_wire.h"
+#include "plan/wire.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr std::string_view kMagic = "TCST";
+constexpr uint32_t kVersion = 1;
+
+constexpr uint8_t kSync = 1;
+constexpr uint8_t kHasPaths = 2;
+
+void append_counted(WireWriter& writer, Bytes bytes) {
+  writer.varint(ssize(bytes));
+  writer.append(bytes);
+}
+
+bool read_counted(WireReader& reader, std::vector<std::byte>* out) {
+  int64_t nbytes;
+  Bytes bytes;
+  if (!reader.varint(&nbytes) || !reader.bytes(nbytes, &bytes)) return false;
+  out->assign(bytes.begin(), bytes.end());
+  return true;
+}
+
+bool read_table(WireReader& reader, SlotTable* table) {
+  uint8_t flags;
+  std::string_view directory, version;
+  if (!reader.byte(&flags) || !reader.word(&directory) || !reader.word(&version)) return false;
+  if ((flags & ~(kSync | kHasPaths)) != 0) return false;
+  table->sync = (flags & kSync) != 0;
+  table->directory = directory;
+  table->version = version;
+  if (!read_counted(reader, &table->items) || !read_counted(reader, &table->extents)) return false;
+  if ((flags & kHasPaths) != 0 && !read_counted(reader, &table->paths.emplace())) return false;
+  return reader.left() == 0;
+}
+
+// Whether the extents are those of all items, in order, and lie in the payload.
+bool match(const std::vector<ItemExtent>& extents, const ItemTable& items, int64_t payload_nbytes) {
+  if (std::ssize(extents) != items.size()) return false;
+  for (int64_t i = 0; i < items.size(); ++i) {
+    const ItemExtent& extent = extents[static_cast<size_t>(i)];
+    if (extent.item != i || !range_within(extent.offset, extent.nbytes, payload_nbytes)) {
+      return false;
+    }
+    // Of what is not plain, only its pickle knows how long it is.
+    if (extent.plain && (items.kind(i) == ItemKind::kObject || extent.nbytes != items.nbytes(i))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+std::vector<std::byte> encode(const SlotTable& table) {
+  WireWriter writer;
+  writer.byte((table.sync ? kSync : 0) | (table.paths ? kHasPaths : 0));
+  writer.word(table.directory);
+  writer.word(table.version);
+  append_counted(writer, table.items);
+  append_counted(writer, table.extents);
+  if (table.paths) append_counted(writer, *table.paths);
+  return writer.sealed(kMagic, kVersion);
+}
+
+Result<SlotTable> decode_slot_table(Bytes bytes) {
+  ASSIGN_OR_RETURN(const Bytes body, open_sealed(bytes, kMagic, kVersion, "the table of a slot"));
+  WireReader reader(body);
+  SlotTable table;
+  if (!read_table(reader, &table)) return corruption("the table of a slot is cut off or too long");
+  return table;
+}
+
+SlotLayout lay_out_slot(std::span<const int64_t> item_nbytes) {
+  SlotLayout out;
+  out.offsets.reserve(item_nbytes.size());
+  for (const int64_t nbytes : item_nbytes) {
+    out.offsets.push_back(
+        align_up(out.nbytes, nbytes >= kLargePayload ? kLargeAlignment : kSmallAlignment));
+    out.nbytes = out.offsets.back() + nbytes;
+  }
+  return out;
+}
+
+Result<std::unique_ptr<Slot>> Slot::create(const std::string& path, int64_t nbytes) {
+  if (nbytes < kSlotPage) return invalid_argument("a slot has at least ", kSlotPage, " bytes");
+  ASSIGN_OR_RETURN(Memory memory, create_shared_memory(path, nbytes));
+  return std::unique_ptr<Slot>(new Slot(std::move(memory), path));
+}
+
+Result<std::unique_ptr<Slot>> Slot::open(const std::string& path, bool writable, bool at_hand) {
+  ASSIGN_OR_RETURN(Memory memory, map_shared_memory(path, writable, at_hand));
+  return std::unique_ptr<Slot>(new Slot(std::move(memory), path));
+}
+
+int64_t Slot::needed_nbytes(int64_t table_nbytes, int64_t payload_nbytes) {
+  return kSlotPage + align_up(table_nbytes, kSlotPage) + payload_nbytes;
+}
+
+Status Slot::begin(SlotHeader header, Bytes table, int64_t payload_nbytes) {
+  const int64_t needed = needed_nbytes(ssize(table), payload_nbytes);
+  if (needed > nbytes()) {
+    return invalid_argument("a snapshot of ", needed, " bytes has no room in ", path_, " of ",
+                            nbytes());
+  }
+  clear();
+  header.table_nbytes = ssize(table);
+  header.table_sum = xxh3(table);
+  header.payload_begin = needed - payload_nbytes;
+  header.payload_nbytes = payload_nbytes;
+  std::ranges::copy(table, bytes().data() + kSlotPage);
+  header_ = header;
+  return ok_status();
+}
+
+Status Slot::copy(std::span<const PackedCopy> copies, int threads) {
+  return target_.copy(copies, payload(), threads);
+}
+
+Status Slot::put(int64_t offset, Bytes from) {
+  if (!range_within(offset, ssize(from), header_.payload_nbytes)) {
+    return invalid_argument("cannot put ", ssize(from), " bytes to ", offset, " of a snapshot of ",
+                            header_.payload_nbytes);
+  }
+  std::ranges::copy(from, payload().data() + offset);
+  return ok_status();
+}
+
+void Slot::complete() { complete_slot(slice(bytes(), 0, kSlotPage), header_); }
+
+void Slot::clear() { clear_slot(slice(bytes(), 0, kSlotPage)); }
+
+Result<SlotHeader> Slot::header() const {
+  return read_slot_header(slice(bytes(), 0, kSlotPage), nbytes());
+}
+
+Result<StoredSnapshot> Slot::read() const {
+  StoredSnapshot found;
+  ASSIGN_OR_RETURN(found.header, header());
+  const Bytes table = slice(bytes(), kSlotPage, found.header.table_nbytes);
+  if (xxh3(table) != found.header.table_sum) {
+    return corruption("the table of the snapshot in ", path_, " fails its checksum");
+  }
+  ASSIGN_OR_RETURN(found.table, decode_slot_table(table));
+  ASSIGN_OR_RETURN(found.items, decode(found.table.items));
+  ASSIGN_OR_RETURN(found.extents, decode_extents(found.table.extents));
+  if (!match(found.extents, found.items, found.header.payload_nbytes)) {
+    return corruption("the table of the snapshot in ", path_, " has items that are not there");
+  }
+  for (ItemExtent& extent : found.extents) extent.offset += found.header.payload_begin;
+  return found;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,35 @@
+#pragma once
+
+// Does on the CPU what kernels do, lane by lane: it tests their arithmetic where there is no GPU.
+
+#include <cstdint>
+#include <cstring>
+
+#include "device/pack_lane.h"
+#include "device/pack_plan.h"
+
+namespace torch_ckpt {
+
+// One window, which is in `memory`.
+inline void run_window_on_cpu(const PackPlan& plan, const PackWindow& window, std::byte* memory) {
+  for (int32_t worker = window.first_worker; worker < window.worker_end; ++worker) {
+    for (uint32_t lane = 0; lane < kLanes; ++lane) {
+      pack_lane(plan.tables(), plan.bases(window, memory), worker, lane);
+    }
+  }
+}
+
+// A whole plan. Requires: `staging` is aligned to kStagingAlignment.
+inline void execute_on_cpu(const PackPlan& plan, std::byte* staging) {
+  for (const PackWindow& window : plan.windows) {
+    run_window_on_cpu(plan, window, staging + window.base());
+  }
+  for (const DirectCopy& copy : plan.direct) {
+    std::byte* place = staging + copy.staging_offset;
+    const bool packs = plan.direction == PackDirection::kPack;
+    std::memcpy(packs ? place : copy.tensor, packs ? copy.tensor : place,
+                static_cast<size_t>(copy.nbytes));
+  }
+}
+
+}  // namespace torch_ckpt

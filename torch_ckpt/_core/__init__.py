@@ -1,0 +1,1 @@
+"""The native modules, their stubs, and what Python needs to hand tensors to them."""

@@ -1,0 +1,138 @@
+"""``torch-ckpt inspect``: lists what is in a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_ckpt.cli.terminal import SOUND, printable
+from torch_ckpt.storage.committed_files import (
+    Checkpoint,
+    described,
+    find_checkpoints,
+    open_checkpoint,
+)
+
+__all__ = ["add_to"]
+
+_RANK = re.compile(r"__(\d+)_\d+")
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to a parser's."""
+    parser = commands.add_parser(
+        "inspect",
+        help="list what is in a checkpoint",
+        description="Lists the tensors and objects of a checkpoint: names, dtypes, shapes, boxes, "
+        "files, sizes, and how evenly the ranks have written.",
+    )
+    parser.add_argument("path", type=Path, help="directory of the checkpoint")
+    parser.add_argument("--json", action="store_true", help="as JSON, with every box")
+    parser.set_defaults(command=_inspect)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    summaries = [
+        _summary(described(open_checkpoint(options.path, prefix)))
+        for prefix in find_checkpoints(options.path)
+    ]
+    if options.json:
+        json.dump(summaries[0] if len(summaries) == 1 else summaries, sys.stdout, indent=1)
+        print()
+        return SOUND
+    for summary in summaries:
+        _print_summary(summary)
+    return SOUND
+
+
+def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
+    files = [name for name, _ in checkpoint.files]
+    per_rank: defaultdict[int | None, int] = defaultdict(int)
+    tensors: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
+    for fqn, properties, boxes in checkpoint.entries or ():
+        places = []
+        for offsets, sizes, file, offset, nbytes, _, transforms in boxes:
+            per_rank[_rank_of(files[file])] += nbytes
+            place = {"file": files[file], "offset": offset, "nbytes": nbytes}
+            if transforms:
+                place["transforms"] = list(transforms)
+            if properties is not None:
+                place = {"offsets": list(offsets), "sizes": list(sizes), **place}
+            places.append(place)
+        if properties is None:
+            objects.append({"fqn": fqn, **places[0]})
+        else:
+            dtype, _, _, _, shape = properties
+            tensors.append({"fqn": fqn, "dtype": dtype, "shape": list(shape), "boxes": places})
+    return {
+        "metadata": str(checkpoint.path),
+        "index": checkpoint.index is not None,
+        "save_id": checkpoint.save_id,
+        "tensors": tensors,
+        "objects": objects,
+        "files": [
+            {"name": name, "nbytes": nbytes, "rank": _rank_of(name)}
+            for name, nbytes in checkpoint.files
+        ],
+        "ranks": [
+            {"rank": rank, "nbytes": nbytes}
+            for rank, nbytes in sorted(per_rank.items(), key=lambda item: (item[0] is None, item))
+        ],
+    }
+
+
+def _rank_of(file: str) -> int | None:
+    found = _RANK.match(file)
+    return int(found[1]) if found else None
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    nbytes = sum(file["nbytes"] for file in summary["files"])
+    kind = "with an index" if summary["index"] else "without an index (stock DCP's)"
+    print(f"{summary['metadata']}: {kind}, save id {summary['save_id']}")
+    rows = [
+        (
+            tensor["fqn"],
+            tensor["dtype"],
+            str(tensor["shape"]),
+            f"{len(tensor['boxes'])} boxes",
+            _size(sum(box["nbytes"] for box in tensor["boxes"])),
+        )
+        for tensor in summary["tensors"]
+    ]
+    rows += [(o["fqn"], "object", "", "", _size(o["nbytes"])) for o in summary["objects"]]
+    _print_table(rows)
+    print(f"{len(summary['tensors'])} tensors, {len(summary['objects'])} objects")
+    _print_table([(file["name"], _size(file["nbytes"])) for file in summary["files"]])
+    print(f"{len(summary['files'])} files, {_size(nbytes)}")
+    per_rank = [rank["nbytes"] for rank in summary["ranks"]]
+    for rank in summary["ranks"]:
+        print(f"  rank {'?' if rank['rank'] is None else rank['rank']}: {_size(rank['nbytes'])}")
+    if per_rank and sum(per_rank):
+        most = max(per_rank) * len(per_rank) / sum(per_rank)
+        print(f"the busiest of {len(per_rank)} ranks wrote {most:.2f} times the mean")
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = itertools.starmap(str.ljust, zip(row, widths, strict=True))
+        print("  " + "  ".join(cells).rstrip())
+
+
+def _size(nbytes: int) -> str:
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

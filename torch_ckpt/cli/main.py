@@ -1,0 +1,51 @@
+"""The command ``torch-ckpt``: looks into checkpoints, checks them, and is the agent of a run.
+
+Where a checkpoint has an index, nothing imports torch or unpickles anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from torch_ckpt.cli import agent, inspect, verify
+from torch_ckpt.cli.terminal import DAMAGED, FAILED, SOUND
+from torch_ckpt.errors import CheckpointError, CorruptionError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns how it should exit."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except CheckpointError as error:
+        print(f"torch-ckpt: {error}", file=sys.stderr)
+        return DAMAGED if isinstance(error, CorruptionError) else FAILED
+    except BrokenPipeError:  # The reader of a long list has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SOUND
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(FAILED, f"torch-ckpt: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="torch-ckpt", description="Looks into checkpoints, and keeps them.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    verify.add_to(commands)
+    inspect.add_to(commands)
+    agent.add_to(commands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

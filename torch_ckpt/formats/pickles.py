@@ -1,0 +1,223 @@
+"""Reads the pickle of ``.metadata`` without running what it asks for.
+
+A pickle is a program: it may import any module and call any function. Whoever can write to the
+directory of a checkpoint could run code in every job that loads it. So metadata is built by an
+unpickler of our own, to which DCP's classes are plain records. ``object_pickles`` reads objects.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+from collections.abc import Iterable
+from enum import Enum
+from types import NoneType
+
+import torch
+from torch.distributed._shard.sharded_tensor import metadata as old
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from torch_ckpt._core import _native
+from torch_ckpt.errors import CorruptionError, UnsupportedError
+
+__all__ = ["ForbiddenPickleError", "load_allowed"]
+
+
+class ForbiddenPickleError(pickle.UnpicklingError):
+    """A pickle asks for more than it may have. Names the global, where it asks for one."""
+
+
+def load_allowed(pickled: bytes) -> object:
+    """Unpickles what stock DCP writes into ``.metadata``, and plain data.
+
+    Nothing is imported, and no code of the value's classes runs on the way but the hash of a
+    ``MetadataIndex``. Time and memory are linear in ``len(pickled)``, whatever lengths it states.
+    The value is a tree: it holds no cycle, nests to a bounded depth, and a walk of it is linear
+    too, whatever it shares.
+
+    Raises:
+        ForbiddenPickleError: It asks for anything else.
+        ValueError: The bytes are no pickle, or a record in it lacks a field or has one of another
+            type.
+    """
+    try:
+        return _native.unpickle_metadata(pickled, _VOCABULARY)
+    except UnsupportedError as error:
+        raise ForbiddenPickleError(str(error)) from None
+    except CorruptionError as error:
+        raise ValueError(str(error)) from None
+
+
+# The vocabulary of ``_native.unpickle_metadata``, whose header explains the entries.
+
+_Types = tuple[type, ...]
+_Entry = tuple[object, ...]
+
+_ANY: _Types = ()
+_SIZES: _Types = (torch.Size, tuple, list)  # A planner may have stored any of them.
+
+
+def _record(
+    cls: type, fields: dict[str, _Types], *, required: int, hashable: bool = False
+) -> tuple[type, _Entry]:
+    return cls, ("record", cls, fields, required, hashable)
+
+
+def _properties(cls: type) -> tuple[type, _Entry]:
+    fields: dict[str, _Types] = {
+        "dtype": (torch.dtype,),
+        "layout": (torch.layout,),
+        "requires_grad": (bool,),
+        "memory_format": (torch.memory_format,),
+        "pin_memory": (bool,),
+    }
+    return _record(cls, fields, required=len(fields))
+
+
+def _formats(encoding: type[Enum]) -> tuple[type, _Entry]:
+    """The memory format for each number, as ``TensorProperties.__setstate__`` would decode it."""
+    formats = {
+        "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
+        "TORCH_CHANNELS_LAST": torch.channels_last,
+        "TORCH_PRESERVE_FORMAT": torch.preserve_format,
+    }
+    return encoding, ("choice", {encoding[name].value: value for name, value in formats.items()})
+
+
+def _named(entries: Iterable[tuple[type, _Entry]]) -> dict[tuple[str, str], _Entry]:
+    return {(cls.__module__, cls.__qualname__): entry for cls, entry in entries}
+
+
+def _torch_values(kind: type) -> dict[str, object]:
+    """By the names that pickle uses; ``torch`` has others besides, as ``half``."""
+    values = {value for value in vars(torch).values() if type(value) is kind}
+    return {str(value).removeprefix("torch."): value for value in values}
+
+
+_PATHS: dict[str, type[pathlib.PurePath]] = {
+    "PosixPath": pathlib.PosixPath,
+    "PurePosixPath": pathlib.PurePosixPath,
+    "WindowsPath": pathlib.PureWindowsPath,  # Of a job on Windows: here it names nothing.
+    "PureWindowsPath": pathlib.PureWindowsPath,
+}
+
+_VOCABULARY: dict[tuple[str, str], _Entry] = {
+    **_named(
+        [
+            _record(
+                Metadata,
+                {
+                    "state_dict_metadata": (dict,),
+                    "planner_data": _ANY,
+                    "storage_data": _ANY,
+                    "storage_meta": (StorageMeta, NoneType),
+                    "version": (str, NoneType),
+                    # Megatron keeps its plans there, to use them again after a restart.
+                    "all_local_plans": (list, NoneType),
+                },
+                required=1,
+            ),
+            _record(
+                MetadataIndex,
+                {"fqn": (str,), "offset": (torch.Size, NoneType), "index": (int, NoneType)},
+                required=1,
+                hashable=True,
+            ),
+            _record(
+                TensorStorageMetadata,
+                {
+                    "properties": (TensorProperties, old.TensorProperties),
+                    "size": _SIZES,
+                    "chunks": (list,),
+                },
+                required=3,
+            ),
+            _record(ChunkStorageMetadata, {"offsets": _SIZES, "sizes": _SIZES}, required=2),
+            _record(BytesStorageMetadata, {}, required=0),
+            _properties(TensorProperties),
+            _formats(_MEM_FORMAT_ENCODING),
+            # Where both were before torch 2.3.
+            _properties(old.TensorProperties),
+            _formats(old.MEM_FORMAT_ENCODING),
+            _record(
+                StorageMeta,
+                {
+                    "checkpoint_id": (str, *_PATHS.values(), NoneType),
+                    "save_id": (str, NoneType),
+                    "load_id": (str, NoneType),
+                    "modules": (list,),
+                },
+                required=0,
+            ),
+            _record(
+                _StorageInfo,
+                {
+                    "relative_path": (str,),
+                    "offset": (int,),
+                    "length": (int,),
+                    "transform_descriptors": (list, tuple, NoneType),
+                },
+                required=3,
+            ),
+            # Of plans.
+            _record(
+                SavePlan,
+                {
+                    "items": (list,),
+                    "storage_data": _ANY,
+                    "planner_data": _ANY,
+                    "usable": (bool,),
+                },
+                required=1,
+            ),
+            _record(
+                WriteItem,
+                {
+                    "index": (MetadataIndex,),
+                    "type": (WriteItemType,),
+                    "bytes_io_data": (NoneType,),
+                    "tensor_data": (TensorWriteData, NoneType),
+                },
+                required=2,
+            ),
+            _record(
+                TensorWriteData,
+                {
+                    "chunk": (ChunkStorageMetadata,),
+                    "properties": (TensorProperties, old.TensorProperties),
+                    "size": _SIZES,
+                },
+                required=3,
+            ),
+            _record(_StoragePrefix, {"prefix": (str,)}, required=1),
+            (WriteItemType, ("choice", {member.value: member for member in WriteItemType})),
+        ]
+    ),
+    ("torch", "Size"): ("sizes", torch.Size),
+    ("torch.serialization", "_get_layout"): (
+        "choice",
+        {f"torch.{name}": layout for name, layout in _torch_values(torch.layout).items()},
+    ),
+    **{("torch", name): ("value", dtype) for name, dtype in _torch_values(torch.dtype).items()},
+    **{
+        (module, name): ("text", cls)
+        for module in ("pathlib", "pathlib._local")  # The latter on Python 3.13.
+        for name, cls in _PATHS.items()
+    },
+}

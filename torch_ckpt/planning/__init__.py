@@ -1,0 +1,1 @@
+"""Planners, and the tables of items that the engine plans with."""

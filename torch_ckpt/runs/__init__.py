@@ -1,0 +1,1 @@
+"""Steps of a training run: saved, restored and retained."""

@@ -1,0 +1,306 @@
+"""Who saves the steps of a run in the background: a thread of this process, or the agent."""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from torch_ckpt.agent.options import AgentOptions
+from torch_ckpt.agent.tier import SnapshotTier
+from torch_ckpt.agent.trainer import SnapshotAgent
+from torch_ckpt.api import async_save
+from torch_ckpt.coordination.agreement import Agreement, own_group
+from torch_ckpt.errors import CheckpointError, MismatchError, StorageError, UnsupportedError
+from torch_ckpt.runs.step_tiers import Tier
+from torch_ckpt.storage.writer import FastWriter
+
+__all__ = ["AgentSaver", "ThreadSaver", "saver_for"]
+
+T = TypeVar("T")
+
+
+class ThreadSaver:
+    """Saves by :func:`torch_ckpt.async_save`, over a group of its own.
+
+    Args:
+        group: The ranks; all if ``None``.
+        alone: Whether this process is none of several ranks.
+        timeout_s: Seconds that one rank waits for another.
+        writer: Of all saves.
+    """
+
+    tiers: Sequence[Tier] = ()
+    """Where its steps are besides the disk."""
+    can_keep = False
+    """Whether it can keep a step in memory alone."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, alone: bool, timeout_s: float, writer: FastWriter
+    ) -> None:
+        self._group = None if alone else own_group(group, timeout_s)
+        self._timeout_s = timeout_s
+        self._writer = writer
+
+    def save(
+        self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
+    ) -> Future[Any]:
+        """Begins to save a step there, whether it is to come to disk or not."""
+        future = async_save(
+            state,
+            checkpoint_id=path,
+            storage_writer=self._writer,
+            process_group=self._group,
+            no_dist=self._group is None,
+            timeout_s=self._timeout_s,
+        )
+        assert isinstance(future, Future)  # The writer stages before it returns.
+        return future
+
+    def reserve(self, state: dict[str, Any]) -> None:
+        """Has nothing to make."""
+
+    def leave(self) -> None:
+        """Has nothing to leave."""
+
+    def close(self) -> None:
+        """Gives up the group."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+class AgentSaver:
+    """Saves by way of the agent.
+
+    If that cannot save what some rank has, or has no memory for it, all ranks save without it from
+    then on. All ranks call the same methods.
+
+    Args:
+        agent: Of this machine.
+        agreement: The ranks.
+        sync: Whether checkpoints are to survive a power cut.
+        reader: Arguments for readers of what is in memory.
+        without: Makes who saves without agent; all ranks call it at the same time.
+    """
+
+    def __init__(
+        self,
+        agent: SnapshotAgent,
+        agreement: Agreement,
+        *,
+        sync: bool,
+        reader: dict[str, Any] | None,
+        without: Callable[[], ThreadSaver],
+    ) -> None:
+        self._agent = agent
+        self._agreement = agreement
+        self._sync = sync
+        self._without = without
+        self._instead: ThreadSaver | None = None
+        self._memory = SnapshotTier(agent, reader=reader)
+        self.tiers: Sequence[Tier] = [self._memory]
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether it can keep a step in memory alone."""
+        return self._instead is None
+
+    def save(
+        self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
+    ) -> Future[Any]:
+        """As :meth:`ThreadSaver.save`; without ``persist`` the step stays in memory, if it can."""
+
+        def hand_over() -> Future[Any]:
+            future = self._agent.async_save(
+                state, path, step=step, sync=self._sync, persist=persist
+            )
+            assert future is not None  # It waits for a slot.
+            return future
+
+        if self._instead is None:
+            future, verdict, reason = self._try(hand_over, self._agent.withdraw)
+            if verdict == _Verdict.TRY_AGAIN:
+                future, verdict, reason = self._try(hand_over, self._agent.withdraw)
+            if verdict == _Verdict.TRY_AGAIN:
+                raise CheckpointError(f"cannot save step {step} by the agent: {reason}")
+            if future is not None:
+                return future
+        assert self._instead is not None
+        return self._instead.save(step, state, path, persist=True)
+
+    def reserve(self, state: dict[str, Any]) -> None:
+        """Makes memory for states like this."""
+        if self._instead is None:
+            self._try(lambda: self._agent.reserve(state), lambda: None)
+
+    def leave(self) -> None:
+        """Leaves what is in memory to a process that starts again."""
+        if self._instead is None:
+            self._agent.leave()
+
+    def close(self) -> None:
+        """Ends in good order."""
+        if self._instead is None:
+            self._agent.close()
+        else:
+            self._instead.close()
+
+    def _try(
+        self, work: Callable[[], T], undo: Callable[[], None]
+    ) -> tuple[T | None, _Verdict, str]:
+        """Has the agent do something for all ranks, or for none.
+
+        Returns:
+            What it has done, if it has for all; and otherwise what is to be done, and why.
+
+        Raises:
+            Exception: What a rank has raised, if that is nothing to be mended; on all.
+        """
+        done, failure = None, None
+        try:
+            done = work()
+        except Exception as error:  # The others do not know of it.
+            failure = error
+        try:
+            verdict, reason = self._agreement.reach(
+                "handing over to the agent", lambda: _verdict_on(failure), lambda said: max(said)
+            )
+        except BaseException:
+            undo()
+            raise
+        if verdict == _Verdict.GO_ON:
+            return done, verdict, reason
+        undo()
+        if verdict == _Verdict.WITHOUT:
+            self._go_on_without(reason)
+        return None, verdict, reason
+
+    def _go_on_without(self, reason: str) -> None:
+        self._instead = self._without()
+        self._memory.end()
+        self._agent.close()  # It brings to disk what it has.
+        if self._agreement.is_coordinator:
+            _warn_of(reason)
+
+
+class _Verdict(enum.IntEnum):
+    """What ranks do when the agent could not do something for one of them; the greatest counts."""
+
+    GO_ON = 0
+    TRY_AGAIN = 1
+    """That rank did not hold its part of what all share any more: now all copy everything."""
+    WITHOUT = 2
+
+
+def _verdict_on(failure: Exception | None) -> tuple[_Verdict, str]:
+    if isinstance(failure, (StorageError, UnsupportedError)):
+        return _Verdict.WITHOUT, _of_this_rank(failure)
+    if isinstance(failure, MismatchError):
+        return _Verdict.TRY_AGAIN, _of_this_rank(failure)
+    if failure is not None:
+        raise failure
+    return _Verdict.GO_ON, ""
+
+
+def _of_this_rank(failure: Exception) -> str:
+    is_alone = not (dist.is_available() and dist.is_initialized())
+    rank = "" if is_alone else f"rank {dist.get_rank()} ({socket.gethostname()}): "
+    return f"{rank}{failure}"
+
+
+def _warn_of(reason: str) -> None:
+    warnings.warn(f"saving goes on without an agent: {reason}", stacklevel=6)
+
+
+def saver_for(
+    agreement: Agreement,
+    process_group: dist.ProcessGroup | None,
+    writer: FastWriter,
+    *,
+    asynchronous: bool,
+    agent: bool | AgentOptions,
+    timeout_s: float,
+    reader: dict[str, Any] | None,
+) -> ThreadSaver | AgentSaver | None:
+    """Who saves in the background; ``None`` if nobody does.
+
+    Args:
+        agreement: The ranks of the run.
+        process_group: The same, as the user has given them.
+        writer: Of all saves; its path is that of the run.
+        asynchronous: Whether somebody is to.
+        agent: Whether the agent is.
+        timeout_s: Seconds that one rank, or a save, waits.
+        reader: Arguments for readers of what is in memory.
+
+    Raises:
+        ValueError: There is to be an agent, and saves are not asynchronous.
+    """
+    if not asynchronous:
+        if agent:
+            raise ValueError("an agent saves in the background: asynchronous=True")
+        return None
+
+    def by_thread() -> ThreadSaver:
+        alone = agreement.group is None
+        return ThreadSaver(process_group, alone=alone, timeout_s=timeout_s, writer=writer)
+
+    if not agent:
+        return by_thread()
+    made, reason = _agent_for(
+        agreement,
+        agreement.group or process_group,
+        writer,
+        timeout_s=timeout_s,
+        options=agent if isinstance(agent, AgentOptions) else None,
+    )
+    if made is None:
+        instead = by_thread()
+        if agreement.is_coordinator:
+            _warn_of(reason)
+        return instead
+    return AgentSaver(made, agreement, sync=writer.sync_files, reader=reader, without=by_thread)
+
+
+def _agent_for(
+    agreement: Agreement,
+    group: dist.ProcessGroup | None,
+    writer: FastWriter,
+    *,
+    timeout_s: float,
+    options: AgentOptions | None,
+) -> tuple[SnapshotAgent | None, str]:
+    """The agent of this machine; ``None``, and why, if a rank has no memory or cannot start one.
+
+    Raises:
+        Exception: A rank cannot have one for another reason; on all ranks.
+    """
+    agent, failure = None, None
+    try:
+        agent = SnapshotAgent(
+            writer.path, process_group=group, options=options, timeout_s=timeout_s
+        )
+    except Exception as error:
+        failure = error
+
+    def own() -> str:
+        if failure is not None and not isinstance(failure, StorageError):
+            raise failure
+        return "" if failure is None else _of_this_rank(failure)
+
+    try:
+        reason = agreement.reach("starting the agent", own, lambda said: max(said))
+    except BaseException:
+        if agent is not None:
+            agent.close()
+        raise
+    if reason and agent is not None:
+        agent.close()
+    return (None, reason) if reason else (agent, reason)

@@ -1,0 +1,1 @@
+"""Copies of a state dict's tensors in reusable memory."""

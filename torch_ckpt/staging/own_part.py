@@ -1,0 +1,88 @@
+"""Which tensors a rank need not stage: those that others have written in the save before."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from torch_ckpt._core import _native
+from torch_ckpt.planning.plan_cache import PLAN_CACHE
+from torch_ckpt.planning.planned import ListedItems, PlannedItems
+from torch_ckpt.planning.save_planner import FastSavePlanner
+
+__all__ = ["OwnPart", "Sharing", "part_of"]
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """What a rank has written in its last asynchronous save.
+
+    Attributes:
+        digest: Of all that it listed.
+        plan: Names the global plan that its part was made in: 16 bytes.
+        work: Its part.
+    """
+
+    digest: bytes
+    plan: bytes
+    work: _native.Work
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """A save in which each rank may stage its own part alone, if all ranks agree.
+
+    Attributes:
+        planner: That of the save.
+        all_say: Returns whether all ranks have called it with the same bytes. Each calls it once.
+    """
+
+    planner: FastSavePlanner
+    all_say: Callable[[bytes], bool]
+
+    def left_out(self, state_dict: dict[str, Any], part: OwnPart | None) -> set[int]:
+        """``id`` of the tensors that this rank will not write.
+
+        Planning the same lists again gives the same plan. So what a rank wrote in the last save it
+        writes again if every rank lists the same as then. If one rank does not, all stage all.
+        """
+        others = None if part is None else _not_written(state_dict, part, self.planner)
+        answer = secrets.token_bytes(16) if part is None or others is None else part.plan
+        return others or set() if self.all_say(answer) else set()
+
+
+def part_of(plan: SavePlan, planner: SavePlanner) -> OwnPart | None:
+    """What a rank writes by a final plan; ``None`` if the next save may have another.
+
+    Only of :class:`FastSavePlanner` itself: a subclass may store an item from any tensor.
+    """
+    items: Any = plan.items
+    if type(planner) is not FastSavePlanner or not isinstance(items, PlannedItems):
+        return None
+    token = None if planner.digest is None else PLAN_CACHE.token(planner.digest)
+    if planner.digest is None or token is None:
+        return None
+    return OwnPart(planner.digest, token[:16], items.work)
+
+
+def _not_written(
+    state_dict: dict[str, Any], part: OwnPart, planner: FastSavePlanner
+) -> set[int] | None:
+    """``id`` of the tensors that are not in this part; ``None`` if the state is another."""
+    probe = copy.copy(planner)
+    probe.enable_plan_caching = False
+    probe.set_up_planner(state_dict)
+    if not isinstance(probe.create_local_plan().items, ListedItems):
+        return None
+    sources = probe.sources(range(probe.item_count))
+    if probe.digest != part.digest or sources is None:
+        return None
+    needed = {id(sources[item]) for item in set(part.work.items)}
+    tensors = (source for source in sources if isinstance(source, torch.Tensor))
+    return {id(tensor) for tensor in tensors} - needed

@@ -1,0 +1,1 @@
+"""The DCP plugin: writers, readers, and the files below them."""

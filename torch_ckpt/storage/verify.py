@@ -1,0 +1,186 @@
+"""Checks every byte of a checkpoint, without torch wherever there is an index."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch_ckpt._core import _native
+from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
+from torch_ckpt.options import READ_THREADS, IoOptions
+from torch_ckpt.storage.committed_files import Checkpoint, find_checkpoints, open_checkpoint
+
+__all__ = ["Report", "examine"]
+
+_STEP_NBYTES = 256 << 20  # Checked between two calls of watch().
+
+_Advance = Callable[[int, str], None]
+
+
+@dataclass
+class Report:
+    """What a check has found.
+
+    Attributes:
+        damage: What is damaged, for people to read.
+        fqns: What that makes useless.
+        doubts: What nobody can tell.
+        nbytes: How much was read, in bytes.
+    """
+
+    damage: list[str] = field(default_factory=list)
+    fqns: set[str] = field(default_factory=set)
+    doubts: list[str] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def examine(path: Path, *, watch: Callable[[int, int, str], None] | None = None) -> Report:
+    """Checks every byte of a checkpoint.
+
+    Args:
+        path: Its directory.
+        watch: Called with the bytes checked so far, the bytes to check in all, and the name of the
+            file.
+
+    Raises:
+        NotFoundError: Nothing is committed there.
+        StorageError: Something cannot be read.
+
+    Example::
+
+        assert not examine(Path("run/step-100")).damage
+    """
+    report = Report()
+    checkpoints: list[Checkpoint] = []
+    for prefix in find_checkpoints(path):
+        try:
+            checkpoints.append(open_checkpoint(path, prefix))
+        except CorruptionError as error:
+            report.damage.append(str(error))
+    total = sum(nbytes for checkpoint in checkpoints for _, nbytes in checkpoint.files)
+
+    def advance(nbytes: int, name: str) -> None:
+        report.nbytes += nbytes
+        if watch is not None:
+            watch(report.nbytes, total, name)
+
+    for checkpoint in checkpoints:
+        if checkpoint.index is not None:
+            if _check_structure(checkpoint, checkpoint.index, report):
+                _check_blocks(checkpoint, checkpoint.index, report, advance)
+        else:
+            _check_archives(checkpoint, report, advance)
+    return report
+
+
+def _check_structure(checkpoint: Checkpoint, index: _native.Index, report: Report) -> bool:
+    """Checks all of the metadata and of the index; says whether the latter can be used."""
+    try:
+        checkpoint.metadata.check()
+    except CorruptionError as error:
+        report.damage.append(str(error))
+    name = checkpoint.path.name.removesuffix(".metadata") + ".index"
+    damaged = index.damage()
+    report.damage += [
+        f"{name} [{begin}, {end}): it fails its checksum, and what it says of the data is unknown"
+        for begin, end in damaged
+    ]
+    if damaged:
+        return False
+    try:
+        index.check()
+    except CorruptionError as error:
+        report.damage.append(str(error))
+        return False
+    return True
+
+
+def _check_blocks(
+    checkpoint: Checkpoint, index: _native.Index, report: Report, advance: _Advance
+) -> None:
+    io = IoOptions()
+    job = _native.VerifyJob(
+        _native.local_file_system(),
+        os.fsencode(checkpoint.path.parent),
+        index,
+        io.buffer_nbytes,
+        io.block_nbytes,
+        READ_THREADS,
+        io.direct,
+    )
+    slices = _slices_by_file(checkpoint)
+    for number, (name, nbytes) in enumerate(checkpoint.files):
+        damaged: list[tuple[int, int]] = []
+        for begin in range(0, max(nbytes, 1), _STEP_NBYTES):
+            end = min(begin + _STEP_NBYTES, nbytes)
+            try:
+                damaged += job.check(number, begin, end)
+            except (NotFoundError, CorruptionError, StorageError) as error:
+                if isinstance(error, StorageError) and error.errno != errno.EIO:
+                    raise  # Nothing is known of the file: it could not be read just now.
+                report.damage.append(f"{name} [{begin}, {nbytes}): {error}")
+                report.fqns.update(fqn for _, _, fqn in slices[number])
+                break
+            advance(end - begin, name)
+        for begin, end in _joined(damaged):
+            hit = [fqn for at, until, fqn in slices[number] if at < end and until > begin]
+            report.fqns.update(hit)
+            what = ", ".join(hit) if hit else "no tensor or object"
+            report.damage.append(f"{name} [{begin}, {end}): {what}")
+
+
+def _check_archives(checkpoint: Checkpoint, report: Report, advance: _Advance) -> None:
+    """Without an index, every slice by itself: what torch.save wrote has the CRCs of zip."""
+    io = IoOptions()
+    job = _native.LoadJob(
+        _native.local_file_system(),
+        os.fsencode(checkpoint.path.parent),
+        None,
+        io.buffer_nbytes,
+        io.block_nbytes,
+        READ_THREADS,
+        io.direct,
+        True,
+        False,
+    )
+    for number, slices in sorted(_slices_by_file(checkpoint).items()):
+        name, _ = checkpoint.files[number]
+        for begin, end, fqn in slices:
+            try:
+                job.run([], [(name, begin, end - begin, fqn)])
+            except (NotFoundError, CorruptionError) as error:
+                report.damage.append(f"{name} [{begin}, {end}): {fqn}: {error}")
+                report.fqns.add(fqn)
+            advance(end - begin, name)
+    report.doubts.append(
+        f"{checkpoint.path} has no index: only what zip archives state of their records was checked"
+    )
+
+
+def _slices_by_file(checkpoint: Checkpoint) -> defaultdict[int, list[tuple[int, int, str]]]:
+    """For each file, where its slices begin and end and their FQNs, ascending."""
+    slices: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    for fqn, _, boxes in checkpoint.entries or ():
+        for _, _, file, offset, nbytes, _, _ in boxes:
+            slices[file].append((offset, offset + nbytes, fqn))
+    for listed in slices.values():
+        listed.sort()
+    return slices
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Ascending ranges, with those that touch made one."""
+    pending: tuple[int, int] | None = None
+    for begin, end in ranges:
+        if pending is not None and begin <= pending[1]:
+            pending = pending[0], max(end, pending[1])
+            continue
+        if pending is not None:
+            yield pending
+        pending = begin, end
+    if pending is not None:
+        yield pending
