@@ -46,13 +46,17 @@ struct Pair {
       auto transfer = peers[static_cast<size_t>(from)]->send(std::as_bytes(std::span(sent)),
                                                              1 - from, Channel::kPieces, number);
       EXPECT_OK(transfer.status());
-      if (transfer.ok()) EXPECT_OK((*transfer)->wait());
+      if (transfer.ok()) {
+        EXPECT_OK((*transfer)->wait());
+      }
       sent.assign(kNbytes, '!');  // Nobody looks there any more.
     });
     auto transfer = peers[static_cast<size_t>(1 - from)]->receive(
         std::as_writable_bytes(std::span(received)), from, Channel::kPieces, number);
     EXPECT_OK(transfer.status());
-    if (transfer.ok()) EXPECT_OK((*transfer)->wait());
+    if (transfer.ok()) {
+      EXPECT_OK((*transfer)->wait());
+    }
     sending.join();
     return received;
   }

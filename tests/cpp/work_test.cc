@@ -48,10 +48,11 @@ TEST(WorkTest, AnAssignmentLeavesItemsOutAndCutsOthersByRows) {
 }
 
 TEST(WorkTest, AnAssignmentOfAnotherTableIsRefused) {
-  EXPECT_CODE(Work::assigned(three_items(), {.item_count = 2, .runs = {{0, 2}}}),
+  EXPECT_CODE(Work::assigned(three_items(), {.item_count = 2, .runs = {{0, 2}}, .cuts = {}}),
               StatusCode::kCorruption);
-  EXPECT_CODE(Work::assigned(three_items(), {.item_count = 3, .runs = {{0, 3}}}, {1, 2}),
-              StatusCode::kInvalidArgument);
+  EXPECT_CODE(
+      Work::assigned(three_items(), {.item_count = 3, .runs = {{0, 3}}, .cuts = {}}, {1, 2}),
+      StatusCode::kInvalidArgument);
 }
 
 }  // namespace

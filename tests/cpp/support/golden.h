@@ -18,7 +18,7 @@ namespace torch_ckpt {
 
 // `relative` counts from the root of the repository.
 inline std::filesystem::path repository_path(const std::string& relative) {
-  return std::filesystem::absolute(__FILE__).parent_path() / "../../.." / relative;
+  return std::filesystem::path(TORCH_CKPT_SOURCE_DIR) / relative;
 }
 
 inline std::string read_repository_file(const std::string& relative) {
