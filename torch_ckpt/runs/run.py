@@ -18,7 +18,7 @@ from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.api import save
 from torch_ckpt.coordination.agreement import Agreement, why
 from torch_ckpt.coordination.deadline import DEFAULT_TIMEOUT_S
-from torch_ckpt.errors import CheckpointError, RankTimeoutError
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.runs.background_save import BackgroundSave
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.savers import saver_for
@@ -206,9 +206,7 @@ class Run:
         if self.asynchronous:
             try:
                 self._save_in_background(step, state, persist=persist)
-            except RankTimeoutError:
-                raise
-            except Exception as error:  # The others do not know of it.
+            except Exception as error:  # Some ranks may not know of it yet.
                 failure = error
         else:
             self._save_now(step, state, self.timeout_s)
