@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+from waits import until
 
 from torch_ckpt import CancelledError, FastReader, RankState, Run, SnapshotAgent, SnapshotReader
 from torch_ckpt.agent import trainer
@@ -297,7 +298,7 @@ def save_with_little_memory(run: Path) -> None:
             loaded = state_of(-1)
             assert made.restore(loaded, step=step) == step
             assert_of(loaded, step)
-    assert not folder_of(run_of(run)).exists()
+    until(lambda: not folder_of(run_of(run)).exists())  # The agent ends by itself.
 
 
 def test_where_one_rank_has_no_memory_all_save_without_an_agent(
