@@ -49,12 +49,6 @@ void expect_sound(const std::vector<ByteRange>& wanted, const Reads& reads, int6
                      [](const Read& a, const Read& b) { return a.range.begin < b.range.begin; }));
 }
 
-TEST(CoalesceTest, NothingWantedNeedsNoRead) {
-  const Reads reads = coalesce({}, 100, 100);
-  EXPECT_TRUE(reads.order.empty());
-  EXPECT_TRUE(reads.reads.empty());
-}
-
 TEST(CoalesceTest, RandomRangesAreEachServedByOneReadWithinTheLimits) {
   for (uint32_t seed = 0; seed < 1000; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));

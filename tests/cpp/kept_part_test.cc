@@ -158,13 +158,13 @@ TEST(KeptPartTest, WhateverRanksHoldByThenIsThereOrMissed) {
     bool is_missed = false;
     for (size_t rank = 0; rank < now.size(); ++rank) {
       std::vector<PlanItem>& items = now[rank];
-      if (below(random, 2) == 0 && !items.empty()) {
-        items.erase(items.begin() + below(random, std::ssize(items)));
+      if (pick(random, 2) == 0 && !items.empty()) {
+        items.erase(items.begin() + pick(random, std::ssize(items)));
       }
-      if (below(random, 4) == 0) items.push_back(whole_item("new", float_facts({5, 3})));
-      const auto& others = tensors[static_cast<size_t>(below(random, std::ssize(tensors)))];
-      if (below(random, 2) == 0 && !others.empty()) {
-        const PlanItem& item = others[static_cast<size_t>(below(random, std::ssize(others)))];
+      if (pick(random, 4) == 0) items.push_back(whole_item("new", float_facts({5, 3})));
+      const auto& others = tensors[static_cast<size_t>(pick(random, std::ssize(tensors)))];
+      if (pick(random, 2) == 0 && !others.empty()) {
+        const PlanItem& item = others[static_cast<size_t>(pick(random, std::ssize(others)))];
         if (std::ranges::find(items, item) == items.end()) items.push_back(item);
       }
       ASSERT_OK_AND_ASSIGN(

@@ -9,8 +9,6 @@
 
 #include <cerrno>
 #include <memory>
-#include <string>
-#include <vector>
 
 #include "base/memory.h"
 #include "io/posix_file_system.h"
