@@ -246,7 +246,6 @@ TEST(BalanceTest, AChainOfOverlappingSetsEvensOutEndToEnd) {
       .ranks_per_node = 8, .load = std::vector<int64_t>(9), .holders = {}, .groups = {}};
   for (int32_t rank = 0; rank < 8; ++rank) input.holders.push_back({rank, rank + 1});
   input.groups = {rows_of(0, 100000, 4096)};
-  input.load = {0, 0, 0, 0, 0, 0, 0, 0, 0};
   for (int32_t i = 1; i < 8; ++i) input.groups.push_back(rows_of(i, 10000, 4096));
   const Balanced balanced = balance(input);
   ASSERT_NO_FATAL_FAILURE(expect_sound(input, balanced));

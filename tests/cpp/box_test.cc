@@ -15,9 +15,12 @@ TEST(BoxTest, PrintsHalfOpenRanges) {
 
 TEST(BoxTest, ABoxLiesWithinTheTensorThatHasAllOfIt) {
   const std::pair<Box, Dims> within[] = {
-      {{{0, 0}, {3, 4}}, {3, 4}}, {{{2, 1}, {1, 3}}, {3, 4}},        {{}, {}},
+      {{}, {}},                    // Of no dimensions.
+      {{{0, 0}, {3, 4}}, {3, 4}},  // All of it.
+      {{{2, 1}, {1, 3}}, {3, 4}},  // Its end.
       {{{3, 0}, {0, 4}}, {3, 4}},  // Empty, at the end.
-      {{{0}, {0}}, {0}},          {{{INT64_MAX}, {0}}, {INT64_MAX}},
+      {{{0}, {0}}, {0}},           // Likewise.
+      {{{INT64_MAX}, {0}}, {INT64_MAX}},
   };
   for (const auto& [box, sizes] : within) EXPECT_TRUE(lies_within(box, sizes)) << to_string(box);
   const std::pair<Box, Dims> outside[] = {
@@ -30,6 +33,7 @@ TEST(BoxTest, ABoxLiesWithinTheTensorThatHasAllOfIt) {
       {{{0}, {1}}, {1, 1}},  // Of another number of dimensions.
       {{{0, 0}, {1, 1}}, {1}},
       {{{0}, {1, 1}}, {1}},
+      {{{0}, {1, 1}}, {1, 1}},
       {{{0}, {1}}, {}},
       {{{INT64_MAX}, {INT64_MAX}}, {INT64_MAX}},  // Numbers that overflow together.
       {{{1}, {INT64_MAX}}, {INT64_MAX}},
