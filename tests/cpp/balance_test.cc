@@ -10,14 +10,12 @@
 #include <string>
 #include <vector>
 
+#include "support/strided_oracle.h"
+
 namespace torch_ckpt {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
-
-int64_t below(std::mt19937& random, int64_t limit) {
-  return static_cast<int64_t>(random() % static_cast<uint64_t>(limit));
-}
 
 std::vector<int32_t> ranks_from(int32_t first, int32_t count, int32_t step = 1) {
   std::vector<int32_t> ranks;
@@ -105,30 +103,30 @@ double least_busiest(const BalanceInput& input) {
 
 BalanceInput random_input(std::mt19937& random, bool cuttable) {
   BalanceInput input;
-  const auto ranks = static_cast<int32_t>(1 + below(random, 8));
-  input.ranks_per_node = 1 + below(random, 4);
+  const auto ranks = static_cast<int32_t>(1 + pick(random, 8));
+  input.ranks_per_node = 1 + pick(random, 4);
   for (int32_t rank = 0; rank < ranks; ++rank) {
-    input.load.push_back(below(random, 3) == 0 ? below(random, 200 * kMiB) : 0);
+    input.load.push_back(pick(random, 3) == 0 ? pick(random, 200 * kMiB) : 0);
   }
   std::set<std::vector<int32_t>> sets;
-  for (int64_t i = 0; i <= below(random, 6); ++i) {
+  for (int64_t i = 0; i <= pick(random, 6); ++i) {
     std::vector<int32_t> set;
     for (int32_t rank = 0; rank < ranks; ++rank) {
-      if (below(random, 2) == 0) set.push_back(rank);
+      if (pick(random, 2) == 0) set.push_back(rank);
     }
     if (!set.empty()) sets.insert(set);
   }
   if (sets.empty()) sets.insert({0});
   input.holders.assign(sets.begin(), sets.end());
-  for (int64_t i = below(random, 60); i > 0; --i) {
-    const auto set = static_cast<int32_t>(below(random, std::ssize(input.holders)));
-    const int64_t scale = below(random, 10) == 0 ? 500 * kMiB : 10 * kMiB;
-    const int64_t row_nbytes = 1 + below(random, 8192);
-    const int64_t rows = 2 + below(random, scale) / row_nbytes;
+  for (int64_t i = pick(random, 60); i > 0; --i) {
+    const auto set = static_cast<int32_t>(pick(random, std::ssize(input.holders)));
+    const int64_t scale = pick(random, 10) == 0 ? 500 * kMiB : 10 * kMiB;
+    const int64_t row_nbytes = 1 + pick(random, 8192);
+    const int64_t rows = 2 + pick(random, scale) / row_nbytes;
     input.groups.push_back(rows_of(set, rows, row_nbytes));
-    if (!cuttable && below(random, 3) == 0) input.groups.back().rows = below(random, 2);
-    if (!cuttable && below(random, 4) == 0) {
-      input.groups.back() = rows_of(set, 2 + below(random, 9), below(random, 20 * kMiB));
+    if (!cuttable && pick(random, 3) == 0) input.groups.back().rows = pick(random, 2);
+    if (!cuttable && pick(random, 4) == 0) {
+      input.groups.back() = rows_of(set, 2 + pick(random, 9), pick(random, 20 * kMiB));
     }
   }
   return input;
@@ -200,7 +198,7 @@ TEST(BalanceTest, ReplicasOfShardsAreSharedOutWithinTheirColumns) {
 TEST(BalanceTest, ReplicatedNormsFillUpWhatUniqueShardsLeave) {
   std::mt19937 random(7);
   BalanceInput input = {.ranks_per_node = 8, .load = {}, .holders = {}, .groups = {}};
-  for (int32_t rank = 0; rank < 32; ++rank) input.load.push_back(100 * kMiB + below(random, kMiB));
+  for (int32_t rank = 0; rank < 32; ++rank) input.load.push_back(100 * kMiB + pick(random, kMiB));
   for (int32_t first = 0; first < 32; first += 4) {
     input.holders.push_back(ranks_from(first, 4));
     for (int i = 0; i < 200; ++i) {
@@ -218,11 +216,11 @@ TEST(BalanceTest, DensePartsEvenOutWhatExpertsLeave) {
   std::mt19937 random(11);
   BalanceInput input = {
       .ranks_per_node = 4, .load = {}, .holders = {ranks_from(0, 16)}, .groups = {}};
-  for (int32_t rank = 0; rank < 16; ++rank) input.load.push_back(below(random, 300 * kMiB));
+  for (int32_t rank = 0; rank < 16; ++rank) input.load.push_back(pick(random, 300 * kMiB));
   for (int32_t rank = 0; rank < 8; ++rank) {
     input.holders.push_back({rank, rank + 8});
     for (int i = 0; i < 8; ++i) {
-      input.groups.push_back(rows_of(rank + 1, 2 + below(random, 4096), 8192));
+      input.groups.push_back(rows_of(rank + 1, 2 + pick(random, 4096), 8192));
     }
   }
   for (int i = 0; i < 200; ++i) input.groups.push_back(rows_of(0, 5120, 4096));
@@ -237,7 +235,7 @@ TEST(BalanceTest, ThousandsOfSmallTensorsAreSharedOutUncut) {
                         .load = std::vector<int64_t>(64),
                         .holders = {ranks_from(0, 64)},
                         .groups = {}};
-  for (int i = 0; i < 20000; ++i) input.groups.push_back(rows_of(0, 2 + below(random, 64), 128));
+  for (int i = 0; i < 20000; ++i) input.groups.push_back(rows_of(0, 2 + pick(random, 64), 128));
   const Balanced balanced = balance(input);
   ASSERT_NO_FATAL_FAILURE(expect_even(input, balanced));
   EXPECT_EQ(balanced.pieces.size(), input.groups.size());
@@ -248,7 +246,6 @@ TEST(BalanceTest, AChainOfOverlappingSetsEvensOutEndToEnd) {
       .ranks_per_node = 8, .load = std::vector<int64_t>(9), .holders = {}, .groups = {}};
   for (int32_t rank = 0; rank < 8; ++rank) input.holders.push_back({rank, rank + 1});
   input.groups = {rows_of(0, 100000, 4096)};
-  input.load = {0, 0, 0, 0, 0, 0, 0, 0, 0};
   for (int32_t i = 1; i < 8; ++i) input.groups.push_back(rows_of(i, 10000, 4096));
   const Balanced balanced = balance(input);
   ASSERT_NO_FATAL_FAILURE(expect_sound(input, balanced));
@@ -295,9 +292,9 @@ TEST(BalanceFilesTest, NoFileIsLargerThanTheMeanAndTheLargestItem) {
   for (uint32_t seed = 0; seed < 500; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937 random(seed);
-    std::vector<int64_t> nbytes(static_cast<size_t>(below(random, 100)));
-    for (int64_t& value : nbytes) value = below(random, 1000);
-    const int64_t count = 1 + below(random, 9);
+    std::vector<int64_t> nbytes(static_cast<size_t>(pick(random, 100)));
+    for (int64_t& value : nbytes) value = pick(random, 1000);
+    const int64_t count = 1 + pick(random, 9);
     const std::vector<int32_t> files = balance_files(nbytes, count);
     std::vector<int64_t> load(static_cast<size_t>(count));
     for (size_t i = 0; i < nbytes.size(); ++i) load[static_cast<size_t>(files[i])] += nbytes[i];

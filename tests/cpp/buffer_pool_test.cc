@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <set>
 
@@ -20,8 +19,9 @@ class EmptyMemorySource : public MemorySource {
   Result<Memory> allocate(int64_t) override { return errno_status(ENOMEM, "cannot allocate"); }
 };
 
+HeapMemorySource source;
+
 TEST(BufferPoolTest, CutsTheArenaIntoBlocksThatTouchButDoNotOverlap) {
-  HeapMemorySource source;
   ASSERT_OK_AND_ASSIGN(const auto pool, BufferPool::make(source, 8 * kPage, 2 * kPage));
   ASSERT_EQ(pool->block_count(), 4);
   EXPECT_EQ(pool->block_nbytes(), 2 * kPage);
@@ -35,7 +35,6 @@ TEST(BufferPoolTest, CutsTheArenaIntoBlocksThatTouchButDoNotOverlap) {
 
 // Direct I/O needs every block on a page, so an odd size is made larger, never smaller.
 TEST(BufferPoolTest, RoundsBlocksUpToPagesWithinTheBudget) {
-  HeapMemorySource source;
   ASSERT_OK_AND_ASSIGN(const auto pool, BufferPool::make(source, 5 * kPage + 17, kPage + 1));
   EXPECT_EQ(pool->block_nbytes(), 2 * kPage);
   EXPECT_EQ(pool->block_count(), 2);
@@ -43,7 +42,6 @@ TEST(BufferPoolTest, RoundsBlocksUpToPagesWithinTheBudget) {
 }
 
 TEST(BufferPoolTest, RefusesWhatDoesNotGiveTwoBlocks) {
-  HeapMemorySource source;
   EXPECT_CODE(BufferPool::make(source, kPage, kPage), StatusCode::kInvalidArgument);
   EXPECT_CODE(BufferPool::make(source, 3 * kPage, 2 * kPage), StatusCode::kInvalidArgument);
   EXPECT_CODE(BufferPool::make(source, kPage, 0), StatusCode::kInvalidArgument);
@@ -53,12 +51,11 @@ TEST(BufferPoolTest, RefusesWhatDoesNotGiveTwoBlocks) {
 }
 
 TEST(BufferPoolTest, PassesOnThatThereIsNoMemory) {
-  EmptyMemorySource source;
-  EXPECT_CODE(BufferPool::make(source, 4 * kPage, kPage), StatusCode::kStorage);
+  EmptyMemorySource none;
+  EXPECT_CODE(BufferPool::make(none, 4 * kPage, kPage), StatusCode::kStorage);
 }
 
 TEST(BufferPoolTest, GivesEachBlockToOneHolderOnly) {
-  HeapMemorySource source;
   ASSERT_OK_AND_ASSIGN(const auto pool, BufferPool::make(source, 4 * kPage, kPage));
   std::set<int> held;
   while (const auto index = pool->acquire()) held.insert(*index);
@@ -73,7 +70,6 @@ TEST(BufferPoolTest, GivesEachBlockToOneHolderOnly) {
 
 // A block released twice must not end up with two holders.
 TEST(BufferPoolTest, ASecondReleaseDoesNothing) {
-  HeapMemorySource source;
   ASSERT_OK_AND_ASSIGN(const auto pool, BufferPool::make(source, 2 * kPage, kPage));
   const auto a = pool->acquire();
   const auto b = pool->acquire();

@@ -49,12 +49,6 @@ void expect_sound(const std::vector<ByteRange>& wanted, const Reads& reads, int6
                      [](const Read& a, const Read& b) { return a.range.begin < b.range.begin; }));
 }
 
-TEST(CoalesceTest, NothingWantedNeedsNoRead) {
-  const Reads reads = coalesce({}, 100, 100);
-  EXPECT_TRUE(reads.order.empty());
-  EXPECT_TRUE(reads.reads.empty());
-}
-
 TEST(CoalesceTest, RandomRangesAreEachServedByOneReadWithinTheLimits) {
   for (uint32_t seed = 0; seed < 1000; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -72,31 +66,26 @@ TEST(CoalesceTest, RandomRangesAreEachServedByOneReadWithinTheLimits) {
 }
 
 TEST(CoalesceTest, NeighboursShareAReadUpToTheGapAndTheLimit) {
-  const std::vector<ByteRange> wanted = {{0, 10}, {15, 20}};
-  EXPECT_EQ(coalesce(wanted, 20, 5).reads.size(), 1u);
-  EXPECT_EQ(coalesce(wanted, 20, 4).reads.size(), 2u);
-  EXPECT_EQ(coalesce(wanted, 19, 5).reads.size(), 2u);
-}
-
-TEST(CoalesceTest, ALongRangeIsAReadOfItsOwn) {
-  const std::vector<ByteRange> wanted = {{0, 1000}, {1000, 1001}};
-  const Reads reads = coalesce(wanted, 100, 10);
-  ASSERT_EQ(reads.reads.size(), 2u);
-  EXPECT_EQ(reads.reads[0].range, (ByteRange{0, 1000}));
-}
-
-TEST(CoalesceTest, TheSameRangeWantedTwiceIsReadOnce) {
-  const std::vector<ByteRange> wanted = {{5, 9}, {5, 9}, {6, 7}};
-  const Reads reads = coalesce(wanted, 100, 0);
-  ASSERT_EQ(reads.reads.size(), 1u);
-  EXPECT_EQ(reads.reads[0].range, (ByteRange{5, 9}));
-}
-
-TEST(CoalesceTest, TheOrderOfAskingDoesNotMatter) {
-  const std::vector<ByteRange> wanted = {{200, 300}, {0, 100}, {100, 200}};
-  const Reads reads = coalesce(wanted, 1000, 0);
-  ASSERT_EQ(reads.reads.size(), 1u);
-  EXPECT_EQ(reads.order, (std::vector<int64_t>{1, 2, 0}));
+  const struct {
+    std::vector<ByteRange> wanted;
+    int64_t max_nbytes;
+    int64_t max_gap;
+    std::vector<ByteRange> read;
+  } cases[] = {
+      {{{0, 10}, {15, 20}}, 20, 5, {{0, 20}}},
+      {{{0, 10}, {15, 20}}, 20, 4, {{0, 10}, {15, 20}}},
+      {{{0, 10}, {15, 20}}, 19, 5, {{0, 10}, {15, 20}}},
+      {{{0, 1000}, {1000, 1001}}, 100, 10, {{0, 1000}, {1000, 1001}}},
+      {{{5, 9}, {5, 9}, {6, 7}}, 100, 0, {{5, 9}}},
+      {{{200, 300}, {0, 100}, {100, 200}}, 1000, 0, {{0, 300}}},
+  };
+  for (const auto& [wanted, max_nbytes, max_gap, expected] : cases) {
+    const Reads reads = coalesce(wanted, max_nbytes, max_gap);
+    ASSERT_NO_FATAL_FAILURE(expect_sound(wanted, reads, max_nbytes, max_gap));
+    std::vector<ByteRange> found;
+    for (const Read& read : reads.reads) found.push_back(read.range);
+    EXPECT_EQ(found, expected);
+  }
 }
 
 }  // namespace

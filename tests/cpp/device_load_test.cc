@@ -4,7 +4,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <random>
 #include <string>
@@ -16,7 +15,6 @@
 #include "support/memory_file_system.h"
 #include "support/saved_checkpoint.h"
 #include "support/status_matchers.h"
-#include "support/strided_frame.h"
 #include "support/test_tensor.h"
 
 namespace torch_ckpt {
@@ -140,8 +138,7 @@ TEST(DeviceLoadTest, ReadingGoesOnWhileADeviceCopiesAndNeverBeyondTheBuffers) {
   const auto loaded = TestTensor::random("w", DType::kFloat32, {1000, 1000}, 2);
   const LaterDevice device(/*asked_before_done=*/1000);  // Only when it is waited for.
   const LoadOptions options = {.buffer_nbytes = 6 << 16, .block_nbytes = 64 << 10, .threads = 1};
-  ASSERT_OK_AND_ASSIGN(const auto job, LoadJob::make(fs, kCheckpoint, options));
-  ASSERT_OK(job->run(std::vector{on(device, whole(slice, loaded))}, {}));
+  ASSERT_OK(load(fs, {on(device, whole(slice, loaded))}, {}, options));
   EXPECT_TRUE(loaded.packed() == saved.packed());
   EXPECT_GE(device.begun(), 60);
   EXPECT_EQ(device.from_elsewhere(), 0);
@@ -223,26 +220,7 @@ TEST(DeviceLoadTest, WithoutAnIndexAPayloadIsCheckedOnItsWayToADevice) {
     const auto loaded = TestTensor::random("w", DType::kFloat32, sizes, 2);
     const LaterDevice device;
     const LoadOptions options = {.buffer_nbytes = 1 << 20, .block_nbytes = 256 << 10};
-    ASSERT_OK_AND_ASSIGN(const auto job, LoadJob::make(fs, kCheckpoint, options));
-    EXPECT_CODE(job->run(std::vector{on(device, whole(slice, loaded))}, {}).status(),
-                StatusCode::kCorruption);
-  }
-}
-
-TEST(DeviceLoadTest, RowsThatOverlapInTheStorageArriveOnADevice) {
-  for (const int64_t half : {10, 24576}) {
-    const std::string payload(as_text(random_bytes(4 * 3 * half, 5)));
-    const std::string frame = strided_frame({2, 2 * half}, {half, 1}, 0, payload);
-    MemoryFileSystem fs;
-    fs.put("step-1/a", frame);
-    const LaterDevice device;
-    const auto loaded = TestTensor::random("w", DType::kFloat32, {2, 2 * half}, 6);
-    const StoredSlice slice = {"a", 0, static_cast<int64_t>(frame.size()), "w"};
-    const LoadOptions options = {.buffer_nbytes = 96 << 10, .block_nbytes = 16 << 10};
-    ASSERT_OK_AND_ASSIGN(const auto job, LoadJob::make(fs, kCheckpoint, options));
-    ASSERT_OK(job->run(std::vector{on(device, whole(slice, loaded))}, {}));
-    EXPECT_TRUE(loaded.packed() == payload.substr(0, static_cast<size_t>(8 * half)) +
-                                       payload.substr(static_cast<size_t>(4 * half)));
+    EXPECT_CODE(load(fs, {on(device, whole(slice, loaded))}, {}, options), StatusCode::kCorruption);
   }
 }
 

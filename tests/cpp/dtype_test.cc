@@ -8,7 +8,7 @@
 namespace torch_ckpt {
 namespace {
 
-TEST(DTypeTest, EveryDtypeIsFoundByItsName) {
+TEST(DTypeTest, EveryDtypeIsFoundByItsNameAndByItsTypedStorage) {
   std::set<std::string_view> names;
   for (int i = 0; i < kDTypeCount; ++i) {
     const auto dtype = static_cast<DType>(i);
@@ -16,16 +16,12 @@ TEST(DTypeTest, EveryDtypeIsFoundByItsName) {
     EXPECT_EQ(info.dtype, dtype);
     EXPECT_EQ(dtype_from_name(info.name), dtype) << info.name;
     EXPECT_TRUE(names.insert(info.name).second) << info.name;
-  }
-}
-
-TEST(DTypeTest, EveryTypedStorageNamesOneDtype) {
-  std::set<std::string_view> storages;
-  for (int i = 0; i < kDTypeCount; ++i) {
-    const DTypeInfo& info = dtype_info(static_cast<DType>(i));
+    // The engine cuts payloads at multiples of 64 bytes, and never inside an element.
+    const int64_t size = itemsize(dtype);
+    EXPECT_TRUE(size > 0 && size <= 16 && (size & (size - 1)) == 0) << size;
     if (info.storage.empty()) continue;
-    EXPECT_EQ(dtype_from_storage(info.storage), info.dtype) << info.storage;
-    EXPECT_TRUE(storages.insert(info.storage).second) << info.storage;
+    EXPECT_EQ(dtype_from_storage(info.storage), dtype) << info.storage;
+    EXPECT_TRUE(names.insert(info.storage).second) << info.storage;
   }
 }
 
@@ -39,24 +35,15 @@ TEST(DTypeTest, ElementSizesAreThoseOfPytorch) {
   EXPECT_EQ(itemsize(DType::kComplex128), 16);
 }
 
-// The engine cuts payloads at multiples of 64 bytes, and never inside an element.
-TEST(DTypeTest, ElementSizesArePowersOfTwoUpToSixteen) {
-  for (int i = 0; i < kDTypeCount; ++i) {
-    const int64_t size = itemsize(static_cast<DType>(i));
-    EXPECT_TRUE(size > 0 && size <= 16 && (size & (size - 1)) == 0) << size;
-  }
-}
-
 TEST(DTypeTest, UnknownNamesAreNoDtype) {
   EXPECT_EQ(dtype_from_name("qint8"), std::nullopt);
   EXPECT_EQ(dtype_from_name("FloatStorage"), std::nullopt);
   EXPECT_EQ(dtype_from_name(""), std::nullopt);
   EXPECT_EQ(dtype_from_storage("QInt8Storage"), std::nullopt);
   EXPECT_EQ(dtype_from_storage("float32"), std::nullopt);
+  // Stands for "has none" in the table, and must not find those.
+  EXPECT_EQ(dtype_from_storage(""), std::nullopt);
 }
-
-// The empty text stands for "has none" in the table, and must not find those.
-TEST(DTypeTest, TheEmptyStorageIsNoDtype) { EXPECT_EQ(dtype_from_storage(""), std::nullopt); }
 
 }  // namespace
 }  // namespace torch_ckpt

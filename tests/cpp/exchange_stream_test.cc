@@ -6,8 +6,6 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <map>
 #include <memory>
@@ -155,6 +153,17 @@ struct TestWorld {
     for (std::thread& thread : threads) thread.join();
   }
 
+  int64_t stored_nbytes() const {
+    int64_t nbytes = 0;
+    for (const auto& file : slices) nbytes += file.back().offset + file.back().nbytes;
+    return nbytes;
+  }
+  int64_t read_nbytes() const {
+    int64_t nbytes = 0;
+    for (const TestRank& rank : ranks) nbytes += rank.read_nbytes;
+    return nbytes;
+  }
+
   void expect_loaded() const {
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
       const TestRank& one = ranks[rank];
@@ -170,15 +179,12 @@ struct TestWorld {
 
 TEST(ExchangeStreamTest, ReplicasReadEveryByteOnce) {
   TestWorld world(4);
-  int64_t stored = 0;
-  for (const auto& file : world.slices) stored += file.back().offset + file.back().nbytes;
   for (size_t rank = 0; rank < 4; ++rank) world.want_all(rank);
   world.load_together();
   world.expect_loaded();
-  int64_t read = 0;
-  for (const TestRank& rank : world.ranks) read += rank.read_nbytes;
+  const int64_t stored = world.stored_nbytes();
   // Without an index, the frames of long slices are read by every rank.
-  EXPECT_LT(read, stored + 4 * 6 * (32 << 10) + (64 << 10));
+  EXPECT_LT(world.read_nbytes(), stored + 4 * 6 * (32 << 10) + (64 << 10));
   EXPECT_GT(world.network.sent_nbytes(), 3 * (stored - (200 << 10)));
 }
 
@@ -225,16 +231,12 @@ TEST(ExchangeStreamTest, ReplicasOnDevicesReadEveryByteOnceAndCopyItFromBuffersO
   for (size_t rank = 0; rank < 3; ++rank) world.want_all(rank, Where::kDevice);
   world.load_together();
   world.expect_loaded();
-  int64_t read = 0;
-  int64_t stored = 0;
-  for (const auto& file : world.slices) stored += file.back().offset + file.back().nbytes;
   for (const TestRank& rank : world.ranks) {
-    read += rank.read_nbytes;
     EXPECT_GT(rank.device->begun(), 0);
     // But for whole slices, of which pieces may hold only a part.
     EXPECT_LE(rank.device->from_elsewhere(), 3);
   }
-  EXPECT_LT(read, stored + 3 * 6 * (32 << 10) + (64 << 10));
+  EXPECT_LT(world.read_nbytes(), world.stored_nbytes() + 3 * 6 * (32 << 10) + (64 << 10));
 }
 
 TEST(ExchangeStreamTest, WhenADeviceFailsTheRankNamesTheTensorAndOthersAreCancelled) {

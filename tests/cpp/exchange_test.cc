@@ -1,6 +1,5 @@
 #include "plan/exchange.h"
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>

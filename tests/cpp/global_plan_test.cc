@@ -66,12 +66,6 @@ std::multiset<Written> written_by_table(const GlobalPlan& global) {
   return out;
 }
 
-int64_t volume(const Dims& sizes) {
-  int64_t product = 1;
-  for (const int64_t size : sizes) product *= size;
-  return product;
-}
-
 // The oracle: of every FQN each different box that any rank has is written once, whole or in rows.
 void expect_everything_once(const World& world, const GlobalPlan& global) {
   const std::multiset<Written> written = written_by_table(global);
@@ -82,8 +76,9 @@ void expect_everything_once(const World& world, const GlobalPlan& global) {
   for (const auto& items : world) {
     for (const PlanItem& item : items) {
       if (std::find(order.begin(), order.end(), item.fqn) == order.end()) order.push_back(item.fqn);
-      const bool has_elements = item.kind == ItemKind::kObject || volume(item.box.sizes) > 0;
-      if (has_elements) wanted[{item.fqn, item.box.offsets}] = volume(item.box.sizes);
+      const bool has_elements =
+          item.kind == ItemKind::kObject || *checked_numel(item.box.sizes) > 0;
+      if (has_elements) wanted[{item.fqn, item.box.offsets}] = *checked_numel(item.box.sizes);
     }
   }
   std::vector<int64_t> load(world.size());
@@ -97,12 +92,12 @@ void expect_everything_once(const World& world, const GlobalPlan& global) {
       wanted[{fqn, {}}] -= 1;
       continue;
     }
-    load[static_cast<size_t>(rank)] += volume(sizes) * item.facts.itemsize;
+    load[static_cast<size_t>(rank)] += *checked_numel(sizes) * item.facts.itemsize;
     ASSERT_EQ(Dims(sizes.begin() + (sizes.empty() ? 0 : 1), sizes.end()),
               Dims(item.box.sizes.begin() + (sizes.empty() ? 0 : 1), item.box.sizes.end()));
-    if (volume(item.facts.sizes) > 0) {
-      ASSERT_GT(volume(sizes), 0);
-      wanted[{fqn, item.box.offsets}] -= volume(sizes);
+    if (*checked_numel(item.facts.sizes) > 0) {
+      ASSERT_GT(*checked_numel(sizes), 0);
+      wanted[{fqn, item.box.offsets}] -= *checked_numel(sizes);
     }
   }
   for (const auto& [box, left] : wanted) ASSERT_EQ(left, 0) << box.first;
@@ -119,9 +114,9 @@ TEST(GlobalPlanTest, OnRandomMeshesEveryBoxIsWrittenOnce) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937 random(seed);
     const World world = random_world(random);
-    const GlobalPlanOptions options = {.ranks_per_node = 1 + below(random, 4),
-                                       .split = below(random, 3) > 0,
-                                       .dedup = below(random, 5) > 0};
+    const GlobalPlanOptions options = {.ranks_per_node = 1 + pick(random, 4),
+                                       .split = pick(random, 3) > 0,
+                                       .dedup = pick(random, 5) > 0};
     ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world, options));
     ASSERT_NO_FATAL_FAILURE(expect_everything_once(world, global));
     ASSERT_OK_AND_ASSIGN(const GlobalPlan again, plan(world, options));
@@ -320,34 +315,34 @@ TEST(GlobalPlanTest, OverlapAndHolesAreFoundAsByLookingAtEveryElement) {
   for (uint32_t seed = 0; seed < 5000; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937 random(seed);
-    const Dims sizes = {1 + below(random, 4), 1 + below(random, 4), 1 + below(random, 3)};
+    const Dims sizes = {1 + pick(random, 4), 1 + pick(random, 4), 1 + pick(random, 3)};
     std::set<std::pair<Dims, Dims>> boxes;
-    const int64_t rows = 1 + below(random, sizes[0]);
+    const int64_t rows = 1 + pick(random, sizes[0]);
     for (int64_t i = 0; i < rows; ++i) {
       const auto [begin, length] = chunk_of(sizes[0], rows, i);
-      const int64_t columns = 1 + below(random, sizes[1]);
+      const int64_t columns = 1 + pick(random, sizes[1]);
       for (int64_t k = 0; k < columns; ++k) {
         const auto [left, width] = chunk_of(sizes[1], columns, k);
         boxes.insert({{begin, left, 0}, {length, width, sizes[2]}});
       }
     }
-    if (below(random, 2) == 0) {
+    if (pick(random, 2) == 0) {
       Dims offsets(3);
       Dims local(3);
       for (size_t d = 0; d < 3; ++d) {
-        offsets[d] = below(random, sizes[d]);
-        local[d] = 1 + below(random, sizes[d] - offsets[d]);
+        offsets[d] = pick(random, sizes[d]);
+        local[d] = 1 + pick(random, sizes[d] - offsets[d]);
       }
-      if (below(random, 2) == 0) boxes.erase(boxes.begin());
+      if (pick(random, 2) == 0) boxes.erase(boxes.begin());
       boxes.insert({offsets, local});
     }
     World world(3);
     std::map<Dims, int> times;
     int64_t covered = 0;
     for (const auto& [offsets, local] : boxes) {
-      world[static_cast<size_t>(below(random, 3))].push_back(
+      world[static_cast<size_t>(pick(random, 3))].push_back(
           float_shard("w", sizes, offsets, local));
-      for (int64_t e = 0; e < volume(local); ++e) {
+      for (int64_t e = 0; e < *checked_numel(local); ++e) {
         const Dims at = {offsets[0] + e / (local[1] * local[2]),
                          offsets[1] + e / local[2] % local[1], offsets[2] + e % local[2]};
         covered += ++times[at] == 1 ? 1 : 0;
@@ -356,7 +351,7 @@ TEST(GlobalPlanTest, OverlapAndHolesAreFoundAsByLookingAtEveryElement) {
     const bool once =
         std::all_of(times.begin(), times.end(), [](const auto& time) { return time.second == 1; });
     const auto planned = plan(world);
-    if (once && covered == volume(sizes)) {
+    if (once && covered == *checked_numel(sizes)) {
       ++sound;
       ASSERT_OK(planned);
     } else {

@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "format/index_records.h"
+#include "support/example_index.h"
+#include "support/golden.h"
 #include "support/opened_index.h"
 #include "support/sealed_index.h"
 #include "support/status_matchers.h"
@@ -265,6 +267,28 @@ TEST(IndexFileTest, TextThatIsUsedTooOftenIsRefused) {
   const auto bytes = write_index(index);
   EXPECT_CODE(bytes, StatusCode::kInvalidArgument);
   EXPECT_THAT(bytes.status().message(), HasSubstr("text"));
+}
+
+TEST(IndexFileTest, WritesTheExampleInFormatMd) {
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, write_index(example_index()));
+  EXPECT_TRUE(format_md_listing("Example of an index") == as_text(bytes))
+      << "the example differs from what write_index writes";
+}
+
+TEST(IndexFileTest, ReadsTheExampleInFormatMd) {
+  const std::string shown = format_md_listing("Example of an index");
+  ASSERT_OK_AND_ASSIGN(const Index index, parse_index(as_bytes(shown)));
+  EXPECT_EQ(index, example_index());
+}
+
+TEST(IndexFileTest, TheTrailerIsTheOneInFormatMd) {
+  const std::string shown = format_md_listing("Example of a trailer");
+  const MetadataTrailer trailer = {example_index().save_id, example_index().metadata};
+  ASSERT_OK_AND_ASSIGN(const auto written, write_metadata_trailer(trailer));
+  EXPECT_TRUE(shown == as_text(written)) << "the example differs from what is written";
+  ASSERT_OK_AND_ASSIGN(const MetadataTrailer read,
+                       parse_metadata_trailer(as_bytes(shown), 12 + kMetadataTrailerNbytes));
+  EXPECT_EQ(read, trailer);
 }
 
 }  // namespace

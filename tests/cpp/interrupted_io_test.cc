@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <iostream>
 #include <memory>
@@ -17,6 +16,7 @@
 #include "io/posix_file_system.h"
 #include "io/transfer.h"
 #include "support/read_file.h"
+#include "support/saved_checkpoint.h"
 #include "support/saved_file.h"
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"
@@ -140,9 +140,8 @@ TEST(InterruptedIoTest, SavesAndLoadsMoveTheSameBytes) {
         const LiveTensor& live = saved[i].live;
         loaded.push_back(TestTensor::random(live.name, live.dtype, live.sizes, 99));
         const Slice& slice = layout.slices[i];
-        requests.push_back({{"b", slice.offset, slice.total_nbytes(), live.name},
-                            {Dims(live.sizes.size(), 0), live.sizes},
-                            loaded.back().live});
+        requests.push_back(
+            whole({"b", slice.offset, slice.total_nbytes(), live.name}, loaded.back()));
       }
       // One thread: the queues share their counts.
       ASSERT_OK_AND_ASSIGN(const auto job, LoadJob::make(fs, directory.path(),

@@ -61,20 +61,21 @@ class IoQueueTest : public testing::TestWithParam<std::tuple<QueueKind, Caching>
   std::unique_ptr<IoQueue> make_queue(int depth) {
     Result<std::unique_ptr<IoQueue>> queue = make_queue_of(std::get<0>(GetParam()), depth, arena());
     EXPECT_OK(queue);
-    return queue.ok() ? std::move(*queue) : nullptr;
+    return std::move(*queue);
   }
 
   std::unique_ptr<File> open(const std::string& name, OpenMode mode) {
     Result<std::unique_ptr<File>> file = fs_.open(directory_.file(name), mode, caching());
     EXPECT_OK(file);
-    return file.ok() ? std::move(*file) : nullptr;
+    return std::move(*file);
   }
 
-  // A file of `nbytes` bytes whose byte i is byte_at(i).
-  void make_file(const std::string& name, int64_t nbytes) {
+  // A file of `nbytes` bytes whose byte i is byte_at(i), to be read.
+  std::unique_ptr<File> filled(const std::string& name, int64_t nbytes) {
     std::vector<std::byte> bytes(static_cast<size_t>(nbytes));
     for (int64_t i = 0; i < nbytes; ++i) bytes[static_cast<size_t>(i)] = byte_at(i);
-    ASSERT_OK(write_file(fs_, directory_.file(name), bytes, true));
+    EXPECT_OK(write_file(fs_, directory_.file(name), bytes, true));
+    return open(name, OpenMode::kRead);
   }
   static std::byte byte_at(int64_t i) { return static_cast<std::byte>((i * 31 + i / 256) & 0xFF); }
 
@@ -124,7 +125,6 @@ INSTANTIATE_TEST_SUITE_P(Queues, IoQueueTest,
 
 TEST_P(IoQueueTest, SaysHowItMovesBytesAndWhyNotFaster) {
   const auto queue = make_queue(2);
-  ASSERT_TRUE(queue);
   const bool threads = std::get<0>(GetParam()) == QueueKind::kThreads;
   EXPECT_EQ(queue->mode().name, threads ? "threads" : "io_uring");
   const bool best = std::get<0>(GetParam()) == QueueKind::kUring && queue->mode().registered;
@@ -141,7 +141,6 @@ TEST_P(IoQueueTest, ReadsBackWhatManyRequestsWroteOutOfOrder) {
 
   const auto queue = make_queue(13);
   const auto file = open("a", OpenMode::kCreate);
-  ASSERT_TRUE(queue && file);
   std::vector<int64_t> cuts;  // In blocks, at uneven distances.
   for (int64_t at = 0; at < kArena / kBlock; at += 1 + static_cast<int64_t>(random() % 7)) {
     cuts.push_back(at);
@@ -175,14 +174,13 @@ TEST_P(IoQueueTest, ReadsBackWhatManyRequestsWroteOutOfOrder) {
     EXPECT_TRUE(std::ranges::all_of(seen, [](const auto& entry) { return entry.second == 1; }));
   }
   EXPECT_TRUE(std::ranges::equal(arena(), expected));
+  EXPECT_OK(run(*queue, sync(file.get(), 2)));
 }
 
 // What is in flight is memory that cannot be used, so the bound is a promise.
 TEST_P(IoQueueTest, RoomAndInFlightAddUpToTheDepth) {
-  make_file("a", 4 * kBlock);
   const auto queue = make_queue(3);
-  const auto file = open("a", OpenMode::kRead);
-  ASSERT_TRUE(queue && file);
+  const auto file = filled("a", 4 * kBlock);
   EXPECT_EQ(queue->room(), 3);
   EXPECT_EQ(queue->in_flight(), 0);
   for (int i = 0; i < 3; ++i) {
@@ -197,14 +195,13 @@ TEST_P(IoQueueTest, RoomAndInFlightAddUpToTheDepth) {
     EXPECT_EQ(queue->room(), done);
     EXPECT_EQ(queue->in_flight(), 3 - done);
   }
+  EXPECT_EQ(make_queue(0)->room(), 1);
 }
 
 // Bugs of a caller. Neither may hang or crash the training run around us.
 TEST_P(IoQueueTest, MisuseIsAnErrorAndNeverAHang) {
-  make_file("a", kBlock);
   const auto queue = make_queue(1);
-  const auto file = open("a", OpenMode::kRead);
-  ASSERT_TRUE(queue && file);
+  const auto file = filled("a", kBlock);
   EXPECT_TRUE(queue->wait().empty());  // Nothing in flight.
 
   const IoRequest one = read(file.get(), 0, slice(arena(), 0, kBlock), 1);
@@ -224,10 +221,8 @@ TEST_P(IoQueueTest, MisuseIsAnErrorAndNeverAHang) {
 
 // The kernel would say EINVAL, which says nothing.
 TEST_P(IoQueueTest, AMisalignedDirectRequestIsRefusedByName) {
-  make_file("a", 3 * kBlock);
   const auto queue = make_queue(1);
-  const auto file = open("a", OpenMode::kRead);
-  ASSERT_TRUE(queue && file);
+  const auto file = filled("a", 3 * kBlock);
   const bool direct = file->alignment() > 1;
   for (const IoRequest& odd : {read(file.get(), 1, slice(arena(), 0, kBlock)),
                                read(file.get(), 0, slice(arena(), 0, kBlock - 1)),
@@ -235,6 +230,7 @@ TEST_P(IoQueueTest, AMisalignedDirectRequestIsRefusedByName) {
     const Status status = run(*queue, odd);
     EXPECT_EQ(status.code(), direct ? StatusCode::kInvalidArgument : StatusCode::kOk);
   }
+  EXPECT_OK(run(*queue, read(file.get(), 0, {}, 7)));
   // The other descriptor of the same file takes any of them.
   IoRequest buffered = read(file.get(), 1, slice(arena(), 1, kBlock - 1));
   buffered.caching = Caching::kBuffered;
@@ -242,31 +238,19 @@ TEST_P(IoQueueTest, AMisalignedDirectRequestIsRefusedByName) {
   EXPECT_EQ(arena()[1], byte_at(1));
 }
 
-TEST_P(IoQueueTest, ARequestOfNoBytesIsDone) {
-  make_file("a", kBlock);
-  const auto queue = make_queue(1);
-  const auto file = open("a", OpenMode::kRead);
-  ASSERT_TRUE(queue && file);
-  EXPECT_OK(run(*queue, read(file.get(), 0, {}, 7)));
-}
-
 // Tensors are read straight into place where they can be; that memory was never registered.
 TEST_P(IoQueueTest, MemoryOutsideTheRegisteredArenaWorksToo) {
-  make_file("a", 2 * kBlock);
   ASSERT_OK_AND_ASSIGN(const Memory other, HeapMemorySource().allocate(2 * kBlock));
   const auto queue = make_queue(1);
-  const auto file = open("a", OpenMode::kRead);
-  ASSERT_TRUE(queue && file);
+  const auto file = filled("a", 2 * kBlock);
   ASSERT_OK(run(*queue, read(file.get(), kBlock, slice(other.bytes(), 0, kBlock))));
   EXPECT_EQ(other.bytes()[5], byte_at(kBlock + 5));
 }
 
 // A truncated checkpoint: the message is all that its owner gets to see.
 TEST_P(IoQueueTest, ReadingPastTheEndNamesBytesOffsetPathAndEnd) {
-  make_file("a", kBlock + 100);
   const auto queue = make_queue(1);
-  const auto file = open("a", OpenMode::kRead);
-  ASSERT_TRUE(queue && file);
+  const auto file = filled("a", kBlock + 100);
   const Status status = run(*queue, read(file.get(), kBlock, slice(arena(), 0, 2 * kBlock)));
   EXPECT_EQ(status.code(), StatusCode::kCorruption);
   EXPECT_EQ(status.message(), "cannot read 8192 bytes at 4096 of " + directory_.file("a") +
@@ -281,14 +265,10 @@ TEST_P(IoQueueTest, ReadingPastTheEndNamesBytesOffsetPathAndEnd) {
 // lacks a whole block is torn.
 TEST_P(IoQueueTest, OnlyADirectReadMayReachPastTheEndUpToTheNextBoundary) {
   const auto queue = make_queue(1);
-  ASSERT_TRUE(queue);
   for (const int64_t nbytes :
        {int64_t{1}, kBlock - 1, kBlock, kBlock + 1, 2 * kBlock, 3 * kBlock}) {
     SCOPED_TRACE(testing::Message() << "a file of " << nbytes << " bytes");
-    const std::string name = std::to_string(nbytes);
-    make_file(name, nbytes);
-    const auto file = open(name, OpenMode::kRead);
-    ASSERT_TRUE(file);
+    const auto file = filled(std::to_string(nbytes), nbytes);
     for (int64_t begin = 0; begin < 4 * kBlock; begin += kBlock) {
       for (int64_t length = kBlock; length <= 4 * kBlock; length += kBlock) {
         SCOPED_TRACE(testing::Message() << "[" << begin << ", " << begin + length << ")");
@@ -308,10 +288,8 @@ TEST_P(IoQueueTest, OnlyADirectReadMayReachPastTheEndUpToTheNextBoundary) {
 }
 
 TEST_P(IoQueueTest, WritingToAFileOpenedForReadingFails) {
-  make_file("a", kBlock);
   const auto queue = make_queue(1);
-  const auto file = open("a", OpenMode::kRead);
-  ASSERT_TRUE(queue && file);
+  const auto file = filled("a", kBlock);
   const Status status = run(*queue, write(file.get(), 0, slice(arena(), 0, kBlock)));
   EXPECT_EQ(status.code(), StatusCode::kStorage);
   EXPECT_EQ(status.error_number(), EBADF);
@@ -326,7 +304,6 @@ TEST_P(IoQueueTest, AFileSizeLimitIsAnErrorOfTheWrite) {
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
   const auto queue = make_queue(1);
   const auto file = open("a", OpenMode::kCreate);
-  ASSERT_TRUE(queue && file);
 
   rlimit lower = before;
   lower.rlim_cur = static_cast<rlim_t>(2 * kBlock);
@@ -348,7 +325,6 @@ TEST_P(IoQueueTest, DestructionWaitsForWhatIsInFlight) {
   const auto file = open("a", OpenMode::kCreate);
   {
     const auto queue = make_queue(16);
-    ASSERT_TRUE(queue && file);
     std::vector<IoRequest> writes;
     for (int64_t i = 0; i < 16; ++i) {
       const int64_t begin = i * (kArena / 16);
@@ -362,20 +338,6 @@ TEST_P(IoQueueTest, DestructionWaitsForWhatIsInFlight) {
   for (int64_t i = 0; i < kArena; ++i) ASSERT_EQ(found[static_cast<size_t>(i)], byte_at(i)) << i;
 }
 
-TEST_P(IoQueueTest, SyncsAFileWithWritesBeforeIt) {
-  const auto queue = make_queue(2);
-  const auto file = open("a", OpenMode::kCreate);
-  ASSERT_TRUE(queue && file);
-  EXPECT_OK(run(*queue, write(file.get(), 0, slice(arena(), 0, kBlock), 1)));
-  EXPECT_OK(run(*queue, sync(file.get(), 2)));
-}
-
-TEST_P(IoQueueTest, ADepthOfNothingCountsAsOne) {
-  const auto queue = make_queue(0);
-  ASSERT_TRUE(queue);
-  EXPECT_EQ(queue->room(), 1);
-}
-
 // A disk in memory; some kernels refuse O_DIRECT there and some do not.
 TEST_P(IoQueueTest, WorksOnTmpfs) {
   const TempDirectory in_memory("/dev/shm");
@@ -385,7 +347,6 @@ TEST_P(IoQueueTest, WorksOnTmpfs) {
   EXPECT_EQ(file->fallback_reason().empty(),
             caching() == Caching::kBuffered || file->alignment() > 1);
   const auto queue = make_queue(1);
-  ASSERT_TRUE(queue);
   std::ranges::fill(arena(), std::byte{0x5A});
   ASSERT_OK(run(*queue, write(file.get(), 0, slice(arena(), 0, 8 * kBlock))));
   std::ranges::fill(arena(), std::byte{0});
@@ -400,7 +361,6 @@ TEST_P(IoQueueTest, ReadsAFileThatFellBackToBuffered) {
   ASSERT_OK_AND_ASSIGN(const auto file, fs_.open("/proc/version", OpenMode::kRead, caching()));
   ASSERT_EQ(file->alignment(), 1);
   const auto queue = make_queue(1);
-  ASSERT_TRUE(queue);
   ASSERT_OK(run(*queue, read(file.get(), 0, slice(arena(), 3, 5))));
   EXPECT_EQ(as_text(slice(arena(), 3, 5)), "Linux");
 }

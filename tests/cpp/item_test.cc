@@ -22,7 +22,7 @@ TEST(ItemTableTest, RandomItemsAreThereInOrder) {
   for (uint32_t seed = 0; seed < 200; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937 random(seed);
-    const std::vector<PlanItem> items = random_items(random, below(random, 60));
+    const std::vector<PlanItem> items = random_items(random, pick(random, 60));
     ASSERT_EQ(items_of(table_of(items)), items);
   }
 }

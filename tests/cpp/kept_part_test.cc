@@ -32,25 +32,35 @@ const PlanItem kW = whole_item("w", float_facts({8, 2}));
 const PlanItem kB = whole_item("b", float_facts({8}));
 const PlanItem kStep = object_item("step", 10);
 
-TEST(KeptPartTest, ARankKeepsItsPartAndItsObjects) {
-  ASSERT_OK_AND_ASSIGN(const auto items,
-                       kept({kStep, kW, kB}, {kW, kB}, {2, {{0, 1}}, {{0, 2, 4}}}));
-  EXPECT_EQ(items, (std::vector{kStep, float_shard("w", {8, 2}, {2, 0}, {4, 2})}));
-}
-
-TEST(KeptPartTest, WhatIsUncutStaysAsItWasListed) {
-  ASSERT_OK_AND_ASSIGN(const auto items, kept({kW, kB}, {kW, kB}, {2, {{1, 1}}, {}}));
-  EXPECT_EQ(items, std::vector{kB});
-}
-
-TEST(KeptPartTest, WhatIsNewIsKeptWhole) {
+TEST(KeptPartTest, ARankKeepsItsPartAndItsObjectsAndWhatIsNew) {
   const PlanItem added = whole_item("new", float_facts({3}));
-  const PlanItem longer = whole_item("b", float_facts({9}));
+  const PlanItem longer_b = whole_item("b", float_facts({9}));
+  const PlanItem longer_w = whole_item("w", float_facts({9, 2}));
   const PlanItem other_shard = float_shard("b", {8}, {4}, {4});
-  ASSERT_OK_AND_ASSIGN(const auto items, kept({added, kW, longer}, {kW, kB}, {2, {{0, 1}}, {}}));
-  EXPECT_EQ(items, (std::vector{added, kW, longer}));
-  ASSERT_OK_AND_ASSIGN(const auto shards, kept({kW, other_shard}, {kW, kB}, {2, {{0, 1}}, {}}));
-  EXPECT_EQ(shards, (std::vector{kW, other_shard}));
+  PlanItem trained = kW;  // What only describes a tensor makes it no other.
+  trained.facts.requires_grad = true;
+  trained.facts.pin_memory = true;
+  const Assignment first = {2, {{0, 1}}, {}};
+  const struct {
+    std::vector<PlanItem> items;
+    Assignment part;
+    std::vector<PlanItem> other;
+    std::vector<PlanItem> kept;
+  } cases[] = {
+      {{kStep, kW, kB},
+       {2, {{0, 1}}, {{0, 2, 4}}},
+       {},
+       {kStep, float_shard("w", {8, 2}, {2, 0}, {4, 2})}},
+      {{kW, kB}, {2, {{1, 1}}, {}}, {}, {kB}},
+      {{added, kW, longer_b}, first, {}, {added, kW, longer_b}},
+      {{kW, other_shard}, first, {}, {kW, other_shard}},
+      {{kStep, longer_w}, first, {kB}, {kStep, longer_w}},  // Nobody else had "w".
+      {{trained, kB}, first, {kW}, {trained}},
+  };
+  for (const auto& [items, part, other, expected] : cases) {
+    ASSERT_OK_AND_ASSIGN(const auto found, kept(items, {kW, kB}, part, other));
+    EXPECT_EQ(found, expected);
+  }
 }
 
 TEST(KeptPartTest, WhatIsNewAndWasSharedByOthersIsTheirs) {
@@ -75,20 +85,6 @@ TEST(KeptPartTest, WhatWasToBeKeptForOthersIsMissed) {
   EXPECT_THAT(lost.status().message(), HasSubstr("'w'"));
   EXPECT_CODE(kept({whole_item("w", float_facts({2, 8})), kB}, {kW, kB}, part, {kW}).status(),
               StatusCode::kMismatch);
-}
-
-TEST(KeptPartTest, WhatNobodyElseHadIsSimplyNoMore) {
-  const PlanItem longer = whole_item("w", float_facts({9, 2}));
-  ASSERT_OK_AND_ASSIGN(const auto items, kept({kStep, longer}, {kW, kB}, {2, {{0, 1}}, {}}, {kB}));
-  EXPECT_EQ(items, (std::vector{kStep, longer}));
-}
-
-TEST(KeptPartTest, WhatOnlyDescribesATensorMakesItNoOther) {
-  PlanItem trained = kW;
-  trained.facts.requires_grad = true;
-  trained.facts.pin_memory = true;
-  ASSERT_OK_AND_ASSIGN(const auto items, kept({trained, kB}, {kW, kB}, {2, {{0, 1}}, {}}, {kW}));
-  EXPECT_EQ(items, std::vector{trained});
 }
 
 TEST(KeptPartTest, APartOfOtherItemsIsRefused) {
@@ -158,13 +154,13 @@ TEST(KeptPartTest, WhateverRanksHoldByThenIsThereOrMissed) {
     bool is_missed = false;
     for (size_t rank = 0; rank < now.size(); ++rank) {
       std::vector<PlanItem>& items = now[rank];
-      if (below(random, 2) == 0 && !items.empty()) {
-        items.erase(items.begin() + below(random, std::ssize(items)));
+      if (pick(random, 2) == 0 && !items.empty()) {
+        items.erase(items.begin() + pick(random, std::ssize(items)));
       }
-      if (below(random, 4) == 0) items.push_back(whole_item("new", float_facts({5, 3})));
-      const auto& others = tensors[static_cast<size_t>(below(random, std::ssize(tensors)))];
-      if (below(random, 2) == 0 && !others.empty()) {
-        const PlanItem& item = others[static_cast<size_t>(below(random, std::ssize(others)))];
+      if (pick(random, 4) == 0) items.push_back(whole_item("new", float_facts({5, 3})));
+      const auto& others = tensors[static_cast<size_t>(pick(random, std::ssize(tensors)))];
+      if (pick(random, 2) == 0 && !others.empty()) {
+        const PlanItem& item = others[static_cast<size_t>(pick(random, std::ssize(others)))];
         if (std::ranges::find(items, item) == items.end()) items.push_back(item);
       }
       ASSERT_OK_AND_ASSIGN(

@@ -10,12 +10,6 @@
 namespace torch_ckpt {
 namespace {
 
-TEST(LayoutTest, NothingToPlaceTakesNoRoom) {
-  const Layout layout = lay_out({});
-  EXPECT_TRUE(layout.slices.empty());
-  EXPECT_EQ(layout.nbytes, 0);
-}
-
 TEST(LayoutTest, RandomSlicesAscendAlignedWithoutOverlap) {
   for (uint32_t seed = 0; seed < 300; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));

@@ -19,14 +19,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-constexpr LoadOptions kTiny = {.buffer_nbytes = 96 << 10, .block_nbytes = 16 << 10, .threads = 2};
-
-Result<LoadResult> load(FileSystem& fs, const std::vector<TensorRequest>& tensors,
-                        const std::vector<StoredSlice>& bytes = {}) {
-  ASSIGN_OR_RETURN(const auto job, LoadJob::make(fs, kCheckpoint, kTiny));
-  return job->run(tensors, bytes);
-}
-
 TEST(LoadJobFaultTest, AMissingFileIsNotFoundBeforeAnythingIsWritten) {
   MemoryFileSystem fs;
   const auto saved = TestTensor::random("w", DType::kFloat32, {10}, 1);
@@ -108,7 +100,7 @@ TEST(LoadJobFaultTest, AnyFailedOperationIsTheStatusAndTheJobCanBeUsedAgain) {
   const auto to_small = TestTensor::random("small", DType::kFloat32, {50, 20}, 3);
   const auto to_large = TestTensor::random("large", DType::kFloat32, {300, 130}, 4);
   const std::vector<TensorRequest> requests = {whole(a[0], to_small), whole(a[1], to_large)};
-  ASSERT_OK_AND_ASSIGN(const auto job, LoadJob::make(fs, kCheckpoint, kTiny));
+  ASSERT_OK_AND_ASSIGN(const auto job, LoadJob::make(fs, kCheckpoint, tiny()));
   for (int64_t n = 0;; ++n) {
     SCOPED_TRACE("operation " + std::to_string(n) + " fails");
     fs.fail_operation(n, errno_status(EIO, "cannot go on"));

@@ -20,9 +20,10 @@ uintptr_t address_of(const Memory& memory) {
   return reinterpret_cast<uintptr_t>(memory.bytes().data());
 }
 
+HeapMemorySource source;
+
 // Direct I/O refuses memory that does not start on a page, whatever the size asked for.
 TEST(HeapMemoryTest, IsZeroedWholePages) {
-  HeapMemorySource source;
   for (const int64_t nbytes : {int64_t{1}, kPage, kPage + 1, kHugePage - 1, kHugePage + 1}) {
     ASSERT_OK_AND_ASSIGN(const Memory memory, source.allocate(nbytes));
     EXPECT_EQ(memory.nbytes(), align_up(nbytes, kPage));
@@ -35,13 +36,11 @@ TEST(HeapMemoryTest, IsZeroedWholePages) {
 
 // Else the kernel could not back it with huge pages from its first byte on.
 TEST(HeapMemoryTest, ALargeBlockStartsOnAHugePage) {
-  HeapMemorySource source;
   ASSERT_OK_AND_ASSIGN(const Memory memory, source.allocate(3 * kHugePage + kPage));
   EXPECT_EQ(address_of(memory) % kHugePage, 0u);
 }
 
 TEST(HeapMemoryTest, TwoBlocksDoNotOverlap) {
-  HeapMemorySource source;
   ASSERT_OK_AND_ASSIGN(const Memory a, source.allocate(3 * kHugePage));
   ASSERT_OK_AND_ASSIGN(const Memory b, source.allocate(3 * kHugePage));
   std::ranges::fill(a.bytes(), std::byte{1});
@@ -50,14 +49,12 @@ TEST(HeapMemoryTest, TwoBlocksDoNotOverlap) {
 }
 
 TEST(HeapMemoryTest, MoreThanThereIsGivesAnError) {
-  HeapMemorySource source;
   const Result<Memory> memory = source.allocate(int64_t{1} << 60);
   ASSERT_CODE(memory, StatusCode::kStorage);
   EXPECT_EQ(memory.status().error_number(), ENOMEM);
 }
 
 TEST(HeapMemoryTest, MovingHandsTheSameBytesOver) {
-  HeapMemorySource source;
   ASSERT_OK_AND_ASSIGN(Memory first, source.allocate(kPage));
   const std::byte* const where = first.bytes().data();
   Memory second = std::move(first);

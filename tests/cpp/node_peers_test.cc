@@ -8,12 +8,9 @@
 #include <unistd.h>
 
 #include <array>
-#include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "support/status_matchers.h"
 #include "support/thread_peers.h"

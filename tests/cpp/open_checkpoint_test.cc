@@ -29,14 +29,33 @@ std::string metadata_of(const std::string& pickle, const std::string& save_id = 
   return sealed_metadata(pickle, save_id);
 }
 
-TEST(OpenCheckpointTest, FindsTheIndexThatWasCommittedWithTheMetadata) {
-  MemoryFileSystem fs;
-  fs.put("c/.metadata", metadata_of("m"));
-  fs.put("c/.index", index_of("m"));
-  ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
-  EXPECT_EQ(as_text(*opened.metadata->read_pickle()), "m");
-  ASSERT_NE(opened.index, nullptr);
-  EXPECT_EQ(opened.index->save_id(), kId);
+TEST(OpenCheckpointTest, TakesTheIndexThatWasCommittedWithTheMetadataAndNoOther) {
+  const struct {
+    const char* what;
+    std::string metadata;
+    std::string index;
+    bool is_taken;
+  } cases[] = {
+      {"committed with it", metadata_of("m"), index_of("m"), true},
+      {"of the same pickle in another save", metadata_of("m"), index_of("m", "ffffffffffffffff"),
+       false},
+      {"of metadata without a trailer", "m", index_of("m"), false},
+      {"of other metadata", "m", index_of("ours"), false},
+  };
+  for (const auto& [what, metadata, index, is_taken] : cases) {
+    SCOPED_TRACE(what);
+    MemoryFileSystem fs;
+    fs.put("c/.metadata", metadata);
+    fs.put("c/.index", index);
+    ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
+    EXPECT_EQ(as_text(*opened.metadata->read_pickle()), "m");
+    EXPECT_OK(opened.index_status);
+    ASSERT_NE(is_taken ? opened.index : opened.other_index, nullptr);
+    EXPECT_EQ(is_taken ? opened.other_index : opened.index, nullptr);
+    if (is_taken) {
+      EXPECT_EQ(opened.index->save_id(), kId);
+    }
+  }
 }
 
 TEST(OpenCheckpointTest, FindsAnIndexThatStillHasItsPendingName) {
@@ -71,24 +90,6 @@ TEST(OpenCheckpointTest, ReadsTheEndOfTheMetadataAndTheStartOfTheIndex) {
   EXPECT_EQ(fs.count(Operation::Kind::kRead), 2);
 }
 
-TEST(OpenCheckpointTest, AnIndexOfTheSamePickleInAnotherSaveIsNotTaken) {
-  MemoryFileSystem fs;
-  fs.put("c/.metadata", metadata_of("m"));
-  fs.put("c/.index", index_of("m", "ffffffffffffffff"));
-  ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
-  EXPECT_EQ(opened.index, nullptr);
-  EXPECT_NE(opened.other_index, nullptr);
-}
-
-TEST(OpenCheckpointTest, WithoutATrailerNoIndexBelongsToTheMetadata) {
-  MemoryFileSystem fs;
-  fs.put("c/.metadata", "m");
-  fs.put("c/.index", index_of("m"));
-  ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
-  EXPECT_EQ(opened.index, nullptr);
-  EXPECT_EQ(as_text(*opened.metadata->read_pickle()), "m");
-}
-
 // What is open stays what it was.
 TEST(OpenCheckpointTest, ASaveOverWhatIsOpenChangesNothing) {
   MemoryFileSystem fs;
@@ -100,16 +101,6 @@ TEST(OpenCheckpointTest, ASaveOverWhatIsOpenChangesNothing) {
   ASSERT_NE(opened.index, nullptr);
   EXPECT_OK(opened.index->check());
   EXPECT_EQ(as_text(*opened.metadata->read_pickle()), "old");
-}
-
-TEST(OpenCheckpointTest, AnIndexOfOtherMetadataIsNotTaken) {
-  MemoryFileSystem fs;
-  fs.put("c/.metadata", "stock's");
-  fs.put("c/.index", index_of("ours"));
-  ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
-  EXPECT_EQ(opened.index, nullptr);
-  ASSERT_NE(opened.other_index, nullptr);
-  EXPECT_OK(opened.index_status);
 }
 
 TEST(OpenCheckpointTest, ADamagedIndexIsReportedWithItsName) {

@@ -123,54 +123,43 @@ TEST(OverlapTest, PartsOfADenseTensorTileItsBytesInOrder) {
   }
 }
 
-TEST(OverlapTest, ADenseCopyThatFitsStaysWhole) {
-  const StridedCopy copy = {
+TEST(OverlapTest, ACopyIsCutIntoAsFewPartsAsItsLimitsPermit) {
+  const StridedCopy dense = {
       .itemsize = 4, .sizes = {8, 16}, .src_strides = {64, 4}, .dst_strides = {4, 32}};
-  EXPECT_EQ(split_by_source(copy, 512, 0), std::vector<StridedCopy>{copy});
-  EXPECT_EQ(split_by_source(copy, 511, 0).size(), 2u);
-}
-
-TEST(OverlapTest, RowsFartherApartThanTheGapAreReadOneByOne) {
-  const StridedCopy copy = {
+  const StridedCopy apart = {
       .itemsize = 4, .sizes = {8, 16}, .src_strides = {164, 4}, .dst_strides = {64, 4}};
-  EXPECT_EQ(split_by_source(copy, 1 << 20, 100).size(), 1u);
-  EXPECT_EQ(split_by_source(copy, 1 << 20, 99).size(), 8u);
-}
-
-// An expanded tensor repeats its bytes: they are needed once.
-TEST(OverlapTest, RepeatedElementsShareOneRange) {
-  const StridedCopy copy = {
+  const StridedCopy repeated = {
       .itemsize = 4, .sizes = {1000, 16}, .src_strides = {0, 4}, .dst_strides = {64, 4}};
-  const std::vector<StridedCopy> parts = split_by_source(copy, 64, 0);
-  ASSERT_EQ(parts.size(), 1u);
-  EXPECT_EQ(source_range(parts[0]), (ByteRange{0, 64}));
-}
-
-TEST(OverlapTest, ATransposedSourceIsCutAlongItsOwnRows) {
-  const StridedCopy copy = {
+  const StridedCopy transposed = {
       .itemsize = 4, .sizes = {16, 8}, .src_strides = {4, 64}, .dst_strides = {32, 4}};
-  const std::vector<StridedCopy> parts = split_by_source(copy, 128, 0);
-  ASSERT_EQ(parts.size(), 4u);
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const auto begin = static_cast<int64_t>(i) * 128;
-    EXPECT_EQ(source_range(parts[i]), (ByteRange{begin, begin + 128}));
+  const StridedCopy three = {
+      .itemsize = 16, .sizes = {3}, .src_strides = {16}, .dst_strides = {16}};
+  const StridedCopy one = {.itemsize = 16, .sizes = {}, .src_strides = {}, .dst_strides = {}};
+  const StridedCopy none = {
+      .itemsize = 4, .sizes = {3, 0}, .src_strides = {4, 4}, .dst_strides = {4, 4}};
+  const struct {
+    const StridedCopy& copy;
+    int64_t max_nbytes;
+    int64_t max_gap;
+    size_t parts;
+  } cases[] = {
+      {dense, 512, 0, 1},
+      {dense, 511, 0, 2},
+      {apart, 1 << 20, 100, 1},
+      {apart, 1 << 20, 99, 8},
+      {repeated, 64, 0, 1},
+      {transposed, 128, 0, 4},  // Along rows of its own: each is as long as it may be.
+      {three, 1, 0, 3},
+      {one, 1, 0, 1},
+      {none, 100, 0, 0},
+  };
+  for (const auto& [copy, max_nbytes, max_gap, count] : cases) {
+    SCOPED_TRACE(describe(copy));
+    const std::vector<StridedCopy> parts = split_by_source(copy, max_nbytes, max_gap);
+    EXPECT_EQ(parts.size(), count);
+    expect_sound(copy, parts, max_nbytes, max_gap);
   }
-}
-
-TEST(OverlapTest, AnElementLongerThanTheLimitIsAPartOfItsOwn) {
-  const StridedCopy copy = {.itemsize = 16, .sizes = {3}, .src_strides = {16}, .dst_strides = {16}};
-  EXPECT_EQ(split_by_source(copy, 1, 0).size(), 3u);
-  EXPECT_EQ(
-      split_by_source({.itemsize = 16, .sizes = {}, .src_strides = {}, .dst_strides = {}}, 1, 0)
-          .size(),
-      1u);
-}
-
-TEST(OverlapTest, NoElementsNeedNoBytes) {
-  EXPECT_TRUE(
-      split_by_source(
-          {.itemsize = 4, .sizes = {3, 0}, .src_strides = {4, 4}, .dst_strides = {4, 4}}, 100, 0)
-          .empty());
+  EXPECT_EQ(split_by_source(dense, 512, 0), std::vector<StridedCopy>{dense});
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "support/status_matchers.h"
@@ -93,28 +94,19 @@ TEST(PickleGlobalsTest, WhatIsCutOffIsCorrupt) {
   EXPECT_EQ(code_of(whole), StatusCode::kOk);
 }
 
-TEST(PickleGlobalsTest, LengthsBeyondThePickleAreCorrupt) {
-  EXPECT_EQ(code_of("\x8e" + std::string(8, '\xff') + "."), StatusCode::kCorruption);
-  EXPECT_EQ(code_of("X" + std::string(4, '\xff') + "."), StatusCode::kCorruption);
-}
-
-TEST(PickleGlobalsTest, BytesThatAreNoOpcodeAreCorrupt) {
-  EXPECT_EQ(code_of("\xff."), StatusCode::kCorruption);
-  EXPECT_EQ(code_of("!."), StatusCode::kCorruption);
-}
-
-TEST(PickleGlobalsTest, NamesThatAreComputedAreUnsupported) {
-  EXPECT_EQ(code_of("\x8c\x02os\x8c\x06system\x93."), StatusCode::kUnsupported);
-  EXPECT_EQ(code_of("\x82\x01."), StatusCode::kUnsupported);
-}
-
-TEST(PickleGlobalsTest, ValuesThatAreDroppedAreUnsupported) {
-  EXPECT_EQ(code_of("K\x01K\x02"
-                    "0."),
-            StatusCode::kUnsupported);
-  EXPECT_EQ(code_of("K\x01(K\x02"
-                    "1."),
-            StatusCode::kUnsupported);
+TEST(PickleGlobalsTest, WhatIsNoPickleIsCorruptAndWhatIsTooCleverUnsupported) {
+  const std::tuple<const char*, std::string, StatusCode> cases[] = {
+      {"a length beyond the pickle", "\x8e" + std::string(8, '\xff') + ".",
+       StatusCode::kCorruption},
+      {"a text beyond the pickle", "X" + std::string(4, '\xff') + ".", StatusCode::kCorruption},
+      {"no opcode", "\xff.", StatusCode::kCorruption},
+      {"no opcode", "!.", StatusCode::kCorruption},
+      {"a computed name", "\x8c\x02os\x8c\x06system\x93.", StatusCode::kUnsupported},
+      {"a registered name", "\x82\x01.", StatusCode::kUnsupported},
+      {"a dropped value", std::string("K\x01K\x02") + "0.", StatusCode::kUnsupported},
+      {"values dropped to a mark", std::string("K\x01(K\x02") + "1.", StatusCode::kUnsupported},
+  };
+  for (const auto& [what, pickle, code] : cases) EXPECT_EQ(code_of(pickle), code) << what;
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 #include "plan/plan_wire.h"
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <random>
@@ -35,7 +34,7 @@ TEST(PlanWireTest, RandomTablesSurviveTheWire) {
   for (uint32_t seed = 0; seed < 500; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937 random(seed);
-    const std::vector<PlanItem> items = random_items(random, below(random, 80));
+    const std::vector<PlanItem> items = random_items(random, pick(random, 80));
     const std::vector<std::byte> bytes = encode(table_of(items));
     ASSERT_OK_AND_ASSIGN(const ItemTable table, decode(bytes));
     ASSERT_EQ(items_of(table), items);

@@ -23,7 +23,6 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 TensorView view_of(const TestTensor& tensor) {
   TensorView view;

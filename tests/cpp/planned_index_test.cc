@@ -4,10 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <random>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -82,7 +82,7 @@ std::pair<std::vector<File>, Index> written_by(const World& world, const GlobalP
   }
   for (int64_t rank = 0; rank < std::ssize(world); ++rank) {
     const auto first = files.size();
-    for (int64_t i = 0; i <= below(random, 3); ++i) files.push_back(file_of(rank, i));
+    for (int64_t i = 0; i <= pick(random, 3); ++i) files.push_back(file_of(rank, i));
     const Assignment assignment = global.assignment(rank);
     std::map<int64_t, Cut> cuts;
     for (const Cut& cut : assignment.cuts) cuts[cut.item] = cut;
@@ -92,17 +92,17 @@ std::pair<std::vector<File>, Index> written_by(const World& world, const GlobalP
     }
     for (const int64_t item : items) {
       const PlanItem& planned = world[static_cast<size_t>(rank)][static_cast<size_t>(item)];
-      const auto number = first + static_cast<size_t>(below(
+      const auto number = first + static_cast<size_t>(pick(
                                       random, std::ssize(files) - static_cast<int64_t>(first)));
       File& file = files[number];
       // Gaps, and items that others stand behind.
-      file.file.sums.file_nbytes += below(random, 100);
+      file.file.sums.file_nbytes += pick(random, 100);
       Box box = planned.box;
       if (cuts.contains(item)) box = cut_box({planned.box.offsets, planned.box.sizes}, cuts[item]);
       const int64_t nbytes = planned.facts.is_tensor
                                  ? *checked_volume(box.sizes) * planned.facts.itemsize
                                  : int64_t{0};
-      store(item, nbytes + 1 + below(random, 5000), below(random, 2) == 0, &file);
+      store(item, nbytes + 1 + pick(random, 5000), pick(random, 2) == 0, &file);
       const ItemExtent& extent = file.extents.back();
       index.entries[entries[planned.fqn]].boxes.push_back({box.offsets,
                                                            box.sizes,
@@ -127,9 +127,9 @@ TEST(PlannedIndexTest, OfRandomWorldsItIsWhatTheRanksHaveWritten) {
     std::mt19937 random(seed);
     const World world = random_world(random);
     ASSERT_OK_AND_ASSIGN(const GlobalPlan global,
-                         plan(world, {.ranks_per_node = 1 + below(random, 4),
-                                      .split = below(random, 3) > 0,
-                                      .dedup = below(random, 5) > 0}));
+                         plan(world, {.ranks_per_node = 1 + pick(random, 4),
+                                      .split = pick(random, 3) > 0,
+                                      .dedup = pick(random, 5) > 0}));
     const auto [files, expected] = written_by(world, global, random);
     ASSERT_OK_AND_ASSIGN(Index index, index_of(global, files));
     ASSERT_EQ(index, expected);
@@ -181,8 +181,9 @@ class PlannedIndexErrorTest : public ::testing::Test {
     store(2, 600, true, &files_[2]);
   }
 
-  void expect_error(const std::string& message) {
-    const auto refused = index_of(global_, files_);
+  void expect_error(const std::string& message) { expect_error(files_, message); }
+  void expect_error(const std::vector<File>& files, const std::string& message) {
+    const auto refused = index_of(global_, files);
     EXPECT_CODE(refused, StatusCode::kInternal) << message;
     EXPECT_EQ(refused.status().message(), "cannot commit: " + message);
   }
@@ -191,36 +192,27 @@ class PlannedIndexErrorTest : public ::testing::Test {
   std::vector<File> files_;
 };
 
-TEST_F(PlannedIndexErrorTest, WhatIsWholeIsAnIndex) { EXPECT_OK(index_of(global_, files_)); }
-
-TEST_F(PlannedIndexErrorTest, AMissingItemIsNamed) {
-  files_[1].extents.clear();
-  expect_error("the plan has 'w' at [2, 0], and rank 1 has not written it");
-}
-
-TEST_F(PlannedIndexErrorTest, AMissingObjectIsNamed) {
-  files_[0].extents.erase(files_[0].extents.begin());
-  expect_error("the plan has 'step' at [], and rank 0 has not written it");
-}
-
-TEST_F(PlannedIndexErrorTest, AMissingFileIsNamedByWhatWasToBeInIt) {
-  files_.pop_back();
-  expect_error("the plan has 'gone' at [0], and rank 1 has not written it");
-}
-
-TEST_F(PlannedIndexErrorTest, AnItemInTwoFilesIsRefused) {
-  store(1, 700, true, &files_[2]);
-  expect_error("rank 1 has written item 1 twice (__1_1.distcp)");
-}
-
-TEST_F(PlannedIndexErrorTest, AFileThatIsReportedTwiceIsRefused) {
-  files_.push_back(files_[0]);
-  expect_error("rank 0 has written item 0 twice (__0_0.distcp)");
-}
-
-TEST_F(PlannedIndexErrorTest, AnItemThatAnotherRankWritesIsRefused) {
-  store(0, 10, false, &files_[1]);
-  expect_error("rank 1 has written item 0, which is not its to write (__1_0.distcp)");
+TEST_F(PlannedIndexErrorTest, WhatIsMissingOrTooMuchIsNamed) {
+  const std::pair<std::function<void(std::vector<File>&)>, const char*> breaches[] = {
+      {[](auto& files) { files[1].extents.clear(); },
+       "the plan has 'w' at [2, 0], and rank 1 has not written it"},
+      {[](auto& files) { files[0].extents.erase(files[0].extents.begin()); },
+       "the plan has 'step' at [], and rank 0 has not written it"},
+      {[](auto& files) { files.pop_back(); },
+       "the plan has 'gone' at [0], and rank 1 has not written it"},
+      {[](auto& files) { store(1, 700, true, &files[2]); },
+       "rank 1 has written item 1 twice (__1_1.distcp)"},
+      {[](auto& files) { files.push_back(files[0]); },
+       "rank 0 has written item 0 twice (__0_0.distcp)"},
+      {[](auto& files) { store(0, 10, false, &files[1]); },
+       "rank 1 has written item 0, which is not its to write (__1_0.distcp)"},
+  };
+  EXPECT_OK(index_of(global_, files_));
+  for (const auto& [breach, message] : breaches) {
+    std::vector<File> files = files_;
+    breach(files);
+    expect_error(files, message);
+  }
 }
 
 TEST_F(PlannedIndexErrorTest, AnItemThatNobodyHasIsRefused) {

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "support/indexed_checkpoint.h"
@@ -16,7 +15,6 @@ namespace torch_ckpt {
 namespace {
 
 using ::testing::ElementsAre;
-using ::testing::IsEmpty;
 
 // Wants two tensors of a checkpoint, of the second rows [100, 200) alone, and the object.
 struct Wanted {

@@ -25,7 +25,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using ::testing::StartsWith;
 
 constexpr int64_t kBlock = 4096;
 
@@ -36,12 +35,6 @@ class PosixFileSystemTest : public testing::Test {
   PosixFileSystem fs_;
   TempDirectory directory_;
 };
-
-TEST_F(PosixFileSystemTest, ReadsBackAWrittenFile) {
-  ASSERT_OK(write_file(fs_, path("a"), as_bytes("some bytes"), true));
-  ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs_, path("a")));
-  EXPECT_EQ(as_text(bytes), "some bytes");
-}
 
 TEST_F(PosixFileSystemTest, AnEmptyFileIsAFile) {
   ASSERT_OK(write_file(fs_, path("a"), {}, false));
@@ -139,14 +132,12 @@ TEST_F(PosixFileSystemTest, FilesAreReadWithoutTheFlagTheyAreOpenedWith) {
   }
 }
 
-TEST_F(PosixFileSystemTest, ABufferedFileTakesAnyAlignmentWithoutExcuse) {
-  ASSERT_OK_AND_ASSIGN(const auto file, fs_.open(path("a"), OpenMode::kCreate, Caching::kBuffered));
-  EXPECT_EQ(file->alignment(), 1);
-  EXPECT_THAT(file->fallback_reason(), IsEmpty());
-  EXPECT_EQ(file->path(), path("a"));
-}
-
-TEST_F(PosixFileSystemTest, ADirectFileIsAlignedOrSaysWhyNot) {
+TEST_F(PosixFileSystemTest, ADirectFileIsAlignedOrSaysWhyNotAndABufferedOneIsNot) {
+  ASSERT_OK_AND_ASSIGN(const auto buffered,
+                       fs_.open(path("b"), OpenMode::kCreate, Caching::kBuffered));
+  EXPECT_EQ(buffered->alignment(), 1);
+  EXPECT_THAT(buffered->fallback_reason(), IsEmpty());
+  EXPECT_EQ(buffered->path(), path("b"));
   ASSERT_OK_AND_ASSIGN(const auto file, fs_.open(path("a"), OpenMode::kCreate, Caching::kDirect));
   EXPECT_EQ(file->alignment() == 1, !file->fallback_reason().empty());
   EXPECT_TRUE(file->alignment() == 1 || file->alignment() == kBlock);
@@ -301,14 +292,10 @@ TEST_F(ResidencyTest, WhatWasJustWrittenIsResident) {
   EXPECT_TRUE(file_->is_resident(kBlock - 1, 2));   // Across a page boundary.
 }
 
-TEST_F(ResidencyTest, WhatWasDroppedIsNot) {
+TEST_F(ResidencyTest, WhatWasDroppedIsResidentWhenABufferedReadHasBroughtItIn) {
   drop_from_cache();
   EXPECT_FALSE(file_->is_resident(0, kLength));
   EXPECT_FALSE(file_->is_resident(8 * kBlock, 10));
-}
-
-TEST_F(ResidencyTest, WhatABufferedReadBroughtInIsResident) {
-  drop_from_cache();
   for (int64_t page = 0; page <= 8; ++page) read_page(page);
   EXPECT_TRUE(file_->is_resident(0, kLength));
 }

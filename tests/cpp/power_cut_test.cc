@@ -123,21 +123,12 @@ TEST_F(PowerCutTest, ANewFileThatWasNotSyncedMayBeAnything) {
   EXPECT_THAT(states(/*instant=*/1), UnorderedElementsAre("", "a=", "a=..", "a=xy")) << "in flight";
 }
 
-TEST_F(PowerCutTest, SyncingAFileDoesNotKeepItsName) {
+TEST_F(PowerCutTest, SyncingAFileKeepsItsBytesAndSyncingItsFolderItsName) {
   create("a", "xy", /*sync=*/true);
   EXPECT_THAT(states(), UnorderedElementsAre("", "a=xy"));
-}
-
-TEST_F(PowerCutTest, SyncingTheFolderDoesNotKeepTheBytes) {
-  create("a", "xy", /*sync=*/false);
+  create("b", "xy", /*sync=*/false);
   sync_folder();
-  EXPECT_THAT(states(), UnorderedElementsAre("a=", "a=..", "a=xy"));
-}
-
-TEST_F(PowerCutTest, WhatWasSyncedWithItsFolderStays) {
-  create("a", "xy", /*sync=*/true);
-  sync_folder();
-  EXPECT_THAT(states(), ElementsAre("a=xy"));
+  EXPECT_THAT(states(), UnorderedElementsAre("a=xy b=", "a=xy b=..", "a=xy b=xy"));
 }
 
 TEST_F(PowerCutTest, ARenamingIsDoneOrNot) {

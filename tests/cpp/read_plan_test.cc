@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <map>
-#include <optional>
 #include <random>
 #include <string>
 #include <utility>
@@ -13,28 +12,12 @@
 #include "support/opened_index.h"
 #include "support/plan_items.h"
 #include "support/status_matchers.h"
+#include "support/strided_oracle.h"
 
 namespace torch_ckpt {
 namespace {
 
 using ::testing::HasSubstr;
-
-int64_t volume(const Dims& sizes) {
-  int64_t product = 1;
-  for (const int64_t size : sizes) product *= size;
-  return product;
-}
-
-// Calls `visit` with the index of each element of a box of these sizes.
-template <typename Visit>
-void for_each_index(const Dims& sizes, Visit visit) {
-  for (int64_t e = 0; e < volume(sizes); ++e) {
-    Dims at(sizes.size());
-    int64_t rest = e;
-    for (size_t d = sizes.size(); d-- > 0; rest /= sizes[d]) at[d] = rest % sizes[d];
-    visit(at);
-  }
-}
 
 Dims sum(const Dims& a, const Dims& b) {
   Dims out = a;
@@ -72,7 +55,7 @@ class IndexMaker {
 
   void add_box(IndexedEntry& entry, Dims offsets, Dims sizes, int64_t file = 0) {
     int64_t& end = index_.files[static_cast<size_t>(file)].sums.file_nbytes;
-    const int64_t nbytes = 64 + 4 * volume(sizes);
+    const int64_t nbytes = 64 + 4 * *checked_numel(sizes);
     entry.boxes.push_back({std::move(offsets), std::move(sizes), file, end, nbytes, true, {}});
     end += nbytes;
   }
@@ -102,9 +85,9 @@ void tile(std::mt19937& random, const Dims& offsets, const Dims& sizes,
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (sizes[d] > 1) can.push_back(d);
   }
-  if (can.empty() || below(random, 3) == 0) return out->push_back({offsets, sizes});
-  const size_t d = can[static_cast<size_t>(below(random, std::ssize(can)))];
-  const int64_t at = 1 + below(random, sizes[d] - 1);
+  if (can.empty() || pick(random, 3) == 0) return out->push_back({offsets, sizes});
+  const size_t d = can[static_cast<size_t>(pick(random, std::ssize(can)))];
+  const int64_t at = 1 + pick(random, sizes[d] - 1);
   Dims lower = sizes;
   Dims upper = sizes;
   Dims begin = offsets;
@@ -117,29 +100,29 @@ void tile(std::mt19937& random, const Dims& offsets, const Dims& sizes,
 
 Index random_index(std::mt19937& random) {
   IndexMaker maker;
-  for (int64_t t = 0; t < 1 + below(random, 5); ++t) {
+  for (int64_t t = 0; t < 1 + pick(random, 5); ++t) {
     const std::string fqn = "model." + std::to_string(t);
-    if (below(random, 6) == 0) {
+    if (pick(random, 6) == 0) {
       maker.add_object(fqn);
       continue;
     }
-    Dims sizes(static_cast<size_t>(below(random, 5)));
-    for (int64_t& size : sizes) size = below(random, 12) == 0 ? 0 : 1 + below(random, 6);
+    Dims sizes(static_cast<size_t>(pick(random, 5)));
+    for (int64_t& size : sizes) size = pick(random, 12) == 0 ? 0 : 1 + pick(random, 6);
     std::vector<std::pair<Dims, Dims>> boxes;
     tile(random, Dims(sizes.size()), sizes, &boxes);
-    if (below(random, 4) == 0 && !boxes.empty()) boxes.pop_back();
-    if (below(random, 4) == 0 && !sizes.empty()) {
+    if (pick(random, 4) == 0 && !boxes.empty()) boxes.pop_back();
+    if (pick(random, 4) == 0 && !sizes.empty()) {
       Dims empty = sizes;
-      empty[static_cast<size_t>(below(random, std::ssize(sizes)))] = 0;
+      empty[static_cast<size_t>(pick(random, std::ssize(sizes)))] = 0;
       boxes.push_back({Dims(sizes.size()), empty});
     }
     for (size_t i = boxes.size(); i > 1; --i) {
-      std::swap(boxes[i - 1], boxes[static_cast<size_t>(below(random, static_cast<int64_t>(i)))]);
+      std::swap(boxes[i - 1], boxes[static_cast<size_t>(pick(random, static_cast<int64_t>(i)))]);
     }
     IndexedEntry& entry = maker.add(fqn, float_facts(sizes));
-    for (auto& [offsets, local] : boxes) maker.add_box(entry, offsets, local, below(random, 2));
+    for (auto& [offsets, local] : boxes) maker.add_box(entry, offsets, local, pick(random, 2));
     for (IndexedBox& box : entry.boxes) {
-      if (below(random, 5) == 0) box.transforms = {"zstd"};
+      if (pick(random, 5) == 0) box.transforms = {"zstd"};
     }
   }
   return maker.index();
@@ -148,12 +131,12 @@ Index random_index(std::mt19937& random) {
 // Boxes of all tensors, and objects; some of them not stored.
 std::vector<PlanItem> random_wanted(std::mt19937& random, const Index& index) {
   std::vector<PlanItem> out;
-  for (int64_t i = below(random, 12); i > 0; --i) {
-    if (below(random, 8) == 0) {
+  for (int64_t i = pick(random, 12); i > 0; --i) {
+    if (pick(random, 8) == 0) {
       out.push_back(float_shard("other." + std::to_string(i), {4}, {0}, {4}));
       continue;
     }
-    const auto number = static_cast<size_t>(below(random, std::ssize(index.entries)));
+    const auto number = static_cast<size_t>(pick(random, std::ssize(index.entries)));
     const IndexedEntry& entry = index.entries[number];
     if (!entry.is_tensor) {
       out.push_back(object_item(entry.fqn, 5));
@@ -161,12 +144,12 @@ std::vector<PlanItem> random_wanted(std::mt19937& random, const Index& index) {
     }
     Dims offsets(entry.sizes.size());
     Dims sizes = entry.sizes;
-    const bool is_empty = below(random, 8) == 0;
+    const bool is_empty = pick(random, 8) == 0;
     for (size_t d = 0; d < sizes.size(); ++d) {
-      if (below(random, 3) == 0) continue;
-      offsets[d] = below(random, sizes[d] + 1);
-      sizes[d] = below(random, sizes[d] - offsets[d] + 1);
-      if (is_empty) sizes[d] = 0, offsets[d] = below(random, 20);
+      if (pick(random, 3) == 0) continue;
+      offsets[d] = pick(random, sizes[d] + 1);
+      sizes[d] = pick(random, sizes[d] - offsets[d] + 1);
+      if (is_empty) sizes[d] = 0, offsets[d] = pick(random, 20);
     }
     out.push_back(float_shard(entry.fqn, entry.sizes, offsets, sizes));
   }
@@ -200,7 +183,7 @@ void expect_painted(const Index& index, const PlanItem& item, const ReadPlan& pl
     ASSERT_EQ(read.is_object, !entry->is_tensor);
     objects += read.is_object ? 1 : 0;
     if (read.is_object) continue;
-    ASSERT_GT(volume(read.lengths), 0);
+    ASSERT_GT(*checked_numel(read.lengths), 0);
     ASSERT_EQ(read.lengths.size(), entry->sizes.size());
     for_each_index(read.lengths, [&](const Dims& at) {
       const Dims in_box = sum(read.storage_offsets, at);

@@ -152,23 +152,23 @@ TEST(ReadStreamTest, WhatThePageCacheHoldsIsReadThroughItAndAllElseDirectly) {
   }
 }
 
-TEST(ReadStreamTest, AlignedDestinationsAreReadInPlace) {
-  MemoryFileSystem fs;
-  const OneFile a(fs, 2 * kInPlace + 4096);
+TEST(ReadStreamTest, AlignedDestinationsAreReadInPlaceAndBufferedOnesAtAnyAddress) {
   ASSERT_OK_AND_ASSIGN(const Memory memory, HeapMemorySource().allocate(kInPlace + 4096));
   std::byte* aligned = memory.bytes().data();
   struct Case {
+    int64_t alignment;
     int64_t begin;
     std::byte* destination;
     int64_t nbytes;
     bool in_place;
   };
-  const Case cases[] = {{4096, aligned, kInPlace, true},
-                        {4096, aligned + 8, kInPlace, false},
-                        {4104, aligned, kInPlace, false},
-                        {4096, aligned, kInPlace + 8, false},
-                        {4096, aligned, kInPlace - 4096, false}};
+  const Case cases[] = {
+      {4096, 4096, aligned, kInPlace, true},         {4096, 4096, aligned + 8, kInPlace, false},
+      {4096, 4104, aligned, kInPlace, false},        {4096, 4096, aligned, kInPlace + 8, false},
+      {4096, 4096, aligned, kInPlace - 4096, false}, {1, 13, aligned + 1, kInPlace, true}};
   for (const Case& c : cases) {
+    MemoryFileSystem fs({.alignment = c.alignment});
+    const OneFile a(fs, 2 * kInPlace + 4096);
     const std::vector<WantedRange> wanted = {a.range(c.begin, c.begin + c.nbytes, c.destination)};
     int consumed = 0;
     ASSERT_OK(make_stream(fs, 1, 512 << 10)->run(wanted, [&](int64_t, Bytes bytes, Unpacking&) {
@@ -180,19 +180,6 @@ TEST(ReadStreamTest, AlignedDestinationsAreReadInPlace) {
     }));
     EXPECT_EQ(consumed, 1);
   }
-}
-
-TEST(ReadStreamTest, BufferedReadsGoInPlaceAtAnyAddress) {
-  MemoryFileSystem fs({.alignment = 1});
-  const OneFile a(fs, 2 * kInPlace);
-  std::vector<std::byte> memory(kInPlace + 1);
-  std::byte* odd = memory.data() + 1;
-  const std::vector<WantedRange> wanted = {a.range(13, 13 + kInPlace, odd)};
-  ASSERT_OK(make_stream(fs, 1, 512 << 10)->run(wanted, [&](int64_t, Bytes bytes, Unpacking&) {
-    EXPECT_EQ(bytes.data(), odd);
-    return ok_status();
-  }));
-  EXPECT_EQ(std::memcmp(odd, a.text.data() + 13, kInPlace), 0);
 }
 
 // 100 ranges that share no read.

@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <map>
 #include <random>
 #include <string>
 #include <utility>
@@ -63,7 +62,7 @@ TEST(RestoredPlanTest, EveryRankFindsWhatItWasAssignedAndTheCoordinatorTheWhole)
   std::mt19937 random(seed);
   for (int round = 0; round < 300; ++round) {
     const World world = random_world(random);
-    const auto global = plan(world, {.split = below(random, 2) == 0});
+    const auto global = plan(world, {.split = pick(random, 2) == 0});
     ASSERT_OK(global);
     ASSERT_OK_AND_ASSIGN(const Index index, saved(global->stored(), items_of_all(*global)));
     ASSERT_OK_AND_ASSIGN(const auto bytes, write_index(index));

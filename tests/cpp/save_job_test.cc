@@ -98,32 +98,41 @@ void expect_saves_every_kind(FileSystem& fs, const std::string& path, int64_t bl
   EXPECT_TRUE(file.substr(static_cast<size_t>(appended.offset)) == object);
 }
 
-TEST(SaveJobTest, EveryKindOfTensorIsStoredAcrossWindowsDirect) {
-  for (uint32_t seed = 1; seed <= 3; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    MemoryFileSystem fs({.seed = seed});
-    expect_saves_every_kind(fs, kPath, 8 << 10, {.caching = Caching::kDirect});
+class SaveJobTest : public testing::Test {
+ protected:
+  Result<std::unique_ptr<SaveJob>> start(const std::vector<TestTensor>& tensors) {
+    return SaveJob::start(fs_, kPath, layout_of(tensors), *pool_, {});
+  }
+
+  MemoryFileSystem fs_;
+  const std::unique_ptr<BufferPool> pool_ = make_pool(64 << 10, 8 << 10);
+};
+
+TEST_F(SaveJobTest, EveryKindOfTensorIsStoredAcrossWindowsOnAnyDisk) {
+  const struct {
+    MemoryOptions disk;
+    int64_t block_nbytes;
+    Caching caching;
+  } cases[] = {
+      {{.seed = 1}, 8 << 10, Caching::kDirect},       {{.seed = 2}, 8 << 10, Caching::kDirect},
+      {{.seed = 3}, 8 << 10, Caching::kDirect},       {{}, 12 << 10, Caching::kBuffered},
+      {{.alignment = 1}, 16 << 10, Caching::kDirect},
+  };
+  for (const auto& [disk, block_nbytes, caching] : cases) {
+    SCOPED_TRACE(str_cat("alignment ", disk.alignment, ", seed ", disk.seed));
+    MemoryFileSystem fs(disk);
+    expect_saves_every_kind(fs, kPath, block_nbytes, {.caching = caching});
   }
 }
 
-TEST(SaveJobTest, EveryKindOfTensorIsStoredAcrossWindowsBuffered) {
-  MemoryFileSystem fs;
-  expect_saves_every_kind(fs, kPath, 12 << 10, {.caching = Caching::kBuffered});
-}
-
-TEST(SaveJobTest, ADiskWithoutDirectAccessHoldsTheSameBytes) {
-  MemoryFileSystem fs({.alignment = 1});
-  expect_saves_every_kind(fs, kPath, 16 << 10, {.caching = Caching::kDirect});
-}
-
-TEST(SaveJobTest, EveryKindOfTensorIsStoredOnARealDisk) {
+TEST_F(SaveJobTest, EveryKindOfTensorIsStoredOnARealDisk) {
   TempDirectory directory;
   PosixFileSystem fs;
   expect_saves_every_kind(fs, directory.file("direct"), 8 << 10, {.caching = Caching::kDirect});
   expect_saves_every_kind(fs, directory.file("buffered"), 8 << 10, {.caching = Caching::kBuffered});
 }
 
-TEST(SaveJobTest, WhatLiesInMemoryAsInTheFileIsWrittenFromThere) {
+TEST_F(SaveJobTest, WhatLiesInMemoryAsInTheFileIsWrittenFromThere) {
   constexpr int64_t kBlock = 64 << 10;
   for (const int64_t offset : {0, 64}) {
     MemoryFileSystem fs;
@@ -148,8 +157,7 @@ TEST(SaveJobTest, WhatLiesInMemoryAsInTheFileIsWrittenFromThere) {
   }
 }
 
-TEST(SaveJobTest, SlicesPassedOverStayZero) {
-  MemoryFileSystem fs;
+TEST_F(SaveJobTest, SlicesPassedOverStayZero) {
   const std::vector<TestTensor> tensors = {
       TestTensor::random("a", DType::kFloat32, {5000}, 1),
       TestTensor::random("b", DType::kFloat32, {20000}, 2),
@@ -157,18 +165,17 @@ TEST(SaveJobTest, SlicesPassedOverStayZero) {
       TestTensor::random("d", DType::kFloat32, {5000}, 4),
   };
   const Layout layout = layout_of(tensors);
-  const auto pool = make_pool(64 << 10, 8 << 10);
   {
     // What is in the blocks from before must not show through.
-    for (int i = 0; i < pool->block_count(); ++i) {
-      std::ranges::fill(pool->block(i), std::byte{0xAA});
+    for (int i = 0; i < pool_->block_count(); ++i) {
+      std::ranges::fill(pool_->block(i), std::byte{0xAA});
     }
-    ASSERT_OK_AND_ASSIGN(auto job, SaveJob::start(fs, kPath, layout, *pool, {}));
+    ASSERT_OK_AND_ASSIGN(auto job, SaveJob::start(fs_, kPath, layout, *pool_, {}));
     ASSERT_OK(job->write(0, tensors[0].live));
     ASSERT_OK(job->write(2, tensors[2].live));
     ASSERT_OK(job->finish());
   }
-  const std::string file = *fs.contents(kPath);
+  const std::string file = *fs_.contents(kPath);
   ASSERT_EQ(static_cast<int64_t>(file.size()), layout.nbytes);
   expect_stored(file, layout.slices[0], tensors[0]);
   expect_stored(file, layout.slices[2], tensors[2]);
@@ -180,10 +187,8 @@ TEST(SaveJobTest, SlicesPassedOverStayZero) {
   }
 }
 
-TEST(SaveJobTest, AppendedBytesLieBehindOneAnotherAligned) {
-  MemoryFileSystem fs;
-  const auto pool = make_pool(64 << 10, 8 << 10);
-  ASSERT_OK_AND_ASSIGN(auto job, SaveJob::start(fs, kPath, {}, *pool, {}));
+TEST_F(SaveJobTest, AppendedBytesLieBehindOneAnotherAligned) {
+  ASSERT_OK_AND_ASSIGN(auto job, start({}));
   const std::vector<std::string> objects = {"first", "", std::string(1 << 20, 'y'), "last"};
   std::vector<Slice> slices;
   for (const std::string& object : objects) {
@@ -191,7 +196,7 @@ TEST(SaveJobTest, AppendedBytesLieBehindOneAnotherAligned) {
     slices.push_back(slice);
   }
   ASSERT_OK(job->finish());
-  const std::string file = *fs.contents(kPath);
+  const std::string file = *fs_.contents(kPath);
   EXPECT_EQ(slices[2].offset % kLargeAlignment, 0);
   EXPECT_EQ(static_cast<int64_t>(file.size()), slices.back().end());
   for (size_t i = 0; i < objects.size(); ++i) {
@@ -201,72 +206,55 @@ TEST(SaveJobTest, AppendedBytesLieBehindOneAnotherAligned) {
   }
 }
 
-TEST(SaveJobTest, AnEmptyLayoutMakesAnEmptyFile) {
-  MemoryFileSystem fs;
-  const auto pool = make_pool(64 << 10, 8 << 10);
-  ASSERT_OK_AND_ASSIGN(auto job, SaveJob::start(fs, kPath, {}, *pool, {}));
-  ASSERT_OK(job->finish());
-  job.reset();
-  EXPECT_EQ(fs.contents(kPath), "");
-}
-
 // A power cut after finish() must find the bytes, the length and the name.
-TEST(SaveJobTest, FinishSyncsAfterTheLastChange) {
-  MemoryFileSystem fs;
-  const auto pool = make_pool(64 << 10, 8 << 10);
-  ASSERT_OK(save_tensors(fs, kPath, tensors_of_every_kind(), *pool, {}));
-  const std::vector<Operation> operations = fs.operations();
+TEST_F(SaveJobTest, FinishSyncsAfterTheLastChange) {
+  ASSERT_OK(save_tensors(fs_, kPath, tensors_of_every_kind(), *pool_, {}));
+  const std::vector<Operation> operations = fs_.operations();
   ASSERT_GE(operations.size(), 2u);
   EXPECT_EQ(operations[operations.size() - 2].kind, Operation::Kind::kTruncate);
   EXPECT_EQ(operations.back().kind, Operation::Kind::kSync);
-  EXPECT_EQ(fs.count(Operation::Kind::kSync), 1);
+  EXPECT_EQ(fs_.count(Operation::Kind::kSync), 1);
 }
 
-TEST(SaveJobTest, WithoutSyncNothingIsSynced) {
-  MemoryFileSystem fs;
-  const auto pool = make_pool(64 << 10, 8 << 10);
-  ASSERT_OK(save_tensors(fs, kPath, tensors_of_every_kind(), *pool, {.sync = false}));
-  EXPECT_EQ(fs.count(Operation::Kind::kSync), 0);
-  EXPECT_EQ(fs.count(Operation::Kind::kSyncDirectory), 0);
+TEST_F(SaveJobTest, WithoutSyncNothingIsSynced) {
+  ASSERT_OK(save_tensors(fs_, kPath, tensors_of_every_kind(), *pool_, {.sync = false}));
+  EXPECT_EQ(fs_.count(Operation::Kind::kSync), 0);
+  EXPECT_EQ(fs_.count(Operation::Kind::kSyncDirectory), 0);
 }
 
 // Two saves through one writer at a time: the second must not take blocks that the first counts on.
-TEST(SaveJobTest, APoolServesOneJobAtATime) {
-  MemoryFileSystem fs;
-  const auto pool = make_pool(64 << 10, 8 << 10);
+TEST_F(SaveJobTest, APoolServesOneJobAtATime) {
   {
-    ASSERT_OK_AND_ASSIGN(const auto first, SaveJob::start(fs, "first", {}, *pool, {}));
-    EXPECT_EQ(SaveJob::start(fs, "second", {}, *pool, {}).status().code(),
+    ASSERT_OK_AND_ASSIGN(const auto first, SaveJob::start(fs_, "first", {}, *pool_, {}));
+    EXPECT_EQ(SaveJob::start(fs_, "second", {}, *pool_, {}).status().code(),
               StatusCode::kInvalidArgument);
     ASSERT_OK(first->finish());
-    ASSERT_OK_AND_ASSIGN(const auto third, SaveJob::start(fs, "third", {}, *pool, {}));
+    EXPECT_EQ(fs_.contents("first"), "");
+    ASSERT_OK_AND_ASSIGN(const auto third, SaveJob::start(fs_, "third", {}, *pool_, {}));
     third->abort();
   }
-  ASSERT_OK_AND_ASSIGN(const auto last, SaveJob::start(fs, "last", {}, *pool, {}));
+  ASSERT_OK_AND_ASSIGN(const auto last, SaveJob::start(fs_, "last", {}, *pool_, {}));
 }
 
-TEST(SaveJobTest, RoomForTheWholeLayoutIsReservedBeforeTheFirstWrite) {
-  MemoryFileSystem fs;
-  const auto pool = make_pool(64 << 10, 8 << 10);
+TEST_F(SaveJobTest, RoomForTheWholeLayoutIsReservedBeforeTheFirstWrite) {
   const Layout layout = layout_of(tensors_of_every_kind());
-  ASSERT_OK_AND_ASSIGN(const auto job, SaveJob::start(fs, kPath, layout, *pool, {}));
-  ASSERT_EQ(fs.count(Operation::Kind::kPreallocate), 1);
-  EXPECT_EQ(fs.operations().back().nbytes, layout.nbytes);
+  ASSERT_OK_AND_ASSIGN(const auto job, SaveJob::start(fs_, kPath, layout, *pool_, {}));
+  ASSERT_EQ(fs_.count(Operation::Kind::kPreallocate), 1);
+  EXPECT_EQ(fs_.operations().back().nbytes, layout.nbytes);
 }
 
 // Whichever operation fails: an error that says so, no half file, and every buffer back.
-TEST(SaveJobTest, AnyFailedOperationLeavesNoFileAndFreesEveryBlock) {
+TEST_F(SaveJobTest, AnyFailedOperationLeavesNoFileAndFreesEveryBlock) {
   const std::vector<TestTensor> tensors = {
       TestTensor::random("a", DType::kFloat32, {211, 97}, 1),
       TestTensor::random("b", DType::kFloat32, {130, 60}, 2).transposed(0, 1),
   };
-  const auto pool = make_pool(64 << 10, 8 << 10);
   for (int64_t n = 0;; ++n) {
     SCOPED_TRACE("operation " + std::to_string(n) + " fails");
     MemoryFileSystem fs({.seed = static_cast<uint32_t>(n)});
     fs.fail_operation(n, errno_status(ENOSPC, "cannot go on"));
-    const Status status = save_tensors(fs, kPath, tensors, *pool, {});
-    EXPECT_EQ(pool->free_count(), pool->block_count());
+    const Status status = save_tensors(fs, kPath, tensors, *pool_, {});
+    EXPECT_EQ(pool_->free_count(), pool_->block_count());
     if (!fs.clear_fault()) {
       ASSERT_OK(status);
       EXPECT_THAT(fs.paths(), ElementsAre(kPath));
@@ -279,42 +267,36 @@ TEST(SaveJobTest, AnyFailedOperationLeavesNoFileAndFreesEveryBlock) {
   }
 }
 
-TEST(SaveJobTest, AfterAnErrorEveryCallFailsWithIt) {
-  MemoryFileSystem fs;
+TEST_F(SaveJobTest, AfterAnErrorEveryCallFailsWithIt) {
   const auto a = TestTensor::random("a", DType::kUInt8, {100000});
-  const auto pool = make_pool(64 << 10, 8 << 10);
-  ASSERT_OK_AND_ASSIGN(auto job, SaveJob::start(fs, kPath, layout_of({a, a}), *pool, {}));
-  fs.fail_operation(2, errno_status(EIO, "the disk is gone"));
+  ASSERT_OK_AND_ASSIGN(auto job, start({a, a}));
+  fs_.fail_operation(2, errno_status(EIO, "the disk is gone"));
   EXPECT_CODE(job->write(0, a.live), StatusCode::kStorage);
   EXPECT_THAT(job->write(1, a.live).message(), HasSubstr("the disk is gone"));
   EXPECT_THAT(job->append(as_bytes("x")).status().message(), HasSubstr("the disk is gone"));
   EXPECT_THAT(job->finish().message(), HasSubstr("the disk is gone"));
 }
 
-TEST(SaveJobTest, AJobThatIsNotFinishedRemovesItsFile) {
-  MemoryFileSystem fs;
+TEST_F(SaveJobTest, AJobThatIsNotFinishedRemovesItsFile) {
   const auto a = TestTensor::random("a", DType::kUInt8, {100000});
-  const auto pool = make_pool(64 << 10, 8 << 10);
   {
-    ASSERT_OK_AND_ASSIGN(auto job, SaveJob::start(fs, kPath, layout_of({a}), *pool, {}));
+    ASSERT_OK_AND_ASSIGN(auto job, start({a}));
     ASSERT_OK(job->write(0, a.live));
-    EXPECT_THAT(fs.paths(), ElementsAre(kPath));
+    EXPECT_THAT(fs_.paths(), ElementsAre(kPath));
   }
-  EXPECT_THAT(fs.paths(), IsEmpty());
-  EXPECT_EQ(pool->free_count(), pool->block_count());
+  EXPECT_THAT(fs_.paths(), IsEmpty());
+  EXPECT_EQ(pool_->free_count(), pool_->block_count());
 }
 
-TEST(SaveJobTest, AFileThatExistsIsNeitherReplacedNorRemoved) {
-  MemoryFileSystem fs;
-  fs.put(kPath, "committed");
-  const auto pool = make_pool(64 << 10, 8 << 10);
-  const auto job = SaveJob::start(fs, kPath, {}, *pool, {});
+TEST_F(SaveJobTest, AFileThatExistsIsNeitherReplacedNorRemoved) {
+  fs_.put(kPath, "committed");
+  const auto job = start({});
   EXPECT_CODE(job, StatusCode::kStorage);
   EXPECT_EQ(job.status().error_number(), EEXIST);
-  EXPECT_EQ(fs.contents(kPath), "committed");
+  EXPECT_EQ(fs_.contents(kPath), "committed");
 }
 
-TEST(SaveJobTest, ATensorThatDoesNotFitItsSliceIsRefused) {
+TEST_F(SaveJobTest, ATensorThatDoesNotFitItsSliceIsRefused) {
   const auto laid_out = TestTensor::random("a", DType::kFloat32, {10, 20});
   const std::vector<TestTensor> others = {
       TestTensor::random("longer", DType::kFloat32, {10, 21}),
@@ -322,48 +304,37 @@ TEST(SaveJobTest, ATensorThatDoesNotFitItsSliceIsRefused) {
       TestTensor::random("other itemsize", DType::kInt16, {10, 20}),
   };
   for (const TestTensor& other : others) {
-    MemoryFileSystem fs;
-    const auto pool = make_pool(64 << 10, 8 << 10);
-    ASSERT_OK_AND_ASSIGN(auto job, SaveJob::start(fs, kPath, layout_of({laid_out}), *pool, {}));
+    ASSERT_OK_AND_ASSIGN(auto job, start({laid_out}));
     const Status status = job->write(0, other.live);
     EXPECT_CODE(status, StatusCode::kInvalidArgument);
     EXPECT_THAT(status.message(), HasSubstr(other.live.name));
   }
 }
 
-TEST(SaveJobTest, IndicesMustAscendWithinTheLayout) {
+TEST_F(SaveJobTest, IndicesMustAscendWithinTheLayout) {
   const auto a = TestTensor::random("a", DType::kFloat32, {10});
-  const auto start = [&](MemoryFileSystem& fs, BufferPool& pool) {
-    return std::move(*SaveJob::start(fs, kPath, layout_of({a, a, a}), pool, {}));
-  };
   for (const int64_t second : {-1, 0, 1, 3}) {
-    MemoryFileSystem fs;
-    const auto pool = make_pool(64 << 10, 8 << 10);
-    const auto job = start(fs, *pool);
+    ASSERT_OK_AND_ASSIGN(const auto job, start({a, a, a}));
     ASSERT_OK(job->write(1, a.live));
     EXPECT_CODE(job->write(second, a.live), StatusCode::kInvalidArgument) << second;
   }
-  MemoryFileSystem fs;
-  const auto pool = make_pool(64 << 10, 8 << 10);
-  const auto job = start(fs, *pool);
+  ASSERT_OK_AND_ASSIGN(const auto job, start({a, a, a}));
   ASSERT_OK(job->append(as_bytes("x")));
   EXPECT_CODE(job->write(0, a.live), StatusCode::kInvalidArgument);
 }
 
-TEST(SaveJobTest, SizesThatNoTensorHasHaveNoSlice) {
+TEST_F(SaveJobTest, SizesThatNoTensorHasHaveNoSlice) {
   EXPECT_CODE(slice_nbytes(DType::kFloat32, {-1}), StatusCode::kInvalidArgument);
   EXPECT_CODE(slice_nbytes(DType::kFloat32, {INT64_MAX, 2}), StatusCode::kInvalidArgument);
 }
 
-TEST(SaveJobTest, TheModeSaysHowTheFileIsWritten) {
-  const auto pool = make_pool(64 << 10, 8 << 10);
-  MemoryFileSystem direct;
-  ASSERT_OK_AND_ASSIGN(const auto a, SaveJob::start(direct, kPath, {}, *pool, {}));
+TEST_F(SaveJobTest, TheModeSaysHowTheFileIsWritten) {
+  ASSERT_OK_AND_ASSIGN(const auto a, start({}));
   a->abort();
   EXPECT_TRUE(a->mode().direct);
   EXPECT_EQ(a->mode().queue.name, "memory");
   MemoryFileSystem fallback({.alignment = 1});
-  ASSERT_OK_AND_ASSIGN(const auto b, SaveJob::start(fallback, kPath, {}, *pool, {}));
+  ASSERT_OK_AND_ASSIGN(const auto b, SaveJob::start(fallback, kPath, {}, *pool_, {}));
   EXPECT_FALSE(b->mode().direct);
   EXPECT_EQ(b->mode().reason, "memory");
 }

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include <string>
+#include <functional>
 #include <vector>
 
 #include "support/example_index.h"
@@ -31,18 +31,17 @@ TEST(SealedMetadataTest, PickleTrailerAndIndexBelongTogether) {
 }
 
 TEST(SealedMetadataTest, WhatAnIndexCannotHoldIsRefused) {
-  Index without_entries = example_index();
-  without_entries.has_entries = false;
-  EXPECT_CODE(seal_metadata(without_entries, {}), StatusCode::kInvalidArgument);
-  Index odd_id = example_index();
-  odd_id.save_id = "short";
-  EXPECT_CODE(seal_metadata(odd_id, {}), StatusCode::kInvalidArgument);
-  Index twice = example_index();
-  twice.entries[1].fqn = twice.entries[0].fqn;
-  EXPECT_CODE(seal_metadata(twice, {}), StatusCode::kInvalidArgument);
-  Index no_utf8 = example_index();
-  no_utf8.entries[1].fqn = "\xff";
-  EXPECT_CODE(seal_metadata(no_utf8, {}), StatusCode::kInvalidArgument);
+  const std::function<void(Index&)> breaches[] = {
+      [](Index& index) { index.has_entries = false; },
+      [](Index& index) { index.save_id = "short"; },
+      [](Index& index) { index.entries[1].fqn = index.entries[0].fqn; },
+      [](Index& index) { index.entries[1].fqn = "\xff"; },
+  };
+  for (const auto& breach : breaches) {
+    Index index = example_index();
+    breach(index);
+    EXPECT_CODE(seal_metadata(index, {}), StatusCode::kInvalidArgument);
+  }
 }
 
 }  // namespace

@@ -68,14 +68,12 @@ TEST(SharedMemoryTest, WhoFillsItMeetsNoPageFaultAndWhoOnlyMapsItTakesNoPages) {
 
 TEST(SharedMemoryTest, WhatIsNotAllThereIsNotMapped) {
   const TempDirectory directory;
-  const std::string sparse = directory.path() + "/sparse";
-  ASSERT_OK(create_shared_memory(sparse, 4096).status());
-  ASSERT_EQ(::truncate(sparse.c_str(), 1 << 20), 0);
-  EXPECT_CODE(map_shared_memory(sparse, false).status(), StatusCode::kCorruption);
-  const std::string odd = directory.path() + "/odd";
-  ASSERT_OK(create_shared_memory(odd, 4096).status());
-  ASSERT_EQ(::truncate(odd.c_str(), 100), 0);
-  EXPECT_CODE(map_shared_memory(odd, false).status(), StatusCode::kCorruption);
+  for (const int64_t nbytes : {1 << 20, 100}) {  // A hole, and a part of a page.
+    const std::string path = directory.file(std::to_string(nbytes));
+    ASSERT_OK(create_shared_memory(path, 4096).status());
+    ASSERT_EQ(::truncate(path.c_str(), nbytes), 0);
+    EXPECT_CODE(map_shared_memory(path, false).status(), StatusCode::kCorruption);
+  }
   EXPECT_CODE(map_shared_memory(directory.path() + "/none", false).status(), StatusCode::kNotFound);
   EXPECT_FALSE(map_shared_memory(directory.path() + "/", false).ok());
 }

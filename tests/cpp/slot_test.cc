@@ -2,10 +2,10 @@
 
 #include <gtest/gtest.h>
 
-#include <string>
 #include <vector>
 
 #include "plan/plan_wire.h"
+#include "support/plan_items.h"
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"
 #include "support/test_tensor.h"
@@ -32,14 +32,7 @@ SlotHeader header_of(int64_t sequence) {
 class SlotTest : public testing::Test {
  protected:
   SlotTest() {
-    Facts facts;
-    facts.is_tensor = true;
-    facts.dtype = "float32";
-    facts.itemsize = 4;
-    facts.memory_format = "contiguous_format";
-    facts.sizes = {64, 100};
-    EXPECT_OK(items_.add_tensor("w", facts, ItemKind::kTensor, {{0, 0}, {64, 100}}));
-    EXPECT_OK(items_.add_object("step", 8));
+    items_ = table_of({whole_item("w", float_facts({64, 100})), object_item("step", 8)});
     layout_ = lay_out_slot(std::vector<int64_t>{64 * 100 * 4, 3});
   }
 
@@ -68,6 +61,12 @@ class SlotTest : public testing::Test {
     return slot_->put(layout_.offsets[1], as_bytes("abc"));
   }
 
+  void put_snapshot() {
+    ASSERT_OK(begin(4));
+    ASSERT_OK(fill());
+    slot_->complete();
+  }
+
   TempDirectory directory_;
   ItemTable items_;
   SlotLayout layout_;
@@ -76,9 +75,7 @@ class SlotTest : public testing::Test {
 };
 
 TEST_F(SlotTest, WhatWasPutThereIsFoundByAnother) {
-  ASSERT_OK(begin(4));
-  ASSERT_OK(fill());
-  slot_->complete();
+  ASSERT_NO_FATAL_FAILURE(put_snapshot());
   ASSERT_OK_AND_ASSIGN(const auto other, Slot::open(directory_.path() + "/slot", false));
   ASSERT_OK_AND_ASSIGN(const StoredSnapshot found, other->read());
   SlotHeader expected = header_of(4);
@@ -110,9 +107,7 @@ TEST_F(SlotTest, NothingIsThereBeforeItIsComplete) {
 }
 
 TEST_F(SlotTest, TheFormerSnapshotIsGoneOnceTheNextHasBegun) {
-  ASSERT_OK(begin(4));
-  ASSERT_OK(fill());
-  slot_->complete();
+  ASSERT_NO_FATAL_FAILURE(put_snapshot());
   ASSERT_OK(begin(5));
   EXPECT_CODE(slot_->header().status(), StatusCode::kNotFound);
   slot_->complete();
@@ -121,9 +116,7 @@ TEST_F(SlotTest, TheFormerSnapshotIsGoneOnceTheNextHasBegun) {
 }
 
 TEST_F(SlotTest, ASnapshotThatHasNoRoomLeavesTheFormerOne) {
-  ASSERT_OK(begin(4));
-  ASSERT_OK(fill());
-  slot_->complete();
+  ASSERT_NO_FATAL_FAILURE(put_snapshot());
   EXPECT_CODE(slot_->begin(header_of(5), encode(table()), 1 << 20), StatusCode::kInvalidArgument);
   ASSERT_OK_AND_ASSIGN(const SlotHeader header, slot_->header());
   EXPECT_EQ(header.sequence, 4);
@@ -139,9 +132,7 @@ TEST_F(SlotTest, WhatReachesBeyondThePayloadIsRefused) {
 }
 
 TEST_F(SlotTest, EveryDamagedByteOfPageAndTableIsNoticed) {
-  ASSERT_OK(begin(4));
-  ASSERT_OK(fill());
-  slot_->complete();
+  ASSERT_NO_FATAL_FAILURE(put_snapshot());
   ASSERT_OK_AND_ASSIGN(const SlotHeader header, slot_->header());
   const auto refused = [&](int64_t at) {
     slot_->bytes()[static_cast<size_t>(at)] ^= std::byte{0x10};

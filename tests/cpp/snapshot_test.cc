@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,10 +38,16 @@ PackedCopy copy_of(Bytes source, int64_t offset) {
           offset};
 }
 
-TEST(SnapshotTest, EveryCopyIsAtItsPlaceWhoeverMadeIt) {
+std::unique_ptr<Snapshot> make_snapshot(int64_t nbytes = kMib, int threads = 1) {
   HeapMemorySource heap;
+  auto snapshot = Snapshot::make(heap, nbytes, threads);
+  EXPECT_OK(snapshot);
+  return std::move(*snapshot);
+}
+
+TEST(SnapshotTest, EveryCopyIsAtItsPlaceWhoeverMadeIt) {
   for (const int threads : {1, 3}) {
-    ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, 21 * kMib, threads));
+    const auto snapshot = make_snapshot(21 * kMib, threads);
     const std::vector<std::byte> large = random_bytes(17 * kMib + 5, 1);
     const std::vector<std::byte> small = random_bytes(77, 2);
     const TestTensor strided =
@@ -58,8 +65,7 @@ TEST(SnapshotTest, EveryCopyIsAtItsPlaceWhoeverMadeIt) {
 }
 
 TEST(SnapshotTest, CopiesOfAnyLengthAndPlaceTouchNothingElse) {
-  HeapMemorySource heap;
-  ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, kMib, 1));
+  const auto snapshot = make_snapshot();
   const std::vector<std::byte> source = random_bytes(400, 3);
   for (const int64_t nbytes : {0, 1, 15, 16, 17, 63, 64, 65, 79, 128, 200}) {
     for (int64_t from = 0; from < 17; ++from) {
@@ -78,8 +84,7 @@ TEST(SnapshotTest, CopiesOfAnyLengthAndPlaceTouchNothingElse) {
 // between its own would be seen; some are strided.
 TEST(SnapshotTest, TensorsOfADeviceAndOfTheHostAreSideBySide) {
   LaterDevice device;
-  HeapMemorySource heap;
-  ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, 4 * kMib, 2));
+  const auto snapshot = make_snapshot(4 * kMib, 2);
   std::vector<TestTensor> tensors;
   std::vector<PackedCopy> copies;
   std::vector<std::string> expected;
@@ -107,8 +112,7 @@ TEST(SnapshotTest, TensorsOfADeviceAndOfTheHostAreSideBySide) {
 
 TEST(SnapshotTest, TensorsOfTwoDevicesAreSideBySide) {
   LaterDevice devices[2];
-  HeapMemorySource heap;
-  ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, kMib, 1));
+  const auto snapshot = make_snapshot();
   const TestTensor tensor = TestTensor::random("t", DType::kInt8, {100});
   std::vector<PackedCopy> copies;
   for (int64_t i = 0; i < 8; ++i) copies.push_back({devices[i % 2].holding(tensor.live), 100 * i});
@@ -122,8 +126,7 @@ TEST(SnapshotTest, TensorsOfTwoDevicesAreSideBySide) {
 TEST(SnapshotTest, MemoryThatCannotBePinnedIsFilledAsWell) {
   LaterDevice device;
   device.fail_to_pin(unsupported("not here"));
-  HeapMemorySource heap;
-  ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, kMib, 1));
+  const auto snapshot = make_snapshot();
   const TestTensor tensor = TestTensor::random("t", DType::kInt8, {100});
   ASSERT_OK(snapshot->fill(std::vector<PackedCopy>{{device.holding(tensor.live), 64}}, 1));
   EXPECT_EQ(as_text(slice(snapshot->memory(), 64, 100)), tensor.packed());
@@ -131,8 +134,7 @@ TEST(SnapshotTest, MemoryThatCannotBePinnedIsFilledAsWell) {
 
 TEST(SnapshotTest, MemoryIsPinnedNoLongerThanItIsThere) {
   LaterDevice device;
-  HeapMemorySource heap;
-  ASSERT_OK_AND_ASSIGN(auto snapshot, Snapshot::make(heap, kMib, 1));
+  auto snapshot = make_snapshot();
   snapshot->pin_for(cpu_device());
   EXPECT_EQ(device.pinned(), 0);
   snapshot->pin_for(device);
@@ -146,8 +148,7 @@ TEST(SnapshotTest, ADeviceThatFailsFailsTheCopyWithItsError) {
   for (const bool at_beginning : {false, true}) {
     LaterDevice device;
     device.fail(0, at_beginning, internal_error("the device is lost"));
-    HeapMemorySource heap;
-    ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, kMib, 1));
+    const auto snapshot = make_snapshot();
     const TestTensor tensor = TestTensor::random("t", DType::kInt8, {100});
     const Status status =
         snapshot->fill(std::vector<PackedCopy>{{device.holding(tensor.live), 64}}, 1);
@@ -157,8 +158,7 @@ TEST(SnapshotTest, ADeviceThatFailsFailsTheCopyWithItsError) {
 }
 
 TEST(SnapshotTest, FillingItMeetsNoPageFault) {
-  HeapMemorySource heap;
-  ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, 64 * kMib, 2));
+  const auto snapshot = make_snapshot(64 * kMib, 2);
   const std::vector<std::byte> source = random_bytes(64 * kMib, 1);
   const int64_t before = page_faults();
   ASSERT_OK(snapshot->fill(std::vector{copy_of(source, 0)}, 1));
@@ -166,8 +166,7 @@ TEST(SnapshotTest, FillingItMeetsNoPageFault) {
 }
 
 TEST(SnapshotTest, ACopyThatDoesNotFitIsRefusedBeforeAnyIsMade) {
-  HeapMemorySource heap;
-  ASSERT_OK_AND_ASSIGN(const auto snapshot, Snapshot::make(heap, kMib, 1));
+  const auto snapshot = make_snapshot();
   const auto nbytes = ssize(snapshot->memory());
   const std::vector<std::byte> source(4096, std::byte{7});
   for (const int64_t offset : {int64_t{-1}, nbytes - 4095, nbytes + 1}) {

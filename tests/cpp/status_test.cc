@@ -51,17 +51,11 @@ TEST(StatusTest, ErrnoStatusSaysWhatFailedAndWhy) {
   EXPECT_EQ(status.error_number(), ENOSPC);
   EXPECT_THAT(status.message(), StartsWith("cannot write 8 bytes at 0 of a: "));
   EXPECT_THAT(status.message(), EndsWith("(ENOSPC)"));
-}
-
-// "Not there" is something callers act on; every other errno is a failed disk to them.
-TEST(StatusTest, OnlyEnoentIsNotFound) {
+  EXPECT_THAT(errno_status(12345, "x").message(), HasSubstr("12345"));
+  // "Not there" is something callers act on; every other errno is a failed disk to them.
   EXPECT_EQ(errno_status(ENOENT, "x").code(), StatusCode::kNotFound);
   EXPECT_EQ(errno_status(ENOTDIR, "x").code(), StatusCode::kStorage);
   EXPECT_EQ(errno_status(EACCES, "x").code(), StatusCode::kStorage);
-}
-
-TEST(StatusTest, AnUnknownErrnoKeepsItsNumber) {
-  EXPECT_THAT(errno_status(12345, "x").message(), HasSubstr("12345"));
 }
 
 TEST(ResultTest, HoldsAValueOrTheReasonWhyNot) {

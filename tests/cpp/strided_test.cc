@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <optional>
 #include <random>
+#include <utility>
 
 #include "support/strided_oracle.h"
 
@@ -17,39 +19,30 @@ TEST(StridedTest, DimsPrintLikePythonLists) {
   EXPECT_EQ(to_string(Dims{2, -3}), "[2, -3]");
 }
 
-TEST(StridedTest, NumelIsTheProductOfTheSizes) {
-  EXPECT_EQ(checked_numel({}), 1);
-  EXPECT_EQ(checked_numel({2, 3, 4}), 24);
-  EXPECT_EQ(checked_numel({INT64_MAX}), INT64_MAX);
-}
-
-TEST(StridedTest, NumelThatDoesNotFitIsNoNumber) {
-  EXPECT_EQ(checked_numel({kHuge, kHuge}), std::nullopt);
-  EXPECT_EQ(checked_numel({INT64_MAX, 2}), std::nullopt);
-}
-
-TEST(StridedTest, NegativeSizesHaveNoNumel) {
-  EXPECT_EQ(checked_numel({-1}), std::nullopt);
-  EXPECT_EQ(checked_numel({0, -1}), std::nullopt);
-  EXPECT_EQ(checked_numel({-2, -3}), std::nullopt);
-}
-
-TEST(StridedTest, AnEmptyTensorHasNoElementsHoweverLargeItsOtherSizes) {
-  EXPECT_EQ(checked_numel({kHuge, kHuge, 0}), 0);
-  EXPECT_EQ(checked_numel({0, kHuge, kHuge}), 0);
+TEST(StridedTest, NumelIsTheProductOfTheSizesWhereThatIsANumber) {
+  const std::pair<Dims, std::optional<int64_t>> cases[] = {
+      {{}, 1},
+      {{2, 3, 4}, 24},
+      {{INT64_MAX}, INT64_MAX},
+      {{kHuge, kHuge, 0}, 0},
+      {{0, kHuge, kHuge}, 0},
+      {{kHuge, kHuge}, std::nullopt},
+      {{INT64_MAX, 2}, std::nullopt},
+      {{-1}, std::nullopt},
+      {{0, -1}, std::nullopt},
+      {{-2, -3}, std::nullopt},
+  };
+  for (const auto& [sizes, numel] : cases) EXPECT_EQ(checked_numel(sizes), numel);
 }
 
 TEST(StridedTest, ContiguousStridesCountElementsInRowMajorOrder) {
   EXPECT_EQ(contiguous_strides({}), Dims{});
   EXPECT_EQ(contiguous_strides({2, 3, 4}), (Dims{12, 4, 1}));
+  EXPECT_EQ(contiguous_strides({2, 0, 3}), (Dims{3, 3, 1}));  // As PyTorch has them.
   const Dims sizes = {2, 1, 3, 4};
   int64_t next = 0;
   for_each_index(
       sizes, [&](const Dims& index) { EXPECT_EQ(dot(index, contiguous_strides(sizes)), next++); });
-}
-
-TEST(StridedTest, ContiguousStridesOfAnEmptyTensorAreThoseOfPytorch) {
-  EXPECT_EQ(contiguous_strides({2, 0, 3}), (Dims{3, 3, 1}));
 }
 
 TEST(StridedTest, AContiguousCopySimplifiesToOneDimension) {

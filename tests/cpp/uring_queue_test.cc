@@ -11,7 +11,6 @@
 
 #include <array>
 #include <memory>
-#include <string>
 #include <thread>
 #include <vector>
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/memory_file_system.h"
@@ -62,25 +63,18 @@ TEST(VerifyJobTest, EveryDamagedBlockIsListedAndNeighboursAreJoined) {
   EXPECT_THAT(part, ElementsAre(ByteRange{6 * kBlock, 7 * kBlock}));
 }
 
-TEST(VerifyJobTest, WhatIsCutOffIsDamaged) {
+TEST(VerifyJobTest, AFileOfAnotherLengthIsDamagedFromThereAndNoneIsNotFound) {
   Checked a;
-  a.fs.put("c/a", a.contents.substr(0, 7 * kBlock + 5));
-  ASSERT_OK_AND_ASSIGN(const auto damaged, a.check());
-  EXPECT_THAT(damaged, ElementsAre(ByteRange{7 * kBlock, kNbytes}));
-  a.fs.put("c/a", "");
-  ASSERT_OK_AND_ASSIGN(const auto all, a.check());
-  EXPECT_THAT(all, ElementsAre(ByteRange{0, kNbytes}));
-}
-
-TEST(VerifyJobTest, WhatFollowsTheEndIsDamage) {
-  Checked a;
-  a.fs.put("c/a", a.contents + "xyz");
-  ASSERT_OK_AND_ASSIGN(const auto damaged, a.check());
-  EXPECT_THAT(damaged, ElementsAre(ByteRange{kNbytes, kNbytes + 3}));
-}
-
-TEST(VerifyJobTest, AMissingFileIsNotFound) {
-  Checked a;
+  const std::pair<std::string, ByteRange> cases[] = {
+      {a.contents.substr(0, 7 * kBlock + 5), {7 * kBlock, kNbytes}},
+      {"", {0, kNbytes}},
+      {a.contents + "xyz", {kNbytes, kNbytes + 3}},
+  };
+  for (const auto& [contents, expected] : cases) {
+    a.fs.put("c/a", contents);
+    ASSERT_OK_AND_ASSIGN(const auto damaged, a.check());
+    EXPECT_THAT(damaged, ElementsAre(expected));
+  }
   ASSERT_OK(a.fs.remove("c/a"));
   EXPECT_CODE(a.check(), StatusCode::kNotFound);
 }

@@ -10,6 +10,7 @@
 #include "support/golden.h"
 #include "support/pickle_text.h"
 #include "support/status_matchers.h"
+#include "support/strided_frame.h"
 
 namespace torch_ckpt {
 namespace {
@@ -76,36 +77,6 @@ Result<StoredTensor> parse_slice(const std::string& bytes) {
 }
 
 StatusCode code_of(const std::string& slice) { return parse_slice(slice).status().code(); }
-
-// A zip archive written independently of the code under test, with any oddity.
-struct Record {
-  std::string name;
-  std::string data;
-  uint16_t method = 0;
-  uint16_t flags = 0;
-  bool in_directory = true;
-};
-
-std::string zip(const std::vector<Record>& records, const std::string& comment = "") {
-  std::string out;
-  std::string directory;
-  int count = 0;
-  for (const Record& record : records) {
-    const std::string fields =
-        bytes_of(20, 2) + bytes_of(record.flags, 2) + bytes_of(record.method, 2) + bytes_of(0, 4) +
-        bytes_of(crc32(0, as_bytes(record.data)), 4) + bytes_of(record.data.size(), 4) +
-        bytes_of(record.data.size(), 4) + bytes_of(record.name.size(), 2) + bytes_of(0, 2);
-    if (record.in_directory) {
-      directory += "PK\x01\x02" + bytes_of(20, 2) + fields + std::string(10, '\0') +
-                   bytes_of(out.size(), 4) + record.name;
-      ++count;
-    }
-    out += "PK\x03\x04" + fields + record.name + record.data;
-  }
-  return out + directory + "PK\x05\x06" + bytes_of(0, 4) + bytes_of(count, 2) + bytes_of(count, 2) +
-         bytes_of(directory.size(), 4) + bytes_of(out.size(), 4) + bytes_of(comment.size(), 2) +
-         comment;
-}
 
 const Record kPickle{"r/data.pkl", TensorText().pickle()};
 const Record kStorage{"r/data/0", std::string(24, '\1')};

@@ -66,9 +66,9 @@ void expect_nonsense_is_refused(const std::vector<std::byte>& bytes, Decode deco
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937 random(seed);
     std::vector<std::byte> odd = bytes;
-    for (int64_t change = 1 + below(random, 3); change > 0; --change) {
-      odd[static_cast<size_t>(kHeadNbytes + below(random, body))] =
-          static_cast<std::byte>(below(random, 256));
+    for (int64_t change = 1 + pick(random, 3); change > 0; --change) {
+      odd[static_cast<size_t>(kHeadNbytes + pick(random, body))] =
+          static_cast<std::byte>(pick(random, 256));
     }
     ASSERT_NO_FATAL_FAILURE(look_at(std::move(odd)));
   }

@@ -3,7 +3,6 @@
 // What happened to a disk: the tree it held at first, and every change since, in the order in which
 // they took effect. Kept by RecordingFileSystem, read by PowerCuts.
 
-#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>

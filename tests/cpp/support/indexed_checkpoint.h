@@ -43,13 +43,7 @@ struct Indexed {
       EXPECT_OK(job->write(static_cast<int64_t>(i), saved[i].live));
       const Slice& slice = layout.slices[i];
       slices.push_back({"a", slice.offset, slice.total_nbytes(), saved[i].live.name});
-      const Dims zeros(shapes[i].size(), 0);
-      index->entries.push_back(
-          {.fqn = saved[i].live.name,
-           .is_tensor = true,
-           .dtype = "float32",
-           .sizes = shapes[i],
-           .boxes = {{zeros, shapes[i], 0, slice.offset, slice.total_nbytes(), true}}});
+      index->entries.push_back(entry_of(saved[i].live, slice, 0));
     }
     const std::vector<std::byte> bytes = random_bytes(50000, 99);
     const Slice appended = *job->append(bytes);

@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -61,10 +60,6 @@ class LaterDevice : public Device {
   int64_t copied() const { return copied_; }    // Tensors, or parts of them.
   int64_t pending() const { return pending_; }  // Pieces of work.
   int64_t most_pending() const { return most_pending_; }
-  size_t allocated() const {  // Buffers so far.
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return own_.size();
-  }
   int64_t pinned() const { return pinned_; }                  // Pieces of memory.
   int64_t from_elsewhere() const { return from_elsewhere_; }  // Than from buffers of its own.
 

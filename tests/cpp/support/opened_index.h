@@ -9,9 +9,11 @@
 #include <utility>
 #include <vector>
 
+#include "engine/live_tensor.h"
 #include "format/index_file.h"
 #include "format/metadata_trailer.h"
 #include "format/stored_index.h"
+#include "plan/layout.h"
 #include "support/status_matchers.h"
 
 namespace torch_ckpt {
@@ -20,6 +22,16 @@ inline std::vector<std::byte> written(const Index& index) {
   auto bytes = write_index(index);
   EXPECT_OK(bytes);
   return std::move(*bytes);
+}
+
+// What an index has of a tensor that is stored whole.
+inline IndexedEntry entry_of(const LiveTensor& live, const Slice& slice, int64_t file) {
+  return {.fqn = live.name,
+          .is_tensor = true,
+          .dtype = std::string(dtype_info(live.dtype).name),
+          .sizes = live.sizes,
+          .boxes = {{Dims(live.sizes.size(), 0), live.sizes, file, slice.offset,
+                     slice.total_nbytes(), true}}};
 }
 
 // An index that is read from memory, and what has been read of it.

@@ -11,6 +11,7 @@
 
 #include "plan/item.h"
 #include "support/status_matchers.h"
+#include "support/strided_oracle.h"
 
 namespace torch_ckpt {
 
@@ -84,42 +85,37 @@ inline std::vector<PlanItem> items_of(const ItemTable& table) {
   return items;
 }
 
-// Below `limit`, the same with every library.
-inline int64_t below(std::mt19937& random, int64_t limit) {
-  return static_cast<int64_t>(random() % static_cast<uint64_t>(limit));
-}
-
 // Items of all kinds, whose FQNs share beginnings and whose boxes may lie anywhere.
 inline std::vector<PlanItem> random_items(std::mt19937& random, int64_t count) {
   std::vector<PlanItem> entries;
-  for (int64_t i = 0; i <= below(random, count + 1); ++i) {
-    std::string fqn = (below(random, 3) == 0 ? "model.layers." : "optim.state.") +
-                      std::to_string(below(random, 30)) + "." + std::to_string(i);
-    if (below(random, 4) == 0) {
+  for (int64_t i = 0; i <= pick(random, count + 1); ++i) {
+    std::string fqn = (pick(random, 3) == 0 ? "model.layers." : "optim.state.") +
+                      std::to_string(pick(random, 30)) + "." + std::to_string(i);
+    if (pick(random, 4) == 0) {
       entries.push_back(object_item(fqn, 0));
       continue;
     }
-    Facts facts = float_facts(Dims(static_cast<size_t>(
-        below(random, 5) == 0 ? below(random, kMaxNdim + 1) : below(random, 4))));
-    for (int64_t& size : facts.sizes) size = facts.sizes.size() > 4 ? 1 : below(random, 300);
-    if (below(random, 3) == 0) facts.dtype = "bfloat16", facts.itemsize = 2;
-    facts.requires_grad = below(random, 2) == 0;
-    facts.pin_memory = below(random, 2) == 0;
-    facts.is_opaque = below(random, 4) == 0;
+    Facts facts = float_facts(Dims(
+        static_cast<size_t>(pick(random, 5) == 0 ? pick(random, kMaxNdim + 1) : pick(random, 4))));
+    for (int64_t& size : facts.sizes) size = facts.sizes.size() > 4 ? 1 : pick(random, 300);
+    if (pick(random, 3) == 0) facts.dtype = "bfloat16", facts.itemsize = 2;
+    facts.requires_grad = pick(random, 2) == 0;
+    facts.pin_memory = pick(random, 2) == 0;
+    facts.is_opaque = pick(random, 4) == 0;
     entries.push_back(whole_item(fqn, facts));
   }
   std::vector<PlanItem> items;
   for (int64_t i = 0; i < count; ++i) {
-    PlanItem item = entries[static_cast<size_t>(below(random, std::ssize(entries)))];
+    PlanItem item = entries[static_cast<size_t>(pick(random, std::ssize(entries)))];
     if (item.kind == ItemKind::kObject) {
-      item.nbytes = below(random, 100000);
-    } else if (below(random, 3) > 0) {
+      item.nbytes = pick(random, 100000);
+    } else if (pick(random, 3) > 0) {
       Dims offsets = item.box.offsets;
       Dims sizes = item.box.sizes;
       for (size_t d = 0; d < sizes.size(); ++d) {
-        if (below(random, 2) == 0) continue;
-        offsets[d] = below(random, sizes.size() > 4 ? 2 : 400);
-        sizes[d] = below(random, sizes.size() > 4 ? 2 : 400);
+        if (pick(random, 2) == 0) continue;
+        offsets[d] = pick(random, sizes.size() > 4 ? 2 : 400);
+        sizes[d] = pick(random, sizes.size() > 4 ? 2 : 400);
       }
       item = shard_item(item.fqn, item.facts, offsets, sizes);
     }

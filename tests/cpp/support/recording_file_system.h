@@ -8,7 +8,6 @@
 // be there unless create_directories made them. Renaming from folder to folder, and renaming or
 // removing folders, is not in the fault model and is refused.
 
-#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>

@@ -6,13 +6,13 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "engine/load/load_job.h"
 #include "format/zip_frame.h"
 #include "support/memory_file_system.h"
 #include "support/saved_file.h"
+#include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
 namespace torch_ckpt {
@@ -59,6 +59,19 @@ inline TensorRequest whole(const StoredSlice& slice, const TestTensor& destinati
 inline TensorRequest part(const StoredSlice& slice, const Dims& offsets,
                           const TestTensor& destination) {
   return {slice, {offsets, destination.live.sizes}, destination.live};
+}
+
+// Buffers so small that every limit is met.
+inline LoadOptions tiny(int threads = 2, bool verify = true) {
+  return {
+      .buffer_nbytes = 96 << 10, .block_nbytes = 16 << 10, .threads = threads, .verify = verify};
+}
+
+inline Result<LoadResult> load(FileSystem& fs, const std::vector<TensorRequest>& tensors,
+                               const std::vector<StoredSlice>& bytes = {},
+                               const LoadOptions& options = tiny()) {
+  ASSIGN_OR_RETURN(const auto job, LoadJob::make(fs, kCheckpoint, options));
+  return job->run(tensors, bytes);
 }
 
 }  // namespace torch_ckpt

@@ -100,15 +100,8 @@ struct Version {
       index.files.push_back({ranks[r].file, sums[r]});
       const Layout layout = layout_of(ranks[r].tensors);
       for (size_t i = 0; i < ranks[r].tensors.size(); ++i) {
-        const LiveTensor& live = ranks[r].tensors[i].live;
-        const Slice& slice = layout.slices[i];
         index.entries.push_back(
-            {.fqn = live.name,
-             .is_tensor = true,
-             .dtype = std::string(dtype_info(live.dtype).name),
-             .sizes = live.sizes,
-             .boxes = {{Dims(live.sizes.size(), 0), live.sizes, static_cast<int64_t>(r),
-                        slice.offset, slice.total_nbytes(), true}}});
+            entry_of(ranks[r].tensors[i].live, layout.slices[i], static_cast<int64_t>(r)));
       }
     }
     return std::string(as_text(written(index)));

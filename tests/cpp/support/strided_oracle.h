@@ -52,7 +52,7 @@ inline ElementPairs sorted(ElementPairs pairs) {
   return pairs;
 }
 
-// A number in [0, below).
+// A number in [0, below), the same with every library.
 inline int64_t pick(std::mt19937& random, int64_t below) {
   return static_cast<int64_t>(random() % static_cast<uint64_t>(below));
 }

@@ -36,22 +36,22 @@ inline std::pair<int64_t, int64_t> chunk_of(int64_t size, int64_t count, int64_t
 // Tensors on a random mesh of up to three dimensions, each replicated or sharded along each of
 // them, and objects; every rank lists them in its own order.
 inline World random_world(std::mt19937& random) {
-  const int64_t mesh[3] = {1 + below(random, 4), 1 + below(random, 3), 1 + below(random, 3)};
+  const int64_t mesh[3] = {1 + pick(random, 4), 1 + pick(random, 3), 1 + pick(random, 3)};
   World world(static_cast<size_t>(mesh[0] * mesh[1] * mesh[2]));
-  for (int64_t t = below(random, 12); t > 0; --t) {
+  for (int64_t t = pick(random, 12); t > 0; --t) {
     const std::string fqn = "model." + std::to_string(t);
-    if (below(random, 4) == 0) {
+    if (pick(random, 4) == 0) {
       for (auto& items : world) {
-        if (&items == &world[0] || below(random, 3) > 0) items.push_back(object_item(fqn, 100));
+        if (&items == &world[0] || pick(random, 3) > 0) items.push_back(object_item(fqn, 100));
       }
       continue;
     }
-    Dims sizes(static_cast<size_t>(below(random, 4)));
-    for (int64_t& size : sizes) size = below(random, below(random, 4) == 0 ? 400 : 9);
+    Dims sizes(static_cast<size_t>(pick(random, 4)));
+    for (int64_t& size : sizes) size = pick(random, pick(random, 4) == 0 ? 400 : 9);
     int64_t sharded_by[3];  // The dimension that a mesh dimension shards, or -1.
     std::set<int64_t> taken;
     for (int64_t& d : sharded_by) {
-      d = sizes.empty() || below(random, 2) == 0 ? -1 : below(random, std::ssize(sizes));
+      d = sizes.empty() || pick(random, 2) == 0 ? -1 : pick(random, std::ssize(sizes));
       if (!taken.insert(d).second) d = -1;
     }
     for (int64_t rank = 0; rank < std::ssize(world); ++rank) {
@@ -66,10 +66,10 @@ inline World random_world(std::mt19937& random) {
       world[static_cast<size_t>(rank)].push_back(float_shard(fqn, sizes, offsets, local));
     }
   }
-  if (below(random, 2) == 0) {
+  if (pick(random, 2) == 0) {
     for (auto& items : world) {
       for (size_t i = items.size(); i > 1; --i) {
-        std::swap(items[i - 1], items[static_cast<size_t>(below(random, static_cast<int64_t>(i)))]);
+        std::swap(items[i - 1], items[static_cast<size_t>(pick(random, static_cast<int64_t>(i)))]);
       }
     }
   }
