@@ -21,12 +21,10 @@ from checkpoints import (
     WRITERS,
     CuttingLoadPlanner,
     CuttingSavePlanner,
-    blank,
     commit_without_index,
     data_files,
     differences,
     layouts,
-    load,
     loads,
     random_tensor,
     save,
@@ -251,9 +249,7 @@ def test_parts_of_compressed_tensors_load(
     writer = FastWriter(tmp_path, _extensions=[ZStandard()])
     save(small, writer, planner=CuttingSavePlanner(rng))
 
-    loaded = load(blank(small), FastReader(tmp_path), planner=CuttingLoadPlanner(rng))
-
-    assert differences(small, loaded) == []
+    assert loads(tmp_path, small, planner=CuttingLoadPlanner(rng)) == []
 
 
 def test_stock_checkpoints_without_checksums_load(state: dict[str, Any], tmp_path: Path) -> None:
@@ -274,9 +270,7 @@ def test_stock_checkpoints_of_other_alignments_load(
     with serialization_config.patch({"save.storage_alignment": alignment}):
         save(state["tensors"], FileSystemWriter(tmp_path))
 
-    loaded = load(blank(state["tensors"]), FastReader(tmp_path), planner=CuttingLoadPlanner(rng))
-
-    assert differences(state["tensors"], loaded) == []
+    assert loads(tmp_path, state["tensors"], planner=CuttingLoadPlanner(rng)) == []
 
 
 def test_stock_frames_longer_than_a_block_load(tmp_path: Path, rng: random.Random) -> None:
@@ -286,7 +280,7 @@ def test_stock_frames_longer_than_a_block_load(tmp_path: Path, rng: random.Rando
 
     io = IoOptions(buffer_nbytes=512 << 10)
 
-    assert differences(state, load(blank(state), FastReader(tmp_path, io=io))) == []
+    assert loads(tmp_path, state, io=io) == []
 
 
 def test_settings_of_torch_save_do_not_change_what_we_write(
@@ -322,8 +316,7 @@ def test_tensors_whose_slice_holds_a_larger_storage_load(
 
     for reader in (FastReader, FileSystemReader):
         assert loads(tmp_path, state, reader) == []
-    loaded = load(blank(state), FastReader(tmp_path), planner=CuttingLoadPlanner(rng))
-    assert differences(state, loaded) == []
+    assert loads(tmp_path, state, planner=CuttingLoadPlanner(rng)) == []
 
 
 def test_archives_without_alignment_or_byte_order_load(tmp_path: Path, rng: random.Random) -> None:

@@ -77,17 +77,13 @@ def shards(state: dict[str, torch.Tensor], tmp_path: Path) -> Path:
 def test_a_file_loads_as_the_library_loads_it(file: Path, planner: Any) -> None:
     expected = load_file(file)
 
-    loaded = load(blank(expected), FastReader(file), planner=planner())
-
-    assert differences(expected, loaded) == []
+    assert loads(file, expected, planner=planner()) == []
 
 
 def test_random_boxes_of_a_file_load(
     file: Path, state: dict[str, torch.Tensor], rng: random.Random
 ) -> None:
-    loaded = load(blank(state), FastReader(file), planner=CuttingLoadPlanner(rng))
-
-    assert differences(state, loaded) == []
+    assert loads(file, state, planner=CuttingLoadPlanner(rng)) == []
 
 
 def test_a_nested_state_finds_its_fqns(file: Path, state: dict[str, torch.Tensor]) -> None:
@@ -122,9 +118,7 @@ def test_a_whole_file_comes_without_a_state_to_load_into(
 def test_a_hugging_face_directory_loads(
     shards: Path, state: dict[str, torch.Tensor], planner: Any
 ) -> None:
-    loaded = load(blank(state), FastReader(shards), planner=planner())
-
-    assert differences(state, loaded) == []
+    assert loads(shards, state, planner=planner()) == []
 
 
 def test_files_without_an_index_are_read_together(

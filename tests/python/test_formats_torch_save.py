@@ -90,17 +90,13 @@ def file(state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_a_file_loads_as_torch_loads_it(file: Path, planner: Any) -> None:
     expected = torch.load(file, weights_only=True)
 
-    loaded = load(blank(expected), FastReader(file), planner=planner())
-
-    assert differences(expected, loaded) == []
+    assert loads(file, expected, planner=planner()) == []
 
 
 def test_random_boxes_of_a_file_load(file: Path, state: dict[str, Any], rng: random.Random) -> None:
     expected = {name: state[name] for name in ("layouts", "shared", "conjugate")}
 
-    loaded = load(blank(expected), FastReader(file), planner=CuttingLoadPlanner(rng))
-
-    assert differences(expected, loaded) == []
+    assert loads(file, expected, planner=CuttingLoadPlanner(rng)) == []
 
 
 def test_names_and_paths_are_those_of_dcp(file: Path, state: dict[str, Any]) -> None:
