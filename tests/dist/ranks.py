@@ -189,6 +189,12 @@ class Worlds:
             world = self._worlds[world_size] = Ranks(world_size)
         return world.run(function, *args, timeout_s=timeout_s)
 
+    def agree(self, *args: Any, **options: Any) -> Any:
+        """Calls a function as :meth:`run` does; returns what each rank did, which is the same."""
+        first, *others = self.run(*args, **options)
+        assert others == [first] * len(others)
+        return first
+
     def close(self) -> None:
         """Ends every world."""
         with contextlib.ExitStack() as stack:
