@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from exchanging import Exchanging
-from ranks import RankError, Ranks, Worlds, run_ranks
+from ranks import RankError, Ranks, Worlds, on_ranks, run_ranks
 from states import assert_same, full_value, local, sharded
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -55,6 +55,12 @@ def planner_of(fast: bool) -> DefaultLoadPlanner:
 
 def save_alone(path: Path) -> None:
     dcp.save(state_of("saved"), storage_writer=FastWriter(path), no_dist=True)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_alone(tmp_path)
+    return tmp_path
 
 
 def copies(folder: Path, count: int, *, faulty: int) -> list[Path]:
@@ -125,7 +131,9 @@ def test_few_ranks_exchange_what_saves_much_reading(
     assert torch_ckpt.storage.exchange.pays(saved_nbytes, wanted_nbytes, ranks) is pays
 
 
-def load_sharded(path: Path, placement: str) -> None:
+@pytest.mark.parametrize("placement", ["rows", "columns", "replicas"])
+@on_ranks(3)
+def test_each_rank_takes_its_part_of_what_blocks_hold(saved: Path, placement: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placed_as = ({"rows": Shard(0), "columns": Shard(-1), "replicas": Replicate()}[placement],)
 
@@ -137,16 +145,8 @@ def load_sharded(path: Path, placement: str) -> None:
         }
 
     held = {"model": placed("none")}
-    dcp.load(held, storage_reader=Exchanging(path, io=TINY))
+    dcp.load(held, storage_reader=Exchanging(saved, io=TINY))
     assert_same(local(held["model"]), local(placed("saved")))
-
-
-@pytest.mark.parametrize("placement", ["rows", "columns", "replicas"])
-def test_each_rank_takes_its_part_of_what_blocks_hold(
-    worlds: Worlds, tmp_path: Path, placement: str
-) -> None:
-    save_alone(tmp_path)
-    worlds.run(3, load_sharded, tmp_path, placement)
 
 
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -209,13 +209,9 @@ def load_all(reader: Any, planner: Any = None, step: int = 7, **options: Any) ->
     assert_same(state, {**state_of("saved"), "step": step})
 
 
-def load_reordered(path: Path) -> None:
-    load_all(FastReader(path), Reordering(), step=0)
-
-
-def test_a_planner_may_change_what_all_ranks_read(worlds: Worlds, tmp_path: Path) -> None:
-    save_alone(tmp_path)
-    worlds.run(2, load_reordered, tmp_path)
+@on_ranks(2)
+def test_a_planner_may_change_what_all_ranks_read(saved: Path) -> None:
+    load_all(FastReader(saved), Reordering(), step=0)
 
 
 class Swapping(DefaultLoadPlanner):
@@ -275,14 +271,10 @@ def load_in_time(reader: FastReader, planner: DefaultLoadPlanner, **options: Any
     assert_same(state, state_of("saved"))
 
 
-def load_twice(path: Path, mode: Any) -> None:
-    load_in_time(Twice(path, exchange=mode), DefaultLoadPlanner())
-
-
 @pytest.mark.parametrize("mode", ["off", "auto"])
-def test_a_plan_may_be_read_twice(worlds: Worlds, tmp_path: Path, mode: str) -> None:
-    save_alone(tmp_path)
-    worlds.run(2, load_twice, tmp_path, mode)
+@on_ranks(2)
+def test_a_plan_may_be_read_twice(saved: Path, mode: Any) -> None:
+    load_in_time(Twice(saved, exchange=mode), DefaultLoadPlanner())
 
 
 class Renewing(DefaultLoadPlanner):
@@ -297,31 +289,19 @@ class Renewing(DefaultLoadPlanner):
         return [*global_plan[: self.first], *new[self.first :]]
 
 
-def load_renewed(path: Path, first: int) -> None:
-    for reader in (dcp.FileSystemReader(path), Exchanging(path)):
+@pytest.mark.parametrize("first", [0, 1])
+@on_ranks(2)
+def test_a_planner_may_make_new_plans_as_with_the_stock_reader(saved: Path, first: int) -> None:
+    for reader in (dcp.FileSystemReader(saved), Exchanging(saved)):
         load_all(reader, Renewing(first))
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_planner_may_make_new_plans_as_with_the_stock_reader(
-    worlds: Worlds, tmp_path: Path, first: int
-) -> None:
-    save_alone(tmp_path)
-    worlds.run(2, load_renewed, tmp_path, first)
-
-
-def load_as_group(path: Path) -> None:
+@on_ranks(4)
+def test_a_group_exchanges_among_itself_and_a_lone_rank_not_at_all(saved: Path) -> None:
     group = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
-        load_all(Exchanging(path, io=TINY), process_group=group)
-    load_all(Exchanging(path), no_dist=True)
-
-
-def test_a_group_exchanges_among_itself_and_a_lone_rank_not_at_all(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    save_alone(tmp_path)
-    worlds.run(4, load_as_group, tmp_path)
+        load_all(Exchanging(saved, io=TINY), process_group=group)
+    load_all(Exchanging(saved), no_dist=True)
 
 
 def load_copies(paths: list[Path], faulty: int, by: str) -> tuple[float, dict[int, str]]:
@@ -546,17 +526,11 @@ def test_a_rank_that_cannot_connect_says_what_may_help(monkeypatch: pytest.Monke
     )
 
 
-def load_beside_a_late_rank(path: Path) -> None:
-    """Loads with a rank that takes longer than gloo is told to wait for connections."""
+@on_ranks(2)
+def test_ranks_wait_for_one_that_is_late_within_the_deadline(saved: Path) -> None:
+    # Later than gloo is told to wait for connections.
     planner = Deadly("sleep" if dist.get_rank() == 1 else "", LONG_TIMEOUT_S / 5 + 1)
-    load_in_time(Exchanging(path, io=TINY), planner)
-
-
-def test_ranks_wait_for_one_that_is_late_within_the_deadline(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    save_alone(tmp_path)
-    worlds.run(2, load_beside_a_late_rank, tmp_path)
+    load_in_time(Exchanging(saved, io=TINY), planner)
 
 
 def large_state(value: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -599,16 +573,12 @@ def test_ranks_survive_one_that_dies_with_pieces_half_sent(
     assert took_of_survivors(tmp_path, [0, 2], "CancelledError") < 3 * TIMEOUT_S
 
 
-def load_with_unequal_options(path: Path) -> None:
+@on_ranks(3)
+def test_ranks_may_differ_in_memory_and_in_what_they_check(saved: Path) -> None:
     rank = dist.get_rank()
     io = IoOptions(exchange_nbytes=(4 << 20) << rank)
     for verify in (True, rank != 1):
-        load_all(Exchanging(path, io=io, verify=verify))
-
-
-def test_ranks_may_differ_in_memory_and_in_what_they_check(worlds: Worlds, tmp_path: Path) -> None:
-    save_alone(tmp_path)
-    worlds.run(3, load_with_unequal_options, tmp_path)
+        load_all(Exchanging(saved, io=io, verify=verify))
 
 
 def load_two_at_once(paths: list[Path]) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forks import Forks
-from ranks import Worlds
+from ranks import Worlds, on_ranks
 from states import READERS, Failure, assert_same, data_files, failures_of, full_value
 
 from torch_ckpt import FastReader, FastWriter
@@ -331,20 +331,16 @@ def bare_state(kind: str, rank: int, *, blank: bool) -> dict[str, Any]:
     return {"of 0": fill(5, 3), "step": 0 if blank else 7}
 
 
-def save_and_load_bare(path: Path, kind: str) -> None:
-    rank = dist.get_rank()
-    dcp.save(bare_state(kind, rank, blank=False), storage_writer=FastWriter(path, thread_count=2))
-    for reader in READERS.values():
-        state = bare_state(kind, rank, blank=True)
-        dcp.load(state, storage_reader=reader(path))
-        assert_same(state, bare_state(kind, rank, blank=False))
-
-
 @pytest.mark.parametrize("kind", ["empty", "0 elements", "rank 1 empty"])
-def test_ranks_with_next_to_nothing_save_and_load(
-    worlds: Worlds, tmp_path: Path, kind: str
-) -> None:
+@on_ranks(2)
+def test_ranks_with_next_to_nothing_save_and_load(path: Path, kind: str) -> None:
+    rank = dist.get_rank()
+    state = bare_state(kind, rank, blank=False)
     for _ in range(2):  # The second replaces the first.
-        worlds.run(2, save_and_load_bare, tmp_path, kind)
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-    assert data_files(tmp_path) == {i.relative_path for i in metadata.storage_data.values()}
+        dcp.save(state, storage_writer=FastWriter(path, thread_count=2))
+        for reader in READERS.values():
+            loaded = bare_state(kind, rank, blank=True)
+            dcp.load(loaded, storage_reader=reader(path))
+            assert_same(loaded, state)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    assert data_files(path) == {i.relative_path for i in metadata.storage_data.values()}

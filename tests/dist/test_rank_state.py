@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Worlds
+from ranks import Worlds, on_ranks
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -299,18 +299,14 @@ def test_ranks_are_counted_in_their_group(way: str, worlds: Worlds, tmp_path: Pa
     assert worlds.run(2, load_place, way, tmp_path) == [0, 1]
 
 
-def refuse_stranger() -> bool:
+@on_ranks(2)
+def test_a_rank_outside_of_the_group_is_refused() -> None:
     group = dist.new_group([0])
     if dist.get_rank() == 0:
         RankState(Position(), group=group)
-        return True
+        return
     with pytest.raises(ValueError, match="rank 1 is not in the group"):
         RankState(Position(), group=group)
-    return True
-
-
-def test_a_rank_outside_of_the_group_is_refused(worlds: Worlds) -> None:
-    assert all(worlds.run(2, refuse_stranger))
 
 
 def save_in_background(way: str, executor: AsyncCheckpointerType, stager: bool, path: Path) -> Any:

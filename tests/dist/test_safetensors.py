@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from random_layouts import random_layout
-from ranks import RankError, Worlds, run_ranks
+from ranks import RankError, Worlds, on_ranks, run_ranks
 from safetensors.torch import load_file, save_file
 from states import Failure, assert_same, failures_of, full_value, sharded
 from test_layouts import EvenNet, Net, build
@@ -196,44 +196,33 @@ def test_replicas_are_shared_out_among_the_ranks(worlds: Worlds, tmp_path: Path)
     assert max(written) < sum(written) / 3 + (1 << 20)
 
 
-def save_with_deadline(path: Path) -> None:
+@on_ranks(2)
+def test_saves_one_after_another_replace_each_other(path: Path) -> None:
     writer = SafetensorsWriter(path, max_shard_nbytes=3_000_000)
     for version in ("1", "2", "3"):
         torch_ckpt.save(placed(version, "rows"), storage_writer=writer, timeout_s=DEADLINE_S)
+    assert_same(load_model(path), whole("3"))
+    assert len(names_in(path)) == 4  # Three files and the index.
 
 
-def test_saves_one_after_another_replace_each_other(worlds: Worlds, tmp_path: Path) -> None:
-    worlds.run(2, save_with_deadline, tmp_path)
-    assert_same(load_model(tmp_path), whole("3"))
-    assert len(names_in(tmp_path)) == 4  # Three files and the index.
-
-
-def save_with_an_object(path: Path) -> dict[int, Failure]:
+@on_ranks(2)
+def test_an_object_of_one_rank_is_refused_on_all(path: Path) -> None:
     state: dict[str, Any] = dict(placed("new", "rows"))
     if dist.get_rank() == 1:
         state["step"] = 7
-    return failures_of(save_model, state, path)
-
-
-def test_an_object_of_one_rank_is_refused_on_all(worlds: Worlds, tmp_path: Path) -> None:
-    seen = worlds.agree(2, save_with_an_object, tmp_path)
-    ((kind, _, message),) = seen.values()
+    ((kind, _, message),) = failures_of(save_model, state, path).values()
     assert kind == "UnsupportedError"
     assert "'step'" in message
-    assert names_in(tmp_path) == set()
+    dist.barrier()
+    assert names_in(path) == set()
 
 
-def save_alone(path: Path) -> str:
-    writer = SafetensorsWriter(path)
-    try:
-        dcp.save({"t": torch.zeros(2)}, storage_writer=writer, use_collectives=False)
-    except torch_ckpt.UnsupportedError as error:
-        return str(error)
-    return "saved"
-
-
-def test_ranks_do_not_write_models_of_their_own(worlds: Worlds, tmp_path: Path) -> None:
-    assert all("collectives" in said for said in worlds.run(2, save_alone, tmp_path))
+@on_ranks(2)
+def test_ranks_do_not_write_models_of_their_own(path: Path) -> None:
+    with pytest.raises(torch_ckpt.UnsupportedError, match="collectives"):
+        dcp.save(
+            {"t": torch.zeros(2)}, storage_writer=SafetensorsWriter(path), use_collectives=False
+        )
 
 
 class FailingPlanner(DefaultSavePlanner):

@@ -58,11 +58,6 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
-@pytest.fixture
 def agent(run: Path) -> Iterator[SnapshotAgent]:
     made = SnapshotAgent(run)
     yield made

@@ -150,12 +150,6 @@ def saved_object(value: Any) -> bytes:
 
 
 @pytest.fixture
-def canary(tmp_path: Path) -> Path:
-    """A file that does not exist; only code that ran creates it."""
-    return tmp_path / "canary"
-
-
-@pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """The directory of a sound checkpoint."""
     save({"t": torch.ones(2)}, FastWriter(tmp_path / "checkpoint"))

@@ -337,15 +337,6 @@ def test_checkpoints_of_next_to_nothing_come_back(
     assert loads(tmp_path, state, READERS[reader]) == []
 
 
-def test_a_part_of_a_checkpoint_loads_by_itself(tmp_path: Path, rng: random.Random) -> None:
-    state = {"a": torch.randn(5), "b": {"c": torch.randn(300, 300), "d": 1}}
-    save(state, FastWriter(tmp_path))
-
-    loaded = load({"b": {"c": torch.zeros(300, 300)}}, FastReader(tmp_path))
-
-    assert differences({"b": {"c": state["b"]["c"]}}, loaded) == []
-
-
 def test_the_same_reader_loads_again_and_elsewhere(tmp_path: Path, rng: random.Random) -> None:
     first, second = {"t": random_tensor([9], torch.float32)}, {"t": random_tensor([7], torch.int8)}
     save(first, FastWriter(tmp_path / "1"))

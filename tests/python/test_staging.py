@@ -319,21 +319,6 @@ def test_a_save_that_would_wait_is_skipped_or_refused_and_counted(
     saved().result()
 
 
-def test_an_async_save_stores_what_was_there_when_it_began(
-    world_of_one: None, tmp_path: Path
-) -> None:
-    state = state_of(1)
-    for step in range(1, 4):
-        path = tmp_path / str(step)
-        state["large"].fill_(step)
-        future = dcp.async_save(state, storage_writer=FastWriter(path))
-        state["large"].fill_(-1)
-        future.result()
-        loaded = {"large": torch.zeros(1 << 20)}
-        dcp.load(loaded, storage_reader=FastReader(path))
-        assert torch.equal(loaded["large"], torch.full((1 << 20,), float(step)))
-
-
 def niceness_while(is_over: Callable[[], bool]) -> set[int]:
     """Of all threads of this process."""
     seen = set()

@@ -265,16 +265,6 @@ def test_a_writer_serves_small_saves_after_large_and_large_after_small(
         assert loads(tmp_path, state) == []
 
 
-def test_a_writer_saves_after_a_save_that_failed(tmp_path: Path, state: dict[str, Any]) -> None:
-    writer = FastWriter(tmp_path, thread_count=2)
-    failure_of(save, {**state, "bad": torch.empty(3, device="meta")}, writer)
-
-    save(state, writer)
-
-    assert loads(tmp_path, state) == []
-    assert len(data_files(tmp_path)) == 2
-
-
 def test_save_ids_never_recur(tmp_path: Path) -> None:
     writer = FastWriter(tmp_path)
     ids = set()
