@@ -29,8 +29,6 @@ import torch
 import torch.distributed as dist
 from forks import fork_context, rank_environment
 
-__all__ = ["RankError", "Ranks", "Worlds", "on_ranks", "run_ranks"]
-
 START_TIMEOUT_S = 90  # Importing torch, on a machine that is busy.
 TIMEOUT_S = 60
 COLLECTIVE_TIMEOUT_S = 120  # Longer than any call may take: a hang is found by the call's deadline.

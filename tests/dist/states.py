@@ -14,20 +14,6 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Shard
 
 from torch_ckpt import FastReader, FastWriter
 
-__all__ = [
-    "READERS",
-    "WRITERS",
-    "Failure",
-    "assert_same",
-    "data_files",
-    "failures_of",
-    "full_value",
-    "local",
-    "local_part",
-    "sharded",
-    "zeroed",
-]
-
 WRITERS: dict[str, type[StorageWriter]] = {"fast": FastWriter, "stock": FileSystemWriter}
 READERS: dict[str, type[StorageReader]] = {"fast": FastReader, "stock": FileSystemReader}
 

@@ -60,23 +60,27 @@ def assert_holds(path: Path, version: str, placement: str = "rows") -> None:
 class LosingPlanner(DefaultSavePlanner):
     """Cannot hand out one tensor."""
 
-    def __init__(self, lost: str | None) -> None:
+    def __init__(self, lost: str | None, error: Exception) -> None:
         super().__init__()
         self.lost = lost
+        self.error = error
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         if write_item.index.fqn == self.lost:
-            raise LookupError(f"{self.lost} is lost")
+            raise self.error
         return super().resolve_data(write_item)
 
 
-def save_by_rank(path: Path, planner: Any = None, **options: Any) -> dict[int, Failure]:
-    writer = FastWriter(path, **options)
+def save_by_rank(
+    path: Path, planner: Any = None, overwrite: bool = True, threads: int = 1
+) -> dict[int, Failure]:
+    writer = FastWriter(path, overwrite=overwrite, thread_count=threads)
     return failures_of(dcp.save, state_of("new", "rows"), storage_writer=writer, planner=planner)
 
 
 def save_losing(path: Path, failing: int, lost: str) -> dict[int, Failure]:
-    return save_by_rank(path, LosingPlanner(lost if dist.get_rank() == failing else None))
+    lost_here = lost if dist.get_rank() == failing else None
+    return save_by_rank(path, LosingPlanner(lost_here, LookupError(f"{lost} is lost")))
 
 
 @pytest.mark.thin(1)
@@ -105,17 +109,9 @@ class OddError(Exception):
         super().__init__(f"{what} at {where}")
 
 
-class OddPlanner(DefaultSavePlanner):
-    """Fails on rank 1."""
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        if dist.get_rank() == 1:
-            raise OddError("lost", "sea")
-        return super().resolve_data(write_item)
-
-
 def save_oddly(path: Path) -> dict[int, Failure]:
-    return save_by_rank(path, OddPlanner())
+    lost = "small" if dist.get_rank() == 1 else None
+    return save_by_rank(path, LosingPlanner(lost, OddError("lost", "sea")))
 
 
 def test_failure_that_does_not_unpickle_reaches_every_rank(worlds: Worlds, tmp_path: Path) -> None:
@@ -129,7 +125,7 @@ def save_onto_a_full_disk(path: Path, failing: int, threads: int) -> dict[int, F
     if dist.get_rank() == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        return save_by_rank(path, thread_count=threads)
+        return save_by_rank(path, threads=threads)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -203,16 +199,12 @@ def test_commit_that_fails_on_the_coordinator_fails_every_rank(
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def refuse_overwrite(path: Path) -> dict[int, Failure]:
-    return save_by_rank(path, overwrite=False)
-
-
 def test_refused_overwrite_fails_every_rank_and_keeps_the_old_checkpoint(
     worlds: Worlds, tmp_path: Path
 ) -> None:
     worlds.run(2, save_version, tmp_path, "old")
     before = data_files(tmp_path)
-    seen = worlds.agree(2, refuse_overwrite, tmp_path, timeout_s=DEADLINE_S)
+    seen = worlds.agree(2, save_by_rank, tmp_path, None, False, timeout_s=DEADLINE_S)
     assert {failure.kind for failure in seen.values()} == {"AlreadyExistsError"}
     assert data_files(tmp_path) == before
     worlds.run(2, assert_holds, tmp_path, "old")

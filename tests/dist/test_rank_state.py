@@ -309,8 +309,18 @@ def test_a_rank_outside_of_the_group_is_refused() -> None:
         RankState(Position(), group=group)
 
 
-def save_in_background(way: str, executor: AsyncCheckpointerType, stager: bool, path: Path) -> Any:
-    """Saves asynchronously, goes on at once, and resumes from there; returns what is found."""
+@pytest.mark.parametrize(
+    ("way", "executor", "stager"),
+    [
+        *((way, AsyncCheckpointerType.THREAD, stager) for way in WAYS for stager in (False, True)),
+        # Starts a process for each rank.
+        pytest.param("fast", AsyncCheckpointerType.PROCESS, False, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2)
+def test_asynchronous_saves_hold_the_states_of_the_moment(
+    path: Path, way: str, executor: AsyncCheckpointerType, stager: bool
+) -> None:
     seed_ranks(11)
     data = Position(["at", dist.get_rank()])
     writer = FileSystemWriter(path) if way == "stock" else FastWriter(path)
@@ -324,19 +334,5 @@ def save_in_background(way: str, executor: AsyncCheckpointerType, stager: bool, 
     expected = draw()
     future.result(SAVE_TIMEOUT_S)
     load(way, {"data": RankState(data), **random_states()}, path)
-    return data.place, same(draw(), expected)
-
-
-@pytest.mark.parametrize(
-    ("way", "executor", "stager"),
-    [
-        *((way, AsyncCheckpointerType.THREAD, stager) for way in WAYS for stager in (False, True)),
-        # Starts a process for each rank.
-        pytest.param("fast", AsyncCheckpointerType.PROCESS, False, marks=pytest.mark.slow),
-    ],
-)
-def test_asynchronous_saves_hold_the_states_of_the_moment(
-    way: str, executor: AsyncCheckpointerType, stager: bool, worlds: Worlds, tmp_path: Path
-) -> None:
-    found = worlds.run(2, save_in_background, way, executor, stager, tmp_path)
-    assert found == [(["at", 0], True), (["at", 1], True)]
+    assert data.place == ["at", dist.get_rank()]
+    assert same(draw(), expected)

@@ -7,7 +7,6 @@ import os
 import random
 import resource
 import signal
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -175,19 +174,20 @@ def test_random_layouts_are_stored_whole(
         assert_same(load_model(tmp_path / f"{number}"), expected)
 
 
+class Counting(SafetensorsWriter):
+    nbytes = 0
+
+    def write_data(self, *args: Any) -> Any:
+        future = super().write_data(*args)
+        self.nbytes += sum(result.size_in_bytes for result in future.value())
+        return future
+
+
 def bytes_written(path: Path) -> int:
     """Saves what all ranks hold; returns what this one has written."""
-    counted: Counter[str] = Counter()
-
-    class Counting(SafetensorsWriter):
-        def write_data(self, *args: Any) -> Any:
-            future = super().write_data(*args)
-            counted["nbytes"] += sum(result.size_in_bytes for result in future.value())
-            return future
-
     writer = Counting(path)
     dcp.save(placed("new", "replicas"), storage_writer=writer)
-    return counted["nbytes"]
+    return writer.nbytes
 
 
 def test_replicas_are_shared_out_among_the_ranks(worlds: Worlds, tmp_path: Path) -> None:

@@ -385,10 +385,9 @@ def test_a_save_that_finds_all_slots_in_use(
 
 @pytest.mark.parametrize("step", [None, 1])
 def test_a_save_that_stood_still_commits_nothing_over_one_that_did_not(
-    run: Path, step: int | None
+    agent: SnapshotAgent, run: Path, step: int | None
 ) -> None:
     """Which may have taken its files for left over."""
-    agent = SnapshotAgent(run)
     for number in (0, 1):
         assert agent.stage(state_of(number), run / "1", step=1, persist=False) is not None
     slots = [slot_path(folder_of(run_of(run)), 0, number) for number in (0, 1)]
@@ -403,11 +402,9 @@ def test_a_save_that_stood_still_commits_nothing_over_one_that_did_not(
     with pytest.raises(CheckpointError, match=r"another save, [0-9a-f]{16}, was committed there"):
         persist([slow], io=IoOptions(), threads=1, is_current=stand_still)
     assert holds(FastReader(run / "1"), state_of(0))
-    agent.close(drop=True)
 
 
-def test_a_save_that_has_lost_a_file_is_not_committed(run: Path) -> None:
-    agent = SnapshotAgent(run)
+def test_a_save_that_has_lost_a_file_is_not_committed(agent: SnapshotAgent, run: Path) -> None:
     assert agent.stage(state_of(0), run / "1", step=1, persist=False) is not None
     slot = slot_path(folder_of(run_of(run)), 0, 0)
     snapshot = _native.Slot.open(os.fsencode(slot), False).read()
@@ -420,7 +417,6 @@ def test_a_save_that_has_lost_a_file_is_not_committed(run: Path) -> None:
     with pytest.raises(CheckpointError, match=r"distcp is not there as it was written"):
         persist([snapshot], io=IoOptions(), threads=1, is_current=lose)
     assert not (run / "1" / ".metadata").exists()
-    agent.close(drop=True)
 
 
 def test_a_slot_that_changes_while_it_comes_to_disk_is_not_committed(
@@ -452,8 +448,7 @@ def test_memory_that_is_not_to_be_had_is_an_error_and_saves_go_on(
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(StorageError, match="cannot reserve"):
         agent.stage(state_of(0, 4 << 20), run / "0", step=0)
-    staged = agent.stage(state_of(1, 1000), run / "1", step=1)
-    agent.persist(staged)
+    save(agent, run, 1, state_of(1, 1000))
     pid = agent_pid(run)
     agent.close()
     until(lambda: is_gone(pid))
@@ -521,8 +516,6 @@ def test_a_disk_that_fails_is_the_error_of_that_save_alone(agent: SnapshotAgent,
     run.mkdir()
     (run / "1").write_text("in the way")
     staged = [agent.stage(state_of(step), run / str(step), step=step) for step in (1, 2)]
-    assert staged[0] is not None
-    assert staged[1] is not None
     with pytest.raises(CheckpointError, match=str(run / "1")):
         agent.persist(staged[0])
     agent.persist(staged[1])

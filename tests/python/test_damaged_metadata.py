@@ -120,19 +120,6 @@ def _edit_size(metadata: Metadata) -> None:
     large.size = large.chunks[0].sizes = torch.Size([150, 1000])
 
 
-def _edit_dtype(metadata: Metadata) -> None:
-    properties = TensorProperties(dtype=torch.int32)
-    metadata.state_dict_metadata["large"].properties = properties
-
-
-def _forget_the_mark(metadata: Metadata) -> None:
-    metadata.storage_meta.modules = []
-
-
-def _forget_storage_meta(metadata: Metadata) -> None:
-    metadata.storage_meta = None
-
-
 def _swap_places(metadata: Metadata) -> None:
     one, two = (
         next(index for index in metadata.storage_data if index.fqn == fqn)
@@ -148,10 +135,12 @@ EDITS: dict[str, Callable[[Metadata], None]] = {
     "a file that is not there": _edit_place(relative_path="__0_9.distcp"),
     "a file outside": _edit_place(relative_path="../saved/x.distcp"),
     "a size": _edit_size,
-    "a dtype": _edit_dtype,
+    "a dtype": lambda metadata: setattr(
+        metadata.state_dict_metadata["large"], "properties", TensorProperties(dtype=torch.int32)
+    ),
     "places swapped": _swap_places,
-    "the mark of the index": _forget_the_mark,
-    "storage_meta": _forget_storage_meta,
+    "the mark of the index": lambda metadata: setattr(metadata.storage_meta, "modules", []),
+    "storage_meta": lambda metadata: setattr(metadata, "storage_meta", None),
     "nothing but the pickle's bytes": lambda metadata: None,
 }
 

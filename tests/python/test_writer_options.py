@@ -380,7 +380,8 @@ def test_cached_plans_save_every_time_and_follow_changes(
         assert loaded["step"] == step
 
 
-def _upload(result: Any) -> Future[Any]:
+def _async_save(state: dict[str, Any], **options: Any) -> Future[Any]:
+    result = dcp.async_save(state, **options)
     return getattr(result, "upload_completion", result)
 
 
@@ -393,26 +394,22 @@ def test_async_save_in_a_thread_saves_what_was_there_when_it_was_called(
         state = _random_state()
         expected = {**state, "model": {k: t.clone() for k, t in state["model"].items()}}
         try:
-            result = dcp.async_save(
-                state,
-                storage_writer=writer,
-                checkpoint_id=tmp_path / str(step),
-                no_dist=True,
-            )
+            path = tmp_path / str(step)
+            future = _async_save(state, storage_writer=writer, checkpoint_id=path, no_dist=True)
         except RuntimeError as error:
             if cached and not torch.accelerator.is_available():
                 pytest.skip(f"stock staging cannot pin memory here: {error}")
             raise
         for tensor in state["model"].values():
             tensor.zero_()
-        _upload(result).result(ASYNC_TIMEOUT_S)
-        assert loads(tmp_path / str(step), expected) == []
+        future.result(ASYNC_TIMEOUT_S)
+        assert loads(path, expected) == []
 
 
 def test_async_save_in_a_thread_uses_the_process_group(
     world_of_one: None, state: dict[str, Any], tmp_path: Path
 ) -> None:
-    future = dcp.async_save(state, storage_writer=FastWriter(tmp_path))
+    future = _async_save(state, storage_writer=FastWriter(tmp_path))
 
     assert future.result(ASYNC_TIMEOUT_S).state_dict_metadata.keys() >= {"large", "step"}
     dist.barrier()
@@ -438,13 +435,8 @@ def test_async_save_in_a_process_saves_fails_and_saves_again(
     background_process: None, state: dict[str, Any], tmp_path: Path
 ) -> None:
     def save_in_process(state: dict[str, Any], writer: FastWriter, **options: Any) -> Any:
-        result = dcp.async_save(
-            state,
-            storage_writer=writer,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            **options,
-        )
-        return _upload(result)
+        process = AsyncCheckpointerType.PROCESS
+        return _async_save(state, storage_writer=writer, async_checkpointer_type=process, **options)
 
     writer = FastWriter(tmp_path / "1")
     save(_random_state(), writer)  # Which leaves buffers in it.
@@ -466,8 +458,8 @@ def test_installed_reaches_the_process_of_async_save(
 ) -> None:
     process = AsyncCheckpointerType.PROCESS
     with torch_ckpt.installed():
-        result = dcp.async_save(state, checkpoint_id=tmp_path, async_checkpointer_type=process)
-    _upload(result).result(ASYNC_TIMEOUT_S)
+        future = _async_save(state, checkpoint_id=tmp_path, async_checkpointer_type=process)
+    future.result(ASYNC_TIMEOUT_S)
 
     assert [_is_ours(file) for file in data_files(tmp_path)] == [True]
     assert loads(tmp_path, state) == []
@@ -531,8 +523,8 @@ def test_installed_serves_save_async_save_and_load_and_is_undone(
 
     def save_both(name: str) -> list[Path]:
         dcp.save(state, checkpoint_id=tmp_path / f"{name} 1", no_dist=True)
-        result = dcp.async_save(state, checkpoint_id=tmp_path / f"{name} 2", no_dist=True)
-        _upload(result).result(ASYNC_TIMEOUT_S)
+        future = _async_save(state, checkpoint_id=tmp_path / f"{name} 2", no_dist=True)
+        future.result(ASYNC_TIMEOUT_S)
         loaded = blank(state)
         dcp.load(loaded, checkpoint_id=tmp_path / f"{name} 1", no_dist=True)
         assert differences(state, loaded) == []
@@ -569,11 +561,10 @@ def test_installed_async_save_is_ours_even_if_it_starts_after_the_context(
         def close(self) -> None: ...
 
     with torch_ckpt.installed():
-        response = dcp.async_save(
-            state, checkpoint_id=tmp_path, async_stager=LateStager(), no_dist=True
-        )
+        stager = LateStager()
+        future = _async_save(state, checkpoint_id=tmp_path, async_stager=stager, no_dist=True)
     staging.set_result(state)
-    _upload(response).result(ASYNC_TIMEOUT_S)
+    future.result(ASYNC_TIMEOUT_S)
 
     assert [_is_ours(file) for file in data_files(tmp_path)] == [True]
     assert loads(tmp_path, state) == []
