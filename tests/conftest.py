@@ -86,6 +86,12 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The directory of a run."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
 def mount_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Mounts a tmpfs with these options, until the test ends."""
     mounted: list[Path] = []

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["SOON_S", "until"]
-
 SOON_S = 30.0
 
 

@@ -41,8 +41,6 @@ from torch_ckpt import (
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import folder_of, run_of
 
-__all__ = ["AgentCampaign", "end_agents"]
-
 ROWS = 12 * 1024  # Divides by all world sizes; 48 MiB of shards, so that copies take a while.
 COLUMNS = 1024
 TIMEOUT_S = 150.0  # For a machine that is busy.

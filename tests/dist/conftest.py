@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from ranks import Worlds
+from ranks import Ranks, Worlds
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +14,10 @@ def worlds() -> Iterator[Worlds]:
     kept = Worlds()
     yield kept
     kept.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Ranks]:
+    """Two ranks of a test alone."""
+    with Ranks(2) as ranks:
+        yield ranks

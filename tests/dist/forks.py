@@ -20,8 +20,6 @@ from unittest import mock
 
 import torch.distributed as dist
 
-__all__ = ["Forks", "fork_context", "rank_environment"]
-
 TIMEOUT_S = 60
 PR_SET_PDEATHSIG = 1
 TESTS = Path(__file__).resolve().parent

@@ -26,8 +26,6 @@ from torch.distributed.tensor import Replicate, Shard
 
 from torch_ckpt import FastWriter
 
-__all__ = ["MOMENTS", "WRITERS", "Case", "KilledSave", "Seen", "draw_case"]
-
 START_TIMEOUT_S = 60  # Of ranks: forking, meeting.
 SAVE_TIMEOUT_S = 30  # Within which survivors have returned or raised.
 COLLECTIVE_TIMEOUT_S = 300  # Longer than any round: a hang is found by the round's deadline.

@@ -33,8 +33,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt import FastWriter
 
-__all__ = ["Campaign"]
-
 
 class Campaign:
     """Kills saves in one directory after another. Owned by one thread; prints nothing.

@@ -33,8 +33,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["LAYOUTS", "WORLD", "Layout", "Model", "Net", "build", "group_of", "hyper", "meet"]
-
 WORLD = 8
 VOCABULARY, WIDTH, HEADS, HEAD_WIDTH, INNER, EXPERTS = 37, 27, 4, 5, 36, 5
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # Names no group by its number.

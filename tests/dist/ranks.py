@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import importlib
+import inspect
 import os
 import pickle
 import signal
@@ -25,8 +28,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from forks import fork_context, rank_environment
-
-__all__ = ["RankError", "Ranks", "Worlds", "run_ranks"]
 
 START_TIMEOUT_S = 90  # Importing torch, on a machine that is busy.
 TIMEOUT_S = 60
@@ -189,6 +190,12 @@ class Worlds:
             world = self._worlds[world_size] = Ranks(world_size)
         return world.run(function, *args, timeout_s=timeout_s)
 
+    def agree(self, *args: Any, **options: Any) -> Any:
+        """Calls a function as :meth:`run` does; returns what each rank did, which is the same."""
+        first, *others = self.run(*args, **options)
+        assert others == [first] * len(others)
+        return first
+
     def close(self) -> None:
         """Ends every world."""
         with contextlib.ExitStack() as stack:
@@ -207,6 +214,41 @@ def run_ranks(
     """Calls ``function(*args)`` on every rank of a new world, which is gone when this returns."""
     with Ranks(world_size) as ranks:
         return ranks.run(function, *args, timeout_s=timeout_s, grace_s=grace_s)
+
+
+def on_ranks(
+    count: int | None = None, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes of a function the test that it returns on each of so many ranks, or on a ``pair``.
+
+    Its arguments are the parameters and fixtures of the test; ``path`` is ``tmp_path``.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        names = [
+            {"path": "tmp_path"}.get(name, name) for name in inspect.signature(body).parameters
+        ]
+
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            call = _call, body.__module__, body.__name__, *(given[name] for name in names)
+            if count is None:
+                given["pair"].run(*call, **options)
+            else:
+                given["worlds"].run(count, *call, **options)
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        fixtures = ["pair" if count is None else "worlds", *names]
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, kind) for name in fixtures]
+        )
+        return test
+
+    return decorate
+
+
+def _call(module: str, test: str, *arguments: Any) -> None:
+    getattr(importlib.import_module(module), test).__wrapped__(*arguments)
 
 
 def _serve(

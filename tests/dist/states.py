@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Shard
 
 from torch_ckpt import FastReader, FastWriter
 
-__all__ = [
-    "READERS",
-    "WRITERS",
-    "assert_same",
-    "data_files",
-    "full_value",
-    "local",
-    "local_part",
-    "sharded",
-    "zeroed",
-]
-
 WRITERS: dict[str, type[StorageWriter]] = {"fast": FastWriter, "stock": FileSystemWriter}
 READERS: dict[str, type[StorageReader]] = {"fast": FastReader, "stock": FileSystemReader}
+
+
+class Failure(NamedTuple):
+    """Why a rank has failed."""
+
+    kind: str
+    errno: int | None
+    message: str
+
+
+def failures_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[int, Failure]:
+    """Of every rank that failed, as this one is told; none where the call returns."""
+    try:
+        call(*args, **kwargs)
+    except CheckpointException as error:
+        return {
+            rank: Failure(type(cause).__name__, getattr(cause, "errno", None), str(cause))
+            for rank, (cause, _) in error.failures.items()
+        }
+    return {}
 
 
 def full_value(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -17,8 +17,6 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Listener", "Stop", "can_stop", "stop_before_changes"]
-
 _SECCOMP, _OPENAT, _IO_URING_ENTER = 317, 257, 426
 _BY_DESCRIPTOR = {18: "pwrite64", 74: "fsync", 77: "ftruncate", 285: "fallocate"}
 _BY_PATH = {82: "rename", 83: "mkdir", 87: "unlink"}

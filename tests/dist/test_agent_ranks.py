@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 from waits import until
 
@@ -27,15 +27,9 @@ from torch_ckpt.agent import trainer
 from torch_ckpt.agent.memory import folder_of, open_folder, run_of
 from torch_ckpt.storage import exchange
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("memory")]
 
 SOON_S = 60.0  # For a machine that is busy.
-
-
-@pytest.fixture(autouse=True)
-def memory(memory: Path) -> Path:
-    """Shared memory of this test alone."""
-    return memory
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -80,31 +74,35 @@ def save_at_all_moments(run: Path, saves: int) -> None:
         dist.barrier()
         time.sleep(delays.random() * 0.004)
         future = agent.async_save(state_of(step), run / "step", step=step)
-        assert future is not None
         future.result(SOON_S)
 
 
 def restored(run: Path, step: int | None) -> None:
     """Finds this step in memory, and nothing else."""
     found = agent_of(run).newest()
-    if step is None:
-        assert found is None
-        return
-    assert found is not None
-    assert found.step == step
-    state = state_of(-1)
-    dcp.load(state, storage_reader=SnapshotReader(found))
-    assert_of(state, step)
+    assert (found and found.step) == step
+    if found:
+        loads(SnapshotReader(found), step)
 
 
 def on_disk(run: Path, step: int) -> None:
+    loads(FastReader(run / f"step-{step}"), step)
+
+
+def loads(reader: FastReader, step: int) -> None:
     state = state_of(-1)
-    dcp.load(state, storage_reader=FastReader(run / f"step-{step}"))
+    dcp.load(state, storage_reader=reader)
     assert_of(state, step)
 
 
-def test_a_step_that_some_ranks_have_completed_is_none(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def await_commit(path: Path) -> None:
+    end = time.monotonic() + SOON_S
+    while not (path / ".metadata").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_step_that_some_ranks_have_completed_is_none(run: Path) -> None:
     with Ranks(2) as world:
         world.run(save, run, 1, [0, 1], False)
         world.run(save, run, 2, [0], True)
@@ -112,18 +110,12 @@ def test_a_step_that_some_ranks_have_completed_is_none(tmp_path: Path) -> None:
     with Ranks(2) as world:
         world.run(restored, run, 1)
         world.kill()
-    end = time.monotonic() + SOON_S
-    while not (run / "step-1" / ".metadata").exists():  # Which was for memory alone.
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    await_commit(run / "step-1")  # Which was for memory alone.
     assert not (run / "step-2").exists()
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
-def test_memory_is_loaded_on_another_number_of_ranks(
-    tmp_path: Path, before: int, after: int
-) -> None:
-    run = tmp_path / "run"
+def test_memory_is_loaded_on_another_number_of_ranks(run: Path, before: int, after: int) -> None:
     with Ranks(before) as world:
         for step in (1, 2, 3):
             world.run(save, run, step, list(range(before)), step == 2)
@@ -131,10 +123,7 @@ def test_memory_is_loaded_on_another_number_of_ranks(
     with Ranks(after) as world:
         world.run(restored, run, 3)
         world.run(save, run, 4, list(range(after)), True)
-        end = time.monotonic() + SOON_S
-        while not (run / "step-4" / ".metadata").exists():
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        await_commit(run / "step-4")
         world.run(on_disk, run, 4)
 
 
@@ -165,7 +154,6 @@ def save_stateful(run: Path) -> None:
 
 def load_stateful(run: Path) -> None:
     found = agent_of(run).newest()
-    assert found is not None
     for reader in (SnapshotReader(found), FastReader(run / "1")):
         numbers: dict[str, Any] = {}
         state = stateful(numbers, 0)
@@ -174,12 +162,12 @@ def load_stateful(run: Path) -> None:
         assert numbers == {"rank": dist.get_rank()}
 
 
-def test_stateful_objects_and_states_of_each_rank_are_saved_as_by_dcp(tmp_path: Path) -> None:
+def test_stateful_objects_and_states_of_each_rank_are_saved_as_by_dcp(run: Path) -> None:
     with Ranks(2) as world:
-        world.run(save_stateful, tmp_path / "run")
+        world.run(save_stateful, run)
         world.kill()
     with Ranks(2) as world:
-        world.run(load_stateful, tmp_path / "run")
+        world.run(load_stateful, run)
 
 
 def fail_on_one_rank(run: Path) -> None:
@@ -203,14 +191,13 @@ def fail_on_one_rank(run: Path) -> None:
     agent.close()
 
 
-def test_a_rank_that_fails_or_ends_holds_up_no_other(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with Ranks(2) as world:
-        world.run(fail_on_one_rank, run)
+def test_a_rank_that_fails_or_ends_holds_up_no_other(pair: Ranks, run: Path) -> None:
+    pair.run(fail_on_one_rank, run)
     assert sorted(path.parent.name for path in run.glob("*/.metadata")) == ["1", "3", "5"]
 
 
-def stage_beside_a_new_agent(run: Path) -> None:
+@on_ranks()
+def test_no_rank_waits_for_a_save_that_another_has_passed(run: Path) -> None:
     """Which one rank has told nothing of its last save."""
     agent = agent_of(run)
     state = state_of(1)
@@ -225,14 +212,7 @@ def stage_beside_a_new_agent(run: Path) -> None:
     if dist.get_rank() == 1:
         assert agent.stage(state, run / "3", step=3, persist=False) is not None
     dist.barrier()
-    found = agent.newest()
-    assert found is not None
-    assert found.step == 3
-
-
-def test_no_rank_waits_for_a_save_that_another_has_passed(tmp_path: Path) -> None:
-    with Ranks(2) as world:
-        world.run(stage_beside_a_new_agent, tmp_path / "run")
+    assert agent.newest().step == 3
 
 
 def find_places(run: Path) -> None:
@@ -257,14 +237,14 @@ def find_places(run: Path) -> None:
     agent.close(drop=True)
 
 
-def test_ranks_of_one_machine_know_that_they_are_though_an_agent_ends(tmp_path: Path) -> None:
-    open_folder(run_of(tmp_path / "run"))
-    with Ranks(2) as world:
-        world.run(find_places, tmp_path / "run")
+def test_ranks_of_one_machine_know_that_they_are_though_an_agent_ends(
+    pair: Ranks, run: Path
+) -> None:
+    open_folder(run_of(run))
+    pair.run(find_places, run)
 
 
-def test_slots_of_ranks_that_are_no_more_go(tmp_path: Path, memory: Path) -> None:
-    run = tmp_path / "run"
+def test_slots_of_ranks_that_are_no_more_go(run: Path, memory: Path) -> None:
     with Ranks(2) as world:
         world.run(save, run, 1, [0, 1], False)
         world.kill()
@@ -277,10 +257,9 @@ def test_slots_of_ranks_that_are_no_more_go(tmp_path: Path, memory: Path) -> Non
 
 
 def test_no_save_is_lost_that_a_rank_completes_while_the_agent_looks(
-    tmp_path: Path, full: bool
+    pair: Ranks, run: Path, full: bool
 ) -> None:
-    with Ranks(2) as world:
-        world.run(save_at_all_moments, tmp_path / "run", 200 if full else 50, timeout_s=120)
+    pair.run(save_at_all_moments, run, 200 if full else 50, timeout_s=120)
 
 
 def save_with_little_memory(run: Path) -> None:
@@ -302,11 +281,11 @@ def save_with_little_memory(run: Path) -> None:
 
 
 def test_where_one_rank_has_no_memory_all_save_without_an_agent(
-    tmp_path: Path, mount_tmpfs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    run: Path, mount_tmpfs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_CKPT_MEMORY", str(mount_tmpfs("size=24m")))
     with Ranks(2) as world:
-        world.run(save_with_little_memory, tmp_path / "run")
+        world.run(save_with_little_memory, run)
 
 
 def save_without_a_folder(run: Path, elsewhere: str) -> None:
@@ -320,6 +299,7 @@ def save_without_a_folder(run: Path, elsewhere: str) -> None:
     assert made.saved == 1
 
 
-def test_where_one_rank_has_no_folder_for_memory_none_waits_for_it(tmp_path: Path) -> None:
-    with Ranks(2) as world:
-        world.run(save_without_a_folder, tmp_path / "run", str(tmp_path / "none" / "there"))
+def test_where_one_rank_has_no_folder_for_memory_none_waits_for_it(
+    pair: Ranks, run: Path, tmp_path: Path
+) -> None:
+    pair.run(save_without_a_folder, run, str(tmp_path / "none" / "there"))

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 
 from torch_ckpt import CancelledError, FastReader, MismatchError, Run, SnapshotAgent, SnapshotReader
 from torch_ckpt._core import _native
@@ -29,15 +29,9 @@ from torch_ckpt.agent.memory import (
     whole_saves,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("memory")]
 
 NBYTES = 4 * (2048 * 1024 + 6 * 30_000 + 10)
-
-
-@pytest.fixture(autouse=True)
-def memory(memory: Path) -> Path:
-    """Shared memory of this test alone."""
-    return memory
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -78,16 +72,13 @@ def save(run: Path, step: int, ranks: list[int], also: str = "") -> None:
         assert agent.stage(state, run / str(step), step=step, persist=False) is not None
 
 
-def persist(run: Path, step: int) -> None:
+def persist(run: Path, step: int, state: Any = None) -> None:
     """Saves on all ranks, and waits until it is on disk."""
-    future = agent_of(run).async_save(state_of(step), run / str(step), step=step)
-    assert future is not None
-    future.result(60)
+    agent_of(run).async_save(state or state_of(step), run / str(step), step=step).result(60)
 
 
 def load_from_memory(run: Path, step: int, also: str = "") -> None:
     found = agent_of(run).newest()
-    assert found is not None
     assert found.step == step
     load(SnapshotReader(found), step, also)
 
@@ -122,8 +113,8 @@ def slots_of(run: Path, step: int) -> list[tuple[SlotHeader, int]]:
 
 @pytest.mark.thin("4")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_from_the_second_save_on_each_rank_copies_its_part(tmp_path: Path, world_size: int) -> None:
-    run, ranks = tmp_path / "run", list(range(world_size))
+def test_from_the_second_save_on_each_rank_copies_its_part(run: Path, world_size: int) -> None:
+    ranks = list(range(world_size))
     with Ranks(world_size) as world:
         world.run(save, run, 1, ranks)
         assert [nbytes for _, nbytes in slots_of(run, 1)] == [NBYTES] * world_size
@@ -139,8 +130,7 @@ def test_from_the_second_save_on_each_rank_copies_its_part(tmp_path: Path, world
 
 @pytest.mark.thin("3")
 @pytest.mark.parametrize("after", [1, 2, 3])
-def test_what_ranks_have_shared_out_is_loaded_on_another_number(tmp_path: Path, after: int) -> None:
-    run = tmp_path / "run"
+def test_what_ranks_have_shared_out_is_loaded_on_another_number(run: Path, after: int) -> None:
     with Ranks(2) as world:
         for step in (1, 2):
             world.run(save, run, step, [0, 1])
@@ -158,20 +148,20 @@ def save_with_new(world: Ranks, run: Path, step: int) -> None:
     world.run(save, run, step, [1], "new")
 
 
-def test_what_is_new_on_one_rank_alone_is_there_and_is_shared_out_later(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with Ranks(2) as world:
-        for step in (1, 2):
-            world.run(save, run, step, [0, 1])
-        save_with_new(world, run, 3)  # The first was told of parts before it was known.
-        header = slots_of(run, 3)[1][0]
-        assert header.share == slots_of(run, 3)[0][0].share != NOT_SHARED
-        world.run(load_from_memory, run, 3, "new")
-        save_with_new(world, run, 4)
-        assert [header.share for header, _ in slots_of(run, 4)] == [NOT_SHARED] * 2
-        save_with_new(world, run, 5)
-        assert sum(nbytes for _, nbytes in slots_of(run, 5)) == NBYTES + 28
-        world.run(load_from_memory, run, 5, "new")
+def test_what_is_new_on_one_rank_alone_is_there_and_is_shared_out_later(
+    pair: Ranks, run: Path
+) -> None:
+    for step in (1, 2):
+        pair.run(save, run, step, [0, 1])
+    save_with_new(pair, run, 3)  # The first was told of parts before it was known.
+    header = slots_of(run, 3)[1][0]
+    assert header.share == slots_of(run, 3)[0][0].share != NOT_SHARED
+    pair.run(load_from_memory, run, 3, "new")
+    save_with_new(pair, run, 4)
+    assert [header.share for header, _ in slots_of(run, 4)] == [NOT_SHARED] * 2
+    save_with_new(pair, run, 5)
+    assert sum(nbytes for _, nbytes in slots_of(run, 5)) == NBYTES + 28
+    pair.run(load_from_memory, run, 5, "new")
 
 
 def lose_a_part(run: Path, step: int) -> None:
@@ -179,7 +169,6 @@ def lose_a_part(run: Path, step: int) -> None:
     agent = agent_of(run)
     if dist.get_rank() == 0:
         staged = agent.stage(state_of(step), run / str(step), step=step, persist=False)
-        assert staged is not None
         dist.barrier()
         with pytest.raises(CancelledError, match="before its part"):
             agent.persist(staged)
@@ -198,24 +187,20 @@ def state_without(step: int) -> dict[str, Any]:
 
 
 def persist_without(run: Path, step: int) -> None:
-    future = agent_of(run).async_save(state_without(step), run / str(step), step=step)
-    assert future is not None
-    future.result(60)
+    persist(run, step, state_without(step))
 
 
-def test_what_a_rank_had_to_copy_and_has_no_more_costs_one_save(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with Ranks(2) as world:
-        for step in (1, 2):
-            world.run(save, run, step, [0, 1])
-        world.run(lose_a_part, run, 3)
-        world.run(load_from_memory, run, 2)
-        assert not (run / "3").exists()
-        for step in (4, 5):
-            world.run(persist_without, run, step)
-            is_shared = [header.share != NOT_SHARED for header, _ in slots_of(run, step)]
-            assert is_shared == [step == 5] * 2
-            world.run(load_from_disk, run, step)
+def test_what_a_rank_had_to_copy_and_has_no_more_costs_one_save(pair: Ranks, run: Path) -> None:
+    for step in (1, 2):
+        pair.run(save, run, step, [0, 1])
+    pair.run(lose_a_part, run, 3)
+    pair.run(load_from_memory, run, 2)
+    assert not (run / "3").exists()
+    for step in (4, 5):
+        pair.run(persist_without, run, step)
+        is_shared = [header.share != NOT_SHARED for header, _ in slots_of(run, step)]
+        assert is_shared == [step == 5] * 2
+        pair.run(load_from_disk, run, step)
 
 
 def kill_agent_of(run: Path) -> None:
@@ -228,16 +213,14 @@ def kill_agent(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_new_agent_goes_on_as_the_former_one_has_told(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with Ranks(2) as world:
-        for step in (1, 2):
-            world.run(save, run, step, [0, 1])
-        world.run(save, run, 3, [0])
-        world.run(kill_agent, run)
-        world.run(save, run, 3, [1])
-        assert sum(nbytes for _, nbytes in slots_of(run, 3)) == NBYTES
-        world.run(load_from_memory, run, 3)
+def test_a_new_agent_goes_on_as_the_former_one_has_told(pair: Ranks, run: Path) -> None:
+    for step in (1, 2):
+        pair.run(save, run, step, [0, 1])
+    pair.run(save, run, 3, [0])
+    pair.run(kill_agent, run)
+    pair.run(save, run, 3, [1])
+    assert sum(nbytes for _, nbytes in slots_of(run, 3)) == NBYTES
+    pair.run(load_from_memory, run, 3)
 
 
 def stage_all(run: Path, step: int, extra: dict[str, Any]) -> None:
@@ -279,65 +262,59 @@ def changed_beside_a_new_agent(run: Path) -> None:
 @pytest.mark.thin("changed_beside_a_new_agent")
 @pytest.mark.parametrize("save", [ahead_beside_a_new_agent, changed_beside_a_new_agent])
 def test_what_a_former_agent_has_told_one_rank_a_new_one_tells_the_others(
-    tmp_path: Path, save: Callable[[Path], None]
+    pair: Ranks, run: Path, save: Callable[[Path], None]
 ) -> None:
-    with Ranks(2) as world:
-        world.run(save, tmp_path / "run")
+    pair.run(save, run)
 
 
-def save_what_changes_on_one_rank(run: Path) -> None:
+def stage_in_turns(run: Path, step: int, extra: dict[str, Any]) -> None:
+    """The first rank asks before the others."""
+    for is_its_turn in (dist.get_rank() == 0, dist.get_rank() > 0):
+        if is_its_turn:
+            stage_all(run, step, extra)
+        dist.barrier()
+
+
+def load_newest(run: Path, step: int, state: dict[str, Any]) -> dict[str, Any]:
+    found = agent_of(run).newest()
+    assert found.step == step
+    dcp.load(state, storage_reader=SnapshotReader(found))
+    return state
+
+
+@on_ranks()
+def test_what_only_one_rank_holds_may_change_at_any_time(run: Path) -> None:
     """It asks after the other, which knows nothing of it."""
     agent_of(run)
     for step in range(1, 7):
         own = {"own": torch.arange(float(step))} if dist.get_rank() == 1 else {}
-        if dist.get_rank() == 0:
-            stage_all(run, step, own)
-        dist.barrier()
-        if dist.get_rank() == 1:
-            stage_all(run, step, own)
-        dist.barrier()
-        found = agent_of(run).newest()
-        assert found is not None
-        assert found.step == step
-        loaded = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
-        dcp.load(loaded, storage_reader=SnapshotReader(found))
+        stage_in_turns(run, step, own)
+        blank = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+        loaded = load_newest(run, step, blank)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in own.items())
         dist.barrier()
-
-
-def test_what_only_one_rank_holds_may_change_at_any_time(tmp_path: Path) -> None:
-    with Ranks(2) as world:
-        world.run(save_what_changes_on_one_rank, tmp_path / "run")
 
 
 def hand_over(run: Path) -> None:
     """One rank gives a tensor to another; the third asks first, and knows nothing of it."""
     agent_of(run)
     for step in (1, 2, 3):
-        holder = 2 if step == 3 else 1
-        is_holder = dist.get_rank() == holder
+        is_holder = dist.get_rank() == (2 if step == 3 else 1)
         own = {"expert": torch.full((50,), float(step))} if is_holder else {}
-        if dist.get_rank() == 0:
-            stage_all(run, step, own)
-        dist.barrier()
-        if dist.get_rank() > 0:
-            stage_all(run, step, own)
-        dist.barrier()
-    found = agent_of(run).newest()
-    assert found is not None
-    loaded = {"expert": torch.zeros(50)}
-    dcp.load(loaded, storage_reader=SnapshotReader(found))
+        stage_in_turns(run, step, own)
+    loaded = load_newest(run, 3, {"expert": torch.zeros(50)})
     assert loaded["expert"].tolist() == [3.0] * 50
 
 
-def test_what_one_rank_hands_over_to_another_is_not_lost(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_what_one_rank_hands_over_to_another_is_not_lost(run: Path) -> None:
     with Ranks(3) as world:
         world.run(hand_over, run)
         assert {header.share for header, _ in slots_of(run, 3)} != {NOT_SHARED}
 
 
-def split_by_two_agents(run: Path) -> None:
+@pytest.mark.slow
+@on_ranks()
+def test_a_save_that_two_agents_have_split_fails_and_says_why(run: Path) -> None:
     """The first rank is told to copy everything, and the second, by another agent, its part."""
     for step in (1, 2):
         stage_all(run, step, {})
@@ -367,12 +344,8 @@ def split_by_two_agents(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_save_that_two_agents_have_split_fails_and_says_why(tmp_path: Path) -> None:
-    with Ranks(2) as world:
-        world.run(split_by_two_agents, tmp_path / "run")
-
-
-def save_as_a_run(run: Path) -> None:
+@on_ranks()
+def test_a_run_saves_anew_what_a_rank_had_to_copy_and_has_no_more(run: Path) -> None:
     """A rank loses a part, and has it again, in turns."""
     with Run(run, asynchronous=True, agent=True, timeout_s=60) as made:
         for step in range(1, 6):
@@ -386,12 +359,6 @@ def save_as_a_run(run: Path) -> None:
             assert_of(state, step)
 
 
-@pytest.mark.slow
-def test_a_run_saves_anew_what_a_rank_had_to_copy_and_has_no_more(tmp_path: Path) -> None:
-    with Ranks(2) as world:
-        world.run(save_as_a_run, tmp_path / "run")
-
-
 def save_with_a_flag(run: Path) -> None:
     """Of which no file says anything but what the first rank says."""
     agent_of(run)
@@ -400,18 +367,12 @@ def save_with_a_flag(run: Path) -> None:
         if step == 3 and dist.get_rank() == 1:
             for tensor in state["model"].values():
                 tensor.requires_grad_(True)
-        if dist.get_rank() == 0:
-            agent_of(run).stage(state, run / str(step), step=step, persist=False)
-        dist.barrier()
-        if dist.get_rank() > 0:
-            agent_of(run).stage(state, run / str(step), step=step, persist=False)
-        dist.barrier()
+        stage_in_turns(run, step, state)
     load_from_memory(run, 3)
 
 
 @pytest.mark.slow
-def test_a_flag_that_differs_from_rank_to_rank_makes_no_other_tensor(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_a_flag_that_differs_from_rank_to_rank_makes_no_other_tensor(run: Path) -> None:
     with Ranks(3) as world:
         world.run(save_with_a_flag, run)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Worlds
-from states import assert_same, full_value, sharded
+from ranks import on_ranks
+from states import assert_same, full_value, local, sharded
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from torch_ckpt import FastReader, FastWriter, StorageError
 
@@ -59,15 +57,15 @@ def assert_saved(path: Path, step: int) -> None:
     assert_same(local(loaded), local(state_at(step)))
 
 
-def local(state: dict[str, Any]) -> dict[str, Any]:
-    model = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state["model"].items()}
-    return {"model": model, "step": state["step"]}
-
-
-def save_while_training(path: Path, executor: str, writer_options: dict[str, Any]) -> None:
+@pytest.mark.thin("process-1", "thread-2")
+@pytest.mark.parametrize(("executor", "threads"), [("thread", 1), ("process", 1), ("thread", 2)])
+@on_ranks(2, timeout_s=120)
+def test_async_save_holds_the_values_of_when_it_was_called(
+    path: Path, executor: str, threads: int
+) -> None:
     """Saves some steps, each while the next one overwrites the tensors and uses its own group."""
     group = dist.new_group(backend="gloo")
-    writer = FastWriter(path / "0", **writer_options)
+    writer = FastWriter(path / "0", thread_count=threads)
     state = state_at(0)
     for step in range(STEPS):
         future = dcp.async_save(
@@ -84,21 +82,10 @@ def save_while_training(path: Path, executor: str, writer_options: dict[str, Any
         assert_saved(path / f"{step}", step)
 
 
-@pytest.mark.thin("process")
+@pytest.mark.thin("thread")
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_async_save_holds_the_values_of_when_it_was_called(
-    worlds: Worlds, tmp_path: Path, executor: str
-) -> None:
-    worlds.run(2, save_while_training, tmp_path, executor, {}, timeout_s=120)
-
-
-def test_async_save_through_several_threads_holds_the_values(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    worlds.run(2, save_while_training, tmp_path, "thread", {"thread_count": 2})
-
-
-def save_with_default_stager(path: Path, executor: str) -> None:
+@on_ranks(2, timeout_s=120)
+def test_async_save_takes_a_stager_that_stages_in_the_background(path: Path, executor: str) -> None:
     """Stages in the background; training waits for the staging only."""
     group = dist.new_group(backend="gloo")
     stager = DefaultStager(StagingOptions(False, False, True, False))
@@ -120,37 +107,17 @@ def save_with_default_stager(path: Path, executor: str) -> None:
         assert_saved(path / f"{step}", step)
 
 
-@pytest.mark.thin("thread")
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_async_save_takes_a_stager_that_stages_in_the_background(
-    worlds: Worlds, tmp_path: Path, executor: str
-) -> None:
-    worlds.run(2, save_with_default_stager, tmp_path, executor, timeout_s=120)
-
-
-@contextmanager
-def full_disk(max_file_nbytes: int) -> Iterator[None]:
-    """Has every write past ``max_file_nbytes`` of a file fail with EFBIG, in this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def save_onto_a_full_disk_of_rank_1(path: Path) -> dict[int, str]:
+@on_ranks(2)
+def test_async_save_that_fails_on_one_rank_fails_its_future_on_every_rank(path: Path) -> None:
     group = dist.new_group(backend="gloo")
-    with full_disk(1 << 20 if dist.get_rank() == 1 else resource.RLIM_INFINITY):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:  # Every write past this fails with EFBIG.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
         future = dcp.async_save(state_at(0), storage_writer=FastWriter(path), process_group=group)
         error = future.exception(SAVE_TIMEOUT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert isinstance(error, CheckpointException)
-    return {rank: type(wrapped[0]).__name__ for rank, wrapped in error.failures.items()}
-
-
-def test_async_save_that_fails_on_one_rank_fails_its_future_on_every_rank(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    failures = worlds.run(2, save_onto_a_full_disk_of_rank_1, tmp_path)
-    assert failures == [{1: StorageError.__name__}] * 2
-    assert not (tmp_path / ".metadata").exists()
+    assert {rank: type(cause) for rank, (cause, _) in error.failures.items()} == {1: StorageError}
+    assert not (path / ".metadata").exists()

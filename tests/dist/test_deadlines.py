@@ -45,9 +45,7 @@ pytestmark = pytest.mark.timeout(120)
 
 DEADLINE_S = 1.0
 MARGIN_S = 10.0  # For a machine that is busy.
-AMPLE_S = (
-    100.0  # A rank that waits for this long has not been told: the call's own limit is shorter.
-)
+AMPLE_S = 100.0  # What waits for this long has not been told: the call's own limit is shorter.
 LIMIT_S = 40.0
 COLLECTIVE_TIMEOUT_S = 300
 SHAPES = {"first": (7, 5), "second": (61, 33)}
@@ -126,14 +124,19 @@ def path(tmp_path: Path) -> Path:
 
 
 class Detour:
-    """Calls a function at one point of a save or load, on one rank."""
+    """Calls a function at one point of a save or load, on one rank; what it returns is sent."""
 
-    def __init__(self, where: str, rank: int, function: Callable[..., None], *args: Any) -> None:
+    def __init__(self, where: str, rank: int, function: Callable[..., Any], *args: Any) -> None:
         self.where, self.rank, self.function, self.args = where, rank, function, args
 
-    def __call__(self, where: str) -> None:
+    def __call__(self, where: str) -> Any:
         if (where, dist.get_rank()) == (self.where, self.rank):
-            self.function(*self.args)
+            return self.function(*self.args)
+        return None
+
+    def plan(self, where: str, plan: Any) -> Any:
+        sent = self(where)
+        return dataclasses.replace(plan, planner_data=sent) if sent else plan
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -143,12 +146,11 @@ class SavePlanner(DefaultSavePlanner):
         self.resolved = 0
 
     def create_local_plan(self) -> SavePlan:
-        self.detour("local plan")
-        return super().create_local_plan()
+        return self.detour.plan("local plan", super().create_local_plan())
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        self.detour("global plan")
-        return super().create_global_plan(all_plans)
+        plans, metadata = super().create_global_plan(all_plans)
+        return [*plans[:-1], self.detour.plan("global plan", plans[-1])], metadata
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         self.resolved += 1
@@ -163,8 +165,11 @@ class LoadPlanner(DefaultLoadPlanner):
         self.detour = detour
 
     def create_local_plan(self) -> LoadPlan:
-        self.detour("local plan")
-        return super().create_local_plan()
+        return self.detour.plan("local plan", super().create_local_plan())
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        plans = super().create_global_plan(global_plan)
+        return [*plans[:-1], self.detour.plan("global plan", plans[-1])]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         self.detour("read")
@@ -188,10 +193,16 @@ class Writer(FastWriter):
         super().__init__(path)
         self.detour = detour
 
-    def finish(self, *args: Any, **kwargs: Any) -> None:
+    def write_data(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        written = super().write_data(*args, **kwargs)
+        sent = self.detour("results")
+        return written.then(lambda done: [*done.value(), sent]) if sent else written
+
+    def finish(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
         self.detour("finish")
         with mock.patch.object(self, "_file_system", Publishing(self._file_system, self.detour)):
-            super().finish(*args, **kwargs)
+            super().finish(metadata, *args, **kwargs)
+        vars(metadata).update(self.detour("committed") or {})
 
 
 def save(state: dict[str, Any], path: Path, detour: Detour, timeout_s: float = DEADLINE_S) -> None:
@@ -240,11 +251,9 @@ def test_save_with_a_rank_past_the_deadline_is_given_up_by_all_and_commits_nothi
     worlds.run(3, save_version, path, "old")
     metadata = (path / ".metadata").read_bytes()
 
-    seen = worlds.run(3, call_with_a_late_rank, save, path, fifo, late, where, timeout_s=LIMIT_S)
-
-    assert seen == [seen[0]] * 3
-    assert seen[0][:3] == ((late,), phase, False)
-    assert f"rank {late} " in seen[0].message
+    seen = worlds.agree(3, call_with_a_late_rank, save, path, fifo, late, where, timeout_s=LIMIT_S)
+    assert seen[:3] == ((late,), phase, False)
+    assert f"rank {late} " in seen.message
     assert (path / ".metadata").read_bytes() == metadata
     worlds.run(3, assert_holds, path, "old")
     worlds.run(3, save_version, path, "newer")
@@ -255,10 +264,9 @@ def test_save_given_up_while_the_checkpoint_is_being_published_says_that_it_may_
     worlds: Worlds, path: Path, fifo: Path
 ) -> None:
     worlds.run(3, save_version, path, "old")
-    seen = worlds.run(3, call_with_a_late_rank, save, path, fifo, 0, "publish", timeout_s=LIMIT_S)
-    assert seen == [seen[0]] * 3
-    assert seen[0][:3] == ((0,), "committing", True)
-    assert "may yet appear" in seen[0].message
+    seen = worlds.agree(3, call_with_a_late_rank, save, path, fifo, 0, "publish", timeout_s=LIMIT_S)
+    assert seen[:3] == ((0,), "committing", True)
+    assert "may yet appear" in seen.message
     worlds.run(3, assert_holds, path, "new")
 
 
@@ -306,9 +314,8 @@ def test_load_with_a_rank_past_the_deadline_is_given_up_by_all(
     worlds: Worlds, path: Path, fifo: Path, late: int, where: str, phase: str
 ) -> None:
     worlds.run(3, save_version, path, "old")
-    seen = worlds.run(3, call_with_a_late_rank, load, path, fifo, late, where, timeout_s=LIMIT_S)
-    assert seen == [seen[0]] * 3
-    assert seen[0][:3] == ((late,), phase, False)
+    seen = worlds.agree(3, call_with_a_late_rank, load, path, fifo, late, where, timeout_s=LIMIT_S)
+    assert seen[:3] == ((late,), phase, False)
     worlds.run(3, assert_holds, path, "old")
 
 
@@ -336,9 +343,8 @@ def test_load_in_which_the_disk_of_one_rank_hangs_is_given_up_by_all(
     if not list(RECORDER.glob("recorder*.so")):
         pytest.skip("the module recorder is built by tests/check.py")
     worlds.run(3, save_version, path, "old")
-    seen = worlds.run(3, load_from_a_disk_that_hangs, path, fifo, exchange, timeout_s=LIMIT_S)
-    assert seen == [seen[0]] * 3
-    assert seen[0][:3] == ((1,), phase, False)
+    seen = worlds.agree(3, load_from_a_disk_that_hangs, path, fifo, exchange, timeout_s=LIMIT_S)
+    assert seen[:3] == ((1,), phase, False)
 
 
 def save_with_a_slow_rank(path: Path, where: str) -> None:
@@ -384,86 +390,24 @@ def test_rank_that_raises_fails_the_save_on_all_at_once_and_training_goes_on(
     worlds: Worlds, path: Path, failing: int, where: str, kind: type[Exception]
 ) -> None:
     worlds.run(3, save_version, path, "old")
-    seen = worlds.run(
+    seen = worlds.agree(
         3, save_with_a_rank_that_raises, path, failing, where, kind, timeout_s=LIMIT_S
     )
-    assert seen == [seen[0]] * 3
-    assert seen[0].keys() == {failing}
-    assert "a tensor is lost" in seen[0][failing]
+    assert seen.keys() == {failing}
+    assert "a tensor is lost" in seen[failing]
     worlds.run(3, assert_holds, path, "old")
 
 
-class Unpicklable:
-    """Puts a value that cannot be pickled among those that a rank sends in one exchange."""
-
-    def __init__(self, where: str, rank: int) -> None:
-        self.where, self.rank = where, rank
-
-    def at(self, where: str) -> dict[str, Any]:
-        found = (where, dist.get_rank()) == (self.where, self.rank)
-        return {"planner_data": {"sticky": lambda: None}} if found else {}
-
-
-class UnpicklableSavePlanner(DefaultSavePlanner):
-    def __init__(self, unpicklable: Unpicklable) -> None:
-        super().__init__()
-        self.unpicklable = unpicklable
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        return dataclasses.replace(plan, **self.unpicklable.at("local plan"))
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        plans[-1] = dataclasses.replace(plans[-1], **self.unpicklable.at("global plan"))
-        return plans, metadata
-
-
-class UnpicklableLoadPlanner(DefaultLoadPlanner):
-    def __init__(self, unpicklable: Unpicklable) -> None:
-        super().__init__()
-        self.unpicklable = unpicklable
-
-    def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
-        return dataclasses.replace(plan, **self.unpicklable.at("local plan"))
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        plans = super().create_global_plan(global_plan)
-        return [*plans[:-1], dataclasses.replace(plans[-1], **self.unpicklable.at("global plan"))]
-
-
-class UnpicklableWriter(FastWriter):
-    def __init__(self, path: Path, unpicklable: Unpicklable) -> None:
-        super().__init__(path)
-        self.unpicklable = unpicklable
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        results = super().write_data(*args, **kwargs).wait()
-        with_more: Future[Any] = Future()
-        with_more.set_result([*results, *self.unpicklable.at("write").values()])
-        return with_more
-
-    def finish(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
-        super().finish(metadata, *args, **kwargs)
-        vars(metadata).update(self.unpicklable.at("committed"))
+def sticky() -> dict[str, Any]:
+    return {"sticky": lambda: None}
 
 
 def call_with_a_value_that_does_not_pickle(
     path: Path, call: str, where: str, rank: int
 ) -> dict[int, str]:
-    unpicklable = Unpicklable(where, rank)
-    options: dict[str, Any] = {"timeout_s": AMPLE_S}
-    if call == "save":
-        function: Callable[..., Any] = torch_ckpt.save
-        options["storage_writer"] = UnpicklableWriter(path, unpicklable)
-        options["planner"] = UnpicklableSavePlanner(unpicklable)
-    else:
-        function = torch_ckpt.load
-        options["checkpoint_id"] = path
-        options["planner"] = UnpicklableLoadPlanner(unpicklable)
+    function = {"save": save, "load": load}[call]
     with pytest.raises(CheckpointException) as caught:
-        function(state_of("new"), **options)
+        function(state_of("new"), path, Detour(where, rank, sticky), AMPLE_S)
     train()
     assert {type(cause) for cause, _ in caught.value.failures.values()} == {CheckpointError}
     return {rank: str(cause) for rank, (cause, _) in caught.value.failures.items()}
@@ -474,7 +418,7 @@ def call_with_a_value_that_does_not_pickle(
     [
         ("save", "local plan", 1, "old"),
         ("save", "global plan", 0, "old"),
-        ("save", "write", 1, "old"),
+        ("save", "results", 1, "old"),
         ("save", "committed", 0, "new"),
         ("load", "local plan", 1, "old"),
         ("load", "global plan", 0, "old"),
@@ -485,11 +429,10 @@ def test_value_that_does_not_pickle_fails_the_call_on_all_at_once_and_training_g
 ) -> None:
     worlds.run(3, save_version, path, "old")
     function = call_with_a_value_that_does_not_pickle
-    seen = worlds.run(3, function, path, call, where, rank, timeout_s=LIMIT_S)
-    assert seen == [seen[0]] * 3
-    assert seen[0].keys() == {rank}
-    assert f"rank {rank} cannot pickle" in seen[0][rank]
-    assert seen[0][rank].endswith("what was to be committed is") == (version == "new")
+    seen = worlds.agree(3, function, path, call, where, rank, timeout_s=LIMIT_S)
+    assert seen.keys() == {rank}
+    assert f"rank {rank} cannot pickle" in seen[rank]
+    assert seen[rank].endswith("what was to be committed is") == (version == "new")
     worlds.run(3, assert_holds, path, version)
 
 
@@ -603,9 +546,8 @@ def save_in_the_background(path: Path, fifo: Path, executor: str) -> Failure:
 def test_background_save_with_a_rank_past_the_deadline_fails_its_future_on_every_rank(
     worlds: Worlds, path: Path, fifo: Path, executor: str
 ) -> None:
-    seen = worlds.run(2, save_in_the_background, path, fifo, executor, timeout_s=90)
-    assert seen == [seen[0]] * 2
-    assert seen[0][:3] == ((1,), "writing", False)
+    seen = worlds.agree(2, save_in_the_background, path, fifo, executor, timeout_s=90)
+    assert seen[:3] == ((1,), "writing", False)
     worlds.run(2, assert_holds, path, "newer")
 
 
@@ -642,9 +584,8 @@ def test_installed_bounds_what_is_called_of_dcp_itself(
     worlds: Worlds, path: Path, fifo: Path
 ) -> None:
     worlds.run(2, save_version, path, "old")
-    seen = worlds.run(2, use_plain_dcp, path, fifo, timeout_s=LIMIT_S)
-    assert seen[0] == seen[1]
-    assert [failure[:3] for failure in seen[0]] == [((1,), "planning", False)] * 3
+    seen = worlds.agree(2, use_plain_dcp, path, fifo, timeout_s=LIMIT_S)
+    assert [failure[:3] for failure in seen] == [((1,), "planning", False)] * 3
     worlds.run(2, assert_holds, path, "old")
 
 
@@ -790,6 +731,19 @@ def own_state(rank: int, version: str) -> dict[str, Any]:
     }
 
 
+def assert_ranks_hold(path: Path, ranks: int, version: str) -> None:
+    for rank in range(ranks):
+        loaded = own_state(rank, "of no version")
+        torch_ckpt.load(loaded, checkpoint_id=path, no_dist=True)
+        assert_same(loaded, own_state(rank, version))
+
+
+def answers(pipes: list[connection.Connection]) -> list[Any]:
+    """What each rank has returned, none of which hangs."""
+    assert all(pipe.poll(LIMIT_S) for pipe in pipes), "a rank hangs"
+    return [pipe.recv() for pipe in pipes]
+
+
 def take(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
@@ -886,17 +840,11 @@ def test_death_of_a_rank_is_told_to_the_others_and_keeps_the_old_checkpoint(
     number = signal.SIGSTOP if freezes else signal.SIGKILL
     args = call_with_a_rank_that_dies, path, victim, call, where, number
     with mortal_ranks(3, store_on, *args) as pipes:
-        seen = {}
-        for rank in survivors:
-            assert pipes[rank].poll(LIMIT_S), f"rank {rank} hangs"
-            seen[rank] = pipes[rank].recv()
-    for failure in seen.values():
+        seen = answers([pipes[rank] for rank in survivors])
+    for failure in seen:
         assert failure[:3] == ((victim,), *expected)
         assert f"rank {victim}" in failure.message
-    for rank in range(3):
-        loaded = own_state(rank, "of no version")
-        torch_ckpt.load(loaded, checkpoint_id=path, no_dist=True)
-        assert_same(loaded, own_state(rank, "old"))
+    assert_ranks_hold(path, 3, "old")
 
 
 def state_of_process(pid: int) -> str:
@@ -943,15 +891,10 @@ def test_store_that_pauses_fails_one_save_in_time_and_not_the_next(
     path: Path, fifo: Path, is_known: bool
 ) -> None:
     with mortal_ranks(2, 0, save_as_the_store_pauses, path, fifo, is_known) as pipes:
-        for pipe in pipes:
-            assert pipe.poll(LIMIT_S), "a rank hangs"
-            failure: Failure = pipe.recv()
+        for failure in answers(pipes):
             assert "rank 1 has lost the store" in failure.message
             assert failure.ranks == ((0,) if is_known else ())
-    for rank in range(2):
-        loaded = own_state(rank, "of no version")
-        torch_ckpt.load(loaded, checkpoint_id=path, no_dist=True)
-        assert_same(loaded, own_state(rank, "new"))
+    assert_ranks_hold(path, 2, "new")
 
 
 def test_call_of_a_store_that_is_given_up_before_it_has_begun_is_never_made() -> None:
@@ -991,7 +934,5 @@ def save_with_groups_that_come_and_go(path: Path) -> list[int]:
 
 def test_groups_that_come_and_go_leave_no_threads_and_no_descriptors(path: Path) -> None:
     with mortal_ranks(2, None, save_with_groups_that_come_and_go, path) as pipes:
-        for pipe in pipes:
-            assert pipe.poll(LIMIT_S), "a rank hangs"
-            counts: list[int] = pipe.recv()
+        for counts in answers(pipes):
             assert counts[1:] == counts[:1] * 3

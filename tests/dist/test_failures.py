@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import RankError, Worlds, run_ranks
-from states import assert_same, data_files, full_value, local_part, sharded
-from torch.distributed.checkpoint.api import CheckpointException
+from states import Failure, assert_same, data_files, failures_of, full_value, local_part, sharded
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,14 +27,6 @@ DEADLINE_S = 30  # Within which a failure of one rank must have reached the othe
 ODD_DEADLINE_S = 10
 SHAPES = {"small": (7, 5), "large": (1031, 1033)}  # The large one fills several buffers.
 PLACEMENTS = {"rows": (Shard(0),), "columns": (Shard(1),), "replicas": (Replicate(),)}
-
-
-class Failure(NamedTuple):
-    """What a rank saw of the failure of another, or of its own."""
-
-    kind: str
-    message: str
-    errno: int | None
 
 
 def mesh_of_all() -> DeviceMesh:
@@ -65,31 +57,30 @@ def assert_holds(path: Path, version: str, placement: str = "rows") -> None:
     assert_same({name: tensor.to_local() for name, tensor in loaded.items()}, expected)
 
 
-def failures_of(error: CheckpointException) -> dict[int, Failure]:
-    return {
-        rank: Failure(type(cause).__name__, str(cause), getattr(cause, "errno", None))
-        for rank, (cause, _) in error.failures.items()
-    }
-
-
 class LosingPlanner(DefaultSavePlanner):
     """Cannot hand out one tensor."""
 
-    def __init__(self, lost: str | None) -> None:
+    def __init__(self, lost: str | None, error: Exception) -> None:
         super().__init__()
         self.lost = lost
+        self.error = error
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         if write_item.index.fqn == self.lost:
-            raise LookupError(f"{self.lost} is lost")
+            raise self.error
         return super().resolve_data(write_item)
 
 
+def save_by_rank(
+    path: Path, planner: Any = None, overwrite: bool = True, threads: int = 1
+) -> dict[int, Failure]:
+    writer = FastWriter(path, overwrite=overwrite, thread_count=threads)
+    return failures_of(dcp.save, state_of("new", "rows"), storage_writer=writer, planner=planner)
+
+
 def save_losing(path: Path, failing: int, lost: str) -> dict[int, Failure]:
-    planner = LosingPlanner(lost if dist.get_rank() == failing else None)
-    with pytest.raises(CheckpointException) as caught:
-        dcp.save(state_of("new", "rows"), storage_writer=FastWriter(path), planner=planner)
-    return failures_of(caught.value)
+    lost_here = lost if dist.get_rank() == failing else None
+    return save_by_rank(path, LosingPlanner(lost_here, LookupError(f"{lost} is lost")))
 
 
 @pytest.mark.thin(1)
@@ -103,7 +94,7 @@ def test_planner_that_fails_on_one_rank_fails_every_rank_and_keeps_the_old_check
 
     seen = worlds.run(2, save_losing, tmp_path, failing, lost, timeout_s=DEADLINE_S)
 
-    assert seen == [{failing: Failure("LookupError", f"{lost} is lost", None)}] * 2
+    assert seen == [{failing: Failure("LookupError", None, f"{lost} is lost")}] * 2
     assert not [n for n in data_files(tmp_path) - before if n.startswith(f"__{failing}_")]
     worlds.run(2, assert_holds, tmp_path, "old")
     worlds.run(2, save_version, tmp_path, "newer")  # Nothing is left in the way of the next.
@@ -118,39 +109,25 @@ class OddError(Exception):
         super().__init__(f"{what} at {where}")
 
 
-class OddPlanner(DefaultSavePlanner):
-    """Fails on rank 1."""
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        if dist.get_rank() == 1:
-            raise OddError("lost", "sea")
-        return super().resolve_data(write_item)
-
-
 def save_oddly(path: Path) -> dict[int, Failure]:
-    with pytest.raises(CheckpointException) as caught:
-        dcp.save(state_of("new", "rows"), storage_writer=FastWriter(path), planner=OddPlanner())
-    return failures_of(caught.value)
+    lost = "small" if dist.get_rank() == 1 else None
+    return save_by_rank(path, LosingPlanner(lost, OddError("lost", "sea")))
 
 
 def test_failure_that_does_not_unpickle_reaches_every_rank(worlds: Worlds, tmp_path: Path) -> None:
-    seen = worlds.run(2, save_oddly, tmp_path, timeout_s=ODD_DEADLINE_S)
-    assert seen[0] == seen[1]
-    assert seen[0].keys() == {1}
-    assert "lost at sea" in seen[0][1].message
+    seen = worlds.agree(2, save_oddly, tmp_path, timeout_s=ODD_DEADLINE_S)
+    assert seen.keys() == {1}
+    assert "lost at sea" in seen[1].message
 
 
 def save_onto_a_full_disk(path: Path, failing: int, threads: int) -> dict[int, Failure]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    writer = FastWriter(path, thread_count=threads)
     try:
-        with pytest.raises(CheckpointException) as caught:
-            dcp.save(state_of("new", "rows"), storage_writer=writer)
+        return save_by_rank(path, threads=threads)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    return failures_of(caught.value)
 
 
 @pytest.mark.thin(1)
@@ -162,11 +139,9 @@ def test_full_disk_of_one_rank_fails_every_rank_and_keeps_the_old_checkpoint(
     worlds.run(2, save_version, tmp_path, "old")
     before = data_files(tmp_path)
 
-    seen = worlds.run(2, save_onto_a_full_disk, tmp_path, failing, threads, timeout_s=DEADLINE_S)
-
-    assert seen[0] == seen[1]
-    assert seen[0].keys() == {failing}
-    failure = seen[0][failing]
+    seen = worlds.agree(2, save_onto_a_full_disk, tmp_path, failing, threads, timeout_s=DEADLINE_S)
+    assert seen.keys() == {failing}
+    failure = seen[failing]
     assert (failure.kind, failure.errno) == ("StorageError", errno.EFBIG)
     assert str(tmp_path) in failure.message
     # The thread of the other file may well have finished it.
@@ -176,75 +151,52 @@ def test_full_disk_of_one_rank_fails_every_rank_and_keeps_the_old_checkpoint(
 
 
 def load_failing(path: Path, placement: str) -> dict[int, Failure]:
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(state_of("of no version", placement), storage_reader=FastReader(path))
-    return failures_of(caught.value)
+    state = state_of("of no version", placement)
+    return failures_of(dcp.load, state, storage_reader=FastReader(path))
 
 
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [("missing", ("NotFoundError", errno.ENOENT)), ("truncated", ("CorruptionError", None))],
+)
 @pytest.mark.parametrize(("placement", "needing"), [("rows", {1}), ("columns", {0, 1})])
-def test_missing_data_file_fails_every_rank_and_names_those_that_need_it(
-    worlds: Worlds, tmp_path: Path, placement: str, needing: set[int]
+def test_damaged_data_file_fails_every_rank_and_names_those_that_need_it(
+    worlds: Worlds,
+    tmp_path: Path,
+    placement: str,
+    needing: set[int],
+    damage: str,
+    expected: tuple[str, int | None],
 ) -> None:
     worlds.run(2, save_version, tmp_path, "old")
-    (missing,) = tmp_path.glob("__1_*.distcp")
-    missing.unlink()
+    (damaged,) = tmp_path.glob("__1_*.distcp")
+    if damage == "missing":
+        damaged.unlink()
+    else:
+        os.truncate(damaged, damaged.stat().st_size // 2)
 
-    seen = worlds.run(2, load_failing, tmp_path, placement, timeout_s=DEADLINE_S)
+    seen = worlds.agree(2, load_failing, tmp_path, placement, timeout_s=DEADLINE_S)
 
-    assert seen[0] == seen[1]
-    assert seen[0].keys() == needing
-    for failure in seen[0].values():
-        assert (failure.kind, failure.errno) == ("NotFoundError", errno.ENOENT)
-        assert missing.name in failure.message
-
-
-@pytest.mark.parametrize(("placement", "needing"), [("rows", {1}), ("columns", {0, 1})])
-def test_truncated_data_file_fails_every_rank_and_names_those_that_need_it(
-    worlds: Worlds, tmp_path: Path, placement: str, needing: set[int]
-) -> None:
-    worlds.run(2, save_version, tmp_path, "old")
-    (short,) = tmp_path.glob("__1_*.distcp")
-    with short.open("r+b") as file:
-        file.truncate(short.stat().st_size // 2)
-
-    seen = worlds.run(2, load_failing, tmp_path, placement, timeout_s=DEADLINE_S)
-
-    assert seen[0] == seen[1]
-    assert seen[0].keys() == needing
-    for failure in seen[0].values():
-        assert failure.kind == "CorruptionError"
-        assert short.name in failure.message
+    assert seen.keys() == needing
+    for failure in seen.values():
+        assert failure[:2] == expected
+        assert damaged.name in failure.message
 
 
 def test_directory_without_a_checkpoint_fails_every_rank(worlds: Worlds, tmp_path: Path) -> None:
-    seen = worlds.run(2, load_failing, tmp_path / "empty", "rows", timeout_s=DEADLINE_S)
-    assert seen[0] == seen[1]
-    assert seen[0].keys() == {0, 1}
-    assert all("no checkpoint is committed" in failure.message for failure in seen[0].values())
-
-
-def fail_to_commit(path: Path) -> dict[int, Failure]:
-    with pytest.raises(CheckpointException) as caught:
-        save_version(path, "new")
-    return failures_of(caught.value)
+    seen = worlds.agree(2, load_failing, tmp_path / "empty", "rows", timeout_s=DEADLINE_S)
+    assert seen.keys() == {0, 1}
+    assert all("no checkpoint is committed" in failure.message for failure in seen.values())
 
 
 def test_commit_that_fails_on_the_coordinator_fails_every_rank(
     worlds: Worlds, tmp_path: Path
 ) -> None:
     (tmp_path / ".metadata" / "in the way").mkdir(parents=True)
-    seen = worlds.run(2, fail_to_commit, tmp_path, timeout_s=DEADLINE_S)
-    assert seen[0] == seen[1]
-    assert {rank: failure.kind for rank, failure in seen[0].items()} == {0: "StorageError"}
-    assert seen[0][0].errno in (errno.EISDIR, errno.ENOTEMPTY)
+    seen = worlds.agree(2, save_by_rank, tmp_path, timeout_s=DEADLINE_S)
+    assert {rank: failure.kind for rank, failure in seen.items()} == {0: "StorageError"}
+    assert seen[0].errno in (errno.EISDIR, errno.ENOTEMPTY)
     assert not list(tmp_path.glob("*.tmp"))
-
-
-def refuse_overwrite(path: Path) -> dict[int, Failure]:
-    writer = FastWriter(path, overwrite=False)
-    with pytest.raises(CheckpointException) as caught:
-        dcp.save(state_of("new", "rows"), storage_writer=writer)
-    return failures_of(caught.value)
 
 
 def test_refused_overwrite_fails_every_rank_and_keeps_the_old_checkpoint(
@@ -252,9 +204,8 @@ def test_refused_overwrite_fails_every_rank_and_keeps_the_old_checkpoint(
 ) -> None:
     worlds.run(2, save_version, tmp_path, "old")
     before = data_files(tmp_path)
-    seen = worlds.run(2, refuse_overwrite, tmp_path, timeout_s=DEADLINE_S)
-    assert seen[0] == seen[1]
-    assert {failure.kind for failure in seen[0].values()} == {"AlreadyExistsError"}
+    seen = worlds.agree(2, save_by_rank, tmp_path, None, False, timeout_s=DEADLINE_S)
+    assert {failure.kind for failure in seen.values()} == {"AlreadyExistsError"}
     assert data_files(tmp_path) == before
     worlds.run(2, assert_holds, tmp_path, "old")
 

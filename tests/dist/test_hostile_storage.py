@@ -11,16 +11,15 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forks import Forks
-from ranks import Worlds
-from states import READERS, assert_same, data_files, full_value
-from torch.distributed.checkpoint.api import CheckpointException
+from ranks import Worlds, on_ranks
+from states import READERS, Failure, assert_same, data_files, failures_of, full_value
 
 from torch_ckpt import FastReader, FastWriter
 
@@ -34,18 +33,11 @@ NOBODY = 65534
 SHAPE = (64, 33)
 
 
-class Failure(NamedTuple):
-    """The error of one rank."""
-
-    kind: str
-    errno: int | None
-    message: str
-
-    def file(self) -> str:
-        """Whose the message names: data, index or metadata."""
-        named = re.search(r"/(?:\.(index|metadata)|__\d+_\d+_\w+\.distcp)", self.message)
-        assert named, self.message
-        return named[1] or "data"
+def file_of(failure: Failure) -> str:
+    """Whose the message names: data, index or metadata."""
+    named = re.search(r"/(?:\.(index|metadata)|__\d+_\d+_\w+\.distcp)", failure.message)
+    assert named, failure.message
+    return named[1] or "data"
 
 
 def part_of(version: int, rank: int) -> dict[str, Any]:
@@ -70,21 +62,9 @@ def save_alone(path: Path, version: int) -> None:
     dcp.save(part_of(version, 0), storage_writer=FastWriter(path), no_dist=True)
 
 
-def failures_of(call: Callable[[], object]) -> dict[int, Failure]:
-    """The error of every rank that failed; none where the call returned."""
-    try:
-        call()
-    except CheckpointException as error:
-        return {
-            rank: Failure(type(cause).__name__, getattr(cause, "errno", None), str(cause))
-            for rank, (cause, _) in error.failures.items()
-        }
-    return {}
-
-
 def save_by_rank(path: Path, version: int) -> dict[int, Failure]:
     state = part_of(version, dist.get_rank())
-    return failures_of(lambda: dcp.save(state, storage_writer=FastWriter(path)))
+    return failures_of(dcp.save, state, storage_writer=FastWriter(path))
 
 
 def leave_blocks(disk: Path, count: int) -> None:
@@ -127,7 +107,7 @@ def save_with_ever_more_room(
         assert_holds(path, version if not failures else 0, world_size=2)
         if not failures:
             return seen
-        if failures[min(failures)].file() != "data":
+        if file_of(failures[min(failures)]) != "data":
             assert not data_files(path) - before, "what the commit has failed for is left behind"
         dist.barrier()
         if dist.get_rank() == 0:  # What one rank has written while the other has failed.
@@ -147,7 +127,7 @@ def test_every_way_to_run_out_of_room_fails_every_rank_and_keeps_the_old_checkpo
     assert {(failure.kind, failure.errno) for failure in failures} == {
         ("StorageError", errno.ENOSPC)
     }
-    found = [failed[min(failed)].file() for failed in ranks[0]]
+    found = [file_of(failed[min(failed)]) for failed in ranks[0]]
     assert list(dict.fromkeys(found)) == ["data", "index", "metadata"], found
 
 
@@ -157,10 +137,9 @@ def test_read_only_disk_fails_a_save_on_every_rank_and_loads(
     disk = mount_tmpfs("size=1m")
     assert worlds.run(2, save_by_rank, disk, 1) == [{}, {}]
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    seen = worlds.run(2, save_by_rank, disk, 2)
-    assert seen[0] == seen[1]
-    assert {failure[:2] for failure in seen[0].values()} == {("StorageError", errno.EROFS)}
-    assert seen[0].keys() == {0, 1}
+    seen = worlds.agree(2, save_by_rank, disk, 2)
+    assert {failure[:2] for failure in seen.values()} == {("StorageError", errno.EROFS)}
+    assert seen.keys() == {0, 1}
     assert_holds(disk, 1, world_size=2)
     subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
     assert worlds.run(2, save_by_rank, disk, 3) == [{}, {}]
@@ -177,7 +156,7 @@ def save_and_load_as_nobody(path: Path) -> dict[int, Failure]:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    failures = failures_of(lambda: save_alone(path, 2))
+    failures = failures_of(save_alone, path, 2)
     assert_holds(path, 1)
     return failures
 
@@ -242,7 +221,7 @@ def load_over_ones(path: Path, verify: bool = True) -> Failure:
     """The error of a load, which has touched no target."""
     state = {"of 0": torch.ones(SHAPE), "version": -1}
     reader = FastReader(path, verify=verify)
-    failures = failures_of(lambda: dcp.load(state, storage_reader=reader, no_dist=True))
+    failures = failures_of(dcp.load, state, storage_reader=reader, no_dist=True)
     assert_same(state, {"of 0": torch.ones(SHAPE), "version": -1})
     return failures[0]
 
@@ -281,17 +260,21 @@ def put_in_place(path: Path, file: str, kind: str) -> tuple[str, str]:
     return name, says
 
 
+def assert_refused(forks: Forks, path: Path, file: str, kind: str, expected: str) -> None:
+    name, says = put_in_place(path, file, kind)
+    failure = forks.call(load_over_ones, path, timeout_s=HANG_S)
+    assert failure.kind == expected
+    assert name in failure.message
+    assert says in failure.message
+
+
 @pytest.mark.thin(1)
 @pytest.mark.parametrize("kind", NO_FILES)
 @pytest.mark.parametrize("file", [".metadata", "data"])
 def test_what_is_no_file_is_a_storage_error_at_once_and_named(
     forks: Forks, saved: Path, file: str, kind: str
 ) -> None:
-    name, says = put_in_place(saved, file, kind)
-    failure = forks.call(load_over_ones, saved, timeout_s=HANG_S)
-    assert failure.kind == "StorageError"
-    assert name in failure.message
-    assert says in failure.message
+    assert_refused(forks, saved, file, kind, "StorageError")
 
 
 @pytest.mark.thin("FIFO", "folder")
@@ -299,11 +282,7 @@ def test_what_is_no_file_is_a_storage_error_at_once_and_named(
 def test_what_is_no_file_in_place_of_the_index_is_as_good_as_a_lost_index(
     forks: Forks, saved: Path, kind: str
 ) -> None:
-    name, says = put_in_place(saved, ".index", kind)
-    failure = forks.call(load_over_ones, saved, timeout_s=HANG_S)
-    assert failure.kind == "CorruptionError"
-    assert name in failure.message
-    assert says in failure.message
+    assert_refused(forks, saved, ".index", kind, "CorruptionError")
 
     forks.call(save_alone, saved, 2, timeout_s=HANG_S)
     forks.call(assert_holds, saved, 2, timeout_s=HANG_S)  # Where it stays, from its other name.
@@ -313,45 +292,34 @@ def load_by_rank(path: Path) -> dict[int, Failure]:
     """The errors of a load of everything by every rank; no rank's targets are touched."""
     ranks = range(dist.get_world_size())
     state: dict[str, Any] = {f"of {rank}": torch.ones(SHAPE) for rank in ranks} | {"version": -1}
-    failures = failures_of(lambda: dcp.load(state, storage_reader=FastReader(path)))
+    failures = failures_of(dcp.load, state, storage_reader=FastReader(path))
     expected = {f"of {rank}": torch.ones(SHAPE) for rank in ranks} | {"version": -1}
     assert_same(state, expected)
     return failures
 
 
-@pytest.mark.parametrize("damage", ["torn", "empty", "garbage"])
-def test_damaged_metadata_are_corruption_on_every_rank_and_touch_no_target(
+@pytest.mark.parametrize("damage", ["torn", "empty", "garbage", "a file that never was"])
+def test_damaged_metadata_fail_every_rank_and_touch_no_target(
     worlds: Worlds, tmp_path: Path, damage: str
 ) -> None:
     worlds.run(2, save_by_rank, tmp_path, 1)
-    metadata = tmp_path / ".metadata"
-    whole = metadata.read_bytes()
-    metadata.write_bytes({"torn": whole[: len(whole) // 2], "empty": b"", "garbage": b"?"}[damage])
-    seen = worlds.run(2, load_by_rank, tmp_path, timeout_s=HANG_S)
-    assert seen[0] == seen[1]
-    assert seen[0].keys() == {0, 1}
-    for failure in seen[0].values():
-        assert failure.kind == "CorruptionError"
-        assert str(metadata) in failure.message
-
-
-def test_metadata_of_a_data_file_that_never_was_fail_every_rank_and_touch_no_target(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    worlds.run(2, save_by_rank, tmp_path, 1)
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-    metadata.storage_meta.modules = []
-    for index, info in metadata.storage_data.items():
-        if index.fqn == "of 1":
-            info.relative_path = "__7_0.distcp"
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    (tmp_path / ".index").unlink()
-    seen = worlds.run(2, load_by_rank, tmp_path, timeout_s=HANG_S)
-    assert seen[0] == seen[1]
-    assert seen[0].keys() == {0, 1}
-    for failure in seen[0].values():
-        assert failure.kind == "NotFoundError"
-        assert "__7_0.distcp" in failure.message
+    path, expected = tmp_path / ".metadata", ("CorruptionError", str(tmp_path / ".metadata"))
+    whole = path.read_bytes()
+    damaged = {"torn": whole[: len(whole) // 2], "empty": b"", "garbage": b"?"}
+    if damage == "a file that never was":
+        metadata, expected = pickle.loads(whole), ("NotFoundError", "__7_0.distcp")
+        metadata.storage_meta.modules = []
+        for index, info in metadata.storage_data.items():
+            if index.fqn == "of 1":
+                info.relative_path = "__7_0.distcp"
+        damaged[damage] = pickle.dumps(metadata)
+        (tmp_path / ".index").unlink()
+    path.write_bytes(damaged[damage])
+    seen = worlds.agree(2, load_by_rank, tmp_path, timeout_s=HANG_S)
+    assert seen.keys() == {0, 1}
+    for failure in seen.values():
+        assert failure.kind == expected[0]
+        assert expected[1] in failure.message
 
 
 def bare_state(kind: str, rank: int, *, blank: bool) -> dict[str, Any]:
@@ -363,20 +331,16 @@ def bare_state(kind: str, rank: int, *, blank: bool) -> dict[str, Any]:
     return {"of 0": fill(5, 3), "step": 0 if blank else 7}
 
 
-def save_and_load_bare(path: Path, kind: str) -> None:
-    rank = dist.get_rank()
-    dcp.save(bare_state(kind, rank, blank=False), storage_writer=FastWriter(path, thread_count=2))
-    for reader in READERS.values():
-        state = bare_state(kind, rank, blank=True)
-        dcp.load(state, storage_reader=reader(path))
-        assert_same(state, bare_state(kind, rank, blank=False))
-
-
 @pytest.mark.parametrize("kind", ["empty", "0 elements", "rank 1 empty"])
-def test_ranks_with_next_to_nothing_save_and_load(
-    worlds: Worlds, tmp_path: Path, kind: str
-) -> None:
+@on_ranks(2)
+def test_ranks_with_next_to_nothing_save_and_load(path: Path, kind: str) -> None:
+    rank = dist.get_rank()
+    state = bare_state(kind, rank, blank=False)
     for _ in range(2):  # The second replaces the first.
-        worlds.run(2, save_and_load_bare, tmp_path, kind)
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-    assert data_files(tmp_path) == {i.relative_path for i in metadata.storage_data.values()}
+        dcp.save(state, storage_writer=FastWriter(path, thread_count=2))
+        for reader in READERS.values():
+            loaded = bare_state(kind, rank, blank=True)
+            dcp.load(loaded, storage_reader=reader(path))
+            assert_same(loaded, state)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    assert data_files(path) == {i.relative_path for i in metadata.storage_data.values()}

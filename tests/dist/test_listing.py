@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from random_layouts import as_box
-from ranks import Worlds
+from ranks import on_ranks
 from states import full_value
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
@@ -43,7 +43,8 @@ def box(shape: tuple[int, ...], mesh: Any, *placements: Placement) -> DTensor:
     return as_box(full_value(f"{shape}", shape, torch.float32), mesh, list(placements))
 
 
-def list_uneven() -> None:
+@on_ranks(4)
+def test_uneven_shards_over_several_meshes_are_listed_as_by_stock() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     line = init_device_mesh("cpu", (4,))
     places: list[tuple[Any, ...]] = [(line, Shard(0)), (line, Shard(1)), (line, Replicate())]
@@ -66,11 +67,8 @@ def list_uneven() -> None:
     )
 
 
-def test_uneven_shards_over_several_meshes_are_listed_as_by_stock(worlds: Worlds) -> None:
-    worlds.run(4, list_uneven)
-
-
-def list_gradients() -> None:
+@on_ranks(2)
+def test_whether_gradients_are_needed_is_said_as_by_stock() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state: dict[str, Any] = {}
     for needed in (False, True):
@@ -83,10 +81,6 @@ def list_gradients() -> None:
     for grad_mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
         with grad_mode():
             check(state)
-
-
-def test_whether_gradients_are_needed_is_said_as_by_stock(worlds: Worlds) -> None:
-    worlds.run(2, list_gradients)
 
 
 class Rows(DTensor):
@@ -110,7 +104,8 @@ class Local(torch.Tensor):
         return _create_write_items(f"{fqn}.local", torch.zeros(3))
 
 
-def list_subclasses() -> None:
+@on_ranks(2)
+def test_subclasses_and_wrapped_local_parts_list_themselves() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     local = torch.zeros(3, 2).as_subclass(Local)
     state = {
@@ -127,10 +122,6 @@ def list_subclasses() -> None:
     assert {"rows", "rows.rows", "wrapped.local"} <= set(listed)
 
 
-def test_subclasses_and_wrapped_local_parts_list_themselves(worlds: Worlds) -> None:
-    worlds.run(2, list_subclasses)
-
-
 class FirstRows(Shard):
     """Equal to a Shard, and yet another: all ranks but the first have nothing."""
 
@@ -144,7 +135,8 @@ class FirstRows(Shard):
         return (curr_local_size, 0) if dist.get_rank() == 0 else (0, curr_local_size)
 
 
-def list_equal_placements() -> None:
+@on_ranks(2)
+def test_placements_of_another_class_are_not_taken_for_their_equals() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     assert hash(FirstRows(1)) == hash(Shard(1))
     assert FirstRows(1) == Shard(1)
@@ -153,11 +145,8 @@ def list_equal_placements() -> None:
     check({"odd first": state["1"], "even": state["0"]})
 
 
-def test_placements_of_another_class_are_not_taken_for_their_equals(worlds: Worlds) -> None:
-    worlds.run(2, list_equal_placements)
-
-
-def list_recurring() -> None:
+@on_ranks(4)
+def test_objects_that_take_the_place_of_dead_ones_are_not_taken_for_them() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     planner, owners = FastSavePlanner(), {}
     recurred = 0
@@ -173,11 +162,8 @@ def list_recurring() -> None:
     assert recurred
 
 
-def test_objects_that_take_the_place_of_dead_ones_are_not_taken_for_them(worlds: Worlds) -> None:
-    worlds.run(4, list_recurring)
-
-
-def list_many() -> None:
+@on_ranks(2)
+def test_torch_is_asked_once_where_tensors_of_the_same_kind_lie() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {f"w{i}": box(SHAPES[i % 2], mesh, Shard(i % 3 // 2)) for i in range(60)}
     computed = listing.compute_local_shape_and_global_offset
@@ -188,11 +174,8 @@ def list_many() -> None:
     assert asked.call_count == 4
 
 
-def test_torch_is_asked_once_where_tensors_of_the_same_kind_lie(worlds: Worlds) -> None:
-    worlds.run(2, list_many)
-
-
-def list_partial() -> None:
+@on_ranks(2)
+def test_a_partial_sum_is_the_error_of_stock() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     partial = DTensor.from_local(torch.zeros(3), mesh, [Partial()], run_check=False)
     for value in (partial, Rows.of(partial)):
@@ -200,7 +183,3 @@ def list_partial() -> None:
             planner.set_up_planner({"w": value})
             with pytest.raises(ValueError, match="partial placement"):
                 planner.create_local_plan()
-
-
-def test_a_partial_sum_is_the_error_of_stock(worlds: Worlds) -> None:
-    worlds.run(2, list_partial)

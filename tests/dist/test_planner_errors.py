@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Worlds
+from ranks import on_ranks
 from states import assert_same, full_value, zeroed
 from test_async import EXECUTORS, assert_saved, become, state_at
 from test_planner_ranks import LOADS
@@ -126,23 +126,19 @@ def failures(path: Path, state: dict[str, Any], writer: Any, planner: Any) -> li
     return []
 
 
-def save_bad(path: Path, name: str, writer: Any) -> list[Any]:
-    state = {"m": {"w": BAD[name][0](dist.get_rank()), "fine": torch.ones(5)}}
-    return failures(path, state, writer, FastSavePlanner())
-
-
 @pytest.mark.thin(1)
 @pytest.mark.parametrize("writer", [FastWriter, FileSystemWriter])
 @pytest.mark.parametrize("name", BAD)
-def test_what_ranks_do_not_agree_on_all_of_them_learn(
-    worlds: Worlds, tmp_path: Path, name: str, writer: Any
-) -> None:
-    _, kind, message = BAD[name]
-    for ((_, raised, text),) in worlds.run(2, save_bad, tmp_path, name, writer):
-        assert raised is kind
-        assert message in text
-    assert not (tmp_path / ".metadata").exists()
-    assert not list(tmp_path.glob("*.distcp"))
+@on_ranks(2)
+def test_what_ranks_do_not_agree_on_all_of_them_learn(path: Path, name: str, writer: Any) -> None:
+    make, kind, message = BAD[name]
+    state = {"m": {"w": make(dist.get_rank()), "fine": torch.ones(5)}}
+    ((_, raised, text),) = failures(path, state, writer, FastSavePlanner())
+    assert raised is kind
+    assert message in text
+    dist.barrier()
+    assert not (path / ".metadata").exists()
+    assert not list(path.glob("*.distcp"))
 
 
 class Changes(FastWriter):
@@ -164,11 +160,6 @@ class Changes(FastWriter):
         return super().write_data(plan, planner)
 
 
-def save_changed(path: Path, change: str) -> list[Any]:
-    state = {f"w{dist.get_rank()}": torch.zeros(5, 3), "all": torch.zeros(3)}
-    return failures(path, state, lambda where: Changes(where, change), FastSavePlanner())
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -177,13 +168,16 @@ def save_changed(path: Path, change: str) -> list[Any]:
         ("storage", "reaches beyond its storage of 0 bytes"),
     ],
 )
+@on_ranks(2)
 def test_a_tensor_that_has_changed_since_it_was_planned_is_not_committed(
-    worlds: Worlds, tmp_path: Path, change: str, message: str
+    path: Path, change: str, message: str
 ) -> None:
-    for ((rank, raised, text),) in worlds.run(2, save_changed, tmp_path, change):
-        assert (rank, raised) == (1, ValueError)
-        assert message in text
-    assert not (tmp_path / ".metadata").exists()
+    state = {f"w{dist.get_rank()}": torch.zeros(5, 3), "all": torch.zeros(3)}
+    failed = failures(path, state, lambda where: Changes(where, change), FastSavePlanner())
+    ((rank, raised, text),) = failed
+    assert (rank, raised) == (1, ValueError)
+    assert message in text
+    assert not (path / ".metadata").exists()
 
 
 class WithoutColumns(FastSavePlanner):
@@ -194,7 +188,12 @@ class WithoutColumns(FastSavePlanner):
         )
 
 
-def save_mixed(path: Path, mix: str, writer: Any) -> None:
+@pytest.mark.parametrize("writer", [FastWriter, FileSystemWriter])
+@pytest.mark.parametrize("mix", ["layout", "subclass"])
+@on_ranks(3)
+def test_where_one_rank_has_no_columns_all_plan_as_stock_does(
+    path: Path, mix: str, writer: Any
+) -> None:
     rank = dist.get_rank()
     state: dict[str, Any] = {
         "all": full_value("all", (700, 1500), torch.float32),
@@ -217,32 +216,22 @@ def save_mixed(path: Path, mix: str, writer: Any) -> None:
         assert_same(loaded, state)
 
 
-@pytest.mark.parametrize("writer", [FastWriter, FileSystemWriter])
-@pytest.mark.parametrize("mix", ["layout", "subclass"])
-def test_where_one_rank_has_no_columns_all_plan_as_stock_does(
-    worlds: Worlds, tmp_path: Path, mix: str, writer: Any
-) -> None:
-    worlds.run(3, save_mixed, tmp_path, mix, writer)
-
-
-def save_with_hook_on_one_rank(path: Path) -> list[Any]:
+@on_ranks(2)
+def test_ranks_that_write_their_columns_in_different_ways_do_not_commit_half(path: Path) -> None:
     state = {"all": torch.ones(700, 1500), f"{dist.get_rank()}": torch.ones(4)}
     planner = FastSavePlanner()
     if dist.get_rank() == 1:
         planner.transform_object = lambda item, value: value * 2
-    return failures(path, state, FastWriter, planner)
+    ((_, _, said),) = failures(path, state, FastWriter, planner)
+    assert "rank 1 has written __1_0_" in said
+    assert not (path / ".metadata").exists()
 
 
-def test_ranks_that_write_their_columns_in_different_ways_do_not_commit_half(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    for found in worlds.run(2, save_with_hook_on_one_rank, tmp_path):
-        assert len(found) == 1
-        assert "rank 1 has written __1_0_" in found[0][2]
-    assert not (tmp_path / ".metadata").exists()
-
-
-def save_async(path: Path, executor: str, call: Any) -> None:
+@pytest.mark.thin(1)
+@pytest.mark.parametrize("call", [dcp.async_save, torch_ckpt.async_save])
+@pytest.mark.parametrize("executor", EXECUTORS)
+@on_ranks(2, timeout_s=120)
+def test_async_saves_with_our_planner_hold_the_values(path: Path, executor: str, call: Any) -> None:
     """Saves three steps with one planner, each while the next overwrites the tensors."""
     group = dist.new_group(backend="gloo")
     planner, state = FastSavePlanner(), state_at(0)
@@ -260,16 +249,8 @@ def save_async(path: Path, executor: str, call: Any) -> None:
         assert_saved(path / f"{step}", step)
 
 
-@pytest.mark.thin(1)
-@pytest.mark.parametrize("call", [dcp.async_save, torch_ckpt.async_save])
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_async_saves_with_our_planner_hold_the_values(
-    worlds: Worlds, tmp_path: Path, executor: str, call: Any
-) -> None:
-    worlds.run(2, save_async, tmp_path, executor, call, timeout_s=120)
-
-
-def save_bounded(path: Path) -> None:
+@on_ranks(2)
+def test_saves_with_a_deadline_or_without_coordination_take_our_planner(path: Path) -> None:
     state = state_at(3)
     torch_ckpt.save(state, checkpoint_id=path / "all", planner=FastSavePlanner())
     assert_saved(path / "all", 3)
@@ -288,9 +269,3 @@ def save_bounded(path: Path) -> None:
     loaded = {"w": torch.zeros(4), "rank": -1}
     torch_ckpt.load(loaded, checkpoint_id=path / "each", planner=LOADS[-1][1]())
     assert_same(loaded, alone)
-
-
-def test_saves_with_a_deadline_or_without_coordination_take_our_planner(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    worlds.run(2, save_bounded, tmp_path)

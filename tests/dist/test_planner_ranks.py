@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from random_layouts import assert_holds, blank_like, random_layout
-from ranks import Worlds
+from ranks import Worlds, on_ranks
 from states import full_value, local, sharded, zeroed
 from test_sharing import MIB, STATES, written_nbytes
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
@@ -27,7 +27,6 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
 )
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
@@ -124,18 +123,15 @@ def test_random_layouts_load_in_random_others(
         worlds.run(loaders, load_spread, path, names, names + 1, len(writers))
 
 
-def local_plans(names: int, placed: int) -> None:
-    state = random_layout(names, placed, owners=6)
-    for flatten in (True, False):
-        theirs, ours = DefaultSavePlanner(flatten), FastSavePlanner(flatten)
-        for planner in (theirs, ours):
-            planner.set_up_planner(state, is_coordinator=dist.get_rank() == 0)
-        assert list(ours.create_local_plan().items) == theirs.create_local_plan().items
-
-
-def test_what_ranks_list_is_what_stock_lists(worlds: Worlds, seed: int) -> None:
-    for number in range(5):
-        worlds.run(4, local_plans, seed + number, seed + number)
+@on_ranks(4)
+def test_what_ranks_list_is_what_stock_lists(seed: int) -> None:
+    for names in range(seed, seed + 5):
+        state = random_layout(names, names, owners=6)
+        for flatten in (True, False):
+            theirs, ours = DefaultSavePlanner(flatten), FastSavePlanner(flatten)
+            for planner in (theirs, ours):
+                planner.set_up_planner(state, is_coordinator=dist.get_rank() == 0)
+            assert list(ours.create_local_plan().items) == theirs.create_local_plan().items
 
 
 def large_of_all() -> dict[str, Any]:
@@ -185,9 +181,9 @@ def test_the_busiest_rank_writes_hardly_more_than_the_mean(
     assert max(per_rank) <= 1.02 * sum(per_rank) / 4 + MIB, per_rank
 
 
-def sent_nbytes(count: int) -> tuple[float, float]:
-    """Bytes that a rank sends and gets for each item, besides names."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+@on_ranks(2)
+def test_what_ranks_send_and_get_is_small() -> None:
+    rank, world, count = dist.get_rank(), dist.get_world_size(), 4000
     mesh = init_device_mesh("cpu", (world,))
     state = {
         f"layers.{i}.weight": sharded(torch.zeros(4 * world, 3 + i % 5), mesh, (Shard(0),))
@@ -204,40 +200,8 @@ def sent_nbytes(count: int) -> tuple[float, float]:
     answers, _ = planner.create_global_plan(list(map(pickle.loads, plans)))
     answer = pickle.dumps(writer.prepare_global_plan(answers)[rank])
     assert b"WriteItem" not in answer
-    return (len(sent) - sum(map(len, state))) / count, len(answer) / count
-
-
-def test_what_ranks_send_and_get_is_small(worlds: Worlds) -> None:
-    for sent, got in worlds.run(2, sent_nbytes, 4000):
-        assert sent <= 16
-        assert got <= 8
-
-
-def save_trained(layout: str, path: Path) -> dict[str, Any]:
-    kind = test_layouts.EvenNet if layout == "fsdp2_tp" else test_layouts.Net
-    net, optimizer = test_layouts.build(kind, layout, seed=0, rate=0.125)
-    test_layouts.train(net, optimizer)
-    model, optim = get_state_dict(net, optimizer)
-    dcp.save(
-        {"model": model, "optim": optim},
-        storage_writer=FastWriter(path),
-        planner=FastSavePlanner(),
-    )
-    return test_layouts.full_state(net, optimizer)
-
-
-def load_begun(layout: str, path: Path, loader: int, even: bool) -> dict[str, Any]:
-    kind = test_layouts.EvenNet if even else test_layouts.Net
-    net, optimizer = test_layouts.build(kind, layout, seed=1, rate=0.5)
-    model, optim = get_state_dict(net, optimizer)
-    reader, planner = LOADS[loader]
-    dcp.load(
-        {"model": model, "optim": optim},
-        storage_reader=reader(path),
-        planner=planner(flatten_sharded_tensors=layout != "fsdp1"),  # As test_layouts explains.
-    )
-    set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim)
-    return test_layouts.full_state(net, optimizer)
+    assert len(sent) - sum(map(len, state)) <= 16 * count  # Besides names.
+    assert len(answer) <= 8 * count
 
 
 @pytest.mark.thin("ddp", "fsdp2_tp")
@@ -245,14 +209,16 @@ def load_begun(layout: str, path: Path, loader: int, even: bool) -> dict[str, An
 def test_a_trained_model_loads_in_another_layout(
     worlds: Worlds, tmp_path: Path, layout: str
 ) -> None:
-    saved = worlds.run(4, save_trained, layout, tmp_path)[0]
-    for loader in (0, 3):
-        for other, ranks in (("fsdp2", 2), ("fsdp1", 2)):
-            loaded = worlds.run(ranks, load_begun, other, tmp_path, loader, layout == "fsdp2_tp")
-            test_layouts.assert_same(loaded[0], saved)
+    kind = test_layouts.EvenNet if layout == "fsdp2_tp" else test_layouts.Net
+    save, load, path = test_layouts.save_trained, test_layouts.load_begun, tmp_path
+    saved = worlds.run(4, save, kind, layout, path, "fast", FastSavePlanner())[0]
+    for loader in (("stock", DefaultLoadPlanner), ("fast", FastLoadPlanner)):
+        for other in ("fsdp2", "fsdp1"):
+            test_layouts.assert_same(worlds.run(2, load, kind, other, path, *loader)[0], saved)
 
 
-def save_sharded_tensor(path: Path) -> None:
+@on_ranks(2)
+def test_shards_of_fsdp1_are_stored_by_the_engine(path: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     local = torch.arange(15.0).reshape(3, 5) + 100 * rank
     shard = TensorShard.from_tensor_and_offsets(local, [3 * rank, 0], rank)
@@ -266,7 +232,3 @@ def save_sharded_tensor(path: Path) -> None:
     loaded = {"st": init_from_local_shards([zeros], 3 * world, 5)}
     dcp.load(loaded, storage_reader=FastReader(path), planner=FastLoadPlanner())
     assert torch.equal(loaded["st"].local_shards()[0].tensor, local)
-
-
-def test_shards_of_fsdp1_are_stored_by_the_engine(worlds: Worlds, tmp_path: Path) -> None:
-    worlds.run(2, save_sharded_tensor, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Worlds
+from ranks import Worlds, on_ranks
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -155,33 +155,30 @@ def test_on_the_same_ranks_each_goes_on_as_if_never_interrupted(
 
 
 @pytest.mark.parametrize("load_way", WAYS)
-def test_on_more_ranks_what_is_to_be_dropped_is_left_as_it_was(
-    load_way: str, worlds: Worlds, saved_by: Saved
+@pytest.mark.parametrize(
+    ("saved", "on_resize", "expected_places"),
+    [
+        (2, "drop", ["as it was"] * 3),
+        (2, "by_rank", [0, 10, "as it was"]),
+        (4, "by_rank", [0, 10]),
+    ],
+    ids=["dropped", "on more ranks by rank", "on fewer ranks by rank"],
+)
+def test_on_other_ranks_those_that_take_none_have_what_they_had(
+    load_way: str,
+    saved: int,
+    on_resize: str,
+    expected_places: list[Any],
+    worlds: Worlds,
+    saved_by: Saved,
 ) -> None:
-    path, _ = saved_by(2, load_way)
-    fresh = worlds.run(3, fresh_numbers)
-    for rank, loaded in enumerate(worlds.run(3, resume, load_way, path, "drop")):
-        assert loaded[0] == "as it was"
-        assert same(loaded[1], fresh[rank])
-        assert torch.equal(loaded[2], torch.arange(12.0))
-
-
-@pytest.mark.parametrize("load_way", WAYS)
-def test_on_more_ranks_those_that_saved_take_theirs_by_rank(
-    load_way: str, worlds: Worlds, saved_by: Saved
-) -> None:
-    path, expected = saved_by(2, load_way)
-    expected = [*expected, worlds.run(3, fresh_numbers)[2]]
-    loaded = worlds.run(3, resume, load_way, path, "by_rank")
-    assert [place for place, _, _ in loaded] == [0, 10, "as it was"]
-    assert all(same(loaded[rank][1], expected[rank]) for rank in range(3))
-
-
-def test_on_fewer_ranks_each_takes_its_own_by_rank(worlds: Worlds, saved_by: Saved) -> None:
-    path, expected = saved_by(4, "fast")
-    loaded = worlds.run(2, resume, "fast", path, "by_rank")
-    assert [place for place, _, _ in loaded] == [0, 10]
-    assert all(same(loaded[rank][1], expected[rank]) for rank in range(2))
+    path, numbers = saved_by(saved, load_way)
+    fresh = worlds.run(len(expected_places), fresh_numbers)
+    loaded = worlds.run(len(expected_places), resume, load_way, path, on_resize)
+    for rank, (place, drawn, weight) in enumerate(loaded):
+        assert place == expected_places[rank]
+        assert same(drawn, fresh[rank] if place == "as it was" else numbers[rank])
+        assert torch.equal(weight, torch.arange(12.0))
 
 
 @pytest.mark.parametrize(("saved", "loading"), [(2, 3), (4, 2)])
@@ -302,22 +299,28 @@ def test_ranks_are_counted_in_their_group(way: str, worlds: Worlds, tmp_path: Pa
     assert worlds.run(2, load_place, way, tmp_path) == [0, 1]
 
 
-def refuse_stranger() -> bool:
+@on_ranks(2)
+def test_a_rank_outside_of_the_group_is_refused() -> None:
     group = dist.new_group([0])
     if dist.get_rank() == 0:
         RankState(Position(), group=group)
-        return True
+        return
     with pytest.raises(ValueError, match="rank 1 is not in the group"):
         RankState(Position(), group=group)
-    return True
 
 
-def test_a_rank_outside_of_the_group_is_refused(worlds: Worlds) -> None:
-    assert all(worlds.run(2, refuse_stranger))
-
-
-def save_in_background(way: str, executor: AsyncCheckpointerType, stager: bool, path: Path) -> Any:
-    """Saves asynchronously, goes on at once, and resumes from there; returns what is found."""
+@pytest.mark.parametrize(
+    ("way", "executor", "stager"),
+    [
+        *((way, AsyncCheckpointerType.THREAD, stager) for way in WAYS for stager in (False, True)),
+        # Starts a process for each rank.
+        pytest.param("fast", AsyncCheckpointerType.PROCESS, False, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2)
+def test_asynchronous_saves_hold_the_states_of_the_moment(
+    path: Path, way: str, executor: AsyncCheckpointerType, stager: bool
+) -> None:
     seed_ranks(11)
     data = Position(["at", dist.get_rank()])
     writer = FileSystemWriter(path) if way == "stock" else FastWriter(path)
@@ -330,28 +333,6 @@ def save_in_background(way: str, executor: AsyncCheckpointerType, stager: bool, 
     data.place[0] = "overwritten"
     expected = draw()
     future.result(SAVE_TIMEOUT_S)
-    place, numbers = resume_part(way, path)
-    return place, same(numbers, expected)
-
-
-def resume_part(way: str, path: Path) -> tuple[Any, Numbers]:
-    data = Position()
     load(way, {"data": RankState(data), **random_states()}, path)
-    return data.place, draw()
-
-
-@pytest.mark.parametrize("stager", [False, True], ids=["own_stager", "default_stager"])
-@pytest.mark.parametrize("way", WAYS)
-def test_asynchronous_saves_hold_the_states_of_the_moment(
-    way: str, stager: bool, worlds: Worlds, tmp_path: Path
-) -> None:
-    thread = AsyncCheckpointerType.THREAD
-    found = worlds.run(2, save_in_background, way, thread, stager, tmp_path)
-    assert found == [(["at", 0], True), (["at", 1], True)]
-
-
-@pytest.mark.slow  # Starts a process for each rank.
-def test_a_process_saves_the_states_of_the_moment(worlds: Worlds, tmp_path: Path) -> None:
-    process = AsyncCheckpointerType.PROCESS
-    found = worlds.run(2, save_in_background, "fast", process, False, tmp_path)
-    assert found == [(["at", 0], True), (["at", 1], True)]
+    assert data.place == ["at", dist.get_rank()]
+    assert same(draw(), expected)

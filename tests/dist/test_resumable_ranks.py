@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Worlds
-from states import full_value, sharded
+from ranks import on_ranks
+from states import full_value, sharded, zeroed
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
@@ -64,7 +64,10 @@ def inner(value: Any) -> Any:
     return [inner(one) for one in value] if isinstance(value, list) else value
 
 
-def save_and_resume(path: Path, kind: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamWFp8", "float8 all-gather"])
+@on_ranks(2)
+def test_subclasses_under_fsdp_are_resumed(path: Path, kind: str) -> None:
     state = fsdp_state(kind, 1)
     expected = inner(state)
     dcp.save(state, storage_writer=FastWriter(path / "sync"))
@@ -83,12 +86,6 @@ def save_and_resume(path: Path, kind: str) -> None:
         assert equal(inner(target), expected), (name, reader)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamWFp8", "float8 all-gather"])
-def test_subclasses_under_fsdp_are_resumed(worlds: Worlds, tmp_path: Path, kind: str) -> None:
-    worlds.run(2, save_and_resume, tmp_path, kind)
-
-
 class MakesNewPlans(FastLoadPlanner):
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return [LoadPlan(list(plan.items)) for plan in super().create_global_plan(global_plan)]
@@ -98,11 +95,12 @@ def replicated() -> dict[str, Any]:
     return {f"w{i}": full_value(f"{i}", (300, 50 + i), torch.float32) for i in range(7)} | {"n": 3}
 
 
-def blank() -> dict[str, Any]:
-    return {k: torch.zeros_like(v) if k != "n" else 0 for k, v in replicated().items()}
-
-
-def save_by(path: Path, mixin: type, base: type) -> None:
+@pytest.mark.parametrize("base", [DefaultSavePlanner, FastSavePlanner])
+@pytest.mark.parametrize("mixin", [StoresPlans, BalancesByCount])
+@on_ranks(3)
+def test_planners_that_store_or_change_plans_save_what_loads(
+    path: Path, mixin: type, base: type
+) -> None:
     planner = type("Planner", (mixin, base), {})
     dcp.save(replicated(), storage_writer=FastWriter(path), planner=planner())
     if mixin is StoresPlans:
@@ -114,17 +112,9 @@ def save_by(path: Path, mixin: type, base: type) -> None:
     for reader, load_planner in itertools.product(
         (FileSystemReader, FastReader), (dcp.DefaultLoadPlanner, FastLoadPlanner, MakesNewPlans)
     ):
-        target = blank()
+        target = zeroed(replicated())
         dcp.load(target, storage_reader=reader(path), planner=load_planner())
         assert equal(target, replicated())
-
-
-@pytest.mark.parametrize("base", [DefaultSavePlanner, FastSavePlanner])
-@pytest.mark.parametrize("mixin", [StoresPlans, BalancesByCount])
-def test_planners_that_store_or_change_plans_save_what_loads(
-    worlds: Worlds, tmp_path: Path, mixin: type, base: type
-) -> None:
-    worlds.run(3, save_by, tmp_path, mixin, base)
 
 
 class StoresPlansFast(StoresPlans, FastSavePlanner):
@@ -139,50 +129,42 @@ class KeepsItsPlan(FastSavePlanner):
         return plan
 
 
-def save_by_mixed(path: Path, first: type) -> None:
+@pytest.mark.parametrize("first", [StoresPlansFast, KeepsItsPlan])
+@on_ranks(2)
+def test_plans_of_other_ranks_and_finished_plans_are_stored_as_stocks(
+    path: Path, first: type
+) -> None:
     planner = first() if dist.get_rank() == 0 else FastSavePlanner()
     dcp.save(replicated(), storage_writer=FastWriter(path), planner=planner)
     for reader in (FileSystemReader, FastReader):
-        target = blank()
+        target = zeroed(replicated())
         dcp.load(target, storage_reader=reader(path))
         assert equal(target, replicated())
     assert b"torch_ckpt." not in (path / ".metadata").read_bytes()
 
 
-@pytest.mark.parametrize("first", [StoresPlansFast, KeepsItsPlan])
-def test_plans_of_other_ranks_and_finished_plans_are_stored_as_stocks(
-    worlds: Worlds, tmp_path: Path, first: type
-) -> None:
-    worlds.run(2, save_by_mixed, tmp_path, first)
-
-
-def save_refused(path: Path) -> list[str]:
+@on_ranks(3)
+def test_one_rank_warns_once_of_what_all_ranks_save(path: Path) -> None:
     state = {"odd": {f"of {dist.get_rank()}": Colour.RED, "all": Colour.RED}, "w": torch.ones(3)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dcp.save(state, storage_writer=FastWriter(path))
-    return [str(w.message) for w in caught if "torch_ckpt saves" in str(w.message)]
-
-
-def test_one_rank_warns_once_of_what_all_ranks_save(worlds: Worlds, tmp_path: Path) -> None:
-    ((message,), *others) = worlds.run(3, save_refused, tmp_path)
-    assert others == [[], []]
+    said = [str(w.message) for w in caught if "torch_ckpt saves" in str(w.message)]
+    assert len(said) == (dist.get_rank() == 0)
     for part in ("4 values", "'odd.of 0'", "'odd.of 2'", "'odd.all'", "resumable_states.Colour"):
-        assert part in message
+        assert all(part in message for message in said)
 
 
-def stage_what_is_on_its_way() -> None:
+@on_ranks(2)
+def test_the_result_of_a_collective_is_waited_for_before_it_is_staged() -> None:
     coming = all_reduce(torch.full((1 << 20,), 1.0), "sum", dist.group.WORLD)
     staged: Any = SnapshotStager().stage({"w": coming})
     assert type(staged["w"]) is torch.Tensor
     assert torch.equal(staged["w"], torch.full((1 << 20,), float(dist.get_world_size())))
 
 
-def test_the_result_of_a_collective_is_waited_for_before_it_is_staged(worlds: Worlds) -> None:
-    worlds.run(2, stage_what_is_on_its_way)
-
-
-def save_sharded_wrapper(path: Path) -> None:
+@on_ranks(2)
+def test_a_dtensor_of_a_wrapper_is_staged_and_resumed(path: Path) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     torch.serialization.add_safe_globals([TwoTensor])
@@ -199,7 +181,3 @@ def save_sharded_wrapper(path: Path) -> None:
     target = {"w": DTensor.from_local(empty, mesh, (Shard(0),), run_check=False)}
     dcp.load(target, storage_reader=FastReader(path))
     assert equal(target["w"].to_local(), TwoTensor(*rows))
-
-
-def test_a_dtensor_of_a_wrapper_is_staged_and_resumed(worlds: Worlds, tmp_path: Path) -> None:
-    worlds.run(2, save_sharded_wrapper, tmp_path)

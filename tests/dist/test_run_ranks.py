@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Worlds
+from ranks import Worlds, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -53,7 +53,9 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def saves_and_restores(path: Path, asynchronous: bool) -> list[str]:
+@pytest.mark.parametrize("asynchronous", [False, True])
+@on_ranks(3)
+def test_ranks_save_and_restore_a_run(path: Path, asynchronous: bool) -> None:
     with Run(path, asynchronous=asynchronous, keep_last=2, timeout_s=TIMEOUT_S) as run:
         assert run.restore(state_of(-1)) is None
         for step in (3, 6, 9):
@@ -65,16 +67,11 @@ def saves_and_restores(path: Path, asynchronous: bool) -> list[str]:
         assert_is(state, 9)
         assert run.restore(state, step=6) == 6
         assert_is(state, 6)
-    return sorted(os.listdir(path))
+    assert sorted(os.listdir(path)) == ["step-6", "step-9"]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_ranks_save_and_restore_a_run(worlds: Worlds, tmp_path: Path, asynchronous: bool) -> None:
-    found = worlds.run(3, saves_and_restores, tmp_path, asynchronous)
-    assert found == [["step-6", "step-9"]] * 3
-
-
-def falls_back(path: Path) -> tuple[int | None, int | None, int | None]:
+@on_ranks(2)
+def test_all_ranks_fall_back_to_the_step_that_is_sound_on_each(path: Path) -> None:
     with Run(path, timeout_s=TIMEOUT_S) as run, quiet():
         for step in (1, 2, 3):
             run.save(step, state_of(step))
@@ -86,19 +83,13 @@ def falls_back(path: Path) -> tuple[int | None, int | None, int | None]:
             os.truncate(path / "step-2/.metadata", 50)
         dist.barrier()
         state = state_of(-1)
-        found = run.latest_step(), run.restore(state)
+        assert (run.latest_step(), run.restore(state)) == (3, 1)
         assert_is(state, 1)
         os.makedirs(path / "elsewhere", exist_ok=True)
     # What the first rank sees is what counts.
     own = path if dist.get_rank() == 0 else path / "elsewhere"
     with Run(own, timeout_s=TIMEOUT_S) as run, quiet():
-        return *found, run.latest_step()
-
-
-def test_all_ranks_fall_back_to_the_step_that_is_sound_on_each(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    assert worlds.run(2, falls_back, tmp_path) == [(3, 1, 3)] * 2
+        assert run.latest_step() == 3
 
 
 class SlowToList:
@@ -150,27 +141,23 @@ class Blocking:
         return float, (1.0,)
 
 
-def saves_while_one_is_busy(path: Path) -> tuple[list[bool], int, int]:
+@on_ranks(2)
+def test_ranks_skip_the_same_saves(path: Path) -> None:
     go = path / "go"
     with Run(path / "run", asynchronous=True, on_busy="skip", timeout_s=TIMEOUT_S) as run:
         state = {**state_of(1), f"object{dist.get_rank()}": Blocking(go)}
         second, third = state_of(2), state_of(3)  # For which the ranks meet.
-        begun = [run.save(1, state)]
+        assert run.save(1, state)
         if dist.get_rank() == 1:
             run.wait()  # By itself this rank would not skip.
         else:
             threading.Timer(0.5, go.touch).start()
-        begun.append(run.save(2, second))
+        assert not run.save(2, second)
         run.wait()
-        begun.append(run.save(3, third))
+        assert run.save(3, third)
         run.wait()
-        return begun, run.saved, run.skipped
-
-
-def test_ranks_skip_the_same_saves(worlds: Worlds, tmp_path: Path) -> None:
-    found = worlds.run(2, saves_while_one_is_busy, tmp_path)
-    assert found == [([True, False, True], 2, 1)] * 2
-    assert sorted(os.listdir(tmp_path / "run")) == ["step-1", "step-3"]
+        assert (run.saved, run.skipped) == (2, 1)
+    assert sorted(os.listdir(path / "run")) == ["step-1", "step-3"]
 
 
 def raised(call: Any, *arguments: Any) -> tuple[str, str, float]:
@@ -183,16 +170,13 @@ def raised(call: Any, *arguments: Any) -> tuple[str, str, float]:
     return "", "", time.monotonic() - begin
 
 
-def saves_different_steps(path: Path) -> tuple[str, str, float]:
+@on_ranks(2)
+def test_ranks_at_different_steps_save_nothing(path: Path) -> None:
     with Run(path, timeout_s=TIMEOUT_S) as run:
-        return raised(run.save, 5 + dist.get_rank(), state_of(5))
-
-
-def test_ranks_at_different_steps_save_nothing(worlds: Worlds, tmp_path: Path) -> None:
-    for kind, text, _ in worlds.run(2, saves_different_steps, tmp_path):
-        assert kind == "ValueError"
-        assert "rank 0 of the run at 5, rank 1 at 6" in text
-    assert not list(tmp_path.iterdir())
+        kind, text, _ = raised(run.save, 5 + dist.get_rank(), state_of(5))
+    assert kind == "ValueError"
+    assert "rank 0 of the run at 5, rank 1 at 6" in text
+    assert not list(path.iterdir())
 
 
 class Refuses:
@@ -211,7 +195,9 @@ class Refuses:
             raise ValueError("refused")
 
 
-def fails_on_one_rank(path: Path, asynchronous: bool) -> list[tuple[str, str, float]]:
+@pytest.mark.parametrize("asynchronous", [False, True])
+@on_ranks(2)
+def test_what_fails_on_one_rank_fails_on_all_in_time(path: Path, asynchronous: bool) -> None:
     found = []
     with Run(path, asynchronous=asynchronous, timeout_s=TIMEOUT_S) as run:
         run.save(1, {**state_of(1), "other": Refuses("never")})
@@ -219,18 +205,10 @@ def fails_on_one_rank(path: Path, asynchronous: bool) -> list[tuple[str, str, fl
         found.append(raised(run.restore, {**state_of(-1), "other": Refuses("loaded")}))
         run.save(3, state_of(3))  # The run goes on.
         assert run.latest_step() == 3
-    return found
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_fails_on_one_rank_fails_on_all_in_time(
-    worlds: Worlds, tmp_path: Path, asynchronous: bool
-) -> None:
-    for found in worlds.run(2, fails_on_one_rank, tmp_path, asynchronous):
-        for kind, text, seconds in found:
-            assert kind in ("ValueError", "RankTimeoutError", "CheckpointException")
-            assert "refused" in text
-            assert seconds < TIMEOUT_S / 2
+    for kind, text, seconds in found:
+        assert kind in ("ValueError", "RankTimeoutError", "CheckpointException")
+        assert "refused" in text
+        assert seconds < TIMEOUT_S / 2
 
 
 def trains_until_one_raises(path: Path, raising: list[int]) -> tuple[str, str, float]:
@@ -280,7 +258,8 @@ def test_a_rank_that_does_not_come_is_named_in_time(worlds: Worlds, tmp_path: Pa
     assert seconds < SHORT_S + 5
 
 
-def fails_in_the_background(path: Path) -> list[tuple[str, str, float]]:
+@on_ranks(2)
+def test_a_save_that_fails_in_the_background_of_one_rank_is_told_to_all(path: Path) -> None:
     class Unpicklable(Blocking):
         def __reduce__(self) -> Any:
             raise ValueError("cannot be pickled")
@@ -290,17 +269,10 @@ def fails_in_the_background(path: Path) -> list[tuple[str, str, float]]:
         if dist.get_rank() == 1:
             state["object"] = Unpicklable(path)
         run.save(1, state)
-        found = [raised(run.save, 2, state_of(2))]
+        kind, text, _ = raised(run.save, 2, state_of(2))
         run.save(3, state_of(3))
-        return found
-
-
-def test_a_save_that_fails_in_the_background_of_one_rank_is_told_to_all(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    for [(kind, text, _)] in worlds.run(2, fails_in_the_background, tmp_path):
-        assert kind == CheckpointError.__name__
-        assert "step 1 was not saved: rank 1: ValueError: cannot be pickled" in text
+    assert kind == CheckpointError.__name__
+    assert "step 1 was not saved: rank 1: ValueError: cannot be pickled" in text
 
 
 def train(directory: Path, kills: list[list[int]], attempt: int) -> None:

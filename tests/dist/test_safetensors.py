@@ -7,7 +7,6 @@ import os
 import random
 import resource
 import signal
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from random_layouts import random_layout
-from ranks import RankError, Worlds, run_ranks
+from ranks import RankError, Worlds, on_ranks, run_ranks
 from safetensors.torch import load_file, save_file
-from states import assert_same, full_value, sharded
+from states import Failure, assert_same, failures_of, full_value, sharded
 from test_layouts import EvenNet, Net, build
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -176,19 +174,20 @@ def test_random_layouts_are_stored_whole(
         assert_same(load_model(tmp_path / f"{number}"), expected)
 
 
+class Counting(SafetensorsWriter):
+    nbytes = 0
+
+    def write_data(self, *args: Any) -> Any:
+        future = super().write_data(*args)
+        self.nbytes += sum(result.size_in_bytes for result in future.value())
+        return future
+
+
 def bytes_written(path: Path) -> int:
     """Saves what all ranks hold; returns what this one has written."""
-    counted: Counter[str] = Counter()
-
-    class Counting(SafetensorsWriter):
-        def write_data(self, *args: Any) -> Any:
-            future = super().write_data(*args)
-            counted["nbytes"] += sum(result.size_in_bytes for result in future.value())
-            return future
-
     writer = Counting(path)
     dcp.save(placed("new", "replicas"), storage_writer=writer)
-    return counted["nbytes"]
+    return writer.nbytes
 
 
 def test_replicas_are_shared_out_among_the_ranks(worlds: Worlds, tmp_path: Path) -> None:
@@ -197,83 +196,59 @@ def test_replicas_are_shared_out_among_the_ranks(worlds: Worlds, tmp_path: Path)
     assert max(written) < sum(written) / 3 + (1 << 20)
 
 
-def save_with_deadline(path: Path) -> None:
+@on_ranks(2)
+def test_saves_one_after_another_replace_each_other(path: Path) -> None:
     writer = SafetensorsWriter(path, max_shard_nbytes=3_000_000)
     for version in ("1", "2", "3"):
         torch_ckpt.save(placed(version, "rows"), storage_writer=writer, timeout_s=DEADLINE_S)
+    assert_same(load_model(path), whole("3"))
+    assert len(names_in(path)) == 4  # Three files and the index.
 
 
-def test_saves_one_after_another_replace_each_other(worlds: Worlds, tmp_path: Path) -> None:
-    worlds.run(2, save_with_deadline, tmp_path)
-    assert_same(load_model(tmp_path), whole("3"))
-    assert len(names_in(tmp_path)) == 4  # Three files and the index.
-
-
-def failing(save: Any) -> dict[int, tuple[str, str]]:
-    with pytest.raises(CheckpointException) as caught:
-        save()
-    return {
-        rank: (type(cause).__name__, str(cause))
-        for rank, (cause, _) in caught.value.failures.items()
-    }
-
-
-def save_with_an_object(path: Path) -> dict[int, tuple[str, str]]:
+@on_ranks(2)
+def test_an_object_of_one_rank_is_refused_on_all(path: Path) -> None:
     state: dict[str, Any] = dict(placed("new", "rows"))
     if dist.get_rank() == 1:
         state["step"] = 7
-    return failing(lambda: save_model(state, path))
-
-
-def test_an_object_of_one_rank_is_refused_on_all(worlds: Worlds, tmp_path: Path) -> None:
-    seen = worlds.run(2, save_with_an_object, tmp_path)
-    assert seen[0] == seen[1]
-    ((kind, message),) = seen[0].values()
+    ((kind, _, message),) = failures_of(save_model, state, path).values()
     assert kind == "UnsupportedError"
     assert "'step'" in message
-    assert names_in(tmp_path) == set()
+    dist.barrier()
+    assert names_in(path) == set()
 
 
-def save_alone(path: Path) -> str:
-    writer = SafetensorsWriter(path)
-    try:
-        dcp.save({"t": torch.zeros(2)}, storage_writer=writer, use_collectives=False)
-    except torch_ckpt.UnsupportedError as error:
-        return str(error)
-    return "saved"
+@on_ranks(2)
+def test_ranks_do_not_write_models_of_their_own(path: Path) -> None:
+    with pytest.raises(torch_ckpt.UnsupportedError, match="collectives"):
+        dcp.save(
+            {"t": torch.zeros(2)}, storage_writer=SafetensorsWriter(path), use_collectives=False
+        )
 
 
-def test_ranks_do_not_write_models_of_their_own(worlds: Worlds, tmp_path: Path) -> None:
-    assert all("collectives" in said for said in worlds.run(2, save_alone, tmp_path))
+class FailingPlanner(DefaultSavePlanner):
+    """Cannot hand out one tensor, or ends the process in the middle of its writes."""
 
-
-class LosingPlanner(DefaultSavePlanner):
-    """Cannot hand out one tensor."""
+    def __init__(self, dies: bool) -> None:
+        super().__init__()
+        self.dies = dies
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         if dist.get_rank() == 1 and write_item.index.fqn == "large":
+            if self.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise LookupError("large is lost")
         return super().resolve_data(write_item)
 
 
-class DyingPlanner(DefaultSavePlanner):
-    """Ends the process in the middle of its writes."""
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        if dist.get_rank() == 1 and write_item.index.fqn == "large":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().resolve_data(write_item)
-
-
-def save_badly(path: Path, fault: str) -> dict[int, tuple[str, str]]:
-    planner = LosingPlanner() if fault == "lost" else DefaultSavePlanner()
+def save_badly(path: Path, fault: str) -> dict[int, Failure]:
+    planner = FailingPlanner(dies=False) if fault == "lost" else DefaultSavePlanner()
     writer = SafetensorsWriter(path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if fault == "full" and dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
         state = placed("new", "rows")
-        return failing(lambda: dcp.save(state, storage_writer=writer, planner=planner))
+        return failures_of(dcp.save, state, storage_writer=writer, planner=planner)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -284,11 +259,9 @@ def test_failure_of_one_rank_keeps_the_old_model(
 ) -> None:
     worlds.run(2, save_placed, tmp_path, "old", "columns", "stock", {})
 
-    seen = worlds.run(2, save_badly, tmp_path, fault, timeout_s=DEADLINE_S)
-
-    assert seen[0] == seen[1]
-    assert seen[0].keys() == {1}
-    assert said.lower() in seen[0][1][1].lower()
+    seen = worlds.agree(2, save_badly, tmp_path, fault, timeout_s=DEADLINE_S)
+    assert seen.keys() == {1}
+    assert said.lower() in seen[1].message.lower()
     assert_same(load_model(tmp_path), whole("old"))
     worlds.run(2, save_placed, tmp_path, "newer", "columns", "stock", {})
     assert names_in(tmp_path) == {"model.safetensors"}
@@ -297,7 +270,7 @@ def test_failure_of_one_rank_keeps_the_old_model(
 
 def save_and_die(path: Path) -> None:
     writer = SafetensorsWriter(path)
-    dcp.save(placed("new", "rows"), storage_writer=writer, planner=DyingPlanner())
+    dcp.save(placed("new", "rows"), storage_writer=writer, planner=FailingPlanner(dies=True))
 
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_the_old_model(

@@ -12,16 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Worlds
-from states import READERS, assert_same, full_value, local, sharded, zeroed
+from ranks import Worlds, on_ranks
+from states import READERS, assert_same, failures_of, full_value, local, sharded, zeroed
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from torch_ckpt import FastReader, FastWriter, MismatchError
+from torch_ckpt import FastReader, FastWriter
 from torch_ckpt.cli.main import main
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
@@ -121,7 +120,8 @@ def test_every_way_to_write_has_cut_tensors_too(
     assert len(stored["model.layer.3"].chunks) == 1
 
 
-def save_quantised(path: Path) -> None:
+@on_ranks(2)
+def test_what_only_torch_can_store_is_not_cut(path: Path) -> None:
     torch.manual_seed(1)
     values = torch.randn(1500, 2000)
     state = {"q": torch.quantize_per_tensor(values, 0.1, 0, torch.qint8), "w": values}
@@ -134,50 +134,36 @@ def save_quantised(path: Path) -> None:
         dcp.load(loaded, storage_reader=reader(path))
         assert torch.equal(loaded["q"].int_repr(), state["q"].int_repr())
         assert torch.equal(loaded["w"], values)
-
-
-def test_what_only_torch_can_store_is_not_cut(worlds: Worlds, tmp_path: Path) -> None:
-    worlds.run(2, save_quantised, tmp_path)
-    chunks = FastReader(tmp_path).read_metadata().state_dict_metadata
+    chunks = FastReader(path).read_metadata().state_dict_metadata
     assert (len(chunks["q"].chunks), len(chunks["w"].chunks)) == (1, 2)
 
 
-def save_disagreeing(path: Path, key: str) -> str:
-    rank = dist.get_rank()
-    state = {
-        "model": {
-            "same": torch.zeros(4),
-            "sizes": torch.zeros(3 + (key == "sizes" and rank == 2), 5),
-            "dtype": torch.zeros(4, dtype=torch.int8 if key == "dtype" and rank else torch.uint8),
-        }
-    }
-    try:
-        dcp.save(state, storage_writer=FastWriter(path))
-    except CheckpointException as error:
-        (failure,) = {str(one): one for one, _ in error.failures.values()}.values()
-        assert isinstance(failure, MismatchError), failure
-        return str(failure)
-    return "saved"
+def why_not(state: dict[str, Any], path: Path, planner: Any = None, **options: Any) -> str:
+    """Why a save fails on whatever rank."""
+    writer = FastWriter(path, **options)
+    failures = failures_of(dcp.save, state, storage_writer=writer, planner=planner)
+    return "; ".join({f"{failure.kind}: {failure.message}" for failure in failures.values()})
 
 
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        (
-            "sizes",
-            "cannot plan 'model.sizes': rank 0 and rank 2 disagree on its sizes: [3, 5] and [4, 5]",
-        ),
-        (
-            "dtype",
-            "cannot plan 'model.dtype': rank 0 and rank 1 disagree on its dtype: uint8 and int8",
-        ),
+        ("sizes", "rank 0 and rank 2 disagree on its sizes: [3, 5] and [4, 5]"),
+        ("dtype", "rank 0 and rank 1 disagree on its dtype: uint8 and int8"),
     ],
 )
+@on_ranks(3)
 def test_ranks_that_disagree_on_a_tensor_all_learn_which(
-    worlds: Worlds, tmp_path: Path, key: str, message: str
+    path: Path, key: str, message: str
 ) -> None:
-    for said in worlds.run(3, save_disagreeing, tmp_path, key):
-        assert message in said
+    rank = dist.get_rank()
+    model = {
+        "same": torch.zeros(4),
+        "sizes": torch.zeros(3 + (key == "sizes" and rank == 2), 5),
+        "dtype": torch.zeros(4, dtype=torch.int8 if key == "dtype" and rank else torch.uint8),
+    }
+    said = why_not({"model": model}, path)
+    assert said.startswith(f"MismatchError: cannot plan 'model.{key}': {message}")
 
 
 def cached_steps() -> list[dict[str, Any]]:
@@ -196,7 +182,8 @@ def cached_steps() -> list[dict[str, Any]]:
     return steps
 
 
-def save_with_cached_plans(path: Path) -> None:
+@on_ranks(3)
+def test_plans_that_stocks_planner_keeps_lose_nothing(path: Path) -> None:
     """Saves with one planner after another, which keep plans from save to save."""
     planner = DefaultSavePlanner(enable_plan_caching=True)
     for step, state in enumerate(cached_steps()):
@@ -218,10 +205,6 @@ def save_with_cached_plans(path: Path) -> None:
         cache.clear()
 
 
-def test_plans_that_stocks_planner_keeps_lose_nothing(worlds: Worlds, tmp_path: Path) -> None:
-    worlds.run(3, save_with_cached_plans, tmp_path)
-
-
 class TrimmingPlanner(DefaultSavePlanner):
     """Forgets an item when it is told the final plan."""
 
@@ -229,41 +212,23 @@ class TrimmingPlanner(DefaultSavePlanner):
         return super().finish_plan(dataclasses.replace(new_plan, items=new_plan.items[:-1]))
 
 
-def save_trimmed(path: Path, options: dict[str, Any]) -> str:
-    try:
-        writer = FastWriter(path, **options)
-        dcp.save(replicated(), storage_writer=writer, planner=TrimmingPlanner())
-    except CheckpointException as error:
-        return str(next(iter(error.failures.values()))[0])
-    return "saved"
+@on_ranks(2)
+def test_what_the_plan_has_and_nobody_writes_is_not_committed(path: Path) -> None:
+    said = why_not(replicated(), path, TrimmingPlanner())
+    assert "its planner has changed it since" in said
+    said = why_not(replicated(), path, TrimmingPlanner(), share_replicas=False)
+    assert re.search(r"the plan has '[a-z0-9.]+'.*, and no rank has written it", said)
+    dist.barrier()
+    assert list(path.iterdir()) == []
 
 
-def test_what_the_plan_has_and_nobody_writes_is_not_committed(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    for said in worlds.run(2, save_trimmed, tmp_path, {}):
-        assert "its planner has changed it since" in said
-    for said in worlds.run(2, save_trimmed, tmp_path, {"share_replicas": False}):
-        assert re.search(r"the plan has '[a-z0-9.]+'.*, and no rank has written it", said)
-    assert list(tmp_path.iterdir()) == []
-
-
-def save_meta_replica(path: Path) -> str:
-    """Rank 0 has the values, others know the tensor's form only."""
+@on_ranks(2)
+def test_rows_that_do_not_make_up_a_tensor_are_not_committed(path: Path) -> None:
+    # Rank 0 has the values, others know the tensor's form only.
     device = "cpu" if dist.get_rank() == 0 else "meta"
-    state = {"w": torch.ones(4000, 500, device=device)}
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    try:
-        dcp.save(state, storage_writer=FastWriter(path), planner=planner)
-    except CheckpointException as error:
-        return str(next(iter(error.failures.values()))[0])
-    return "saved"
-
-
-def test_rows_that_do_not_make_up_a_tensor_are_not_committed(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    for said in worlds.run(2, save_meta_replica, tmp_path):
-        assert "so that the rows that each has written do not make it up" in said
-        assert "FastWriter(share_replicas=False)" in said
-    assert list(tmp_path.iterdir()) == []
+    said = why_not({"w": torch.ones(4000, 500, device=device)}, path, planner)
+    assert "so that the rows that each has written do not make it up" in said
+    assert "FastWriter(share_replicas=False)" in said
+    dist.barrier()
+    assert list(path.iterdir()) == []

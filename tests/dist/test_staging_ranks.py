@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Worlds
+from ranks import Worlds, on_ranks
 from states import assert_same, full_value, local, sharded
 from test_async import EXECUTORS
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -87,10 +87,9 @@ class Saves:
         spoil(state)
         return future
 
-    def save(self, step: int, change: str = "", planner: Any = FastSavePlanner) -> None:
-        self.begin(state_at(step, change), planner).result(SAVE_TIMEOUT_S)
-
-    def check(self, step: int, change: str = "") -> None:
+    def save(self, step: int, change: str = "", **options: Any) -> None:
+        """Saves a step, and looks after it."""
+        self.begin(state_at(step, change), **options).result(SAVE_TIMEOUT_S)
         wanted = state_at(step, change)
         found = state_at(step, change)
         spoil(found)
@@ -98,19 +97,24 @@ class Saves:
         assert_same(local(found["model"]), local(wanted["model"]))
 
 
-def stage_own_parts(path: Path) -> list[int]:
-    saves = Saves(path)
-    for step in range(4):
-        saves.save(step)
-        saves.check(step)
+def stage(path: Path, changes: list[str], **options: Any) -> list[int]:
+    """Saves a step for each change; returns how many bytes each has staged."""
+    saves = Saves(path, **options)
+    for step, change in enumerate(changes):
+        saves.save(step, change)
     return saves.staged
+
+
+def are_whole(staged: list[int]) -> list[bool]:
+    """Of which saves this rank has staged all of the replicas."""
+    return [nbytes > (LAYERS - 2) * LAYER_NBYTES for nbytes in staged]
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_from_the_second_save_on_each_rank_stages_its_part_of_the_replicas(
     worlds: Worlds, tmp_path: Path, count: int
 ) -> None:
-    staged = worlds.run(count, stage_own_parts, tmp_path)
+    staged = worlds.run(count, stage, tmp_path, [""] * 4)
     for of_rank in staged:
         assert of_rank[0] > LAYERS * LAYER_NBYTES
         # What is cut at the edge of a part is staged whole.
@@ -120,75 +124,38 @@ def test_from_the_second_save_on_each_rank_stages_its_part_of_the_replicas(
         assert sum(of_save) >= LAYERS * LAYER_NBYTES
 
 
-def change_everywhere(path: Path) -> list[int]:
-    saves = Saves(path)
-    for step, change in enumerate(["", "", "dtype", "dtype", ""]):
-        saves.save(step, change)
-        saves.check(step, change)
-    return saves.staged
-
-
-def test_a_state_that_changes_on_all_ranks_is_staged_whole_and_saved(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    for of_rank in worlds.run(2, change_everywhere, tmp_path):
-        assert of_rank[2] > LAYERS * LAYER_NBYTES * 0.9
-        assert of_rank[1] < of_rank[0]
-        assert of_rank[3] < of_rank[2]
-
-
-def change_on_one_rank(path: Path, change: str) -> list[int]:
-    saves = Saves(path)
-    for step, what in enumerate(["", "", change, change, change, ""]):
-        saves.save(step, what)
-        saves.check(step, what)
-    return saves.staged
+@on_ranks(2)
+def test_a_state_that_changes_on_all_ranks_is_staged_whole_and_saved(path: Path) -> None:
+    staged = stage(path, ["", "", "dtype", "dtype", ""])
+    assert staged[2] > LAYERS * LAYER_NBYTES * 0.9
+    assert staged[1] < staged[0]
+    assert staged[3] < staged[2]
 
 
 @pytest.mark.parametrize("change", ["key", "gone"])
-def test_where_one_rank_has_changed_its_state_all_stage_everything(
-    worlds: Worlds, tmp_path: Path, change: str
-) -> None:
-    for of_rank in worlds.run(3, change_on_one_rank, tmp_path, change):
-        whole = [nbytes > (LAYERS - 2) * LAYER_NBYTES for nbytes in of_rank]
-        assert whole == [True, False, True, False, False, True]
-
-
-def lose_what_is_known(path: Path, what: str) -> list[int]:
-    """The last rank loses its plans or its former part, or every rank loses its plans."""
-    saves = Saves(path)
-    for step in range(4):
-        if step == 2 and (what == "all plans" or dist.get_rank() == dist.get_world_size() - 1):
-            if what == "part":
-                saves.stager = SnapshotStager()
-            else:
-                PLAN_CACHE.forget()
-        saves.save(step)
-        saves.check(step)
-    return saves.staged
+@on_ranks(3)
+def test_where_one_rank_has_changed_its_state_all_stage_everything(path: Path, change: str) -> None:
+    staged = stage(path, ["", "", change, change, change, ""])
+    assert are_whole(staged) == [True, False, True, False, False, True]
 
 
 @pytest.mark.parametrize(
     ("what", "is_whole"), [("part", True), ("plans", False), ("all plans", False)]
 )
+@on_ranks(3)
 def test_a_rank_that_has_lost_what_it_knew_fails_no_save(
-    worlds: Worlds, tmp_path: Path, what: str, is_whole: bool
+    path: Path, what: str, is_whole: bool
 ) -> None:
-    for of_rank in worlds.run(3, lose_what_is_known, tmp_path, what):
-        whole = [nbytes > (LAYERS - 2) * LAYER_NBYTES for nbytes in of_rank]
-        assert whole == [True, False, is_whole, False]
-
-
-def part_with_a_rank_that_leaves(path: Path) -> str:
-    """What a rank raises when the last one fails before it has staged anything."""
+    # The last rank loses its plans or its former part, or every rank loses its plans.
     saves = Saves(path)
-    saves.save(0)
-    state = state_at(1)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        state["model"] = Failing()
-    with pytest.raises((RankTimeoutError, LookupError)) as caught:
-        saves.begin(state)
-    return f"{type(caught.value).__name__}: {caught.value}"
+    for step in range(4):
+        if step == 2 and (what == "all plans" or dist.get_rank() == 2):
+            if what == "part":
+                saves.stager = SnapshotStager()
+            else:
+                PLAN_CACHE.forget()
+        saves.save(step)
+    assert are_whole(saves.staged) == [True, False, is_whole, False]
 
 
 class Failing:
@@ -204,78 +171,57 @@ class Failing:
         return []
 
 
-def test_a_rank_that_fails_before_it_stages_is_named_to_the_others(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    *others, last = worlds.run(3, part_with_a_rank_that_leaves, tmp_path)
-    assert last == "LookupError: it has none"
-    for other in others:
-        assert "rank 2" in other
-        assert "it has none" in other
+@on_ranks(3)
+def test_a_rank_that_fails_before_it_stages_is_named_to_the_others(path: Path) -> None:
+    saves = Saves(path)
+    saves.save(0)
+    state = state_at(1)
+    if dist.get_rank() == 2:
+        state["model"] = Failing()
+        with pytest.raises(LookupError, match="it has none"):
+            saves.begin(state)
+        return
+    with pytest.raises(RankTimeoutError) as caught:
+        saves.begin(state)
+    assert "rank 2" in str(caught.value)
+    assert "it has none" in str(caught.value)
 
 
-def change_the_planner(path: Path) -> list[int]:
-    """Other saves, which are not staged, have plans of their own."""
+@on_ranks(2)
+def test_with_another_planner_all_stage_everything(path: Path) -> None:
     saves = Saves(path)
     for step in range(6):
         saves.save(step, planner=DefaultSavePlanner if step >= 3 else FastSavePlanner)
-        saves.check(step)
+        # Other saves, which are not staged, have plans of their own.
         torch_ckpt.save(state_at(step), checkpoint_id=path / f"sync {step}")
-    return saves.staged
+    assert are_whole(saves.staged) == [True, False, False, True, True, True]
 
 
-def test_with_another_planner_all_stage_everything(worlds: Worlds, tmp_path: Path) -> None:
-    for of_rank in worlds.run(2, change_the_planner, tmp_path):
-        whole = [nbytes > (LAYERS - 2) * LAYER_NBYTES for nbytes in of_rank]
-        assert whole == [True, False, False, True, True, True]
-
-
-def change_the_executor(path: Path) -> None:
+@on_ranks(2, timeout_s=120)
+def test_another_process_saves_all_that_a_thread_would_not(path: Path) -> None:
     saves = Saves(path)
     executors = ["thread", "thread", "process", "process", "thread", "thread", "process"]
     for step, executor in enumerate(executors):
         change = "gone" if executor == "process" else ""  # Ranks share it out anew.
-        saves.begin(state_at(step, change), executor=executor).result(SAVE_TIMEOUT_S)
-        saves.check(step, change)
+        saves.save(step, change, executor=executor)
 
 
-def test_another_process_saves_all_that_a_thread_would_not(worlds: Worlds, tmp_path: Path) -> None:
-    worlds.run(2, change_the_executor, tmp_path, timeout_s=120)
+@on_ranks(2)
+def test_by_stocks_call_in_which_ranks_cannot_agree_all_stage_everything(path: Path) -> None:
+    def stocks(state: dict[str, Any], *, timeout_s: float, **options: Any) -> Any:
+        return dcp.async_save(state, **options)
+
+    with mock.patch.object(torch_ckpt, "async_save", stocks):
+        assert min(stage(path, ["", ""])) > LAYERS * LAYER_NBYTES
 
 
-def save_by_stocks_call(path: Path) -> list[int]:
-    saves = Saves(path)
-    with mock.patch.object(torch_ckpt, "async_save", stocks_async_save):
-        for step in range(2):
-            saves.save(step)
-            saves.check(step)
-    return saves.staged
+@on_ranks(2)
+def test_ranks_save_in_waves_beyond_their_cap(path: Path) -> None:
+    assert max(stage(path, [""] * 3, max_host_nbytes=3 * LAYER_NBYTES)) <= 3 * LAYER_NBYTES
 
 
-def stocks_async_save(state: dict[str, Any], *, timeout_s: float, **options: Any) -> Any:
-    return dcp.async_save(state, **options)
-
-
-def test_by_stocks_call_in_which_ranks_cannot_agree_all_stage_everything(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    for of_rank in worlds.run(2, save_by_stocks_call, tmp_path):
-        assert min(of_rank) > LAYERS * LAYER_NBYTES
-
-
-def save_in_waves(path: Path) -> None:
-    saves = Saves(path, max_host_nbytes=3 * LAYER_NBYTES)
-    for step in range(3):
-        saves.save(step)
-        saves.check(step)
-        assert max(saves.staged) <= 3 * LAYER_NBYTES
-
-
-def test_ranks_save_in_waves_beyond_their_cap(worlds: Worlds, tmp_path: Path) -> None:
-    worlds.run(2, save_in_waves, tmp_path)
-
-
-def save_while_rank_1_is_busy(path: Path) -> list[Any]:
+@on_ranks(2)
+def test_all_ranks_skip_a_save_where_one_of_them_is_busy(path: Path) -> None:
     stager = SnapshotStager()
     held = stager.stage({"w": torch.ones(10)}) if dist.get_rank() == 1 else None
     group = dist.new_group(backend="gloo")
@@ -288,11 +234,9 @@ def save_while_rank_1_is_busy(path: Path) -> list[Any]:
             on_busy="skip",
         )
 
-    first = [save(step) for step in range(3)]
+    assert [save(step) for step in range(3)] == [None] * 3
     del held
     save(3).result(SAVE_TIMEOUT_S)
-    return [first, stager.skips, (path / "0").exists(), (path / "3" / ".metadata").exists()]
-
-
-def test_all_ranks_skip_a_save_where_one_of_them_is_busy(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run(2, save_while_rank_1_is_busy, tmp_path) == [[[None] * 3, 3, False, True]] * 2
+    assert stager.skips == 3
+    assert not (path / "0").exists()
+    assert (path / "3" / ".metadata").exists()

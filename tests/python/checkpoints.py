@@ -133,9 +133,15 @@ def load(state: dict[str, Any], reader: Any, **options: Any) -> dict[str, Any]:
     return state
 
 
-def loads(path: Path, state: dict[str, Any], reader: type = FastReader) -> list[str]:
-    """What a checkpoint holds other than ``state``."""
-    return differences(state, load(blank(state), reader(path)))
+def loads(
+    path: Path,
+    state: dict[str, Any],
+    reader: type = FastReader,
+    planner: Any = None,
+    **options: Any,
+) -> list[str]:
+    """What a checkpoint holds other than ``state``, read with these options of the reader."""
+    return differences(state, load(blank(state), reader(path, **options), planner=planner))
 
 
 def failure_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> BaseException:

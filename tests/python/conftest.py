@@ -1,5 +1,6 @@
 """Fixtures of the single-process tests."""
 
+import importlib
 import logging
 import os
 import random
@@ -8,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +89,18 @@ def small_disk(mount_tmpfs: Callable[[str], Path]) -> Path:
 def read_only_disk(mount_tmpfs: Callable[[str], Path]) -> Path:
     """A tmpfs that was mounted read-only."""
     return mount_tmpfs("ro,size=1m")
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that records what is done to a disk: of C++, for tests alone."""
+    if not list(ROOT.glob("build/cpp/recorder*.so")):
+        pytest.skip("the module recorder is built by tests/check.py")
+    monkeypatch.syspath_prepend(ROOT / "build/cpp")
+    return importlib.import_module("recorder")
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Path:
+    """A file that does not exist; only code that ran creates it."""
+    return tmp_path / "canary"

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from checkpoints import DTYPES, bits, layouts, random_tensor
 
-__all__ = ["SAFE_GLOBALS", "Plain", "Tagged", "blanked", "random_state", "same"]
-
 KEYS = ["w", "b", "", ".", "a.b", "a", "ü", "模型", " ", "0", "1", "\n", "x" * 300]
 
 

@@ -54,19 +54,12 @@ from torch_ckpt.agent.persist import persist
 from torch_ckpt.agent.process import Agent
 from torch_ckpt.agent.slots import Slots
 
-pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(autouse=True)
-def memory(memory: Path) -> Path:
-    """Shared memory of this test alone."""
-    return memory
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[SnapshotAgent]:
-    """The agent of a run in ``tmp_path / "run"``."""
-    made = SnapshotAgent(tmp_path / "run")
+def agent(run: Path) -> Iterator[SnapshotAgent]:
+    made = SnapshotAgent(run)
     yield made
     made.close(drop=True)
 
@@ -75,14 +68,32 @@ def state_of(step: int, numel: int = 1 << 20) -> dict[str, Any]:
     return {"w": torch.full((numel,), float(step)), "n": {"step": step, "l": ["x", torch.ones(3)]}}
 
 
-def loaded(state: dict[str, Any], reader: Any) -> dict[str, Any]:
+def holds(reader: Any, state: dict[str, Any]) -> bool:
+    """Whether a load gives just that."""
     out = blanked(state)
     dcp.load(out, storage_reader=reader)
-    return out
+    return same(out, state)
+
+
+def on_disk(run: Path, *steps: int) -> bool:
+    return all(holds(FastReader(run / str(step)), state_of(step)) for step in steps)
+
+
+def save(agent: SnapshotAgent, run: Path, step: int, state: Any = None) -> None:
+    """Until it is on disk."""
+    agent.persist(agent.stage(state or state_of(step), run / str(step), step=step))
+
+
+def newest(agent: SnapshotAgent) -> int:
+    return agent.newest().step
 
 
 def agent_pid(run: Path) -> int:
     return int((folder_of(run_of(run)) / "agent.lock").read_text())
+
+
+def kill_agent(run: Path) -> None:
+    os.kill(agent_pid(run), signal.SIGKILL)
 
 
 def is_gone(pid: int) -> bool:
@@ -102,13 +113,13 @@ def outcome(state: dict[str, Any], reader: Any) -> Any:
 
 
 def test_whatever_is_saved_is_what_a_save_without_agent_stores(
-    agent: SnapshotAgent, tmp_path: Path, rng: random.Random, full: bool
+    agent: SnapshotAgent, run: Path, tmp_path: Path, rng: random.Random, full: bool
 ) -> None:
     compared = 0
     steps = 60 if full else 20
     for step in range(steps):
         state = random_state(rng)
-        path, other = tmp_path / "run" / f"step-{step}", tmp_path / "without"
+        path, other = run / f"step-{step}", tmp_path / "without"
         try:
             dcp.save(state, storage_writer=FastWriter(other), planner=FastSavePlanner())
         except BaseException:
@@ -116,9 +127,7 @@ def test_whatever_is_saved_is_what_a_save_without_agent_stores(
                 agent.stage(state, path, step=step)
             continue
         staged = agent.stage(state, path, step=step)
-        assert staged is not None
         remembered = agent.newest()
-        assert remembered is not None
         assert remembered.step == step
         agent.persist(staged)
         expected = outcome(state, FastReader(other))
@@ -131,32 +140,26 @@ def test_whatever_is_saved_is_what_a_save_without_agent_stores(
     assert compared > steps // 8
 
 
-def test_a_future_is_done_when_the_checkpoint_is_there(
-    agent: SnapshotAgent, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
+def test_a_future_is_done_when_the_checkpoint_is_there(agent: SnapshotAgent, run: Path) -> None:
     first = agent.async_save(state_of(1), run / "1", step=1)
     second = agent.async_save(state_of(2), run / "2", step=2, persist=False)
-    assert first is not None
-    assert second is not None
     assert second.done()
     first.result(SOON_S)
     assert (run / "1" / ".metadata").exists()
     assert not (run / "2").exists()
 
 
-def test_later_changes_are_not_saved(agent: SnapshotAgent, tmp_path: Path) -> None:
+def test_later_changes_are_not_saved(agent: SnapshotAgent, run: Path) -> None:
     state = state_of(1)
-    staged = agent.stage(state, tmp_path / "run" / "1", step=1)
+    staged = agent.stage(state, run / "1", step=1)
     state["w"].fill_(2)
     state["n"]["l"][1].zero_()
-    assert staged is not None
     agent.persist(staged)
-    assert same(loaded(state_of(1), FastReader(tmp_path / "run" / "1")), state_of(1))
+    assert on_disk(run, 1)
 
 
 def test_states_that_change_their_shapes_dtypes_and_keys_are_saved_as_they_are(
-    agent: SnapshotAgent, tmp_path: Path
+    agent: SnapshotAgent, run: Path
 ) -> None:
     states: list[dict[str, Any]] = [
         {"a": torch.ones(10)},
@@ -165,20 +168,15 @@ def test_states_that_change_their_shapes_dtypes_and_keys_are_saved_as_they_are(
         {"c": torch.ones(2)},
     ]
     for step, state in enumerate(states):
-        staged = agent.stage(state, tmp_path / "run" / str(step), step=step)
-        assert staged is not None
-        agent.persist(staged)
-        reader = FastReader(tmp_path / "run" / str(step))
+        save(agent, run, step, state)
+        reader = FastReader(run / str(step))
         assert set(reader.read_metadata().state_dict_metadata) == {
             key if not isinstance(value, dict) else f"{key}.d" for key, value in state.items()
         }
-        assert same(loaded(state, reader), state)
+        assert holds(reader, state)
 
 
-def test_memory_is_made_once_and_nothing_is_left_of_it_at_a_good_end(
-    tmp_path: Path, memory: Path
-) -> None:
-    run = tmp_path / "run"
+def test_memory_is_made_once_and_nothing_is_left_of_it_at_a_good_end(run: Path) -> None:
     agent = SnapshotAgent(run)
     agent.reserve(state_of(0))
     slots = {path: path.stat().st_ino for path in folder_of(run_of(run)).glob("rank-*")}
@@ -190,8 +188,7 @@ def test_memory_is_made_once_and_nothing_is_left_of_it_at_a_good_end(
     agent.close()
     until(lambda: is_gone(pid))
     assert not folder_of(run_of(run)).exists()
-    for step in range(4):  # Also what nobody has waited for.
-        assert same(loaded(state_of(step), FastReader(run / str(step))), state_of(step))
+    assert on_disk(run, *range(4))  # Also what nobody has waited for.
 
 
 KILLED_IN_MID_COPY = """
@@ -217,42 +214,6 @@ with mock.patch.object(_native.Slot, "copy", copy_half):
 """
 
 
-def kill_in_mid_copy(run: Path, how: str) -> None:
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_IN_MID_COPY, str(run), how],
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=SOON_S,
-    )
-    assert done.returncode == -signal.SIGKILL
-
-
-def test_a_trainer_that_is_killed_in_mid_copy_leaves_the_former_snapshot(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    kill_in_mid_copy(run, "sound")
-    state = {"a": torch.ones(1 << 18), "b": torch.ones(1 << 18)}
-    until(lambda: (run / "1" / ".metadata").exists())  # Though it was for memory alone.
-    assert same(loaded(state, FastReader(run / "1")), state)
-    agent = SnapshotAgent(run)
-    found = agent.newest()
-    assert found is not None
-    assert found.step == 1
-    assert same(loaded(state, SnapshotReader(found)), state)
-    agent.close(drop=True)
-    assert not (run / "2").exists()
-
-
-@pytest.mark.slow
-def test_it_would_be_noticed_if_a_slot_were_complete_before_it_is_filled(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    kill_in_mid_copy(run, "torn")
-    agent = SnapshotAgent(run)
-    found = agent.newest()
-    assert found is not None
-    assert found.step == 2  # Which it never was.
-    agent.close(drop=True)
-
-
 KILLED_BEFORE_IT_SAYS_SO = """
 import os, signal, sys, torch
 from torch_ckpt.agent.client import AgentClient
@@ -264,55 +225,72 @@ agent.stage({"a": torch.ones(1 << 18)}, run + "/1", step=1)
 """
 
 
-def test_a_save_comes_to_disk_whose_trainer_dies_before_it_says_that_it_is_complete(
-    tmp_path: Path,
-) -> None:
-    run = tmp_path / "run"
+def run_trainer(script: str, *arguments: Any) -> tuple[int, str]:
+    """How a trainer of its own process ends, and what it says of that."""
     path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", KILLED_BEFORE_IT_SAYS_SO, str(run)],
+        [sys.executable, "-c", script, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": path},
         timeout=SOON_S,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    assert done.returncode == -signal.SIGKILL
+    return done.returncode, done.stderr
+
+
+def test_a_save_comes_to_disk_whose_trainer_dies_before_it_says_that_it_is_complete(
+    run: Path,
+) -> None:
+    assert run_trainer(KILLED_BEFORE_IT_SAYS_SO, run)[0] == -signal.SIGKILL
     until(lambda: (run / "1" / ".metadata").exists())
     SnapshotAgent(run).close(drop=True)
 
 
+def test_a_trainer_that_is_killed_in_mid_copy_leaves_the_former_snapshot(run: Path) -> None:
+    assert run_trainer(KILLED_IN_MID_COPY, run, "sound")[0] == -signal.SIGKILL
+    state = {"a": torch.ones(1 << 18), "b": torch.ones(1 << 18)}
+    until(lambda: (run / "1" / ".metadata").exists())  # Though it was for memory alone.
+    assert holds(FastReader(run / "1"), state)
+    agent = SnapshotAgent(run)
+    found = agent.newest()
+    assert found.step == 1
+    assert holds(SnapshotReader(found), state)
+    agent.close(drop=True)
+    assert not (run / "2").exists()
+
+
+@pytest.mark.slow
+def test_it_would_be_noticed_if_a_slot_were_complete_before_it_is_filled(run: Path) -> None:
+    assert run_trainer(KILLED_IN_MID_COPY, run, "torn")[0] == -signal.SIGKILL
+    agent = SnapshotAgent(run)
+    assert newest(agent) == 2  # Which it never was.
+    agent.close(drop=True)
+
+
 def test_an_agent_that_is_killed_is_replaced_and_nothing_is_lost(
-    agent: SnapshotAgent, tmp_path: Path
+    agent: SnapshotAgent, run: Path
 ) -> None:
-    run = tmp_path / "run"
     for step in range(6):
-        os.kill(agent_pid(run), signal.SIGKILL)
+        kill_agent(run)
         staged = agent.stage(state_of(step), run / str(step), step=step)
-        assert staged is not None
         if step % 2:
-            os.kill(agent_pid(run), signal.SIGKILL)
+            kill_agent(run)
         agent.persist(staged)
-        assert same(loaded(state_of(step), FastReader(run / str(step))), state_of(step))
+        assert on_disk(run, step)
 
 
-def test_an_agent_that_is_told_to_end_brings_the_newest_step_to_disk_first(
-    tmp_path: Path,
-) -> None:
-    run = tmp_path / "run"
+def test_an_agent_that_is_told_to_end_brings_the_newest_step_to_disk_first(run: Path) -> None:
     agent = SnapshotAgent(run)
     agent.stage(state_of(7), run / "7", step=7, persist=False)
     time.sleep(1)
     assert not (run / "7").exists()
     child = agent._client._child
-    assert child is not None
     child.terminate()
     assert child.wait(SOON_S) == -signal.SIGTERM
-    assert same(loaded(state_of(7), FastReader(run / "7")), state_of(7))
+    assert on_disk(run, 7)
     # This process goes on, with another.
-    found = agent.newest()
-    assert found is not None
-    assert found.step == 7
-    staged = agent.stage(state_of(8), run / "8", step=8)
-    assert staged is not None
-    agent.persist(staged)
+    assert newest(agent) == 7
+    save(agent, run, 8)
     agent.close()
 
 
@@ -333,18 +311,10 @@ if how != "well":
     [("well", True, False), ("by an exception", True, True), ("kept in memory", False, True)],
 )
 def test_what_is_in_memory_when_a_trainer_ends(
-    tmp_path: Path, how: str, on_disk: bool, in_memory: bool
+    run: Path, how: str, on_disk: bool, in_memory: bool
 ) -> None:
-    run = tmp_path / "run"
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS, str(run), how],
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=SOON_S,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == (how != "well"), done.stderr
+    status, said = run_trainer(ENDS, run, how)
+    assert status == (how != "well"), said
     if on_disk:
         until(lambda: (run / "1" / ".metadata").exists())
     if not in_memory:
@@ -377,9 +347,8 @@ class Held:
 
 @pytest.mark.parametrize("on_busy", ["wait", "skip", "error"])
 def test_a_save_that_finds_all_slots_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_busy: Any
+    run: Path, monkeypatch: pytest.MonkeyPatch, on_busy: Any
 ) -> None:
-    run = tmp_path / "run"
     held = Held(run, monkeypatch)
     agent = SnapshotAgent(run, on_busy=on_busy, timeout_s=SOON_S)
     for step in (1, 2):
@@ -408,7 +377,7 @@ def test_a_save_that_finds_all_slots_in_use(
             assert not (run / "3").exists()
             continue
         until(lambda step=step: (run / str(step) / ".metadata").exists())  # type: ignore[misc]
-        assert same(loaded(state_of(step), FastReader(run / str(step))), state_of(step))
+        assert on_disk(run, step)
     agent.close(drop=True)
     held.thread.join(SOON_S)
     assert not held.thread.is_alive()
@@ -416,11 +385,9 @@ def test_a_save_that_finds_all_slots_in_use(
 
 @pytest.mark.parametrize("step", [None, 1])
 def test_a_save_that_stood_still_commits_nothing_over_one_that_did_not(
-    tmp_path: Path, step: int | None
+    agent: SnapshotAgent, run: Path, step: int | None
 ) -> None:
     """Which may have taken its files for left over."""
-    run = tmp_path / "run"
-    agent = SnapshotAgent(run)
     for number in (0, 1):
         assert agent.stage(state_of(number), run / "1", step=1, persist=False) is not None
     slots = [slot_path(folder_of(run_of(run)), 0, number) for number in (0, 1)]
@@ -434,13 +401,10 @@ def test_a_save_that_stood_still_commits_nothing_over_one_that_did_not(
 
     with pytest.raises(CheckpointError, match=r"another save, [0-9a-f]{16}, was committed there"):
         persist([slow], io=IoOptions(), threads=1, is_current=stand_still)
-    assert same(loaded(state_of(0), FastReader(run / "1")), state_of(0))
-    agent.close(drop=True)
+    assert holds(FastReader(run / "1"), state_of(0))
 
 
-def test_a_save_that_has_lost_a_file_is_not_committed(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    agent = SnapshotAgent(run)
+def test_a_save_that_has_lost_a_file_is_not_committed(agent: SnapshotAgent, run: Path) -> None:
     assert agent.stage(state_of(0), run / "1", step=1, persist=False) is not None
     slot = slot_path(folder_of(run_of(run)), 0, 0)
     snapshot = _native.Slot.open(os.fsencode(slot), False).read()
@@ -453,17 +417,14 @@ def test_a_save_that_has_lost_a_file_is_not_committed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"distcp is not there as it was written"):
         persist([snapshot], io=IoOptions(), threads=1, is_current=lose)
     assert not (run / "1" / ".metadata").exists()
-    agent.close(drop=True)
 
 
 def test_a_slot_that_changes_while_it_comes_to_disk_is_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
     held = Held(run, monkeypatch)
     agent = SnapshotAgent(run)
     staged = agent.stage(state_of(1), run / "1", step=1)
-    assert staged is not None
     until(lambda: held.agent._saves.is_running)
     for number in (0, 1):  # By a trainer that does not ask.
         with contextlib.suppress(CheckpointError):
@@ -478,53 +439,46 @@ def test_a_slot_that_changes_while_it_comes_to_disk_is_not_committed(
 
 
 def test_memory_that_is_not_to_be_had_is_an_error_and_saves_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount_tmpfs: Callable[[str], Path]
+    run: Path, monkeypatch: pytest.MonkeyPatch, mount_tmpfs: Callable[[str], Path]
 ) -> None:
     monkeypatch.setenv("TORCH_CKPT_MEMORY", str(mount_tmpfs("size=8m")))
-    run = tmp_path / "run"
     agent = SnapshotAgent(run)
     with pytest.raises(StorageError, match=r"cannot reserve .* bytes left") as caught:
         agent.reserve(state_of(0, 2 << 20))
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(StorageError, match="cannot reserve"):
         agent.stage(state_of(0, 4 << 20), run / "0", step=0)
-    staged = agent.stage(state_of(1, 1000), run / "1", step=1)
-    assert staged is not None
-    agent.persist(staged)
+    save(agent, run, 1, state_of(1, 1000))
     pid = agent_pid(run)
     agent.close()
     until(lambda: is_gone(pid))
 
 
 def test_what_was_for_memory_alone_is_not_on_disk_because_a_later_one_is(
-    agent: SnapshotAgent, tmp_path: Path
+    agent: SnapshotAgent, run: Path
 ) -> None:
-    run = tmp_path / "run"
     staged = [
         agent.stage(state_of(step), run / str(step), step=step, persist=step > 1)
         for step in (1, 2, 3)
     ]
     agent.persist(staged[1])
     agent.persist(staged[2])
-    os.kill(agent_pid(run), signal.SIGKILL)
+    kill_agent(run)
     agent.persist(staged[2])
     with pytest.raises(CancelledError, match="in memory no more"):
         agent.persist(staged[0])
     assert not (run / "1").exists()
 
 
-def test_a_state_that_cannot_be_staged_takes_no_slot(agent: SnapshotAgent, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_a_state_that_cannot_be_staged_takes_no_slot(agent: SnapshotAgent, run: Path) -> None:
     for step in range(1, 6):
         with pytest.raises(AttributeError, match="local object"):
             agent.stage({"bad": lambda: None}, run / "bad", step=step)
-        staged = agent.stage(state_of(step), run / str(step), step=step)
-        assert staged is not None
-        agent.persist(staged)
+        save(agent, run, step)
 
 
-def test_a_child_of_the_trainer_ends_nothing(agent: SnapshotAgent, tmp_path: Path) -> None:
-    agent.stage(state_of(1), tmp_path / "run" / "1", step=1, persist=False)
+def test_a_child_of_the_trainer_ends_nothing(agent: SnapshotAgent, run: Path) -> None:
+    agent.stage(state_of(1), run / "1", step=1, persist=False)
     child = os.fork()
     if child == 0:
         agent._at_exit()
@@ -535,87 +489,74 @@ def test_a_child_of_the_trainer_ends_nothing(agent: SnapshotAgent, tmp_path: Pat
     assert agent.newest() is not None
 
 
-def test_a_good_end_after_the_death_of_the_agent_is_one(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_a_good_end_after_the_death_of_the_agent_is_one(run: Path) -> None:
     agent = SnapshotAgent(run)
     agent.stage(state_of(1), run / "1", step=1, persist=False)
-    os.kill(agent_pid(run), signal.SIGKILL)
+    kill_agent(run)
     agent.close()
     until(lambda: not folder_of(run_of(run)).exists())
-    assert same(loaded(state_of(1), FastReader(run / "1")), state_of(1))
+    assert on_disk(run, 1)
 
 
 def test_a_trainer_that_goes_elsewhere_finds_its_agent_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     agent = SnapshotAgent("run")
     staged = agent.stage(state_of(1), "run/1", step=1)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    os.kill(agent_pid(tmp_path / "run"), signal.SIGKILL)
+    os.kill(agent_pid(run), signal.SIGKILL)
     agent.persist(staged)
-    assert same(loaded(state_of(1), FastReader(tmp_path / "run" / "1")), state_of(1))
+    assert on_disk(run, 1)
     agent.close()
 
 
-def test_a_disk_that_fails_is_the_error_of_that_save_alone(
-    agent: SnapshotAgent, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
+def test_a_disk_that_fails_is_the_error_of_that_save_alone(agent: SnapshotAgent, run: Path) -> None:
     run.mkdir()
     (run / "1").write_text("in the way")
     staged = [agent.stage(state_of(step), run / str(step), step=step) for step in (1, 2)]
-    assert staged[0] is not None
-    assert staged[1] is not None
     with pytest.raises(CheckpointError, match=str(run / "1")):
         agent.persist(staged[0])
     agent.persist(staged[1])
-    assert same(loaded(state_of(2), FastReader(run / "2")), state_of(2))
+    assert on_disk(run, 2)
 
 
-def test_a_run_has_one_process_for_each_rank(agent: SnapshotAgent, tmp_path: Path) -> None:
+def test_a_run_has_one_process_for_each_rank(agent: SnapshotAgent, run: Path) -> None:
     script = (
         "import sys; from torch_ckpt.agent.trainer import SnapshotAgent; SnapshotAgent(sys.argv[1])"
     )
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "run")],
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=SOON_S,
-        capture_output=True,
-        text=True,
-    )
-    assert f"process {os.getpid()} already" in done.stderr
-    agent.stage(state_of(1), tmp_path / "run" / "1", step=1)
+    assert f"process {os.getpid()} already" in run_trainer(script, run)[1]
+    agent.stage(state_of(1), run / "1", step=1)
 
 
-def test_slots_of_another_run_and_damaged_ones_are_nothing(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    folder = open_folder(run_of(run))
-    other = _native.Slot.create(os.fsencode(slot_path(folder, 0, 0)), 1 << 16)
+def fill_slot(folder: Path, number: int, header: SlotHeader, nbytes: int = 1 << 16) -> None:
+    """As a rank completes one, of no tensors."""
+    slot = _native.Slot.create(os.fsencode(slot_path(folder, header.rank, number)), nbytes)
     table = _native.encode_slot_table(b"d", "1", True, _native.ItemTable().encode(), None, [])
-    header = SlotHeader(b"s" * 16, 0, 5, 0, 1, 0, 1, 1, 1, b"o" * 16)
-    other.begin(header.to_native(), table, 0)
-    other.complete()
+    slot.begin(header.to_native(), table, 0)
+    slot.complete()
+
+
+def test_slots_of_another_run_and_damaged_ones_are_nothing(run: Path) -> None:
+    folder = open_folder(run_of(run))
+    fill_slot(folder, 0, SlotHeader(b"s" * 16, 0, 5, 0, 1, 0, 1, 1, 1, b"o" * 16))
     slot_path(folder, 0, 1).write_bytes(os.urandom(8192))
     slot_path(folder, 0, 7).write_bytes(b"")
     agent = SnapshotAgent(run)
     assert agent.newest() is None
     for step in range(3):
-        staged = agent.stage(state_of(step), run / str(step), step=step)
-        assert staged is not None
-        agent.persist(staged)
+        save(agent, run, step)
     agent.close(drop=True)
 
 
-def test_a_folder_that_others_may_enter_is_not_used(tmp_path: Path, memory: Path) -> None:
-    folder = folder_of(run_of(tmp_path / "run"))
+def test_a_folder_that_others_may_enter_is_not_used(run: Path, memory: Path) -> None:
+    folder = folder_of(run_of(run))
     folder.mkdir(parents=True, mode=0o755)
     folder.parent.chmod(0o700)
     folder.chmod(0o755)
     with pytest.raises(CheckpointError, match="not this user's alone"):
-        SnapshotAgent(tmp_path / "run")
+        SnapshotAgent(run)
 
 
 def test_memory_that_nobody_has_gone_on_with_for_a_day_is_removed(tmp_path: Path) -> None:
@@ -629,8 +570,9 @@ def test_memory_that_nobody_has_gone_on_with_for_a_day_is_removed(tmp_path: Path
     assert young.exists()
 
 
-def test_memory_that_is_filled_now_is_not_a_day_old(agent: SnapshotAgent, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_memory_that_is_filled_now_is_not_a_day_old(
+    agent: SnapshotAgent, run: Path, tmp_path: Path
+) -> None:
     for step in (0, 1):
         assert agent.stage(state_of(step), run / str(step), step=step, persist=False) is not None
     folder = folder_of(run_of(run))
@@ -638,16 +580,14 @@ def test_memory_that_is_filled_now_is_not_a_day_old(agent: SnapshotAgent, tmp_pa
     for path in folder.iterdir():
         os.utime(path, (day, day))
     assert agent.stage(state_of(2), run / "2", step=2, persist=False) is not None
-    os.kill(agent_pid(run), signal.SIGKILL)
+    kill_agent(run)
     until(lambda: not has_agent(folder))
     assert remove_abandoned(open_folder(run_of(tmp_path / "another"))) == []
-    found = agent.newest()
-    assert found is not None
-    assert found.step == 2
+    assert newest(agent) == 2
 
 
-def test_whoever_looks_for_an_agent_keeps_none_from_beginning(tmp_path: Path) -> None:
-    folder = open_folder(run_of(tmp_path / "run"))
+def test_whoever_looks_for_an_agent_keeps_none_from_beginning(run: Path) -> None:
+    folder = open_folder(run_of(run))
     with agent_lock(folder) as is_ours:
         assert is_ours
         assert has_agent(folder)
@@ -658,15 +598,11 @@ def test_whoever_looks_for_an_agent_keeps_none_from_beginning(tmp_path: Path) ->
         assert is_ours
 
 
-def test_memory_of_ranks_that_are_no_more_makes_room_if_it_is_on_disk(tmp_path: Path) -> None:
-    folder = open_folder(run_of(tmp_path / "run"))
-    table = _native.encode_slot_table(b"d", "1", True, _native.ItemTable().encode(), None, [])
+def test_memory_of_ranks_that_are_no_more_makes_room_if_it_is_on_disk(run: Path) -> None:
+    folder = open_folder(run_of(run))
     for rank in (0, 5, 6):
-        slot = _native.Slot.create(os.fsencode(slot_path(folder, rank, 0)), 1 << 16)
-        header = SlotHeader(b"s" * 16, rank, 5, rank, 7, 0, 1, 7, 1, run_of(tmp_path / "run"))
-        slot.begin(header.to_native(), table, 0)
-        slot.complete()
-    slots = Slots(folder, run_of(tmp_path / "run"))
+        fill_slot(folder, 0, SlotHeader(b"s" * 16, rank, 5, rank, 7, 0, 1, 7, 1, run_of(run)))
+    slots = Slots(folder, run_of(run))
     assert not slots.let_go([0], lambda save: False)
     assert slots.let_go([0], lambda save: save == (b"s" * 16, 5))
     assert {path.name for path in folder.iterdir()} == {"rank-0.0", "rank-6.0"}
@@ -674,33 +610,25 @@ def test_memory_of_ranks_that_are_no_more_makes_room_if_it_is_on_disk(tmp_path: 
 
 @pytest.mark.parametrize("reserves", [True, False])
 def test_a_rank_has_memory_that_former_ranks_need_no_more(
-    tmp_path: Path,
-    mount_tmpfs: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    reserves: bool,
+    run: Path, mount_tmpfs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, reserves: bool
 ) -> None:
     monkeypatch.setenv("TORCH_CKPT_MEMORY", str(mount_tmpfs("size=12m")))
-    run = run_of(tmp_path / "run")
-    folder = open_folder(run)
-    slot = _native.Slot.create(os.fsencode(slot_path(folder, 5, 0)), 9 << 20)
-    table = _native.encode_slot_table(b"d", "1", True, _native.ItemTable().encode(), None, [])
-    slot.begin(SlotHeader(bytes(16), 0, 5, 5, 7, 0, 1, 7, 1, run).to_native(), table, 0)
-    slot.complete()
-    del slot
+    folder = open_folder(run_of(run))
+    fill_slot(folder, 0, SlotHeader(bytes(16), 0, 5, 5, 7, 0, 1, 7, 1, run_of(run)), 9 << 20)
     (folder / f"done-{bytes(16).hex()}-0").touch()
-    agent = SnapshotAgent(tmp_path / "run")
+    agent = SnapshotAgent(run)
     if reserves:
         agent.reserve(state_of(1))
     for step in (1, 2):  # 4 MiB each.
-        assert agent.stage(state_of(step), tmp_path / "run" / str(step), step=step) is not None
+        assert agent.stage(state_of(step), run / str(step), step=step) is not None
     assert not slot_path(folder, 5, 0).exists()
     agent.close(drop=True)
 
 
 def test_whatever_comes_to_its_socket_the_agent_goes_on(
-    agent: SnapshotAgent, tmp_path: Path, rng: random.Random
+    agent: SnapshotAgent, run: Path, rng: random.Random
 ) -> None:
-    path = folder_of(run_of(tmp_path / "run")) / "agent.socket"
+    path = folder_of(run_of(run)) / "agent.socket"
     assert path.stat().st_mode & 0o777 == 0o600
     header = struct.Struct("<4sHHQ")
     hostile = [
@@ -728,11 +656,8 @@ def test_whatever_comes_to_its_socket_the_agent_goes_on(
         connection.connect(str(path))
         send(connection, Kind.HELLO, b"another run", b"", 0, b"")
         answer = receive(connection)
-        assert answer is not None
         assert answer.kind == Kind.ERROR
-    staged = agent.stage(state_of(1), tmp_path / "run" / "1", step=1)
-    assert staged is not None
-    agent.persist(staged)
+    save(agent, run, 1)
 
 
 def test_the_agent_does_without_torch() -> None:
@@ -740,13 +665,11 @@ def test_the_agent_does_without_torch() -> None:
         "import sys; import torch_ckpt.agent.process, torch_ckpt.agent.client; "
         "assert 'torch' not in sys.modules"
     )
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])
-    subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, check=True
-    )
+    status, said = run_trainer(script)
+    assert status == 0, said
 
 
-def test_an_agent_without_trainers_ends_after_a_while(tmp_path: Path) -> None:
-    folder = open_folder(run_of(tmp_path / "run"))
-    agent = Agent(run_of(tmp_path / "run"), folder, AgentOptions(linger_s=0.2))
+def test_an_agent_without_trainers_ends_after_a_while(run: Path) -> None:
+    folder = open_folder(run_of(run))
+    agent = Agent(run_of(run), folder, AgentOptions(linger_s=0.2))
     assert agent.serve()

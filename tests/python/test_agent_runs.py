@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ import torch_ckpt
 from torch_ckpt import AgentOptions
 from torch_ckpt.agent.memory import folder_of, run_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
 TRAINING = """
 import os, signal, sys, torch, torch_ckpt
@@ -45,9 +47,8 @@ def steps_of(run: Path) -> list[str]:
 
 
 def test_training_goes_on_from_memory_however_it_ended(
-    tmp_path: Path, memory: Path, run_python: Callable[..., str], full: bool
+    run: Path, run_python: Callable[..., str], full: bool
 ) -> None:
-    run = tmp_path / "run"
     lives = ["killed", "raises", "ends", "ends"] if full else ["killed", "ends"]
     for start, how in zip(range(0, 16, 4), lives, strict=False):
         try:
@@ -67,7 +68,7 @@ def test_training_goes_on_from_memory_however_it_ended(
     assert len(steps_of(run)) <= 3  # The two that are kept, and that of the end.
 
 
-def test_a_run_finds_the_newer_of_memory_and_disk(tmp_path: Path, memory: Path) -> None:
+def test_a_run_finds_the_newer_of_memory_and_disk(tmp_path: Path) -> None:
     state = {"w": torch.ones(10)}
     with torch_ckpt.Run(tmp_path / "run", asynchronous=True, agent=True) as run:
         run.save(1, state)
@@ -148,20 +149,10 @@ def test_no_memory_for_what_is_reserved_is_found_at_once(
     assert torch_ckpt.Run(tmp_path / "run").restore({"w": torch.zeros(1 << 20)}) == 1
 
 
-def test_the_command_is_the_agent_of_a_run(tmp_path: Path, memory: Path) -> None:
-    import subprocess
-    import sys
-
-    command = [
-        sys.executable,
-        "-m",
-        "torch_ckpt.cli.main",
-        "agent",
-        str(tmp_path / "run"),
-        "--linger",
-    ]
+def test_the_command_is_the_agent_of_a_run(run: Path) -> None:
+    command = [sys.executable, "-m", "torch_ckpt.cli.main", "agent", str(run), "--linger"]
     first = subprocess.Popen([*command, "60"])
-    lock = folder_of(run_of(tmp_path / "run")) / "agent.lock"
+    lock = folder_of(run_of(run)) / "agent.lock"
     until(lambda: lock.exists() and re.fullmatch(r"\d+", lock.read_text()) is not None)
     assert int(lock.read_text()) == first.pid
     assert subprocess.run([*command, "60"], timeout=SOON_S).returncode == 0  # There is one.

@@ -88,10 +88,6 @@ def damaged_line(path: Path, file: str, begin: int, end: int) -> str:
     return f"damaged: {file} [{begin}, {end}): {', '.join(fqns) or 'no tensor or object'}"
 
 
-def damage_lines(printed: str) -> list[str]:
-    return [line for line in printed.splitlines() if line.startswith("damaged: ")]
-
-
 # verify
 
 
@@ -112,6 +108,12 @@ def test_the_installed_command_is_the_module(saved: Path) -> None:
     assert run("verify", saved.parent, command=[command])[0] == FAILED
 
 
+def verify_damaged(path: Path) -> tuple[list[str], str]:
+    status, printed = run("verify", path)
+    assert status == DAMAGED
+    return [line for line in printed.splitlines() if line.startswith("damaged: ")], printed
+
+
 def test_every_damaged_range_is_listed_with_its_fqns(saved: Path) -> None:
     one, two = data_files(saved)
     nbytes = one.stat().st_size
@@ -123,10 +125,9 @@ def test_every_damaged_range_is_listed_with_its_fqns(saved: Path) -> None:
         end = min(begin + BLOCK, file.stat().st_size)
         expected.append(damaged_line(saved, file.name, begin, end))
 
-    status, printed = run("verify", saved)
+    lines, printed = verify_damaged(saved)
 
-    assert status == DAMAGED
-    assert damage_lines(printed) == expected
+    assert lines == expected
     fqns = {fqn for line in expected for fqn in line.split("): ")[1].split(", ")}
     assert f"{len(fqns)} FQNs are damaged: {', '.join(sorted(fqns))}" in printed
 
@@ -136,38 +137,21 @@ def test_damage_in_neighbouring_blocks_is_one_range(saved: Path) -> None:
     for block in (1, 2, 3):
         flip(file, block * BLOCK)
 
-    status, printed = run("verify", saved)
-
-    assert status == DAMAGED
-    assert damage_lines(printed) == [damaged_line(saved, file.name, BLOCK, 4 * BLOCK)]
+    assert verify_damaged(saved)[0] == [damaged_line(saved, file.name, BLOCK, 4 * BLOCK)]
 
 
-@pytest.mark.parametrize("cut", [1, BLOCK, 3 * BLOCK + 17])
-def test_a_file_that_was_cut_off_is_damaged_from_the_block_of_the_cut_on(
-    cut: int, saved: Path
+@pytest.mark.parametrize("more", [-1, -BLOCK, -3 * BLOCK - 17, 1, 5 * BLOCK])
+def test_a_file_that_was_cut_off_is_damaged_from_there_on_and_one_that_grew_where_nothing_lies(
+    more: int, saved: Path
 ) -> None:
     file = data_files(saved)[0]
     nbytes = file.stat().st_size
-    os.truncate(file, nbytes - cut)
+    os.truncate(file, nbytes + more)
 
-    status, printed = run("verify", saved)
-
-    assert status == DAMAGED
-    begin = (nbytes - cut) // BLOCK * BLOCK
-    assert damage_lines(printed) == [damaged_line(saved, file.name, begin, nbytes)]
-
-
-@pytest.mark.parametrize("more", [1, 5 * BLOCK])
-def test_a_file_that_became_longer_is_damaged_where_nothing_lies(more: int, saved: Path) -> None:
-    file = data_files(saved)[0]
-    nbytes = file.stat().st_size
-    file.write_bytes(file.read_bytes() + bytes(more))
-
-    status, printed = run("verify", saved)
-
-    assert status == DAMAGED
     line = f"damaged: {file.name} [{nbytes}, {nbytes + more}): no tensor or object"
-    assert damage_lines(printed) == [line]
+    if more < 0:
+        line = damaged_line(saved, file.name, (nbytes + more) // BLOCK * BLOCK, nbytes)
+    assert verify_damaged(saved)[0] == [line]
 
 
 def test_missing_empty_and_replaced_files_are_listed_with_all_they_held(saved: Path) -> None:
@@ -178,10 +162,7 @@ def test_missing_empty_and_replaced_files_are_listed_with_all_they_held(saved: P
     for content in (b"", bytes(len(whole))):
         two.write_bytes(content)
 
-        status, printed = run("verify", saved)
-
-        assert status == DAMAGED
-        first, second = damage_lines(printed)
+        (first, second), printed = verify_damaged(saved)
         assert first.startswith(f"damaged: {missing} [0, {nbytes}): ")
         assert second == damaged_line(saved, two.name, 0, len(whole))
         fqns = {s.fqn for s in slices_of(saved)}
@@ -217,10 +198,8 @@ def test_damaged_metadata_or_index_are_damage(
 def test_a_damaged_pickle_is_found_by_verify_and_in_nobodys_way(saved: Path) -> None:
     flip(saved / ".metadata", 200)
 
-    status, printed = run("verify", saved)
+    (line,), _ = verify_damaged(saved)
 
-    assert status == DAMAGED
-    (line,) = damage_lines(printed)
     assert f"{saved}/.metadata: the " in line
     assert "bytes of its pickle fail their checksum" in line
     assert run("inspect", saved)[0] == SOUND
@@ -231,11 +210,10 @@ def test_damage_inside_an_index_is_listed_by_verify(at: float, saved: Path) -> N
     nbytes = (saved / ".index").stat().st_size
     flip(saved / ".index", 400 + int(at * (nbytes - 401)))
 
-    status, printed = run("verify", saved)
+    lines, printed = verify_damaged(saved)
 
-    assert status == DAMAGED
     if "cannot read" not in printed:
-        (line,) = damage_lines(printed)
+        (line,) = lines
         assert line.startswith("damaged: .index [")
         assert f", {nbytes}): it fails its checksum" in line
 
@@ -255,18 +233,15 @@ def test_a_stock_checkpoint_exits_2_as_long_as_nothing_contradicts_it(
     step = next(s for s in slices_of(tmp_path) if s.fqn == "step")
     flip(file, whole.index(state["model"]["wide"].numpy().tobytes()) + 1000)
     flip(file, step.begin + 67)  # In the pickle, behind the header of its record.
-    status, printed = run("verify", tmp_path)
-    assert status == DAMAGED
+    lines, printed = verify_damaged(tmp_path)
     hit = sorted([wide, step], key=lambda s: s.begin)
-    for line, at in zip(damage_lines(printed), hit, strict=True):
+    for line, at in zip(lines, hit, strict=True):
         assert line.startswith(f"damaged: {file.name} [{at.begin}, {at.end}): {at.fqn}: ")
     assert "2 FQNs are damaged: model.wide, step" in printed
 
     file.unlink()
-    status, printed = run("verify", tmp_path)
-    assert status == DAMAGED
     assert {s.fqn for s in slices_of(tmp_path)} == {
-        line.split("): ")[1].split(": ")[0] for line in damage_lines(printed)
+        line.split("): ")[1].split(": ")[0] for line in verify_damaged(tmp_path)[0]
     }
 
 
@@ -307,11 +282,9 @@ def test_checkpoints_of_single_ranks_are_checked_one_by_one(
     flip(of_rank, 0)
     flip(tmp_path / ".index", 100)
 
-    status, printed = run("verify", tmp_path)
-
-    assert status == DAMAGED
-    assert any(line.startswith(f"damaged: {of_rank.name} [0, ") for line in damage_lines(printed))
-    assert any("the index of" in line for line in damage_lines(printed))
+    lines, _ = verify_damaged(tmp_path)
+    assert any(line.startswith(f"damaged: {of_rank.name} [0, ") for line in lines)
+    assert any("the index of" in line for line in lines)
 
 
 def on_terminal(*arguments: object) -> str:

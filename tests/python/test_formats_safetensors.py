@@ -74,20 +74,17 @@ def shards(state: dict[str, torch.Tensor], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_file_loads_as_the_library_loads_it(file: Path, planner: Any) -> None:
-    expected = load_file(file)
-
-    loaded = load(blank(expected), FastReader(file), planner=planner())
-
-    assert differences(expected, loaded) == []
+def test_files_and_directories_load_as_the_library_loads_them(
+    file: Path, shards: Path, state: dict[str, torch.Tensor], planner: Any
+) -> None:
+    assert loads(file, load_file(file), planner=planner()) == []
+    assert loads(shards, state, planner=planner()) == []
 
 
 def test_random_boxes_of_a_file_load(
     file: Path, state: dict[str, torch.Tensor], rng: random.Random
 ) -> None:
-    loaded = load(blank(state), FastReader(file), planner=CuttingLoadPlanner(rng))
-
-    assert differences(state, loaded) == []
+    assert loads(file, state, planner=CuttingLoadPlanner(rng)) == []
 
 
 def test_a_nested_state_finds_its_fqns(file: Path, state: dict[str, torch.Tensor]) -> None:
@@ -118,23 +115,6 @@ def test_a_whole_file_comes_without_a_state_to_load_into(
     assert differences(state, loaded) == []
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_a_hugging_face_directory_loads(
-    shards: Path, state: dict[str, torch.Tensor], planner: Any
-) -> None:
-    loaded = load(blank(state), FastReader(shards), planner=planner())
-
-    assert differences(state, loaded) == []
-
-
-def test_files_without_an_index_are_read_together(
-    shards: Path, state: dict[str, torch.Tensor]
-) -> None:
-    (shards / "model.safetensors.index.json").unlink()
-
-    assert loads(shards, state) == []
-
-
 def test_the_index_decides_between_files_that_hold_the_same(
     shards: Path, state: dict[str, torch.Tensor]
 ) -> None:
@@ -143,6 +123,8 @@ def test_the_index_decides_between_files_that_hold_the_same(
     assert loads(shards, state) == []
 
     (shards / "model.safetensors.index.json").unlink()
+    (shards / "other.safetensors").unlink()
+    assert loads(shards, state) == []  # Files without an index are read together.
     save_file({"scalar": torch.zeros([])}, shards / "other.safetensors")
     assert type(failure_of(loads, shards, state)) is MismatchError
 
@@ -312,13 +294,18 @@ def test_a_file_that_is_cut_off_after_it_was_opened_is_an_error(
         reader.read_data(planner.create_local_plan(), planner).wait()
 
 
+def refused(shards: Path, text: str, wanted: Any = None) -> BaseException:
+    """How a load fails with such an index."""
+    (shards / "model.safetensors.index.json").write_text(text)
+    return failure_of(load, wanted or {}, FastReader(shards))
+
+
 @pytest.mark.parametrize("name", ["../out.safetensors", "/etc/hostname", "a/b", "..", "", 3, None])
 def test_an_index_that_names_a_file_elsewhere_is_refused(shards: Path, name: Any) -> None:
-    index = shards / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"large": name}}))
     save_file({"large": torch.zeros(1)}, shards.parent / "out.safetensors")
 
-    error = failure_of(load, {"large": torch.zeros(1)}, FastReader(shards))
+    text = json.dumps({"weight_map": {"large": name}})
+    error = refused(shards, text, {"large": torch.zeros(1)})
 
     assert type(error) is CorruptionError
     assert "no file of its directory" in str(error)
@@ -328,25 +315,17 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(shards: Path, name: Any
     "text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": "b", "a": "b"}}']
 )
 def test_an_index_that_is_none_is_refused(shards: Path, text: str) -> None:
-    (shards / "model.safetensors.index.json").write_text(text)
-
-    assert type(failure_of(load, {}, FastReader(shards))) is CorruptionError
+    assert type(refused(shards, text)) is CorruptionError
 
 
-def test_a_file_that_the_index_names_and_is_missing_is_an_error(shards: Path) -> None:
+def test_what_the_index_names_and_is_missing_is_an_error(shards: Path) -> None:
+    text = (shards / "model.safetensors.index.json").read_text()
     (shards / "model-00002-of-00003.safetensors").unlink()
-
-    error = failure_of(load, {}, FastReader(shards))
-
+    error = refused(shards, text)
     assert isinstance(error, NotFoundError)
     assert "model-00002-of-00003" in str(error)
-
-
-def test_a_tensor_that_the_index_names_and_is_missing_is_an_error(shards: Path) -> None:
-    index = shards / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"no": "model-00001-of-00003.safetensors"}}))
-
-    assert "'no'" in str(failure_of(load, {}, FastReader(shards)))
+    text = json.dumps({"weight_map": {"no": "model-00001-of-00003.safetensors"}})
+    assert "'no'" in str(refused(shards, text))
 
 
 def mutations(good: bytes, rng: random.Random, count: int) -> Iterator[bytes]:

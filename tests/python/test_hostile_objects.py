@@ -132,12 +132,6 @@ ABUSES: dict[str, Callable[[bytes, Path], bytes]] = {
 }
 
 
-@pytest.fixture
-def canary(tmp_path: Path) -> Path:
-    """A file that does not exist; only code that ran creates it."""
-    return tmp_path / "canary"
-
-
 @contextlib.contextmanager
 def nothing_changes() -> Iterator[None]:
     """Of the classes themselves, nor of what torch allows."""

@@ -14,14 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import (
     CuttingSavePlanner,
-    blank,
     data_files,
-    differences,
     random_tensor,
     save,
 )
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -140,15 +137,6 @@ def test_an_fqn_is_built_once_and_alone(saved: Path) -> None:
     assert isinstance(metadata.state_dict_metadata["step"], BytesStorageMetadata)
 
 
-def test_stream_transforms_are_among_what_is_served(state: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("zstandard")
-    save(state, FastWriter(tmp_path, _extensions=[ZStandard()]))
-
-    places = read(tmp_path).storage_data
-
-    assert {tuple(info.transform_descriptors) for info in places.values()} == {("stream.zstd/1",)}
-
-
 @pytest.mark.parametrize("words", [("float7", "contiguous_format"), ("int8", "spiral_format")])
 def test_a_word_that_torch_does_not_know_is_corruption_where_it_is_met(
     words: tuple[str, str], tmp_path: Path
@@ -238,9 +226,3 @@ print(read_nbytes() - before)
 """
     assert int(run_python(script, large)) < 14 * 65536 < (large / ".index").stat().st_size // 3
     assert data_files(large)
-
-
-def test_blank_targets_of_all_tensors_come_back(saved: Path, state: dict[str, Any]) -> None:
-    targets = blank(state)
-    dcp.load(targets, storage_reader=FastReader(saved), no_dist=True)
-    assert differences(state, targets) == []

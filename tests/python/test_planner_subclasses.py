@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import failure_of, load, save, stored_slice
 from planner_mixins import BalancesByCount, StoresPlans
-from random_states import same
+from random_states import blanked, same
 from test_fast_planners import flattened_metadata, outcome
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -52,12 +52,7 @@ def some_state() -> dict[str, Any]:
 
 
 def zeros() -> dict[str, Any]:
-    return {
-        "model": {f"w{i}": torch.zeros(5, i) for i in range(6)},
-        "ema": torch.zeros(3, 4),
-        "step": 0,
-        "note": "",
-    }
+    return blanked(some_state())
 
 
 class LooksUp:
@@ -216,9 +211,8 @@ def everything(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         **flattened_metadata(metadata),
         "more": vars(metadata).keys() - Metadata.__dataclass_fields__.keys(),
         "mcore": getattr(metadata, "mcore_data", None),
+        "stored": dict(metadata.state_dict_metadata),
     }
-    del said["stored"]
-    said["stored"] = dict(metadata.state_dict_metadata)
     state = {
         fqn: torch.zeros(stored.size) if hasattr(stored, "size") else None
         for fqn, stored in metadata.state_dict_metadata.items()
@@ -322,20 +316,19 @@ class EditsReads:
         return plan
 
 
+def without_threes(plan: LoadPlan) -> LoadPlan:
+    items = [item for item in plan.items if not item.dest_index.fqn.endswith("3")]
+    return dataclasses.replace(plan, items=items)
+
+
 class Filters:
     def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
-        return dataclasses.replace(
-            plan, items=[i for i in plan.items if not i.dest_index.fqn.endswith("3")]
-        )
+        return without_threes(super().create_local_plan())
 
 
 class FiltersAtTheEnd:
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        plan = super().finish_plan(new_plan)
-        return dataclasses.replace(
-            plan, items=[i for i in plan.items if not i.dest_index.fqn.endswith("3")]
-        )
+        return without_threes(super().finish_plan(new_plan))
 
 
 class Renames:
@@ -364,17 +357,18 @@ LOADERS: list[type] = [
 ]
 
 
+def index_of(path: Path) -> Any:
+    return open_committed(local_file_system(), path, "")[1]
+
+
 def test_what_a_subclass_stores_is_what_the_metadata_say(tmp_path: Path) -> None:
     ours = type("Ours", (HalvesPrecision, FastSavePlanner), {})
     save(some_state(), FastWriter(tmp_path), planner=ours())
     stored = FastReader(tmp_path).read_metadata().state_dict_metadata
     assert stored["ema"].properties.dtype == torch.float16
-    frames = torch.load(
-        io.BytesIO(stored_slice(tmp_path, FileSystemReader(tmp_path).read_metadata(), "ema"))
-    )
-    assert frames.dtype == torch.float16
-    index = open_committed(local_file_system(), tmp_path, "")[1]
-    assert {facts[0] for _, facts, _ in index if facts is not None} == {"float16"}
+    frame = stored_slice(tmp_path, FileSystemReader(tmp_path).read_metadata(), "ema")
+    assert torch.load(io.BytesIO(frame)).dtype == torch.float16
+    assert {facts[0] for _, facts, _ in index_of(tmp_path) if facts is not None} == {"float16"}
 
 
 @pytest.mark.parametrize("base", [DefaultSavePlanner, FastSavePlanner])
@@ -395,10 +389,10 @@ def test_what_a_subclass_adds_to_the_metadata_leaves_them_an_index(tmp_path: Pat
     ours = type("Ours", (TellsOfItself, FastSavePlanner), {})
     save(some_state(), FastWriter(tmp_path / "more"), planner=ours())
     save(some_state(), FastWriter(tmp_path / "plain"), planner=FastSavePlanner())
-    indices = [
-        open_committed(local_file_system(), tmp_path / name, "")[1] for name in ("more", "plain")
-    ]
-    more, plain = ([(f, t, [b[:2] + b[5:] for b in bs]) for f, t, bs in i] for i in indices)
+    more, plain = (
+        [(f, t, [b[:2] + b[5:] for b in boxes]) for f, t, boxes in index_of(tmp_path / name)]
+        for name in ("more", "plain")
+    )
     assert more == plain
     assert all(boxes[0][2] for _, tensor, boxes in plain if tensor is not None)
 

@@ -14,28 +14,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoints import load, loads, save
+from damage import BoxesPlanner
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from torch_ckpt import CheckpointError, FastReader, FastWriter, IoOptions
 from torch_ckpt._core import _native
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def save(state: dict[str, Any], writer: Any, planner: Any = None) -> None:
-    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-
-
-def load(state: dict[str, Any], reader: Any, planner: Any = None) -> dict[str, Any]:
-    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
-    return state
 
 
 def numbered(count: int, numel: int = 1000) -> dict[str, torch.Tensor]:
@@ -57,26 +49,23 @@ class ScratchPlanner(DefaultLoadPlanner):
 
 
 @pytest.mark.parametrize("numel", [1000, 1 << 20])
-def test_a_planner_may_hand_out_one_scratch_tensor_for_every_read(numel: int, tmp_path: Path):
+def test_a_planner_may_hand_out_one_scratch_tensor_for_every_read(
+    numel: int, tmp_path: Path
+) -> None:
     state = numbered(8, numel)
     save(state, FastWriter(tmp_path))
 
-    loaded = load(numbered(8, numel), FastReader(tmp_path), ScratchPlanner(numel))
-    for tensor in loaded.values():
-        tensor.mul_(1)  # The targets are the planner's own copies.
-
-    assert all(torch.equal(loaded[fqn], tensor) for fqn, tensor in state.items())
+    assert loads(tmp_path, state, planner=ScratchPlanner(numel)) == []
 
 
-def test_one_tensor_under_two_names_gets_the_values_of_one_of_them(tmp_path: Path):
+def test_one_tensor_under_two_names_gets_the_values_of_one_of_them(tmp_path: Path) -> None:
     save({"a": torch.ones(1 << 20), "b": torch.full((1 << 20,), 2.0)}, FastWriter(tmp_path))
-    shared = torch.zeros(1 << 20)
+    ours, theirs = torch.zeros(1 << 20), torch.zeros(1 << 20)
 
-    load({"a": shared, "b": shared}, FastReader(tmp_path))
-    theirs = torch.zeros(1 << 20)
+    load({"a": ours, "b": ours}, FastReader(tmp_path))
     load({"a": theirs, "b": theirs}, FileSystemReader(tmp_path))
 
-    assert torch.equal(shared, theirs)
+    assert torch.equal(ours, theirs)
 
 
 def test_views_of_one_buffer_load_in_one_go(tmp_path: Path):
@@ -101,7 +90,7 @@ class CastingPlanner(DefaultSavePlanner):
 def test_a_planner_that_casts_costs_the_bytes_of_what_it_casts_to(reader: Any, tmp_path: Path):
     state = {f"t{i}": torch.randn(1 << 18) for i in range(8)}
     io_options = IoOptions(buffer_nbytes=1 << 20)
-    save({**state, "step": 7}, FastWriter(tmp_path, io=io_options), CastingPlanner())
+    save({**state, "step": 7}, FastWriter(tmp_path, io=io_options), planner=CastingPlanner())
 
     (file,) = tmp_path.glob("*.distcp")
     assert file.stat().st_size < 1.02 * 8 * (1 << 19)
@@ -130,8 +119,8 @@ def test_a_planner_may_store_bytes_of_any_kind(stored: bytes, tmp_path: Path):
             found[read_item.dest_index.fqn] = value.read()
 
     found: dict[str, bytes] = {}
-    save({"object": stored}, FastWriter(tmp_path), Saves())
-    load({"object": None}, FastReader(tmp_path), Loads())
+    save({"object": stored}, FastWriter(tmp_path), planner=Saves())
+    load({"object": None}, FastReader(tmp_path), planner=Loads())
     assert found == {"object": stored}
 
 
@@ -142,7 +131,7 @@ def test_an_error_of_the_planner_stays_what_it_is(tmp_path: Path):
 
     save({"object": 1}, FastWriter(tmp_path))
     with pytest.raises(dcp.CheckpointException) as caught:
-        load({"object": 0}, FastReader(tmp_path), Fails())
+        load({"object": 0}, FastReader(tmp_path), planner=Fails())
     assert isinstance(caught.value.failures[0][0], KeyError)
 
 
@@ -172,15 +161,14 @@ def test_a_tensor_whose_storage_was_freed_is_an_error_not_a_crash(tmp_path: Path
     assert not list(tmp_path.glob("*.distcp"))
 
 
-def test_many_threads_share_the_buffer_budget(tmp_path: Path):
+def test_many_threads_share_the_buffer_budget(tmp_path: Path) -> None:
     state = numbered(64, 1 << 16)
     writer = FastWriter(tmp_path, thread_count=32)
     with mock.patch.object(_native, "BufferPool", wraps=_native.BufferPool) as made:
         save(state, writer)
     assert made.call_count == 32
     assert sum(call.args[0] for call in made.call_args_list) <= writer.io.buffer_nbytes
-    loaded = load(numbered(64, 1 << 16), FastReader(tmp_path))
-    assert all(torch.equal(loaded[fqn], tensor) for fqn, tensor in state.items())
+    assert loads(tmp_path, state) == []
 
 
 def test_a_writer_refuses_a_second_save_while_it_is_writing(tmp_path: Path):
@@ -191,46 +179,21 @@ def test_a_writer_refuses_a_second_save_while_it_is_writing(tmp_path: Path):
             return super().resolve_data(write_item)
 
     writer = FastWriter(tmp_path / "first")
-    save({"w": torch.ones(3)}, writer, Nested())
-    assert torch.equal(
-        load({"w": torch.zeros(3)}, FastReader(tmp_path / "first"))["w"], torch.ones(3)
-    )
+    save({"w": torch.ones(3)}, writer, planner=Nested())
+    assert loads(tmp_path / "first", {"w": torch.ones(3)}) == []
 
 
-def test_copies_of_a_writer_never_share_the_names_of_data_files(tmp_path: Path):
+def test_copies_of_a_writer_never_share_the_names_of_data_files(tmp_path: Path) -> None:
     # As the process executor makes them, one for each save.
     writer = FastWriter(tmp_path)
     names: set[str] = set()
     for value in range(3):
-        save({"w": torch.full((3,), float(value))}, pickle.loads(pickle.dumps(writer)))
+        state = {"w": torch.full((3,), float(value))}
+        save(state, pickle.loads(pickle.dumps(writer)))
         (file,) = tmp_path.glob("*.distcp")
         names.add(file.name)
-        loaded = load({"w": torch.zeros(3)}, FastReader(tmp_path))
-        assert torch.equal(loaded["w"], torch.full((3,), float(value)))
+        assert loads(tmp_path, state) == []
     assert len(names) == 3
-
-
-class BoxPlanner(DefaultLoadPlanner):
-    """Reads one box of the only chunk of ``w``."""
-
-    def __init__(self, offsets: list[int], target: torch.Tensor) -> None:
-        super().__init__()
-        self.offsets = offsets
-        self.target = target
-
-    def create_local_plan(self) -> LoadPlan:
-        item = ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex("w"),
-            dest_offsets=torch.Size([0, 0]),
-            storage_index=MetadataIndex("w", torch.Size([0, 0])),
-            storage_offsets=torch.Size(self.offsets),
-            lengths=self.target.size(),
-        )
-        return LoadPlan([item])
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return self.target
 
 
 @pytest.mark.parametrize("columns", [1024, 256, 16])
@@ -251,9 +214,14 @@ def test_a_column_slice_reads_little_more_than_it_wants(
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     target = torch.zeros(rows, columns)
+    planner = BoxesPlanner({"w": [0, 4096]}, {"w": target})
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
-    load({"w": torch.zeros(1)}, FastReader(tmp_path, verify=verify), BoxPlanner([0, 4096], target))
+    load(
+        {"w": torch.zeros(1)},
+        FastReader(tmp_path, verify=verify),
+        planner=planner,
+    )
     read_nbytes = (resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before) * 512
 
     assert torch.equal(target, full[:, 4096 : 4096 + columns])

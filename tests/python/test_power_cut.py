@@ -7,28 +7,19 @@ that saves, so that its own steps are under test, and stock DCP that loads.
 
 from __future__ import annotations
 
-import importlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import ROOT, blank, differences, load, save
+from checkpoints import blank, differences, load, save
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from torch_ckpt import FastReader, FastWriter, NotFoundError
 
 LIMIT, SAMPLES, SEED = 600, 150, 7
-
-
-@pytest.fixture(autouse=True)
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that records: of C++, for tests alone."""
-    if not list(ROOT.glob("build/cpp/recorder*.so")):
-        pytest.skip("the module recorder is built by tests/check.py")
-    monkeypatch.syspath_prepend(ROOT / "build/cpp")
-    return importlib.import_module("recorder")
 
 
 def version(number: int) -> dict[str, Any]:
@@ -42,14 +33,26 @@ def version(number: int) -> dict[str, Any]:
     }
 
 
-def record_save(recorder: Any, path: Path, state: dict[str, Any]) -> Any:
-    """Saves into ``path``; returns what the disk may hold after each of its changes."""
+def trees_of_a_save(
+    recorder: Any, path: Path, writer: Any, state: dict[str, Any]
+) -> Iterator[tuple[dict[str, bytes], bool, str]]:
+    """Saves; yields each tree that a cut or kill may leave, whether all is done, and a message."""
     path.mkdir(exist_ok=True)
     initial = {str(file): file.read_bytes() for file in path.iterdir()}
-    writer = FastWriter(path, thread_count=2)
     writer._file_system = recorder.RecordingFileSystem(initial, str(path))
     save(state, writer)
-    return recorder.PowerCuts(writer._file_system, LIMIT, SAMPLES, SEED)
+    cuts = recorder.PowerCuts(writer._file_system, LIMIT, SAMPLES, SEED)
+    for instant in range(cuts.last_instant + 1):
+        for tree in [*cuts.trees_after(instant), cuts.tree_after_kill(instant)]:
+            where = f"instant {instant}, after: {cuts.change_before(instant)}; {sorted(tree)}"
+            yield tree, instant == cuts.last_instant, where
+
+
+def rebuild(tree: dict[str, bytes], path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    for name, contents in tree.items():
+        (path / Path(name).name).write_bytes(contents)
 
 
 def read_part(tree: dict[str, bytes], path: Path) -> tuple[tuple[str, bytes], ...]:
@@ -86,27 +89,20 @@ def test_power_cut_at_any_instant_leaves_one_whole_checkpoint(
         before = "old"
         save(versions["old"], FastWriter(path, thread_count=2))
 
-    cuts = record_save(recorder, path, versions["new"])
-
     verdicts: dict[tuple[tuple[str, bytes], ...], tuple[str, str]] = {}
     states = 0
-    for instant in range(cuts.last_instant + 1):
-        for tree in [*cuts.trees_after(instant), cuts.tree_after_kill(instant)]:
-            states += 1
-            part = read_part(tree, path)
-            if part not in verdicts:
-                shutil.rmtree(rebuilt, ignore_errors=True)
-                rebuilt.mkdir()
-                for name, contents in tree.items():
-                    (rebuilt / Path(name).name).write_bytes(contents)
-                ours = found_by(FastReader, rebuilt, versions)
-                stock = found_by(FileSystemReader, rebuilt, versions)
-                verdicts[part] = ours, stock
-            ours, stock = verdicts[part]
-            done = instant == cuts.last_instant
-            where = f"instant {instant}, after: {cuts.change_before(instant)}; {sorted(tree)}"
-            assert ours in ({"new"} if done else {before, "new"}), where
-            # Where nothing is committed, stock DCP says so in words of its own.
-            assert stock == ours or (ours == "nothing" and stock.startswith("error")), where
+    writer = FastWriter(path, thread_count=2)
+    for tree, done, where in trees_of_a_save(recorder, path, writer, versions["new"]):
+        states += 1
+        part = read_part(tree, path)
+        if part not in verdicts:
+            rebuild(tree, rebuilt)
+            ours = found_by(FastReader, rebuilt, versions)
+            stock = found_by(FileSystemReader, rebuilt, versions)
+            verdicts[part] = ours, stock
+        ours, stock = verdicts[part]
+        assert ours in ({"new"} if done else {before, "new"}), where
+        # Where nothing is committed, stock DCP says so in words of its own.
+        assert stock == ours or (ours == "nothing" and stock.startswith("error")), where
     print(f"{states} states, {len(verdicts)} of which loads can tell apart; before: {before}")
     assert {ours for ours, _ in verdicts.values()} == {before, "new"}

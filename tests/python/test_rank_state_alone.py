@@ -115,18 +115,16 @@ def test_states_of_two_numbers_of_ranks_are_nobodys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("planner", SAVE_PLANNERS)
-def test_saving_one_below_the_top_is_refused(planner: Any, tmp_path: Path) -> None:
-    state = {"extra": {"rng": RankState(torch.get_rng_state, torch.set_rng_state)}}
+def test_saving_one_below_the_top_or_without_flattening_is_refused(
+    planner: Any, tmp_path: Path
+) -> None:
+    own = RankState(torch.get_rng_state, torch.set_rng_state)
+    writer = FileSystemWriter(tmp_path)
     with pytest.raises(CheckpointException, match=r"'extra\.rng' is a RankState below the top"):
-        dcp.save(state, storage_writer=FileSystemWriter(tmp_path), planner=planner())
-
-
-@pytest.mark.parametrize("planner", SAVE_PLANNERS)
-def test_saving_without_flattening_is_refused(planner: Any, tmp_path: Path) -> None:
-    state = {"rng": RankState(torch.get_rng_state, torch.set_rng_state)}
-    planner = planner(flatten_state_dict=False)
+        dcp.save({"extra": {"rng": own}}, storage_writer=writer, planner=planner())
+    flat = planner(flatten_state_dict=False)
     with pytest.raises(CheckpointException, match="'rng' is a RankState: it needs a planner with"):
-        dcp.save(state, storage_writer=FileSystemWriter(tmp_path), planner=planner)
+        dcp.save({"rng": own}, storage_writer=writer, planner=flat)
 
 
 @pytest.mark.parametrize("planner", LOAD_PLANNERS)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ROOT
+from checkpoints import ROOT, failure_of
 
 from torch_ckpt import CheckpointError, CorruptionError, FastReader, NotFoundError, Run, load
 from torch_ckpt.runs import save_interval
@@ -65,7 +65,9 @@ def data_file(directory: Path, step: int) -> Path:
 # ---- Which steps are found ----
 
 
-def test_the_newest_of_all_steps_is_restored(tmp_path: Path) -> None:
+def test_the_newest_of_all_steps_is_restored_and_nothing_of_a_new_run(tmp_path: Path) -> None:
+    assert Run(tmp_path / "absent").latest_step() is None
+    assert restored(Run(tmp_path / "absent")) is None
     save_steps(tmp_path, 9, 10, 101, 20)
 
     run = Run(tmp_path)
@@ -75,13 +77,6 @@ def test_the_newest_of_all_steps_is_restored(tmp_path: Path) -> None:
     state = state_of(-1)
     assert run.restore(state, step=9) == 9
     assert state["w"][0] == 9
-
-
-def test_a_new_run_has_no_latest_step_and_restores_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path / "absent")
-
-    assert run.latest_step() is None
-    assert restored(run) is None
 
 
 def truncate(path: Path, nbytes: int) -> None:
@@ -161,28 +156,22 @@ def test_training_does_not_begin_anew_where_all_steps_are_damaged(tmp_path: Path
         Run(tmp_path).restore(state_of(-1))
 
 
-def test_what_was_never_committed_and_other_names_are_no_steps(tmp_path: Path) -> None:
-    save_steps(tmp_path, 5)
-    (tmp_path / "step-6").mkdir()
-    (tmp_path / "step-6/__0_0.distcp").write_bytes(b"half")
-    for name in ("step-07", "step-x", "step-8.tmp", "best", "step--9"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "step-10").write_text("a file")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        (tmp_path / "step-10").unlink()
-        assert Run(tmp_path).latest_step() == 5
-
-
-def test_a_thousand_steps_cost_no_more_than_the_newest(tmp_path: Path) -> None:
+def test_what_was_never_committed_and_other_names_are_no_steps_and_older_ones_cost_nothing(
+    tmp_path: Path,
+) -> None:
     save_steps(tmp_path, 1000)
     for step in range(1000):
         (tmp_path / f"step-{step}").mkdir()
         (tmp_path / f"step-{step}/.metadata").write_bytes(b"junk")
+    (tmp_path / "step-2000").mkdir()
+    (tmp_path / "step-2000/__0_0.distcp").write_bytes(b"half")
+    for name in ("step-07", "step-x", "step-8.tmp", "best", "step--9"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-1002").write_text("a file")
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # None of the older ones is looked at.
+        (tmp_path / "step-1002").unlink()
         assert Run(tmp_path).latest_step() == 1000
 
 
@@ -376,26 +365,22 @@ def slow_state(step: int, *, fails: bool = False) -> Iterator[dict[str, Any]]:
         Slow.may_go_on.set()
 
 
-def test_a_busy_run_skips_a_save_and_counts_it(tmp_path: Path) -> None:
-    run = Run(tmp_path, asynchronous=True, on_busy="skip")
+@pytest.mark.parametrize("on_busy", ["skip", "error"])
+def test_a_busy_run_skips_a_save_and_counts_it_or_raises(tmp_path: Path, on_busy: Any) -> None:
+    run = Run(tmp_path, asynchronous=True, on_busy=on_busy)
     with slow_state(1) as state:
         assert run.save(1, state)
-        assert not run.save(2, state_of(2))
+        if on_busy == "skip":
+            assert not run.save(2, state_of(2))
+        else:
+            with pytest.raises(CheckpointError, match="step 2 was not saved: the save before"):
+                run.save(2, state_of(2))
     run.wait()
     assert run.save(3, state_of(3))
     run.close()
 
-    assert (run.saved, run.skipped) == (2, 1)
+    assert (run.saved, run.skipped) == (2, on_busy == "skip")
     assert steps_in(tmp_path) == [1, 3]
-
-
-def test_a_busy_run_raises_if_it_is_to(tmp_path: Path) -> None:
-    with Run(tmp_path, asynchronous=True, on_busy="error") as run, slow_state(1) as state:
-        run.save(1, state)
-        with pytest.raises(CheckpointError, match="step 2 was not saved: the save before"):
-            run.save(2, state_of(2))
-
-    assert steps_in(tmp_path) == [1]
 
 
 def test_a_busy_run_waits_and_saves_in_order(tmp_path: Path) -> None:
@@ -459,11 +444,14 @@ def test_an_error_of_training_is_not_hidden_by_that_of_a_save(tmp_path: Path) ->
     assert "step 7 was not saved" in notes_of(caught.value)
 
 
-def test_a_closed_run_refuses_to_go_on(tmp_path: Path) -> None:
-    run = save_steps(tmp_path, 1)
+def test_a_closed_run_refuses_to_go_on_and_a_removed_step_is_not_found(tmp_path: Path) -> None:
+    run = save_steps(tmp_path, 1, 2, keep_last=1)
     run.close()
     with pytest.raises(RuntimeError, match="closed"):
-        run.save(2, state_of(2))
+        run.save(3, state_of(3))
+    error = failure_of(load, state_of(-1), storage_reader=FastReader(tmp_path / "step-1"))
+    assert isinstance(error, NotFoundError)
+    assert "no checkpoint is committed" in str(error)
 
 
 EXITS_WITH_SAVES = """
@@ -641,26 +629,26 @@ def test_the_last_whole_step_is_saved_when_training_raises(tmp_path: Path) -> No
     assert torch.equal(loaded.model.weight, expected.model.weight)
 
 
-def test_nothing_is_saved_once_an_optimizer_has_begun_the_next_step(tmp_path: Path) -> None:
-    with pytest.raises(TypeError) as caught:
-        Training().steps(Run(tmp_path), "optimizer")
-    assert "begun another step after step 4" in notes_of(caught.value)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_step_that_was_saved_is_not_saved_again_when_training_raises(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    with pytest.raises(ZeroDivisionError) as caught:
-        Training().steps(run, "forward", save_at=4)
-    assert "step 4, the last one, had been saved" in notes_of(caught.value)
-    assert run.saved == 1
-
-
-def test_a_failed_save_does_not_hide_why_training_raised(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("in the way")
-    with pytest.raises(ZeroDivisionError) as caught:
-        Training().steps(Run(tmp_path / "run"), "forward")
-    assert "step 4 was not saved after it: rank 0: " in notes_of(caught.value)
+@pytest.mark.parametrize(
+    ("raise_in", "save_at", "said"),
+    [
+        ("optimizer", -1, "begun another step after step 4"),
+        ("forward", 4, "step 4, the last one, had been saved"),
+        ("in the way", -1, "step 4 was not saved after it: rank 0: "),
+    ],
+)
+def test_what_else_may_become_of_the_last_step_when_training_raises(
+    tmp_path: Path, raise_in: str, save_at: int, said: str
+) -> None:
+    if raise_in == "in the way":
+        (tmp_path / "run").write_text("in the way")
+    run = Run(tmp_path / "run")
+    with pytest.raises(TypeError if raise_in == "optimizer" else ZeroDivisionError) as caught:
+        Training().steps(run, raise_in.replace("in the way", "forward"), save_at=save_at)
+    assert said in notes_of(caught.value)
+    assert run.saved == (save_at == 4)
+    if raise_in == "optimizer":
+        assert not list(tmp_path.rglob("*"))
 
 
 # ---- Arguments ----
@@ -680,34 +668,13 @@ def test_the_example_of_the_readme_runs_and_goes_on_where_it_was(
     assert saved
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"every": 0},
-        {"keep_last": 0},
-        {"keep_every": -1},
-        {"max_overhead": 0},
-        {"max_overhead": 1},
-        {"on_busy": "queue"},
-        {"verify": "no"},
-        {"timeout_s": 0},
-    ],
-)
-def test_arguments_out_of_range_are_refused_by_name(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        Run(tmp_path, **options)
-
-
-def test_a_negative_step_is_refused(tmp_path: Path) -> None:
+def test_arguments_out_of_range_are_refused_by_name(tmp_path: Path) -> None:
+    out_of_range: list[tuple[str, Any]] = [
+        *(("every", 0), ("keep_last", 0), ("keep_every", -1), ("max_overhead", 0)),
+        *(("max_overhead", 1), ("on_busy", "queue"), ("verify", "no"), ("timeout_s", 0)),
+    ]
+    for name, value in out_of_range:
+        with pytest.raises(ValueError, match=name):
+            Run(tmp_path, **{name: value})
     with pytest.raises(ValueError, match="step=-1"):
         Run(tmp_path).save(-1, state_of(0))
-
-
-def test_a_removed_step_is_not_found_by_name(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2, keep_last=1)
-    with pytest.raises(BaseException, match="no checkpoint is committed") as caught:
-        load(state_of(-1), storage_reader=FastReader(tmp_path / "step-1"))
-    [(cause, _)] = caught.value.failures.values()
-    assert isinstance(cause, NotFoundError)

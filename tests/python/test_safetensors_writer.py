@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import (
     DTYPES,
-    ROOT,
     CuttingSavePlanner,
     bits,
     differences,
@@ -26,6 +23,7 @@ from checkpoints import (
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from test_power_cut import rebuild, trees_of_a_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -42,10 +40,6 @@ from torch_ckpt.formats.safetensors_layout import DTYPES as STORED
 
 State = dict[str, torch.Tensor]
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def model_writer(path: Path, **options: Any) -> SafetensorsWriter:
-    return SafetensorsWriter(path, **options)
 
 
 def load_model(path: Path, *, index_first: bool = False) -> State:
@@ -99,7 +93,7 @@ def test_every_dtype_and_layout_is_stored_as_the_library_stores_it(
             state |= {f"{dtype} {n}": t for n, t in made.items() if large or "large" not in n}
     state["conj"] = random_tensor([3, 4], torch.complex64).conj()
     state["tied"] = state["torch.bfloat16 large"]
-    writer = model_writer(tmp_path / "model", io=IoOptions(direct=direct), thread_count=2)
+    writer = SafetensorsWriter(tmp_path / "model", io=IoOptions(direct=direct), thread_count=2)
 
     save(state, writer, planner=PLANNERS[planner]())
 
@@ -113,14 +107,14 @@ def test_every_dtype_and_layout_is_stored_as_the_library_stores_it(
 def test_any_boxes_make_up_the_tensors(rng: random.Random, tmp_path: Path) -> None:
     state = layouts(torch.float32) | {"long rows": random_tensor([3, 1 << 20], torch.uint8)}
     for threads in (1, 3):
-        writer = model_writer(tmp_path, thread_count=threads, max_shard_nbytes=2 << 20)
+        writer = SafetensorsWriter(tmp_path, thread_count=threads, max_shard_nbytes=2 << 20)
         save(state, writer, planner=CuttingSavePlanner(rng))
         assert differences(state, load_model(tmp_path)) == []
 
 
 def test_large_models_have_shards_and_an_index(tmp_path: Path) -> None:
     state = {f"layer.{n}.weight": random_tensor([100 + n, 30], torch.float32) for n in range(20)}
-    metadata = save({"model": state}, model_writer(tmp_path, max_shard_nbytes=40_000))
+    metadata = save({"model": state}, SafetensorsWriter(tmp_path, max_shard_nbytes=40_000))
 
     found = files(tmp_path)
     count = len(found) - 1
@@ -138,41 +132,36 @@ def test_large_models_have_shards_and_an_index(tmp_path: Path) -> None:
     assert metadata.planner_data["model.layer.0.weight"] == ("model", "layer.0.weight")
 
 
-def test_a_model_without_tensors_is_a_model(tmp_path: Path) -> None:
-    save({}, model_writer(tmp_path))
-    assert load_model(tmp_path) == {}
-
-
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_objects_are_refused_by_name_before_anything_is_written(
-    tmp_path: Path, planner: str
+def test_a_model_without_tensors_is_a_model_and_a_file_of_no_bytes_is_refused(
+    tmp_path: Path,
 ) -> None:
-    state = {"model": state_of(1), "step": 7, "config": {"name": "net"}}
-    error = failure_of(save, state, model_writer(tmp_path), planner=PLANNERS[planner]())
-    assert isinstance(error, UnsupportedError)
-    assert "'step'" in str(error)
-    assert "'config.name'" in str(error)
-    assert files(tmp_path) == {}
+    save({}, SafetensorsWriter(tmp_path))
+    assert load_model(tmp_path) == {}
+    with pytest.raises(ValueError, match="max_shard_nbytes=0 is not positive"):
+        SafetensorsWriter(tmp_path, max_shard_nbytes=0)
 
 
 @pytest.mark.parametrize(
-    ("value", "named"),
+    ("values", "named"),
     [
-        (torch.zeros(2, dtype=torch.complex128), "complex128"),
-        (torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), "qint8"),
-        (torch.eye(2).to_sparse(), "sparse"),
+        ({"step": 7, "config": {"name": "net"}}, ["'step'", "'config.name'"]),
+        ({"odd": torch.zeros(2, dtype=torch.complex128)}, ["'odd'", "complex128"]),
+        (
+            {"odd": torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)},
+            ["'odd'", "qint8"],
+        ),
+        ({"odd": torch.eye(2).to_sparse()}, ["'odd'", "sparse"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["objects", "complex128", "qint8", "sparse"],
 )
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_tensors_without_a_form_are_refused_by_name(
-    tmp_path: Path, value: torch.Tensor, named: str, planner: str
+def test_what_has_no_form_is_refused_by_name_before_anything_is_written(
+    tmp_path: Path, values: dict[str, Any], named: list[str], planner: str
 ) -> None:
-    state = {**state_of(1), "odd": value}
-    error = failure_of(save, state, model_writer(tmp_path), planner=PLANNERS[planner]())
+    state = {"model": state_of(1), **values}
+    error = failure_of(save, state, SafetensorsWriter(tmp_path), planner=PLANNERS[planner]())
     assert isinstance(error, UnsupportedError)
-    assert "'odd'" in str(error)
-    assert named in str(error)
+    assert all(name in str(error) for name in named)
     assert files(tmp_path) == {}
 
 
@@ -186,8 +175,8 @@ class CastingPlanner(DefaultSavePlanner):
 def test_a_tensor_that_is_not_as_planned_fails_the_save_and_keeps_the_old_model(
     tmp_path: Path,
 ) -> None:
-    save(state_of(1), model_writer(tmp_path))
-    error = failure_of(save, state_of(2), model_writer(tmp_path), planner=CastingPlanner())
+    save(state_of(1), SafetensorsWriter(tmp_path))
+    error = failure_of(save, state_of(2), SafetensorsWriter(tmp_path), planner=CastingPlanner())
     assert isinstance(error, MismatchError)
     assert "float32" in str(error)
     assert files(tmp_path).keys() == {MODEL}
@@ -211,7 +200,7 @@ class CastsPlanned(CastingPlanner):
 def test_tensors_that_a_planner_makes_are_stored(tmp_path: Path) -> None:
     state = {f"t{n}": random_tensor([300, 1000], torch.bfloat16).nan_to_num() for n in range(9)}
     io = IoOptions(buffer_nbytes=1 << 20)
-    save(state, model_writer(tmp_path, io=io), planner=CastsPlanned())
+    save(state, SafetensorsWriter(tmp_path, io=io), planner=CastsPlanned())
     expected = {name: tensor.float() for name, tensor in state.items()}
     assert differences(expected, load_model(tmp_path)) == []
 
@@ -221,7 +210,7 @@ def test_a_model_replaces_another_of_any_number_of_files_and_nothing_else(tmp_pa
     for name, content in others.items():
         (tmp_path / name).write_bytes(content)
     for number, most in enumerate([4096, 1_000_000, 4096, 4096, 6000, 4096, 1_000_000, 1_000_000]):
-        save(state_of(number), model_writer(tmp_path, max_shard_nbytes=most))
+        save(state_of(number), SafetensorsWriter(tmp_path, max_shard_nbytes=most))
         assert differences(state_of(number), load_model(tmp_path)) == []
         assert differences(state_of(number), load_model(tmp_path, index_first=True)) == []
         left = files(tmp_path)
@@ -237,9 +226,9 @@ def load_index(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("most", [4096, 1_000_000])
 def test_a_model_that_must_not_be_replaced_is_not(tmp_path: Path, most: int) -> None:
-    save(state_of(1), model_writer(tmp_path, max_shard_nbytes=most))
+    save(state_of(1), SafetensorsWriter(tmp_path, max_shard_nbytes=most))
     before = files(tmp_path)
-    error = failure_of(save, state_of(2), model_writer(tmp_path, overwrite=False))
+    error = failure_of(save, state_of(2), SafetensorsWriter(tmp_path, overwrite=False))
     assert isinstance(error, AlreadyExistsError)
     assert files(tmp_path) == before
 
@@ -249,14 +238,14 @@ def test_leftovers_of_a_save_that_died_are_removed_by_the_next(tmp_path: Path) -
         (tmp_path / name).write_bytes(b"half")
     (tmp_path / f".{INDEX}.{'a' * 16}.tmp").write_bytes(b"{")
     (tmp_path / "model-00002-of-00009.safetensors").write_bytes(b"renamed, and no index")
-    save(state_of(1), model_writer(tmp_path))
+    save(state_of(1), SafetensorsWriter(tmp_path))
     assert files(tmp_path).keys() == {MODEL}
 
 
 def test_a_plan_is_used_again_by_the_fast_planner(tmp_path: Path) -> None:
     hits = FastSavePlanner().plan_cache.hits
     for number in range(3):
-        save(state_of(number), model_writer(tmp_path), planner=FastSavePlanner())
+        save(state_of(number), SafetensorsWriter(tmp_path), planner=FastSavePlanner())
         assert differences(state_of(number), load_model(tmp_path)) == []
     assert FastSavePlanner().plan_cache.hits == hits + 2
 
@@ -266,36 +255,26 @@ def test_plans_that_stock_keeps_are_refused(
 ) -> None:
     for kept in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
         monkeypatch.setattr(SavePlanner, f"_cached_{kept}", {})
-    save(state_of(1), model_writer(tmp_path), planner=DefaultSavePlanner(enable_plan_caching=True))
+    save(
+        state_of(1),
+        SafetensorsWriter(tmp_path),
+        planner=DefaultSavePlanner(enable_plan_caching=True),
+    )
     planner = DefaultSavePlanner(enable_plan_caching=True)
-    error = failure_of(save, state_of(2), model_writer(tmp_path), planner=planner)
+    error = failure_of(save, state_of(2), SafetensorsWriter(tmp_path), planner=planner)
     assert isinstance(error, UnsupportedError)
     assert "FastSavePlanner" in str(error)
     assert differences(state_of(1), load_model(tmp_path)) == []
 
 
-def test_a_file_of_no_bytes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="max_shard_nbytes=0 is not positive"):
-        model_writer(tmp_path, max_shard_nbytes=0)
-
-
 @pytest.mark.usefixtures("world_of_one")
 def test_a_background_save_writes_what_was_staged(tmp_path: Path) -> None:
-    writer = model_writer(tmp_path)
+    writer = SafetensorsWriter(tmp_path)
     for number in range(2):
         state = state_of(number)
         saving = dcp.async_save(state, storage_writer=writer)
         saving.result()
         assert differences(state_of(number), load_model(tmp_path)) == []
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that records what is done to a disk: of C++, for tests alone."""
-    if not list(ROOT.glob("build/cpp/recorder*.so")):
-        pytest.skip("the module recorder is built by tests/check.py")
-    monkeypatch.syspath_prepend(ROOT / "build/cpp")
-    return importlib.import_module("recorder")
 
 
 ONE, MANY = 1_000_000, 4500  # Bytes of a file: the states have some 1000 bytes in all.
@@ -313,37 +292,24 @@ def test_power_cut_or_kill_at_any_instant_leaves_the_old_model_or_the_new(
     recorder: Any, tmp_path: Path, old: int | None, new: int
 ) -> None:
     path, rebuilt = tmp_path / "saved", tmp_path / "rebuilt"
-    path.mkdir()
     versions: dict[str, State | None] = {"new": small_state(2), "nothing": None}
     before = "nothing"
     if old is not None:
-        save(small_state(1), model_writer(path, max_shard_nbytes=old))
+        save(small_state(1), SafetensorsWriter(path, max_shard_nbytes=old))
         before, versions["old"] = "old", small_state(1)
-    initial = {str(file): file.read_bytes() for file in path.iterdir()}
-    writer = model_writer(path, max_shard_nbytes=new)
-    writer._file_system = recorder.RecordingFileSystem(initial, str(path))
-    save(small_state(2), writer)
-    cuts = recorder.PowerCuts(writer._file_system, 600, 150, 7)
 
     found: dict[Any, set[str]] = {}
-    seen: set[str] = set()
-    for instant in range(cuts.last_instant + 1):
-        for tree in [*cuts.trees_after(instant), cuts.tree_after_kill(instant)]:
-            visible = {n: c for n, c in tree.items() if not Path(n).name.startswith(".")}
-            key = tuple(sorted(visible.items()))
-            if key not in found:
-                shutil.rmtree(rebuilt, ignore_errors=True)
-                rebuilt.mkdir()
-                for name, content in visible.items():
-                    (rebuilt / Path(name).name).write_bytes(content)
-                found[key] = {
-                    version_found(rebuilt, versions, index_first=first) for first in (False, True)
-                }
-            done = instant == cuts.last_instant
-            where = f"instant {instant}, after: {cuts.change_before(instant)}; {sorted(tree)}"
-            assert found[key] <= ({"new"} if done else {before, "new"}), where
-            seen |= found[key]
-    assert seen == {before, "new"}
+    writer = SafetensorsWriter(path, max_shard_nbytes=new)
+    for tree, done, where in trees_of_a_save(recorder, path, writer, small_state(2)):
+        visible = {n: c for n, c in tree.items() if not Path(n).name.startswith(".")}
+        key = tuple(sorted(visible.items()))
+        if key not in found:
+            rebuild(visible, rebuilt)
+            found[key] = {
+                version_found(rebuilt, versions, index_first=first) for first in (False, True)
+            }
+        assert found[key] <= ({"new"} if done else {before, "new"}), where
+    assert set.union(*found.values()) == {before, "new"}
 
 
 def version_found(path: Path, versions: dict[str, State | None], *, index_first: bool) -> str:

@@ -60,26 +60,29 @@ def test_what_is_staged_is_what_was_there_whatever_it_is(rng: random.Random) -> 
         del staged
 
 
-def test_later_changes_are_not_seen() -> None:
+def test_later_changes_are_not_seen_and_views_of_one_storage_stay_that() -> None:
     state = state_of(3)
     staged = SnapshotStager().stage(state)
     state["large"].fill_(4)
     state["list"][0].zero_()
     state["list"].append("more")
     assert same(staged, state_of(3))
-
-
-def test_views_of_one_storage_are_views_of_one_storage() -> None:
-    staged = SnapshotStager().stage(state_of(3))
     assert staged["rows"].data_ptr() == staged["large"].data_ptr() + 4096 * 4
 
 
-def test_the_memory_is_the_same_from_save_to_save_and_long_tensors_begin_at_pages() -> None:
+@pytest.mark.parametrize("reserves", [False, True])
+def test_the_memory_is_the_same_from_save_to_save_and_long_tensors_begin_at_pages(
+    reserves: bool,
+) -> None:
     stager = SnapshotStager()
     addresses = set()
     with mock.patch.object(_native, "Snapshot", wraps=_native.Snapshot) as made:
+        if reserves:
+            stager.reserve(state_of(1))
+            assert made.call_count == 1
         for value in range(3):
             staged = stager.stage(state_of(value))
+            assert same(staged, state_of(value))
             assert staged["large"].data_ptr() % 4096 == 0
             addresses.add(staged["large"].data_ptr())
             del staged
@@ -122,36 +125,44 @@ def test_a_wait_that_lasts_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch)
     assert same(held, state_of(1))
 
 
-def test_memory_that_is_not_to_be_had_costs_no_slot() -> None:
+class Uncopyable:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("not this one")
+
+
+def tensor_without_memory() -> torch.Tensor:
+    empty = torch.ones(5)
+    empty.untyped_storage().resize_(0)
+    return empty
+
+
+@pytest.mark.parametrize(
+    ("broken", "odd", "kind", "said"),
+    [
+        ((_native, "Snapshot"), int, StorageError, "gone"),
+        ((staging._Placed, "copy_all"), int, StorageError, "gone"),
+        (None, Uncopyable, RuntimeError, "not this one"),
+        (
+            None,
+            tensor_without_memory,
+            ValueError,
+            r"sizes \(5,\): its storage has 0 bytes of 20",
+        ),
+    ],
+)
+def test_a_copy_that_fails_costs_no_slot_while_its_error_is_kept(
+    broken: Any, odd: Callable[[], Any], kind: type[Exception], said: str
+) -> None:
     stager = SnapshotStager()
     with (
-        mock.patch.object(_native, "Snapshot", side_effect=StorageError("no memory")),
-        pytest.raises(StorageError),
+        mock.patch.object(*broken, side_effect=StorageError("gone"))
+        if broken
+        else contextlib.nullcontext(),
+        pytest.raises(kind, match=said) as kept,
     ):
-        stager.stage(state_of(1))
+        stager.stage({**state_of(1), "odd": odd()})
     assert same(stager.stage(state_of(1)), state_of(1))
-
-
-def test_a_state_that_cannot_be_copied_costs_no_slot() -> None:
-    class Uncopyable:
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise RuntimeError("not this one")
-
-    stager = SnapshotStager()
-    with pytest.raises(RuntimeError, match="not this one"):
-        stager.stage({**state_of(1), "odd": Uncopyable()})
-    gc.collect()
-    assert same(stager.stage(state_of(1)), state_of(1))
-
-
-def test_memory_that_was_reserved_serves_the_first_save() -> None:
-    stager = SnapshotStager()
-    with mock.patch.object(_native, "Snapshot", wraps=_native.Snapshot) as made:
-        stager.reserve(state_of(1))
-        assert made.call_count == 1
-        staged = stager.stage(state_of(1))
-    assert made.call_count == 1
-    assert same(staged, state_of(1))
+    del kept
 
 
 def test_tensors_side_by_side_in_one_storage_each_begin_at_a_page() -> None:
@@ -163,15 +174,6 @@ def test_tensors_side_by_side_in_one_storage_each_begin_at_a_page() -> None:
     assert staged["b"].stride() == state["b"].stride()
 
 
-def test_a_tensor_without_memory_is_an_error_that_costs_no_slot() -> None:
-    stager = SnapshotStager()
-    empty = torch.ones(5)
-    empty.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match=r"sizes \(5,\): its storage has 0 bytes of 20"):
-        stager.stage({"w": empty})
-    assert same(stager.stage(state_of(1)), state_of(1))
-
-
 def test_a_parameter_stays_what_its_metadata_say() -> None:
     state = {"w": torch.nn.Parameter(torch.ones(3)), "frozen": torch.ones(2)}
     staged = SnapshotStager().stage(state)
@@ -181,17 +183,6 @@ def test_a_parameter_stays_what_its_metadata_say() -> None:
     }
 
 
-def test_a_copy_that_fails_costs_no_slot_while_its_error_is_kept() -> None:
-    stager = SnapshotStager()
-    with (
-        mock.patch.object(staging._Placed, "copy_all", side_effect=StorageError("gone")),
-        pytest.raises(StorageError) as kept,
-    ):
-        stager.stage(state_of(1))
-    assert same(stager.stage(state_of(1)), state_of(1))
-    del kept
-
-
 class FailingPlanner(DefaultSavePlanner):
     """Cannot plan."""
 
@@ -199,27 +190,16 @@ class FailingPlanner(DefaultSavePlanner):
         raise RuntimeError("not planned")
 
 
-def test_a_failed_save_whose_error_is_kept_does_not_keep_the_memory(
-    world_of_one: None, tmp_path: Path
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_planner_and_a_failed_save_that_are_kept_do_not_keep_the_memory(
+    world_of_one: None, tmp_path: Path, fails: bool
 ) -> None:
-    stager = SnapshotStager()
-    kept = []
+    stager, kept = SnapshotStager(), []
+    planner = FailingPlanner() if fails else FastSavePlanner()
     for step in range(3):
         writer = FastWriter(tmp_path / f"{step}", stager=stager)
-        future = dcp.async_save(state_of(step), storage_writer=writer, planner=FailingPlanner())
-        kept.append(future)
-    assert all("not planned" in str(future.exception(20)) for future in kept)
-    assert stager.stage(state_of(1))
-
-
-def test_a_planner_that_is_kept_does_not_keep_the_memory(
-    world_of_one: None, tmp_path: Path
-) -> None:
-    stager = SnapshotStager()
-    planner = FastSavePlanner()
-    for step in range(3):
-        writer = FastWriter(tmp_path / f"{step}", stager=stager)
-        dcp.async_save(state_of(step), storage_writer=writer, planner=planner)
+        kept.append(dcp.async_save(state_of(step), storage_writer=writer, planner=planner))
+    assert all(not fails or "not planned" in str(future.exception(20)) for future in kept)
     assert same(stager.stage(state_of(1)), state_of(1))
 
 
@@ -337,21 +317,6 @@ def test_a_save_that_would_wait_is_skipped_or_refused_and_counted(
     )
     del held
     saved().result()
-
-
-def test_an_async_save_stores_what_was_there_when_it_began(
-    world_of_one: None, tmp_path: Path
-) -> None:
-    state = state_of(1)
-    for step in range(1, 4):
-        path = tmp_path / str(step)
-        state["large"].fill_(step)
-        future = dcp.async_save(state, storage_writer=FastWriter(path))
-        state["large"].fill_(-1)
-        future.result()
-        loaded = {"large": torch.zeros(1 << 20)}
-        dcp.load(loaded, storage_reader=FastReader(path))
-        assert torch.equal(loaded["large"], torch.full((1 << 20,), float(step)))
 
 
 def niceness_while(is_over: Callable[[], bool]) -> set[int]:

@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -57,40 +56,33 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def test_arguments_come_in_the_order_of_the_stock_writer() -> None:
-    def arguments(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
-        parameters = inspect.signature(function).parameters.values()
-        return [(p.name, p.kind, p.default) for p in parameters]
-
-    stock = arguments(FileSystemWriter.__init__)
-    assert arguments(FastWriter.__init__)[: len(stock)] == stock
-    rest = list(inspect.signature(FastWriter.__init__).parameters.values())[len(stock) :]
-    assert {p.kind for p in rest} == {inspect.Parameter.KEYWORD_ONLY}
-
-
-def test_reader_arguments_come_in_the_order_of_the_stock_reader() -> None:
+def test_arguments_come_in_the_order_of_the_stock_writer_and_reader() -> None:
+    stock = list(inspect.signature(FileSystemWriter.__init__).parameters.values())
+    ours = list(inspect.signature(FastWriter.__init__).parameters.values())
+    for one, other in zip(ours, stock, strict=False):
+        assert (one.name, one.kind, one.default) == (other.name, other.kind, other.default)
+    assert {p.kind for p in ours[len(stock) :]} == {inspect.Parameter.KEYWORD_ONLY}
     stock = list(inspect.signature(FileSystemReader.__init__).parameters)
     assert list(inspect.signature(FastReader.__init__).parameters)[: len(stock)] == stock
 
 
-@pytest.mark.parametrize("method", [n for n in dir(dcp.StorageWriter) if not n.startswith("_")])
-def test_writer_methods_can_be_called_as_stock_ones(method: str) -> None:
-    """DCP probes signatures for the names ``kwargs`` and ``storage_meta``."""
-    stock = inspect.signature(getattr(FileSystemWriter, method))
-    ours = inspect.signature(getattr(FastWriter, method))
-    assert list(ours.parameters) == list(stock.parameters)
-
-
-@pytest.mark.parametrize("method", [n for n in dir(dcp.StorageReader) if not n.startswith("_")])
-def test_reader_methods_can_be_called_as_stock_ones(method: str) -> None:
-    stock = inspect.signature(getattr(FileSystemReader, method))
-    ours = inspect.signature(getattr(FastReader, method))
-    assert list(ours.parameters) == list(stock.parameters)
-
-
-def test_writer_is_a_stager_as_the_stock_one_is(tmp_path: Path) -> None:
-    assert isinstance(FileSystemWriter(tmp_path), AsyncStager)
-    assert isinstance(FastWriter(tmp_path), AsyncStager)
+@pytest.mark.parametrize(
+    ("kind", "ours", "stock"),
+    [
+        (dcp.StorageWriter, FastWriter, FileSystemWriter),
+        (dcp.StorageReader, FastReader, FileSystemReader),
+    ],
+)
+def test_methods_can_be_called_as_stock_ones(
+    kind: type, ours: type, stock: type, tmp_path: Path
+) -> None:
+    assert isinstance(ours(tmp_path), AsyncStager) == isinstance(stock(tmp_path), AsyncStager)
+    for method in [name for name in dir(kind) if not name.startswith("_")]:
+        # DCP probes signatures for the names ``kwargs`` and ``storage_meta``.
+        expected = inspect.signature(getattr(stock, method))
+        assert list(inspect.signature(getattr(ours, method)).parameters) == list(
+            expected.parameters
+        ), method
 
 
 @pytest.mark.parametrize(
@@ -134,39 +126,30 @@ def test_every_tuning_of_the_reader_loads_the_same(
 ) -> None:
     save(state, FastWriter(tmp_path))
 
-    assert differences(state, load(blank(state), FastReader(tmp_path, io=io))) == []
-    assert differences(state, load(blank(state), FastReader(tmp_path, io=io, verify=False))) == []
+    assert loads(tmp_path, state, io=io) == []
+    assert loads(tmp_path, state, io=io, verify=False) == []
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"background_nice": 20},
-        {"background_nice": -1},
-        {"buffer_nbytes": (512 << 10) - 1},
-        {"buffer_nbytes": -1},
+        (IoOptions, {"background_nice": 20}),
+        (IoOptions, {"background_nice": -1}),
+        (IoOptions, {"buffer_nbytes": (512 << 10) - 1}),
+        (IoOptions, {"buffer_nbytes": -1}),
+        (FastWriter, {"path": "here", "thread_count": 0}),
+        (FastWriter, {"path": "here", "per_thread_copy_ahead": -1}),
     ],
     ids=str,
 )
-def test_impossible_tuning_is_a_value_error(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        IoOptions(**options)
+def test_impossible_options_are_a_value_error(kind: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=list(options)[-1]):
+        kind(**options)
 
 
-@pytest.mark.parametrize("options", [{"thread_count": 0}, {"per_thread_copy_ahead": -1}], ids=str)
-def test_impossible_options_of_the_writer_are_a_value_error(
-    options: dict[str, int], tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        FastWriter(tmp_path, **options)
-
-
-def test_other_serialization_formats_are_unsupported(tmp_path: Path) -> None:
+def test_other_serialization_formats_and_urls_are_unsupported(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="SAFETENSORS"):
         FastWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
-
-
-def test_urls_are_unsupported() -> None:
     with pytest.raises(UnsupportedError, match="s3://bucket/run"):
         FastWriter("s3://bucket/run")
 
@@ -208,31 +191,27 @@ def test_overwrite_replaces_the_checkpoint_and_removes_its_files(
     assert loads(tmp_path, other) == []
 
 
-def test_overwriting_a_stock_checkpoint_removes_its_files(
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_we_overwrite_a_stock_checkpoint_with_its_files_and_stock_may_overwrite_ours(
     state: dict[str, Any], tmp_path: Path
 ) -> None:
     save(_random_state(), FileSystemWriter(tmp_path, thread_count=3))
-
     save(state, FastWriter(tmp_path))
-
     assert len(data_files(tmp_path)) == 1
     assert loads(tmp_path, state) == []
 
-
-@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
-def test_stock_may_overwrite_our_checkpoint(state: dict[str, Any], tmp_path: Path) -> None:
-    save(_random_state(), FastWriter(tmp_path))
-
-    save(state, FileSystemWriter(tmp_path))
-
-    assert loads(tmp_path, state) == []
-    assert loads(tmp_path, state, FileSystemReader) == []
+    other = _random_state()
+    save(other, FileSystemWriter(tmp_path))
+    assert loads(tmp_path, other) == []
+    assert loads(tmp_path, other, FileSystemReader) == []
 
 
-def test_without_overwrite_a_committed_checkpoint_is_refused(
+def test_without_overwrite_an_uncommitted_directory_is_accepted_and_a_committed_one_refused(
     state: dict[str, Any], tmp_path: Path
 ) -> None:
+    (tmp_path / "__0_0_0123456789abcdef.distcp").write_bytes(b"of a save that failed")
     save(state, FastWriter(tmp_path, overwrite=False))
+    assert len(data_files(tmp_path)) == 1
     names = sorted(path.name for path in tmp_path.iterdir())
 
     error = failure_of(save, _random_state(), FastWriter(tmp_path, overwrite=False))
@@ -243,32 +222,16 @@ def test_without_overwrite_a_committed_checkpoint_is_refused(
     assert loads(tmp_path, state) == []
 
 
-def test_without_overwrite_an_uncommitted_directory_is_accepted(
-    state: dict[str, Any], tmp_path: Path
-) -> None:
-    (tmp_path / "__0_0_0123456789abcdef.distcp").write_bytes(b"of a save that failed")
-
-    save(state, FastWriter(tmp_path, overwrite=False))
-
-    assert len(data_files(tmp_path)) == 1
-    assert loads(tmp_path, state) == []
-
-
-def test_missing_directories_are_created(state: dict[str, Any], tmp_path: Path) -> None:
-    save(state, FastWriter(tmp_path / "a" / "b c" / "ü"))
-
-    assert loads(tmp_path / "a" / "b c" / "ü", state) == []
-
-
-def test_relative_paths_and_strings_are_directories_too(
+def test_missing_directories_relative_paths_and_strings_are_directories_too(
     state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    save(state, FastWriter(tmp_path / "a" / "b c" / "ü"))
     monkeypatch.chdir(tmp_path)
     save(state, FastWriter("here"))
     save(state, FastWriter("."))
 
-    assert differences(state, load(blank(state), FastReader("here"))) == []
-    assert differences(state, load(blank(state), FastReader(str(tmp_path)))) == []
+    for path in (tmp_path / "a" / "b c" / "ü", "here", str(tmp_path)):
+        assert loads(path, state) == []
 
 
 @pytest.mark.parametrize("thread_count", [1, 2])
@@ -300,16 +263,6 @@ def test_a_writer_serves_small_saves_after_large_and_large_after_small(
         state = {"t": random_tensor([numel], torch.uint8)}
         save(state, writer)
         assert loads(tmp_path, state) == []
-
-
-def test_a_writer_saves_after_a_save_that_failed(tmp_path: Path, state: dict[str, Any]) -> None:
-    writer = FastWriter(tmp_path, thread_count=2)
-    failure_of(save, {**state, "bad": torch.empty(3, device="meta")}, writer)
-
-    save(state, writer)
-
-    assert loads(tmp_path, state) == []
-    assert len(data_files(tmp_path)) == 2
 
 
 def test_save_ids_never_recur(tmp_path: Path) -> None:
@@ -360,9 +313,6 @@ def test_io_mode_says_how_the_last_save_was_written(state: dict[str, Any], tmp_p
     buffered = FastWriter(tmp_path, io=IoOptions(direct=False))
     save(state, buffered)
     assert not buffered.io_mode.direct
-
-
-def test_reasons_are_printed_in_brackets() -> None:
     assert str(IoMode("threads", False, False, ("a", "b"))) == "threads, page cache (a; b)"
     assert str(IoMode("io_uring", True, True)) == "io_uring, O_DIRECT, registered buffers"
 
@@ -430,7 +380,8 @@ def test_cached_plans_save_every_time_and_follow_changes(
         assert loaded["step"] == step
 
 
-def _upload(result: Any) -> Future[Any]:
+def _async_save(state: dict[str, Any], **options: Any) -> Future[Any]:
+    result = dcp.async_save(state, **options)
     return getattr(result, "upload_completion", result)
 
 
@@ -443,26 +394,22 @@ def test_async_save_in_a_thread_saves_what_was_there_when_it_was_called(
         state = _random_state()
         expected = {**state, "model": {k: t.clone() for k, t in state["model"].items()}}
         try:
-            result = dcp.async_save(
-                state,
-                storage_writer=writer,
-                checkpoint_id=tmp_path / str(step),
-                no_dist=True,
-            )
+            path = tmp_path / str(step)
+            future = _async_save(state, storage_writer=writer, checkpoint_id=path, no_dist=True)
         except RuntimeError as error:
             if cached and not torch.accelerator.is_available():
                 pytest.skip(f"stock staging cannot pin memory here: {error}")
             raise
         for tensor in state["model"].values():
             tensor.zero_()
-        _upload(result).result(ASYNC_TIMEOUT_S)
-        assert loads(tmp_path / str(step), expected) == []
+        future.result(ASYNC_TIMEOUT_S)
+        assert loads(path, expected) == []
 
 
 def test_async_save_in_a_thread_uses_the_process_group(
     world_of_one: None, state: dict[str, Any], tmp_path: Path
 ) -> None:
-    future = dcp.async_save(state, storage_writer=FastWriter(tmp_path))
+    future = _async_save(state, storage_writer=FastWriter(tmp_path))
 
     assert future.result(ASYNC_TIMEOUT_S).state_dict_metadata.keys() >= {"large", "step"}
     dist.barrier()
@@ -488,13 +435,8 @@ def test_async_save_in_a_process_saves_fails_and_saves_again(
     background_process: None, state: dict[str, Any], tmp_path: Path
 ) -> None:
     def save_in_process(state: dict[str, Any], writer: FastWriter, **options: Any) -> Any:
-        result = dcp.async_save(
-            state,
-            storage_writer=writer,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            **options,
-        )
-        return _upload(result)
+        process = AsyncCheckpointerType.PROCESS
+        return _async_save(state, storage_writer=writer, async_checkpointer_type=process, **options)
 
     writer = FastWriter(tmp_path / "1")
     save(_random_state(), writer)  # Which leaves buffers in it.
@@ -514,66 +456,56 @@ def test_async_save_in_a_process_saves_fails_and_saves_again(
 def test_installed_reaches_the_process_of_async_save(
     background_process: None, state: dict[str, Any], tmp_path: Path
 ) -> None:
+    process = AsyncCheckpointerType.PROCESS
     with torch_ckpt.installed():
-        result = dcp.async_save(
-            state,
-            checkpoint_id=tmp_path,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        )
-    _upload(result).result(ASYNC_TIMEOUT_S)
+        future = _async_save(state, checkpoint_id=tmp_path, async_checkpointer_type=process)
+    future.result(ASYNC_TIMEOUT_S)
 
     assert [_is_ours(file) for file in data_files(tmp_path)] == [True]
     assert loads(tmp_path, state) == []
 
 
-def test_saves_without_collectives_load(
+def differs(state: dict[str, Any], path: Path, reader: type = FastReader, **how: Any) -> list[str]:
+    """As `loads`, with the process group."""
+    loaded = blank(state)
+    dcp.load(loaded, storage_reader=reader(path), **how)
+    return differences(state, loaded)
+
+
+def test_saves_without_collectives_load_and_replace_one_another(
     world_of_one: None, state: dict[str, Any], tmp_path: Path
 ) -> None:
-    dcp.save(state, storage_writer=FastWriter(tmp_path), use_collectives=False)
+    for other in (_random_state(), state):
+        dcp.save(other, storage_writer=FastWriter(tmp_path), use_collectives=False)
 
-    names = {path.name for path in tmp_path.iterdir()}
-    assert "__0.metadata" in names
-    assert ".metadata" not in names
-    (file,) = data_files(tmp_path)
-    assert re.fullmatch(r"__0_0_[0-9a-f]{16}\.distcp", file.name)
-    for reader in (FastReader, FileSystemReader):
-        loaded = blank(state)
-        dcp.load(loaded, storage_reader=reader(tmp_path))
-        assert differences(state, loaded) == []
-
-
-def test_saves_without_collectives_replace_one_another(
-    world_of_one: None, state: dict[str, Any], tmp_path: Path
-) -> None:
+        names = {path.name for path in tmp_path.iterdir()}
+        assert "__0.metadata" in names
+        assert ".metadata" not in names
+        (file,) = data_files(tmp_path)
+        assert re.fullmatch(r"__0_0_[0-9a-f]{16}\.distcp", file.name)
+        for reader in (FastReader, FileSystemReader):
+            assert differs(other, tmp_path, reader) == []
     writer = FastWriter(tmp_path, thread_count=2)
-    dcp.save(_random_state(), storage_writer=writer, use_collectives=False)
-    dcp.save(state, storage_writer=writer, use_collectives=False)
-
-    assert len(data_files(tmp_path)) == 2
-    loaded = blank(state)
-    dcp.load(loaded, storage_reader=FastReader(tmp_path))
-    assert differences(state, loaded) == []
+    for other in (_random_state(), state):
+        dcp.save(other, storage_writer=writer, use_collectives=False)
+        assert len(data_files(tmp_path)) == 2
+        assert differs(other, tmp_path) == []
 
 
-def test_stock_checkpoints_saved_without_collectives_load(
-    world_of_one: None, state: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("writer", "options"),
+    [
+        (FileSystemWriter, {"use_collectives": False}),
+        (FastWriter, {"no_dist": False}),
+        (FastWriter, {"no_dist": True}),
+    ],
+)
+def test_checkpoints_of_a_process_group_load(
+    writer: type, options: dict[str, Any], world_of_one: None, state: dict[str, Any], tmp_path: Path
 ) -> None:
-    dcp.save(state, storage_writer=FileSystemWriter(tmp_path), use_collectives=False)
+    dcp.save(state, storage_writer=writer(tmp_path), **options)
 
-    loaded = blank(state)
-    dcp.load(loaded, storage_reader=FastReader(tmp_path))
-    assert differences(state, loaded) == []
-
-
-@pytest.mark.parametrize("no_dist", [False, True])
-def test_save_and_load_with_a_process_group(
-    no_dist: bool, world_of_one: None, state: dict[str, Any], tmp_path: Path
-) -> None:
-    dcp.save(state, storage_writer=FastWriter(tmp_path), no_dist=no_dist)
-
-    loaded = blank(state)
-    dcp.load(loaded, storage_reader=FastReader(tmp_path), no_dist=no_dist)
-    assert differences(state, loaded) == []
+    assert differs(state, tmp_path, no_dist=options.get("no_dist", False)) == []
 
 
 def _is_ours(file: Path) -> bool:
@@ -591,8 +523,8 @@ def test_installed_serves_save_async_save_and_load_and_is_undone(
 
     def save_both(name: str) -> list[Path]:
         dcp.save(state, checkpoint_id=tmp_path / f"{name} 1", no_dist=True)
-        result = dcp.async_save(state, checkpoint_id=tmp_path / f"{name} 2", no_dist=True)
-        _upload(result).result(ASYNC_TIMEOUT_S)
+        future = _async_save(state, checkpoint_id=tmp_path / f"{name} 2", no_dist=True)
+        future.result(ASYNC_TIMEOUT_S)
         loaded = blank(state)
         dcp.load(loaded, checkpoint_id=tmp_path / f"{name} 1", no_dist=True)
         assert differences(state, loaded) == []
@@ -629,11 +561,10 @@ def test_installed_async_save_is_ours_even_if_it_starts_after_the_context(
         def close(self) -> None: ...
 
     with torch_ckpt.installed():
-        response = dcp.async_save(
-            state, checkpoint_id=tmp_path, async_stager=LateStager(), no_dist=True
-        )
+        stager = LateStager()
+        future = _async_save(state, checkpoint_id=tmp_path, async_stager=stager, no_dist=True)
     staging.set_result(state)
-    _upload(response).result(ASYNC_TIMEOUT_S)
+    future.result(ASYNC_TIMEOUT_S)
 
     assert [_is_ours(file) for file in data_files(tmp_path)] == [True]
     assert loads(tmp_path, state) == []
@@ -647,7 +578,7 @@ def _model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_model_and_optimizer_come_back_through_the_state_dict_functions(
+def test_model_and_optimizer_come_back_through_the_state_dict_functions_or_in_place(
     tmp_path: Path, rng: random.Random
 ) -> None:
     model, optimizer = _model_and_optimizer()
@@ -657,6 +588,7 @@ def test_model_and_optimizer_come_back_through_the_state_dict_functions(
     other, other_optimizer = _model_and_optimizer()
     states = get_state_dict(other, other_optimizer)
     loaded = load({"model": states[0], "optimizer": states[1]}, FastReader(tmp_path))
+    assert differences(dict(model.state_dict()), dict(other.state_dict())) == []
     set_state_dict(
         other,
         other_optimizer,
@@ -666,16 +598,6 @@ def test_model_and_optimizer_come_back_through_the_state_dict_functions(
 
     assert differences(dict(model.state_dict()), dict(other.state_dict())) == []
     assert differences(optimizer.state_dict(), other_optimizer.state_dict()) == []
-
-
-def test_model_state_loads_in_place(tmp_path: Path, rng: random.Random) -> None:
-    model, _ = _model_and_optimizer()
-    save(get_model_state_dict(model), FastWriter(tmp_path))
-
-    other, _ = _model_and_optimizer()
-    load(get_model_state_dict(other), FastReader(tmp_path))
-
-    assert differences(dict(model.state_dict()), dict(other.state_dict())) == []
 
 
 def test_more_files_than_are_open_at_a_time_load(tmp_path: Path, rng: random.Random) -> None:
