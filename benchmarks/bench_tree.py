@@ -1,8 +1,8 @@
 """Gathers and scatters along trees of several fan-outs, and as torch does: real, and reckoned.
 
-First on gloo ranks of this machine: the messages, bytes and seconds of the coordinator and of the
-busiest rank below it, contenders interleaved. Then, from what a message and a byte have cost here,
-the simulation of worlds up to 16,384 ranks. Takes about a minute:
+First on gloo ranks of this machine: the seconds that an exchange takes, contenders interleaved.
+Then, from what a message and a byte have cost here, the simulation of worlds up to 16,384 ranks.
+Takes about a minute:
 
     python benchmarks/bench_tree.py
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickle
 import statistics
 import tempfile
 import time
@@ -26,14 +25,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from machine import MIB, describe
+from machine import describe
 from tree_model import Cost, Costs, World, reckon, simulate
 
 RANKS = 8
 FAN_OUTS = [2, 4, 8]
 PAYLOADS = {"2 KB": 2_000, "1 MB": 1_000_000}
 TORCH = "torch"
-BULK_NBYTES = 64 * MIB
 MODEL_FAN_OUTS = [None, 2, 4, 8, 16, 32, 64]
 MODEL_TABLES = {128_000: [256, 2_048, 16_384], 2_000: [16_384]}  # By bytes of each rank: worlds.
 ITEMS = 2_000  # That a rank names in 128,000 bytes.
@@ -78,87 +76,72 @@ def _timed(function: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def _measured_costs(rank: int, rounds: int) -> Costs:
-    """What a first message and a byte cost between ranks 0 and 1: half of a way there and back."""
-    import torch
-    import torch.distributed as dist
+class _Ranks:
+    """Eight ranks of this machine, and what they have measured."""
 
-    from torch_ckpt.coordination.tree_exchange import _FIRST_NBYTES
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        self._found: dict[tuple[str, str], list[float]] = {}
 
-    found = []
-    for nbytes in (_FIRST_NBYTES, BULK_NBYTES):
-        tensor, times = torch.zeros(nbytes, dtype=torch.uint8), []
-        for _ in range(rounds):
-            dist.barrier()
-            if rank > 1:
-                continue
-            both = [dist.send, dist.recv]
-            begin = time.perf_counter()
-            for operation in both if rank == 0 else reversed(both):
-                operation(tensor, 1 - rank)
-            times.append((time.perf_counter() - begin) / 2)
-        found.append(min(times, default=1.0))  # The others wait, but do not do nothing.
-    return replace(Costs(), message_s=found[0], bytes_per_s=BULK_NBYTES / found[1])
+    def contenders(self) -> dict[str, Callable[[bytes, list[bytes] | None], Any]]:
+        """Each gathers a part of every rank and scatters others, in one exchange."""
+        import torch.distributed as dist
+        from torch.distributed.checkpoint.utils import _DistWrapper
+
+        from torch_ckpt.coordination import connect
+        from torch_ckpt.coordination.group import group_of
+
+        torchs = _DistWrapper(None, True, 0)
+
+        def by_torch(part: bytes, parts: list[bytes] | None) -> bytes:
+            return torchs.reduce_scatter("plan", lambda: part, lambda _: parts)
+
+        found: dict[str, Callable[[bytes, list[bytes] | None], Any]] = {TORCH: by_torch}
+        for fan_out in FAN_OUTS:
+            call = group_of(dist.new_group(backend="gloo")).call(600)
+            with mock.patch.object(connect, "FAN_OUT", fan_out):
+                call.barrier("connecting")
+
+            def by_tree(part: bytes, parts: list[bytes] | None, call: Any = call) -> bytes:
+                return call.reduce_scatter("plan", lambda: part, lambda _: parts)
+
+            found[f"{fan_out}"] = by_tree
+        return found
+
+    def measure(self, rank: int) -> dict[tuple[str, str], list[float]]:
+        """Contenders interleaved; seconds until this rank has its part."""
+        import torch.distributed as dist
+
+        contenders = self.contenders()
+        for number in range(self._rounds + 1):  # The first warms up.
+            for payload, nbytes in PAYLOADS.items():
+                for name, run in contenders.items():
+                    part = os.urandom(nbytes)
+                    parts = [os.urandom(nbytes) for _ in range(RANKS)] if rank == 0 else None
+                    dist.barrier()
+                    seconds = _timed(lambda: run(part, parts))  # noqa: B023
+                    if number:
+                        self._found.setdefault((payload, name), []).append(seconds)
+        return self._found
+
+
+def _costs(found: dict[tuple[str, str], list[float]]) -> Costs:
+    """What a message and a byte have cost, by the widest tree: all other ranks are children."""
+    small, large = (min(found[payload, f"{FAN_OUTS[-1]}"]) for payload in PAYLOADS)
+    others = RANKS - 1
+    nbytes = 2 * others * (PAYLOADS["1 MB"] - PAYLOADS["2 KB"])
+    return replace(Costs(), message_s=small / (2 * others), bytes_per_s=nbytes / (large - small))
 
 
 def _real(rank: int, folder: str, rounds: int, replies: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
-    from torch.distributed.checkpoint.utils import _DistWrapper
-
-    from torch_ckpt.coordination.roll_call import RollCalls
-    from torch_ckpt.coordination.tree_exchange import TreeExchange, _Passing
 
     torch.set_num_threads(1)
     method = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=RANKS)
-    group = dist.distributed_c10d._get_default_group()
-    messages: list[tuple[int, int]] = []
-    begun = _Passing._begun
-
-    def noted(self: Any, operation: Any, tensors: Any, peers: Any, number: int) -> Any:
-        messages.extend(zip(peers, (tensor.nbytes for tensor in tensors), strict=True))
-        return begun(self, operation, tensors, peers, number)
-
-    costs = _measured_costs(rank, rounds)
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    calls = RollCalls(group, 600)
-    for _ in range(rounds + 1):  # The first warms up.
-        for payload, nbytes in PAYLOADS.items():
-            for contender in [TORCH, *FAN_OUTS]:
-                part = os.urandom(nbytes)
-                parts = [os.urandom(nbytes) for _ in range(RANKS)] if rank == 0 else None
-                if contender == TORCH:
-                    torchs = _DistWrapper(None, True, 0)
-                    both = {
-                        "gather": lambda: torchs.gather_object(part),  # noqa: B023
-                        "scatter": lambda: torchs.scatter_object(parts),  # noqa: B023
-                    }
-                else:
-                    ours = TreeExchange(calls, root=0, fan_out=contender)
-                    pickled = pickle.dumps(part)
-                    sent = parts and [pickle.dumps(one) for one in parts]
-                    both = {
-                        "gather": lambda: ours.gather(pickled),  # noqa: B023
-                        "scatter": lambda: ours.scatter(sent),  # noqa: B023
-                    }
-                for name, run in both.items():
-                    calls.wait_for_all(name)
-                    dist.barrier()
-                    messages.clear()
-                    with mock.patch.object(_Passing, "_begun", noted):
-                        begin = time.perf_counter()
-                        run()
-                        own_s = time.perf_counter() - begin
-                        dist.barrier()
-                        all_s = time.perf_counter() - begin
-                    entry = found.setdefault((payload, name, f"{contender}"), {"s": []})
-                    entry["s"].append(own_s if name == "gather" else all_s)
-                    entry["messages"] = len(messages)
-                    entry["peers"] = len({peer for peer, _ in messages})
-                    entry["nbytes"] = sum(nbytes for _, nbytes in messages)
-    replies.put((rank, costs, found))
+    replies.put((rank, _Ranks(rounds).measure(rank)))
     dist.barrier()
 
 
@@ -173,29 +156,19 @@ def _run_real(rounds: int) -> Costs:
         ]
         for process in processes:
             process.start()
-        got = {rank: (costs, found) for rank, costs, found in (replies.get() for _ in processes)}
+        got = dict(replies.get() for _ in processes)
         for process in processes:
             process.join()
-    costs, coordinators = got[0]
-    rows = [
-        [
-            *("payload", "exchange", "fan-out", "coordinator: messages", "peers", "KB"),
-            *("inner rank: messages", "peers", "KB", "min ms", "median ms"),
-        ]
-    ]
-    for key, found in coordinators.items():
-        inner = max((got[rank][1][key] for rank in range(1, RANKS)), key=lambda one: one["nbytes"])
-        cells = [*key]
-        for one in (found, inner):
-            none = key[2] == TORCH
-            cells += ["-" if none else f"{one[name]}" for name in ("messages", "peers")]
-            cells.append("-" if none else f"{one['nbytes'] / 1e3:.0f}")
-        times = found["s"][1:]
-        cells += [f"{min(times) * 1e3:.2f}", f"{statistics.median(times) * 1e3:.2f}"]
-        rows.append(cells)
-    print(f"\n{RANKS} gloo ranks on one node; until the coordinator has all, or all have theirs\n")
+    rows = [["payload", "fan-out", "min ms", "median ms"]]
+    for payload, name in got[0]:
+        # An exchange is over when the last rank has its part.
+        of_ranks = [found[payload, name] for found in got.values()]
+        times = [max(each) for each in zip(*of_ranks, strict=True)]
+        row = [payload, name, f"{min(times) * 1e3:.2f}", f"{statistics.median(times) * 1e3:.2f}"]
+        rows.append(row)
+    print(f"\n{RANKS} gloo ranks on one node; until all have gathered, and have their parts\n")
     print_table(rows)
-    return costs
+    return _costs(got[0])
 
 
 def main() -> None:

@@ -277,10 +277,10 @@ def _save_again(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
+    import torch_ckpt
     from torch_ckpt import FastSavePlanner, FastWriter
 
     warnings.simplefilter("ignore")
@@ -327,7 +327,7 @@ def _save_again(
             ):
                 method = timed(clock, name, getattr(FastSavePlanner, name))
                 stack.enter_context(mock.patch.object(FastSavePlanner, name, method))
-            dcp.save({"state": state}, storage_writer=writer, planner=planner)
+            torch_ckpt.save({"state": state}, storage_writer=writer, planner=planner)
         cache = planner.plan_cache
         found.append(
             {

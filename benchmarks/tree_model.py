@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from torch_ckpt.coordination.tree import Tree
 
-FIRST_NBYTES = 16 << 10  # More than that is sent as two messages.
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -33,7 +31,7 @@ class Costs:
 
     def transfer_s(self, nbytes: int) -> float:
         """Passing so many bytes from one rank to another."""
-        return self.message_s * (1 + (nbytes > FIRST_NBYTES)) + nbytes / self.bytes_per_s
+        return self.message_s + nbytes / self.bytes_per_s
 
     def planning_s(self, items: int) -> float:
         """What the coordinator does with the items of all ranks, whichever way they came."""

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from unittest import mock
 
 import torch.distributed as dist
@@ -16,22 +16,17 @@ from torch.distributed.checkpoint import (
     state_dict_loader,
     state_dict_saver,
 )
-from torch.distributed.checkpoint._async_process_executor import (
-    _ProcessBasedAsyncCheckpointExecutor,
-)
-from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
+from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torch_ckpt.coordination.deadline import (
-    DEFAULT_TIMEOUT_S,
-    bounded_call,
-    bounded_everywhere,
-)
-from torch_ckpt.coordination.roll_call import RollCalls
+from torch_ckpt.coordination import orchestrate
+from torch_ckpt.coordination.background import Order, save_in_process, save_in_thread
+from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, group_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.planning.save_planner import FastSavePlanner
@@ -85,17 +80,14 @@ def save(
 
         torch_ckpt.save(state, checkpoint_id="run/step-100", timeout_s=600)
     """
-    with bounded_call(timeout_s, group=process_group, no_dist=no_dist):
-        metadata: Metadata = state_dict_saver.save(
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_writer=storage_writer or _writer_for(checkpoint_id),
-            planner=planner or FastSavePlanner(),
-            process_group=process_group,
-            no_dist=no_dist,
-            use_collectives=use_collectives,
+    with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
+        order = Order(
+            checkpoint_id,
+            storage_writer or _writer_for(checkpoint_id),
+            planner or FastSavePlanner(),
+            use_collectives,
         )
-    return metadata
+        return order.carry_out(state_dict, call)
 
 
 def async_save(
@@ -146,27 +138,32 @@ def async_save(
         future.result()
     """
     writer = storage_writer or _writer_for(checkpoint_id)
-    call = bounded_call(timeout_s, group=process_group, no_dist=no_dist)
-    with call as roll_calls:
-        if on_busy != "wait" and _is_busy(async_stager or writer, on_busy, roll_calls):
+    with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
+        if on_busy != "wait" and _is_busy(async_stager or writer, on_busy, call):
             return None
-        planner = planner or FastSavePlanner()
+        order = Order(checkpoint_id, writer, planner or FastSavePlanner(), use_collectives)
+        by_thread = async_checkpointer_type == AsyncCheckpointerType.THREAD
+        stager, closes = async_stager, False
+        if stager is None:
+            closes = not isinstance(writer, AsyncStager)
+            stager = _default_stager() if closes else cast(AsyncStager, writer)
         with contextlib.ExitStack() as stack:
-            by_thread = async_checkpointer_type == AsyncCheckpointerType.THREAD
-            if isinstance(writer, FastWriter) and roll_calls and use_collectives and by_thread:
-                all_say = functools.partial(roll_calls.all_say, phase="staging")
-                stack.enter_context(writer.sharing(planner, all_say))
-            return state_dict_saver.async_save(
-                state_dict,
-                checkpoint_id=checkpoint_id,
-                storage_writer=writer,
-                planner=planner,
-                process_group=process_group,
-                async_checkpointer_type=async_checkpointer_type,
-                async_stager=async_stager,
-                no_dist=no_dist,
-                use_collectives=use_collectives,
-            )
+            if closes:
+                stack.callback(stager.close)
+            if isinstance(writer, FastWriter) and use_collectives and by_thread:
+                all_say = functools.partial(call.all_say, phase="staging")
+                stack.enter_context(writer.sharing(order.planner, all_say))
+            staged = stager.stage(orchestrate.state_dicts_of(state_dict))
+            begin = save_in_thread if by_thread else save_in_process
+            future = begin(order, staged, call)
+            if closes:
+                stack.pop_all()
+                future.add_done_callback(lambda _: stager.close())
+        if isinstance(staged, Future):
+            return AsyncSaveResponse(_end_of(staged), cast(Future[None], future))
+        if stager.should_synchronize_after_execute:
+            stager.synchronize_staging()
+        return future
 
 
 def load(
@@ -206,15 +203,17 @@ def load(
     """
     if trust_pickle and storage_reader is not None:
         raise ValueError("trust_pickle comes with a storage_reader: give it to the reader")
-    with bounded_call(timeout_s, group=process_group, no_dist=no_dist):
-        state_dict_loader.load(
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_reader=storage_reader or _reader_for(checkpoint_id, trust_pickle),
-            planner=planner or FastLoadPlanner(),
-            process_group=process_group,
-            no_dist=no_dist,
-        )
+    planner = planner or FastLoadPlanner()
+    with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
+        reader: Any = storage_reader or _reader_for(checkpoint_id, trust_pickle)
+        reader = _storage_setup(reader, checkpoint_id, reader=True)
+        loaded = orchestrate.state_dicts_of({key: state_dict[key] for key in sorted(state_dict)})
+        orchestrate.load(loaded, reader, planner, call)
+        for key, value in loaded.items():
+            if isinstance(state_dict[key], Stateful):
+                state_dict[key].load_state_dict(value)
+            else:
+                state_dict[key] = value
 
 
 @contextlib.contextmanager
@@ -242,49 +241,135 @@ def installed(
         with torch_ckpt.installed():
             dcp.save(state, checkpoint_id="run/step-100")
     """
+    group_of(None, no_dist=True).call(timeout_s)  # Refuses what is no number of seconds.
+    by_thread = functools.partial(_Executor, timeout_s, save_in_thread)
+    by_process = functools.partial(_Executor, timeout_s, save_in_process)
+    reader = _TrustingReader if trust_pickle else FastReader
     with contextlib.ExitStack() as stack:
-        stack.enter_context(bounded_everywhere(timeout_s))
-        stack.enter_context(mock.patch.object(_storage_utils, "FileSystemWriter", FastWriter))
-        reader = _TrustingReader if trust_pickle else FastReader
-        stack.enter_context(mock.patch.object(_storage_utils, "FileSystemReader", reader))
-        stack.enter_context(
-            mock.patch.object(state_dict_saver, "DefaultSavePlanner", FastSavePlanner)
-        )
-        stack.enter_context(
-            mock.patch.object(state_dict_loader, "DefaultLoadPlanner", FastLoadPlanner)
-        )
-        for executor in (_ThreadBasedAsyncCheckpointExecutor, _ProcessBasedAsyncCheckpointExecutor):
-            # A background save looks for a writer when it begins, in a thread or process that knows
-            # nothing of this context: choose here.
-            stack.enter_context(
-                mock.patch.object(executor, "execute_save", _choosing_here(executor.execute_save))
-            )
+        for module, name, ours in (
+            (_storage_utils, "FileSystemWriter", FastWriter),
+            (_storage_utils, "FileSystemReader", reader),
+            (state_dict_saver, "_save_state_dict", _saving(timeout_s)),
+            (state_dict_loader, "_load_state_dict", _loading(timeout_s)),
+            (
+                state_dict_saver,
+                "_ThreadBasedAsyncCheckpointExecutor",
+                by_thread,
+            ),
+            (
+                state_dict_saver,
+                "_ProcessBasedAsyncCheckpointExecutor",
+                by_process,
+            ),
+        ):
+            stack.enter_context(mock.patch.object(module, name, ours))
         yield
 
 
-def _choosing_here(execute_save: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(execute_save)
-    def execute(*args: Any, **kwargs: Any) -> Any:
-        group, no_dist = kwargs.get("process_group"), kwargs.get("no_dist", False)
-        with bounded_call(group=group, no_dist=no_dist):
-            writer = kwargs.get("storage_writer") or _writer_for(kwargs.get("checkpoint_id"))
-            planner = kwargs.get("planner") or FastSavePlanner()
-            return execute_save(*args, **{**kwargs, "storage_writer": writer, "planner": planner})
+def _saving(timeout_s: float) -> Callable[..., Metadata]:
+    """Takes the place of DCP's own function."""
+    stock = state_dict_saver._save_state_dict
 
-    return execute
+    def save(
+        state_dict: dict[str, Any],
+        storage_writer: StorageWriter,
+        process_group: dist.ProcessGroup | None = None,
+        coordinator_rank: int = 0,
+        no_dist: bool = False,
+        planner: SavePlanner | None = None,
+        use_collectives: bool = True,
+    ) -> Metadata:
+        planner = planner or FastSavePlanner()
+        if coordinator_rank:
+            return stock(
+                state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner
+            )
+        with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
+            return orchestrate.save(
+                state_dict, storage_writer, planner, call, use_collectives=use_collectives
+            )
+
+    return save
 
 
-def _is_busy(stages: Any, on_busy: str, roll_calls: RollCalls | None) -> bool:
+def _loading(timeout_s: float) -> Callable[..., None]:
+    """Takes the place of DCP's own function."""
+    stock = state_dict_loader._load_state_dict
+
+    def load(
+        state_dict: dict[str, Any],
+        storage_reader: StorageReader,
+        process_group: dist.ProcessGroup | None = None,
+        coordinator_rank: int = 0,
+        no_dist: bool = False,
+        planner: LoadPlanner | None = None,
+    ) -> None:
+        planner = planner or FastLoadPlanner()
+        if coordinator_rank:
+            stock(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
+            return
+        with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
+            orchestrate.load(state_dict, storage_reader, planner, call)
+
+    return load
+
+
+class _Executor:
+    """Takes the place of DCP's own executors.
+
+    A writer is chosen here: the save begins in a thread or process that knows nothing of
+    :func:`installed`.
+    """
+
+    def __init__(self, timeout_s: float, begin: Callable[..., Future[Metadata]]) -> None:
+        self._timeout_s, self._begin = timeout_s, begin
+
+    def execute_save(
+        self,
+        staging_future_or_state_dict: Any,
+        *,
+        checkpoint_id: _Path | None = None,
+        storage_writer: StorageWriter | None = None,
+        planner: SavePlanner | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
+        use_collectives: bool = True,
+    ) -> Future[Metadata]:
+        """As DCP's."""
+        writer = storage_writer or _writer_for(checkpoint_id)
+        order = Order(checkpoint_id, writer, planner or FastSavePlanner(), use_collectives)
+        with group_of(process_group, no_dist=no_dist).call(self._timeout_s) as call:
+            return self._begin(order, staging_future_or_state_dict, call)
+
+
+def _default_stager() -> AsyncStager:
+    """As DCP chooses it for writers that do not stage."""
+    return DefaultStager(StagingOptions(False, False, False, False))
+
+
+def _end_of(staging: Future[Any]) -> Future[None]:
+    """A future that ends as this one, without its result."""
+    ended: Future[None] = Future()
+
+    def end(staged: Future[Any]) -> None:
+        error = staged.exception()
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+
+    staging.add_done_callback(end)
+    return ended
+
+
+def _is_busy(stages: Any, on_busy: str, call: Call) -> bool:
     """Whether any rank would have to wait, which is an error if it is to be."""
     stager = stages.stager if isinstance(stages, FastWriter) else stages
     if on_busy not in ("skip", "error") or not isinstance(stager, SnapshotStager):
         raise ValueError(
             f'{on_busy=} is not "wait", or, for FastWriter and SnapshotStager, "skip" or "error"'
         )
-    is_busy = stager.is_busy
-    if roll_calls is not None:
-        is_busy = roll_calls.any_says(is_busy, "beginning")
-    if not is_busy:
+    if not call.any_says(stager.is_busy, "beginning"):
         return False
     if on_busy == "skip":
         stager.skips += 1

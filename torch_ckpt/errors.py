@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno as _errno
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = [
     "AlreadyExistsError",
@@ -115,6 +115,14 @@ class RankTimeoutError(CancelledError, TimeoutError):
     ) -> tuple[type[RankTimeoutError], tuple[str, tuple[int, ...], str, float, bool]]:
         arguments = self.args[0], self.ranks, self.phase, self.seconds, self.may_be_committed
         return type(self), arguments
+
+
+def listed_ranks(ranks: Sequence[int], most: int = 8) -> str:
+    """The beginning of a sentence about some ranks: ``"rank 3 is"``, ``"ranks 3, 4 are"``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"ranks {', '.join(map(str, ranks[:most]))}{more} are"
 
 
 @contextlib.contextmanager

@@ -156,7 +156,6 @@ std::pair<py::bytes, py::bytes> seal_plan(const GlobalPlan& plan, const std::str
                                           const std::vector<PyRankFile>& files,
                                           const std::string& version,
                                           const std::optional<std::vector<py::bytes>>& paths,
-                                          const py::bytes& mark,
                                           const PyStorageMeta& storage_meta) {
   std::vector<RankFile> from;
   from.reserve(files.size());
@@ -168,11 +167,9 @@ std::pair<py::bytes, py::bytes> seal_plan(const GlobalPlan& plan, const std::str
     for (const py::bytes& some : *paths) encoded.push_back(view_of(some));
   }
   const StorageMeta storage = to_storage_meta(storage_meta);
-  const std::string plan_mark(mark);
   const SealedMetadata sealed = value_or_raise(without_gil([&]() -> Result<SealedMetadata> {
     ASSIGN_OR_RETURN(Index index, planned_index(plan.stored(), std::move(from)));
     index.save_id = save_id;
-    index.plan = plan_mark;
     index.version = version;
     index.has_paths = paths.has_value();
     ASSIGN_OR_RETURN(index.paths, merged(encoded));
@@ -349,7 +346,6 @@ void bind_index(py::module_& module) {
       });
   py::class_<StoredIndex, std::shared_ptr<StoredIndex>>(module, "Index")
       .def_property_readonly("save_id", [](const StoredIndex& i) { return to_text(i.save_id()); })
-      .def_property_readonly("plan", [](const StoredIndex& i) { return py::bytes(i.plan()); })
       .def_property_readonly("version",
                              [](const StoredIndex& i) { return value_or_raise(i.version()); })
       .def_property_readonly("has_entries", &StoredIndex::has_entries)
@@ -389,7 +385,7 @@ void bind_index(py::module_& module) {
   module.def("seal_metadata", &seal, py::arg("save_id"), py::arg("files"), py::arg("version"),
              py::arg("entries"), py::arg("paths"), py::arg("storage_meta"));
   module.def("seal_plan", &seal_plan, py::arg("plan"), py::arg("save_id"), py::arg("files"),
-             py::arg("version"), py::arg("paths"), py::arg("mark"), py::arg("storage_meta"));
+             py::arg("version"), py::arg("paths"), py::arg("storage_meta"));
   module.def("index_of", &index_of, py::arg("encoded"));
   module.def("foreign_index", &foreign_index, py::arg("save_id"), py::arg("files"),
              py::arg("entries"), py::arg("views"), py::arg("paths"));

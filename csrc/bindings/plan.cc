@@ -2,7 +2,6 @@
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
-#include "engine/save/restored_plan.h"
 #include "plan/balance.h"
 #include "plan/global_plan.h"
 #include "plan/kept_part.h"
@@ -205,13 +204,6 @@ void bind_plan(py::module_& module) {
   py::class_<GlobalPlan, std::shared_ptr<GlobalPlan>>(module, "GlobalPlan")
       .def(py::init(&make_plan), py::arg("plans"), py::arg("ranks_per_node"),
            py::arg("split") = true, py::arg("dedup") = true, py::arg("whole") = true)
-      .def_static(
-          "restored",
-          [](const StoredIndex& index) {
-            return std::make_shared<GlobalPlan>(
-                GlobalPlan::of(value_or_raise(without_gil([&] { return restore_stored(index); }))));
-          },
-          py::arg("index"))
       .def_property_readonly("fqns", &stored_fqns)
       .def_property_readonly("box_count",
                              [](const GlobalPlan& global) { return global.stored().box_count(); })

@@ -10,7 +10,6 @@
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
 #include "engine/save/planned_file.h"
-#include "engine/save/restored_plan.h"
 
 namespace py = pybind11;
 
@@ -26,14 +25,6 @@ Work make(const std::shared_ptr<HeldTable>& table, const std::optional<py::bytes
   if (!assigned) return Work(table_of(table));
   const Assignment assignment = value_or_raise(decode_assignment(view_of(*assigned)));
   return value_or_raise(Work::assigned(table_of(table), assignment));
-}
-
-// What a rank has written of the items, in a former save.
-Work restored(const std::shared_ptr<HeldTable>& table, const StoredIndex& index, int64_t rank) {
-  return value_or_raise(without_gil([&]() -> Result<Work> {
-    ASSIGN_OR_RETURN(const RestoredWork work, restore_work(index, table->table, rank));
-    return Work::assigned(table_of(table), work.assignment, work.numbers);
-  }));
 }
 
 Work part(const Work& work, const std::vector<int64_t>& positions) {
@@ -92,7 +83,6 @@ void write(PlannedFile& file, SaveJob& job, int64_t begin, int64_t end) {
 void bind_work(py::module_& module) {
   py::class_<Work>(module, "Work")
       .def(py::init(&make), py::arg("table"), py::arg("assignment") = std::nullopt)
-      .def_static("restored", &restored, py::arg("table"), py::arg("index"), py::arg("rank"))
       .def("__len__", &Work::size)
       .def("describe", &describe, py::arg("position"))
       .def_property_readonly("items", &numbers)

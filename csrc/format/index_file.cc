@@ -29,10 +29,6 @@ class IndexWriter {
     header_.metadata_nbytes = static_cast<uint64_t>(index.metadata.nbytes);
     header_.metadata_sum = index.metadata.sum;
     header_.block_nbytes = kSumBlockNbytes;
-    if (!index.plan.empty() && index.plan.size() != header_.plan.size()) {
-      return invalid_argument("the mark of a plan has ", index.plan.size(), " bytes");
-    }
-    std::copy(index.plan.begin(), index.plan.end(), header_.plan.begin());
     for (const IndexedFile& file : index.files) RETURN_IF_ERROR(add_file(file));
     if (index.has_entries) {
       header_.flags |= records::kHasEntries;

@@ -73,8 +73,7 @@ using IndexedPath = StatePath;
 
 struct Index {
   std::string save_id;
-  Seal metadata = {};     // Of the pickle in the `.metadata` that this index belongs to.
-  std::string plan = {};  // What tells the plan of this save from others: 32 bytes, or none.
+  Seal metadata = {};  // Of the pickle in the `.metadata` that this index belongs to.
   std::vector<IndexedFile> files = {};
 
   // Whether what follows is there. It is not where a planner has put something into `.metadata`

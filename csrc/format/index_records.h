@@ -71,10 +71,10 @@ struct Header {
   uint32_t zero;
   Text metadata_version;
   std::array<Section, kSectionCount> sections;
-  Section top;                // uint64_t, for every block of the table.
-  Section table;              // uint64_t, for every block of the sections.
-  uint64_t top_sum;           // XXH3 of the top.
-  std::array<char, 32> plan;  // Index::plan, or zeros.
+  Section top;                  // uint64_t, for every block of the table.
+  Section table;                // uint64_t, for every block of the sections.
+  uint64_t top_sum;             // XXH3 of the top.
+  std::array<char, 32> unused;  // Zeros; the marks of former versions are skipped.
   std::array<uint64_t, 2> zeros;
   uint64_t header_sum;  // XXH3 of the header up to here.
 };

@@ -91,11 +91,6 @@ Result<records::Header> StoredIndex::read_header(Bytes bytes, bool may_be_foreig
   return header;
 }
 
-std::string StoredIndex::plan() const {
-  const std::string bytes(header_.plan.data(), header_.plan.size());
-  return bytes == std::string(bytes.size(), '\0') ? "" : bytes;
-}
-
 // Sections follow one another without holes and fill the file.
 Status StoredIndex::check_sections(CheckedBlocks::Place* place) const {
   uint64_t end = sizeof(records::Header);

@@ -40,7 +40,6 @@ class StoredIndex::Scan {
     ASSIGN_OR_RETURN(std::string version, index_.version());
     if (out_ != nullptr) {
       out_->save_id = index_.save_id_;
-      out_->plan = index_.plan();
       out_->metadata = index_.metadata_;
       out_->has_entries = index_.has_entries();
       out_->has_paths = index_.has_paths();

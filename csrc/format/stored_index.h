@@ -70,7 +70,6 @@ class StoredIndex {
   // What the header says.
   const std::string& save_id() const { return save_id_; }
   const Seal& metadata() const { return metadata_; }
-  std::string plan() const;  // As of Index.
   bool has_entries() const { return (header_.flags & index_records::kHasEntries) != 0; }
   bool has_paths() const { return (header_.flags & index_records::kHasPaths) != 0; }
   bool is_foreign() const { return header_.version == index_records::kForeignVersion; }

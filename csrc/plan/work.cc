@@ -9,8 +9,7 @@ Work::Work(std::shared_ptr<const ItemTable> items) : table_(std::move(items)) {
   for (int64_t i = 0; i < table_->size(); ++i) items_.push_back({i});
 }
 
-Result<Work> Work::assigned(std::shared_ptr<const ItemTable> items, const Assignment& assignment,
-                            const std::vector<int64_t>& reported) {
+Result<Work> Work::assigned(std::shared_ptr<const ItemTable> items, const Assignment& assignment) {
   RETURN_IF_ERROR(check_assignment(assignment, *items));
   Work work(std::move(items));
   work.items_.clear();
@@ -24,11 +23,6 @@ Result<Work> Work::assigned(std::shared_ptr<const ItemTable> items, const Assign
       ++cut;
     }
   }
-  if (reported.empty()) return work;
-  if (reported.size() != work.items_.size()) {
-    return invalid_argument(reported.size(), " numbers for ", work.size(), " items");
-  }
-  for (size_t i = 0; i < reported.size(); ++i) work.items_[i].reported = reported[i];
   return work;
 }
 

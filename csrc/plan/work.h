@@ -19,8 +19,7 @@ class Work {
   struct Item {
     int64_t number = 0;  // In the table.
     int64_t first_row = 0;
-    int64_t rows = -1;      // All.
-    int64_t reported = -1;  // The number that the coordinator knows it by; -1: `number`.
+    int64_t rows = -1;  // All.
 
     bool operator==(const Item&) const = default;
   };
@@ -28,11 +27,10 @@ class Work {
   // All items.
   explicit Work(std::shared_ptr<const ItemTable> items);
 
-  // The items of an assignment. `reported` has the numbers that the coordinator knows them by, in
-  // their order; empty where these are the numbers in the table.
-  // Errors: those of check_assignment; kInvalidArgument for another count of numbers.
-  static Result<Work> assigned(std::shared_ptr<const ItemTable> items, const Assignment& assignment,
-                               const std::vector<int64_t>& reported = {});
+  // The items of an assignment.
+  // Errors: those of check_assignment.
+  static Result<Work> assigned(std::shared_ptr<const ItemTable> items,
+                               const Assignment& assignment);
 
   // The items at these positions. Requires: each is in [0, size()).
   Work part(const std::vector<int64_t>& positions) const;

@@ -37,21 +37,18 @@ TEST(WorkTest, WithoutAnAssignmentIsEveryItemWhole) {
 TEST(WorkTest, AnAssignmentLeavesItemsOutAndCutsOthersByRows) {
   const Assignment assignment = {
       .item_count = 3, .runs = {{0, 1}, {2, 1}}, .cuts = {{.item = 0, .first_row = 4, .rows = 5}}};
-  ASSERT_OK_AND_ASSIGN(const Work work, Work::assigned(three_items(), assignment, {70, 80}));
-  EXPECT_THAT(items_in(work), ElementsAre(Work::Item{0, 4, 5, 70}, Work::Item{2, 0, -1, 80}));
+  ASSERT_OK_AND_ASSIGN(const Work work, Work::assigned(three_items(), assignment));
+  EXPECT_THAT(items_in(work), ElementsAre(Work::Item{0, 4, 5}, Work::Item{2}));
   EXPECT_EQ(work.nbytes(work.at(0)), 5 * 3 * 4);
   EXPECT_EQ(work.nbytes(work.at(1)), 8 * 4);
   const Work part = work.part({1});
-  EXPECT_THAT(items_in(part), ElementsAre(Work::Item{2, 0, -1, 80}));
+  EXPECT_THAT(items_in(part), ElementsAre(Work::Item{2}));
   EXPECT_EQ(&part.items(), &work.items());
 }
 
 TEST(WorkTest, AnAssignmentOfAnotherTableIsRefused) {
   EXPECT_CODE(Work::assigned(three_items(), {.item_count = 2, .runs = {{0, 2}}, .cuts = {}}),
               StatusCode::kCorruption);
-  EXPECT_CODE(
-      Work::assigned(three_items(), {.item_count = 3, .runs = {{0, 3}}, .cuts = {}}, {1, 2}),
-      StatusCode::kInvalidArgument);
 }
 
 }  // namespace

@@ -54,13 +54,13 @@ def test_coordinator_meets_few_ranks_however_many_there_are() -> None:
             assert simulate(world, Costs()).coordinator.peers <= world.fan_out + 7
 
 
-def test_default_fan_out_is_within_4_percent_of_the_best_for_16384_ranks() -> None:
+def test_default_fan_out_is_within_5_percent_of_the_best_for_16384_ranks() -> None:
     for nbytes in MODEL_TABLES:
         found = {
             fan_out: reckon(World(16_384, fan_out=fan_out, nbytes=nbytes), Costs()).gather_s
             for fan_out in MODEL_FAN_OUTS
         }
-        assert found[16] < 1.04 * min(found.values())
+        assert found[16] < 1.05 * min(found.values())
 
 
 def test_tables_of_the_readme_are_those_of_the_model() -> None:

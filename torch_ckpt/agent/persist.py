@@ -137,7 +137,7 @@ def seal(
     directory = os.fspath(Path(os.fsdecode(first.directory)))
     once = None if first.paths is None else _once(paths)
     storage_meta = (directory, True, save_id, None, [INDEX_MARK])
-    return _native.seal_plan(plan, save_id, reports, first.version, once, b"", storage_meta)
+    return _native.seal_plan(plan, save_id, reports, first.version, once, storage_meta)
 
 
 def publish(

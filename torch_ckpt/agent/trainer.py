@@ -33,6 +33,7 @@ from torch_ckpt.agent.memory import (
     whole_saves,
 )
 from torch_ckpt.agent.options import AgentOptions
+from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.storage.exchange import this_machine
 
@@ -87,7 +88,7 @@ class SnapshotAgent:
     Args:
         run: Names the training that goes on from restart to restart: by convention the directory
             of its checkpoints.
-        process_group: Of all ranks; used here alone.
+        process_group: Of all ranks.
         options: Of the process.
         on_busy: What a save does while former ones keep all slots.
         timeout_s: Seconds that it waits then.
@@ -118,8 +119,8 @@ class SnapshotAgent:
         self.on_busy: OnBusy = on_busy
         self.timeout_s = timeout_s
         self.waited = self.skipped = self.refused = 0
-        self._group = process_group
-        self._place = _find_place(run, process_group)
+        self._group = group_of(process_group)
+        self._place = _find_place(run, self._group, timeout_s)
         self._client = AgentClient(run, self._place, options or AgentOptions())
         self._sequence = 0
         self._newest: Path | None = None  # What was staged last, if that has succeeded.
@@ -296,11 +297,12 @@ class SnapshotAgent:
         learns it when it loads (:class:`SnapshotReader`).
         """
         here = {(found.save, found.step): found for found in self.remembered()}
-        common = set(here)
-        if self._place.world_size > 1:
-            said: list[Any] = [None] * self._place.world_size
-            dist.all_gather_object(said, common, group=self._group)
-            common.intersection_update(*said)
+        common = self._group.decide(
+            "comparing what is in memory",
+            lambda: set(here),
+            lambda of_all: of_all[0].intersection(*of_all),
+            timeout_s=self.timeout_s,
+        )
         newest = max(common, default=None)
         return None if newest is None else here[newest]
 
@@ -354,33 +356,26 @@ class SnapshotAgent:
         return known[1]
 
 
-def _find_place(run: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Place:
-    """Which rank of which run this is; all ranks meet here."""
-    name = run_of(run)
-    is_alone = not (dist.is_available() and dist.is_initialized())
-    if is_alone or dist.get_world_size(group) == 1:
+def _find_place(run: str | os.PathLike[str], group: Group, timeout_s: float) -> Place:
+    """Which rank of which run this is; all ranks call it."""
+    name, rank = run_of(run), group.rank
+    if group.size == 1:
         return Place(name, _new_session(name), 0, 1, 0, 1, [0])
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    said: list[Any] = [None] * world_size
-    own: Any
-    try:
+
+    def own() -> tuple[bytes, bytes, str]:
         # Containers of one machine may have memory of their own each. Not the run's folder: an
         # agent that ends removes that.
         memory = open_folder(name).parent.stat()
-        own = name, _new_session(name), f"{this_machine()} {memory.st_dev} {memory.st_ino}"
-    except (CheckpointError, OSError) as error:  # For all ranks: they wait for this one.
-        own = error
-    dist.all_gather_object(said, own, group=group)
-    for failure in said:
-        if isinstance(failure, BaseException):
-            raise failure
-    names, sessions, machines = zip(*said, strict=True)
+        return name, _new_session(name), f"{this_machine()} {memory.st_dev} {memory.st_ino}"
+
+    of_all = group.decide("starting the agent", own, list, timeout_s=timeout_s)
+    names, sessions, machines = zip(*of_all, strict=True)
     if len(set(names)) != 1:
         raise CheckpointError(f"ranks name different runs, {os.fspath(run)!r} among them")
     nodes = list(dict.fromkeys(machines))
-    here = [other for other in range(world_size) if machines[other] == machines[rank]]
+    here = [other for other in range(group.size) if machines[other] == machines[rank]]
     node = nodes.index(machines[rank])
-    return Place(name, max(sessions), rank, world_size, node, len(nodes), here)
+    return Place(name, max(sessions), rank, group.size, node, len(nodes), here)
 
 
 def _new_session(run: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -38,14 +38,14 @@ class GlobalPlanEntry:
     Attributes:
         plan: Who writes what.
         paths: ``planner_data`` of all ranks, encoded, each different one once.
-        key: Of the tokens of all ranks: 16 bytes, or none where the plan is not to be found again.
-        mark: For the index: 32 bytes, or none.
+        generation: Names this plan: 16 bytes at random.
+        listed: What the ranks have listed, by digest.
     """
 
     plan: _native.GlobalPlan
     paths: Sequence[bytes]
-    key: bytes = b""
-    mark: bytes = b""
+    generation: bytes
+    listed: Mapping[bytes, ListedItems]
 
 
 class PlannedItems(Sequence[WriteItem]):
@@ -115,8 +115,8 @@ class ListedItems(PlannedItems):
         encoded: The items.
         paths: Where their values stood in the nested state dict, encoded.
         digest: Of all that decides on the plan: 16 bytes.
-        token: Stands for a plan that the coordinator may know. It travels in place of all else once
-            somebody has set ``by_token``, who knows that nobody there looks at items.
+        token: What the rank did with this list before. It travels with the digest in place of all
+            else once somebody has set ``by_token``, who knows that nobody there looks at items.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class ListedItems(PlannedItems):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.by_token:
-            return ListedItems, (None, None, b"", self.token)
-        return ListedItems, (self.encoded, self.paths, self.digest)
+            return ListedItems, (None, None, self.digest, self.token)
+        return ListedItems, (self.encoded, self.paths, self.digest, self.token)
 
 
 class AssignedItems(PlannedItems):

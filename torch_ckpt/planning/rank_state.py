@@ -8,14 +8,12 @@ saved, and the load planner, which sees all names of the checkpoint, looks them 
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal, Protocol, overload
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt.errors import MismatchError
 
@@ -47,11 +45,13 @@ class RankState:
     - ``merge(states, rank, world_size)``: its result is set. Each rank reads the states of all
       ranks that saved, in their order, so these should be small.
 
-    It works with ``dcp.save`` and ``dcp.load``, any storage, and all planners derived from DCP's
-    default ones, which the first one made extends in this process; they must flatten state dicts,
-    as they do by default. DCP asks only what is at the top of a state dict for its state: a
-    ``Stateful`` of yours that holds a ``RankState`` passes its ``state_dict()`` on, and gives it
-    what is loaded there. What is loaded is set in the order of the keys at the top.
+    It is saved by any planner derived from DCP's default ones, and loaded by such a planner on as
+    many ranks. On another number only :class:`FastLoadPlanner` finds what there is, which
+    :func:`torch_ckpt.load` uses by default; DCP's own planner raises ``Missing key in checkpoint``
+    with the name of this rank's state. Planners must flatten state dicts, as they do by default;
+    DCP's own do not say so where they do not. DCP asks only what is at the top of a state dict for
+    its state: a ``Stateful`` of yours that holds a ``RankState`` passes its ``state_dict()`` on,
+    and gives it what is loaded there. What is loaded is set in the order of the keys at the top.
 
     Args:
         get_state: Returns what to save, or an object with ``state_dict`` and ``load_state_dict``.
@@ -116,15 +116,16 @@ class RankState:
         self._set_state = set_state
         self.on_resize = on_resize
         self.group = group
+        self._given: tuple[Any] | None = None
         self._place()  # Raises where this rank has none.
-        _take_part_in_planning()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state under its name; of a planner, what of the checkpoint it is to load."""
         rank, world_size = self._place()
         resize = "merge" if callable(self.on_resize) else self.on_resize
         # In a tuple, which no planner takes apart, or tensors in it would be saved by themselves.
-        return _Entries({_key(rank, world_size): (self._get_state(),)}, rank, world_size, resize)
+        self._given = (self._get_state(),)
+        return _Entries({_key(rank, world_size): self._given}, rank, world_size, resize)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Sets what was loaded, or what becomes of it.
@@ -149,8 +150,10 @@ class RankState:
                 own = (self.on_resize(states, rank, world_size),)
             elif keys:
                 own = entries[keys[0]]
-        if own is not None:
+        # A planner that found nothing, and was content with that, has left what was given.
+        if own is not None and not (self._given and own[0] is self._given[0]):
             self._set_state(own[0])
+        self._given = None
 
     def _place(self) -> tuple[int, int]:
         """This rank, and how many there are."""
@@ -284,35 +287,3 @@ def _entries_in(container: Any, start: str) -> Iterator[tuple[str, _Entries]]:
             yield f"{start}{key}", value
         elif isinstance(value, dict | list):
             yield from _entries_in(value, f"{start}{key}.")
-
-
-@functools.cache
-def _take_part_in_planning() -> None:
-    """Has DCP's default planners call the functions above, in this process.
-
-    Once and for good: nothing changes for a state dict without a `RankState`.
-    """
-    set_up_save, set_up_load = DefaultSavePlanner.set_up_planner, DefaultLoadPlanner.set_up_planner
-
-    @functools.wraps(set_up_save)
-    def set_up_save_planner(
-        self: DefaultSavePlanner,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        check_rank_states(state_dict, is_flattened=self.flatten_state_dict)
-        set_up_save(self, state_dict, storage_meta, is_coordinator)
-
-    @functools.wraps(set_up_load)
-    def set_up_load_planner(
-        self: DefaultLoadPlanner,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        look_up_rank_states(state_dict, metadata, is_flattened=self.flatten_state_dict)
-        set_up_load(self, state_dict, metadata, is_coordinator)
-
-    DefaultSavePlanner.set_up_planner = set_up_save_planner  # type: ignore[method-assign]
-    DefaultLoadPlanner.set_up_planner = set_up_load_planner  # type: ignore[method-assign]

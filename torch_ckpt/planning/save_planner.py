@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused
-from torch_ckpt.coordination.deadline import take_part_in_dcp
-from torch_ckpt.coordination.replan import PlanUnknownError
+from torch_ckpt.coordination.group import current_call
+from torch_ckpt.coordination.orchestrate import PlanUnknownError
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.seal import INDEX_MARK
 from torch_ckpt.planning.listing import has_sharded_tensors, overrides, table_of
@@ -27,6 +27,7 @@ from torch_ckpt.planning.plan_cache import (
     RankPlanEntry,
     digest_of,
     new_entry,
+    token_of,
 )
 from torch_ckpt.planning.planned import (
     AssignedItems,
@@ -63,7 +64,8 @@ class FastSavePlanner(DefaultSavePlanner):
         dedup_replicated_tensors: Of no effect, as in DCP.
         dedup_save_to_lowest_rank: Whether the lowest rank writes what several hold, uncut.
         enable_plan_caching: Whether a plan is used again where all ranks save the same names,
-            shapes, dtypes and placements; each then sends 32 bytes. DCP's own cache is not used.
+            shapes, dtypes and placements; each then sends 36 bytes, except under DCP's own
+            functions. DCP's own cache is not used.
 
     Attributes:
         plan_cache: That of the process, which counts.
@@ -99,7 +101,6 @@ class FastSavePlanner(DefaultSavePlanner):
         self._known: RankPlanEntry | None = None  # What it was planned to be before.
         self._sources: list[Any] = []  # What each item of it is stored from.
         self._lazy = False
-        take_part_in_dcp()  # For all ranks to plan anew where a plan is not known.
 
     def __getstate__(self) -> dict[str, Any]:
         # To the process that saves in the background, without what it knows of a former save.
@@ -109,7 +110,6 @@ class FastSavePlanner(DefaultSavePlanner):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, plan_cache=PLAN_CACHE)
-        take_part_in_dcp()
 
     def set_up_planner(
         self,
@@ -149,21 +149,23 @@ class FastSavePlanner(DefaultSavePlanner):
         """Checks what ranks hold, and decides who writes what of it."""
         listed: list[Any] = [plan.items for plan in all_plans]
         if not all(isinstance(items, ListedItems) for items in listed):
-            _check_known(listed)
-            return super().create_global_plan([_in_dcps_terms(plan) for plan in all_plans])
-        tokens: list[Any] = [
-            items.token if items.by_token or items.encoded is None else None for items in listed
-        ]
-        known = None if None in tokens else self.plan_cache.find_global(tokens)
-        assignments: list[bytes | None] = [None] * len(listed)  # As before.
+            return super().create_global_plan(self._in_dcps_terms(all_plans))
+        tokens = [items.token for items in listed]
+        listed = self._complete(listed)
+        digests = [items.digest for items in listed]
+        known = self.plan_cache.find_global(digests) if self.enable_plan_caching else None
         if known is None:
-            _check_known(listed)
-            tokens, known = self._plan_anew(all_plans)
-            assignments = [known.plan.assignment(rank) for rank in range(len(listed))]
-        answers = [
-            _as_list(AssignedItems(items.encoded, assignment, token, known))
-            for items, assignment, token in zip(listed, assignments, tokens, strict=True)
-        ]
+            share = not self.dedup_save_to_lowest_rank
+            encoded = [items.encoded or b"" for items in listed]
+            made = _native.GlobalPlan(encoded, ranks_per_node(), split=share, dedup=share)
+            known = new_entry(made, listed)
+            if self.enable_plan_caching:
+                self.plan_cache.keep_global(digests, known)
+        answers = []
+        for rank, items in enumerate(listed):
+            token = token_of(known, rank)
+            assignment = None if token == tokens[rank] else known.plan.assignment(rank)
+            answers.append(_as_list(AssignedItems(items.encoded, assignment, token, known)))
         self.global_plan = [
             dataclasses.replace(plan, items=answer, planner_data=None)
             for plan, answer in zip(all_plans, answers, strict=True)
@@ -177,19 +179,30 @@ class FastSavePlanner(DefaultSavePlanner):
         self.metadata = Metadata(stored, planner_data=paths)
         return self.global_plan, self.metadata
 
-    def _plan_anew(self, all_plans: list[SavePlan]) -> tuple[list[bytes], GlobalPlanEntry]:
-        """The global plan, and what each rank may send in place of its own the next time."""
-        listed: list[Any] = [plan.items for plan in all_plans]
-        share = not self.dedup_save_to_lowest_rank
-        plan = _native.GlobalPlan(
-            [items.encoded for items in listed], ranks_per_node(), split=share, dedup=share
-        )
-        paths = list(dict.fromkeys(items.paths for items in listed if items.paths is not None))
-        if not self.enable_plan_caching:
-            return [b""] * len(listed), GlobalPlanEntry(plan, paths)
-        tokens, entry = new_entry(plan, paths, [items.digest for items in listed])
-        self.plan_cache.keep_global(entry)
-        return tokens, entry
+    def _complete(self, listed: Sequence[ListedItems]) -> list[ListedItems]:
+        """The lists of all ranks, with those that have come as digests."""
+        complete = [
+            items if items.encoded is not None else self.plan_cache.listed(items.digest)
+            for items in listed
+        ]
+        unknown = [rank for rank, items in enumerate(complete) if items is None]
+        if unknown:
+            raise PlanUnknownError(f"ranks {unknown[:8]} refer to lists that are not known here")
+        return [items for items in complete if items is not None]
+
+    def _in_dcps_terms(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        """Plans whose items are objects of DCP."""
+        found = []
+        for plan in plans:
+            items: Any = plan.items
+            if isinstance(items, ListedItems):
+                (items,) = self._complete([items])
+                data = plan.planner_data
+                if items.paths is not None and (data is None or isinstance(data, PlannedPaths)):
+                    data = dict(PlannedPaths([items.paths]))
+                plan = dataclasses.replace(plan, items=list(items), planner_data=data)
+            found.append(plan)
+        return found
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Takes the plan that the coordinator has made for this rank."""
@@ -252,9 +265,9 @@ class FastSavePlanner(DefaultSavePlanner):
         options = f"{_RULES} {self.dedup_save_to_lowest_rank} {ranks_per_node()}"
         digest = digest_of(encoded, paths or b"", options.encode())
         self._known = None
-        if self.enable_plan_caching:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            self._known = self.plan_cache.find(digest, table, rank)
+        # DCP's own functions do not say which coordinator they plan with.
+        if self.enable_plan_caching and (current_call() is not None or not dist.is_initialized()):
+            self._known = self.plan_cache.find(digest)
         token = None if self._known is None else self._known.token
         self._listed = ListedItems(encoded, paths, digest, token)
         planner_data = None if paths is None else PlannedPaths([paths])
@@ -270,31 +283,8 @@ def _as_list(items: PlannedItems) -> list[WriteItem]:
     return cast(list[WriteItem], items)
 
 
-def _check_known(listed: Sequence[Any]) -> None:
-    """Raises unless all that ranks have listed is here."""
-    unknown = [
-        rank
-        for rank, items in enumerate(listed)
-        if isinstance(items, ListedItems) and items.encoded is None
-    ]
-    if unknown:
-        raise PlanUnknownError(f"ranks {unknown[:8]} refer to a plan that is not known here")
-
-
 def _merged(paths: Sequence[Any], known: GlobalPlanEntry) -> Any:
     """What ``DefaultSavePlanner`` makes of ``planner_data``, or of what is known of it."""
     given = [some for some in paths if some is not None and not isinstance(some, PlannedPaths)]
     of_all = PlannedPaths(known.paths)
     return dict(ChainMap(*given, of_all.copy())) if given else of_all
-
-
-def _in_dcps_terms(plan: SavePlan) -> SavePlan:
-    """A plan whose items are objects of DCP."""
-    if not isinstance(plan.items, PlannedItems):
-        return plan
-    paths = plan.planner_data
-    return dataclasses.replace(
-        plan,
-        items=list(plan.items),
-        planner_data=dict(paths) if isinstance(paths, PlannedPaths) else paths,
-    )

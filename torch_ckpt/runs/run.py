@@ -10,14 +10,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
 
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.api import save
-from torch_ckpt.coordination.agreement import Agreement, why
-from torch_ckpt.coordination.deadline import DEFAULT_TIMEOUT_S
+from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of, why
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.runs.background_save import BackgroundSave
 from torch_ckpt.runs.save_interval import SaveSchedule
@@ -28,6 +27,9 @@ from torch_ckpt.runs.step_tiers import StepTiers, the_same
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["OnBusy", "Run"]
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 OnBusy = Literal["wait", "skip", "error"]
 
@@ -119,10 +121,11 @@ class Run:
         self.skipped = 0
         """Steps that were not saved because the save before them went on."""
         self._disk = StepDirectories(self.directory, verify=verify, reader=reader)
-        self._agreement = Agreement(process_group, timeout_s)
+        self._process_group, self._group = process_group, group_of(process_group).series()
+        self._closed = False
         self._writer = FastWriter(self.directory, **(writer or {}))
         self._saver = saver_for(
-            self._agreement,
+            self._group,
             process_group,
             self._writer,
             asynchronous=asynchronous,
@@ -132,7 +135,9 @@ class Run:
         )
         self._is_for_agent = bool(agent)
         memory = [] if self._saver is None else self._saver.tiers
-        self._tiers = StepTiers([*memory, self._disk], self._agreement, self.directory)
+        self._tiers = StepTiers(
+            [*memory, self._disk], self._group, process_group, timeout_s, self.directory
+        )
         self._pending: BackgroundSave | None = None
         self._schedule = SaveSchedule(every, max_overhead)
         self._boundary = StepBoundary()
@@ -275,6 +280,7 @@ class Run:
             OSError: The directory cannot be read.
             RankTimeoutError: A rank was late, stuck or gone.
         """
+        self._check_open()
         return self._tiers.latest(first=self.wait)
 
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int | None:
@@ -298,6 +304,7 @@ class Run:
                 begin anew without a word.
             RankTimeoutError: A rank was late, stuck or gone.
         """
+        self._check_open()
         if step is None:
             found = self._tiers.restore(state, first=self.wait)
         else:
@@ -322,7 +329,7 @@ class Run:
             saver, self._saver = self._saver, None
             if saver is not None:
                 saver.close()
-            self._agreement.close()
+            self._closed = True
 
     def __enter__(self) -> Run:
         return self
@@ -344,13 +351,28 @@ class Run:
 
     # ---- What ranks do, and what one does for all ----
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this run is closed")
+
+    def _decide(
+        self,
+        what: str,
+        own: Callable[[], T],
+        decide: Callable[[list[T]], R],
+        timeout_s: float | None = None,
+    ) -> R:
+        """As :meth:`Group.decide`."""
+        self._check_open()
+        return self._group.decide(what, own, decide, timeout_s=timeout_s or self.timeout_s)
+
     @property
     def _is_busy(self) -> bool:
         return self._pending is not None and self._pending.is_going_on
 
     def _others_busy(self) -> bool:
         """Whether the save before goes on: on the coordinator, which is the last to be done."""
-        return self._agreement.reach(
+        return self._decide(
             "looking for the save before", lambda: self._is_busy, lambda busy: busy[0]
         )
 
@@ -373,7 +395,7 @@ class Run:
 
     def _begin(self, step: int, timeout_s: float) -> None:
         """All ranks are at this step, and the save before is over and has succeeded."""
-        self._agreement.reach(
+        self._decide(
             "beginning to save",
             lambda: self._settled(step, timeout_s),
             the_same,
@@ -385,8 +407,8 @@ class Run:
             state,
             checkpoint_id=self._disk.path(step),
             storage_writer=self._writer,
-            process_group=self._agreement.group,
-            no_dist=self._agreement.group is None,
+            process_group=self._process_group,
+            no_dist=self._group.size == 1,
             timeout_s=timeout_s,
         )
         self._boundary.stored = step
@@ -402,7 +424,7 @@ class Run:
     def _committed(self, step: int) -> None:
         """Counts a step; on the coordinator, removes what is not to be kept."""
         self.saved += 1
-        if not self._agreement.is_coordinator:
+        if not self._group.is_coordinator:
             return
         try:
             self._disk.sweep()
@@ -421,7 +443,7 @@ class Run:
             return interval
 
         try:
-            agreed = self._agreement.reach(
+            agreed = self._decide(
                 "agreeing on the next save", own, lambda intervals: max(intervals)
             )
         except BaseException:

@@ -16,7 +16,7 @@ from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.tier import SnapshotTier
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.api import async_save
-from torch_ckpt.coordination.agreement import Agreement, own_group
+from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, MismatchError, StorageError, UnsupportedError
 from torch_ckpt.runs.step_tiers import Tier
 from torch_ckpt.storage.writer import FastWriter
@@ -27,11 +27,10 @@ T = TypeVar("T")
 
 
 class ThreadSaver:
-    """Saves by :func:`torch_ckpt.async_save`, over a group of its own.
+    """Saves by :func:`torch_ckpt.async_save`.
 
     Args:
-        group: The ranks; all if ``None``.
-        alone: Whether this process is none of several ranks.
+        process_group: The ranks; all if ``None``.
         timeout_s: Seconds that one rank waits for another.
         writer: Of all saves.
     """
@@ -42,9 +41,9 @@ class ThreadSaver:
     """Whether it can keep a step in memory alone."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, *, alone: bool, timeout_s: float, writer: FastWriter
+        self, process_group: dist.ProcessGroup | None, *, timeout_s: float, writer: FastWriter
     ) -> None:
-        self._group = None if alone else own_group(group, timeout_s)
+        self._process_group = process_group
         self._timeout_s = timeout_s
         self._writer = writer
 
@@ -56,8 +55,7 @@ class ThreadSaver:
             state,
             checkpoint_id=path,
             storage_writer=self._writer,
-            process_group=self._group,
-            no_dist=self._group is None,
+            process_group=self._process_group,
             timeout_s=self._timeout_s,
         )
         assert isinstance(future, Future)  # The writer stages before it returns.
@@ -70,10 +68,7 @@ class ThreadSaver:
         """Has nothing to leave."""
 
     def close(self) -> None:
-        """Gives up the group."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
+        """Has nothing to end."""
 
 
 class AgentSaver:
@@ -84,7 +79,7 @@ class AgentSaver:
 
     Args:
         agent: Of this machine.
-        agreement: The ranks.
+        group: The ranks.
         sync: Whether checkpoints are to survive a power cut.
         reader: Arguments for readers of what is in memory.
         without: Makes who saves without agent; all ranks call it at the same time.
@@ -93,14 +88,14 @@ class AgentSaver:
     def __init__(
         self,
         agent: SnapshotAgent,
-        agreement: Agreement,
+        group: Group,
         *,
         sync: bool,
         reader: dict[str, Any] | None,
         without: Callable[[], ThreadSaver],
     ) -> None:
         self._agent = agent
-        self._agreement = agreement
+        self._group = group
         self._sync = sync
         self._without = without
         self._instead: ThreadSaver | None = None
@@ -169,8 +164,11 @@ class AgentSaver:
         except Exception as error:  # The others do not know of it.
             failure = error
         try:
-            verdict, reason = self._agreement.reach(
-                "handing over to the agent", lambda: _verdict_on(failure), lambda said: max(said)
+            verdict, reason = self._group.decide(
+                "handing over to the agent",
+                lambda: _verdict_on(failure),
+                lambda said: max(said),
+                timeout_s=self._agent.timeout_s,
             )
         except BaseException:
             undo()
@@ -186,7 +184,7 @@ class AgentSaver:
         self._instead = self._without()
         self._memory.end()
         self._agent.close()  # It brings to disk what it has.
-        if self._agreement.is_coordinator:
+        if self._group.is_coordinator:
             _warn_of(reason)
 
 
@@ -220,7 +218,7 @@ def _warn_of(reason: str) -> None:
 
 
 def saver_for(
-    agreement: Agreement,
+    group: Group,
     process_group: dist.ProcessGroup | None,
     writer: FastWriter,
     *,
@@ -232,7 +230,7 @@ def saver_for(
     """Who saves in the background; ``None`` if nobody does.
 
     Args:
-        agreement: The ranks of the run.
+        group: The ranks of the run.
         process_group: The same, as the user has given them.
         writer: Of all saves; its path is that of the run.
         asynchronous: Whether somebody is to.
@@ -249,29 +247,28 @@ def saver_for(
         return None
 
     def by_thread() -> ThreadSaver:
-        alone = agreement.group is None
-        return ThreadSaver(process_group, alone=alone, timeout_s=timeout_s, writer=writer)
+        return ThreadSaver(process_group, timeout_s=timeout_s, writer=writer)
 
     if not agent:
         return by_thread()
     made, reason = _agent_for(
-        agreement,
-        agreement.group or process_group,
+        group,
+        process_group,
         writer,
         timeout_s=timeout_s,
         options=agent if isinstance(agent, AgentOptions) else None,
     )
     if made is None:
         instead = by_thread()
-        if agreement.is_coordinator:
+        if group.is_coordinator:
             _warn_of(reason)
         return instead
-    return AgentSaver(made, agreement, sync=writer.sync_files, reader=reader, without=by_thread)
+    return AgentSaver(made, group, sync=writer.sync_files, reader=reader, without=by_thread)
 
 
 def _agent_for(
-    agreement: Agreement,
-    group: dist.ProcessGroup | None,
+    group: Group,
+    process_group: dist.ProcessGroup | None,
     writer: FastWriter,
     *,
     timeout_s: float,
@@ -285,7 +282,7 @@ def _agent_for(
     agent, failure = None, None
     try:
         agent = SnapshotAgent(
-            writer.path, process_group=group, options=options, timeout_s=timeout_s
+            writer.path, process_group=process_group, options=options, timeout_s=timeout_s
         )
     except Exception as error:
         failure = error
@@ -296,7 +293,9 @@ def _agent_for(
         return "" if failure is None else _of_this_rank(failure)
 
     try:
-        reason = agreement.reach("starting the agent", own, lambda said: max(said))
+        reason = group.decide(
+            "starting the agent", own, lambda said: max(said), timeout_s=timeout_s
+        )
     except BaseException:
         if agent is not None:
             agent.close()

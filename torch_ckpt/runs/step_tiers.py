@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt.coordination.agreement import Agreement, why
+from torch_ckpt.coordination.group import Group, why
 from torch_ckpt.errors import (
     CancelledError,
     CorruptionError,
@@ -69,17 +69,27 @@ class StepTiers:
 
     Args:
         tiers: Of several that have the same step, the first counts.
-        agreement: The ranks.
+        group: The ranks.
+        process_group: The same, as DCP takes them.
+        timeout_s: Seconds that one rank waits for another.
         directory: That of the run, for messages.
 
     Example::
 
-        tiers = StepTiers([StepDirectories(path)], agreement, path)
+        tiers = StepTiers([StepDirectories(path)], group_of(None), None, 600, path)
         start = tiers.restore(state, first=lambda: None)
     """
 
-    def __init__(self, tiers: Sequence[Tier], agreement: Agreement, directory: Path) -> None:
-        self._tiers, self._agreement, self._directory = tiers, agreement, directory
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        group: Group,
+        process_group: dist.ProcessGroup | None,
+        timeout_s: float,
+        directory: Path,
+    ) -> None:
+        self._tiers, self._group, self._process_group = tiers, group, process_group
+        self._timeout_s, self._directory = timeout_s, directory
 
     def latest(self, *, first: Callable[[], None]) -> int | None:
         """The newest whole step on all ranks.
@@ -87,10 +97,11 @@ class StepTiers:
         Args:
             first: What each rank does before.
         """
-        found = self._agreement.reach(
+        found = self._group.decide(
             "looking for the latest step",
             lambda: self._here(first),
             lambda said: self._newest(None, [here for _, here in said]),
+            timeout_s=self._timeout_s,
         )
         return None if found is None else found[0]
 
@@ -124,7 +135,9 @@ class StepTiers:
                     return number
             return len(self._tiers) - 1
 
-        number = self._agreement.reach("choosing a step", lambda: self._here(first), choose)
+        number = self._group.decide(
+            "choosing a step", lambda: self._here(first), choose, timeout_s=self._timeout_s
+        )
         while True:
             try:
                 self._load(self._tiers[number], step, state)
@@ -167,18 +180,19 @@ class StepTiers:
                     )
             return found
 
-        return self._agreement.reach("choosing a step", lambda: self._here(first), choose)
+        return self._group.decide(
+            "choosing a step", lambda: self._here(first), choose, timeout_s=self._timeout_s
+        )
 
     def _load(self, tier: Tier, step: int, state: dict[str, Any]) -> None:
-        agreement = self._agreement
         failure: Exception | None = None
         try:
             tier.load(
                 step,
                 state,
-                process_group=agreement.group,
-                no_dist=agreement.group is None,
-                timeout_s=agreement.timeout_s,
+                process_group=self._process_group,
+                no_dist=self._group.size == 1,
+                timeout_s=self._timeout_s,
             )
         except RankTimeoutError:
             raise
@@ -189,11 +203,11 @@ class StepTiers:
             if failure is not None:
                 raise failure
 
-        patience_s = agreement.timeout_s
+        patience_s = self._timeout_s
         if failure is not None:
             patience_s = min(_LAST_WORD_S, patience_s)
         try:
-            agreement.reach("restoring", own, lambda _: None, timeout_s=patience_s)
+            self._group.decide("restoring", own, lambda _: None, timeout_s=patience_s)
         except RankTimeoutError:
             if failure is not None:
                 raise failure from None

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
-from torch_ckpt.coordination.deadline import time_limit_s
+from torch_ckpt.coordination.group import time_limit_s
 from torch_ckpt.errors import CheckpointError, NotFoundError, portable_errors
 from torch_ckpt.formats.metadata import UnreadableMetadata
 from torch_ckpt.formats.opened import Contents, Opened
@@ -36,7 +36,6 @@ from torch_ckpt.planning.load_planner import (
     PlannedReads,
     TravellingReads,
 )
-from torch_ckpt.planning.plan_cache import PLAN_CACHE
 from torch_ckpt.storage.exchange import (
     Assigned,
     ExchangeMode,
@@ -217,8 +216,6 @@ class FastReader(StorageReader):
             opened.index,
             opened.contents,
         )
-        if self._index is not None and self._index.has_entries:
-            PLAN_CACHE.remember(self._index)
         return opened.metadata
 
     def _open(self, prefix: str) -> Opened:

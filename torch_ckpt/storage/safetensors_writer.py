@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused, is_temporary, to_plain
-from torch_ckpt.coordination.roll_call import claim_commit
+from torch_ckpt.coordination.group import claim_commit
 from torch_ckpt.errors import CheckpointError, MismatchError, UnsupportedError
 from torch_ckpt.formats.safetensors_layout import FilePlace, ModelLayout, TensorFacts
 from torch_ckpt.options import IoMode, IoOptions

@@ -136,7 +136,6 @@ def seal_planned(
         reported,
         metadata.version or "",
         paths.encoded if isinstance(paths, PlannedPaths) else None,
-        plan.mark,
         storage_meta,
     )
     where = metadata.storage_meta.checkpoint_id or ""

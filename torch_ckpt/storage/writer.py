@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
-from torch_ckpt.coordination.roll_call import claim_commit
+from torch_ckpt.coordination.group import claim_commit
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,

@@ -69,17 +69,12 @@ std::vector<std::byte> PlannedFile::extents(
   out.reserve(views_.size() + appended.size());
   for (int64_t i = 0; i < laid_out(); ++i) {
     const Slice& slice = layout_.slices[static_cast<size_t>(i)];
-    out.push_back({reported(position(i)), slice.offset, slice.total_nbytes(), true});
+    out.push_back({work_.at(position(i)).number, slice.offset, slice.total_nbytes(), true});
   }
   for (const auto& [at, offset, length] : appended) {
-    out.push_back({reported(at), offset, length, false});
+    out.push_back({work_.at(at).number, offset, length, false});
   }
   return encode(std::move(out));
-}
-
-int64_t PlannedFile::reported(int64_t position) const {
-  const Work::Item& item = work_.at(position);
-  return item.reported < 0 ? item.number : item.reported;
 }
 
 Result<TensorView> PlannedFile::narrowed(int64_t position, TensorView view) const {

@@ -61,7 +61,6 @@ class PlannedFile {
 
   // The rows that are written of a tensor, once it was found to be what was planned.
   Result<TensorView> narrowed(int64_t position, TensorView view) const;
-  int64_t reported(int64_t position) const;
 
   Work work_;
   std::vector<int64_t> positions_;  // In the work, of what is laid out.

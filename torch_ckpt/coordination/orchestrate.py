@@ -1,0 +1,181 @@
+"""DCP's save and load, between the ranks of a :class:`Group`.
+
+What DCP's own functions do, for any of its writers, readers and planners, with exchanges that end
+in time on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from torch_ckpt.coordination.group import Call
+from torch_ckpt.errors import CheckpointError
+
+__all__ = ["PlanUnknownError", "is_replanning", "load", "save", "state_dicts_of"]
+
+
+class PlanUnknownError(CheckpointError):
+    """Ranks refer to a plan that the coordinator does not have; all ranks must plan again."""
+
+
+_replanning: ContextVar[bool] = ContextVar("torch_ckpt_replanning", default=False)
+
+
+def is_replanning() -> bool:
+    """Whether no cached plan may be used now, in this thread."""
+    return _replanning.get()
+
+
+def save(
+    state_dict: dict[str, Any],
+    writer: StorageWriter,
+    planner: SavePlanner | None,
+    call: Call,
+    *,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Saves a state dict, as ``state_dict_saver._save_state_dict`` of torch.
+
+    Args:
+        state_dict: Without ``Stateful`` objects.
+        writer: Where to.
+        planner: A ``DefaultSavePlanner`` if ``None``.
+        call: The ranks, and how long they wait for each other.
+        use_collectives: Whether ranks coordinate what they write.
+
+    Returns:
+        The metadata of the checkpoint.
+
+    Raises:
+        CheckpointException: A rank raised; maps ranks to their errors. No ``Exception``.
+        RankTimeoutError: A rank was late, stuck or gone.
+    """
+    chosen = planner or DefaultSavePlanner()
+    group = call.group
+    metadata: Metadata | None = None
+
+    def plan() -> SavePlan:
+        arguments = {"state_dict": state_dict, "is_coordinator": group.is_coordinator}
+        if "storage_meta" in inspect.signature(chosen.set_up_planner).parameters:
+            arguments["storage_meta"] = writer.storage_meta()
+        chosen.set_up_planner(**arguments)  # type: ignore[arg-type]
+        set_up: Any = writer.set_up_storage_writer
+        _set_up(set_up, group.is_coordinator, rank=group.rank, use_collectives=use_collectives)
+        return writer.prepare_local_plan(chosen.create_local_plan())
+
+    def plan_for_all(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        planned, metadata = chosen.create_global_plan(plans)
+        return writer.prepare_global_plan(planned)
+
+    def write() -> Any:
+        writes = writer.write_data(chosen.finish_plan(planned), chosen)
+        writes.wait()
+        return writes.value()
+
+    def finish(results: list[Any]) -> Metadata:
+        assert metadata is not None
+        writer.finish(metadata=metadata, results=results)
+        return metadata
+
+    with call.current():
+        if not use_collectives:
+            (planned,) = plan_for_all([plan()])
+            finished = finish([write()])
+            call.barrier("finishing")
+            return finished
+        try:
+            planned = call.reduce_scatter("plan", plan, plan_for_all)
+        except CheckpointException as error:
+            if not all(isinstance(e, PlanUnknownError) for e, _ in error.failures.values()):
+                raise
+            with _replanning_now():
+                planned = call.reduce_scatter("plan", plan, plan_for_all)
+        return call.all_reduce("write", write, finish)
+
+
+def load(
+    state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner | None, call: Call
+) -> None:
+    """Loads a state dict in place, as ``state_dict_loader._load_state_dict`` of torch.
+
+    Args:
+        state_dict: Without ``Stateful`` objects.
+        reader: Where from.
+        planner: A ``DefaultLoadPlanner`` if ``None``.
+        call: The ranks, and how long they wait for each other.
+
+    Raises:
+        CheckpointException: A rank raised; maps ranks to their errors. No ``Exception``.
+        RankTimeoutError: A rank was late, stuck or gone.
+    """
+    chosen = planner or DefaultLoadPlanner()
+    group = call.group
+    use_collectives = True
+
+    def plan() -> LoadPlan:
+        nonlocal use_collectives
+        metadata, use_collectives = _metadata_of(reader, group.rank)
+        chosen.set_up_planner(state_dict, metadata, group.is_coordinator)
+        set_up: Any = reader.set_up_storage_reader
+        _set_up(
+            set_up, metadata, group.is_coordinator, rank=group.rank, use_collectives=use_collectives
+        )
+        return reader.prepare_local_plan(chosen.create_local_plan())
+
+    def plan_for_all(plans: list[LoadPlan]) -> list[LoadPlan]:
+        return reader.prepare_global_plan(chosen.create_global_plan(plans))
+
+    def read() -> None:
+        reader.read_data(chosen.finish_plan(planned), chosen).wait()
+
+    with call.current():
+        planned = call.reduce_scatter("plan", plan, plan_for_all)
+        call.all_reduce("read", read, lambda _: None)
+
+
+def _metadata_of(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
+    """The checkpoint's metadata, or this rank's own where each has saved by itself."""
+    try:
+        return reader.read_metadata(), True
+    except Exception as error:
+        if "kwargs" not in inspect.signature(reader.read_metadata).parameters:
+            raise
+        with contextlib.suppress(Exception):
+            own: Any = reader.read_metadata
+            return own(rank=rank), False
+        raise error from None
+
+
+def _set_up(function: Callable[..., None], *arguments: Any, **of_ranks: Any) -> None:
+    """Tells a writer or a reader about ranks if it wants to know."""
+    known = "kwargs" in inspect.signature(function).parameters
+    function(*arguments, **(of_ranks if known else {}))
+
+
+def state_dicts_of(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with those of ``Stateful`` objects in their places."""
+    return {
+        key: value.state_dict() if isinstance(value, Stateful) else value
+        for key, value in state_dict.items()
+    }
+
+
+@contextlib.contextmanager
+def _replanning_now() -> Iterator[None]:
+    token = _replanning.set(True)
+    try:
+        yield
+    finally:
+        _replanning.reset(token)
