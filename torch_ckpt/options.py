@@ -37,7 +37,7 @@ class IoOptions:
 
     buffer_nbytes: int = 64 << 20
     exchange_nbytes: int = 256 << 20
-    background_nice: int = 5
+    background_nice: int = 10
     direct: bool = True
 
     def __post_init__(self) -> None:
