@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torch_ckpt
 from torch_ckpt import RankTimeoutError
-from torch_ckpt.coordination import connect
+from torch_ckpt.coordination import connect, node
 from torch_ckpt.coordination.group import Group, group_of, time_limit_s
 from torch_ckpt.coordination.node import _Loop
 from torch_ckpt.coordination.peer import Peer
@@ -50,10 +50,10 @@ pytestmark = pytest.mark.timeout(120)
 @contextlib.contextmanager
 def drawn(fan_out: int, *, nodes: bool = True) -> Iterator[None]:
     """Groups that connect have trees of this fan-out, over uneven nodes with scattered ranks."""
-    node = [7, 3, 7, 3, 3, 9, 7, 3][dist.get_rank() % 8] if nodes else 0
+    number = [7, 3, 7, 3, 3, 9, 7, 3][dist.get_rank() % 8] if nodes else 0
     with (
         mock.patch.object(connect, "FAN_OUT", fan_out),
-        mock.patch.object(connect, "_node_id", return_value=node),
+        mock.patch.object(connect, "_node_id", return_value=number),
     ):
         yield
 
@@ -500,3 +500,53 @@ def test_a_time_limit_goes_with_a_save_to_where_it_is_carried_out(
 ) -> None:
     seen = worlds.run(2, limits_of_a_save_in_the_background, tmp_path, executor, timeout_s=90)
     assert seen == [[f"{float(LIMIT_S)}", f"{float(LIMIT_S + 1)}"]] * 2
+
+
+def fail_before_all_are_here(fifo: Path) -> tuple[str, float]:
+    """Rank 0 raises in the first call of its group; rank 1 comes only when it has."""
+    group = group_of(dist.new_group(backend="gloo"))
+    begin = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(LookupError), group.call(AMPLE_S):
+            raise LookupError("this rank alone")
+        seconds = time.monotonic() - begin
+        release(fifo)
+        return "", seconds
+    hold(fifo)
+    with pytest.raises(RankTimeoutError) as caught:
+        group.call(AMPLE_S).barrier("planning")
+    return str(caught.value), 0.0
+
+
+def test_a_rank_that_raises_before_others_have_come_does_not_wait_for_them(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (_, seconds), (message, _) = worlds.run(2, fail_before_all_are_here, fifo, timeout_s=LIMIT_S)
+    assert seconds < MARGIN_S
+    assert "rank 0 has left while beginning: LookupError: this rank alone" in message
+
+
+def make_many_calls() -> None:
+    """One call is open while very many others come and go."""
+    group = group_of(dist.new_group(backend="gloo"))
+    long = group.call(AMPLE_S)
+    thread = threading.Thread(target=lambda: long.barrier("planning"))
+    if dist.get_rank() == 0:
+        thread.start()
+    for _ in range(60):
+        group.call(AMPLE_S).barrier("planning")
+    if dist.get_rank() == 1:
+        thread.start()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def make_more_calls_than_are_remembered() -> None:
+    with mock.patch.object(node, "_CALLS", 16):
+        make_many_calls()
+
+
+def test_an_open_call_is_remembered_however_many_others_there_are(worlds: Worlds) -> None:
+    worlds.run(2, make_more_calls_than_are_remembered)

@@ -16,6 +16,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextvars import ContextVar
 from traceback import StackSummary
 from typing import Any, TypeVar, cast
@@ -154,9 +155,13 @@ class Group:
         """
         return self._connections.node(phase, timeout_s)
 
+    def started(self, phase: str, timeout_s: float) -> Node:
+        """The connections of this rank, which may not be made yet."""
+        return self._connections.started(phase, timeout_s)
+
     @property
     def connected(self) -> Node | None:
-        """The connections of this rank if they are made."""
+        """The connections of this rank if they were begun."""
         return None if self.size == 1 else self._connections.made
 
 
@@ -175,7 +180,7 @@ class _Connections:
         self._lock = threading.Lock()
         self.made: Node | None = None
 
-    def node(self, phase: str, timeout_s: float) -> Node:
+    def started(self, phase: str, timeout_s: float) -> Node:
         with self._lock:
             if self.made is None:
                 attempt = next(self._attempts)
@@ -187,7 +192,10 @@ class _Connections:
                     phase,
                     timeout_s,
                 )
-            node = self.made
+            return self.made
+
+    def node(self, phase: str, timeout_s: float) -> Node:
+        node = self.started(phase, timeout_s)
         try:
             node.connected.result(timeout_s + _GRACE_S)
         except Exception as error:
@@ -311,8 +319,10 @@ class Call:
             phase,
             may_be_committed=promised,
         )
-        with contextlib.suppress(RankTimeoutError):
-            self.group.node(phase, self.timeout_s).fail(self.number, error)
+        # Others may not have come yet, or never come: this rank does not wait for them.
+        node = self.group.started(phase, self.timeout_s)
+        node.fail(self.number, error)
+        futures.wait([node.connected], min(self.timeout_s, _GRACE_S))
         return error
 
     # ---- Exchanges ----

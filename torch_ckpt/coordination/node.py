@@ -49,7 +49,7 @@ _PARTS, _ANSWER, _FAILED, _GONE, _PROMISE, _PROMISED, _PING, _PONG = range(8)
 
 _PING_S = 1.0  # Between pings.
 _PASS_ON_S = 0.05  # After so long parts are passed on although some are missing.
-_CALLS = 256  # So many calls are remembered, for ranks that come late to one that has failed.
+_CALLS = 4096  # So many calls are remembered, for ranks that come late to one that has failed.
 
 
 @dataclass
@@ -282,8 +282,10 @@ class _Loop(Loop):
         call = self.calls.get(number)
         if call is None:
             call = self.calls[number] = _Call()
-            while len(self.calls) > _CALLS:
-                self.calls.popitem(last=False)
+            if len(self.calls) > _CALLS:
+                idle = (n for n, c in self.calls.items() if not c.exchanges and c is not call)
+                self.calls.pop(next(idle, number), None)
+                self.calls[number] = call
         return call
 
     def enter(self, number: int, phase: str) -> None:
