@@ -279,15 +279,17 @@ def plan_and_write(group: Group, timeout_s: float) -> None:
         call.all_reduce("end", lambda: bytes(100_000), lambda _: bytes(100_000))
 
 
-def failure_of_a_call(timeout_s: float, interception: Any) -> Failure:
-    """What this rank sees of a call that one makes fail, after one that has succeeded."""
+def failure_of_a_call(timeout_s: float, interception: Any) -> tuple[Failure, float]:
+    """What this rank sees of a call that one makes fail, and when, after one that succeeds."""
     group = group_of(dist.new_group(backend="gloo"))
     with drawn(2):
-        plan_and_write(group, timeout_s)
+        plan_and_write(group, AMPLE_S)
+        begin = time.monotonic()
         with interception, pytest.raises(RankTimeoutError) as caught:
             plan_and_write(group, timeout_s)
+        seconds = time.monotonic() - begin
     error = caught.value
-    return Failure(error.ranks, error.phase, error.may_be_committed, str(error))
+    return Failure(error.ranks, error.phase, error.may_be_committed, str(error)), seconds
 
 
 FREEZE_S = 5.0
@@ -304,10 +306,8 @@ def call_with_a_rank_that_ends(
         time.sleep(LIMIT_S)  # Another thread may be stopped first.
 
     end = Interception(step, victim, is_midway, take, skip)
-    begin = time.monotonic()
-    failure = failure_of_a_call(timeout_s, end)
-    limit_s = timeout_s + MARGIN_S if number == signal.SIGSTOP else NOTICED_S
-    assert time.monotonic() - begin < limit_s
+    failure, seconds = failure_of_a_call(timeout_s, end)
+    assert seconds < (timeout_s + MARGIN_S if number == signal.SIGSTOP else NOTICED_S)
     return failure
 
 
@@ -366,9 +366,9 @@ def call_with_a_forked_child() -> Failure:
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    begin = time.monotonic()
-    failure = failure_of_a_call(AMPLE_S, Interception("_pass_up", 1, False, fork_and_die))
-    assert time.monotonic() - begin < NOTICED_S
+    interception = Interception("_pass_up", 1, False, fork_and_die)
+    failure, seconds = failure_of_a_call(AMPLE_S, interception)
+    assert seconds < NOTICED_S
     return failure
 
 

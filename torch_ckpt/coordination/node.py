@@ -15,6 +15,7 @@ meanwhile. So a rank that is late is told apart from one that is gone:
 from __future__ import annotations
 
 import json
+import math
 import struct
 import threading
 import time
@@ -69,12 +70,18 @@ class _Exchange:
     """When parts were passed on last."""
     complete: float = 0.0
     """When all parts were there, on the coordinator."""
+    deadline: float = math.inf
+    """When the coordinator ends the call: somebody has waited for all of its timeout then."""
+    shortest_s: float = math.inf
+    """The shortest timeout of those that have come."""
 
-    def deadline(self) -> float:
-        """When the coordinator ends the call: somebody has waited for all of its timeout then."""
-        if self.complete:
-            return self.complete + min(timeout_s for timeout_s, _, _ in self.parts.values())
-        return min(came + timeout_s for timeout_s, came, _ in self.parts.values())
+    def add(self, parts: dict[int, tuple[float, float, Any]]) -> None:
+        """Takes parts of other ranks, or of this one."""
+        self.parts.update(parts)
+        self.count += len(parts)
+        for timeout_s, came, _ in parts.values():
+            self.deadline = min(self.deadline, came + timeout_s)
+            self.shortest_s = min(self.shortest_s, timeout_s)
 
 
 class _Call:
@@ -336,14 +343,14 @@ class _Loop(Loop):
         self._add(number, exchange, found, parts)
 
     def _add(self, number: int, exchange: int, found: _Exchange, parts: dict[int, Any]) -> None:
-        found.parts.update(parts)
-        found.count += len(parts)
+        found.add(parts)
         if found.count < self._size_below:
             return
         if self._parent is not None:
             self._pass_up(number, exchange, found)
         else:
             found.complete = time.monotonic()
+            found.deadline = found.complete + found.shortest_s
             settle(found.future, [found.parts[rank][2] for rank in range(found.count)])
 
     def _pass_up(self, number: int, exchange: int, found: _Exchange) -> None:
@@ -441,7 +448,7 @@ class _Loop(Loop):
     def _end_if_late(self, number: int, call: _Call, found: _Exchange, now: float) -> float:
         """Called on the coordinator, which knows who has come; returns when to look again."""
         assert self._tree is not None
-        deadline = found.deadline() + self._tree.height * _PASS_ON_S  # What has come is here then.
+        deadline = found.deadline + self._tree.height * _PASS_ON_S  # What has come is here then.
         if now < deadline:
             return deadline
         phase, late = found.phase, self._late(found, now)
