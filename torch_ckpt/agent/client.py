@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ckpt.agent.memory import SlotHeader, folder_of, has_agent, open_folder, short_path
-from torch_ckpt.agent.messages import Kind, Message, raise_error, receive, send
+from torch_ckpt.agent.messages import Kind, Message, peer_of, raise_error, receive, send
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
 
@@ -214,6 +214,7 @@ class AgentClient:
             with contextlib.suppress(ConnectionError, FileNotFoundError):
                 self._connection = self._greet()
                 self.is_lost = False
+                self._end_superfluous(peer_of(self._connection)[0])
                 return
             if has_agent(self.folder):  # One that ends may have much to write first.
                 deadline = time.monotonic() + _START_S
@@ -226,6 +227,14 @@ class AgentClient:
             if self._child is None or self._child.poll() is not None:
                 self._start()
             time.sleep(0.02)
+
+    def _end_superfluous(self, agent: int) -> None:
+        """Ends a process that was started while another became the agent.
+
+        It could become the next agent once that one has ended, and wait for trainers in vain.
+        """
+        if self._child is not None and self._child.pid != agent and self._child.poll() is None:
+            self._child.terminate()
 
     def _greet(self) -> socket.socket:
         place = self.place

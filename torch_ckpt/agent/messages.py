@@ -21,11 +21,12 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 
-__all__ = ["Kind", "Message", "error_message", "raise_error", "receive", "send"]
+__all__ = ["Kind", "Message", "error_message", "peer_of", "raise_error", "receive", "send"]
 
 _MAGIC = b"TCAG"
 _VERSION = 3
 _HEADER = struct.Struct("<4sHHQ")
+_PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
 _MOST_NBYTES = 1 << 20  # Of a body: whoever claims more is not one of ours.
 
 
@@ -134,6 +135,14 @@ def receive(connection: socket.socket) -> Message | None:
         raise CheckpointError(f"there is no message of kind {kind} with {nbytes} bytes")
     body = _read(connection, nbytes)
     return None if body is None else Message(Kind(kind), _unpack(Kind(kind), body))
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end."""
+    pid, user, _ = _PEER.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    )
+    return pid, user
 
 
 def error_message(error: BaseException) -> tuple[int | bytes, ...]:

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ from torch_ckpt.agent.memory import (
     remove_abandoned,
     short_path,
 )
-from torch_ckpt.agent.messages import Kind, Message, error_message, receive, send
+from torch_ckpt.agent.messages import Kind, Message, error_message, peer_of, receive, send
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.saves import Saves
@@ -53,8 +53,6 @@ _ADMITTED = 64  # Decisions that are kept: ranks are never so far apart.
 
 T = TypeVar("T")
 
-_PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
-
 
 class Agent:
     """What the process does.
@@ -63,12 +61,17 @@ class Agent:
         run: 16 bytes.
         folder: The run's.
         options: How.
+        signals: Those that have told the process to end: it then does so soon, with the newest
+            complete snapshot on disk.
     """
 
-    def __init__(self, run: bytes, folder: Path, options: AgentOptions) -> None:
+    def __init__(
+        self, run: bytes, folder: Path, options: AgentOptions, signals: Sequence[int] = ()
+    ) -> None:
         self.run = run
         self.folder = folder
         self.options = options
+        self._signals = signals  # Looked at again and again: a handler cannot take the condition.
         self._changed = threading.Condition()
         self._slots = Slots(folder, run)
         self._saves = Saves(
@@ -87,7 +90,6 @@ class Agent:
         self._admitted: dict[Save, bool] = {}
         self._retried: set[Save] = set()
         self._began = time.monotonic()
-        self._stop = False
         self._is_dropped = False  # Whether trainers have said that they want nothing of it.
 
     def serve(self) -> bool:
@@ -118,13 +120,9 @@ class Agent:
                 return True
             return self._all_said_bye and self._saves.error_of(newest.save) is None
 
-    def stop(self) -> None:
-        """Has :meth:`serve` end soon, with the newest complete snapshot on disk."""
-        self._stop = True  # By a signal, in whose way the condition is not to be had: it is polled.
-
     def _has_ended(self) -> bool:
         """Whether nothing is left to do. Until then, trainers may come that start again."""
-        if not self._stop and not self._is_over():
+        if not self._signals and not self._is_over():
             return False
         if not self._is_dropped:
             if self._all_said_bye or self.options.persist_on_failure:
@@ -162,7 +160,7 @@ class Agent:
         """Whether a save must not wait for other machines as long as it may."""
         with self._changed:
             trainers = self._trainers.values()
-            return self._stop or any(t.session > save[0] and t.is_alive for t in trainers)
+            return bool(self._signals) or any(t.session > save[0] and t.is_alive for t in trainers)
 
     def _persist_newest(self) -> None:
         look = self._slots.look()
@@ -202,8 +200,7 @@ class Agent:
 
     def _talk(self, connection: socket.socket) -> None:
         """Answers one connection, until it ends."""
-        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        pid, user, _ = _PEER.unpack(peer)
+        pid, user = peer_of(connection)
         with connection, contextlib.suppress(OSError):
             try:
                 message = receive(connection)
@@ -395,6 +392,10 @@ def run_agent(run: bytes, options: AgentOptions) -> int:
     Returns:
         How the process should exit.
     """
+    signals: list[int] = []
+    # Before there is a folder, which it takes along.
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to everybody.
     folder = open_folder(run)
     with agent_lock(folder) as is_ours:
         if not is_ours:
@@ -405,21 +406,12 @@ def run_agent(run: bytes, options: AgentOptions) -> int:
         os.nice(options.io.background_nice)
         for removed in remove_abandoned(folder):
             _log.info("removed %s, which nobody has gone on with", removed)
-        agent = Agent(run, folder, options)
-        told: list[int] = []
-
-        def stop(number: int, frame: object) -> None:
-            told.append(number)
-            agent.stop()
-
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to everybody.
-        if agent.serve():
+        if Agent(run, folder, options, signals).serve():
             for path in folder.iterdir():  # The lock last: the next agent finds all or nothing.
                 if path.name != LOCK_NAME:
                     path.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
-    if told:  # Ends as the signal would have ended it.
-        signal.signal(told[0], signal.SIG_DFL)
-        os.kill(os.getpid(), told[0])
+    if signals:  # Ends as the signal would have ended it.
+        signal.signal(signals[0], signal.SIG_DFL)
+        os.kill(os.getpid(), signals[0])
     return 0
