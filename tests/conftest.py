@@ -24,6 +24,9 @@ from typing import Any
 
 import pytest
 
+# Before torch is imported: as in CI, and what copies to overlapping memory leave is defined.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from torch_ckpt.agent.memory import has_agent
 
 

@@ -34,6 +34,7 @@ PACKAGES = [
     {"errors"},
     {"_core"},
     {"options"},
+    {"filesystems"},
     {"coordination", "formats"},
     {"planning"},
     {"staging"},
@@ -44,6 +45,13 @@ PACKAGES = [
     {"integrations", "cli"},
     {"__init__"},
 ]
+
+# Only torch_ckpt/filesystems and the agent's shared memory name files to the operating system.
+ITS_FILES = re.compile(
+    r"\bos\.(listdir|scandir|stat|rename|replace|remove|unlink|mkdir|makedirs|path\.exists)\("
+    r"|\bshutil\b|(?<![.\w])open\(|local_file_system|\bPath\((?!\)|\"/proc/)"
+)
+WITHOUT_FILES = ("api", "formats", "planning", "staging", "storage", "runs", "coordination", "cli")
 
 VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")
 MAX_LINES = 600
@@ -112,6 +120,17 @@ def import_breaches() -> Iterator[str]:
             yield f"torch_ckpt/{module.replace('.', '/')}.py: imports itself through others"
 
 
+def file_breaches() -> Iterator[str]:
+    """Files that are reached by another door than ``torch_ckpt/filesystems``."""
+    for path in sorted((ROOT / "torch_ckpt").rglob("*.py")):
+        name = path.relative_to(ROOT)
+        if path.relative_to(ROOT / "torch_ckpt").parts[0].removesuffix(".py") not in WITHOUT_FILES:
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if ITS_FILES.search(line):
+                yield f"{name}:{number}: files are reached through filesystems.Location alone"
+
+
 def size_and_name_breaches() -> Iterator[str]:
     """Files that may hold two things, and names that say nothing."""
     for path in cpp_files() + sorted((ROOT / "torch_ckpt").rglob("*.py")):
@@ -128,6 +147,7 @@ def main() -> int:
     breaches = [
         *include_breaches(),
         *import_breaches(),
+        *file_breaches(),
         *size_and_name_breaches(),
     ]
     for breach in breaches:

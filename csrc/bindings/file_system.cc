@@ -2,8 +2,10 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 
 #include <algorithm>
+#include <filesystem>
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
@@ -22,12 +24,12 @@ FileSystem& local_file_system() {
 }
 
 // How long a file is, and those of these bytes that it has.
-std::pair<int64_t, py::bytes> read_part(FileSystem& fs, const std::string& path, int64_t offset,
-                                        int64_t nbytes) {
+std::pair<int64_t, py::bytes> read_part(FileSystem& fs, const std::filesystem::path& path,
+                                        int64_t offset, int64_t nbytes) {
   if (offset < 0 || nbytes < 0) throw py::value_error("a part begins and ends within its file");
   std::vector<std::byte> bytes;
   const int64_t file_nbytes = value_or_raise(without_gil([&]() -> Result<int64_t> {
-    ASSIGN_OR_RETURN(const auto file, fs.open(path, OpenMode::kRead, Caching::kBuffered));
+    ASSIGN_OR_RETURN(const auto file, fs.open(path.string(), OpenMode::kRead, Caching::kBuffered));
     ASSIGN_OR_RETURN(const int64_t all, file->size());
     bytes.resize(static_cast<size_t>(std::clamp<int64_t>(all - offset, 0, nbytes)));
     if (!bytes.empty()) RETURN_IF_ERROR(file->read(offset, bytes));
@@ -38,8 +40,10 @@ std::pair<int64_t, py::bytes> read_part(FileSystem& fs, const std::string& path,
 
 // The length of a file that torch.save has written; of its records names, offsets, lengths, CRCs.
 using PyRecord = std::tuple<py::object, int64_t, int64_t, uint32_t>;
-std::pair<int64_t, std::vector<PyRecord>> read_archive_of(FileSystem& fs, const std::string& path) {
-  const Archive archive = value_or_raise(without_gil([&] { return read_archive(fs, path); }));
+std::pair<int64_t, std::vector<PyRecord>> read_archive_of(FileSystem& fs,
+                                                          const std::filesystem::path& path) {
+  const Archive archive =
+      value_or_raise(without_gil([&] { return read_archive(fs, path.string()); }));
   std::pair<int64_t, std::vector<PyRecord>> out(archive.nbytes, {});
   out.second.reserve(archive.records.size());
   for (const ArchiveRecord& record : archive.records) {
@@ -48,27 +52,34 @@ std::pair<int64_t, std::vector<PyRecord>> read_archive_of(FileSystem& fs, const 
   return out;
 }
 
-// Names need not be UTF-8.
-std::vector<py::bytes> list_directory(FileSystem& fs, const std::string& path) {
+// Names need not be UTF-8: as os.listdir gives them.
+std::vector<py::str> list_directory(FileSystem& fs, const std::filesystem::path& path) {
   const std::vector<std::string> names =
-      value_or_raise(without_gil([&] { return fs.list_directory(path); }));
-  return {names.begin(), names.end()};
+      value_or_raise(without_gil([&] { return fs.list_directory(path.string()); }));
+  std::vector<py::str> out;
+  out.reserve(names.size());
+  for (const std::string& name : names) {
+    PyObject* decoded = PyUnicode_DecodeFSDefaultAndSize(name.data(), std::ssize(name));
+    if (decoded == nullptr) throw py::error_already_set();
+    out.push_back(py::reinterpret_steal<py::str>(decoded));
+  }
+  return out;
 }
 
-bool exists(FileSystem& fs, const std::string& path) {
-  const Status opened =
-      without_gil([&] { return fs.open(path, OpenMode::kRead, Caching::kBuffered).status(); });
+bool exists(FileSystem& fs, const std::filesystem::path& path) {
+  const Status opened = without_gil(
+      [&] { return fs.open(path.string(), OpenMode::kRead, Caching::kBuffered).status(); });
   if (opened.code() == StatusCode::kNotFound) return false;
   raise_if_error(opened);
   return true;
 }
 
-void commit_checkpoint(FileSystem& fs, const std::string& directory,
+void commit_checkpoint(FileSystem& fs, const std::filesystem::path& directory,
                        const std::string& metadata_name, const std::string& index_name,
                        const py::bytes& metadata, const py::bytes& index,
                        const std::string& save_id, const std::vector<std::string>& data_files,
                        bool sync) {
-  const Commit what = {.directory = directory,
+  const Commit what = {.directory = directory.string(),
                        .names = {metadata_name, index_name},
                        .metadata = as_bytes(static_cast<std::string_view>(metadata)),
                        .index = as_bytes(static_cast<std::string_view>(index)),
@@ -84,33 +95,34 @@ void bind_file_system(py::module_& module) {
   py::class_<FileSystem>(module, "FileSystem")
       .def(
           "create_directories",
-          [](FileSystem& fs, const std::string& path) {
-            raise_if_error(without_gil([&] { return fs.create_directories(path); }));
+          [](FileSystem& fs, const std::filesystem::path& path) {
+            raise_if_error(without_gil([&] { return fs.create_directories(path.string()); }));
           },
           py::arg("path"))
       .def(
           "sync_directory",
-          [](FileSystem& fs, const std::string& path) {
-            raise_if_error(without_gil([&] { return fs.sync_directory(path); }));
+          [](FileSystem& fs, const std::filesystem::path& path) {
+            raise_if_error(without_gil([&] { return fs.sync_directory(path.string()); }));
           },
           py::arg("path"))
       .def(
           "remove",
-          [](FileSystem& fs, const std::string& path) {
-            raise_if_error(without_gil([&] { return fs.remove(path); }));
+          [](FileSystem& fs, const std::filesystem::path& path) {
+            raise_if_error(without_gil([&] { return fs.remove(path.string()); }));
           },
           py::arg("path"))
       .def(
           "rename",
-          [](FileSystem& fs, const std::string& from, const std::string& to) {
-            raise_if_error(without_gil([&] { return fs.rename(from, to); }));
+          [](FileSystem& fs, const std::filesystem::path& from, const std::filesystem::path& to) {
+            raise_if_error(without_gil([&] { return fs.rename(from.string(), to.string()); }));
           },
           py::arg("from_path"), py::arg("to_path"))
       .def(
           "write_file",
-          [](FileSystem& fs, const std::string& path, const py::bytes& contents, bool sync) {
+          [](FileSystem& fs, const std::filesystem::path& path, const py::bytes& contents,
+             bool sync) {
             const Bytes bytes = as_bytes(static_cast<std::string_view>(contents));
-            raise_if_error(without_gil([&] { return write_file(fs, path, bytes, sync); }));
+            raise_if_error(without_gil([&] { return write_file(fs, path.string(), bytes, sync); }));
           },
           py::arg("path"), py::arg("contents"), py::arg("sync"))
       .def("list_directory", &list_directory, py::arg("path"))

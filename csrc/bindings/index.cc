@@ -2,7 +2,9 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 
+#include <filesystem>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -311,10 +313,10 @@ py::bytes read_pickle(const MetadataFile& metadata, bool verify) {
 
 // The metadata, the index that belongs to them or None; else one of the usual name that does not,
 // or None, whether what is there is of a newer version, and why it cannot be read.
-py::tuple open_one(FileSystem& fs, const std::string& directory, const std::string& metadata_name,
-                   const std::string& index_name) {
+py::tuple open_one(FileSystem& fs, const std::filesystem::path& directory,
+                   const std::string& metadata_name, const std::string& index_name) {
   const OpenedCheckpoint opened = value_or_raise(without_gil([&] {
-    return open_checkpoint(fs, directory, {metadata_name, index_name});
+    return open_checkpoint(fs, directory.string(), {metadata_name, index_name});
   }));
   const auto shared = [](const std::shared_ptr<const StoredIndex>& index) {
     return std::const_pointer_cast<StoredIndex>(index);  // Nothing bound here changes it.

@@ -2,9 +2,11 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 
 #include <algorithm>
 #include <exception>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -33,7 +35,7 @@ StoredSlice to_slice(const PySlice& slice) {
   return {file, offset, nbytes, name};
 }
 
-std::unique_ptr<LoadJob> make(FileSystem& fs, const std::string& directory,
+std::unique_ptr<LoadJob> make(FileSystem& fs, const std::filesystem::path& directory,
                               std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
                               int64_t block_nbytes, int threads, bool direct, bool verify,
                               bool slices_are_archives) {
@@ -43,8 +45,8 @@ std::unique_ptr<LoadJob> make(FileSystem& fs, const std::string& directory,
                                .caching = direct ? Caching::kDirect : Caching::kBuffered,
                                .verify = verify,
                                .slices_are_archives = slices_are_archives};
-  return value_or_raise(
-      without_gil([&] { return LoadJob::make(fs, directory, options, std::move(index)); }));
+  return value_or_raise(without_gil(
+      [&] { return LoadJob::make(fs, directory.string(), options, std::move(index)); }));
 }
 
 std::vector<StoredSlice> to_slices(const std::vector<PySlice>& slices) {

@@ -2,6 +2,9 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <filesystem>
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
@@ -12,13 +15,14 @@ namespace torch_ckpt {
 namespace {
 
 // File system and pool are kept alive by pybind11 (keep_alive below) for as long as the job.
-std::unique_ptr<PartJob> start(FileSystem& fs, const std::string& path, int64_t file_nbytes,
-                               BufferPool& pool, bool direct, bool sync, int niceness) {
+std::unique_ptr<PartJob> start(FileSystem& fs, const std::filesystem::path& path,
+                               int64_t file_nbytes, BufferPool& pool, bool direct, bool sync,
+                               int niceness) {
   const SaveOptions options = {.caching = direct ? Caching::kDirect : Caching::kBuffered,
                                .sync = sync,
                                .niceness = niceness};
   return value_or_raise(
-      without_gil([&] { return PartJob::start(fs, path, file_nbytes, pool, options); }));
+      without_gil([&] { return PartJob::start(fs, path.string(), file_nbytes, pool, options); }));
 }
 
 void write(PartJob& job,

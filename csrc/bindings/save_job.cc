@@ -2,6 +2,9 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <filesystem>
 
 #include "base/memory.h"
 #include "bindings/errors.h"
@@ -37,13 +40,14 @@ std::unique_ptr<BufferPool> make_pool(int64_t nbytes, int64_t block_nbytes) {
 }
 
 // File system and pool are kept alive by pybind11 (keep_alive below) for as long as the job.
-std::unique_ptr<SaveJob> start(FileSystem& fs, const std::string& path, const Layout& layout,
-                               BufferPool& pool, bool direct, bool sync, int niceness) {
+std::unique_ptr<SaveJob> start(FileSystem& fs, const std::filesystem::path& path,
+                               const Layout& layout, BufferPool& pool, bool direct, bool sync,
+                               int niceness) {
   const SaveOptions options = {.caching = direct ? Caching::kDirect : Caching::kBuffered,
                                .sync = sync,
                                .niceness = niceness};
   return value_or_raise(
-      without_gil([&] { return SaveJob::start(fs, path, layout, pool, options); }));
+      without_gil([&] { return SaveJob::start(fs, path.string(), layout, pool, options); }));
 }
 
 void write(SaveJob& job, const std::vector<std::pair<int64_t, const TensorView*>>& items) {

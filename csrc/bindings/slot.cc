@@ -4,8 +4,10 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 
 #include <algorithm>
+#include <filesystem>
 
 #include "bindings/devices.h"
 #include "bindings/errors.h"
@@ -141,14 +143,16 @@ void bind_slot(py::module_& module) {
   py::class_<Slot, std::shared_ptr<Slot>>(module, "Slot")
       .def_static(
           "create",
-          [](const std::string& path, int64_t nbytes) -> std::shared_ptr<Slot> {
-            return value_or_raise(without_gil([&] { return Slot::create(path, nbytes); }));
+          [](const std::filesystem::path& path, int64_t nbytes) -> std::shared_ptr<Slot> {
+            return value_or_raise(without_gil([&] { return Slot::create(path.string(), nbytes); }));
           },
           py::arg("path"), py::arg("nbytes"))
       .def_static(
           "open",
-          [](const std::string& path, bool writable, bool at_hand) -> std::shared_ptr<Slot> {
-            return value_or_raise(without_gil([&] { return Slot::open(path, writable, at_hand); }));
+          [](const std::filesystem::path& path, bool writable,
+             bool at_hand) -> std::shared_ptr<Slot> {
+            return value_or_raise(
+                without_gil([&] { return Slot::open(path.string(), writable, at_hand); }));
           },
           py::arg("path"), py::arg("writable"), py::arg("at_hand") = false)
       .def_property_readonly("nbytes", &Slot::nbytes)

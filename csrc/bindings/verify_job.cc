@@ -2,6 +2,9 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <filesystem>
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
@@ -11,14 +14,14 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-std::unique_ptr<VerifyJob> make(FileSystem& fs, const std::string& directory,
+std::unique_ptr<VerifyJob> make(FileSystem& fs, const std::filesystem::path& directory,
                                 std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
                                 int64_t block_nbytes, int threads, bool direct) {
   const LoadOptions options = {.buffer_nbytes = buffer_nbytes,
                                .block_nbytes = block_nbytes,
                                .threads = threads,
                                .caching = direct ? Caching::kDirect : Caching::kBuffered};
-  return value_or_raise(VerifyJob::make(fs, directory, std::move(index), options));
+  return value_or_raise(VerifyJob::make(fs, directory.string(), std::move(index), options));
 }
 
 std::vector<std::pair<int64_t, int64_t>> check(VerifyJob& job, int64_t file, int64_t begin,

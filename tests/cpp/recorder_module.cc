@@ -1,6 +1,6 @@
 // The Python module `recorder`: records what a save does to a real directory, and rebuilds every
 // legal tree after a power cut (power_cut.h), for tests that load them with stock DCP as well.
-// It has a disk that hangs, too. Built by CMake where it is told of a Python; never a part of the
+// It has a disk that hangs, too, and one that keeps everything elsewhere. Built by CMake where it is told of a Python; never a part of the
 // package.
 
 #include <pybind11/pybind11.h>
@@ -44,6 +44,38 @@ class HangingFileSystem : public PosixFileSystem {
   const std::string fifo_;
 };
 
+// Keeps what it is given under any path in a folder of its own, so that a file which was reached by
+// another door is missing here, or is where none should be.
+class ElsewhereFileSystem : public FileSystem {
+ public:
+  explicit ElsewhereFileSystem(std::string folder) : folder_(std::move(folder)) {}
+
+  Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode,
+                                     Caching caching) override {
+    return disk_.open(folder_ + path, mode, caching);
+  }
+  Status create_directories(const std::string& path) override {
+    return disk_.create_directories(folder_ + path);
+  }
+  Result<std::vector<std::string>> list_directory(const std::string& path) override {
+    return disk_.list_directory(folder_ + path);
+  }
+  Status rename(const std::string& from, const std::string& to) override {
+    return disk_.rename(folder_ + from, folder_ + to);
+  }
+  Status remove(const std::string& path) override { return disk_.remove(folder_ + path); }
+  Status sync_directory(const std::string& path) override {
+    return disk_.sync_directory(folder_ + path);
+  }
+  std::unique_ptr<IoQueue> make_queue(int depth, MutableBytes registered) override {
+    return disk_.make_queue(depth, registered);
+  }
+
+ private:
+  const std::string folder_;
+  PosixFileSystem disk_;
+};
+
 // The disk of the machine.
 PosixFileSystem& disk() {
   static PosixFileSystem file_system;
@@ -78,6 +110,8 @@ PYBIND11_MODULE(recorder, module) {
       .def(py::init(&record), py::arg("initial"), py::arg("folder"));
   py::class_<HangingFileSystem, FileSystem>(module, "HangingFileSystem")
       .def(py::init<std::string>(), py::arg("fifo"));
+  py::class_<ElsewhereFileSystem, FileSystem>(module, "ElsewhereFileSystem")
+      .def(py::init<std::string>(), py::arg("folder"));
   py::class_<PowerCuts>(module, "PowerCuts")
       .def(py::init([](const RecordingFileSystem& fs, int64_t limit, int64_t samples,
                        uint32_t seed) {

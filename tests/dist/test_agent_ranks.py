@@ -25,7 +25,7 @@ from waits import until
 from torch_ckpt import CancelledError, FastReader, RankState, Run, SnapshotAgent, SnapshotReader
 from torch_ckpt.agent import trainer
 from torch_ckpt.agent.memory import folder_of, open_folder, run_of
-from torch_ckpt.storage import exchange
+from torch_ckpt.coordination import connect
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("memory")]
 
@@ -221,7 +221,7 @@ def find_places(run: Path) -> None:
 
     def look_first() -> str:
         looked.touch()
-        return exchange.this_machine()
+        return connect.this_machine()
 
     def remove_and_open(name: bytes) -> Path:
         while not looked.exists():

@@ -38,6 +38,7 @@ from torch.futures import Future
 
 import torch_ckpt
 from torch_ckpt import CheckpointError, FastReader, FastWriter, RankTimeoutError
+from torch_ckpt.filesystems.location import register
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -198,7 +199,8 @@ class Writer(FastWriter):
 
     def finish(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
         self.detour("finish")
-        with mock.patch.object(self, "_file_system", Publishing(self._file_system, self.detour)):
+        publishing: Any = Publishing(self.location.file_system, self.detour)
+        with mock.patch.object(self.location, "file_system", publishing):
             super().finish(metadata, *args, **kwargs)
         vars(metadata).update(self.detour("committed") or {})
 
@@ -318,10 +320,12 @@ def test_load_with_a_rank_past_the_deadline_is_given_up_by_all(
 
 
 def load_from_a_disk_that_hangs(path: Path, fifo: Path, exchange: Any) -> Failure:
-    reader = FastReader(path, exchange=exchange)
     if dist.get_rank() == 1:
         sys.path.insert(0, str(RECORDER))
-        reader._file_system = importlib.import_module("recorder").HangingFileSystem(str(fifo))
+        register("hanging", importlib.import_module("recorder").HangingFileSystem(str(fifo)))
+        reader = FastReader(f"hanging://{path}", exchange=exchange)
+    else:
+        reader = FastReader(path, exchange=exchange)
     with pytest.raises(RankTimeoutError) as caught:
         torch_ckpt.load(state_of("of no version"), storage_reader=reader, timeout_s=DEADLINE_S)
     with contextlib.ExitStack() as stack:

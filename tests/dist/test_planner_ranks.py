@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter
-from torch_ckpt._core import _native
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.seal import open_committed
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
@@ -224,7 +224,7 @@ def test_shards_of_fsdp1_are_stored_by_the_engine(path: Path) -> None:
     shard = TensorShard.from_tensor_and_offsets(local, [3 * rank, 0], rank)
     state = {"st": init_from_local_shards([shard], 3 * world, 5)}
     dcp.save(state, storage_writer=FastWriter(path), planner=FastSavePlanner())
-    _, index = open_committed(_native.local_file_system(), path, "")
+    _, index = open_committed(Location(path), "")
     assert index is not None
     _, _, boxes = index.find("st")
     assert [box[5] for box in boxes] == [True] * world  # Frames of the engine's own.

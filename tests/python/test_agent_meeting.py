@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_ckpt import CheckpointError, CorruptionError, StorageError
+from torch_ckpt import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.agent.meeting import Meeting, Word, decode, encode
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.snapshot import holes
 from torch_ckpt.storage.gc import stale_files
 
 
 def meeting_in(path: Path, node: int = 0) -> Meeting:
-    return Meeting(b"r" * 16, b"s" * 16, 7, node, 2, path)
+    return Meeting(b"r" * 16, b"s" * 16, 7, node, 2, Location(path))
 
 
 def test_no_byte_of_a_file_can_be_changed_or_cut_off_unnoticed(rng: random.Random) -> None:
@@ -31,7 +32,7 @@ def test_no_byte_of_a_file_can_be_changed_or_cut_off_unnoticed(rng: random.Rando
 
 def test_a_word_that_is_damaged_or_none_is_no_word(tmp_path: Path) -> None:
     meeting = meeting_in(tmp_path)
-    word = Word("failed", meeting.visit, "ab", {1: "cd"}, ("StorageError", "full", 28))
+    word = Word("failed", meeting.visit, "ab", {1: "cd"}, ("NotFoundError", "full", 28))
     meeting.say(word)
     assert meeting_in(tmp_path, 1).word_of(0) == word
     (path,) = tmp_path.iterdir()
@@ -55,7 +56,7 @@ def test_what_a_save_recognises_as_left_over_is_every_file_of_a_meeting(tmp_path
 
 def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
     meeting = meeting_in(tmp_path / "none")
-    with pytest.raises(StorageError, match="No such file"):
+    with pytest.raises(NotFoundError, match="No such file"):
         meeting.say(Word("here", meeting.visit))
     assert not meeting.is_attended()
     with pytest.raises(CheckpointError):

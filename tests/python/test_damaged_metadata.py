@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from torch_ckpt import CorruptionError, FastReader, FastWriter, NotFoundError
-from torch_ckpt._core import _native
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.seal import INDEX_MARK, open_committed
 
 
@@ -200,7 +200,7 @@ def test_metadata_with_a_damaged_pickle_load_by_their_index_and_fail_their_check
     for at in (0, rng.randrange(len(whole) - 64), len(whole) - 65):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
         assert loads(saved, state) == []
-        committed, index = open_committed(_native.local_file_system(), saved, "")
+        committed, index = open_committed(Location(saved), "")
         assert index is not None
         for check in (committed.check, committed.read_pickle):
             with pytest.raises(CorruptionError, match=re.escape(str(path))):

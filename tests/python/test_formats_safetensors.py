@@ -35,7 +35,7 @@ from torch_ckpt import (
     NotFoundError,
     UnsupportedError,
 )
-from torch_ckpt._core import _native
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.safetensors import open_safetensors
 
 UNKNOWN_TO_THE_LIBRARY = {torch.complex32, torch.complex128}
@@ -255,7 +255,7 @@ def test_a_header_that_cannot_be_is_refused_with_the_name_of_the_file(
     path.write_bytes(BAD[what])
 
     with pytest.raises(CorruptionError, match=r"bad\.safetensors"):
-        open_safetensors(_native.local_file_system(), path)
+        open_safetensors(Location(path))
     assert type(failure_of(load, {"a": torch.zeros(1)}, FastReader(path))) is CorruptionError
 
 
@@ -366,7 +366,7 @@ def test_random_headers_are_refused_or_mean_what_the_library_reads(
     for data in mutations(path.read_bytes(), rng, count):
         path.write_bytes(data)
         try:
-            opened = open_safetensors(_native.local_file_system(), path)
+            opened = open_safetensors(Location(path))
         except (CorruptionError, UnsupportedError):
             refused += 1
             continue

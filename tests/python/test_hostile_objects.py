@@ -274,12 +274,12 @@ def test_torchscript_and_files_of_others_are_not_handed_to_their_readers(
 
     path = tmp_path / "script.pt"
     torch.jit.script(Module()).save(str(path))
-    for source in (path, io.BytesIO(path.read_bytes())):
+    for mapped in (path, None):
         with (
             mock.patch.object(torch.jit, "load", side_effect=AssertionError),
             pytest.raises(ForbiddenPickleError, match="GLOBAL __torch__"),
         ):
-            load_object(source)
+            load_object(io.BytesIO(path.read_bytes()), mapped=mapped)
     with pytest.raises(pickle.UnpicklingError):
         load_object(io.BytesIO(b"\x80\x02" + system(canary) + b"."))
     assert not canary.exists()

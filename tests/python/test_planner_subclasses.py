@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torch_ckpt import CheckpointError, FastLoadPlanner, FastReader, FastSavePlanner, FastWriter
-from torch_ckpt._core._native import local_file_system
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.seal import open_committed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -358,7 +358,7 @@ LOADERS: list[type] = [
 
 
 def index_of(path: Path) -> Any:
-    return open_committed(local_file_system(), path, "")[1]
+    return open_committed(Location(path), "")[1]
 
 
 def test_what_a_subclass_stores_is_what_the_metadata_say(tmp_path: Path) -> None:

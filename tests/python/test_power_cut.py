@@ -18,6 +18,7 @@ from checkpoints import blank, differences, load, save
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from torch_ckpt import FastReader, FastWriter, NotFoundError
+from torch_ckpt.filesystems.location import register
 
 LIMIT, SAMPLES, SEED = 600, 150, 7
 
@@ -39,9 +40,11 @@ def trees_of_a_save(
     """Saves; yields each tree that a cut or kill may leave, whether all is done, and a message."""
     path.mkdir(exist_ok=True)
     initial = {str(file): file.read_bytes() for file in path.iterdir()}
-    writer._file_system = recorder.RecordingFileSystem(initial, str(path))
+    recording = recorder.RecordingFileSystem(initial, str(path))
+    register("recorded", recording)
+    writer.reset(f"recorded://{path}")
     save(state, writer)
-    cuts = recorder.PowerCuts(writer._file_system, LIMIT, SAMPLES, SEED)
+    cuts = recorder.PowerCuts(recording, LIMIT, SAMPLES, SEED)
     for instant in range(cuts.last_instant + 1):
         for tree in [*cuts.trees_after(instant), cuts.tree_after_kill(instant)]:
             where = f"instant {instant}, after: {cuts.change_before(instant)}; {sorted(tree)}"

@@ -1,8 +1,11 @@
 """Types of the native engine (csrc/bindings/module.cc). Private: use the package's own classes."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from typing_extensions import Buffer
+
+_Path = str | bytes | os.PathLike[str]
 
 DTYPE_NAMES: list[str]
 
@@ -25,9 +28,9 @@ it is to be brought to disk, held, share."""
 
 class Slot:
     @staticmethod
-    def create(path: bytes, nbytes: int) -> Slot: ...
+    def create(path: _Path, nbytes: int) -> Slot: ...
     @staticmethod
-    def open(path: bytes, writable: bool, at_hand: bool = False) -> Slot: ...
+    def open(path: _Path, writable: bool, at_hand: bool = False) -> Slot: ...
     @property
     def nbytes(self) -> int: ...
     def begin(self, header: SlotHeader, table: bytes, payload_nbytes: int) -> None: ...
@@ -119,18 +122,18 @@ class ExchangeStream:
     def close(self) -> None: ...
 
 class FileSystem:
-    def create_directories(self, path: bytes) -> None: ...
-    def sync_directory(self, path: bytes) -> None: ...
-    def remove(self, path: bytes) -> None: ...
-    def rename(self, from_path: bytes, to_path: bytes) -> None: ...
-    def write_file(self, path: bytes, contents: bytes, sync: bool) -> None: ...
-    def list_directory(self, path: bytes) -> list[bytes]: ...
-    def exists(self, path: bytes) -> bool: ...
-    def read_part(self, path: bytes, offset: int, nbytes: int) -> tuple[int, bytes]: ...
-    def read_archive(self, path: bytes) -> tuple[int, list[tuple[str, int, int, int]]]: ...
+    def create_directories(self, path: _Path) -> None: ...
+    def sync_directory(self, path: _Path) -> None: ...
+    def remove(self, path: _Path) -> None: ...
+    def rename(self, from_path: _Path, to_path: _Path) -> None: ...
+    def write_file(self, path: _Path, contents: bytes, sync: bool) -> None: ...
+    def list_directory(self, path: _Path) -> list[str]: ...
+    def exists(self, path: _Path) -> bool: ...
+    def read_part(self, path: _Path, offset: int, nbytes: int) -> tuple[int, bytes]: ...
+    def read_archive(self, path: _Path) -> tuple[int, list[tuple[str, int, int, int]]]: ...
     def commit(
         self,
-        directory: bytes,
+        directory: _Path,
         metadata_name: str,
         index_name: str,
         metadata: bytes,
@@ -222,7 +225,7 @@ def foreign_index(
     paths: Sequence[IndexPath],
 ) -> Index: ...
 def open_checkpoint(
-    fs: FileSystem, directory: bytes, metadata_name: str, index_name: str
+    fs: FileSystem, directory: _Path, metadata_name: str, index_name: str
 ) -> tuple[MetadataFile, Index | None, Index | None, bool, str]: ...
 
 class Layout:
@@ -239,7 +242,7 @@ class SaveJob:
     def __init__(
         self,
         fs: FileSystem,
-        path: bytes,
+        path: _Path,
         layout: Layout,
         pool: BufferPool,
         direct: bool,
@@ -259,7 +262,7 @@ class PartJob:
     def __init__(
         self,
         fs: FileSystem,
-        path: bytes,
+        path: _Path,
         file_nbytes: int,
         pool: BufferPool,
         direct: bool,
@@ -280,7 +283,7 @@ class LoadJob:
     def __init__(
         self,
         fs: FileSystem,
-        directory: bytes,
+        directory: _Path,
         index: Index | None,
         buffer_nbytes: int,
         block_nbytes: int,
@@ -305,7 +308,7 @@ class VerifyJob:
     def __init__(
         self,
         fs: FileSystem,
-        directory: bytes,
+        directory: _Path,
         index: Index,
         buffer_nbytes: int,
         block_nbytes: int,

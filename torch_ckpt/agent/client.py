@@ -20,6 +20,7 @@ from torch_ckpt.agent.memory import SlotHeader, folder_of, has_agent, open_folde
 from torch_ckpt.agent.messages import Kind, Message, peer_of, raise_error, receive, send
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.filesystems.location import Location
 
 __all__ = ["AgentClient", "Place", "Taken"]
 
@@ -140,14 +141,14 @@ class AgentClient:
         """Says that a snapshot is complete."""
         self._ask(Kind.FILLED, os.fsencode(path), sequence)
 
-    def give_up(self, sequence: int, directory: Path) -> None:
+    def give_up(self, sequence: int, directory: Location) -> None:
         """Says that there will be no snapshot for this save, as far as anybody can be told."""
         if self.is_lost:
             return
         place = self.place
         with contextlib.suppress(OSError, CheckpointError):
             self._ask(
-                *(Kind.GIVE_UP, sequence, place.node, place.node_count, os.fsencode(directory))
+                *(Kind.GIVE_UP, sequence, place.node, place.node_count, os.fsencode(str(directory)))
             )
 
     def persist(self, sequence: int) -> None:

@@ -9,16 +9,14 @@ written under it, and only the first machine commits.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.meeting import Failure, Meeting, Word, failure_of, raise_failure
 from torch_ckpt.agent.memory import SlotHeader
 from torch_ckpt.agent.patience import Patience
-from torch_ckpt.agent.persist import Report, publish, seal, write_parts
+from torch_ckpt.agent.persist import Report, directory_of, publish, seal, write_parts
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.seal import committed_id
 from torch_ckpt.options import IoOptions
@@ -87,7 +85,7 @@ class JointSave:
         self._first = self._snapshots[0]
         if not self._first.directory:
             raise CheckpointError("the save has no directory to come to")
-        self._directory = Path(os.fsdecode(self._first.directory))
+        self._directory = directory_of(self._first)
         self._io = io
         self._threads = threads
         header = self._headers[0]
@@ -109,7 +107,7 @@ class JointSave:
         Raises:
             StorageError: It cannot be written.
         """
-        _native.local_file_system().create_directories(self._first.directory)
+        self._directory.create_directories()
         self._patience.restart()
         self._publish_lists()
         self._meeting.say(self._said)
@@ -182,7 +180,7 @@ class JointSave:
                 raise self._timed_out(self._meeting.others)
             self._patience.pause()
         if self._first.sync:
-            _native.local_file_system().sync_directory(self._first.directory)
+            self._directory.sync()
 
     def _look(self) -> dict[int, Word | None]:
         """What all other machines say, and which of them are here."""
@@ -249,8 +247,7 @@ class JointSave:
         items = [lists.items[rank] for rank in sorted(lists.items)]
         paths = [lists.paths[rank] for rank in sorted(lists.items)]
         plan = _native.GlobalPlan(items, self._headers[0].ranks_here, split=True, dedup=True)
-        fs = _native.local_file_system()
-        found = [os.fsdecode(name) for name in fs.list_directory(self._first.directory)]
+        found = self._directory.names()
         former = committed_id(self._directory)
         self._attempt = self._meeting.new_attempt()
         for node, ranks in lists.ranks_of.items():
@@ -397,7 +394,7 @@ class JointSave:
 
     def _drop(self) -> None:
         """Removes what this machine has written."""
-        remove_files(_native.local_file_system(), self._directory, self._written)
+        remove_files(self._directory, self._written)
         self._written = []
 
     def _say(self, word: Word) -> None:

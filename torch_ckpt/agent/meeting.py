@@ -10,19 +10,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import secrets
 import socket
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from torch_ckpt._core import _native
 from torch_ckpt.agent.messages import Kind, Message, error_message, raise_error
-from torch_ckpt.errors import CheckpointError, CorruptionError, StorageError
+from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, StorageError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.seal import committed_id
 from torch_ckpt.storage.gc import remove_files
 
@@ -112,7 +110,7 @@ class Meeting:
         sequence: int,
         node: int,
         node_count: int,
-        directory: Path,
+        directory: Location,
     ) -> None:
         self.directory = directory
         self.node = node
@@ -161,26 +159,28 @@ class Meeting:
         """Publishes something that is of a machine, or for it.
 
         Raises:
+            NotFoundError: The directory is gone.
             StorageError: It cannot be written.
         """
         path = self._path(node, what)
         temporary = path.with_name(f"{path.name}{_UNPUBLISHED}")
+        temporary.discard()  # Of an agent that was killed.
         try:
-            temporary.write_bytes(encode(facts, blobs))
-            temporary.replace(path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise StorageError(f"cannot write {path}: {error.strerror}", error.errno) from error
+            temporary.write(encode(facts, blobs), sync=False)
+            temporary.rename(path)
+        except CheckpointError:
+            temporary.discard()
+            raise
 
     def get(self, node: int, what: What) -> tuple[dict[str, Any], list[bytes]] | None:
         """What was published of a machine, or for it; ``None`` if that is nothing whole."""
-        with contextlib.suppress(OSError, CorruptionError):
-            return decode(self._path(node, what).read_bytes())
+        with contextlib.suppress(StorageError, NotFoundError, CorruptionError):
+            return decode(self._path(node, what).read())
         return None
 
     def has(self, what: What) -> bool:
         """Whether something of this machine is there."""
-        return self._path(self.node, what).exists()
+        return self._path(self.node, what).is_file()
 
     def remove(self, *whats: What) -> None:
         """Removes files of this machine, as far as they are there."""
@@ -204,15 +204,15 @@ class Meeting:
         self.say(Word("never", self.visit, failure=failure))
 
     def _files(self) -> list[str]:
-        with contextlib.suppress(OSError):
-            names = os.listdir(self.directory)
+        with contextlib.suppress(StorageError, NotFoundError):
+            names = self.directory.names()
             return [name for name in names if name.startswith(f".agents-{self.tag}-")]
         return []
 
     def _remove(self, names: Iterable[str]) -> None:
-        remove_files(_native.local_file_system(), self.directory, names)
+        remove_files(self.directory, names)
 
-    def _path(self, node: int, what: What) -> Path:
+    def _path(self, node: int, what: What) -> Location:
         return self.directory / f".agents-{self.tag}-{node}.{what}"
 
 

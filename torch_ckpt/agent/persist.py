@@ -7,20 +7,21 @@ the files are those of :class:`torch_ckpt.FastWriter`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from torch_ckpt._core import _native
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.seal import INDEX_MARK, committed_id
 from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.file_jobs import write_planned
 from torch_ckpt.storage.gc import remove_files, stale_files
 
-__all__ = ["Report", "persist", "publish", "seal", "write_parts"]
+__all__ = ["Report", "directory_of", "persist", "publish", "seal", "write_parts"]
 
 Report = tuple[int, tuple[str, int, bytes], bytes]
 """Rank, its file with the sums of that, where its items lie."""
@@ -49,10 +50,9 @@ def persist(
     """
     _check_one_save(snapshots)
     first = snapshots[0]
-    directory = Path(os.fsdecode(first.directory))
-    fs = _native.local_file_system()
-    fs.create_directories(first.directory)
-    found = frozenset(os.fsdecode(name) for name in fs.list_directory(first.directory))
+    directory = directory_of(first)
+    directory.create_directories()
+    found = frozenset(directory.names())
     former = committed_id(directory)
     plan = _native.GlobalPlan(
         [snapshot.items for snapshot in snapshots], len(snapshots), split=True, dedup=True
@@ -67,7 +67,7 @@ def persist(
         if not is_current():
             raise CheckpointError(f"cannot commit {directory}: a slot was filled anew meanwhile")
     except BaseException:
-        remove_files(fs, directory, written)
+        remove_files(directory, written)
         raise
     sizes = {name: nbytes for _, (name, nbytes, _), _ in reports}
     publish(sealed, sizes, save_id, first, found, former)
@@ -75,7 +75,7 @@ def persist(
 
 def write_parts(
     parts: Sequence[tuple[_native.StoredSnapshot, bytes]],
-    directory: Path,
+    directory: Location,
     save_id: str,
     written: list[str],
     *,
@@ -111,7 +111,7 @@ def write_parts(
     with ThreadPoolExecutor(threads, "torch_ckpt-write") as executor:
         reports = [report for some in executor.map(write_every, range(threads)) for report in some]
     if written and parts[0][0].sync:
-        _native.local_file_system().sync_directory(os.fsencode(directory))
+        directory.sync()
     return reports
 
 
@@ -134,7 +134,7 @@ def seal(
     Raises:
         CheckpointError: They do not make up whole tensors.
     """
-    directory = os.fspath(Path(os.fsdecode(first.directory)))
+    directory = str(directory_of(first))
     once = None if first.paths is None else _once(paths)
     storage_meta = (directory, True, save_id, None, [INDEX_MARK])
     return _native.seal_plan(plan, save_id, reports, first.version, once, storage_meta)
@@ -162,21 +162,20 @@ def publish(
         CheckpointError: Somebody else has saved there meanwhile. What was written is removed.
         StorageError: It failed. Whether the checkpoint is there now is not known.
     """
-    fs = _native.local_file_system()
-    directory = Path(os.fsdecode(first.directory))
+    directory = directory_of(first)
     try:
         _check_alone(directory, written, former)
     except BaseException:
-        remove_files(fs, directory, written)
+        remove_files(directory, written)
         raise
-    fs.commit(
-        *(first.directory, ".metadata", ".index", *sealed, save_id),
+    directory.file_system.commit(
+        *(directory.path, ".metadata", ".index", *sealed, save_id),
         *(sorted(written), first.sync),
     )
-    remove_files(fs, directory, stale_files(found, written, None))
+    remove_files(directory, stale_files(found, written, None))
 
 
-def _check_alone(directory: Path, written: Mapping[str, int], former: str | None) -> None:
+def _check_alone(directory: Location, written: Mapping[str, int], former: str | None) -> None:
     """Raises where another save has been committed meanwhile: it may have taken files of this one.
 
     Whoever stands still between this and the commit, for as long as another save takes, is not
@@ -188,11 +187,10 @@ def _check_alone(directory: Path, written: Mapping[str, int], former: str | None
             f"cannot commit {directory}: another save, {now}, was committed there meanwhile"
         )
     for name, nbytes in written.items():
-        path = directory / name
-        if not path.exists() or path.stat().st_size != nbytes:
-            raise CheckpointError(
-                f"cannot commit {directory}: {name} is not there as it was written"
-            )
+        with contextlib.suppress(NotFoundError):
+            if (directory / name).nbytes() == nbytes:
+                continue
+        raise CheckpointError(f"cannot commit {directory}: {name} is not there as it was written")
 
 
 def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:
@@ -206,7 +204,7 @@ def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:
 def _write(
     snapshot: _native.StoredSnapshot,
     assignment: bytes,
-    directory: Path,
+    directory: Location,
     save_id: str,
     pool: _native.BufferPool,
     io: IoOptions,
@@ -224,12 +222,16 @@ def _write(
         planned,
         lambda job: planned.write(job, 0, len(planned)),
         lambda position: snapshot.object_bytes(numbers[position]),
-        fs=_native.local_file_system(),
         pool=pool,
         direct=io.direct,
         sync=snapshot.sync,
     )
     return rank, (name, *job.sums), extents
+
+
+def directory_of(snapshot: _native.StoredSnapshot) -> Location:
+    """Where the checkpoint goes that a snapshot is to become."""
+    return Location(os.fsdecode(snapshot.directory))
 
 
 def _once(paths: Iterable[bytes | None]) -> list[bytes]:

@@ -36,6 +36,7 @@ from torch_ckpt.agent.saves import Saves
 from torch_ckpt.agent.shares import Shares
 from torch_ckpt.agent.slots import Look, Save, Slots
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError
+from torch_ckpt.filesystems.location import Location
 
 __all__ = ["Agent", "run_agent"]
 
@@ -331,7 +332,7 @@ class Agent:
         trainer.reached = max(trainer.reached, sequence + 1)
         self._changed.notify_all()
         if node_count > 1:
-            directory = Path(os.fsdecode(message.data(3)))
+            directory = Location(os.fsdecode(message.data(3)))
             self._declined.add(
                 Meeting(self.run, trainer.session, sequence, node, node_count, directory),
                 f"rank {trainer.rank} has failed, or skipped, before its part of {directory}",

@@ -81,4 +81,4 @@ class SnapshotReader(FastReader):
         if prefix:
             raise NotFoundError("in memory no rank has saved alone")
         slots = self.remembered.slots
-        return open_snapshot(self.path, slots, trust_pickle=self.trust_pickle)
+        return open_snapshot(self.remembered.folder, slots, trust_pickle=self.trust_pickle)

@@ -33,9 +33,10 @@ from torch_ckpt.agent.memory import (
     whole_saves,
 )
 from torch_ckpt.agent.options import AgentOptions
+from torch_ckpt.coordination.connect import this_machine
 from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.errors import CheckpointError, UnsupportedError
-from torch_ckpt.storage.exchange import this_machine
+from torch_ckpt.filesystems.location import Location
 
 __all__ = ["OnBusy", "Remembered", "SnapshotAgent", "StagedSave"]
 
@@ -53,7 +54,7 @@ class StagedSave:
     """
 
     header: SlotHeader
-    directory: Path
+    directory: Location
 
 
 @dataclass(frozen=True)
@@ -183,37 +184,37 @@ class SnapshotAgent:
             StorageError: There is not as much memory.
             UnsupportedError: The state has no form in columns.
         """
-        directory = Path(os.path.abspath(directory))
+        location = Location(directory).absolute()
         try:
-            os.fspath(directory).encode()
+            str(location).encode()
         except UnicodeEncodeError:
-            raise UnsupportedError(f"cannot save to {directory!r}: it is no UTF-8") from None
+            raise UnsupportedError(f"cannot save to {location!r}: it is no UTF-8") from None
         with self._lock, gc_paused():
             sequence, self._sequence = self._sequence, self._sequence + 1
             self._newest = None
             header = self._place.header(sequence, step, persist=persist)
             try:
-                filled = self._fill(header, Held.of(state_dict), directory, sync=sync)
+                filled = self._fill(header, Held.of(state_dict), location, sync=sync)
             except BaseException:
                 # Or the other ranks' slots would wait for it.
-                self._client.give_up(sequence, directory)
+                self._client.give_up(sequence, location)
                 raise
             if filled is None:
                 if self._place.node_count > 1:  # Others may not have.
-                    self._client.give_up(sequence, directory)
+                    self._client.give_up(sequence, location)
                 return None
             self._newest, header = filled
             self._client.filled(self._newest, sequence)
-            return StagedSave(header, directory)
+            return StagedSave(header, location)
 
     def _fill(
-        self, header: SlotHeader, held: Held, directory: Path, *, sync: bool
+        self, header: SlotHeader, held: Held, directory: Location, *, sync: bool
     ) -> tuple[Path, SlotHeader] | None:
         """Fills a slot; returns its file, and what it says of itself.
 
         Returns ``None`` where no slot is free and the save is to be skipped.
         """
-        table = held.table(os.fspath(directory), sync=sync)
+        table = held.table(str(directory), sync=sync)
         nbytes = _native.slot_nbytes(len(table), held.nbytes)
         # What is too small will be made anew, and cannot be as long as it is mapped here.
         self._slots = {p: one for p, one in self._slots.items() if one[1].nbytes >= nbytes}
@@ -229,7 +230,7 @@ class SnapshotAgent:
         self.waited += taken.has_waited
         if taken.share != NOT_SHARED:
             held = self._parts.part_of(held, taken.share)
-            table = held.table(os.fspath(directory), sync=sync)
+            table = held.table(str(directory), sync=sync)
         slot = self._slot(taken.path)
         header = dataclasses.replace(header, held=of_tensors, share=taken.share)
         slot.begin(header.to_native(), table, held.nbytes)

@@ -9,10 +9,10 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch_ckpt.cli.terminal import SOUND, printable
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.committed_files import (
     Checkpoint,
     described,
@@ -33,7 +33,7 @@ def add_to(commands: Any) -> None:
         description="Lists the tensors and objects of a checkpoint: names, dtypes, shapes, boxes, "
         "files, sizes, and how evenly the ranks have written.",
     )
-    parser.add_argument("path", type=Path, help="directory of the checkpoint")
+    parser.add_argument("path", type=Location, help="directory of the checkpoint")
     parser.add_argument("--json", action="store_true", help="as JSON, with every box")
     parser.set_defaults(command=_inspect)
 

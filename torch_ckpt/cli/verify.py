@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from torch_ckpt.cli.terminal import DAMAGED, SOUND, UNKNOWN, printable
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.verify import examine
 
 __all__ = ["add_to"]
@@ -24,7 +24,7 @@ def add_to(commands: Any) -> None:
         "checkpoint of stock DCP has only the CRCs of its zip archives, and those match; 3 where "
         "there is no checkpoint or it cannot be read.",
     )
-    parser.add_argument("path", type=Path, help="directory of the checkpoint")
+    parser.add_argument("path", type=Location, help="directory of the checkpoint")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(command=_verify)
 

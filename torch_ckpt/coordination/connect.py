@@ -11,6 +11,7 @@ has given up, and what each rank brings is read by every other, N times N values
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import json
 import secrets
@@ -28,7 +29,7 @@ from torch.distributed.distributed_c10d import Store
 from torch_ckpt.coordination.tree import FAN_OUT, Tree
 from torch_ckpt.errors import RankTimeoutError, listed_ranks
 
-__all__ = ["Neighbours", "connect", "own_addresses"]
+__all__ = ["Neighbours", "connect", "own_addresses", "this_machine"]
 
 _GRACE_S = 2.0  # For the coordinator to say which rank is late, once the time is over.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.2
@@ -324,6 +325,14 @@ def _node_id() -> int:
     Asked of each rank, and not reckoned from ``LOCAL_WORLD_SIZE``: nodes may be uneven, and the
     ranks of a group scattered over them.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    name = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+    name = this_machine().encode()
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little", signed=True)
+
+
+@functools.cache
+def this_machine() -> str:
+    """A name that processes have in common if they share the memory of a machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

@@ -435,7 +435,7 @@ def claim_commit() -> None:
     Example::
 
         claim_commit()
-        os.rename(temporary, final)
+        temporary.rename(final)
     """
     call = _current.get()
     if call is not None:

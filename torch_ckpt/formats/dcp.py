@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from torch_ckpt._core import _native
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.index import to_metadata
 from torch_ckpt.formats.metadata import load_committed
 from torch_ckpt.formats.opened import Opened
@@ -13,13 +11,10 @@ from torch_ckpt.formats.seal import open_committed
 __all__ = ["open_dcp"]
 
 
-def open_dcp(
-    fs: _native.FileSystem, directory: Path, prefix: str, *, verify: bool, trust_pickle: bool
-) -> Opened:
+def open_dcp(directory: Location, prefix: str, *, verify: bool, trust_pickle: bool) -> Opened:
     """Opens what was committed, from the index wherever there is one.
 
     Args:
-        fs: Where the checkpoint lies.
         directory: The checkpoint.
         prefix: What the name of its metadata begins with: none, or ``__0`` for those that rank 0
             saved alone.
@@ -32,9 +27,9 @@ def open_dcp(
         UnsupportedError: The index is of a newer version, or the metadata ask for more than they
             may have.
     """
-    committed, index = open_committed(fs, directory, prefix, verify=verify)
+    committed, index = open_committed(directory, prefix, verify=verify)
     if index is not None and index.has_entries:
-        return Opened(to_metadata(index, checkpoint_id=directory), directory, index)
+        return Opened(to_metadata(index, checkpoint_id=directory.checkpoint_id), directory, index)
     pickled = committed.read_pickle(verify=verify)
     metadata = load_committed(
         pickled, where=str(directory / f"{prefix}.metadata"), trust_pickle=trust_pickle

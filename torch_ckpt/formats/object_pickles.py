@@ -39,19 +39,19 @@ HOW_TO_ALLOW = (
 
 
 def load_object(
-    source: io.BytesIO | pathlib.Path,
+    source: IO[bytes],
     *,
     trust_pickle: bool = False,
     map_location: str | None = None,
-    mmap: bool = False,
+    mapped: pathlib.Path | None = None,
 ) -> object:
     """Unpickles what ``torch.save`` has written.
 
     Args:
-        source: The bytes, or a file.
+        source: The bytes.
         trust_pickle: Whether to unpickle anything, which may run any code.
         map_location: As for ``torch.load``.
-        mmap: As for ``torch.load``.
+        mapped: The file that they are read from, if its storages are to be mapped into memory.
 
     Raises:
         ForbiddenPickleError: It asks for more than it may have. Names all classes and functions
@@ -59,15 +59,15 @@ def load_object(
         Exception: Whatever else ``torch.load`` raises on damage.
     """
     if trust_pickle:
-        return torch.load(source, weights_only=False, map_location=map_location, mmap=mmap)
-    if isinstance(source, io.BytesIO):
-        return _load_stream(source, map_location)
+        file = source if mapped is None else mapped
+        how: Any = {"map_location": map_location, "mmap": mapped is not None}
+        return torch.load(file, weights_only=False, **how)
     storage: Any = None
-    with open(source, "rb") as file:
-        if mmap:
-            nbytes = os.fstat(file.fileno()).st_size
-            storage = torch.UntypedStorage.from_file(os.fspath(source), False, nbytes)
-        return _load_stream(file, map_location, storage)
+    if mapped is not None:
+        nbytes = source.seek(0, io.SEEK_END)
+        source.seek(0)
+        storage = torch.UntypedStorage.from_file(os.fspath(mapped), False, nbytes)
+    return _load_stream(source, map_location, storage)
 
 
 def _load_stream(

@@ -7,16 +7,15 @@ FQN lies where, and all that plans and loads works by that as by one of our own.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.index import to_metadata
 
 __all__ = ["Contents", "ForeignFiles", "Opened"]
@@ -46,7 +45,7 @@ class Opened:
     """
 
     metadata: Metadata
-    directory: Path
+    directory: Location
     index: _native.Index | None
     contents: Contents | None = None
 
@@ -66,8 +65,8 @@ class ForeignFiles:
         paths: Of each FQN the keys from the root of the nested state dict.
     """
 
-    path: Path
-    directory: Path
+    path: Location
+    directory: Location
     files: list[tuple[str, int]] = field(default_factory=list)
     entries: list[_native.IndexEntry] = field(default_factory=list)
     views: dict[int, tuple[Sequence[int], int, int]] = field(default_factory=dict)
@@ -99,7 +98,7 @@ class ForeignFiles:
             index = _native.foreign_index(identity, self.files, self.entries, self.views, paths)
         except ValueError as error:
             raise CorruptionError(f"cannot read {self.path}: {error}") from error
-        metadata = to_metadata(index, checkpoint_id=os.fspath(self.path))
+        metadata = to_metadata(index, checkpoint_id=str(self.path))
         assert metadata.storage_meta is not None
         metadata.storage_meta.modules = []  # Nothing seals them.
         return Opened(metadata, self.directory, index, contents)

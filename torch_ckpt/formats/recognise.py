@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.dcp import open_dcp
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.safetensors import (
@@ -19,13 +16,10 @@ from torch_ckpt.formats.torch_save import is_archive, is_legacy, open_torch_save
 __all__ = ["open_stored"]
 
 
-def open_stored(
-    fs: _native.FileSystem, path: Path, prefix: str = "", *, verify: bool, trust_pickle: bool
-) -> Opened:
+def open_stored(path: Location, prefix: str = "", *, verify: bool, trust_pickle: bool) -> Opened:
     """Opens a checkpoint of any format: a directory of DCP or of safetensors, or a single file.
 
     Args:
-        fs: Where it lies.
         path: The directory or file.
         prefix: What the name of DCP's metadata begins with.
         verify: Whether damage is looked for.
@@ -39,22 +33,22 @@ def open_stored(
     if path.is_file():
         if prefix:  # Which only ranks of DCP have.
             raise NotFoundError(f"{path} is a file: no rank has saved alone there")
-        return _open_file(fs, path, verify=verify, trust_pickle=trust_pickle)
+        return _open_file(path, verify=verify, trust_pickle=trust_pickle)
     try:
-        return open_dcp(fs, path, prefix, verify=verify, trust_pickle=trust_pickle)
+        return open_dcp(path, prefix, verify=verify, trust_pickle=trust_pickle)
     except NotFoundError:
-        names = [] if prefix else _safetensors_in(fs, path)
+        names = [] if prefix else _safetensors_in(path)
         if not names:
             raise
-    return open_safetensors_directory(fs, path, names)
+    return open_safetensors_directory(path, names)
 
 
-def _open_file(fs: _native.FileSystem, path: Path, *, verify: bool, trust_pickle: bool) -> Opened:
-    nbytes, start = fs.read_part(os.fsencode(path), 0, 512)
+def _open_file(path: Location, *, verify: bool, trust_pickle: bool) -> Opened:
+    nbytes, start = path.read_part(0, 512)
     if is_archive(start):
-        return open_torch_save(fs, path, verify=verify, trust_pickle=trust_pickle)
-    if is_safetensors(start) or path.suffix == ".safetensors":
-        return open_safetensors(fs, path)
+        return open_torch_save(path, verify=verify, trust_pickle=trust_pickle)
+    if is_safetensors(start) or path.name.endswith(".safetensors"):
+        return open_safetensors(path)
     if is_legacy(start):
         raise UnsupportedError(
             f"cannot load {path}: it has the legacy format of torch.save, which is no zip archive; "
@@ -67,10 +61,10 @@ def _open_file(fs: _native.FileSystem, path: Path, *, verify: bool, trust_pickle
     )
 
 
-def _safetensors_in(fs: _native.FileSystem, directory: Path) -> list[str]:
+def _safetensors_in(directory: Location) -> list[str]:
     """The names of all safetensors files and their indexes, sorted."""
     try:
-        names = [os.fsdecode(name) for name in fs.list_directory(os.fsencode(directory))]
+        names = directory.names()
     except NotFoundError:
         return []
     return sorted(n for n in names if n.endswith((".safetensors", ".safetensors.index.json")))

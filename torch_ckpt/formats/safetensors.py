@@ -13,15 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CorruptionError, MismatchError, NotFoundError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.safetensors_layout import DTYPES, MAX_HEADER_NBYTES
 
@@ -65,7 +64,7 @@ class _Header:
 class _Unreadable:
     """Tensors of dtypes that torch has not."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         self.path = path
 
     def value(self, fqn: str) -> object:
@@ -79,7 +78,7 @@ def is_safetensors(start: bytes) -> bool:
     return start[_LENGTH_NBYTES : _LENGTH_NBYTES + 1] == b"{"
 
 
-def open_safetensors(fs: _native.FileSystem, path: Path) -> Opened:
+def open_safetensors(path: Location) -> Opened:
     """Opens a single file.
 
     Raises:
@@ -88,17 +87,14 @@ def open_safetensors(fs: _native.FileSystem, path: Path) -> Opened:
     """
     merged = _Merged(ForeignFiles(path, path.parent))
     with gc_paused():
-        merged.add(path.name, _read_header(fs, path))
+        merged.add(path.name, _read_header(path))
         return merged.opened()
 
 
-def open_safetensors_directory(
-    fs: _native.FileSystem, directory: Path, names: Sequence[str]
-) -> Opened:
+def open_safetensors_directory(directory: Location, names: Sequence[str]) -> Opened:
     """Opens a directory of files: those that Hugging Face's index names, or else all.
 
     Args:
-        fs: Where they lie.
         directory: The directory.
         names: Its safetensors files and their indexes.
 
@@ -116,15 +112,15 @@ def open_safetensors_directory(
     with gc_paused():
         if not indexes:
             for name in names:
-                merged.add(name, _read_header(fs, directory / name))
+                merged.add(name, _read_header(directory / name))
             return merged.opened()
-        weight_map = _read_weight_map(fs, directory / indexes[0])
+        weight_map = _read_weight_map(directory / indexes[0])
         by_file: dict[str, list[str]] = {}
         for fqn, name in weight_map.items():
             by_file.setdefault(name, []).append(fqn)
         for name, fqns in sorted(by_file.items()):
             try:
-                header = _read_header(fs, directory / name)
+                header = _read_header(directory / name)
             except NotFoundError as error:
                 raise NotFoundError(
                     f"cannot load {fqns[0]!r}: {indexes[0]} says that it is in {name}, which is "
@@ -204,13 +200,13 @@ class _Merged:
         return sizes
 
 
-def _read_weight_map(fs: _native.FileSystem, path: Path) -> dict[str, str]:
+def _read_weight_map(path: Location) -> dict[str, str]:
     """Hugging Face's index: FQN to file.
 
     Raises:
         CorruptionError: It is none, or names a file outside its directory.
     """
-    nbytes, data = fs.read_part(os.fsencode(path), 0, MAX_HEADER_NBYTES)
+    nbytes, data = path.read_part(0, MAX_HEADER_NBYTES)
     if nbytes > len(data):
         raise CorruptionError(f"cannot read {path}: it is {nbytes} bytes long")
     index = _parse_json(data, str(path))
@@ -226,13 +222,13 @@ def _read_weight_map(fs: _native.FileSystem, path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(fs: _native.FileSystem, path: Path) -> _Header:
+def _read_header(path: Location) -> _Header:
     """Reads and checks the header of a file.
 
     Raises:
         CorruptionError: It is damaged or contradicts itself.
     """
-    file_nbytes, start = fs.read_part(os.fsencode(path), 0, _START_NBYTES)
+    file_nbytes, start = path.read_part(0, _START_NBYTES)
     if len(start) < _LENGTH_NBYTES:
         raise CorruptionError(f"cannot read {path}: {file_nbytes} bytes are no safetensors file")
     header_nbytes = int.from_bytes(start[:_LENGTH_NBYTES], "little")
@@ -243,7 +239,7 @@ def _read_header(fs: _native.FileSystem, path: Path) -> _Header:
             f"{file_nbytes}"
         )
     if data_begin > len(start):
-        start += fs.read_part(os.fsencode(path), len(start), data_begin - len(start))[1]
+        start += path.read_part(len(start), data_begin - len(start))[1]
     header = start[_LENGTH_NBYTES:data_begin]
     if len(header) < header_nbytes:
         raise CorruptionError(f"cannot read {path}: it was cut off just now")
@@ -265,7 +261,7 @@ def _read_header(fs: _native.FileSystem, path: Path) -> _Header:
     for offset in (data_begin, (data_begin + last) // 2, last):
         sample = start[offset : offset + _SAMPLE_NBYTES]
         if len(sample) < min(_SAMPLE_NBYTES, file_nbytes - offset):
-            sample = fs.read_part(os.fsencode(path), offset, _SAMPLE_NBYTES)[1]
+            sample = path.read_part(offset, _SAMPLE_NBYTES)[1]
         digest.update(sample)
     return _Header(file_nbytes, checked, offsets, digest.digest())
 
@@ -332,7 +328,7 @@ def _are_lengths(numbers: object) -> bool:
 
 
 def _check_extents(
-    tensors: Mapping[str, _Tensor], data_begin: int, file_nbytes: int, path: Path
+    tensors: Mapping[str, _Tensor], data_begin: int, file_nbytes: int, path: Location
 ) -> None:
     """Tensors follow one another without gaps and fill the file."""
     at, before = data_begin, None
@@ -348,7 +344,7 @@ def _check_extents(
 
 
 def _box_offsets(
-    free_text: Mapping[str, object], tensors: Mapping[str, _Tensor], path: Path
+    free_text: Mapping[str, object], tensors: Mapping[str, _Tensor], path: Location
 ) -> dict[str, list[int]]:
     """Where in the whole tensors the boxes of a file begin, where DCP's writer says so."""
     text = free_text.get("DCP_SHARDING_INFO")

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
 
 __all__ = ["INDEX_MARK", "committed_id", "open_committed"]
 
@@ -32,12 +32,11 @@ _PICKLED_MARK = re.compile(
 
 
 def open_committed(
-    fs: _native.FileSystem, directory: Path, prefix: str, *, verify: bool = True
+    directory: Location, prefix: str, *, verify: bool = True
 ) -> tuple[_native.MetadataFile, _native.Index | None]:
     """Opens the metadata of this prefix: none, or ``__0`` for those that rank 0 saved alone.
 
     Args:
-        fs: Where the checkpoint lies.
         directory: The checkpoint.
         prefix: What the names of the metadata and of their index begin with.
         verify: Whether metadata that have lost their index are refused.
@@ -56,12 +55,14 @@ def open_committed(
     def open_them() -> tuple[
         _native.MetadataFile, _native.Index | None, _native.Index | None, bool, str
     ]:
-        return _native.open_checkpoint(fs, os.fsencode(directory), path.name, f"{prefix}.index")
+        return _native.open_checkpoint(
+            directory.file_system, directory.path, path.name, f"{prefix}.index"
+        )
 
     try:
         opened = open_them()
     except NotFoundError as error:
-        if not fs.exists(os.fsencode(directory / f"{prefix}.index")):
+        if not (directory / f"{prefix}.index").exists():
             raise NotFoundError(
                 f"no checkpoint is committed in {directory}: there is no {path.name}"
             ) from error
@@ -79,14 +80,14 @@ def open_committed(
     return metadata, index
 
 
-def committed_id(directory: Path) -> str | None:
+def committed_id(directory: Location) -> str | None:
     """The save id of what is committed; ``None`` where that is nothing of this package's.
 
     Raises:
         StorageError: It cannot be read.
     """
     with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
-        _, index = open_committed(_native.local_file_system(), directory, "", verify=False)
+        _, index = open_committed(directory, "", verify=False)
         return None if index is None else index.save_id
     return None
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.object_pickles import load_object
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.pickles import ForbiddenPickleError
@@ -50,8 +50,8 @@ def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) ->
         CorruptionError: One is damaged.
         MismatchError: They are not those of one save.
     """
-    merged = _Merged(ForeignFiles(folder, folder), _Objects(trust_pickle))
-    found = [(path, _native.Slot.open(os.fsencode(path), False).read()) for path in slots]
+    merged = _Merged(ForeignFiles(Location(folder), Location(folder)), _Objects(trust_pickle))
+    found = [(path, _native.Slot.open(path, False).read()) for path in slots]
     saves = {(s.header[:4], s.header[5], s.header[11]) for _, s in found}
     ranks = {snapshot.header[4] for _, snapshot in found}
     world_size, _, node_count, ranks_here = found[0][1].header[5:9]

@@ -7,10 +7,8 @@ zip directory.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ import torch
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, gc_paused
 from torch_ckpt.errors import CorruptionError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.object_pickles import HOW_TO_ALLOW, load_object
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.pickles import ForbiddenPickleError
@@ -45,13 +44,10 @@ def is_legacy(start: bytes) -> bool:
     return tar or _LEGACY_MAGIC in start[:32]
 
 
-def open_torch_save(
-    fs: _native.FileSystem, path: Path, *, verify: bool, trust_pickle: bool
-) -> Opened:
+def open_torch_save(path: Location, *, verify: bool, trust_pickle: bool) -> Opened:
     """Opens a file that holds a state dict: nested dicts and lists of tensors and anything else.
 
     Args:
-        fs: Where it lies.
         path: The file.
         verify: Whether its pickle is checked against its CRC-32, as torch does not.
         trust_pickle: Whether its pickle may ask for anything.
@@ -62,8 +58,8 @@ def open_torch_save(
             than it may have. Names the global.
         StorageError: It cannot be read.
     """
-    nbytes, records = fs.read_archive(os.fsencode(path))
-    archive = _Archive(fs, path, records)
+    nbytes, records = path.file_system.read_archive(path.path)
+    archive = _Archive(path, records)
     if verify:
         archive.check_pickle()
     with gc_paused():
@@ -83,10 +79,7 @@ def open_torch_save(
 class _Archive:
     """The records of a file."""
 
-    def __init__(
-        self, fs: _native.FileSystem, path: Path, records: list[tuple[str, int, int, int]]
-    ) -> None:
-        self.fs = fs
+    def __init__(self, path: Location, records: list[tuple[str, int, int, int]]) -> None:
         self.path = path
         root = records[0][0].partition("/")[0] if records else ""
         by_name = {name.removeprefix(f"{root}/"): place for name, *place in records}
@@ -95,7 +88,7 @@ class _Archive:
         self.pickle_offset, self.pickle_nbytes, self.pickle_crc = by_name["data.pkl"]
         if "byteorder" in by_name:
             offset, nbytes, crc = by_name["byteorder"]
-            order = fs.read_part(os.fsencode(path), offset, min(nbytes, 16))[1]
+            order = path.read_part(offset, min(nbytes, 16))[1]
             if order == b"big":
                 raise UnsupportedError(f"cannot load {path}: it is in big-endian byte order")
             if order != b"little" or (crc and zlib.crc32(order) != crc):
@@ -109,8 +102,7 @@ class _Archive:
 
     def check_pickle(self) -> None:
         """Raises CorruptionError where the pickle is not what was written."""
-        path = os.fsencode(self.path)
-        _, pickled = self.fs.read_part(path, self.pickle_offset, self.pickle_nbytes)
+        _, pickled = self.path.read_part(self.pickle_offset, self.pickle_nbytes)
         if self.pickle_crc and zlib.crc32(pickled) != self.pickle_crc:
             raise CorruptionError(f"cannot load {self.path}: its pickle fails its checksum")
 
@@ -167,7 +159,7 @@ class _Archive:
 class _Objects:
     """What the pickle holds itself, and tensors that only torch can read."""
 
-    def __init__(self, path: Path, trust_pickle: bool) -> None:
+    def __init__(self, path: Location, trust_pickle: bool) -> None:
         self.path = path
         self.trust_pickle = trust_pickle
         self.objects: dict[str, object] = {}
@@ -183,11 +175,11 @@ class _Objects:
         return self._mapped[fqn]
 
     def mapped_state(self) -> Any:
-        """What the file holds, its storages mapped: only what is touched is read."""
+        """What the file holds, its storages mapped if that can be: only what is touched is read."""
         if self._mapped_state is None:
             try:
                 self._mapped_state = _load(
-                    self.path, self.trust_pickle, map_location="cpu", mmap=True
+                    self.path, self.trust_pickle, map_location="cpu", mapped=self.path.local_path
                 )
             except UnsupportedError:
                 raise
@@ -196,7 +188,7 @@ class _Objects:
         return self._mapped_state
 
 
-def _load(path: Path, trust_pickle: bool, **how: Any) -> Any:
+def _load(path: Location, trust_pickle: bool, **how: Any) -> Any:
     """Unpickles a file.
 
     Raises:
@@ -204,7 +196,8 @@ def _load(path: Path, trust_pickle: bool, **how: Any) -> Any:
         Exception: Whatever else ``torch.load`` raises on damage.
     """
     try:
-        return load_object(path, trust_pickle=trust_pickle, **how)
+        with path.open() as stream:
+            return load_object(stream, trust_pickle=trust_pickle, **how)
     except ForbiddenPickleError as error:
         raise UnsupportedError(
             f"cannot load {path}, because unpickling it may run code: {error}. If you trust who "

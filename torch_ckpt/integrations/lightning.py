@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_ckpt.api import async_save, load, save
 from torch_ckpt.errors import NotFoundError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.background_save import BackgroundSave
 from torch_ckpt.runs.step_directories import remove_directory
 from torch_ckpt.storage.reader import FastReader
@@ -69,7 +70,7 @@ class FastCheckpointIO(CheckpointIO):
         self._writer_options, self._reader_options = dict(writer or {}), dict(reader or {})
         self._writer: FastWriter | None = None
         self._pending: BackgroundSave | None = None
-        self._doomed: list[Path] = []  # To be removed when the save that goes on is complete.
+        self._doomed: list[Location] = []  # To be removed when the save that goes on is complete.
         self._saves = 0
 
     def save_checkpoint(
@@ -118,7 +119,7 @@ class FastCheckpointIO(CheckpointIO):
             NotFoundError: There is none.
         """
         self._settle()
-        if not Path(path).is_dir():
+        if Location(path).is_file():
             raise NotFoundError(f"no checkpoint of FastCheckpointIO is in {path}")
         options = {**self._reader_options}
         if weights_only is False:
@@ -141,12 +142,14 @@ class FastCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint, so that nobody ever finds half of it."""
+        location = Location(path)
         if self._pending is not None:
-            self._doomed.append(Path(path))
-        elif os.path.isdir(path):
-            remove_directory(Path(path))
-        elif os.path.exists(path):  # A file of Lightning's own, from before.
-            os.remove(path)
+            self._doomed.append(location)
+        elif location.is_file():  # Of Lightning's own, from before.
+            location.remove()
+        else:
+            with contextlib.suppress(NotFoundError):
+                remove_directory(location)
 
     def teardown(self) -> None:
         """Waits for the save in the background.

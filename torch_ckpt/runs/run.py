@@ -8,7 +8,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
@@ -18,6 +17,7 @@ from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.api import save
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of, why
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.background_save import BackgroundSave
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.savers import saver_for
@@ -110,7 +110,7 @@ class Run:
             raise ValueError(f"{verify=} is none of {', '.join(get_args(Verify))}")
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"{timeout_s=} is no positive number of seconds")
-        self.directory = Path(directory)
+        self._location = Location(directory)
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.asynchronous = asynchronous
@@ -120,10 +120,10 @@ class Run:
         """Steps that were committed by this run in this process."""
         self.skipped = 0
         """Steps that were not saved because the save before them went on."""
-        self._disk = StepDirectories(self.directory, verify=verify, reader=reader)
+        self._disk = StepDirectories(self._location, verify=verify, reader=reader)
         self._process_group, self._group = process_group, group_of(process_group).series()
         self._closed = False
-        self._writer = FastWriter(self.directory, **(writer or {}))
+        self._writer = FastWriter(directory, **(writer or {}))
         self._saver = saver_for(
             self._group,
             process_group,
@@ -136,11 +136,16 @@ class Run:
         self._is_for_agent = bool(agent)
         memory = [] if self._saver is None else self._saver.tiers
         self._tiers = StepTiers(
-            [*memory, self._disk], self._group, process_group, timeout_s, self.directory
+            [*memory, self._disk], self._group, process_group, timeout_s, self._location
         )
         self._pending: BackgroundSave | None = None
         self._schedule = SaveSchedule(every, max_overhead)
         self._boundary = StepBoundary()
+
+    @property
+    def directory(self) -> str | os.PathLike[str]:
+        """Where the steps are: a path of this machine, or else a URL."""
+        return self._location.checkpoint_id
 
     # ---- Saving ----
 
@@ -277,7 +282,7 @@ class Run:
 
         Raises:
             CheckpointError: The save in the background has failed: the message names its step.
-            OSError: The directory cannot be read.
+            StorageError: The directory cannot be read.
             RankTimeoutError: A rank was late, stuck or gone.
         """
         self._check_open()
@@ -405,7 +410,7 @@ class Run:
     def _save_now(self, step: int, state: dict[str, Any], timeout_s: float) -> None:
         save(
             state,
-            checkpoint_id=self._disk.path(step),
+            checkpoint_id=self._disk.path(step).checkpoint_id,
             storage_writer=self._writer,
             process_group=self._process_group,
             no_dist=self._group.size == 1,
@@ -416,7 +421,7 @@ class Run:
 
     def _save_in_background(self, step: int, state: dict[str, Any], *, persist: bool) -> None:
         assert self._saver is not None
-        future = self._saver.save(step, state, self._disk.path(step), persist=persist)
+        future = self._saver.save(step, state, self._disk.path(step).checkpoint_id, persist=persist)
         then = self._committed if persist or not self._saver.can_keep else lambda _: None
         self._pending = BackgroundSave(step, future, lambda: then(step))
         self._boundary.stored = step

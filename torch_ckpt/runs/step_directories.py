@@ -7,20 +7,17 @@ torn, or name a step that is not there; whether it is a checkpoint, its own meta
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 
-from torch_ckpt._core import _native
 from torch_ckpt.api import load
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.metadata import load_committed
 from torch_ckpt.formats.seal import open_committed
 from torch_ckpt.storage.reader import FastReader
@@ -46,17 +43,17 @@ class StepDirectories:
 
     Example::
 
-        newest = next(StepDirectories(Path("run")).steps(), None)
+        newest = next(StepDirectories(Location("run")).steps(), None)
     """
 
     def __init__(
-        self, directory: Path, *, verify: Verify = "quick", reader: dict[str, Any] | None = None
+        self, directory: Location, *, verify: Verify = "quick", reader: dict[str, Any] | None = None
     ) -> None:
         self.directory = directory
-        self._check: Callable[[Path], None] = check_sound if verify == "full" else check_whole
+        self._check: Callable[[Location], None] = check_sound if verify == "full" else check_whole
         self._reader = dict(reader or {})
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> Location:
         """Where a step is."""
         return self.directory / f"step-{step}"
 
@@ -64,11 +61,11 @@ class StepDirectories:
         """All that is named as a step, whole or not, the newest first.
 
         Raises:
-            OSError: The directory of the run cannot be read.
+            StorageError: The directory of the run cannot be read.
         """
         try:
-            names = os.listdir(self.directory)
-        except FileNotFoundError:
+            names = self.directory.names()
+        except NotFoundError:
             return []
         found = (_STEP.fullmatch(name) for name in names)
         return sorted((int(match[1]) for match in found if match), reverse=True)
@@ -115,7 +112,7 @@ class StepDirectories:
         """Loads a step on all ranks of the group, as :func:`torch_ckpt.load` does."""
         load(
             state,
-            storage_reader=FastReader(self.path(step), **self._reader),
+            storage_reader=FastReader(self.path(step).checkpoint_id, **self._reader),
             process_group=process_group,
             no_dist=no_dist,
             timeout_s=timeout_s,
@@ -134,7 +131,7 @@ class StepDirectories:
             every: Steps that are multiples of it are kept, where they were committed.
 
         Raises:
-            OSError: The directory of the run cannot be read, or a step not be removed.
+            StorageError: The directory of the run cannot be read, or a step not be removed.
         """
         newest: list[int] = []
         for step in self.listed():
@@ -158,15 +155,15 @@ class StepDirectories:
         """Deletes what removals that were killed have left.
 
         Raises:
-            OSError: Something cannot be deleted.
+            StorageError: Something cannot be deleted.
         """
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self.directory):
+        with contextlib.suppress(NotFoundError):
+            for name in self.directory.names():
                 if name.startswith(_REMOVED):
-                    _delete(self.directory / name)
+                    (self.directory / name).remove_all()
 
 
-def check_whole(path: Path) -> None:
+def check_whole(path: Location) -> None:
     """Looks whether a checkpoint opens, and whether its files are there and as long as they were.
 
     Args:
@@ -180,7 +177,7 @@ def check_whole(path: Path) -> None:
 
     Example::
 
-        check_whole(Path("run/step-100"))
+        check_whole(Location("run/step-100"))
     """
     try:
         _check_files(path)
@@ -188,8 +185,8 @@ def check_whole(path: Path) -> None:
         _check_files(path)  # It may have been removed or replaced just then, file by file to us.
 
 
-def _check_files(path: Path) -> None:
-    metadata, index = open_committed(_native.local_file_system(), path, "")
+def _check_files(path: Location) -> None:
+    metadata, index = open_committed(path, "")
     lengths: dict[str, int] = {}
     if index is not None:
         lengths.update(index.files)
@@ -200,14 +197,14 @@ def _check_files(path: Path) -> None:
             lengths[info.relative_path] = max(end, lengths.get(info.relative_path, 0))
     for name, nbytes in lengths.items():
         try:
-            found = os.stat(path / name).st_size
-        except FileNotFoundError:
+            found = (path / name).nbytes()
+        except NotFoundError:
             raise CorruptionError(f"{path / name} is missing") from None
         if found < nbytes or (index is not None and found != nbytes):
             raise CorruptionError(f"{path / name} has {found} bytes instead of {nbytes}")
 
 
-def check_sound(path: Path) -> None:
+def check_sound(path: Location) -> None:
     """Checks every byte of a checkpoint, as ``torch-ckpt verify`` does.
 
     Args:
@@ -220,7 +217,7 @@ def check_sound(path: Path) -> None:
 
     Example::
 
-        check_sound(Path("run/step-100"))
+        check_sound(Location("run/step-100"))
     """
     check_whole(path)
     damage = examine(path).damage
@@ -229,7 +226,7 @@ def check_sound(path: Path) -> None:
         raise CorruptionError(f"{path} is damaged: {damage[0]}{more}")
 
 
-def remove_directory(path: Path) -> None:
+def remove_directory(path: Location) -> None:
     """Removes a checkpoint, so that nobody ever finds half of it under its name.
 
     A reader that has opened the checkpoint finishes, or gets a
@@ -240,20 +237,14 @@ def remove_directory(path: Path) -> None:
 
     Raises:
         NotFoundError: There is none.
-        StorageError: It cannot be renamed, and is as it was.
-        OSError: Something in it cannot be deleted; :meth:`StepDirectories.sweep` tries again.
+        StorageError: It cannot be renamed, and is as it was. Or something in it cannot be deleted;
+            :meth:`StepDirectories.sweep` tries again.
 
     Example::
 
-        remove_directory(Path("run/step-100"))
+        remove_directory(Location("run/step-100"))
     """
     doomed = path.with_name(f"{_REMOVED}{path.name}-{secrets.token_hex(4)}")
-    fs = _native.local_file_system()
-    fs.rename(os.fsencode(path), os.fsencode(doomed))
-    fs.sync_directory(os.fsencode(path.parent))
-    _delete(doomed)
-
-
-def _delete(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # Two may sweep at a time.
-        shutil.rmtree(path)
+    path.rename(doomed)
+    path.parent.sync()
+    doomed.remove_all()

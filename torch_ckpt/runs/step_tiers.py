@@ -9,7 +9,6 @@ import errno
 import heapq
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch_ckpt.errors import (
     RankTimeoutError,
     StorageError,
 )
+from torch_ckpt.filesystems.location import Location
 
 __all__ = ["StepTiers", "Tier"]
 
@@ -86,7 +86,7 @@ class StepTiers:
         group: Group,
         process_group: dist.ProcessGroup | None,
         timeout_s: float,
-        directory: Path,
+        directory: Location,
     ) -> None:
         self._tiers, self._group, self._process_group = tiers, group, process_group
         self._timeout_s, self._directory = timeout_s, directory

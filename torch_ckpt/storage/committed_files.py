@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch_ckpt._core import _native
-from torch_ckpt.errors import NotFoundError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, NotFoundError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.seal import open_committed
 
 __all__ = ["Checkpoint", "described", "find_checkpoints", "open_checkpoint"]
@@ -22,7 +21,7 @@ _METADATA = re.compile(r"((?:__\d+)?)\.(metadata|index)")
 class Checkpoint:
     """One set of metadata: a whole checkpoint's, or that of a rank that saved by itself."""
 
-    path: Path
+    path: Location
     metadata: _native.MetadataFile
     index: _native.Index | None
     files: list[tuple[str, int]]  # Name, length in bytes.
@@ -30,20 +29,18 @@ class Checkpoint:
     save_id: str | None
 
 
-def find_checkpoints(directory: Path) -> list[str]:
+def find_checkpoints(directory: Location) -> list[str]:
     """Prefixes of the metadata in a directory: none, or ``__0`` of those of rank 0 alone."""
-    fs = _native.local_file_system()
-    names = [os.fsdecode(name) for name in fs.list_directory(os.fsencode(directory))]
-    found = {match[1] for match in map(_METADATA.fullmatch, names) if match}
+    found = {match[1] for match in map(_METADATA.fullmatch, directory.names()) if match}
     if not found:
         raise NotFoundError(f"no checkpoint is committed in {directory}")
     return sorted(found)
 
 
-def open_checkpoint(directory: Path, prefix: str) -> Checkpoint:
+def open_checkpoint(directory: Location, prefix: str) -> Checkpoint:
     """Opens the checkpoint whose metadata have this prefix."""
     path = directory / f"{prefix}.metadata"
-    metadata, index = open_committed(_native.local_file_system(), directory, prefix)
+    metadata, index = open_committed(directory, prefix)
     if index is None:
         return described(Checkpoint(path, metadata, None, [], None, None))
     entries = index if index.has_entries else None
@@ -74,9 +71,9 @@ def described(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, files=files, entries=entries, save_id=save_id)
 
 
-def _size_of(path: Path) -> int:
+def _size_of(path: Location) -> int:
     """The length of a file; 0 where it is missing, which whoever reads it will find out."""
     try:
-        return os.stat(path).st_size
-    except (OSError, ValueError):
+        return path.nbytes()
+    except (CheckpointError, ValueError, TypeError):
         return 0

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io as _io
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +26,13 @@ from torch_ckpt._core.tensors import (
     to_plain,
 )
 from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.object_pickles import refused_classes
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.planned import to_write_item
 from torch_ckpt.planning.sharing import CutItem
 from torch_ckpt.storage.buffers import held_nbytes_limit
-from torch_ckpt.storage.file_jobs import finished, write_planned
+from torch_ckpt.storage.file_jobs import finished, save_job, write_planned
 from torch_ckpt.storage.written_file import WrittenFile
 
 __all__ = ["PickledItem", "pickle_item", "resolve_whole", "write_data_file", "write_planned_file"]
@@ -51,12 +50,11 @@ class _Sorted:
 
 
 def write_data_file(
-    directory: Path,
+    directory: Location,
     name: str,
     items: list[WriteItem],
     planner: SavePlanner,
     *,
-    fs: _native.FileSystem,
     pool: _native.BufferPool,
     io: IoOptions,
     sync: bool,
@@ -78,8 +76,7 @@ def write_data_file(
     with gc_paused():
         sort = _sort(items, planner, transforms)
         layout = _native.Layout(sort.shapes)
-    path = os.fsencode(directory / name)
-    job = _native.SaveJob(fs, path, layout, pool, io.direct, sync, niceness)
+    job = save_job(directory / name, layout, pool, direct=io.direct, sync=sync, niceness=niceness)
     with finished(job):
         _write_laid_out(job, sort, planner, held_nbytes_limit(io))
         with gc_paused():
@@ -108,13 +105,12 @@ def write_data_file(
 
 
 def write_planned_file(
-    directory: Path,
+    directory: Location,
     name: str,
     work: _native.Work,
     planner: SavePlanner,
     sources: list[Any],
     *,
-    fs: _native.FileSystem,
     pool: _native.BufferPool,
     io: IoOptions,
     sync: bool,
@@ -142,7 +138,6 @@ def write_planned_file(
 
     job, extents = write_planned(
         *(directory / name, planned, write_tensors, pickled),
-        fs=fs,
         pool=pool,
         direct=io.direct,
         sync=sync,

@@ -8,11 +8,9 @@ import functools
 import os
 import re
 import secrets
-import socket
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -24,6 +22,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from torch_ckpt._core import _native, _tensor_view
+from torch_ckpt.coordination.connect import this_machine
 from torch_ckpt.errors import CancelledError
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "pays",
     "share_reads",
     "these_processes",
-    "this_machine",
 ]
 
 ExchangeMode = Literal["auto", "off"]
@@ -93,15 +91,6 @@ class Assigned:
     def size(self) -> int:
         """How many take part."""
         return len(self.ranks)
-
-
-@functools.cache
-def this_machine() -> str:
-    """A name that processes have in common if they share the memory of a machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 @functools.cache

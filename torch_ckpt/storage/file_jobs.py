@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 from torch_ckpt._core import _native
+from torch_ckpt.filesystems.location import Location
 
-__all__ = ["finished", "write_planned"]
+__all__ = ["finished", "save_job", "write_planned"]
 
 Job = TypeVar("Job", _native.SaveJob, _native.PartJob)
 
@@ -32,13 +31,26 @@ def finished(job: Job) -> Iterator[Job]:
         raise
 
 
+def save_job(
+    path: Location,
+    layout: _native.Layout,
+    pool: _native.BufferPool,
+    *,
+    direct: bool,
+    sync: bool,
+    niceness: int,
+) -> _native.SaveJob:
+    """A job that writes the new file ``path``; the rest as for :func:`write_planned`."""
+    fs = path.file_system
+    return _native.SaveJob(fs, path.path, layout, pool, direct, sync, niceness)
+
+
 def write_planned(
-    path: Path,
+    path: Location,
     planned: _native.PlannedFile,
     write_tensors: Callable[[_native.SaveJob], None],
     pickled: Callable[[int], bytes | memoryview],
     *,
-    fs: _native.FileSystem,
     pool: _native.BufferPool,
     direct: bool,
     sync: bool,
@@ -51,7 +63,6 @@ def write_planned(
         planned: What goes into it.
         write_tensors: Has the job write those that are laid out.
         pickled: Gives the bytes of the item at a position that only torch can store.
-        fs: Where it goes.
         pool: The buffers.
         direct: Whether to write past the page cache.
         sync: Whether the file is to survive a power cut.
@@ -63,7 +74,7 @@ def write_planned(
     Raises:
         StorageError: The file could not be written; it is removed.
     """
-    job = _native.SaveJob(fs, os.fsencode(path), planned.layout, pool, direct, sync, niceness)
+    job = save_job(path, planned.layout, pool, direct=direct, sync=sync, niceness=niceness)
     with finished(job):
         write_tensors(job)
         appended = [(position, *job.append(pickled(position))) for position in planned.own]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 from collections.abc import Collection, Iterable
-from pathlib import Path
 
-from torch_ckpt._core import _native
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import Location
 
 __all__ = ["remove_files", "stale_files"]
 
@@ -45,8 +41,7 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
     ]
 
 
-def remove_files(fs: _native.FileSystem, directory: Path, names: Iterable[str]) -> None:
+def remove_files(directory: Location, names: Iterable[str]) -> None:
     """Best effort: a file that stays is not referred to by any metadata."""
     for name in names:
-        with contextlib.suppress(CheckpointError):
-            fs.remove(os.fsencode(directory / name))
+        (directory / name).discard()

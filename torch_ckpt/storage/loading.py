@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io as _io
-import os
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from torch_ckpt._core.tensors import (
     printable,
 )
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.object_pickles import HOW_TO_ALLOW, load_object
 from torch_ckpt.formats.opened import Contents
 from torch_ckpt.formats.pickles import ForbiddenPickleError
@@ -47,8 +47,7 @@ class Source:
     """A checkpoint that is open, and how it is read."""
 
     metadata: Metadata
-    fs: _native.FileSystem
-    path: str | os.PathLike[str]
+    directory: Location
     index: _native.Index | None
     contents: Contents | None
     io: IoOptions
@@ -59,8 +58,8 @@ class Source:
     def job(self, nbytes: int, *, slices_are_archives: bool = False) -> _native.LoadJob:
         """A job that reads ``nbytes`` of slices, as their metadata have it."""
         return _native.LoadJob(
-            self.fs,
-            os.fsencode(self.path),
+            self.directory.file_system,
+            self.directory.path,
             self.index,
             useful_buffer_nbytes(nbytes, self.io.buffer_nbytes, self.io.block_nbytes),
             self.io.block_nbytes,

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import re
-from collections.abc import Collection, Iterable
-from pathlib import Path
+from collections.abc import Collection
 
-from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.safetensors_layout import ModelLayout
+from torch_ckpt.storage.gc import remove_files
 
 __all__ = ["COMMITTED_NAMES", "pending_names", "publish", "stale_model_files"]
 
@@ -45,9 +44,7 @@ def _names(count: int, mark: str = "") -> list[str]:
     ]
 
 
-def publish(
-    fs: _native.FileSystem, directory: Path, layout: ModelLayout, save_id: str, *, sync: bool
-) -> list[str]:
+def publish(directory: Location, layout: ModelLayout, save_id: str, *, sync: bool) -> list[str]:
     """Publishes files that all ranks have written and synced, in place of a model that was there.
 
       1. Files of a model of several get names that are free: the usual ones, or where the old model
@@ -64,12 +61,8 @@ def publish(
         StorageError: Up to the rename, the old model is in place and nothing of the new one is
             left. Afterwards either may be found, and nothing is removed.
     """
-
-    def path(name: str) -> bytes:
-        return os.fsencode(directory / name)
-
     pending = pending_names(len(layout.files), save_id)
-    taken = {os.fsdecode(name) for name in fs.list_directory(os.fsencode(directory))}
+    taken = set(directory.names())
     names = _names(len(pending))
     last, commit_as, other = pending[0], _MODEL, _INDEX
     if len(names) > 1:
@@ -79,27 +72,27 @@ def publish(
     try:
         if len(names) > 1:
             for before, after in zip(pending, names, strict=True):
-                fs.rename(path(before), path(after))
-            fs.write_file(path(last), layout.index(names), sync)
+                (directory / before).rename(directory / after)
+            (directory / last).write(layout.index(names), sync=sync)
         if sync:
-            _sync_with_folders_above(fs, directory)
+            _sync_with_folders_above(directory)
     except BaseException:
-        _remove(fs, directory, {last, *pending, *names} - COMMITTED_NAMES)
+        remove_files(directory, {last, *pending, *names} - COMMITTED_NAMES)
         raise
     try:
-        fs.rename(path(last), path(commit_as))
+        (directory / last).rename(directory / commit_as)
     except BaseException:
         # A file server may have renamed it and lost the answer: then the rest is needed.
         with contextlib.suppress(CheckpointError):
-            fs.remove(path(last))
-            _remove(fs, directory, set(names) - COMMITTED_NAMES)
+            (directory / last).remove()
+            remove_files(directory, set(names) - COMMITTED_NAMES)
         raise
     if sync:
-        fs.sync_directory(os.fsencode(directory))
+        directory.sync()
     if other in taken:
-        fs.remove(path(other))
+        (directory / other).remove()
         if sync:  # Before the files that it names are removed.
-            fs.sync_directory(os.fsencode(directory))
+            directory.sync()
     return names
 
 
@@ -117,19 +110,12 @@ def stale_model_files(found: Collection[str], current: Collection[str]) -> list[
     ]
 
 
-def _sync_with_folders_above(fs: _native.FileSystem, directory: Path) -> None:
-    fs.sync_directory(os.fsencode(directory))
-    for folder in directory.absolute().parents:
+def _sync_with_folders_above(directory: Location) -> None:
+    directory.sync()
+    for folder in directory.parents:
         try:
-            fs.sync_directory(os.fsencode(folder))
+            folder.sync()
         except StorageError as error:
             # What this process may not open is somebody else's, and older.
             if error.errno not in (errno.EACCES, errno.EPERM):
                 raise
-
-
-def _remove(fs: _native.FileSystem, directory: Path, names: Iterable[str]) -> None:
-    """Best effort: what stays is not referred to, and the next save removes it."""
-    for name in names:
-        with contextlib.suppress(CheckpointError):
-            fs.remove(os.fsencode(directory / name))

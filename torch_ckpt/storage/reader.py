@@ -8,13 +8,11 @@ import os
 import pickle
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import torch.distributed as dist
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
     _StorageReaderTransforms,
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -24,8 +22,10 @@ from torch.futures import Future
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
+from torch_ckpt.coordination.connect import this_machine
 from torch_ckpt.coordination.group import time_limit_s
 from torch_ckpt.errors import CheckpointError, NotFoundError, portable_errors
+from torch_ckpt.filesystems.location import Location, can_reach
 from torch_ckpt.formats.metadata import UnreadableMetadata
 from torch_ckpt.formats.opened import Contents, Opened
 from torch_ckpt.formats.recognise import open_stored
@@ -44,7 +44,6 @@ from torch_ckpt.storage.exchange import (
     joined,
     share_reads,
     these_processes,
-    this_machine,
 )
 from torch_ckpt.storage.loading import Load, Source, load_planned
 
@@ -122,16 +121,15 @@ class FastReader(StorageReader):
         super().__init__()
         if exchange not in get_args(ExchangeMode):
             raise ValueError(f"{exchange=} is none of {', '.join(get_args(ExchangeMode))}")
-        self.path = Path(path)
+        self.location = Location(path)
         self.io = io or IoOptions()
         self.verify = verify
         self.trust_pickle = trust_pickle
         self.exchange: ExchangeMode = exchange
         self.transforms = _StorageReaderTransforms(_extension_registry)
         self.load_id = str(uuid.uuid4())
-        self._file_system = _native.local_file_system()
         self._metadata: Metadata | None = None
-        self._directory = self.path  # Of the files that metadata name.
+        self._directory = self.location  # Of the files that metadata name.
         self._index: _native.Index | None = None
         self._contents: Contents | None = None  # Of files that are not slices alone.
         # What this rank reads, while its plan travels, and what travels in its place.
@@ -144,30 +142,31 @@ class FastReader(StorageReader):
         # Without what it has read: a copy reads for itself.
         return {
             **self.__dict__,
-            "_file_system": None,
             "_metadata": None,
             "_index": None,
             "_contents": None,
             "_kept": None,
         }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _file_system=_native.local_file_system())
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this reader can read there."""
-        return FileSystem.validate_checkpoint_id(checkpoint_id)
+        return can_reach(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The directory or file of the checkpoint."""
         return self.path
 
+    @property
+    def path(self) -> str | os.PathLike[str]:
+        """The directory or file of the checkpoint: a path of this machine, or else a URL."""
+        return self.location.checkpoint_id
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Turns to another checkpoint, or to a new load of the same."""
         if checkpoint_id:
-            self.path = Path(checkpoint_id)
+            self.location = Location(checkpoint_id)
         self._metadata = self._index = self._contents = self._unreadable = None
         self.load_id = str(uuid.uuid4())
 
@@ -221,11 +220,7 @@ class FastReader(StorageReader):
     def _open(self, prefix: str) -> Opened:
         """Opens the checkpoint, or that of a rank."""
         return open_stored(
-            self._file_system,
-            self.path,
-            prefix,
-            verify=self.verify,
-            trust_pickle=self.trust_pickle,
+            self.location, prefix, verify=self.verify, trust_pickle=self.trust_pickle
         )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -300,7 +295,7 @@ class FastReader(StorageReader):
                 exchange = stack.enter_context(
                     joined(
                         share,
-                        fs=self._file_system,
+                        fs=self.location.file_system,
                         budget_nbytes=self.io.exchange_nbytes,
                         timeout_s=time_limit_s(),
                     )
@@ -323,7 +318,6 @@ class FastReader(StorageReader):
             raise RuntimeError("the reader was not set up: set_up_storage_reader comes first")
         return Source(
             self._metadata,
-            self._file_system,
             self._directory,
             self._index,
             self._contents,

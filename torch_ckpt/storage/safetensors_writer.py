@@ -112,8 +112,8 @@ class SafetensorsWriter(FastWriter):
     Raises:
         AlreadyExistsError: ``path`` holds a model and ``overwrite`` is false.
         StorageError: The disk or store failed.
-        UnsupportedError: ``path`` is a URL. From a save: safetensors has no form for an object or
-            dtype, which the error names.
+        UnsupportedError: ``path`` is a URL whose scheme nobody has registered. From a save:
+            safetensors has no form for an object or dtype, which the error names.
         ValueError: An argument is out of range.
 
     Example::
@@ -217,8 +217,7 @@ class SafetensorsWriter(FastWriter):
             PLAN_CACHE.forget()  # Whatever is wrong may be wrong with a plan that was used again.
             self._remove_files(pending)
             raise
-        fs = self._file_system
-        names = publish(fs, self.path, layout, self.save_id, sync=self.sync_files)
+        names = publish(self.location, layout, self.save_id, sync=self.sync_files)
         self._remove_files(stale_model_files(self._found, names))
         _describe(metadata, layout, names, self)
 
@@ -318,9 +317,10 @@ class _PartWriter:
     def write(self, file: int, pieces: Sequence[_Piece]) -> WriteResult:
         """Writes all of these to one file."""
         writer, laid_out = self.writer, self.layout.files[file]
+        path = writer.location / self.names[file]
         job = _native.PartJob(
-            writer._file_system,
-            os.fsencode(writer.path / self.names[file]),
+            path.file_system,
+            path.path,
             laid_out.nbytes,
             self.pool,
             writer.io.direct,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt._core import _native
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.planned import PlannedItems
 from torch_ckpt.planning.save_planner import FastSavePlanner
@@ -47,10 +47,9 @@ class SplitWork(ABC):
     def write(
         self,
         part: Part,
-        directory: Path,
+        directory: Location,
         name: str,
         *,
-        fs: _native.FileSystem,
         pool: _native.BufferPool,
         io: IoOptions,
         sync: bool,
@@ -119,7 +118,7 @@ class _Items(SplitWork):
     """Parts are items as DCP has them."""
 
     def write(
-        self, part: Part, directory: Path, name: str, **how: Any
+        self, part: Part, directory: Location, name: str, **how: Any
     ) -> tuple[list[WriteResult], WrittenFile, IoMode]:
         return write_data_file(
             directory, name, part, self.planner, transforms=self.transforms, **how
@@ -134,7 +133,7 @@ class _Columns(SplitWork):
     sources: list[Any]
 
     def write(
-        self, part: Part, directory: Path, name: str, **how: Any
+        self, part: Part, directory: Location, name: str, **how: Any
     ) -> tuple[list[WriteResult], WrittenFile, IoMode]:
         file, mode = write_planned_file(
             directory,

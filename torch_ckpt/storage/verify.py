@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.options import READ_THREADS, IoOptions
 from torch_ckpt.storage.committed_files import Checkpoint, find_checkpoints, open_checkpoint
 
@@ -38,7 +37,7 @@ class Report:
     nbytes: int = 0
 
 
-def examine(path: Path, *, watch: Callable[[int, int, str], None] | None = None) -> Report:
+def examine(path: Location, *, watch: Callable[[int, int, str], None] | None = None) -> Report:
     """Checks every byte of a checkpoint.
 
     Args:
@@ -52,7 +51,7 @@ def examine(path: Path, *, watch: Callable[[int, int, str], None] | None = None)
 
     Example::
 
-        assert not examine(Path("run/step-100")).damage
+        assert not examine(Location("run/step-100")).damage
     """
     report = Report()
     checkpoints: list[Checkpoint] = []
@@ -102,10 +101,10 @@ def _check_structure(checkpoint: Checkpoint, index: _native.Index, report: Repor
 def _check_blocks(
     checkpoint: Checkpoint, index: _native.Index, report: Report, advance: _Advance
 ) -> None:
-    io = IoOptions()
+    io, directory = IoOptions(), checkpoint.path.parent
     job = _native.VerifyJob(
-        _native.local_file_system(),
-        os.fsencode(checkpoint.path.parent),
+        directory.file_system,
+        directory.path,
         index,
         io.buffer_nbytes,
         io.block_nbytes,
@@ -135,10 +134,10 @@ def _check_blocks(
 
 def _check_archives(checkpoint: Checkpoint, report: Report, advance: _Advance) -> None:
     """Without an index, every slice by itself: what torch.save wrote has the CRCs of zip."""
-    io = IoOptions()
+    io, directory = IoOptions(), checkpoint.path.parent
     job = _native.LoadJob(
-        _native.local_file_system(),
-        os.fsencode(checkpoint.path.parent),
+        directory.file_system,
+        directory.path,
         None,
         io.buffer_nbytes,
         io.block_nbytes,

@@ -10,14 +10,12 @@ import secrets
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
-    FileSystem,
     SerializationFormat,
     _StoragePrefix,
     _StorageWriterTransforms,
@@ -37,6 +35,7 @@ from torch_ckpt.errors import (
     UnsupportedError,
     portable_errors,
 )
+from torch_ckpt.filesystems.location import Location, can_reach
 from torch_ckpt.formats.object_pickles import warn_of_refused
 from torch_ckpt.formats.seal import INDEX_MARK
 from torch_ckpt.options import IoMode, IoOptions
@@ -79,7 +78,8 @@ class FastWriter(StagingWriter):
     and a crash leaves whatever was committed there before.
 
     Args:
-        path: Directory of the checkpoint, on storage every rank can reach. Created if missing.
+        path: Directory of the checkpoint, on storage every rank can reach. Created if missing. A
+            URL, if its scheme is :func:`registered <torch_ckpt.filesystems.location.register>`.
         single_file_per_rank: Whether a rank writes ``thread_count`` files, or else one for each
             tensor and object.
         sync_files: Whether :func:`save` returns only when the bytes would survive a power cut.
@@ -106,7 +106,8 @@ class FastWriter(StagingWriter):
         AlreadyExistsError: ``path`` is committed and ``overwrite`` is false.
         StorageError: The disk or store failed. ``error.retriable`` tells whether the same save may
             be tried again. DCP gathers it into a ``CheckpointException`` naming the rank.
-        UnsupportedError: ``path`` is a URL, or ``serialization_format`` is another one.
+        UnsupportedError: ``path`` is a URL whose scheme nobody has registered, or
+            ``serialization_format`` is another one.
 
     Example::
 
@@ -147,7 +148,7 @@ class FastWriter(StagingWriter):
                 f"cannot write {path} as {serialization_format}: a .distcp file holds torch.save "
                 "slices (stock DCP uses SAFETENSORS for its Hugging Face writer only)"
             )
-        self.path = _checkpoint_directory(path)
+        self.location = Location(path)
         self.single_file_per_rank = single_file_per_rank
         self.sync_files = sync_files
         self.thread_count = thread_count
@@ -164,38 +165,41 @@ class FastWriter(StagingWriter):
         self._writing = threading.Lock()
         self.rank: int | None = None
         self.use_collectives = True
-        self._file_system = _native.local_file_system()
         self._pools: list[_native.BufferPool] = []
         self._found: frozenset[str] = frozenset()  # Names in the directory before this save.
         self._plan: GlobalPlanEntry | None = None  # The coordinator's, of columns.
 
     def __getstate__(self) -> dict[str, Any]:
         # Travels to the process that saves in the background: without native handles.
-        native = dict.fromkeys(("_plan", "_file_system", "_writing"))
+        native = dict.fromkeys(("_plan", "_writing"))
         return super().__getstate__() | native | {"_pools": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy's data files must not meet those of the original, or of other copies.
         super().__setstate__(state)
         self._writing = threading.Lock()
-        self._file_system = _native.local_file_system()
         self.save_id = _new_save_id()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this writer can write there."""
-        return FileSystem.validate_checkpoint_id(checkpoint_id)
+        return can_reach(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The directory of the checkpoint."""
         return self.path
 
+    @property
+    def path(self) -> str | os.PathLike[str]:
+        """The directory of the checkpoint: a path of this machine, or else a URL."""
+        return self.location.checkpoint_id
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Turns to another checkpoint, or to a new save of the same."""
         self._check_idle()
         if checkpoint_id:
-            self.path = _checkpoint_directory(checkpoint_id)
+            self.location = Location(checkpoint_id)
         self.save_id = _new_save_id()
         self._began = False
 
@@ -219,8 +223,8 @@ class FastWriter(StagingWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Creates the directory; refuses one that is committed unless ``overwrite``."""
-        self._file_system.create_directories(os.fsencode(self.path))
-        self._found = frozenset(self._list_directory())
+        self.location.create_directories()
+        self._found = frozenset(self.location.names())
         if not self.overwrite and not self._committed_names.isdisjoint(self._found):
             raise AlreadyExistsError(
                 f"a checkpoint is already committed in {self.path}, and overwrite is false"
@@ -294,7 +298,7 @@ class FastWriter(StagingWriter):
             self._first_are_written()
             results += self._write_files(others, work, finished)
             if finished and self.sync_files:
-                self._file_system.sync_directory(os.fsencode(self.path))
+                self.location.sync()
         except BaseException:
             self._remove_files(finished)
             raise
@@ -336,8 +340,8 @@ class FastWriter(StagingWriter):
             # On a disk that is full they would be in the way of every save to come.
             self._remove_files(files)
             raise
-        self._file_system.commit(
-            os.fsencode(self.path),
+        self.location.file_system.commit(
+            self.location.path,
             self._own_name(_METADATA),
             self._own_name(_INDEX),
             sealed,
@@ -371,9 +375,8 @@ class FastWriter(StagingWriter):
             for name in list(files)[first::workers]:
                 written, file, self.io_mode = work.write(
                     files[name],
-                    self.path,
+                    self.location,
                     name,
-                    fs=self._file_system,
                     pool=pools[first],
                     io=self.io,
                     sync=self.sync_files,
@@ -406,19 +409,15 @@ class FastWriter(StagingWriter):
         """``.metadata`` or ``.index``, which every rank has of its own if none coordinates."""
         return name if self.use_collectives or self.rank is None else f"__{self.rank}{name}"
 
-    def _list_directory(self) -> list[str]:
-        return [os.fsdecode(n) for n in self._file_system.list_directory(os.fsencode(self.path))]
-
     def _take_pools(self, count: int, nbytes: int) -> list[_native.BufferPool]:
         self._pools = buffer_pools(self._pools, count, nbytes, self.io, self.per_thread_copy_ahead)
         return self._pools
 
     def _missing_files(self, files: Iterable[str]) -> list[str]:
         """Data files of this save that another one has removed meanwhile."""
-        unlisted = set(files).difference(self._list_directory())
+        unlisted = set(files).difference(self.location.names())
         # Asked for one by one as well: a network file system may list an old state of a folder.
-        exists = self._file_system.exists
-        return sorted(name for name in unlisted if not exists(os.fsencode(self.path / name)))
+        return sorted(name for name in unlisted if not (self.location / name).exists())
 
     def _raise_if_missing(self, missing: list[str]) -> None:
         if missing:
@@ -428,14 +427,8 @@ class FastWriter(StagingWriter):
             )
 
     def _remove_files(self, names: Iterable[str]) -> None:
-        remove_files(self._file_system, self.path, names)
+        remove_files(self.location, names)
 
 
 def _new_save_id() -> str:
     return secrets.token_hex(8)
-
-
-def _checkpoint_directory(path: str | os.PathLike[str]) -> Path:
-    if "://" in str(path):
-        raise UnsupportedError(f"cannot write to {path}: only directories of a file system are")
-    return Path(path)
