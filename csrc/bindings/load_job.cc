@@ -37,14 +37,12 @@ StoredSlice to_slice(const PySlice& slice) {
 
 std::unique_ptr<LoadJob> make(FileSystem& fs, const std::filesystem::path& directory,
                               std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
-                              int64_t block_nbytes, int threads, bool direct, bool verify,
-                              bool slices_are_archives) {
+                              int64_t block_nbytes, int threads, bool direct, bool verify) {
   const LoadOptions options = {.buffer_nbytes = buffer_nbytes,
                                .block_nbytes = block_nbytes,
                                .threads = threads,
                                .caching = direct ? Caching::kDirect : Caching::kBuffered,
-                               .verify = verify,
-                               .slices_are_archives = slices_are_archives};
+                               .verify = verify};
   return value_or_raise(without_gil(
       [&] { return LoadJob::make(fs, directory.string(), options, std::move(index)); }));
 }
@@ -56,7 +54,7 @@ std::vector<StoredSlice> to_slices(const std::vector<PySlice>& slices) {
   return out;
 }
 
-void check(const LoadJob& job, const std::vector<PySlice>& slices) {
+void check(LoadJob& job, const std::vector<PySlice>& slices) {
   const std::vector<StoredSlice> stored = to_slices(slices);
   raise_if_error(without_gil([&] { return job.check(stored); }));
 }
@@ -67,7 +65,7 @@ using OnTensor = std::function<void(int64_t request, LoadedBytes elements)>;
 // and its elements; what it raises ends the job, and is raised.
 LoadResult run(LoadJob& job, const std::vector<TensorRequest>& requests,
                const std::vector<StoredSlice>& slices, const OnTensor& on_tensor,
-               ExchangeStream* exchange) {
+               ExchangeStream* exchange, bool slices_are_archives = false) {
   std::exception_ptr raised;
   HandOver hand_over;
   if (on_tensor) {
@@ -82,8 +80,8 @@ LoadResult run(LoadJob& job, const std::vector<TensorRequest>& requests,
       return ok_status();
     };
   }
-  Result<LoadResult> result =
-      without_gil([&] { return job.run(requests, slices, hand_over, exchange); });
+  Result<LoadResult> result = without_gil(
+      [&] { return job.run(requests, slices, hand_over, exchange, slices_are_archives); });
   if (raised != nullptr) std::rethrow_exception(raised);
   return value_or_raise(std::move(result));
 }
@@ -105,7 +103,8 @@ std::vector<TensorRequest> to_requests(const std::vector<PyTensorRequest>& tenso
 // For each tensor whether it was loaded (False leaves it to torch), and the raw slices.
 std::pair<std::vector<bool>, std::vector<LoadedBytes>> run_job(
     LoadJob& job, const std::vector<PyTensorRequest>& tensors, const std::vector<PySlice>& bytes,
-    const std::optional<py::function>& on_tensor, ExchangeStream* exchange) {
+    const std::optional<py::function>& on_tensor, ExchangeStream* exchange,
+    bool slices_are_archives) {
   OnTensor on_request;
   if (on_tensor) {
     on_request = [&](int64_t request, LoadedBytes elements) {
@@ -113,8 +112,8 @@ std::pair<std::vector<bool>, std::vector<LoadedBytes>> run_job(
     };
   }
   Devices devices;
-  LoadResult result =
-      run(job, to_requests(tensors, devices), to_slices(bytes), on_request, exchange);
+  LoadResult result = run(job, to_requests(tensors, devices), to_slices(bytes), on_request,
+                          exchange, slices_are_archives);
   std::vector<bool> loaded;
   loaded.reserve(result.outcomes.size());
   for (const Outcome outcome : result.outcomes) loaded.push_back(outcome == Outcome::kLoaded);
@@ -177,7 +176,7 @@ void bind_load_job(py::module_& module) {
   py::class_<LoadJob>(module, "LoadJob")
       .def(py::init(&make), py::arg("fs"), py::arg("directory"), py::arg("index"),
            py::arg("buffer_nbytes"), py::arg("block_nbytes"), py::arg("threads"), py::arg("direct"),
-           py::arg("verify"), py::arg("slices_are_archives"), py::keep_alive<1, 2>())
+           py::arg("verify"), py::keep_alive<1, 2>())
       .def("check", &check, py::arg("slices"))
       .def(
           "wanted_bytes",
@@ -187,7 +186,8 @@ void bind_load_job(py::module_& module) {
           },
           py::arg("tensors"))
       .def("run", &run_job, py::arg("tensors"), py::arg("slices"),
-           py::arg("on_tensor") = py::none(), py::arg("exchange") = nullptr);
+           py::arg("on_tensor") = py::none(), py::arg("exchange") = nullptr,
+           py::arg("slices_are_archives") = false);
   py::class_<PlannedReads>(module, "Reads")
       .def(py::init([](const std::shared_ptr<StoredIndex>& index,
                        const std::shared_ptr<HeldTable>& items, bool partial) {
@@ -200,7 +200,7 @@ void bind_load_job(py::module_& module) {
       .def("describe", &describe_read, py::arg("number"))
       .def(
           "check",
-          [](const PlannedReads& reads, const LoadJob& job) {
+          [](const PlannedReads& reads, LoadJob& job) {
             raise_if_error(without_gil([&] { return job.check(reads.slices()); }));
           },
           py::arg("job"))

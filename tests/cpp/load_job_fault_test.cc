@@ -85,9 +85,32 @@ TEST(LoadJobFaultTest, ThousandsOfFilesAreNotAllOpenAtOnce) {
     const StoredSlice slice = save_file(fs, std::to_string(i), {saved[i]})[0];
     requests.push_back(whole(slice, loaded[i]));
   }
-  ASSERT_OK(load(fs, requests));
+  std::vector<StoredSlice> slices;
+  for (const TensorRequest& request : requests) slices.push_back(request.slice);
+  ASSERT_OK_AND_ASSIGN(auto job, LoadJob::make(fs, "step-1", {}));
+  ASSERT_OK(job->wanted(requests).status());
+  ASSERT_OK(job->check(slices));
+  ASSERT_OK(job->run(requests, {}).status());
   for (size_t i = 0; i < saved.size(); ++i) ASSERT_TRUE(loaded[i].packed() == saved[i].packed());
   EXPECT_LE(fs.most_open_files(), 128);
+}
+
+TEST(LoadJobFaultTest, EachFileIsOpenedOnceInALoad) {
+  MemoryFileSystem fs;
+  std::vector<TensorRequest> requests;
+  std::vector<StoredSlice> slices;
+  const auto loaded = TestTensor::random("w", DType::kUInt8, {140000}, 1);
+  for (const std::string file : {"a", "b", "c"}) {
+    slices.push_back(save_file(fs, file, {loaded})[0]);
+    requests.push_back(whole(slices.back(), loaded));
+  }
+  const int64_t before = fs.count(Operation::Kind::kOpen);
+  ASSERT_OK_AND_ASSIGN(auto job, LoadJob::make(fs, "step-1", {}));
+  ASSERT_OK(job->wanted(requests).status());
+  ASSERT_OK(job->check(slices));
+  for (const TensorRequest& request : requests) ASSERT_OK(job->run({&request, 1}, {}).status());
+  ASSERT_OK(job->run({}, slices).status());
+  EXPECT_EQ(fs.count(Operation::Kind::kOpen) - before, 3);
 }
 
 // Whichever operation fails, the load says so; and the job serves the next load.

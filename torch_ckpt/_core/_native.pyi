@@ -290,7 +290,6 @@ class LoadJob:
         threads: int,
         direct: bool,
         verify: bool,
-        slices_are_archives: bool,
     ) -> None: ...
     def check(self, slices: Sequence[tuple[str, int, int, str]]) -> None: ...
     def wanted_bytes(
@@ -302,6 +301,7 @@ class LoadJob:
         slices: Sequence[tuple[str, int, int, str]],
         on_tensor: Callable[[int, LoadedBytes], None] | None = None,
         exchange: ExchangeStream | None = None,
+        slices_are_archives: bool = False,
     ) -> tuple[list[bool], list[LoadedBytes]]: ...
 
 class VerifyJob:

@@ -32,7 +32,7 @@ from torch_ckpt.options import READ_THREADS, IoOptions
 from torch_ckpt.planning.load_planner import FastLoadPlanner, PlannedReads
 from torch_ckpt.storage.buffers import held_nbytes_limit, useful_buffer_nbytes
 
-__all__ = ["Load", "Source", "load_planned"]
+__all__ = ["Load", "Source"]
 
 _TORCHS_OWN = _tensor_view.TensorKind.TORCHS_OWN
 
@@ -54,50 +54,6 @@ class Source:
     verify: bool
     trust_pickle: bool
     transforms: _StorageReaderTransforms
-
-    def job(self, nbytes: int, *, slices_are_archives: bool = False) -> _native.LoadJob:
-        """A job that reads ``nbytes`` of slices, as their metadata have it."""
-        return _native.LoadJob(
-            self.directory.file_system,
-            self.directory.path,
-            self.index,
-            useful_buffer_nbytes(nbytes, self.io.buffer_nbytes, self.io.block_nbytes),
-            self.io.block_nbytes,
-            READ_THREADS,
-            self.io.direct,
-            self.verify,
-            slices_are_archives,
-        )
-
-    def wanted_bytes(self, items: Sequence[ReadItem]) -> bytes:
-        """What of the data files is read for tensors among these items, encoded.
-
-        Raises:
-            CheckpointError: A file or its slices are not what metadata say.
-        """
-        if isinstance(items, PlannedReads):
-            return items.reads.wanted_bytes(self.job(items.reads.nbytes))
-        requests = []
-        nbytes = 0
-        for item in items:
-            info = self.storage_info(item)
-            dtype = self.stored_dtype(item)
-            if dtype is None or getattr(info, "transform_descriptors", None):
-                continue
-            requests.append(
-                (
-                    (
-                        info.relative_path,
-                        info.offset,
-                        info.length,
-                        printable(item.storage_index.fqn),
-                    ),
-                    item.storage_offsets,
-                    _native.TensorView.without_memory(DTYPE_CODES[dtype], item.lengths),
-                )
-            )
-            nbytes += info.length
-        return self.job(nbytes).wanted_bytes(requests)
 
     def storage_info(self, item: ReadItem) -> _StorageInfo:
         """Where the stored box of an item lies.
@@ -124,44 +80,105 @@ class Source:
         return dtype if dtype in DTYPE_CODES else None
 
 
-def load_planned(
-    source: Source,
-    planner: FastLoadPlanner,
-    items: PlannedReads,
-    exchange: _native.ExchangeStream | None,
-) -> None:
-    """Loads what was planned in columns: tensors straight into place, and the rest as ``Load``."""
-    reads = items.reads
-    job = source.job(reads.nbytes)
-    reads.check(job)
-
-    def take(number: int, elements: _native.LoadedBytes) -> None:
-        item = items[number]
-        dtype = source.stored_dtype(item)
-        assert dtype is not None
-        _copy_to(planner.resolve_tensor(item).detach(), elements, dtype, item.lengths)
-
-    looks = _tensor_view.look(items.sources, writable=True)
-    left = reads.run(job, looks, take, exchange)
-    if left:
-        Load(source, planner, [items[at] for at in left]).run()
-
-
 class Load:
-    """One call of ``read_data``: made, run once and dropped."""
+    """What one rank reads of a checkpoint: made, run once and dropped. Each file is opened once.
 
-    def __init__(self, source: Source, planner: LoadPlanner, items: list[ReadItem]) -> None:
+    Args:
+        source: The checkpoint.
+        items: As the planner has made them.
+
+    Raises:
+        CorruptionError: The metadata do not say where something lies.
+    """
+
+    def __init__(self, source: Source, items: Sequence[ReadItem]) -> None:
         self.source = source
-        self.planner = planner
-        self.max_held_nbytes = held_nbytes_limit(source.io)
-        # Another planner may have stored bytes of any kind.
-        self.objects_are_pickled = (
-            getattr(planner.load_bytes, "__func__", None) is DefaultLoadPlanner.load_bytes
+        self.items = items
+        self._requests = None if isinstance(items, PlannedReads) else _Requests(source, items)
+        of_columns = items.reads.nbytes if isinstance(items, PlannedReads) else 0
+        nbytes = of_columns if self._requests is None else self._requests.nbytes
+        io = source.io
+        self.job = _native.LoadJob(
+            source.directory.file_system,
+            source.directory.path,
+            source.index,
+            useful_buffer_nbytes(nbytes, io.buffer_nbytes, io.block_nbytes),
+            io.block_nbytes,
+            READ_THREADS,
+            io.direct,
+            source.verify,
         )
+
+    def wanted_bytes(self) -> bytes:
+        """What of the data files is read for tensors, encoded.
+
+        Raises:
+            CheckpointError: A file or its slices are not what metadata say.
+        """
+        if isinstance(self.items, PlannedReads):
+            return self.items.reads.wanted_bytes(self.job)
+        assert self._requests is not None
+        return self.job.wanted_bytes(
+            [
+                (
+                    stored,
+                    item.storage_offsets,
+                    _native.TensorView.without_memory(DTYPE_CODES[dtype], item.lengths),
+                )
+                for item, stored, dtype in self._requests.tensors
+            ]
+        )
+
+    def run(self, planner: LoadPlanner, exchange: _native.ExchangeStream | None = None) -> None:
+        """Reads everything into place.
+
+        Args:
+            planner: Tells the places.
+            exchange: With the ranks that read the same.
+        """
+        if (
+            isinstance(self.items, PlannedReads)
+            and isinstance(planner, FastLoadPlanner)
+            and planner.loads_plainly()
+        ):
+            left = self._run_columns(self.items, planner, exchange)
+            if left:
+                _LoadByItem(self, _Requests(self.source, left), planner).run(None)
+            return
+        requests = self._requests or _Requests(self.source, list(self.items))
+        _LoadByItem(self, requests, planner).run(exchange)
+
+    def _run_columns(
+        self, items: PlannedReads, planner: FastLoadPlanner, exchange: _native.ExchangeStream | None
+    ) -> list[ReadItem]:
+        """Reads tensors straight into place; returns what is left to torch."""
+        items.reads.check(self.job)
+
+        def take(number: int, elements: _native.LoadedBytes) -> None:
+            item = items[number]
+            dtype = self.source.stored_dtype(item)
+            assert dtype is not None
+            _copy_to(planner.resolve_tensor(item).detach(), elements, dtype, item.lengths)
+
+        looks = _tensor_view.look(items.sources, writable=True)
+        return [items[at] for at in items.reads.run(self.job, looks, take, exchange)]
+
+
+class _Requests:
+    """Where items lie that DCP's planners have made, and who reads them.
+
+    Attributes:
+        tensors: What the engine reads.
+        streams: What torch reads: objects, and what a stream transform has changed.
+        nbytes: Of all slices.
+        transformed: Whether a stream transform has changed any.
+    """
+
+    def __init__(self, source: Source, items: Sequence[ReadItem]) -> None:
         self.tensors: list[_Tensor] = []
         self.streams: list[tuple[ReadItem, _Slice]] = []
-        nbytes = 0
-        transformed = False
+        self.nbytes = 0
+        self.transformed = False
         for item in items:
             info = source.storage_info(item)
             stored = (
@@ -170,25 +187,38 @@ class Load:
                 info.length,
                 printable(item.storage_index.fqn),
             )
-            nbytes += info.length
+            self.nbytes += info.length
             dtype = source.stored_dtype(item)
             descriptors = getattr(info, "transform_descriptors", None)
-            transformed = transformed or bool(descriptors)
+            self.transformed = self.transformed or bool(descriptors)
             if descriptors or dtype is None:
                 self.streams.append((item, stored))
             else:
                 self.tensors.append((item, stored, dtype))
-        self.job = source.job(
-            nbytes, slices_are_archives=self.objects_are_pickled and not transformed
+
+
+class _LoadByItem:
+    """Loads items one by one as their planner has them."""
+
+    def __init__(self, load: Load, requests: _Requests, planner: LoadPlanner) -> None:
+        self.source = load.source
+        self.job = load.job
+        self.requests = requests
+        self.planner = planner
+        self.max_held_nbytes = held_nbytes_limit(load.source.io)
+        # Another planner may have stored bytes of any kind.
+        self.objects_are_pickled = (
+            getattr(planner.load_bytes, "__func__", None) is DefaultLoadPlanner.load_bytes
         )
 
-    def run(self, exchange: _native.ExchangeStream | None = None) -> None:
+    def run(self, exchange: _native.ExchangeStream | None) -> None:
         """Loads tensors through the engine, then whatever is left through torch."""
+        requests = self.requests
         # All extents before any target is written.
-        slices = [stored for _, stored, _ in self.tensors]
-        self.job.check(slices + [stored for _, stored in self.streams])
+        slices = [stored for _, stored, _ in requests.tensors]
+        self.job.check(slices + [stored for _, stored in requests.streams])
         left = self._load_tensors(exchange)
-        self._load_streams(self.streams + left)
+        self._load_streams(requests.streams + left)
 
     def _load_tensors(
         self, exchange: _native.ExchangeStream | None
@@ -199,7 +229,7 @@ class Load:
             Those that only torch can read; nothing was written to their targets.
         """
         left: list[tuple[ReadItem, _Slice]] = []
-        waiting = self.tensors
+        waiting = self.requests.tensors
         while waiting or exchange is not None:
             batch, waiting = self._next_batch(waiting, pass_over=exchange is not None)
             left += self._load_batch(batch, exchange)
@@ -296,7 +326,8 @@ class Load:
             wanted.setdefault(stored, []).append(item)
         refused: list[str] = []
         for batch in _batches(wanted, self.max_held_nbytes):
-            _, slices = self.job.run([], batch)
+            archives = self.objects_are_pickled and not self.requests.transformed
+            _, slices = self.job.run([], batch, slices_are_archives=archives)
             for stored, data in zip(batch, slices, strict=True):
                 try:
                     self._load_stream(stored, wanted[stored], data)

@@ -31,7 +31,6 @@ from torch_ckpt.formats.opened import Contents, Opened
 from torch_ckpt.formats.recognise import open_stored
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.load_planner import (
-    FastLoadPlanner,
     KeptReads,
     PlannedReads,
     TravellingReads,
@@ -45,7 +44,7 @@ from torch_ckpt.storage.exchange import (
     share_reads,
     these_processes,
 )
-from torch_ckpt.storage.loading import Load, Source, load_planned
+from torch_ckpt.storage.loading import Load, Source
 
 __all__ = ["FastReader"]
 
@@ -134,6 +133,7 @@ class FastReader(StorageReader):
         self._contents: Contents | None = None  # Of files that are not slices alone.
         # What this rank reads, while its plan travels, and what travels in its place.
         self._kept: tuple[Sequence[ReadItem], Any] | None = None
+        self._load: Load | None = None  # Between plan and reading.
         self._exchanged: str | None = None  # The token of the exchange that it has taken part in.
         self._shared_save_id: str | None = None  # Of the save that all ranks are to load.
         self._unreadable: Exception | None = None  # Why the coordinator's metadata are.
@@ -146,6 +146,7 @@ class FastReader(StorageReader):
             "_index": None,
             "_contents": None,
             "_kept": None,
+            "_load": None,
         }
 
     @classmethod
@@ -167,7 +168,7 @@ class FastReader(StorageReader):
         """Turns to another checkpoint, or to a new load of the same."""
         if checkpoint_id:
             self.location = Location(checkpoint_id)
-        self._metadata = self._index = self._contents = self._unreadable = None
+        self._metadata = self._index = self._contents = self._unreadable = self._load = None
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -230,7 +231,8 @@ class FastReader(StorageReader):
         # Without an id nobody can tell whether all ranks mean the same files.
         if self.exchange != "off" and self._shared_save_id is not None and can_exchange():
             with gc_paused(), portable_errors():
-                encoded = self._source().wanted_bytes(items)
+                self._load = Load(self._source(), items)
+                encoded = self._load.wanted_bytes()
             said = Wanted(
                 self._shared_save_id,
                 encoded,
@@ -300,15 +302,10 @@ class FastReader(StorageReader):
                         timeout_s=time_limit_s(),
                     )
                 )
-            source = self._source()
-            if (
-                isinstance(items, PlannedReads)
-                and isinstance(planner, FastLoadPlanner)
-                and planner.loads_plainly()
-            ):
-                load_planned(source, planner, items, exchange)
-            else:
-                Load(source, planner, list(items)).run(exchange)
+            load, self._load = self._load, None
+            if load is None or load.items is not items:  # The planner may have made other plans.
+                load = Load(self._source(), items)
+            load.run(planner, exchange)
         future: Future[None] = Future()
         future.set_result(None)
         return future

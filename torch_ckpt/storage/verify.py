@@ -144,7 +144,6 @@ def _check_archives(checkpoint: Checkpoint, report: Report, advance: _Advance) -
         READ_THREADS,
         io.direct,
         True,
-        False,
     )
     for number, slices in sorted(_slices_by_file(checkpoint).items()):
         name, _ = checkpoint.files[number]

@@ -31,8 +31,17 @@ struct LoadJob::State {
   const LoadOptions options;
   const std::unique_ptr<IndexLookup> index;  // Null where the checkpoint has none.
   std::unique_ptr<ReadStream> stream;
+  std::map<std::string, OpenFile> files = {};  // At most kMaxOpenFiles, by name.
 
-  Result<OpenFile> open(const StoredSlice& slice) const {
+  // The file of a slice, which stays open until room is made for others.
+  Result<const OpenFile*> open(const StoredSlice& slice) {
+    const auto known = files.find(slice.file);
+    if (known != files.end()) return &known->second;
+    ASSIGN_OR_RETURN(OpenFile file, open_anew(slice));
+    return &files.emplace(slice.file, std::move(file)).first->second;
+  }
+
+  Result<OpenFile> open_anew(const StoredSlice& slice) const {
     if (!is_inside_directory(slice.file)) {
       return corruption("cannot read ", describe(slice), ": the file is outside the checkpoint");
     }
@@ -73,13 +82,14 @@ Result<std::unique_ptr<LoadJob>> LoadJob::make(FileSystem& fs, std::string direc
   return std::unique_ptr<LoadJob>(new LoadJob(std::move(state)));
 }
 
-Status LoadJob::check(std::span<const StoredSlice> slices) const {
+Status LoadJob::check(std::span<const StoredSlice> slices) {
   std::map<std::string, int64_t> file_nbytes;
   for (const StoredSlice& slice : slices) {
     auto known = file_nbytes.find(slice.file);
     if (known == file_nbytes.end()) {
-      ASSIGN_OR_RETURN(const OpenFile file, state_->open(slice));
-      known = file_nbytes.emplace(slice.file, file.nbytes).first;
+      if (state_->files.size() >= kMaxOpenFiles) state_->files.clear();
+      ASSIGN_OR_RETURN(const OpenFile* file, state_->open(slice));
+      known = file_nbytes.emplace(slice.file, file->nbytes).first;
     }
     RETURN_IF_ERROR(check_extent(slice, known->second));
   }
@@ -89,15 +99,16 @@ Status LoadJob::check(std::span<const StoredSlice> slices) const {
 Result<WantedBytes> LoadJob::wanted(std::span<const TensorRequest> tensors) {
   WantedBytes out;
   LoadResult result;
-  RETURN_IF_ERROR(run_batches(tensors, {}, {}, nullptr, &out, &result));
+  RETURN_IF_ERROR(run_batches(tensors, {}, {}, nullptr, false, &out, &result));
   return out;
 }
 
 Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
                                 std::span<const StoredSlice> bytes, const HandOver& hand_over,
-                                ExchangeStream* exchange) {
+                                ExchangeStream* exchange, bool slices_are_archives) {
   LoadResult result;
-  RETURN_IF_ERROR(run_batches(tensors, bytes, hand_over, exchange, nullptr, &result));
+  RETURN_IF_ERROR(
+      run_batches(tensors, bytes, hand_over, exchange, slices_are_archives, nullptr, &result));
   return result;
 }
 
@@ -105,8 +116,8 @@ Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
 // adds to it what would be read.
 Status LoadJob::run_batches(std::span<const TensorRequest> tensors,
                             std::span<const StoredSlice> bytes, const HandOver& hand_over,
-                            ExchangeStream* exchange, WantedBytes* only_wanted,
-                            LoadResult* result) {
+                            ExchangeStream* exchange, bool slices_are_archives,
+                            WantedBytes* only_wanted, LoadResult* result) {
   struct OfFile {
     std::vector<int64_t> tensors;
     std::vector<int64_t> bytes;
@@ -141,12 +152,22 @@ Status LoadJob::run_batches(std::span<const TensorRequest> tensors,
   result->outcomes.assign(tensors.size(), Outcome::kLoaded);
   result->bytes.resize(bytes.size());
   for (auto next = by_file.begin(); next != by_file.end();) {
-    std::map<std::string, OpenFile> files;
+    const auto end = std::next(
+        next, std::min<ptrdiff_t>(std::distance(next, by_file.end()), ptrdiff_t{kMaxOpenFiles}));
+    std::map<std::string, OpenFile>& files = state_->files;
+    const auto is_in_batch = [&](const std::string& name) {
+      return by_file.contains(name) && name >= next->first &&
+             (end == by_file.end() || name < end->first);
+    };
+    const auto more =
+        std::count_if(next, end, [&](const auto& wanted) { return !files.contains(wanted.first); });
+    if (files.size() + static_cast<size_t>(more) > kMaxOpenFiles) {
+      std::erase_if(files, [&](const auto& file) { return !is_in_batch(file.first); });
+    }
     OfFile all;
-    for (; next != by_file.end() && files.size() < kMaxOpenFiles; ++next) {
+    for (; next != end; ++next) {
       const auto& [name, of_file] = *next;
-      ASSIGN_OR_RETURN(OpenFile file, state_->open(of_file.any));
-      files.emplace(name, std::move(file));
+      RETURN_IF_ERROR(state_->open(of_file.any).status());
       all.tensors.insert(all.tensors.end(), of_file.tensors.begin(), of_file.tensors.end());
       all.bytes.insert(all.bytes.end(), of_file.bytes.begin(), of_file.bytes.end());
       all.pieces.insert(all.pieces.end(), of_file.pieces.begin(), of_file.pieces.end());
@@ -154,7 +175,7 @@ Status LoadJob::run_batches(std::span<const TensorRequest> tensors,
     IndexLookup* index = state_->index.get();
     const bool indexed = index != nullptr && index->knows_slices();
     LoadBatch batch({*state_->stream, files, indexed ? index : nullptr, state_->options.verify,
-                     state_->options.slices_are_archives, tensors, bytes, hand_over, *result});
+                     slices_are_archives, tensors, bytes, hand_over, *result});
     RETURN_IF_ERROR(batch.plan(all.tensors, all.bytes));
     if (only_wanted != nullptr) {
       std::map<const File*, std::string_view> names;

@@ -7,7 +7,8 @@
 // scatters them into place. A range that the page cache holds is read through it; all else is read
 // directly. Aligned contiguous destinations receive reads without a copy between.
 //
-// FastReader keeps one job for a load and calls `run` once for each batch of requests.
+// FastReader keeps one job for a load and calls `run` once for each batch of requests. Files stay
+// open from call to call, up to 128 of them, so that each is opened once.
 
 #include <cstdint>
 #include <memory>
@@ -31,9 +32,6 @@ struct LoadOptions {
   // Whether bytes are checked: against the index by blocks, or without one against the CRC of
   // payloads that are read whole.
   bool verify = true;
-  // Whether every raw slice is an archive as torch.save writes it, so that one which is not is
-  // damaged. Otherwise it may be anything, and only what looks like torch.save's is checked.
-  bool slices_are_archives = false;
 };
 
 // Used by one thread at a time; runs threads of its own inside `run`.
@@ -48,7 +46,7 @@ class LoadJob {
 
   // Checks that every slice lies in its file, without reading any.
   // Errors: kNotFound for a missing file; kCorruption for a slice that its file does not hold.
-  Status check(std::span<const StoredSlice> slices) const;
+  Status check(std::span<const StoredSlice> slices);
 
   // Which bytes `run` would read for these tensors, whether they have memory or not.
   // Errors: as of `run`.
@@ -59,17 +57,21 @@ class LoadJob {
   // from them, and all of its pieces are run; every rank of it must. Files, extents and the frames
   // of large tensors are checked before anything is allocated or any `live` written (of more than
   // 128 files: for 128 at a time); after a later error, what the live tensors hold is unspecified.
-  // Errors: kNotFound for a missing file; kCorruption for a slice that its file does not hold, a
-  // broken frame or a wrong checksum; kMismatch for a box outside the stored tensor; kStorage.
+  // `slices_are_archives` says that every raw slice is an archive as torch.save writes it, so that
+  // one which is not is damaged. Otherwise it may be anything, and only what looks like
+  // torch.save's is checked. Errors: kNotFound for a missing file; kCorruption for a slice that its
+  // file does not hold, a broken frame or a wrong checksum; kMismatch for a box outside the stored
+  // tensor; kStorage.
   Result<LoadResult> run(std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
-                         const HandOver& hand_over = {}, ExchangeStream* exchange = nullptr);
+                         const HandOver& hand_over = {}, ExchangeStream* exchange = nullptr,
+                         bool slices_are_archives = false);
 
  private:
   struct State;
   explicit LoadJob(std::unique_ptr<State> state);
   Status run_batches(std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
-                     const HandOver& hand_over, ExchangeStream* exchange, WantedBytes* only_wanted,
-                     LoadResult* result);
+                     const HandOver& hand_over, ExchangeStream* exchange, bool slices_are_archives,
+                     WantedBytes* only_wanted, LoadResult* result);
   std::unique_ptr<State> state_;
 };
 
