@@ -219,7 +219,7 @@ def small(directory: str, tensors: int, rounds: int) -> dict[str, list[float]]:
 
     from torch_ckpt import FastReader, FastSavePlanner, FastWriter
     from torch_ckpt.planning.load_planner import FastLoadPlanner
-    from torch_ckpt.planning.plan_cache import PLAN_CACHE
+    from torch_ckpt.planning.plan_cache import plan_cache
 
     kinds: dict[str, Any] = {
         OURS: (FastWriter, FastSavePlanner, FastReader, FastLoadPlanner),
@@ -247,7 +247,7 @@ def small(directory: str, tensors: int, rounds: int) -> dict[str, list[float]]:
             def load(path: str = path, reader: Any = reader, planner: Any = load_planner) -> None:
                 dcp.load(into, storage_reader=reader(path), planner=planner(), no_dist=True)
 
-            PLAN_CACHE.forget()
+            plan_cache().forget()
             measured(f"save {contender}", save)
             if contender == OURS:
                 measured("save again", save)

@@ -31,7 +31,7 @@ ROOMS = {
 
 # Packages of torch_ckpt from the ground up: each imports only from rows above its own.
 PACKAGES = [
-    {"errors"},
+    {"errors", "process_state"},
     {"_core"},
     {"options"},
     {"filesystems"},

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 import torch_ckpt
 from torch_ckpt import FastSavePlanner, FastWriter
 from torch_ckpt._core import _native
-from torch_ckpt.planning.plan_cache import PLAN_CACHE
+from torch_ckpt.planning.plan_cache import plan_cache
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -61,11 +61,15 @@ def state_of(change: str = "", *, placement: Placement | None = None) -> dict[st
 
 def saved(path: Path, state: dict[str, Any]) -> tuple[Counts, int]:
     """Saves; returns how the plan was come by, and how many bytes this rank has sent for it."""
-    hits, misses = PLAN_CACHE.hits, PLAN_CACHE.misses
+    hits, misses = plan_cache().hits, plan_cache().misses
     writer = Writer(path)
     with mock.patch.object(_native, "GlobalPlan", wraps=_native.GlobalPlan) as made:
         torch_ckpt.save(state, storage_writer=writer, planner=FastSavePlanner())
-    return (PLAN_CACHE.hits - hits, PLAN_CACHE.misses - misses, made.call_count), writer.sent
+    return (
+        plan_cache().hits - hits,
+        plan_cache().misses - misses,
+        made.call_count,
+    ), writer.sent
 
 
 def check(path: Path, state: dict[str, Any]) -> None:
@@ -84,7 +88,7 @@ OLD_PLAN: Counts = (1, 0, 0)
 
 
 def save_thrice(path: Path) -> tuple[int, int]:
-    PLAN_CACHE.forget()
+    plan_cache().forget()
     state = state_of()
     counts, first = saved(path / "0", state)
     assert counts == new_plan()
@@ -92,7 +96,7 @@ def save_thrice(path: Path) -> tuple[int, int]:
         counts, sent = saved(path / number, state)
         assert counts == OLD_PLAN
         check(path / number, state)
-    (entry,) = PLAN_CACHE._of_rank.newest_first()
+    (entry,) = plan_cache()._of_rank.newest_first()
     assert len(entry.token) == 20
     return first, sent
 
@@ -105,7 +109,7 @@ def test_the_same_is_planned_once_and_then_known_by_36_bytes(
 
 
 def save_changed(path: Path, change: str) -> None:
-    PLAN_CACHE.forget()
+    plan_cache().forget()
     before = state_of()
     saved(path / "0", before)
     placement = Replicate() if change == "placements" else None
@@ -130,11 +134,11 @@ def test_what_differs_on_any_rank_is_planned_anew(
 
 
 def save_after_forgetting(path: Path, forgetful: int) -> None:
-    PLAN_CACHE.forget()
+    plan_cache().forget()
     state = state_of()
     saved(path / "0", state)
     if dist.get_rank() == forgetful:
-        PLAN_CACHE.forget()
+        plan_cache().forget()
     counts, _ = saved(path / "1", state)
     if forgetful == 0:
         assert counts == new_plan()
@@ -160,7 +164,7 @@ class FailingWriter(FastWriter):
 
 
 def save_after_failures(path: Path) -> None:
-    PLAN_CACHE.forget()
+    plan_cache().forget()
     state = state_of()
     with pytest.raises(CheckpointException, match="the disk is gone"):
         torch_ckpt.save(state, storage_writer=FailingWriter(path / "0"), planner=FastSavePlanner())
@@ -180,7 +184,7 @@ def test_failed_saves_leave_no_plan_that_harms(worlds: Worlds, tmp_path: Path) -
 
 
 def save_in_groups(path: Path) -> None:
-    PLAN_CACHE.forget()
+    plan_cache().forget()
     group = dist.new_group([1, 2])
     state = {"w": full_value("w", (3000, 700), torch.bfloat16), "step": 3}
     for number in range(4):
@@ -198,21 +202,21 @@ def test_a_rank_has_its_place_in_each_group(worlds: Worlds, tmp_path: Path) -> N
 
 
 def save_alone(path: Path, planner_options: Callable[[], dict[str, Any]] = dict) -> list[int]:
-    PLAN_CACHE.forget()
+    plan_cache().forget()
     state = {"w": torch.arange(5.0), "step": 3}
     hits = []
     for number in range(3):
-        before = PLAN_CACHE.hits
+        before = plan_cache().hits
         planner = FastSavePlanner(**planner_options())
         torch_ckpt.save(state, storage_writer=FastWriter(path / f"{number}"), planner=planner)
-        hits.append(PLAN_CACHE.hits - before)
+        hits.append(plan_cache().hits - before)
         check(path / f"{number}", state)
     return hits
 
 
 def save_in_other_groups(path: Path) -> None:
     """DCP's own functions do not tell a planner who coordinates: it lists all to whoever does."""
-    PLAN_CACHE.forget()
+    plan_cache().forget()
     state = {"w": full_value("w", (3000, 700), torch.bfloat16), "step": 3}
     for number, ranks in enumerate([[0, 2], [1, 2], [2, 1]]):
         group = dist.new_group(ranks)
@@ -236,7 +240,7 @@ def test_one_process_knows_its_plans(tmp_path: Path) -> None:
 
 def test_nothing_is_kept_where_caching_is_off(tmp_path: Path) -> None:
     assert save_alone(tmp_path, lambda: {"enable_plan_caching": False}) == [0, 0, 0]
-    assert PLAN_CACHE._of_rank.newest_first() == PLAN_CACHE._global.newest_first() == []
+    assert plan_cache()._of_rank.newest_first() == plan_cache()._global.newest_first() == []
 
 
 class LookingWriter(FastWriter):
@@ -252,7 +256,7 @@ class LookingPlanner(FastSavePlanner):
 
 
 def save_and_look(path: Path) -> None:
-    PLAN_CACHE.forget()
+    plan_cache().forget()
     state = state_of()
     for number in range(3):
         writer = LookingWriter(path / f"writer-{number}")
@@ -272,7 +276,7 @@ def test_whoever_looks_at_plans_sees_them_whole_each_time(worlds: Worlds, tmp_pa
 
 
 def save_with_one_caching(path: Path) -> None:
-    PLAN_CACHE.forget()
+    plan_cache().forget()
     state = state_of()
     for number in range(3):
         planner = FastSavePlanner(enable_plan_caching=dist.get_rank() == 1)
@@ -293,7 +297,7 @@ class AddingPlanner(FastSavePlanner):
 
 
 def save_with_more_paths(path: Path) -> None:
-    PLAN_CACHE.forget()
+    plan_cache().forget()
     state = state_of("a name")
     for number in range(3):
         metadata = torch_ckpt.save(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastSavePlanner, FastWriter, RankTimeoutError, SnapshotStager
-from torch_ckpt.planning.plan_cache import PLAN_CACHE
+from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.staging.stager import _Placed
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -63,7 +63,7 @@ class Saves:
         self.group = dist.new_group(backend="gloo")
         self.stager = SnapshotStager(**options)
         self.staged: list[int] = []
-        PLAN_CACHE.forget()
+        plan_cache().forget()
 
     def begin(
         self, state: dict[str, Any], planner: Any = FastSavePlanner, executor: str = "thread"
@@ -153,7 +153,7 @@ def test_a_rank_that_has_lost_what_it_knew_fails_no_save(
             if what == "part":
                 saves.stager = SnapshotStager()
             else:
-                PLAN_CACHE.forget()
+                plan_cache().forget()
         saves.save(step)
     assert are_whole(saves.staged) == [True, False, is_whole, False]
 

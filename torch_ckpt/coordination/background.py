@@ -24,6 +24,7 @@ from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.connect import own_addresses
 from torch_ckpt.coordination.group import Call, group_of, portable
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.process_state import PROCESS
 
 __all__ = ["Order", "save_in_process", "save_in_thread"]
 
@@ -77,13 +78,12 @@ def save_in_process(order: Order, state: Any, call: Call) -> Future[Metadata]:
         RankTimeoutError: A rank was late, stuck or gone.
         CheckpointError: The process of a rank did not start.
     """
-    global _process
-    process = _process
+    process: _SaveProcess | None = PROCESS.save_process
     if call.any_says(process is None or not process.is_alive, _STARTING) or process is None:
         address = call.all_reduce(_STARTING, _own_address, lambda found: found[0])
         if process is not None:
             process.end()
-        process = _process = _SaveProcess(address, call)
+        process = PROCESS.save_process = _SaveProcess(address, call)
 
     def carry_out() -> Metadata:
         with call:
@@ -150,9 +150,6 @@ class _SaveProcess:
         if not succeeded:
             raise value
         return value
-
-
-_process: _SaveProcess | None = None
 
 
 def _serve(connection: Connection, address: tuple[str, int], rank: int, size: int) -> None:

@@ -14,7 +14,6 @@ import math
 import os
 import pickle
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextvars import ContextVar
@@ -37,6 +36,7 @@ from torch.distributed.distributed_c10d import (
 
 from torch_ckpt.coordination.node import COMMITTING, WRITING, Node, Values
 from torch_ckpt.errors import CheckpointError, RankTimeoutError
+from torch_ckpt.process_state import PROCESS
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -442,9 +442,6 @@ def claim_commit() -> None:
         call.claim_commit()
 
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
-
-
 def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool = False) -> Group:
     """The group of a process group: one, as long as that is.
 
@@ -458,9 +455,9 @@ def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool = False) 
     if no_dist or not (dist.is_available() and dist.is_initialized()):
         return Group(None)
     key = process_group or _get_default_group()
-    group = _groups.get(key)
+    group: Group | None = PROCESS.groups.get(key)
     if group is None:
-        group = _groups[key] = Group(key)
+        group = PROCESS.groups[key] = Group(key)
     return group
 
 

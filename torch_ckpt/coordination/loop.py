@@ -6,7 +6,6 @@ import contextlib
 import os
 import selectors
 import socket
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 from torch_ckpt.coordination.peer import Message, Peer
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.process_state import PROCESS
 
 __all__ = ["Loop", "settle"]
 
@@ -40,7 +40,7 @@ class Loop(ABC):
         self._wake.setblocking(False)
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
-        _loops.add(self)
+        PROCESS.forkable.add(self)
 
     @abstractmethod
     def due(self) -> float | None:
@@ -112,7 +112,7 @@ class Loop(ABC):
         self._woken.close()
         self._refuse()
 
-    def close_in_fork(self) -> None:
+    def after_fork(self) -> None:
         """A child's copies of the connections would hide that this process has ended."""
         self.stopped = True
         self.lost = CheckpointError("a process that was forked is no rank of its parent's group")
@@ -155,14 +155,3 @@ def settle(future: Future[Any] | None, value: Any = None, *, error: Any = None) 
             future.set_result(value)
         else:
             future.set_exception(error)
-
-
-_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
-
-
-def _close_in_fork() -> None:
-    for loop in list(_loops):
-        loop.close_in_fork()
-
-
-os.register_at_fork(after_in_child=_close_in_fork)

@@ -19,15 +19,13 @@ from typing import Any
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
+from torch_ckpt.process_state import PROCESS
 
 __all__ = ["Location", "can_reach", "register"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 _BUFFER_NBYTES = 16 << 10  # Of an open file, of which a few records here and there are read.
-
-_FILE_SYSTEMS: dict[str, _native.FileSystem] = {}
-"""Of this process, by scheme."""
 
 
 def register(scheme: str, file_system: _native.FileSystem) -> None:
@@ -42,7 +40,7 @@ def register(scheme: str, file_system: _native.FileSystem) -> None:
         register("other-disk", file_system)
         dcp.save(state, storage_writer=FastWriter("other-disk://run/step-100"))
     """
-    _FILE_SYSTEMS[scheme] = file_system
+    PROCESS.file_systems[scheme] = file_system
 
 
 def can_reach(path: str | os.PathLike[str]) -> bool:
@@ -92,12 +90,12 @@ class Location:
     def _become(self, scheme: str, path: PurePath) -> None:
         self._scheme = scheme
         self.path = path
-        if scheme and scheme not in _FILE_SYSTEMS:
+        if scheme and scheme not in PROCESS.file_systems:
             raise UnsupportedError(
                 f"cannot reach {self}: no file system is registered for {scheme}://; paths of this "
                 "machine and file:// are served"
             )
-        self.file_system = _FILE_SYSTEMS[scheme] if scheme else _native.local_file_system()
+        self.file_system = PROCESS.file_systems[scheme] if scheme else _native.local_file_system()
 
     def _with(self, path: PurePath) -> Location:
         other = Location.__new__(Location)

@@ -23,13 +23,14 @@ from typing import Generic, TypeVar
 from torch_ckpt._core import _native
 from torch_ckpt.coordination.orchestrate import is_replanning
 from torch_ckpt.planning.planned import GlobalPlanEntry, ListedItems
+from torch_ckpt.process_state import PROCESS
 
 __all__ = [
-    "PLAN_CACHE",
     "PlanCache",
     "RankPlanEntry",
     "digest_of",
     "new_entry",
+    "plan_cache",
     "token_of",
 ]
 
@@ -184,5 +185,10 @@ def digest_of(*parts: bytes) -> bytes:
     return digest.digest()
 
 
-PLAN_CACHE = PlanCache()
-"""That of this process: planners are made for a save and dropped."""
+PROCESS.plan_cache = PlanCache()
+
+
+def plan_cache() -> PlanCache:
+    """That of this process: planners are made for a save and dropped."""
+    cache: PlanCache = PROCESS.plan_cache
+    return cache

@@ -23,10 +23,10 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.seal import INDEX_MARK
 from torch_ckpt.planning.listing import has_sharded_tensors, overrides, table_of
 from torch_ckpt.planning.plan_cache import (
-    PLAN_CACHE,
     RankPlanEntry,
     digest_of,
     new_entry,
+    plan_cache,
     token_of,
 )
 from torch_ckpt.planning.planned import (
@@ -96,7 +96,7 @@ class FastSavePlanner(DefaultSavePlanner):
             dedup_save_to_lowest_rank,
         )
         self.enable_plan_caching = enable_plan_caching
-        self.plan_cache = PLAN_CACHE
+        self.plan_cache = plan_cache()
         self._listed: ListedItems | None = None
         self._known: RankPlanEntry | None = None  # What it was planned to be before.
         self._sources: list[Any] = []  # What each item of it is stored from.
@@ -109,7 +109,7 @@ class FastSavePlanner(DefaultSavePlanner):
         return {**state, "plan_cache": None, "_listed": None, "_known": None, "_sources": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, plan_cache=PLAN_CACHE)
+        self.__dict__.update(state, plan_cache=plan_cache())
 
     def set_up_planner(
         self,

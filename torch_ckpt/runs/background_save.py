@@ -11,6 +11,7 @@ from typing import Any
 
 from torch_ckpt.coordination.group import why
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.process_state import PROCESS
 
 __all__ = ["BackgroundSave"]
 
@@ -35,7 +36,7 @@ class BackgroundSave:
     def __init__(self, step: int, future: Future[Any], then: Callable[[], None]) -> None:
         self.step = step
         self._ended: Future[float] = Future()
-        _unsettled.add(self)
+        PROCESS.unsettled.add(self)
         began = time.monotonic()
 
         def end(done: Future[Any]) -> None:
@@ -72,19 +73,16 @@ class BackgroundSave:
                 f"step {self.step} is still being saved in the background, after {timeout_s:g} s "
                 "of waiting for it"
             )
-        _unsettled.discard(self)
+        PROCESS.unsettled.discard(self)
         error = self._ended.exception()
         if error is not None:
             raise CheckpointError(f"step {self.step} was not saved: {why(error)}") from error
         return self._ended.result()
 
 
-_unsettled: set[BackgroundSave] = set()
-
-
 def _report() -> None:
     """At exit, when the threads of all saves have ended."""
-    for save in sorted(_unsettled, key=lambda save: save.step):
+    for save in sorted(PROCESS.unsettled, key=lambda save: save.step):
         try:
             save.settle(0)
         except CheckpointError as error:

@@ -16,14 +16,12 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from torch_ckpt.api import load
-from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
+from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.metadata import load_committed
-from torch_ckpt.formats.seal import open_committed
 from torch_ckpt.storage.reader import FastReader
-from torch_ckpt.storage.verify import examine
+from torch_ckpt.storage.verify import check_sound, check_whole
 
-__all__ = ["StepDirectories", "Verify", "check_whole", "remove_directory"]
+__all__ = ["StepDirectories", "Verify", "remove_directory"]
 
 Verify = Literal["quick", "full"]
 
@@ -161,69 +159,6 @@ class StepDirectories:
             for name in self.directory.names():
                 if name.startswith(_REMOVED):
                     (self.directory / name).remove_all()
-
-
-def check_whole(path: Location) -> None:
-    """Looks whether a checkpoint opens, and whether its files are there and as long as they were.
-
-    Args:
-        path: Directory of the checkpoint.
-
-    Raises:
-        NotFoundError: Nothing is committed there.
-        CorruptionError: The metadata are torn, or a file is missing or of another length.
-        StorageError: The disk failed.
-        UnsupportedError: The metadata are of a kind that cannot be read.
-
-    Example::
-
-        check_whole(Location("run/step-100"))
-    """
-    try:
-        _check_files(path)
-    except CorruptionError:
-        _check_files(path)  # It may have been removed or replaced just then, file by file to us.
-
-
-def _check_files(path: Location) -> None:
-    metadata, index = open_committed(path, "")
-    lengths: dict[str, int] = {}
-    if index is not None:
-        lengths.update(index.files)
-    else:
-        stored = load_committed(metadata.read_pickle(), where=str(path / ".metadata"))
-        for info in stored.storage_data.values():
-            end = info.offset + info.length
-            lengths[info.relative_path] = max(end, lengths.get(info.relative_path, 0))
-    for name, nbytes in lengths.items():
-        try:
-            found = (path / name).nbytes()
-        except NotFoundError:
-            raise CorruptionError(f"{path / name} is missing") from None
-        if found < nbytes or (index is not None and found != nbytes):
-            raise CorruptionError(f"{path / name} has {found} bytes instead of {nbytes}")
-
-
-def check_sound(path: Location) -> None:
-    """Checks every byte of a checkpoint, as ``torch-ckpt verify`` does.
-
-    Args:
-        path: Directory of the checkpoint.
-
-    Raises:
-        NotFoundError: Nothing is committed there.
-        CorruptionError: Bytes are damaged.
-        StorageError: The disk failed.
-
-    Example::
-
-        check_sound(Location("run/step-100"))
-    """
-    check_whole(path)
-    damage = examine(path).damage
-    if damage:
-        more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
-        raise CorruptionError(f"{path} is damaged: {damage[0]}{more}")
 
 
 def remove_directory(path: Location) -> None:

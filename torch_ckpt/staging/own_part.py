@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from torch_ckpt._core import _native
-from torch_ckpt.planning.plan_cache import PLAN_CACHE
+from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.planning.planned import ListedItems, PlannedItems
 from torch_ckpt.planning.save_planner import FastSavePlanner
 
@@ -65,7 +65,7 @@ def part_of(plan: SavePlan, planner: SavePlanner) -> OwnPart | None:
     items: Any = plan.items
     if type(planner) is not FastSavePlanner or not isinstance(items, PlannedItems):
         return None
-    token = None if planner.digest is None else PLAN_CACHE.token(planner.digest)
+    token = None if planner.digest is None else plan_cache().token(planner.digest)
     if planner.digest is None or token is None:
         return None
     return OwnPart(planner.digest, token[:16], items.work)

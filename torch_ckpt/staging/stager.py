@@ -17,6 +17,7 @@ import torch
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CheckpointError, UnsupportedError
+from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.copied_state import (
     CopiedState,
     CopiedTensor,
@@ -27,7 +28,7 @@ from torch_ckpt.staging.copied_state import (
 from torch_ckpt.staging.own_part import OwnPart
 from torch_ckpt.staging.staged import LOOK_S, PartlyStaged, Staged
 
-__all__ = ["STAGER", "TIMEOUT_S", "SnapshotStager"]
+__all__ = ["TIMEOUT_S", "SnapshotStager"]
 
 _ALIGNMENT = 4096
 """Of what is long: the disk takes it from where it is."""
@@ -100,7 +101,7 @@ class SnapshotStager:
         self._executor: ThreadPoolExecutor | None = None
         self._devices = _native.Devices()
         self._inherited: object = None
-        _STAGERS.add(self)
+        PROCESS.forkable.add(self)
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -308,7 +309,7 @@ class SnapshotStager:
     def _names_in_use(self) -> str:
         return "; ".join(str(staged) for staged in self._in_use)
 
-    def _begin_anew(self) -> None:
+    def after_fork(self) -> None:
         """Called in a forked child, which has no thread that saves, and must not free the memory.
 
         Copies of it are the child's, but memory that is pinned is not its own to unpin.
@@ -403,15 +404,4 @@ def _fitting(free: list[_native.Snapshot | None], nbytes: int) -> _native.Snapsh
         raise
 
 
-_STAGERS: weakref.WeakSet[SnapshotStager] = weakref.WeakSet()
-
-
-def _begin_anew_in_child() -> None:
-    for stager in list(_STAGERS):
-        stager._begin_anew()
-
-
-os.register_at_fork(after_in_child=_begin_anew_in_child)
-
-STAGER = SnapshotStager()
-"""Of all writers in this process that are given none."""
+PROCESS.stager = SnapshotStager()

@@ -12,9 +12,10 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.save_planner import FastSavePlanner
+from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.own_part import Sharing, part_of
 from torch_ckpt.staging.staged import Staged
-from torch_ckpt.staging.stager import STAGER, TIMEOUT_S, SnapshotStager
+from torch_ckpt.staging.stager import TIMEOUT_S, SnapshotStager
 
 __all__ = ["StagingWriter"]
 
@@ -31,7 +32,7 @@ class StagingWriter(StorageWriter):
     _synchronize_after_execute = True
 
     def __init__(self, stager: SnapshotStager | None) -> None:
-        self.stager = STAGER if stager is None else stager
+        self.stager = PROCESS.stager if stager is None else stager
         self._staged: Staged | None = None
         self._sharing: Sharing | None = None
 
@@ -40,7 +41,7 @@ class StagingWriter(StorageWriter):
         return {**self.__dict__, "stager": None, "_staged": None, "_sharing": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, stager=STAGER)
+        self.__dict__.update(state, stager=PROCESS.stager)
 
     @property
     def should_synchronize_after_execute(self) -> bool:

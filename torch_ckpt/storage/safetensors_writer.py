@@ -33,7 +33,7 @@ from torch_ckpt.coordination.group import claim_commit
 from torch_ckpt.errors import CheckpointError, MismatchError, UnsupportedError
 from torch_ckpt.formats.safetensors_layout import FilePlace, ModelLayout, TensorFacts
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.planning.plan_cache import PLAN_CACHE
+from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.planning.planned import AssignedItems, PlannedPaths
 from torch_ckpt.planning.sharing import CutItem, item_nbytes, work_of
 from torch_ckpt.staging.stager import SnapshotStager
@@ -214,7 +214,8 @@ class SafetensorsWriter(FastWriter):
             _check_complete(layout, [result for of_rank in results for result in of_rank])
             claim_commit()
         except BaseException:
-            PLAN_CACHE.forget()  # Whatever is wrong may be wrong with a plan that was used again.
+            # Whatever is wrong may be wrong with a plan that was used again.
+            plan_cache().forget()
             self._remove_files(pending)
             raise
         names = publish(self.location, layout, self.save_id, sync=self.sync_files)

@@ -1,4 +1,4 @@
-"""Checks every byte of a checkpoint, without torch wherever there is an index."""
+"""Checks whether a checkpoint is whole: by its files, or by every byte of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.seal import open_committed
 from torch_ckpt.options import READ_THREADS, IoOptions
 from torch_ckpt.storage.committed_files import Checkpoint, find_checkpoints, open_checkpoint
 
-__all__ = ["Report", "examine"]
+__all__ = ["Report", "check_sound", "check_whole", "examine"]
 
 _STEP_NBYTES = 256 << 20  # Checked between two calls of watch().
 
@@ -74,6 +75,71 @@ def examine(path: Location, *, watch: Callable[[int, int, str], None] | None = N
         else:
             _check_archives(checkpoint, report, advance)
     return report
+
+
+def check_whole(path: Location) -> None:
+    """Looks whether a checkpoint opens, and whether its files are there and as long as they were.
+
+    Args:
+        path: Directory of the checkpoint.
+
+    Raises:
+        NotFoundError: Nothing is committed there.
+        CorruptionError: The metadata are torn, or a file is missing or of another length.
+        StorageError: The disk failed.
+        UnsupportedError: The metadata are of a kind that cannot be read.
+
+    Example::
+
+        check_whole(Location("run/step-100"))
+    """
+    try:
+        _check_files(path)
+    except CorruptionError:
+        _check_files(path)  # It may have been removed or replaced just then, file by file to us.
+
+
+def _check_files(path: Location) -> None:
+    metadata, index = open_committed(path, "")
+    lengths: dict[str, int] = {}
+    if index is not None:
+        lengths.update(index.files)
+    else:
+        from torch_ckpt.formats.metadata import load_committed
+
+        stored = load_committed(metadata.read_pickle(), where=str(path / ".metadata"))
+        for info in stored.storage_data.values():
+            end = info.offset + info.length
+            lengths[info.relative_path] = max(end, lengths.get(info.relative_path, 0))
+    for name, nbytes in lengths.items():
+        try:
+            found = (path / name).nbytes()
+        except NotFoundError:
+            raise CorruptionError(f"{path / name} is missing") from None
+        if found < nbytes or (index is not None and found != nbytes):
+            raise CorruptionError(f"{path / name} has {found} bytes instead of {nbytes}")
+
+
+def check_sound(path: Location) -> None:
+    """Checks every byte of a checkpoint, as ``torch-ckpt verify`` does.
+
+    Args:
+        path: Directory of the checkpoint.
+
+    Raises:
+        NotFoundError: Nothing is committed there.
+        CorruptionError: Bytes are damaged.
+        StorageError: The disk failed.
+
+    Example::
+
+        check_sound(Location("run/step-100"))
+    """
+    check_whole(path)
+    damage = examine(path).damage
+    if damage:
+        more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
+        raise CorruptionError(f"{path} is damaged: {damage[0]}{more}")
 
 
 def _check_structure(checkpoint: Checkpoint, index: _native.Index, report: Report) -> bool:

@@ -39,7 +39,7 @@ from torch_ckpt.filesystems.location import Location, can_reach
 from torch_ckpt.formats.object_pickles import warn_of_refused
 from torch_ckpt.formats.seal import INDEX_MARK
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.planning.plan_cache import PLAN_CACHE
+from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.planning.planned import (
     AssignedItems,
     GlobalPlanEntry,
@@ -336,7 +336,8 @@ class FastWriter(StagingWriter):
             claim_commit()
             self._raise_if_missing(self._missing_files(files))
         except BaseException:
-            PLAN_CACHE.forget()  # Whatever is wrong may be wrong with a plan that was used again.
+            # Whatever is wrong may be wrong with a plan that was used again.
+            plan_cache().forget()
             # On a disk that is full they would be in the way of every save to come.
             self._remove_files(files)
             raise
