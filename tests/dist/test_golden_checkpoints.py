@@ -1,0 +1,83 @@
+"""Checkpoints of a former version load, and what is written today has the same bytes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import golden_checkpoints
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+from torch_ckpt import FastLoadPlanner, FastReader
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.storage.verify import examine
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "checkpoints"
+NAMES = sorted(path.name for path in GOLDEN.iterdir())
+READERS: dict[str, Any] = {
+    "ours": lambda path: {"storage_reader": FastReader(path)},
+    "ours, with our planner": lambda path: {
+        "storage_reader": FastReader(path),
+        "planner": FastLoadPlanner(),
+    },
+    "stock": lambda path: {"storage_reader": dcp.FileSystemReader(path)},
+}
+
+
+def emptied(value: Any) -> Any:
+    """The same with other values."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: emptied(one) for key, one in value.items()}
+    return [emptied(one) for one in value] if isinstance(value, list) else None
+
+
+def bits(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: bits(one) for key, one in value.items()}
+    return [bits(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_checkpoint_of_a_former_version_loads(reader: str, name: str) -> None:
+    loaded = emptied(golden_checkpoints.full_state())
+    dcp.load(loaded, no_dist=True, **READERS[reader](GOLDEN / name))
+    assert bits(loaded) == bits(golden_checkpoints.full_state())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_of_a_former_version_verifies(name: str) -> None:
+    report = examine(Location(GOLDEN / name))
+    assert not report.damage
+    assert not report.doubts
+    loaded = _load_state_dict_from_keys("step", storage_reader=FastReader(GOLDEN / name))
+    assert loaded == {"step": 7}
+
+
+def without_mark(index: bytes) -> bytes:
+    """An index without what former versions have put there to know a plan, and its checksum."""
+    return index[:264] + index[296:312] + index[320:]
+
+
+def test_what_is_written_today_has_the_same_bytes(tmp_path: Path) -> None:
+    script = Path(golden_checkpoints.__file__)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, script, tmp_path], check=True, timeout=120, env=environment)
+    for path in sorted(GOLDEN.rglob("*")):
+        if path.is_dir():
+            continue
+        written = (tmp_path / path.relative_to(GOLDEN)).read_bytes()
+        if path.name == ".index":
+            assert without_mark(written) == without_mark(path.read_bytes()), path
+        elif torch.__version__.startswith("2.13."):  # Torch itself pickles objects.
+            assert written == path.read_bytes(), path
