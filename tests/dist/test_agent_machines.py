@@ -39,7 +39,7 @@ from torch_ckpt import (
     SnapshotAgent,
     SnapshotReader,
 )
-from torch_ckpt.agent import patience
+from torch_ckpt.agent import joint_save
 from torch_ckpt.agent.memory import run_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -165,7 +165,7 @@ def test_two_machines_save_what_stock_dcp_loads_and_start_again_from_memory(
     tmp_path: Path, memory: Path
 ) -> None:
     run = tmp_path / "run"
-    left = run / "step-1" / ".agents-0123456789abcdef-1.word"  # Of machines that were lost.
+    left = run / "step-1" / ".agents-0123456789abcdef-1.lists"  # Of machines that were lost.
     left.parent.mkdir(parents=True)
     left.write_bytes(b"")
     with Ranks(RANKS) as world:
@@ -198,7 +198,7 @@ def test_what_one_machine_alone_has_completed_does_not_count(
         world.run(load_from_memory, run, memory, 1)
         world.run(load_from_disk, run, 1)
         # Not kept waiting by what will never be.
-        world.run(save, run, memory, 3, timeout_s=patience.HURRY_S / 2)
+        world.run(save, run, memory, 3, timeout_s=joint_save.HURRY_S / 2)
         world.run(load_from_disk, run, 3)
     assert_only_whole(run, [1, 3])
 
@@ -390,7 +390,7 @@ import os, signal, sys
 def killed(owner, name):
     function = getattr(owner, name)
     def wrapped(*args, **kwargs):
-        what = args[2] if name == "put" else name
+        what = args[1] if name == "put" else name
         die("before " + what)
         result = function(*args, **kwargs)
         die("after " + what)
@@ -409,17 +409,17 @@ def die(moment):
         os.kill(os.getpid(), signal.SIGKILL)
 
 if "agent" in sys.orig_argv:
-    from torch_ckpt.agent import joint_save, meeting, saves
-    killed(meeting.Meeting, "put")
-    killed(meeting.Meeting, "clear")
-    killed(meeting.Meeting, "remove")
+    from torch_ckpt.agent import joint_save, manifests, saves
+    killed(manifests.Manifests, "put")
+    killed(manifests.Manifests, "clear")
+    killed(manifests.Manifests, "remove")
     killed(joint_save, "write_parts")
     killed(joint_save, "publish")
     killed(saves.Saves, "_mark_done")
 """
 
-OF_BOTH = ["lists", "word", "write_parts", "_mark_done"]
-OF_ONE = [["part", "publish", "clear"], ["report", "remove"]]
+OF_BOTH = ["lists", "write_parts", "manifest", "_mark_done"]
+OF_ONE = [["try", "publish", "clear"], ["remove"]]
 
 
 def save_until_killed(run: Path, memory: Path, hooks: Path, step: int) -> None:
@@ -584,8 +584,8 @@ def test_storage_that_fails_one_machine_fails_the_save_on_all_for_that_reason(
 SHORTER = """
 import sys
 from torch_ckpt.cli import main as cli
-from torch_ckpt.agent import patience
-patience.HURRY_S = 1.0
+from torch_ckpt.agent import joint_save
+joint_save.HURRY_S = 1.0
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ckpt.agent.memory import SlotHeader, folder_of, has_agent, open_folder, short_path
-from torch_ckpt.agent.messages import Kind, Message, peer_of, raise_error, receive, send
+from torch_ckpt.agent.messages import Kind, Message, raise_error, receive, send
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
@@ -28,6 +28,9 @@ _log = logging.getLogger("torch_ckpt.agent")
 
 _START_S = 30.0
 """Within which an agent that was started answers."""
+
+_FIRST_WITHIN_S = 10.0
+"""For how long it waits for a rank: several are started where several ranks find none."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,6 @@ class AgentClient:
             with contextlib.suppress(ConnectionError, FileNotFoundError):
                 self._connection = self._greet()
                 self.is_lost = False
-                self._end_superfluous(peer_of(self._connection)[0])
                 return
             if has_agent(self.folder):  # One that ends may have much to write first.
                 deadline = time.monotonic() + _START_S
@@ -228,14 +230,6 @@ class AgentClient:
             if self._child is None or self._child.poll() is not None:
                 self._start()
             time.sleep(0.02)
-
-    def _end_superfluous(self, agent: int) -> None:
-        """Ends a process that was started while another became the agent.
-
-        It could become the next agent once that one has ended, and wait for trainers in vain.
-        """
-        if self._child is not None and self._child.pid != agent and self._child.poll() is None:
-            self._child.terminate()
 
     def _greet(self) -> socket.socket:
         place = self.place
@@ -264,6 +258,7 @@ class AgentClient:
                     "agent",
                     os.path.realpath(self._run),
                 ),
+                *("--first-within", str(_FIRST_WITHIN_S)),
                 *("--linger", str(options.linger_s), "--threads", str(options.threads)),
                 *("--peers-timeout", str(options.peers_timeout_s)),
                 *("--io", json.dumps(dataclasses.asdict(options.io))),

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from torch_ckpt.agent.meeting import Meeting
+from torch_ckpt.agent.manifests import Manifests
 from torch_ckpt.errors import CheckpointError
 
 __all__ = ["Declined"]
@@ -31,14 +31,14 @@ class Declined:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._saves: dict[str, tuple[Meeting, str, float]] = {}  # Why, and until when.
+        self._saves: dict[str, tuple[Manifests, str, float]] = {}  # Why, and until when.
 
-    def add(self, meeting: Meeting, why: str) -> None:
+    def add(self, manifests: Manifests, why: str) -> None:
         """Declines a save."""
         with self._lock:
             is_watched = bool(self._saves)
             until = time.monotonic() + self._timeout_s
-            self._saves.setdefault(meeting.tag, (meeting, why, until))
+            self._saves.setdefault(manifests.tag, (manifests, why, until))
             while len(self._saves) > _KEPT:
                 del self._saves[next(iter(self._saves))]
         if not is_watched:
@@ -54,16 +54,16 @@ class Declined:
         while True:
             with self._lock:
                 saves = list(self._saves.values())
-            for meeting, why, until in saves:
-                if meeting.is_attended():
+            for manifests, why, until in saves:
+                if manifests.is_attended():
                     try:
-                        meeting.decline(why)
+                        manifests.decline(why)
                     except CheckpointError as error:
                         _log.warning("other machines wait in vain: %s", error)
                 elif time.monotonic() < until:
                     continue
                 with self._lock:
-                    self._saves.pop(meeting.tag, None)
+                    self._saves.pop(manifests.tag, None)
             with self._lock:
                 if not self._saves:
                     return

@@ -1,21 +1,26 @@
-"""Brings a save to disk whose ranks are on several machines: what each agent does, and says.
+"""Brings a save to disk whose ranks are on several machines: what each agent does.
 
-The agent of the first machine has the say. Each of the others publishes what its ranks hold, and
-waits for the word of the first: that it has begun, with everybody's share of the writing; that it
-has failed, and why; or no word and a committed checkpoint. An agent that was started anew publishes
-anew, and the first begins again, under another id. So an id is committed only if every machine has
-written under it, and only the first machine commits.
+Each agent publishes what its ranks hold; the first machine's names the try by an id of its own.
+Once all lists are there, every agent makes the same plan of them, writes its part, and publishes a
+manifest of what it has written in that try. When all manifests are there, the first machine
+commits. An agent that was started anew goes on with the try where the files say that it is.
+
+A try ends by the commit, or by the failure that the first machine publishes; another machine's
+failure has it do so. So whoever has published a manifest keeps its files until it reads of that
+failure, or of another try: what is committed is never removed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt._core import _native
-from torch_ckpt.agent.meeting import Failure, Meeting, Word, failure_of, raise_failure
+from torch_ckpt.agent.manifests import Failure, Manifests, failure_of, raise_failure
 from torch_ckpt.agent.memory import SlotHeader
-from torch_ckpt.agent.patience import Patience
 from torch_ckpt.agent.persist import Report, directory_of, publish, seal, write_parts
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.seal import committed_id
@@ -27,33 +32,30 @@ __all__ = ["JointSave"]
 _LAST_WORD_S = 5.0
 """By how much the others wait longer for the first machine, which knows better what is wrong."""
 
+HURRY_S = 30.0
+"""For how long an agent that has to go on waits for others."""
 
-@dataclass
+
 class _ToldError(Exception):
-    """Ends a save for a reason that names its machine already.
+    """Another machine has failed.
 
-    Attributes:
-        failure: The reason.
-        is_to_be_told: Whether the other machines are to know it from this one.
+    Args:
+        failure: Why.
+        unsure: Whether the save may be committed all the same.
     """
 
-    failure: Failure | None
-    is_to_be_told: bool
+    def __init__(self, failure: Failure, unsure: bool) -> None:
+        super().__init__(failure)
+        self.failure = failure
+        self.unsure = unsure
 
 
 @dataclass
-class _Lists:
-    """What all ranks hold.
+class _Plan:
+    """What all ranks hold, and who of them writes what."""
 
-    Attributes:
-        items: Of each rank.
-        paths: Of each rank.
-        ranks_of: The ranks of each machine but the first.
-    """
-
-    items: dict[int, bytes]
-    paths: dict[int, bytes | None]
-    ranks_of: dict[int, list[int]]
+    plan: _native.GlobalPlan
+    paths: list[bytes | None]
 
 
 class JointSave:
@@ -65,6 +67,9 @@ class JointSave:
         threads: Files that are written at a time.
         timeout_s: Seconds to wait for other machines.
         is_hurried: Whether to wait for a moment only.
+
+    Attributes:
+        has_written: Whether this machine has written its part, and waits for the others.
 
     Raises:
         CheckpointError: A slot holds no snapshot, or one that has no directory to come to.
@@ -89,17 +94,27 @@ class JointSave:
         self._io = io
         self._threads = threads
         header = self._headers[0]
-        self._meeting = Meeting(
+        self._files = Manifests(
             *(header.run, header.session, header.sequence, header.node, header.node_count),
             self._directory,
         )
-        self._leads = self._meeting.node == 0
+        self._leads = header.node == 0
         wait_s = timeout_s if self._leads else timeout_s + min(_LAST_WORD_S, timeout_s / 4)
-        self._patience = Patience(wait_s, is_hurried)
-        self._said = Word("here", self._meeting.visit)
-        self._attempt = ""  # The one that goes on.
-        self._written: list[str] = []  # Under that, by this machine.
-        self._visits: dict[int, str] = {}  # Of the other machines, as far as the first knows.
+        self._timeout_s = wait_s
+        self._is_hurried = is_hurried
+        self._wait_anew()
+        self._try = ""  # That which goes on, as far as this machine knows.
+        self._former_failure: str | None = ""  # Which try had failed when this machine came.
+        self._plan: _Plan | None = None
+        self._written: list[str] = []
+        self._reports: list[Report] | None = None  # Of this machine, once it has written.
+        self._before: tuple[list[str], str | None] = [], None  # In the directory.
+        self._is_unsure = False  # Whether the commit was begun.
+
+    @property
+    def has_written(self) -> bool:
+        """Whether this machine has written its part."""
+        return self._reports is not None
 
     def come(self) -> None:
         """Publishes what the ranks of this machine hold.
@@ -108,120 +123,137 @@ class JointSave:
             StorageError: It cannot be written.
         """
         self._directory.create_directories()
-        self._patience.restart()
-        self._publish_lists()
-        self._meeting.say(self._said)
-
-    def is_ready(self) -> bool:
-        """Whether :meth:`run` has something to do, or nothing to wait for any more."""
-        self._stay()
-        if self._patience.is_over:
-            return True
+        self._former_failure = self._failed_try(0)
+        self._files.remove("failed")
         if self._leads:
-            try:
-                is_ready = len(self._look()) == len(self._visits)
-            except _ToldError:
-                return True
-        else:
-            word = self._meeting.word_of(0)
-            is_ready = word is not None and self._concerns_this(word)
-        # An agent that was here before may have done it all.
-        return is_ready or self._meeting.committed() is not None
+            self._try = self._try_of_first()  # Of an agent that was here before.
+            if self._try in ("", self._former_failure):
+                self._try = secrets.token_hex(8)
+        self._publish({what: set() for what in ("try", "lists", "manifest")})
 
-    def was_kept(self, seconds: float) -> None:
-        """Waits for longer: the thread was about another save."""
-        self._patience.extend(seconds)
-
-    def leave(self) -> None:
-        """Takes part no more."""
-        self._meeting.remove("word", "lists", "report", "part")
-
-    def run(self) -> bool:
-        """Brings the save to disk, with all other machines.
+    def advance(self) -> bool:
+        """Does all that can be done without waiting for other machines.
 
         Returns:
-            Whether that is done. Otherwise the first machine has come anew, and may be about
-            another save before this one.
+            Whether the save is on disk.
 
         Raises:
             CheckpointError: It failed, on this machine or another: that has said why. Or another
                 has not come in time.
         """
-        failure: Failure | None
-        is_to_be_told = True
         try:
-            if self._leads:
-                self._lead()
-                self._meeting.clear()
-            elif not self._follow():
-                return False
-            else:
-                self.leave()
+            return self._advance()
         except _ToldError as told:
-            failure, is_to_be_told = told.failure, told.is_to_be_told
+            failure, unsure = told.failure, told.unsure
+            self._leave_try(failure if self._leads else None, keep=unsure)
         except Exception as error:
-            failure = failure_of(self._meeting.node, error)
-        else:
-            return True
-        if is_to_be_told:
-            word = Word("failed", self._meeting.visit, self._attempt, self._visits, failure)
-            self._meeting.say(word)
-            self._meeting.remove("lists", "report", "part")
+            failure = failure_of(self._files.node, error)
+            # Of what this machine has published a manifest, only the first may say that it failed.
+            is_bound = self.has_written and not self._leads
+            self._leave_try(None if is_bound else failure, keep=is_bound or self._is_unsure)
         raise_failure(failure)
 
-    # ---- The first machine ----
+    def leave(self) -> None:
+        """Takes part no more."""
+        self._leave_try(None, keep=not self._leads)
 
-    def _lead(self) -> None:
-        while self._meeting.committed() is None:
-            lists = self._lists() if self._are_there() else None
-            if lists is not None and self._save(lists):
-                return
-            if self._patience.is_over:
-                raise self._timed_out(self._meeting.others)
-            self._patience.pause()
-        if self._first.sync:
-            self._directory.sync()
-
-    def _look(self) -> dict[int, Word | None]:
-        """What all other machines say, and which of them are here."""
-        words = {node: self._meeting.word_of(node) for node in self._meeting.others}
-        self._raise_failed(words)
-        self._visits = {n: w.visit for n, w in words.items() if w is not None and _is_there(w)}
-        return words
-
-    def _are_there(self) -> bool:
-        """Whether all other machines are here.
-
-        Raises:
-            CheckpointError: One of them has failed, or does not come.
-        """
-        words = self._look()
-        absent = [node for node in words if node not in self._visits]
-        if absent and self._patience.is_over:
+    def _advance(self) -> bool:
+        files = self._files
+        there = files.there()
+        if files.committed():
+            if self._leads:
+                if self._first.sync:
+                    self._directory.sync()
+                files.clear()
+            else:
+                files.remove("lists", "manifest", "failed")
+            return True
+        self._raise_failed(there["failed"].intersection(files.others))
+        if not self._leads:
+            self._follow()
+        if not self.has_written and self._try and len(there["lists"]) == files.node_count:
+            self._write()
+            there = files.there()
+        if self._leads and self.has_written and len(there["manifest"]) == files.node_count:
+            reports = self._all_reports()
+            if reports is not None:
+                self._commit(reports)
+                return True
+        what = "manifest" if self.has_written else "lists"
+        if self._is_late():
+            absent = sorted(set(files.others) - there[what]) or [0]
             raise self._timed_out(absent)
-        self._stay()
-        return not absent
+        self._publish(there)
+        return False
 
-    def _raise_failed(self, words: dict[int, Word | None]) -> None:
-        """Raises what another machine says that concerns this save as it goes on."""
-        for node, word in words.items():
-            if word is not None and (
-                word.state == "never"
-                or (word.state == "failed" and word.visit == self._visits.get(node))
-            ):
-                raise _ToldError(word.failure, is_to_be_told=True)
+    # ---- The steps ----
 
-    def _lists(self) -> _Lists | None:
-        """What all ranks hold; ``None`` where a machine has just come anew."""
-        both = list(zip(self._snapshots, self._headers, strict=True))
-        lists = _Lists(
-            {header.rank: snapshot.items for snapshot, header in both},
-            {header.rank: snapshot.paths for snapshot, header in both},
-            {},
-        )
-        for node, visit in self._visits.items():
-            got = self._meeting.get(node, "lists")
-            if got is None or got[0]["visit"] != visit:
+    def _raise_failed(self, nodes: set[int]) -> None:
+        """Raises what another machine says that ends this try, or the save once and for all."""
+        for node in sorted(nodes):
+            got = self._files.get(node, "failed")
+            if got is None:
+                continue
+            of_try = got[0]["try"]
+            is_new = not self._try and of_try != self._former_failure
+            ends = (self._leads or node == 0) and (of_try == self._try or is_new)
+            if of_try is None or ends:
+                raise _ToldError(tuple(got[0]["failure"]), got[0].get("unsure", False))
+
+    def _failed_try(self, node: int) -> str | None:
+        """The try that a machine says has failed; empty if it says nothing."""
+        got = self._files.get(node, "failed")
+        return "" if got is None else got[0]["try"]
+
+    def _try_of_first(self) -> str:
+        """The try that goes on; empty if there is none."""
+        got = self._files.get(0, "try")
+        return "" if got is None else str(got[0]["try"])
+
+    def _follow(self) -> None:
+        """Finds out which try goes on."""
+        goes_on = self._try_of_first()
+        if goes_on in ("", self._try):
+            return
+        if self._try:  # That one is over, for there is another.
+            self._files.remove("manifest")
+            self._drop()
+        self._try = goes_on
+        self._wait_anew()
+
+    def _write(self) -> None:
+        """Writes the part of each rank of this machine, and says so; or finds that it was done."""
+        files = self._files
+        self._plan = self._planned()
+        if self._plan is None:
+            return
+        self._before = self._directory.names(), committed_id(self._directory)
+        reports = self._reports_of(files.node)  # Of an agent that was here before.
+        if reports is None:
+            assigned = [self._plan.plan.assignment(header.rank) for header in self._headers]
+            reports = write_parts(
+                *(list(zip(self._snapshots, assigned, strict=True)), self._directory),
+                *(secrets.token_hex(8), self._written),
+                io=self._io,
+                threads=self._threads,
+            )
+            if [SlotHeader.of(memory) for memory in self._memories] != self._headers:
+                raise CheckpointError(
+                    f"cannot commit {self._directory}: a slot was filled anew meanwhile"
+                )
+            self._publish_manifest(reports)
+        self._written = [name for _, (name, _, _), _ in reports]
+        self._reports = reports
+        self._wait_anew()
+
+    def _planned(self) -> _Plan | None:
+        """The plan of all ranks, which every machine makes alike; ``None`` if a list is gone."""
+        items: dict[int, bytes] = {}
+        paths: dict[int, bytes | None] = {}
+        ranks_per_node = 0
+        for node in range(self._files.node_count):
+            got = self._files.get(node, "lists")
+            if got is None:
                 return None
             facts, blobs = got
             if facts["save"] != self._save_facts():
@@ -229,193 +261,122 @@ class JointSave:
                     f"cannot save {self._directory}: machine {node} has another save there, "
                     f"{facts['save']} and not {self._save_facts()}"
                 )
-            lists.ranks_of[node] = facts["ranks"]
-            lists.items.update(zip(facts["ranks"], blobs[::2], strict=True))
-            for rank, has_paths, paths in zip(
+            ranks_per_node = ranks_per_node or len(facts["ranks"])
+            items.update(zip(facts["ranks"], blobs[::2], strict=True))
+            for rank, has_paths, of_rank in zip(
                 facts["ranks"], facts["has_paths"], blobs[1::2], strict=True
             ):
-                lists.paths[rank] = paths if has_paths else None
-        if sorted(lists.items) != list(range(self._headers[0].world_size)):
+                paths[rank] = of_rank if has_paths else None
+        ranks = sorted(items)
+        if ranks != list(range(self._headers[0].world_size)):
             raise CheckpointError(
-                f"cannot save {self._directory}: the machines have ranks {sorted(lists.items)} of "
+                f"cannot save {self._directory}: the machines have ranks {ranks} of "
                 f"{self._headers[0].world_size}"
             )
-        return lists
+        plan = _native.GlobalPlan(
+            [items[rank] for rank in ranks], ranks_per_node, split=True, dedup=True
+        )
+        return _Plan(plan, [paths[rank] for rank in ranks])
 
-    def _save(self, lists: _Lists) -> bool:
-        """Writes and commits; returns whether that is done, or has to be tried again."""
-        items = [lists.items[rank] for rank in sorted(lists.items)]
-        paths = [lists.paths[rank] for rank in sorted(lists.items)]
-        plan = _native.GlobalPlan(items, self._headers[0].ranks_here, split=True, dedup=True)
-        found = self._directory.names()
-        former = committed_id(self._directory)
-        self._attempt = self._meeting.new_attempt()
-        for node, ranks in lists.ranks_of.items():
-            assignments = [plan.assignment(rank) for rank in ranks]
-            self._meeting.put(node, "part", {"attempt": self._attempt}, assignments)
-        self._say(Word("begun", self._meeting.visit, self._attempt, self._visits))
-        try:
-            reports = self._write([plan.assignment(header.rank) for header in self._headers])
-            theirs = self._reports()
-            if theirs is None:
-                self._drop()
-                return False
-            reports += theirs
-            sealed = seal(plan, reports, self._attempt, self._first, paths)
-        except BaseException:
-            self._drop()
-            raise
-        attempt, self._attempt = self._attempt, ""  # If this fails, it may be there all the same.
-        written = {name: nbytes for _, (name, nbytes, _), _ in reports}
-        publish(sealed, written, attempt, self._first, found, former)
-        return True
-
-    def _reports(self) -> list[Report] | None:
-        """What all others have written; ``None`` where one of them has come anew."""
-        self._patience.restart()
-        while True:
-            words = {node: self._meeting.word_of(node) for node in self._visits}
-            self._raise_failed(words)
-            there = {node: word for node, word in words.items() if word is not None}
-            if any(_is_there(w) and w.visit != self._visits[n] for n, w in there.items()):
+    def _all_reports(self) -> list[Report] | None:
+        """What all machines have written in this try; ``None`` where one has not."""
+        found: list[Report] = []
+        for node in range(self._files.node_count):
+            reports = self._reports_of(node)
+            if reports is None:
                 return None
-            late = [
-                node
-                for node in words
-                if node not in there
-                or (there[node].state, there[node].attempt) != ("written", self._attempt)
-            ]
-            if not late:
-                return [report for node in words for report in self._report_of(node)]
-            if self._patience.is_over:
-                raise self._timed_out(late)
-            self._stay()
-            self._patience.pause()
+            found += reports
+        return found
 
-    def _report_of(self, node: int) -> list[Report]:
-        got = self._meeting.get(node, "report")
-        if got is None or got[0]["attempt"] != self._attempt:
-            raise CheckpointError(f"the report of machine {node} on {self._directory} is gone")
-        files, blobs = got[0]["files"], got[1]
+    def _reports_of(self, node: int) -> list[Report] | None:
+        """What a machine has written in this try; ``None`` where it has not said so."""
+        got = self._files.get(node, "manifest")
+        if got is None or got[0]["try"] != self._try:
+            return None
+        facts, blobs = got
         return [
             (rank, (name, nbytes, sums), extents)
             for (rank, name, nbytes), sums, extents in zip(
-                files, blobs[::2], blobs[1::2], strict=True
+                facts["files"], blobs[::2], blobs[1::2], strict=True
             )
         ]
 
-    # ---- The others ----
+    def _commit(self, reports: list[Report]) -> None:
+        """Commits; on the first machine."""
+        assert self._plan is not None
+        save_id = self._files.save_id(self._try)
+        sealed = seal(self._plan.plan, reports, save_id, self._first, self._plan.paths)
+        written = {name: nbytes for _, (name, nbytes, _), _ in reports}
+        self._is_unsure = True  # If this fails, it may be there all the same.
+        publish(sealed, written, save_id, self._first, *self._before)
+        self._files.clear()
 
-    def _follow(self) -> bool:
-        """Does what the first machine says, to the end; returns whether that has come."""
-        followed = ""
-        while True:
-            word = self._meeting.word_of(0)
-            # The first machine removes its word when it has committed; another agent has another.
-            if (word is None or word.attempt != self._attempt) and self._meeting.committed():
-                return True
-            if word is not None and self._concerns_this(word):
-                self._obey(word)
-                followed = word.visit
-            elif word is not None and followed not in ("", word.visit):
-                return False
-            if self._patience.is_over:
-                if self._meeting.committed():
-                    return True
-                # What is written stays: it may be committed all the same. Nor is that to be
-                # hindered by an agent that has to go.
-                absent = [
-                    n for n in self._meeting.others if not _is_there(self._meeting.word_of(n))
-                ]
-                raise _ToldError(
-                    failure_of(self._meeting.node, self._timed_out(absent or [0])),
-                    is_to_be_told=not (self._attempt and self._patience.in_hurry),
-                )
-            self._stay()
-            self._patience.pause()
+    def _leave_try(self, failure: Failure | None, *, keep: bool) -> None:
+        """Ends this machine's part.
 
-    def _obey(self, word: Word) -> None:
-        """Does what the first machine says."""
-        if word.state in ("failed", "never"):
-            if word.attempt == self._attempt:  # Or else it may be committed after all.
-                self._drop()
-            self.leave()
-            raise _ToldError(word.failure, is_to_be_told=False)
-        part = self._meeting.get(self._meeting.node, "part")
-        if word.attempt == self._attempt or part is None or part[0]["attempt"] != word.attempt:
-            return
-        self._drop()
-        self._attempt = word.attempt
-        try:
-            reports = self._write(part[1])
-            files = [(rank, name, nbytes) for rank, (name, nbytes, _), _ in reports]
-            blobs = [blob for _, (_, _, sums), extents in reports for blob in (sums, extents)]
-            facts = {"attempt": self._attempt, "files": files}
-            self._meeting.put(self._meeting.node, "report", facts, blobs)
-        except BaseException:
+        Args:
+            failure: What the other machines are to know.
+            keep: Whether what is written stays, for it may be committed.
+        """
+        if failure is not None:
+            facts = {"try": self._try, "failure": failure, "unsure": self._is_unsure}
+            with contextlib.suppress(CheckpointError):  # What has failed first is raised.
+                self._files.put("failed", facts)
+        self._files.remove("try", "lists")
+        if not keep:
+            self._files.remove("manifest")
             self._drop()
-            raise
-        self._say(Word("written", self._meeting.visit, self._attempt))
-        self._patience.restart()
 
-    def _concerns_this(self, word: Word) -> bool:
-        return word.state == "never" or word.visits.get(self._meeting.node) == self._meeting.visit
+    def _drop(self) -> None:
+        """Removes what this machine has written."""
+        remove_files(self._directory, self._written)
+        self._written = []
+        self._reports = None
 
-    # ---- All of them ----
+    # ---- What is published ----
+
+    def _publish(self, there: dict[str, set[int]]) -> None:
+        """Publishes what is not there: somebody may have taken it for left over."""
+        node = self._files.node
+        if node not in there["lists"]:
+            facts = {
+                "save": self._save_facts(),
+                "ranks": [header.rank for header in self._headers],
+                "has_paths": [snapshot.paths is not None for snapshot in self._snapshots],
+            }
+            blobs = [blob for one in self._snapshots for blob in (one.items, one.paths or b"")]
+            self._files.put("lists", facts, blobs)
+        if self._leads and node not in there["try"]:
+            self._files.put("try", {"try": self._try})
+        if self._reports is not None and node not in there["manifest"]:
+            self._publish_manifest(self._reports)
+
+    def _publish_manifest(self, reports: list[Report]) -> None:
+        files = [(rank, name, nbytes) for rank, (name, nbytes, _), _ in reports]
+        blobs = [blob for _, (_, _, sums), extents in reports for blob in (sums, extents)]
+        self._files.put("manifest", {"try": self._try, "files": files}, blobs)
 
     def _save_facts(self) -> list[object]:
         """What all machines must agree on."""
         header = self._headers[0]
         return [header.step, header.world_size, self._first.version, self._first.sync]
 
-    def _publish_lists(self) -> None:
-        facts = {
-            "visit": self._meeting.visit,
-            "save": self._save_facts(),
-            "ranks": [header.rank for header in self._headers],
-            "has_paths": [snapshot.paths is not None for snapshot in self._snapshots],
-        }
-        blobs = [blob for one in self._snapshots for blob in (one.items, one.paths or b"")]
-        self._meeting.put(self._meeting.node, "lists", facts, blobs)
+    # ---- Waiting ----
 
-    def _write(self, assignments: Sequence[bytes]) -> list[Report]:
-        """Writes the part of each rank of this machine, under the attempt that goes on."""
-        parts = list(zip(self._snapshots, assignments, strict=True))
-        reports = write_parts(
-            *(parts, self._directory, self._attempt, self._written),
-            io=self._io,
-            threads=self._threads,
-        )
-        if [SlotHeader.of(memory) for memory in self._memories] != self._headers:
-            raise CheckpointError(
-                f"cannot commit {self._directory}: a slot was filled anew meanwhile"
-            )
-        return reports
+    def _wait_anew(self) -> None:
+        self._since = time.monotonic()
+        self._until = self._since + self._timeout_s
 
-    def _drop(self) -> None:
-        """Removes what this machine has written."""
-        remove_files(self._directory, self._written)
-        self._written = []
-
-    def _say(self, word: Word) -> None:
-        self._said = word
-        self._meeting.say(word)
-
-    def _stay(self) -> None:
-        """Publishes again what somebody has removed, who has taken it for left over."""
-        meeting = self._meeting
-        is_there = meeting.has("lists") and meeting.word_of(meeting.node) is not None
-        if not is_there and meeting.committed() is None:
-            self._publish_lists()
-            meeting.say(self._said)
+    def _is_late(self) -> bool:
+        """Whether it has been long enough."""
+        now = time.monotonic()
+        if self._until > now + HURRY_S and self._is_hurried():
+            self._until = now + HURRY_S
+        return now > self._until
 
     def _timed_out(self, nodes: Sequence[int]) -> CheckpointError:
         machines = f"machine{'s' if len(nodes) > 1 else ''} {' and '.join(map(str, nodes))}"
         return CheckpointError(
             f"cannot save {self._directory}: nothing is heard of {machines} of "
-            f"{self._meeting.node_count} for {self._patience}"
+            f"{self._files.node_count} for {time.monotonic() - self._since:.0f} s"
         )
-
-
-def _is_there(word: Word | None) -> bool:
-    return word is not None and word.state in ("here", "begun", "written")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from torch_ckpt.agent.declined import Declined
-from torch_ckpt.agent.meeting import Meeting
+from torch_ckpt.agent.manifests import Manifests
 from torch_ckpt.agent.memory import (
     LOCK_NAME,
     SlotHeader,
@@ -62,12 +62,19 @@ class Agent:
         run: 16 bytes.
         folder: The run's.
         options: How.
+        first_within_s: Seconds for which the first trainer may come, if there is nothing in memory.
         signals: Those that have told the process to end: it then does so soon, with the newest
             complete snapshot on disk.
     """
 
     def __init__(
-        self, run: bytes, folder: Path, options: AgentOptions, signals: Sequence[int] = ()
+        self,
+        run: bytes,
+        folder: Path,
+        options: AgentOptions,
+        *,
+        first_within_s: float | None = None,
+        signals: Sequence[int] = (),
     ) -> None:
         self.run = run
         self.folder = folder
@@ -82,6 +89,10 @@ class Agent:
             peers_timeout_s=options.peers_timeout_s,
             is_hurried=self._is_hurried,
         )
+        self._first_within_s = options.linger_s
+        is_first = not any(p.name.startswith(("rank-", "done-")) for p in folder.iterdir())
+        if first_within_s is not None and is_first:
+            self._first_within_s = min(first_within_s, options.linger_s)
         self._shares = Shares()
         self._declined = Declined(options.peers_timeout_s)
         self._trainers: dict[int, RankProcess] = {}
@@ -138,7 +149,8 @@ class Agent:
             return True
         if any(t.is_alive and not t.said_bye for t in self._trainers.values()):
             self._idle_since = time.monotonic()
-        return time.monotonic() - self._idle_since > self.options.linger_s
+        linger_s = self.options.linger_s if self._trainers else self._first_within_s
+        return time.monotonic() - self._idle_since > linger_s
 
     @property
     def _all_said_bye(self) -> bool:
@@ -334,7 +346,7 @@ class Agent:
         if node_count > 1:
             directory = Location(os.fsdecode(message.data(3)))
             self._declined.add(
-                Meeting(self.run, trainer.session, sequence, node, node_count, directory),
+                Manifests(self.run, trainer.session, sequence, node, node_count, directory),
                 f"rank {trainer.rank} has failed, or skipped, before its part of {directory}",
             )
         return Message(Kind.OK)
@@ -387,8 +399,14 @@ class Agent:
         return Message(Kind.OK)
 
 
-def run_agent(run: bytes, options: AgentOptions) -> int:
+def run_agent(run: bytes, options: AgentOptions, *, first_within_s: float | None = None) -> int:
     """Is the agent of a run, unless there is one.
+
+    Args:
+        run: 16 bytes.
+        options: How.
+        first_within_s: Seconds for which the first trainer may come, if there is nothing in memory;
+            ``None`` for as long as memory is kept.
 
     Returns:
         How the process should exit.
@@ -407,7 +425,7 @@ def run_agent(run: bytes, options: AgentOptions) -> int:
         os.nice(options.io.background_nice)
         for removed in remove_abandoned(folder):
             _log.info("removed %s, which nobody has gone on with", removed)
-        if Agent(run, folder, options, signals).serve():
+        if Agent(run, folder, options, first_within_s=first_within_s, signals=signals).serve():
             for path in folder.iterdir():  # The lock last: the next agent finds all or nothing.
                 if path.name != LOCK_NAME:
                     path.unlink(missing_ok=True)

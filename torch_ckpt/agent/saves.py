@@ -38,6 +38,7 @@ class _Waiting:
 
     held: list[HeldSlot]
     joint: JointSave | None = None
+    is_offered: bool = False
 
 
 class Saves:
@@ -150,14 +151,10 @@ class Saves:
         waiting = {save: _Waiting(held)}
         pause_s = _SHORTEST_LOOK_S
         while waiting:
-            began = time.monotonic()
-            known = set(waiting)
+            known = _progress(waiting)
             ended = self._await_one(waiting)
             if ended is None:
                 time.sleep(pause_s)
-            for one in waiting.values():
-                if one.joint is not None and ended is not None:
-                    one.joint.was_kept(time.monotonic() - began)
             with self._changed:
                 if ended is not None:
                     self._ended(ended[0], waiting.pop(ended[0]).held, ended[1])
@@ -167,18 +164,22 @@ class Saves:
                 self._changed.notify_all()
             for joint in withdrawn:
                 joint.leave()
-            is_new = ended is not None or known != set(waiting)
+            is_new = ended is not None or known != _progress(waiting)
             pause_s = _SHORTEST_LOOK_S if is_new else min(1.5 * pause_s, _LONGEST_LOOK_S)
 
     def _await_one(self, waiting: dict[Save, _Waiting]) -> tuple[Save, BaseException | None] | None:
-        """Brings one to disk that all machines have come for; ``None`` if there is none yet."""
-        for look in (self._come, self._go_on):  # First all, so that others can choose.
+        """Goes on with all; returns one that has come to its end, and how; ``None`` if none has."""
+        for step in (self._come, self._go_on):  # First all, so that others can choose.
+            has_offer = False
             for save, one in waiting.items():
                 try:
-                    if look(save, one):
+                    # Of what is offered, the newest that all machines have will do.
+                    if not (one.is_offered and has_offer) and step(save, one):
                         return save, None
                 except BaseException as problem:
                     return save, problem
+                is_written = one.joint is not None and one.joint.has_written
+                has_offer = has_offer or (one.is_offered and is_written)
         return None
 
     def _come(self, save: Save, one: _Waiting) -> bool:
@@ -194,10 +195,7 @@ class Saves:
         return False
 
     def _go_on(self, save: Save, one: _Waiting) -> bool:
-        assert one.joint is not None
-        if not one.joint.is_ready():
-            return False
-        return one.joint.run()
+        return one.joint is not None and one.joint.advance()
 
     def _choose(self, waiting: dict[Save, _Waiting]) -> list[JointSave]:
         """Adds what is wanted now, in its order, and takes out what is no more."""
@@ -216,6 +214,7 @@ class Saves:
         offered = [s for s in waiting if s not in self._asked and not complete[s][0][0].persist]
         for save in [*sorted(set(waiting).difference(offered)), *sorted(offered, reverse=True)]:
             waiting[save] = waiting.pop(save)
+            waiting[save].is_offered = save in offered
         return withdrawn
 
     def _ended(self, save: Save, held: list[HeldSlot], error: BaseException | None) -> None:
@@ -259,6 +258,11 @@ class Saves:
 
     def _mark(self, save: Save) -> Path:
         return self._folder / f"done-{save[0].hex()}-{save[1]}"
+
+
+def _progress(waiting: dict[Save, _Waiting]) -> list[tuple[Save, bool]]:
+    """How far each of them is."""
+    return [(s, one.joint is not None and one.joint.has_written) for s, one in waiting.items()]
 
 
 def _hold(of_save: list[tuple[SlotHeader, HeldSlot]]) -> list[HeldSlot]:

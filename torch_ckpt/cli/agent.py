@@ -33,6 +33,12 @@ def add_to(commands: Any) -> None:
         help="how long memory is kept for trainers that have died (default: %(default)g)",
     )
     parser.add_argument(
+        "--first-within",
+        type=float,
+        metavar="SECONDS",
+        help="for how long the first trainer may come (default: as long as memory is kept)",
+    )
+    parser.add_argument(
         "--threads",
         type=int,
         default=defaults.threads,
@@ -70,6 +76,7 @@ def _agent(options: argparse.Namespace) -> int:
             peers_timeout_s=options.peers_timeout,
             io=options.io,
         ),
+        first_within_s=options.first_within,
     )
 
 

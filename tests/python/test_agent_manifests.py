@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from torch_ckpt import CheckpointError, CorruptionError, NotFoundError
-from torch_ckpt.agent.meeting import Meeting, Word, decode, encode
+from torch_ckpt.agent.manifests import Manifests, What, decode, encode
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.snapshot import holes
 from torch_ckpt.storage.gc import stale_files
 
 
-def meeting_in(path: Path, node: int = 0) -> Meeting:
-    return Meeting(b"r" * 16, b"s" * 16, 7, node, 2, Location(path))
+def manifests_in(path: Path, node: int = 0) -> Manifests:
+    return Manifests(b"r" * 16, b"s" * 16, 7, node, 2, Location(path))
 
 
 def test_no_byte_of_a_file_can_be_changed_or_cut_off_unnoticed(rng: random.Random) -> None:
@@ -30,24 +31,22 @@ def test_no_byte_of_a_file_can_be_changed_or_cut_off_unnoticed(rng: random.Rando
                 decode(bad)
 
 
-def test_a_word_that_is_damaged_or_none_is_no_word(tmp_path: Path) -> None:
-    meeting = meeting_in(tmp_path)
-    word = Word("failed", meeting.visit, "ab", {1: "cd"}, ("NotFoundError", "full", 28))
-    meeting.say(word)
-    assert meeting_in(tmp_path, 1).word_of(0) == word
+def test_what_is_damaged_or_not_there_is_nothing(tmp_path: Path) -> None:
+    files = manifests_in(tmp_path)
+    files.put("try", {"try": "ab"})
+    other = manifests_in(tmp_path, 1)
+    assert other.get(0, "try") == ({"try": "ab"}, [])
+    assert other.there() == {"try": {0}, "lists": set(), "manifest": set(), "failed": set()}
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
-    assert meeting.word_of(0) is None
-    for facts in ({}, {**word.facts(), "visits": []}, {**word.facts(), "failure": ["x"]}):
-        meeting.put(0, "word", facts)
-        assert meeting.word_of(0) is None
-    assert meeting.word_of(1) is None
+    assert other.get(0, "try") is None
+    assert other.get(1, "try") is None
 
 
-def test_what_a_save_recognises_as_left_over_is_every_file_of_a_meeting(tmp_path: Path) -> None:
-    meeting = meeting_in(tmp_path)
-    for what in ("word", "lists", "part", "report"):
-        meeting.put(1, what, {})  # type: ignore[arg-type]
+def test_what_a_save_recognises_as_left_over_is_every_file_of_agents(tmp_path: Path) -> None:
+    files = manifests_in(tmp_path)
+    for what in get_args(What):
+        files.put(what, {})
     names = {path.name for path in tmp_path.iterdir()}
     names |= {f"{name}.tmp" for name in names}
     assert len(names) == 8
@@ -55,12 +54,12 @@ def test_what_a_save_recognises_as_left_over_is_every_file_of_a_meeting(tmp_path
 
 
 def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
-    meeting = meeting_in(tmp_path / "none")
+    files = manifests_in(tmp_path / "none")
     with pytest.raises(NotFoundError, match="No such file"):
-        meeting.say(Word("here", meeting.visit))
-    assert not meeting.is_attended()
+        files.put("try", {})
+    assert not files.is_attended()
     with pytest.raises(CheckpointError):
-        meeting.decline("of no room")
+        files.decline("of no room")
 
 
 def test_holes_are_exactly_what_no_box_covers(rng: random.Random) -> None:

@@ -1,8 +1,8 @@
-"""Where the agents of several machines meet for one save: small files in its directory.
+"""The files through which the agents of several machines bring one save to disk.
 
-The file system of the checkpoints is all that machines are known to share. So each agent keeps a
-*word* there, which says how far it is, and what the others need of it; all of them are replaced by
-renames, and nobody waits for a lock. :mod:`torch_ckpt.agent.joint_save` says who says what when.
+The file system of the checkpoints is all that machines are known to share. So each agent publishes
+what the others need of it as small files in the checkpoint's directory, each by a rename.
+:mod:`torch_ckpt.agent.joint_save` says who publishes what when.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import secrets
+import re
 import socket
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NoReturn, get_args
 
 from torch_ckpt.agent.messages import Kind, Message, error_message, raise_error
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, StorageError
@@ -24,68 +23,21 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.seal import committed_id
 from torch_ckpt.storage.gc import remove_files
 
-__all__ = ["Failure", "Meeting", "Word", "decode", "encode", "failure_of", "raise_failure"]
+__all__ = ["Failure", "Manifests", "decode", "encode", "failure_of", "raise_failure"]
 
-State = Literal["here", "begun", "written", "failed", "never"]
-What = Literal["word", "lists", "part", "report"]
+What = Literal["try", "lists", "manifest", "failed"]
 
 _UNPUBLISHED = ".tmp"
-_MAGIC = b"TCMEET1\n"
+_MAGIC = b"TCMEET2\n"
 _HEAD = struct.Struct("<8sII")
 _TAG_DIGITS = 16
-_OF_ID = 10  # Of those, that begin the id of every attempt; the other six digits are its own.
+_OF_ID = 10  # Of those, that begin the id of the save; the other six digits are those of a try.
 
 Failure = tuple[str, str, int]
 """Class of an error, its message, and errno."""
 
 
-@dataclass(frozen=True)
-class Word:
-    """How far a machine is with a save.
-
-    Attributes:
-        state: ``"here"`` has published what its ranks hold; ``"begun"``, of the first machine
-            alone, that all write now; ``"written"``; ``"failed"``; ``"never"`` will it have the
-            save.
-        visit: What was never said before: an agent that comes again has another.
-        attempt: Id of the save that has begun, as in the names of its data files. In
-            ``"failed"``, of the one that will never be committed; empty where that is not sure.
-        visits: Of machines by number, whom the word of the first machine concerns.
-        failure: Why.
-    """
-
-    state: State
-    visit: str
-    attempt: str = ""
-    visits: Mapping[int, str] = field(default_factory=dict)
-    failure: Failure | None = None
-
-    def facts(self) -> dict[str, Any]:
-        """As JSON has it."""
-        visits = {str(node): visit for node, visit in self.visits.items()}
-        return {**vars(self), "visits": visits}
-
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> Word:
-        """That which was put down.
-
-        Raises:
-            CorruptionError: It is none.
-        """
-        try:
-            failure = facts["failure"]
-            return cls(
-                facts["state"],
-                str(facts["visit"]),
-                str(facts["attempt"]),
-                {int(node): str(visit) for node, visit in facts["visits"].items()},
-                None if failure is None else (str(failure[0]), str(failure[1]), int(failure[2])),
-            )
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise CorruptionError(f"this is no word of an agent: {error}") from error
-
-
-class Meeting:
+class Manifests:
     """The files of one save, as one of the machines sees them.
 
     Args:
@@ -99,7 +51,6 @@ class Meeting:
     Attributes:
         node: This machine, by number.
         node_count: How many there are.
-        visit: Of this object: an agent that comes again for the save has another.
         tag: Names the save.
     """
 
@@ -115,54 +66,36 @@ class Meeting:
         self.directory = directory
         self.node = node
         self.node_count = node_count
-        self.visit = secrets.token_hex(8)
         name = run + session + sequence.to_bytes(8, "big")
         self.tag = hashlib.sha256(name).hexdigest()[:_TAG_DIGITS]
+        self._names = re.compile(rf"\.agents-{self.tag}-(\d+)\.([a-z]+)({_UNPUBLISHED})?")
 
     @property
     def others(self) -> list[int]:
         """The numbers of all other machines."""
         return [node for node in range(self.node_count) if node != self.node]
 
-    def new_attempt(self) -> str:
-        """A new id for the save; whoever finds it committed knows of which save it is."""
-        return self.tag[:_OF_ID] + secrets.token_hex(3)
+    def save_id(self, attempt: str) -> str:
+        """The id of the save, if this try of it is committed."""
+        return self.tag[:_OF_ID] + attempt[: _TAG_DIGITS - _OF_ID]
 
-    def committed(self) -> str | None:
-        """The id under which this save is committed; ``None`` if it is not.
+    def committed(self) -> bool:
+        """Whether this save is committed.
 
         Raises:
             StorageError: Nobody can tell.
         """
         found = committed_id(self.directory)
-        return found if found is not None and found[:_OF_ID] == self.tag[:_OF_ID] else None
+        return found is not None and found[:_OF_ID] == self.tag[:_OF_ID]
 
-    def say(self, word: Word) -> None:
-        """Replaces the word of this machine.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
-        self.put(self.node, "word", word.facts())
-
-    def word_of(self, node: int) -> Word | None:
-        """What a machine says; ``None`` if that is nothing yet."""
-        found = self.get(node, "word")
-        if found is not None:
-            with contextlib.suppress(CorruptionError):
-                return Word.of(found[0])
-        return None
-
-    def put(
-        self, node: int, what: What, facts: dict[str, Any], blobs: Sequence[bytes] = ()
-    ) -> None:
-        """Publishes something that is of a machine, or for it.
+    def put(self, what: What, facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        """Publishes something of this machine, in place of what it has published before.
 
         Raises:
             NotFoundError: The directory is gone.
             StorageError: It cannot be written.
         """
-        path = self._path(node, what)
+        path = self._path(self.node, what)
         temporary = path.with_name(f"{path.name}{_UNPUBLISHED}")
         temporary.discard()  # Of an agent that was killed.
         try:
@@ -173,14 +106,18 @@ class Meeting:
             raise
 
     def get(self, node: int, what: What) -> tuple[dict[str, Any], list[bytes]] | None:
-        """What was published of a machine, or for it; ``None`` if that is nothing whole."""
+        """What a machine has published; ``None`` if that is nothing whole."""
         with contextlib.suppress(StorageError, NotFoundError, CorruptionError):
             return decode(self._path(node, what).read())
         return None
 
-    def has(self, what: What) -> bool:
-        """Whether something of this machine is there."""
-        return self._path(self.node, what).is_file()
+    def there(self) -> dict[str, set[int]]:
+        """The machines that have published something, by what it is."""
+        found: dict[str, set[int]] = {what: set() for what in get_args(What)}
+        for match in self._files():
+            if not match[3] and match[2] in found:
+                found[match[2]].add(int(match[1]))
+        return found
 
     def remove(self, *whats: What) -> None:
         """Removes files of this machine, as far as they are there."""
@@ -188,7 +125,7 @@ class Meeting:
 
     def clear(self) -> None:
         """Removes the files of all machines, but those which one is about to publish."""
-        self._remove(name for name in self._files() if not name.endswith(_UNPUBLISHED))
+        self._remove(match[0] for match in self._files() if not match[3])
 
     def is_attended(self) -> bool:
         """Whether any machine has come for this save."""
@@ -201,12 +138,11 @@ class Meeting:
             StorageError: It cannot be said.
         """
         failure = failure_of(self.node, CheckpointError(why))
-        self.say(Word("never", self.visit, failure=failure))
+        self.put("failed", {"try": None, "failure": failure})
 
-    def _files(self) -> list[str]:
+    def _files(self) -> list[re.Match[str]]:
         with contextlib.suppress(StorageError, NotFoundError):
-            names = self.directory.names()
-            return [name for name in names if name.startswith(f".agents-{self.tag}-")]
+            return list(filter(None, map(self._names.fullmatch, self.directory.names())))
         return []
 
     def _remove(self, names: Iterable[str]) -> None:
@@ -268,4 +204,4 @@ def decode(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
             raise ValueError("it has another length")
         return facts, blobs
     except (struct.error, TypeError, ValueError) as error:
-        raise CorruptionError(f"this is no file of agents that meet: {error}") from error
+        raise CorruptionError(f"this is no file of an agent: {error}") from error
