@@ -80,7 +80,7 @@ class SnapshotAgent:
 
     A process of its own keeps, in shared memory, two snapshots of each rank: while one is filled,
     the other stays. It brings them to disk without the trainers, and goes on when these die. Where
-    ranks are on several machines, agents meet through files in the checkpoint's directory: a save
+    ranks are on several machines, agents publish files in the checkpoint's directory: a save
     counts if all of them have it.
 
     All ranks make one at the same time. It ends with the process in good order, when the agent has
