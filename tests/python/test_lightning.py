@@ -20,7 +20,6 @@ from torch_ckpt import CheckpointError, NotFoundError
 from torch_ckpt.integrations.lightning import FastCheckpointIO
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore"),
 ]
@@ -85,6 +84,7 @@ def fit(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.slow
 def test_training_that_is_stopped_and_resumed_repeats_its_losses(
     tmp_path: Path, asynchronous: bool
 ) -> None:

@@ -70,7 +70,7 @@ class FastCheckpointIO(CheckpointIO):
         self._writer_options, self._reader_options = dict(writer or {}), dict(reader or {})
         self._writer: FastWriter | None = None
         self._pending: BackgroundSave | None = None
-        self._doomed: list[Location] = []  # To be removed when the save that goes on is complete.
+        self._doomed: list[Any] = []  # Paths to remove when the save in the background is complete.
         self._saves = 0
 
     def save_checkpoint(
@@ -142,10 +142,11 @@ class FastCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint, so that nobody ever finds half of it."""
-        location = Location(path)
         if self._pending is not None:
-            self._doomed.append(location)
-        elif location.is_file():  # Of Lightning's own, from before.
+            self._doomed.append(path)
+            return
+        location = Location(path)
+        if location.is_file():  # Of Lightning's own, from before.
             location.remove()
         else:
             with contextlib.suppress(NotFoundError):
