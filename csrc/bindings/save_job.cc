@@ -17,16 +17,6 @@ namespace {
 
 using PyExtent = std::pair<int64_t, int64_t>;  // Offset and length of a slice.
 
-Layout make_layout(const std::vector<std::pair<int, Dims>>& tensors) {
-  std::vector<SliceNbytes> slices;
-  slices.reserve(tensors.size());
-  for (const auto& [dtype, sizes] : tensors) {
-    if (dtype < 0 || dtype >= kDTypeCount) throw py::value_error("no such dtype");
-    slices.push_back(value_or_raise(slice_nbytes(static_cast<DType>(dtype), sizes)));
-  }
-  return lay_out(slices);
-}
-
 std::vector<PyExtent> extents(const Layout& layout) {
   std::vector<PyExtent> out;
   out.reserve(layout.slices.size());
@@ -48,20 +38,6 @@ std::unique_ptr<SaveJob> start(FileSystem& fs, const std::filesystem::path& path
                                .niceness = niceness};
   return value_or_raise(
       without_gil([&] { return SaveJob::start(fs, path.string(), layout, pool, options); }));
-}
-
-void write(SaveJob& job, const std::vector<std::pair<int64_t, const TensorView*>>& items) {
-  for (const auto& [index, tensor] : items) {
-    if (tensor == nullptr) throw py::value_error("there is no tensor to write");
-  }
-  raise_if_error(nicely_without_gil(job.niceness(), [&] {
-    Status status;
-    for (size_t i = 0; i < items.size() && status.ok(); ++i) {
-      status = job.write(items[i].first, to_live(*items[i].second));
-    }
-    const Status settled = job.settle();
-    return status.ok() ? settled : status;
-  }));
 }
 
 PyExtent append(SaveJob& job, const py::buffer& buffer) {
@@ -87,9 +63,7 @@ PyIoMode to_python(const IoMode& mode) {
 }
 
 void bind_save_job(py::module_& module) {
-  py::class_<Layout>(module, "Layout")
-      .def(py::init(&make_layout), py::arg("tensors"))
-      .def_property_readonly("extents", &extents);
+  py::class_<Layout>(module, "Layout").def_property_readonly("extents", &extents);
   py::class_<BufferPool>(module, "BufferPool")
       .def(py::init(&make_pool), py::arg("nbytes"), py::arg("block_nbytes"))
       .def_property_readonly("nbytes", [](const BufferPool& pool) { return ssize(pool.arena()); });
@@ -97,7 +71,6 @@ void bind_save_job(py::module_& module) {
       .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("layout"), py::arg("pool"),
            py::arg("direct"), py::arg("sync"), py::arg("niceness") = 0, py::keep_alive<1, 2>(),
            py::keep_alive<1, 5>())
-      .def("write", &write, py::arg("items"))
       .def("append", &append, py::arg("data"))
       .def("finish", &finish)
       .def_property_readonly("sums",

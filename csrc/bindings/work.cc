@@ -72,6 +72,14 @@ std::vector<int64_t> plain(const TensorBatch& batch) {
   return out;
 }
 
+// Memory for these tensors, of what dtype and sizes was planned, comes later.
+void defer(TensorBatch& batch, const std::vector<int64_t>& positions) {
+  for (const int64_t position : positions) {
+    batch.kinds[static_cast<size_t>(checked(position, static_cast<int64_t>(batch.kinds.size())))] =
+        TensorKind::kNeedsCopy;
+  }
+}
+
 void write(PlannedFile& file, SaveJob& job, int64_t begin, int64_t end) {
   if (begin < 0 || begin > end || end > file.laid_out()) throw py::index_error("no such tensors");
   raise_if_error(nicely_without_gil(job.niceness(), [&] { return file.write(job, begin, end); }));
@@ -88,7 +96,9 @@ void bind_work(py::module_& module) {
       .def_property_readonly("items", &numbers)
       .def_property_readonly("nbytes", &nbytes)
       .def("part", &part, py::arg("positions"));
-  py::class_<TensorBatch>(module, "TensorBatch").def_property_readonly("plain", &plain);
+  py::class_<TensorBatch>(module, "TensorBatch")
+      .def_property_readonly("plain", &plain)
+      .def("defer", &defer, py::arg("positions"));
   const auto number_in = [](const PlannedFile& file, int64_t number) {
     return checked(number, file.laid_out());
   };

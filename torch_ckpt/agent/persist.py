@@ -217,7 +217,7 @@ def _write(
     name = f"__{rank}_0_{save_id}.distcp"
     numbers = work.items
     planned = _native.PlannedFile(work, snapshot.batch(numbers))
-    job, extents = write_planned(
+    job, appended = write_planned(
         directory / name,
         planned,
         lambda job: planned.write(job, 0, len(planned)),
@@ -226,7 +226,7 @@ def _write(
         direct=io.direct,
         sync=snapshot.sync,
     )
-    return rank, (name, *job.sums), extents
+    return rank, (name, *job.sums), planned.extents(appended)
 
 
 def directory_of(snapshot: _native.StoredSnapshot) -> Location:

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
@@ -50,7 +49,6 @@ __all__ = [
     "merge_cuts",
     "ranks_per_node",
     "share_out",
-    "split_over_files",
     "work_of",
 ]
 
@@ -301,17 +299,6 @@ def item_nbytes(item: WriteItem) -> int:
         return 0
     sizes = data.size if data.chunk is None else data.chunk.sizes
     return math.prod(sizes) * data.properties.dtype.itemsize
-
-
-def split_over_files(items: Sequence[Any], nbytes: Sequence[int], count: int) -> list[list[Any]]:
-    """Splits items, of so many bytes each, over files of about the same size."""
-    if count == 1:
-        return [list(items)]
-    files: list[list[Any]] = [[] for _ in range(count)]
-    numbers = _native.balance_files(nbytes, count)
-    for item, number in zip(items, numbers, strict=True):
-        files[number].append(item)
-    return files
 
 
 def merge_cuts(metadata: Metadata, cuts: Sequence[CutPiece]) -> None:

@@ -1,11 +1,11 @@
-"""Writes one data file of a save: which items the engine lays out, and which torch pickles."""
+"""Writes one data file of a save: tensors as the engine lays them out, then what torch pickles."""
 
 from __future__ import annotations
 
 import io as _io
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import (
@@ -14,45 +14,28 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageWriterTransforms,
     _write_item,
 )
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt._core.tensors import (
-    DTYPE_CODES,
-    gc_paused,
-    is_temporary,
-    printable,
-    to_plain,
-)
+from torch_ckpt._core.tensors import gc_paused, to_plain
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.object_pickles import refused_classes
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.planning.planned import to_write_item
 from torch_ckpt.planning.sharing import CutItem
 from torch_ckpt.storage.buffers import held_nbytes_limit
-from torch_ckpt.storage.file_jobs import finished, save_job, write_planned
+from torch_ckpt.storage.file_jobs import write_planned
+from torch_ckpt.storage.rank_work import RankWork, Unresolved, resolve_whole
 from torch_ckpt.storage.written_file import WrittenFile
 
-__all__ = ["PickledItem", "pickle_item", "resolve_whole", "write_data_file", "write_planned_file"]
-
-
-@dataclass
-class _Sorted:
-    """Items of a file, by how they are written."""
-
-    laid_out: list[WriteItem]
-    shapes: list[tuple[int, torch.Size]]  # Dtype code and sizes of those, as resolved.
-    resolved: list[torch.Tensor | None]  # Those whose memory somebody else holds anyway.
-    as_planned: list[bool]  # Whether they are what the plan, and so the metadata, says of them.
-    pickled: list[WriteItem]
+__all__ = ["PickledItem", "pickle_item", "write_data_file"]
 
 
 def write_data_file(
     directory: Location,
     name: str,
-    items: list[WriteItem],
+    part: RankWork,
     planner: SavePlanner,
     *,
     pool: _native.BufferPool,
@@ -61,199 +44,94 @@ def write_data_file(
     niceness: int,
     transforms: _StorageWriterTransforms,
 ) -> tuple[list[WriteResult], WrittenFile, IoMode]:
-    """Writes ``items`` to the new file ``directory / name``.
+    """Writes ``part`` to the new file ``directory / name``.
 
-    Tensors that the engine stores are laid out first, from their dtypes and shapes alone.
-    Everything else (objects, quantised tensors and subclasses, whatever a stream transform changes)
-    is serialised by torch, as stock DCP does, and appended.
+    Tensors that the engine stores are laid out first, from their dtypes and shapes alone. What has
+    no source is serialised by torch, as stock DCP does, and appended.
 
     Returns:
-        One result for each item, what the index must know of the file, and how it was written.
+        One result for each item of a plan in DCP's terms, what the index must know of the file, and
+        how it was written.
 
     Raises:
         StorageError: The file could not be written; it is removed.
+        ValueError: A tensor has another dtype or other sizes than it was planned with.
     """
-    with gc_paused():
-        sort = _sort(items, planner, transforms)
-        layout = _native.Layout(sort.shapes)
-    job = save_job(directory / name, layout, pool, direct=io.direct, sync=sync, niceness=niceness)
-    with finished(job):
-        _write_laid_out(job, sort, planner, held_nbytes_limit(io))
-        with gc_paused():
-            results = [
-                WriteResult(item.index, nbytes, _StorageInfo(name, offset, nbytes))
-                for item, (offset, nbytes) in zip(sort.laid_out, layout.extents, strict=True)
-            ]
-        dtypes = {
-            offset: _native.DTYPE_NAMES[dtype]
-            for (dtype, _), planned, (offset, _) in zip(
-                sort.shapes, sort.as_planned, layout.extents, strict=True
-            )
-            if planned
-        }
-        refused: dict[str, Sequence[str]] = {}
-        for item in sort.pickled:
-            pickled = pickle_item(item, planner, transforms, name)
-            pickled.result.storage_data.offset, _ = job.append(pickled.data)
-            results.append(pickled.result)
-            if pickled.refused:
-                refused[item.index.fqn] = pickled.refused
-    written = (*sort.laid_out, *sort.pickled)
-    cuts = [i.piece for i in written if isinstance(i, CutItem) and not i.is_listed]
-    file = WrittenFile(name, *job.sums, dtypes=dtypes, cuts=cuts, refused=refused)
-    return results, file, IoMode.of(job)
-
-
-def write_planned_file(
-    directory: Location,
-    name: str,
-    work: _native.Work,
-    planner: SavePlanner,
-    sources: list[Any],
-    *,
-    pool: _native.BufferPool,
-    io: IoOptions,
-    sync: bool,
-    niceness: int,
-    transforms: _StorageWriterTransforms,
-) -> tuple[WrittenFile, IoMode]:
-    """As :func:`write_data_file`, of items that were planned in columns.
-
-    ``work`` are the items, ``sources`` what each of them is stored from: ``None`` where only the
-    planner knows.
-    """
-    planned = _native.PlannedFile(work, _tensor_view.look(sources, writable=False))
-
-    def write_tensors(job: _native.SaveJob) -> None:
-        _write_planned(job, planned, sources, held_nbytes_limit(io))
-
+    batch = _tensor_view.look(list(part.sources), writable=False)
+    batch.defer([at for at, source in enumerate(part.sources) if isinstance(source, Unresolved)])
+    planned = _native.PlannedFile(part.work, batch)
+    pickled: dict[int, WriteResult] = {}
     refused: dict[str, Sequence[str]] = {}
 
-    def pickled(position: int) -> memoryview:
-        item = to_write_item(work.describe(position))
-        pickled = pickle_item(item, planner, transforms, name)
-        if pickled.refused:
-            refused[item.index.fqn] = pickled.refused
-        return pickled.data
+    def pickle_at(position: int) -> memoryview:
+        item = part.item(position)
+        one = pickle_item(item, planner, transforms, name)
+        pickled[position] = one.result
+        if one.refused:
+            refused[item.index.fqn] = one.refused
+        return one.data
 
-    job, extents = write_planned(
-        *(directory / name, planned, write_tensors, pickled),
+    job, appended = write_planned(
+        *(directory / name, planned),
+        lambda job: _write_tensors(job, planned, part, planner, held_nbytes_limit(io)),
+        pickle_at,
         pool=pool,
         direct=io.direct,
         sync=sync,
         niceness=niceness,
     )
-    file = WrittenFile(name, *job.sums, dtypes={}, extents=extents, refused=refused)
-    return file, IoMode.of(job)
+    file = WrittenFile(name, *job.sums, refused=refused)
+    if part.items is None:
+        return [], replace(file, extents=planned.extents(appended)), IoMode.of(job)
+    with gc_paused():
+        results = []
+        dtypes: dict[int, str] = {}
+        for number, (offset, nbytes) in enumerate(planned.layout.extents):
+            position = planned.position(number)
+            place = _StorageInfo(name, offset, nbytes)
+            results.append(WriteResult(part.items[position].index, nbytes, place))
+            if (dtype := part.dtypes[position]) is not None:
+                dtypes[offset] = dtype
+        for position, offset, _ in appended:
+            pickled[position].storage_data.offset = offset
+            results.append(pickled[position])
+        cuts = [i.piece for i in part.items if isinstance(i, CutItem) and not i.is_listed]
+    return results, replace(file, dtypes=dtypes, cuts=cuts), IoMode.of(job)
 
 
-def _write_planned(
-    job: _native.SaveJob, planned: _native.PlannedFile, sources: list[Any], max_held_nbytes: int
-) -> None:
-    """As :func:`_write_laid_out`."""
-    begin = held_nbytes = 0
-    for number in planned.copied:
-        tensor = sources[planned.position(number)].detach()
-        rows = planned.rows(number)
-        copy = to_plain(tensor if rows is None else tensor.narrow(0, *rows))
-        planned.put(number, _tensor_view.view(copy, "", writable=False))
-        held_nbytes += copy.untyped_storage().nbytes()
-        if held_nbytes >= max_held_nbytes:
-            planned.write(job, begin, number + 1)
-            begin, held_nbytes = number + 1, 0
-    planned.write(job, begin, len(planned))
-
-
-def _sort(
-    items: list[WriteItem], planner: SavePlanner, transforms: _StorageWriterTransforms
-) -> _Sorted:
-    """Resolves every tensor to see what it really is; a plan may say otherwise.
-
-    One that nobody else holds (a planner's cast, say) is let go again, and resolved anew when it is
-    its turn to be written: ``resolve_data`` is idempotent.
-    """
-    sort = _Sorted([], [], [], [], [])
-    for listed in items:
-        item = _as_it_is(listed, planner) if isinstance(listed, CutItem) else listed
-        if item is None:
-            continue
-        if item.type == WriteItemType.BYTE_IO or transforms.extensions:
-            sort.pickled.append(item)
-            continue
-        tensor = resolve_whole(planner, item)
-        if _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.TORCHS_OWN:
-            sort.pickled.append(item)
-            continue
-        is_held = not is_temporary(tensor)
-        if isinstance(item, CutItem):
-            tensor = item.rows_of(tensor)
-        sort.laid_out.append(item)
-        sort.shapes.append((DTYPE_CODES[tensor.dtype], tensor.size()))
-        sort.resolved.append(tensor if is_held else None)
-        sort.as_planned.append(_is_as_planned(item, tensor))
-    return sort
-
-
-def _as_it_is(item: CutItem, planner: SavePlanner) -> WriteItem | None:
-    """The item, unless it cannot be cut: one of another form than planned, or that torch pickles.
-
-    Then the rank with its first rows writes it whole, and the others, to whom it looks the same,
-    write nothing of it.
-    """
-    tensor = resolve_whole(planner, item)
-    is_torchs_own = _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.TORCHS_OWN
-    if not is_torchs_own and tensor.size() == item.piece.whole.sizes:
-        return item
-    return item.whole if item.first_row == 0 else None
-
-
-def resolve_whole(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    """The tensor of an item, or of the one that it is cut from."""
-    whole = item.whole if isinstance(item, CutItem) and item.whole is not None else item
-    tensor = planner.resolve_data(whole)
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"the planner resolved {item.index.fqn!r} to a {type(tensor)}")
-    return tensor
-
-
-def _is_as_planned(item: WriteItem, tensor: torch.Tensor) -> bool:
-    planned = item.tensor_data
-    return (
-        planned is not None
-        and planned.chunk is not None
-        and planned.chunk.sizes == tensor.size()
-        and planned.properties.dtype == tensor.dtype
-    )
-
-
-def _write_laid_out(
-    job: _native.SaveJob, sort: _Sorted, planner: SavePlanner, max_held_nbytes: int
+def _write_tensors(
+    job: _native.SaveJob,
+    planned: _native.PlannedFile,
+    part: RankWork,
+    planner: SavePlanner,
+    max_held_nbytes: int,
 ) -> None:
     """Has the engine write tensors in the order of the layout.
 
     One call writes them all, except that copies made for it (from a device, of a temporary) are
     written and let go in batches of ``max_held_nbytes``.
     """
-    batch: list[tuple[int, _native.TensorView]] = []
-    held_nbytes = 0
-    for number, (item, resolved) in enumerate(zip(sort.laid_out, sort.resolved, strict=True)):
-        tensor = resolved
-        if tensor is None:
-            tensor = resolve_whole(planner, item)
-            if isinstance(item, CutItem):
-                tensor = item.rows_of(tensor)
-        is_plain = _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.PLAIN
-        if not is_plain:
-            tensor = to_plain(tensor)
-        batch.append((number, _tensor_view.view(tensor, printable(item.index.fqn), writable=False)))
-        if is_plain and resolved is not None:
-            continue
-        held_nbytes += tensor.untyped_storage().nbytes()  # Rows keep all of it.
+    begin = held_nbytes = 0
+    for number in planned.copied:
+        position = planned.position(number)
+        source = part.sources[position]
+        tensor = (
+            _of_item(planner, part.item(position)) if isinstance(source, Unresolved) else source
+        )
+        assert tensor is not None
+        rows = planned.rows(number)
+        copy = to_plain(tensor if rows is None else tensor.detach().narrow(0, *rows))
+        planned.put(number, _tensor_view.view(copy, "", writable=False))
+        held_nbytes += copy.untyped_storage().nbytes()  # Rows keep all of it.
         if held_nbytes >= max_held_nbytes:
-            job.write(batch)
-            batch = []
-            held_nbytes = 0
-    job.write(batch)
+            planned.write(job, begin, number + 1)
+            begin, held_nbytes = number + 1, 0
+    planned.write(job, begin, len(planned))
+
+
+def _of_item(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    tensor = resolve_whole(planner, item)
+    return item.rows_of(tensor) if isinstance(item, CutItem) else tensor
 
 
 class PickledItem(NamedTuple):
@@ -298,10 +176,7 @@ def pickle_item(
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor | _io.BytesIO:
     data: torch.Tensor | _io.BytesIO
-    if isinstance(item, CutItem):
-        data = item.rows_of(resolve_whole(planner, item))
-    else:
-        data = planner.resolve_data(item)
+    data = _of_item(planner, item) if isinstance(item, CutItem) else planner.resolve_data(item)
     if isinstance(data, torch.Tensor):
         data = data.detach().cpu()
         if data.untyped_storage().size() != data.nbytes:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch_ckpt._core import _native
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["finished", "save_job", "write_planned"]
+__all__ = ["finished", "write_planned"]
 
 Job = TypeVar("Job", _native.SaveJob, _native.PartJob)
 
@@ -31,20 +31,6 @@ def finished(job: Job) -> Iterator[Job]:
         raise
 
 
-def save_job(
-    path: Location,
-    layout: _native.Layout,
-    pool: _native.BufferPool,
-    *,
-    direct: bool,
-    sync: bool,
-    niceness: int,
-) -> _native.SaveJob:
-    """A job that writes the new file ``path``; the rest as for :func:`write_planned`."""
-    fs = path.file_system
-    return _native.SaveJob(fs, path.path, layout, pool, direct, sync, niceness)
-
-
 def write_planned(
     path: Location,
     planned: _native.PlannedFile,
@@ -55,7 +41,7 @@ def write_planned(
     direct: bool,
     sync: bool,
     niceness: int = 0,
-) -> tuple[_native.SaveJob, bytes]:
+) -> tuple[_native.SaveJob, list[tuple[int, int, int]]]:
     """Writes the new file ``path`` of what was planned in columns.
 
     Args:
@@ -69,13 +55,15 @@ def write_planned(
         niceness: Of the threads that write tensors, as nice(1).
 
     Returns:
-        The job, which has finished, and where everything lies, encoded.
+        The job, which has finished, and of each item that was appended its position, offset and
+        length.
 
     Raises:
         StorageError: The file could not be written; it is removed.
     """
-    job = save_job(path, planned.layout, pool, direct=direct, sync=sync, niceness=niceness)
+    fs, layout = path.file_system, planned.layout
+    job = _native.SaveJob(fs, path.path, layout, pool, direct, sync, niceness)
     with finished(job):
         write_tensors(job)
         appended = [(position, *job.append(pickled(position))) for position in planned.own]
-    return job, planned.extents(appended)
+    return job, appended

@@ -38,7 +38,6 @@ from torch_ckpt.planning.planned import AssignedItems, PlannedPaths
 from torch_ckpt.planning.sharing import CutItem, item_nbytes, work_of
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import held_nbytes_limit
-from torch_ckpt.storage.data_file import resolve_whole
 from torch_ckpt.storage.file_jobs import finished
 from torch_ckpt.storage.model_directory import (
     COMMITTED_NAMES,
@@ -46,6 +45,7 @@ from torch_ckpt.storage.model_directory import (
     publish,
     stale_model_files,
 )
+from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["SafetensorsWriter"]

@@ -57,9 +57,10 @@ from torch_ckpt.planning.sharing import (
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.staging.staging_writer import StagingWriter
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
+from torch_ckpt.storage.data_file import write_data_file
 from torch_ckpt.storage.gc import remove_files, stale_files
+from torch_ckpt.storage.rank_work import RankWork, split, work_for
 from torch_ckpt.storage.sealed_metadata import check_complete, seal_metadata, seal_planned
-from torch_ckpt.storage.split_work import Part, SplitWork, split
 from torch_ckpt.storage.written_file import WrittenFile
 
 __all__ = ["FastWriter"]
@@ -285,18 +286,18 @@ class FastWriter(StagingWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's files; those of tensors that were not staged come first."""
-        count = self.thread_count if self.single_file_per_rank else None
-        work = split(plan, planner, self.transforms, count, can_wait=self._can_wait)
+        work = work_for(plan, planner, self.transforms, can_wait=self._can_wait)
+        nbytes = sum(work.work.nbytes)
         number, prefix = itertools.count(), plan.storage_data.prefix
         first, others = (
-            {f"{prefix}{next(number)}_{self.save_id}.distcp": part for part in parts if part}
-            for parts in (work.first, work.parts)
+            {f"{prefix}{next(number)}_{self.save_id}.distcp": part for part in parts}
+            for parts in split(work, self.thread_count if self.single_file_per_rank else None)
         )
         finished: list[str] = []
         try:
-            results = self._write_files(first, work, finished)
+            results = self._write_files(first, nbytes, planner, finished)
             self._first_are_written()
-            results += self._write_files(others, work, finished)
+            results += self._write_files(others, nbytes, planner, finished)
             if finished and self.sync_files:
                 self.location.sync()
         except BaseException:
@@ -360,7 +361,7 @@ class FastWriter(StagingWriter):
         self._remove_files(stale_files(self._found, files, alone))
 
     def _write_files(
-        self, files: dict[str, Part], work: SplitWork, finished: list[str]
+        self, files: dict[str, RankWork], nbytes: int, planner: SavePlanner, finished: list[str]
     ) -> list[WriteResult]:
         """Writes files of the given names and parts, ``thread_count`` at a time.
 
@@ -369,15 +370,14 @@ class FastWriter(StagingWriter):
         workers = min(self.thread_count, len(files))
         if workers == 0:
             return []
-        pools = self._take_pools(workers, work.nbytes)
+        pools = self._take_pools(workers, nbytes)
 
         def write_every(first: int) -> list[WriteResult]:
             results: list[WriteResult] = []
             for name in list(files)[first::workers]:
-                written, file, self.io_mode = work.write(
-                    files[name],
-                    self.location,
-                    name,
+                written, file, self.io_mode = write_data_file(
+                    *(self.location, name, files[name], planner),
+                    transforms=self.transforms,
                     pool=pools[first],
                     io=self.io,
                     sync=self.sync_files,

@@ -29,7 +29,7 @@ class WrittenFile:
     name: str
     nbytes: int
     sums: bytes
-    dtypes: Mapping[int, str]
+    dtypes: Mapping[int, str] = field(default_factory=dict)
     cuts: Sequence[CutPiece] = ()
     extents: bytes | None = None
     refused: Mapping[str, Sequence[str]] = field(default_factory=dict)

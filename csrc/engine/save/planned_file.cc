@@ -17,8 +17,18 @@ Result<PlannedFile> PlannedFile::make(Work work, const TensorBatch& batch) {
       file.own_.push_back(at);
       continue;
     }
-    if (kind == TensorKind::kNeedsCopy) file.copied_.push_back(file.laid_out());
-    ASSIGN_OR_RETURN(TensorView view, file.narrowed(at, batch.views[static_cast<size_t>(at)]));
+    ASSIGN_OR_RETURN(TensorView view, file.whole(at));
+    if (kind == TensorKind::kNeedsCopy) {
+      file.copied_.push_back(file.laid_out());
+    } else {
+      const TensorView& found = batch.views[static_cast<size_t>(at)];
+      RETURN_IF_ERROR(file.check(at, found, view));
+      view = found;
+    }
+    if (const Work::Item& item = file.work_.at(at); item.rows >= 0) {
+      if (view.data != nullptr) view.data += item.first_row * view.strides[0];
+      view.sizes[0] = item.rows;
+    }
     ASSIGN_OR_RETURN(const SliceNbytes slice, slice_nbytes(view.dtype, view.sizes));
     file.positions_.push_back(at);
     file.views_.push_back(std::move(view));
@@ -36,9 +46,7 @@ std::optional<std::pair<int64_t, int64_t>> PlannedFile::rows(int64_t number) con
 
 Status PlannedFile::put(int64_t number, const TensorView& copy) {
   TensorView& view = views_[static_cast<size_t>(number)];
-  if (copy.dtype != view.dtype || copy.sizes != view.sizes) {
-    return invalid_argument("a copy differs from its tensor in dtype or sizes");
-  }
+  RETURN_IF_ERROR(check(position(number), copy, view));
   view = copy;
   return ok_status();
 }
@@ -77,20 +85,27 @@ std::vector<std::byte> PlannedFile::extents(
   return encode(std::move(out));
 }
 
-Result<TensorView> PlannedFile::narrowed(int64_t position, TensorView view) const {
-  const Work::Item& item = work_.at(position);
-  const BoxView whole = work_.items().box(item.number);
-  const Facts& facts = work_.items().facts(item.number);
-  if (dtype_info(view.dtype).name != facts.dtype || view.sizes != to_dims(whole.sizes)) {
-    return invalid_argument("cannot write '", work_.items().fqn(item.number),
-                            "': it was planned as ", facts.dtype, " of sizes ",
-                            to_string(to_dims(whole.sizes)), ", and is ",
-                            dtype_info(view.dtype).name, " of sizes ", to_string(view.sizes));
+Result<TensorView> PlannedFile::whole(int64_t position) const {
+  const int64_t number = work_.at(position).number;
+  const Facts& facts = work_.items().facts(number);
+  const auto dtype = dtype_from_name(facts.dtype);
+  if (!dtype) {
+    return invalid_argument("cannot write '", work_.items().fqn(number), "': it was planned as ",
+                            to_string(facts), ", which only torch can write");
   }
-  if (item.rows < 0) return view;
-  if (view.data != nullptr) view.data += item.first_row * view.strides[0];
-  view.sizes[0] = item.rows;
+  TensorView view;
+  view.dtype = *dtype;
+  view.sizes = to_dims(work_.items().box(number).sizes);
   return view;
+}
+
+Status PlannedFile::check(int64_t position, const TensorView& found,
+                          const TensorView& planned) const {
+  if (found.dtype == planned.dtype && found.sizes == planned.sizes) return ok_status();
+  return invalid_argument("cannot write '", work_.items().fqn(work_.at(position).number),
+                          "': it was planned as ", dtype_info(planned.dtype).name, " of sizes ",
+                          to_string(planned.sizes), ", and is ", dtype_info(found.dtype).name,
+                          " of sizes ", to_string(found.sizes));
 }
 
 }  // namespace torch_ckpt

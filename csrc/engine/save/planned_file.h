@@ -59,8 +59,11 @@ class PlannedFile {
  private:
   explicit PlannedFile(Work work) : work_(std::move(work)) {}
 
-  // The rows that are written of a tensor, once it was found to be what was planned.
-  Result<TensorView> narrowed(int64_t position, TensorView view) const;
+  // The whole box of an item as it was planned, without memory.
+  Result<TensorView> whole(int64_t position) const;
+
+  // kInvalidArgument, naming the item, where dtype or sizes differ.
+  Status check(int64_t position, const TensorView& found, const TensorView& planned) const;
 
   Work work_;
   std::vector<int64_t> positions_;  // In the work, of what is laid out.
