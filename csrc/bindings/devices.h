@@ -14,7 +14,7 @@
 #include "bindings/jobs.h"
 #include "bindings/tensor_view.h"
 #include "device/cuda_device.h"
-#include "engine/save/copy_target.h"
+#include "engine/save/snapshot.h"
 
 namespace torch_ckpt {
 
@@ -53,34 +53,5 @@ class Devices {
   std::mutex mutex_;  // Guards what follows. Not taken by whoever holds the GIL.
   std::map<std::pair<int, uint64_t>, std::unique_ptr<Device>> gpus_;
 };
-
-// Pins memory for whatever GPU has a tensor of the batch.
-template <typename Target>
-void pin_for(Target& target, const TensorBatch& batch, Devices& devices) {
-  for (const TensorView& view : batch.views) {
-    if (view.gpu < 0) continue;
-    const Device& device = *devices.live(view, view.name).device;
-    without_gil([&] { target.pin_for(device); });
-  }
-}
-
-// The tensors at these positions, each to its offset. Raises for one without memory.
-inline std::vector<PackedCopy> to_copies(const TensorBatch& batch,
-                                         const std::vector<int64_t>& positions,
-                                         const std::vector<int64_t>& offsets, Devices& devices) {
-  if (positions.size() != offsets.size()) {
-    throw pybind11::value_error("not as many offsets as tensors");
-  }
-  std::vector<PackedCopy> copies;
-  copies.reserve(positions.size());
-  for (size_t i = 0; i < positions.size(); ++i) {
-    const TensorView& view = batch.views.at(static_cast<size_t>(positions[i]));
-    if (view.data == nullptr && checked_numel(view.sizes).value_or(0) > 0) {
-      throw pybind11::value_error("a tensor without memory cannot be copied");
-    }
-    copies.push_back({devices.live(view, view.name), offsets[i]});
-  }
-  return copies;
-}
 
 }  // namespace torch_ckpt

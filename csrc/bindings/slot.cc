@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "bindings/devices.h"
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
@@ -85,12 +84,6 @@ py::bytes encode_table(const std::string& directory, const std::string& version,
   return to_bytes(encode(table));
 }
 
-void copy_batch(Slot& slot, const TensorBatch& batch, const std::vector<int64_t>& positions,
-                const std::vector<int64_t>& offsets, int threads, Devices& devices) {
-  const std::vector<PackedCopy> copies = to_copies(batch, positions, offsets, devices);
-  raise_if_error(without_gil([&] { return slot.copy(copies, threads); }));
-}
-
 Bytes bytes_of(const py::buffer_info& info) {
   return {static_cast<const std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize)};
 }
@@ -140,7 +133,7 @@ std::vector<PyItemExtent> extents(const HeldSnapshot& snapshot) {
 }  // namespace
 
 void bind_slot(py::module_& module) {
-  py::class_<Slot, std::shared_ptr<Slot>>(module, "Slot")
+  py::class_<Slot, Snapshot, std::shared_ptr<Slot>>(module, "Slot")
       .def_static(
           "create",
           [](const std::filesystem::path& path, int64_t nbytes) -> std::shared_ptr<Slot> {
@@ -155,16 +148,12 @@ void bind_slot(py::module_& module) {
                 without_gil([&] { return Slot::open(path.string(), writable, at_hand); }));
           },
           py::arg("path"), py::arg("writable"), py::arg("at_hand") = false)
-      .def_property_readonly("nbytes", &Slot::nbytes)
       .def(
           "begin",
           [](Slot& slot, const PySlotHeader& header, const py::bytes& table, int64_t nbytes) {
             raise_if_error(slot.begin(from_python(header), view_of(table), nbytes));
           },
           py::arg("header"), py::arg("table"), py::arg("payload_nbytes"))
-      .def("copy", &copy_batch, py::arg("batch"), py::arg("positions"), py::arg("offsets"),
-           py::arg("threads"), py::arg("devices"))
-      .def("pin_for", &pin_for<Slot>, py::arg("batch"), py::arg("devices"))
       .def(
           "put",
           [](Slot& slot, int64_t offset, const py::buffer& data) {
@@ -204,13 +193,6 @@ void bind_slot(py::module_& module) {
           py::arg("item"));
   module.def("encode_slot_table", &encode_table, py::arg("directory"), py::arg("version"),
              py::arg("sync"), py::arg("items"), py::arg("paths"), py::arg("extents"));
-  module.def(
-      "lay_out_slot",
-      [](const std::vector<int64_t>& nbytes) {
-        SlotLayout layout = lay_out_slot(nbytes);
-        return std::pair(std::move(layout.offsets), layout.nbytes);
-      },
-      py::arg("item_nbytes"));
   module.def("slot_nbytes", &Slot::needed_nbytes, py::arg("table_nbytes"),
              py::arg("payload_nbytes"));
 }

@@ -12,34 +12,56 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-std::unique_ptr<Snapshot> make(int64_t nbytes, int threads) {
+std::shared_ptr<Snapshot> make(int64_t nbytes, int threads) {
   return value_or_raise(without_gil([&] {
     HeapMemorySource heap;
     return Snapshot::make(heap, nbytes, threads);
   }));
 }
 
-void fill(Snapshot& snapshot, const TensorBatch& batch, const std::vector<int64_t>& positions,
+// Pins memory for whatever GPU has a tensor of the batch.
+void pin_for(Snapshot& snapshot, const TensorBatch& batch, Devices& devices) {
+  for (const TensorView& view : batch.views) {
+    if (view.gpu < 0) continue;
+    const Device& device = *devices.live(view, view.name).device;
+    without_gil([&] { snapshot.pin_for(device); });
+  }
+}
+
+// The tensors at these positions, each to its offset. Raises for one without memory.
+void copy(Snapshot& snapshot, const TensorBatch& batch, const std::vector<int64_t>& positions,
           const std::vector<int64_t>& offsets, int threads, Devices& devices) {
-  const std::vector<PackedCopy> copies = to_copies(batch, positions, offsets, devices);
-  raise_if_error(without_gil([&] { return snapshot.fill(copies, threads); }));
+  if (positions.size() != offsets.size()) {
+    throw py::value_error("not as many offsets as tensors");
+  }
+  std::vector<PackedCopy> copies;
+  copies.reserve(positions.size());
+  for (size_t i = 0; i < positions.size(); ++i) {
+    const TensorView& view = batch.views.at(static_cast<size_t>(positions[i]));
+    if (view.data == nullptr && checked_numel(view.sizes).value_or(0) > 0) {
+      throw py::value_error("a tensor without memory cannot be copied");
+    }
+    copies.push_back({devices.live(view, view.name), offsets[i]});
+  }
+  raise_if_error(without_gil([&] { return snapshot.copy(copies, threads); }));
 }
 
 }  // namespace
 
 void bind_snapshot(py::module_& module) {
   py::class_<Devices>(module, "Devices").def(py::init<>());
-  py::class_<Snapshot>(module, "Snapshot", py::buffer_protocol())
+  py::class_<Snapshot, std::shared_ptr<Snapshot>>(module, "Snapshot", py::buffer_protocol())
       .def(py::init(&make), py::arg("nbytes"), py::arg("threads"))
       .def_property_readonly("nbytes",
-                             [](const Snapshot& snapshot) { return ssize(snapshot.memory()); })
-      .def("pin_for", &pin_for<Snapshot>, py::arg("batch"), py::arg("devices"))
-      .def("fill", &fill, py::arg("batch"), py::arg("positions"), py::arg("offsets"),
+                             [](const Snapshot& snapshot) { return ssize(snapshot.bytes()); })
+      .def("pin_for", &pin_for, py::arg("batch"), py::arg("devices"))
+      .def("copy", &copy, py::arg("batch"), py::arg("positions"), py::arg("offsets"),
            py::arg("threads"), py::arg("devices"))
       .def_buffer([](const Snapshot& snapshot) {
-        const MutableBytes memory = snapshot.memory();
-        return py::buffer_info(reinterpret_cast<uint8_t*>(memory.data()), ssize(memory));
+        const MutableBytes bytes = snapshot.bytes();
+        return py::buffer_info(reinterpret_cast<uint8_t*>(bytes.data()), ssize(bytes));
       });
+  module.def("place_in_snapshot", &place_in_snapshot, py::arg("end"), py::arg("nbytes"));
 }
 
 }  // namespace torch_ckpt

@@ -33,7 +33,6 @@ class SlotTest : public testing::Test {
  protected:
   SlotTest() {
     items_ = table_of({whole_item("w", float_facts({64, 100})), object_item("step", 8)});
-    layout_ = lay_out_slot(std::vector<int64_t>{64 * 100 * 4, 3});
   }
 
   void SetUp() override {
@@ -46,19 +45,19 @@ class SlotTest : public testing::Test {
     table.version = "1.0.0";
     table.items = encode(items_);
     table.paths.emplace(3, std::byte{7});
-    table.extents = encode(std::vector<ItemExtent>{{0, layout_.offsets[0], 64 * 100 * 4, true},
-                                                   {1, layout_.offsets[1], object_nbytes, false}});
+    table.extents = encode(std::vector<ItemExtent>{{0, kMatrixAt, 64 * 100 * 4, true},
+                                                   {1, kObjectAt, object_nbytes, false}});
     return table;
   }
 
   Status begin(int64_t sequence) {
-    return slot_->begin(header_of(sequence), encode(table()), layout_.nbytes);
+    return slot_->begin(header_of(sequence), encode(table()), kPayload);
   }
 
   Status fill() {
-    const PackedCopy copies[] = {{matrix_.live, layout_.offsets[0]}};
+    const PackedCopy copies[] = {{matrix_.live, kMatrixAt}};
     RETURN_IF_ERROR(slot_->copy(copies, 3));
-    return slot_->put(layout_.offsets[1], as_bytes("abc"));
+    return slot_->put(kObjectAt, as_bytes("abc"));
   }
 
   void put_snapshot() {
@@ -69,7 +68,10 @@ class SlotTest : public testing::Test {
 
   TempDirectory directory_;
   ItemTable items_;
-  SlotLayout layout_;
+  // Where the matrix and the object lie, and their end.
+  static constexpr int64_t kMatrixAt = 0;
+  static constexpr int64_t kObjectAt = 64 * 100 * 4;
+  static constexpr int64_t kPayload = kObjectAt + 3;
   const TestTensor matrix_ = TestTensor::random("w", DType::kFloat32, {100, 64}).transposed(0, 1);
   std::unique_ptr<Slot> slot_;
 };
@@ -82,7 +84,7 @@ TEST_F(SlotTest, WhatWasPutThereIsFoundByAnother) {
   expected.table_nbytes = found.header.table_nbytes;
   expected.table_sum = found.header.table_sum;
   expected.payload_begin = found.header.payload_begin;
-  expected.payload_nbytes = layout_.nbytes;
+  expected.payload_nbytes = kPayload;
   EXPECT_EQ(found.header, expected);
   EXPECT_EQ(found.table.directory, "run/step-1");
   EXPECT_EQ(found.table.version, "1.0.0");
@@ -124,11 +126,11 @@ TEST_F(SlotTest, ASnapshotThatHasNoRoomLeavesTheFormerOne) {
 
 TEST_F(SlotTest, WhatReachesBeyondThePayloadIsRefused) {
   ASSERT_OK(begin(4));
-  for (const int64_t offset : {int64_t{-64}, layout_.nbytes, layout_.offsets[1]}) {
+  for (const int64_t offset : {int64_t{-64}, kPayload, kObjectAt}) {
     const PackedCopy copies[] = {{matrix_.live, offset}};
     EXPECT_CODE(slot_->copy(copies, 1), StatusCode::kInvalidArgument) << offset;
   }
-  EXPECT_CODE(slot_->put(layout_.nbytes - 2, as_bytes("abc")), StatusCode::kInvalidArgument);
+  EXPECT_CODE(slot_->put(kPayload - 2, as_bytes("abc")), StatusCode::kInvalidArgument);
 }
 
 TEST_F(SlotTest, EveryDamagedByteOfPageAndTableIsNoticed) {
@@ -150,15 +152,15 @@ TEST_F(SlotTest, EveryDamagedByteOfPageAndTableIsNoticed) {
 
 TEST_F(SlotTest, ATableWhoseItemsAreNotThereIsRefused) {
   const std::vector<std::vector<ItemExtent>> wrong = {
-      {{0, 0, 64 * 100 * 4, true}},                                         // One is missing.
-      {{0, 0, 64 * 100 * 4, true}, {1, layout_.nbytes, 1, false}},          // Beyond the end.
-      {{0, 0, 64 * 100 * 4 - 4, true}, {1, layout_.offsets[1], 3, false}},  // Too short.
-      {{0, 0, 64 * 100 * 4, true}, {1, layout_.offsets[1], 3, true}},       // An object as tensor.
-      {{0, 0, 64 * 100 * 4, true}, {2, layout_.offsets[1], 3, false}}};     // There is no such.
+      {{0, 0, 64 * 100 * 4, true}},                                // One is missing.
+      {{0, 0, 64 * 100 * 4, true}, {1, kPayload, 1, false}},       // Beyond the end.
+      {{0, 0, 64 * 100 * 4 - 4, true}, {1, kObjectAt, 3, false}},  // Too short.
+      {{0, 0, 64 * 100 * 4, true}, {1, kObjectAt, 3, true}},       // An object as tensor.
+      {{0, 0, 64 * 100 * 4, true}, {2, kObjectAt, 3, false}}};     // There is no such.
   for (const auto& extents : wrong) {
     SlotTable bad = table();
     bad.extents = encode(extents);
-    ASSERT_OK(slot_->begin(header_of(1), encode(bad), layout_.nbytes));
+    ASSERT_OK(slot_->begin(header_of(1), encode(bad), kPayload));
     slot_->complete();
     EXPECT_CODE(slot_->read().status(), StatusCode::kCorruption);
   }
@@ -197,18 +199,6 @@ TEST(SlotTableTest, CutOffOrTooLongItIsRefused) {
   for (size_t nbytes = 0; nbytes < whole.size(); ++nbytes) {
     EXPECT_CODE(decode_slot_table(Bytes(whole).first(nbytes)).status(), StatusCode::kCorruption);
   }
-}
-
-TEST(SlotLayoutTest, LongItemsBeginAtPagesAndNoneOverlap) {
-  const std::vector<int64_t> nbytes = {3, 1 << 20, 0, 70, (1 << 20) + 1};
-  const SlotLayout layout = lay_out_slot(nbytes);
-  int64_t end = 0;
-  for (size_t i = 0; i < nbytes.size(); ++i) {
-    EXPECT_GE(layout.offsets[i], end);
-    EXPECT_EQ(layout.offsets[i] % (nbytes[i] >= 1 << 20 ? 4096 : 64), 0);
-    end = layout.offsets[i] + nbytes[i];
-  }
-  EXPECT_EQ(layout.nbytes, end);
 }
 
 }  // namespace

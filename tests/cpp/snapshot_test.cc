@@ -56,11 +56,11 @@ TEST(SnapshotTest, EveryCopyIsAtItsPlaceWhoeverMadeIt) {
                                             copy_of({}, 21 * kMib),
                                             copy_of(small, 19 * kMib + 1),
                                             {strided.live, 20 * kMib}};
-    ASSERT_OK(snapshot->fill(copies, threads));
-    EXPECT_TRUE(as_text(slice(snapshot->memory(), 4096, ssize(large))) == as_text(large));
-    EXPECT_TRUE(as_text(slice(snapshot->memory(), 19 * kMib + 1, 77)) == as_text(small));
-    EXPECT_TRUE(as_text(slice(snapshot->memory(), 20 * kMib, 420000)) == strided.packed());
-    EXPECT_EQ(snapshot->memory()[0], std::byte{0});
+    ASSERT_OK(snapshot->copy(copies, threads));
+    EXPECT_TRUE(as_text(slice(snapshot->bytes(), 4096, ssize(large))) == as_text(large));
+    EXPECT_TRUE(as_text(slice(snapshot->bytes(), 19 * kMib + 1, 77)) == as_text(small));
+    EXPECT_TRUE(as_text(slice(snapshot->bytes(), 20 * kMib, 420000)) == strided.packed());
+    EXPECT_EQ(snapshot->bytes()[0], std::byte{0});
   }
 }
 
@@ -70,9 +70,9 @@ TEST(SnapshotTest, CopiesOfAnyLengthAndPlaceTouchNothingElse) {
   for (const int64_t nbytes : {0, 1, 15, 16, 17, 63, 64, 65, 79, 128, 200}) {
     for (int64_t from = 0; from < 17; ++from) {
       const int64_t to = 4096 + (from * 5) % 19;
-      const MutableBytes around = slice(snapshot->memory(), to - 64, nbytes + 128);
+      const MutableBytes around = slice(snapshot->bytes(), to - 64, nbytes + 128);
       std::ranges::fill(around, std::byte{0});
-      ASSERT_OK(snapshot->fill(std::vector{copy_of(slice(Bytes(source), from, nbytes), to)}, 1));
+      ASSERT_OK(snapshot->copy(std::vector{copy_of(slice(Bytes(source), from, nbytes), to)}, 1));
       std::vector<std::byte> expected(around.size());
       std::ranges::copy(slice(source, from, nbytes), expected.begin() + 64);
       EXPECT_TRUE(as_text(around) == as_text(expected)) << nbytes << " bytes from " << from;
@@ -98,11 +98,11 @@ TEST(SnapshotTest, TensorsOfADeviceAndOfTheHostAreSideBySide) {
     offset += static_cast<int64_t>(expected.back().size()) + i % 4;
   }
   for (int round = 0; round < 2; ++round) {
-    std::ranges::fill(snapshot->memory(), std::byte{7});
-    ASSERT_OK(snapshot->fill(copies, 2));
+    std::ranges::fill(snapshot->bytes(), std::byte{7});
+    ASSERT_OK(snapshot->copy(copies, 2));
     for (size_t i = 0; i < copies.size(); ++i) {
       const MutableBytes found =
-          slice(snapshot->memory(), copies[i].offset, static_cast<int64_t>(expected[i].size()));
+          slice(snapshot->bytes(), copies[i].offset, static_cast<int64_t>(expected[i].size()));
       ASSERT_EQ(as_text(found), expected[i]) << i;
     }
   }
@@ -116,9 +116,9 @@ TEST(SnapshotTest, TensorsOfTwoDevicesAreSideBySide) {
   const TestTensor tensor = TestTensor::random("t", DType::kInt8, {100});
   std::vector<PackedCopy> copies;
   for (int64_t i = 0; i < 8; ++i) copies.push_back({devices[i % 2].holding(tensor.live), 100 * i});
-  ASSERT_OK(snapshot->fill(copies, 1));
+  ASSERT_OK(snapshot->copy(copies, 1));
   for (int64_t i = 0; i < 8; ++i) {
-    EXPECT_EQ(as_text(slice(snapshot->memory(), 100 * i, 100)), tensor.packed()) << i;
+    EXPECT_EQ(as_text(slice(snapshot->bytes(), 100 * i, 100)), tensor.packed()) << i;
   }
   EXPECT_EQ(devices[0].pinned() + devices[1].pinned(), 1);
 }
@@ -128,8 +128,8 @@ TEST(SnapshotTest, MemoryThatCannotBePinnedIsFilledAsWell) {
   device.fail_to_pin(unsupported("not here"));
   const auto snapshot = make_snapshot();
   const TestTensor tensor = TestTensor::random("t", DType::kInt8, {100});
-  ASSERT_OK(snapshot->fill(std::vector<PackedCopy>{{device.holding(tensor.live), 64}}, 1));
-  EXPECT_EQ(as_text(slice(snapshot->memory(), 64, 100)), tensor.packed());
+  ASSERT_OK(snapshot->copy(std::vector<PackedCopy>{{device.holding(tensor.live), 64}}, 1));
+  EXPECT_EQ(as_text(slice(snapshot->bytes(), 64, 100)), tensor.packed());
 }
 
 TEST(SnapshotTest, MemoryIsPinnedNoLongerThanItIsThere) {
@@ -151,7 +151,7 @@ TEST(SnapshotTest, ADeviceThatFailsFailsTheCopyWithItsError) {
     const auto snapshot = make_snapshot();
     const TestTensor tensor = TestTensor::random("t", DType::kInt8, {100});
     const Status status =
-        snapshot->fill(std::vector<PackedCopy>{{device.holding(tensor.live), 64}}, 1);
+        snapshot->copy(std::vector<PackedCopy>{{device.holding(tensor.live), 64}}, 1);
     EXPECT_CODE(status, StatusCode::kInternal);
     EXPECT_THAT(status.message(), HasSubstr("the device is lost"));
   }
@@ -161,19 +161,19 @@ TEST(SnapshotTest, FillingItMeetsNoPageFault) {
   const auto snapshot = make_snapshot(64 * kMib, 2);
   const std::vector<std::byte> source = random_bytes(64 * kMib, 1);
   const int64_t before = page_faults();
-  ASSERT_OK(snapshot->fill(std::vector{copy_of(source, 0)}, 1));
+  ASSERT_OK(snapshot->copy(std::vector{copy_of(source, 0)}, 1));
   EXPECT_LT(page_faults() - before, 16);  // Of huge pages there would be 32, of small ones 16384.
 }
 
 TEST(SnapshotTest, ACopyThatDoesNotFitIsRefusedBeforeAnyIsMade) {
   const auto snapshot = make_snapshot();
-  const auto nbytes = ssize(snapshot->memory());
+  const auto nbytes = ssize(snapshot->bytes());
   const std::vector<std::byte> source(4096, std::byte{7});
   for (const int64_t offset : {int64_t{-1}, nbytes - 4095, nbytes + 1}) {
-    EXPECT_CODE(snapshot->fill(std::vector{copy_of(source, 0), copy_of(source, offset)}, 1),
+    EXPECT_CODE(snapshot->copy(std::vector{copy_of(source, 0), copy_of(source, offset)}, 1),
                 StatusCode::kInvalidArgument);
   }
-  EXPECT_EQ(snapshot->memory()[0], std::byte{0});
+  EXPECT_EQ(snapshot->bytes()[0], std::byte{0});
 }
 
 TEST(SnapshotTest, MemoryThatTheSystemDoesNotHaveIsAnError) {
@@ -182,6 +182,17 @@ TEST(SnapshotTest, MemoryThatTheSystemDoesNotHaveIsAnError) {
   const auto snapshot = Snapshot::make(heap, int64_t{1} << 60, 1);
   EXPECT_CODE(snapshot, StatusCode::kStorage);
   EXPECT_THAT(snapshot.status().message(), HasSubstr("ENOMEM"));
+}
+
+TEST(PlaceInSnapshotTest, LongTensorsBeginAtPagesAndNoneOverlap) {
+  int64_t end = 0;
+  for (const int64_t nbytes : {3, 1 << 20, 0, 70, (1 << 20) + 1}) {
+    const int64_t offset = place_in_snapshot(end, nbytes);
+    EXPECT_GE(offset, end);
+    EXPECT_EQ(offset % (nbytes >= 1 << 20 ? 4096 : 64), 0);
+    EXPECT_LT(offset - end, 4096);
+    end = offset + nbytes;
+  }
 }
 
 }  // namespace

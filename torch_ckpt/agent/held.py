@@ -74,7 +74,11 @@ class Held:
         warn_of_refused(refused)
         self._copied = [planned.position(number) for number in planned.copied]
         self._nbytes = nbytes
-        self._offsets, self.nbytes = _native.lay_out_slot(nbytes)
+        self._offsets = []
+        self.nbytes = 0
+        for each in nbytes:
+            self._offsets.append(_native.place_in_snapshot(self.nbytes, each))
+            self.nbytes = self._offsets[-1] + each
 
     @classmethod
     def of(cls, state_dict: dict[str, Any]) -> Held:

@@ -30,11 +30,9 @@ from torch_ckpt.staging.staged import LOOK_S, PartlyStaged, Staged
 
 __all__ = ["TIMEOUT_S", "SnapshotStager"]
 
-_ALIGNMENT = 4096
-"""Of what is long: the disk takes it from where it is."""
+_SMALLEST_NBYTES = 4096
+"""Of a snapshot, which has some memory in any case."""
 
-_SMALL_ALIGNMENT = 64
-_LONG_NBYTES = 1 << 20
 _SLACK_NBYTES = 64 << 20
 """A snapshot is kept if it has no more than twice what is needed, and this."""
 
@@ -345,14 +343,13 @@ class _Placed:
         self._looked: _native.TensorBatch | None = None
         end = 0
         for run in runs_of(tensors):
-            alignment = _ALIGNMENT if run.nbytes >= _LONG_NBYTES else _SMALL_ALIGNMENT
-            offset = -(-end // alignment) * alignment
+            offset = _native.place_in_snapshot(end, run.nbytes)
             if max_nbytes is not None and offset + run.nbytes > max_nbytes:
                 self.left.append(run)
                 continue
             self._places.append((run, run.live_bytes(), offset))
             end = offset + run.nbytes
-        self.nbytes = max(end, _ALIGNMENT)
+        self.nbytes = max(end, _SMALLEST_NBYTES)
 
     def look(self) -> _native.TensorBatch:
         """Views of what is to be copied, after what the current streams do."""
@@ -381,7 +378,7 @@ class _Placed:
         looked, self._looked = self._looked, None
         assert looked is not None
         plain = looked.plain
-        snapshot.fill(looked, plain, [copies[i][2] for i in plain], _THREADS, devices)
+        snapshot.copy(looked, plain, [copies[i][2] for i in plain], _THREADS, devices)
         others = set()  # Devices that the engine does not know.
         for number in set(range(len(copies))).difference(plain):
             memory, live, _ = copies[number]

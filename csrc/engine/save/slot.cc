@@ -5,7 +5,6 @@
 
 #include "base/xxh3.h"
 #include "io/shared_memory.h"
-#include "plan/layout.h"
 #include "plan/plan_wire.h"
 #include "plan/wire.h"
 
@@ -81,17 +80,6 @@ Result<SlotTable> decode_slot_table(Bytes bytes) {
   return table;
 }
 
-SlotLayout lay_out_slot(std::span<const int64_t> item_nbytes) {
-  SlotLayout out;
-  out.offsets.reserve(item_nbytes.size());
-  for (const int64_t nbytes : item_nbytes) {
-    out.offsets.push_back(
-        align_up(out.nbytes, nbytes >= kLargePayload ? kLargeAlignment : kSmallAlignment));
-    out.nbytes = out.offsets.back() + nbytes;
-  }
-  return out;
-}
-
 Result<std::unique_ptr<Slot>> Slot::create(const std::string& path, int64_t nbytes) {
   if (nbytes < kSlotPage) return invalid_argument("a slot has at least ", kSlotPage, " bytes");
   ASSIGN_OR_RETURN(Memory memory, create_shared_memory(path, nbytes));
@@ -109,9 +97,9 @@ int64_t Slot::needed_nbytes(int64_t table_nbytes, int64_t payload_nbytes) {
 
 Status Slot::begin(SlotHeader header, Bytes table, int64_t payload_nbytes) {
   const int64_t needed = needed_nbytes(ssize(table), payload_nbytes);
-  if (needed > nbytes()) {
+  if (needed > ssize(bytes())) {
     return invalid_argument("a snapshot of ", needed, " bytes has no room in ", path_, " of ",
-                            nbytes());
+                            ssize(bytes()));
   }
   clear();
   header.table_nbytes = ssize(table);
@@ -120,19 +108,16 @@ Status Slot::begin(SlotHeader header, Bytes table, int64_t payload_nbytes) {
   header.payload_nbytes = payload_nbytes;
   std::ranges::copy(table, bytes().data() + kSlotPage);
   header_ = header;
+  payload_ = slice(bytes(), header.payload_begin, payload_nbytes);
   return ok_status();
 }
 
-Status Slot::copy(std::span<const PackedCopy> copies, int threads) {
-  return target_.copy(copies, payload(), threads);
-}
-
 Status Slot::put(int64_t offset, Bytes from) {
-  if (!range_within(offset, ssize(from), header_.payload_nbytes)) {
+  if (!range_within(offset, ssize(from), ssize(payload_))) {
     return invalid_argument("cannot put ", ssize(from), " bytes to ", offset, " of a snapshot of ",
-                            header_.payload_nbytes);
+                            ssize(payload_));
   }
-  std::ranges::copy(from, payload().data() + offset);
+  std::ranges::copy(from, payload_.data() + offset);
   return ok_status();
 }
 
@@ -141,7 +126,7 @@ void Slot::complete() { complete_slot(slice(bytes(), 0, kSlotPage), header_); }
 void Slot::clear() { clear_slot(slice(bytes(), 0, kSlotPage)); }
 
 Result<SlotHeader> Slot::header() const {
-  return read_slot_header(slice(bytes(), 0, kSlotPage), nbytes());
+  return read_slot_header(slice(bytes(), 0, kSlotPage), ssize(bytes()));
 }
 
 Result<StoredSnapshot> Slot::read() const {

@@ -17,7 +17,7 @@
 #include "base/bytes.h"
 #include "base/memory.h"
 #include "base/status.h"
-#include "engine/save/copy_target.h"
+#include "engine/save/snapshot.h"
 #include "format/slot_header.h"
 #include "plan/item.h"
 #include "plan/item_extents.h"
@@ -37,14 +37,6 @@ struct SlotTable {
 std::vector<std::byte> encode(const SlotTable& table);
 Result<SlotTable> decode_slot_table(Bytes bytes);
 
-// Where items of these lengths lie in a snapshot: what is long at pages, from where a disk takes
-// it.
-struct SlotLayout {
-  std::vector<int64_t> offsets;  // From `payload_begin`.
-  int64_t nbytes = 0;
-};
-SlotLayout lay_out_slot(std::span<const int64_t> item_nbytes);
-
 // A snapshot that was found complete. Views are into the slot.
 struct StoredSnapshot {
   SlotHeader header;
@@ -54,7 +46,7 @@ struct StoredSnapshot {
 };
 
 // One process writes a slot, once it has been told that nobody reads it.
-class Slot {
+class Slot : public Snapshot {
  public:
   // As create_shared_memory and map_shared_memory. kCorruption for less than a page.
   static Result<std::unique_ptr<Slot>> create(const std::string& path, int64_t nbytes);
@@ -64,20 +56,13 @@ class Slot {
   // Room that a snapshot takes.
   static int64_t needed_nbytes(int64_t table_nbytes, int64_t payload_nbytes);
 
-  int64_t nbytes() const { return ssize(bytes()); }
-  MutableBytes bytes() const { return target_.bytes(); }
-
-  // As CopyTarget.
-  void pin_for(const Device& device) { target_.pin_for(device); }
-
-  // Begins a snapshot: nothing is in the slot before `complete`. Of `header`, what describes table
-  // and payload is found here. kInvalidArgument where it has no room; then nothing has changed.
+  // Begins a snapshot: nothing is in the slot before `complete`, and nothing can be copied to it
+  // before this. Of `header`, what describes table and payload is found here. kInvalidArgument
+  // where it has no room; then nothing has changed.
   Status begin(SlotHeader header, Bytes table, int64_t payload_nbytes);
 
-  // Tensors, or bytes, to offsets from `payload_begin`. Requires: `begin`.
-  // kInvalidArgument where they reach beyond the payload; then nothing has been copied. Tensors of
-  // a device come first: what lies between them may become zero.
-  Status copy(std::span<const PackedCopy> copies, int threads);
+  // Copies bytes to an offset from `payload_begin`, after all tensors. kInvalidArgument where they
+  // reach beyond the payload; then nothing has been copied.
   Status put(int64_t offset, Bytes bytes);
 
   // All is there. Requires: `begin`.
@@ -93,13 +78,8 @@ class Slot {
   Result<StoredSnapshot> read() const;
 
  private:
-  Slot(Memory memory, std::string path) : target_(std::move(memory)), path_(std::move(path)) {}
+  Slot(Memory memory, std::string path) : Snapshot(std::move(memory), {}), path_(std::move(path)) {}
 
-  MutableBytes payload() const {
-    return slice(bytes(), header_.payload_begin, header_.payload_nbytes);
-  }
-
-  CopyTarget target_;
   const std::string path_;
   SlotHeader header_;  // Of what is being filled.
 };
