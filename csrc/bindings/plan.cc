@@ -4,7 +4,7 @@
 #include "bindings/jobs.h"
 #include "plan/balance.h"
 #include "plan/global_plan.h"
-#include "plan/kept_part.h"
+#include "plan/own_share.h"
 #include "plan/paths.h"
 #include "plan/plan_wire.h"
 
@@ -51,18 +51,15 @@ GlobalPlan make_plan(const std::vector<py::bytes>& plans, int64_t ranks_per_node
   }));
 }
 
-// What to keep of a table (kept_part): the encoded assignment, and its items.
-std::pair<py::bytes, std::shared_ptr<HeldTable>> keep_part(
-    const HeldTable& held, const std::vector<std::shared_ptr<HeldTable>>& shared, size_t own,
-    const py::bytes& part) {
-  if (own >= shared.size()) throw py::index_error("there is no such rank");
-  std::vector<const ItemTable*> tables;
-  for (const auto& of_rank : shared) tables.push_back(&of_rank->table);
-  const Assignment of_own = value_or_raise(decode_assignment(view_of(part)));
-  const Assignment kept =
-      value_or_raise(without_gil([&] { return kept_part(held.table, tables, own, of_own); }));
-  ItemTable items = value_or_raise(without_gil([&] { return assigned_items(held.table, kept); }));
-  return {to_bytes(encode(kept)), std::make_shared<HeldTable>(std::move(items))};
+// What a rank copies of a table, of whose tensors it has this share: the encoded assignment, and
+// its items.
+std::pair<py::bytes, std::shared_ptr<HeldTable>> share_of(const HeldTable& held,
+                                                          const py::bytes& of_tensors) {
+  const Assignment tensors = value_or_raise(decode_assignment(view_of(of_tensors)));
+  const Assignment own =
+      value_or_raise(without_gil([&] { return own_share(held.table, tensors); }));
+  ItemTable items = value_or_raise(without_gil([&] { return assigned_items(held.table, own); }));
+  return {to_bytes(encode(own)), std::make_shared<HeldTable>(std::move(items))};
 }
 
 void check_rank(const GlobalPlan& global, int64_t rank) {
@@ -200,7 +197,7 @@ void bind_plan(py::module_& module) {
           [](const HeldTable& held) {
             return std::make_shared<HeldTable>(without_gil([&] { return tensors_of(held.table); }));
           })
-      .def("keep_part", &keep_part, py::arg("shared"), py::arg("own"), py::arg("part"));
+      .def("share", &share_of, py::arg("of_tensors"));
   py::class_<GlobalPlan, std::shared_ptr<GlobalPlan>>(module, "GlobalPlan")
       .def(py::init(&make_plan), py::arg("plans"), py::arg("ranks_per_node"),
            py::arg("split") = true, py::arg("dedup") = true, py::arg("whole") = true)

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from part_saves import stage_on
 from ranks import Ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
@@ -105,10 +106,7 @@ def assert_of(state: dict[str, Any], expected: dict[str, Any]) -> None:
 def stage(run: Path, memory: Path, step: int, ranks: list[int], persist: bool) -> None:
     """Stages on some ranks only."""
     agent = agent_of(run, memory)
-    state = state_of(step)
-    if dist.get_rank() in ranks:
-        path = run / f"step-{step}"
-        assert agent.stage(state, path, step=step, persist=persist) is not None
+    stage_on(ranks, agent, state_of(step), run / f"step-{step}", step=step, persist=persist)
     dist.barrier()
 
 
@@ -485,10 +483,8 @@ def test_an_agent_that_brings_the_last_step_to_disk_answers_whoever_starts_again
 
 def save_alone(run: Path, memory: Path, ranks: list[int], silent: int) -> None:
     agent = agent_of(run, memory, LATE_S)
-    state = state_of(1)
-    if dist.get_rank() in ranks:
-        staged = agent.stage(state, run / "step-1", step=1)
-        assert staged is not None
+    staged = stage_on(ranks, agent, state_of(1), run / "step-1", step=1)
+    if staged is not None:
         with pytest.raises(CheckpointError, match=rf"nothing is heard of machine {silent} of 2"):
             agent.persist(staged)
     dist.barrier()
@@ -507,13 +503,10 @@ def test_a_machine_that_never_comes_is_named_in_time(
 
 
 def fail_on_one_rank(run: Path, memory: Path) -> str:
-    agent: Any = agent_of(run, memory)
-    state = state_of(1)
-    if dist.get_rank() == 3:
-        with pytest.raises(AttributeError):
-            agent.stage({**state, "bad": lambda: None}, run / "step-1", step=1)
+    agent = agent_of(run, memory)
+    staged = stage_on(range(3), agent, state_of(1), run / "step-1", step=1, silently=False)
+    if staged is None:
         return ""
-    staged = agent.stage(state, run / "step-1", step=1)
     with pytest.raises(CheckpointError) as raised:
         agent.persist(staged)
     return f"{type(raised.value).__name__}: {raised.value}"
@@ -533,14 +526,9 @@ def test_a_rank_that_fails_holds_up_no_other_machine(tmp_path: Path, memory: Pat
 
 def decline_and_end(run: Path, memory: Path) -> str:
     """The ranks of the second machine, of which one fails, end before anybody else hears of it."""
-    agent: Any = agent_of(run, memory)
-    state = state_of(1)
-    if dist.get_rank() == 3:
-        state["bad"] = lambda: None
-    staged = None
-    with contextlib.suppress(AttributeError):
-        staged = agent.stage(state, run / "step-1", step=1)
-    if dist.get_rank() >= RANKS_PER_MACHINE:
+    agent = agent_of(run, memory)
+    staged = stage_on(range(3), agent, state_of(1), run / "step-1", step=1, silently=False)
+    if staged is None or dist.get_rank() >= RANKS_PER_MACHINE:
         agent.close()
         return ""
     with pytest.raises(CheckpointError) as raised:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from part_saves import before_slot, stage_on
 from ranks import Ranks, on_ranks
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 from waits import until
@@ -60,9 +61,7 @@ def agent_of(run: Path) -> SnapshotAgent:
 def save(run: Path, step: int, ranks: list[int], persist: bool) -> None:
     """Stages on some ranks only."""
     agent = agent_of(run)
-    state = state_of(step)
-    if dist.get_rank() in ranks:
-        assert agent.stage(state, run / f"step-{step}", step=step, persist=persist) is not None
+    stage_on(ranks, agent, state_of(step), run / f"step-{step}", step=step, persist=persist)
     dist.barrier()
 
 
@@ -171,24 +170,35 @@ def test_stateful_objects_and_states_of_each_rank_are_saved_as_by_dcp(run: Path)
 
 
 def fail_on_one_rank(run: Path) -> None:
-    agent: Any = SnapshotAgent(run, timeout_s=SOON_S)
-    for step in range(1, 7):
+    """The second rank fails in every other save, and ends in the last one."""
+    agent = SnapshotAgent(run, timeout_s=SOON_S)
+    for step in range(1, 8):
+        ranks = [0] if step % 2 == 0 or step == 7 else [0, 1]
         state = state_of(step)
-        if step % 2 == 0 and dist.get_rank() == 1:
-            with pytest.raises(AttributeError):
-                agent.stage({**state, "bad": lambda: None}, run / str(step), step=step)
+        staged = stage_on(ranks, agent, state, run / str(step), step=step, silently=step == 7)
+        if staged is None:
             continue
-        staged = agent.stage(state, run / str(step), step=step)
-        if step % 2 == 0:
+        if ranks == [0]:
             with pytest.raises(CancelledError, match="before its part"):
                 agent.persist(staged)
         else:
             agent.persist(staged)
-    state = state_of(7)
-    if dist.get_rank() == 0:
-        with pytest.raises(CancelledError, match="before its part"):
-            agent.persist(agent.stage(state, run / "7", step=7))
     agent.close()
+
+
+def raise_on_one_rank(run: Path) -> None:
+    """What the second rank holds cannot be pickled; the first hears why."""
+    agent = SnapshotAgent(run, timeout_s=SOON_S)
+    bad: dict[str, Any] = {"bad": lambda: None} if dist.get_rank() == 1 else {}
+    with pytest.raises(AttributeError, match="Can't pickle"):
+        agent.stage(state_of(1) | bad, run / "1", step=1)
+    agent.async_save(state_of(2), run / "2", step=2).result(SOON_S)
+    agent.close()
+
+
+def test_what_one_rank_cannot_save_is_an_error_on_all(pair: Ranks, run: Path) -> None:
+    pair.run(raise_on_one_rank, run)
+    assert [path.parent.name for path in run.glob("*/.metadata")] == ["2"]
 
 
 def test_a_rank_that_fails_or_ends_holds_up_no_other(pair: Ranks, run: Path) -> None:
@@ -204,13 +214,12 @@ def test_no_rank_waits_for_a_save_that_another_has_passed(run: Path) -> None:
     for step in (1, 2):
         assert agent.stage(state, run / str(step), step=step, persist=False) is not None
         dist.barrier()
+    with before_slot(lambda: None if dist.get_rank() == 0 else dist.barrier()):
+        assert agent.stage(state, run / "3", step=3, persist=False) is not None
     if dist.get_rank() == 0:
-        agent.stage(state, run / "3", step=3, persist=False)
         os.kill(int((folder_of(run_of(run)) / "agent.lock").read_text()), signal.SIGKILL)
         agent.reserve(state)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        assert agent.stage(state, run / "3", step=3, persist=False) is not None
+        dist.barrier()
     dist.barrier()
     assert agent.newest().step == 3
 

@@ -1,23 +1,27 @@
-"""Of what several ranks of a machine hold, each copies its part."""
+"""Of what several ranks of a machine hold, each copies its share."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from part_saves import stage_on
 from ranks import Ranks, on_ranks
 
-from torch_ckpt import CancelledError, FastReader, MismatchError, Run, SnapshotAgent, SnapshotReader
+from torch_ckpt import (
+    CheckpointError,
+    FastReader,
+    Run,
+    SnapshotAgent,
+    SnapshotReader,
+)
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import (
     NOT_SHARED,
@@ -25,7 +29,7 @@ from torch_ckpt.agent.memory import (
     complete_slots,
     folder_of,
     run_of,
-    share_of,
+    sharing_of,
     whole_saves,
 )
 
@@ -68,8 +72,7 @@ def save(run: Path, step: int, ranks: list[int], also: str = "") -> None:
     state = state_of(step)
     if also:
         state["model"][also] = torch.full((7,), float(step))
-    if dist.get_rank() in ranks:
-        assert agent.stage(state, run / str(step), step=step, persist=False) is not None
+    stage_on(ranks, agent, state, run / str(step), step=step, persist=False)
 
 
 def persist(run: Path, step: int, state: Any = None) -> None:
@@ -113,7 +116,7 @@ def slots_of(run: Path, step: int) -> list[tuple[SlotHeader, int]]:
 
 @pytest.mark.thin("4")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_from_the_second_save_on_each_rank_copies_its_part(run: Path, world_size: int) -> None:
+def test_from_the_second_save_on_each_rank_copies_its_share(run: Path, world_size: int) -> None:
     ranks = list(range(world_size))
     with Ranks(world_size) as world:
         world.run(save, run, 1, ranks)
@@ -142,40 +145,26 @@ def test_what_ranks_have_shared_out_is_loaded_on_another_number(run: Path, after
         world.run(load_from_disk, run, 3)
 
 
-def save_with_new(world: Ranks, run: Path, step: int) -> None:
-    """The second rank has a tensor that the first does not have, and saves after it."""
-    world.run(save, run, step, [0])
-    world.run(save, run, step, [1], "new")
+def save_with_new(run: Path, step: int) -> None:
+    """The second rank has a tensor that the first does not have."""
+    save(run, step, [0, 1], "new" if dist.get_rank() == 1 else "")
 
 
-def test_what_is_new_on_one_rank_alone_is_there_and_is_shared_out_later(
-    pair: Ranks, run: Path
-) -> None:
+def is_shared(run: Path, step: int) -> list[bool]:
+    return [header.share != NOT_SHARED for header, _ in slots_of(run, step)]
+
+
+def test_where_a_rank_holds_something_new_all_copy_everything_once(pair: Ranks, run: Path) -> None:
     for step in (1, 2):
         pair.run(save, run, step, [0, 1])
-    save_with_new(pair, run, 3)  # The first was told of parts before it was known.
-    header = slots_of(run, 3)[1][0]
-    assert header.share == slots_of(run, 3)[0][0].share != NOT_SHARED
+    assert is_shared(run, 2) == [True, True]
+    pair.run(save_with_new, run, 3)
+    assert is_shared(run, 3) == [False, False]
     pair.run(load_from_memory, run, 3, "new")
-    save_with_new(pair, run, 4)
-    assert [header.share for header, _ in slots_of(run, 4)] == [NOT_SHARED] * 2
-    save_with_new(pair, run, 5)
-    assert sum(nbytes for _, nbytes in slots_of(run, 5)) == NBYTES + 28
-    pair.run(load_from_memory, run, 5, "new")
-
-
-def lose_a_part(run: Path, step: int) -> None:
-    """The second rank does not hold any more what was its to copy, and says so too late."""
-    agent = agent_of(run)
-    if dist.get_rank() == 0:
-        staged = agent.stage(state_of(step), run / str(step), step=step, persist=False)
-        dist.barrier()
-        with pytest.raises(CancelledError, match="before its part"):
-            agent.persist(staged)
-        return
-    dist.barrier()
-    with pytest.raises(MismatchError, match="was this rank's to copy"):
-        agent.stage(state_without(step), run / str(step), step=step, persist=False)
+    pair.run(save_with_new, run, 4)
+    assert is_shared(run, 4) == [True, True]
+    assert sum(nbytes for _, nbytes in slots_of(run, 4)) == NBYTES + 28
+    pair.run(load_from_memory, run, 4, "new")
 
 
 def state_without(step: int) -> dict[str, Any]:
@@ -190,17 +179,55 @@ def persist_without(run: Path, step: int) -> None:
     persist(run, step, state_without(step))
 
 
-def test_what_a_rank_had_to_copy_and_has_no_more_costs_one_save(pair: Ranks, run: Path) -> None:
+def test_where_a_rank_has_lost_something_all_copy_everything_once(pair: Ranks, run: Path) -> None:
     for step in (1, 2):
         pair.run(save, run, step, [0, 1])
-    pair.run(lose_a_part, run, 3)
-    pair.run(load_from_memory, run, 2)
-    assert not (run / "3").exists()
-    for step in (4, 5):
+    for step in (3, 4):
         pair.run(persist_without, run, step)
-        is_shared = [header.share != NOT_SHARED for header, _ in slots_of(run, step)]
-        assert is_shared == [step == 5] * 2
+        assert is_shared(run, step) == [step == 4] * 2
         pair.run(load_from_disk, run, step)
+
+
+def fail_on_one_rank(run: Path, step: int) -> None:
+    stage_on([0], agent_of(run), state_of(step), run / str(step), step=step, persist=False)
+
+
+def test_a_save_that_one_rank_does_not_complete_does_not_end_the_sharing(
+    pair: Ranks, run: Path
+) -> None:
+    pair.run(fail_on_one_rank, run, 1)
+    pair.run(save, run, 2, [0, 1])
+    assert is_shared(run, 2) == [False, False]  # Not all had copied everything in the first.
+    pair.run(save, run, 3, [0, 1])
+    pair.run(fail_on_one_rank, run, 4)
+    pair.run(load_from_memory, run, 3)
+    pair.run(save, run, 5, [0, 1])
+    assert is_shared(run, 5) == [True, True]
+    pair.run(load_from_memory, run, 5)
+
+
+def lose_slots(run: Path) -> None:
+    """Removes what the first rank has copied, of which the second must know how to share out."""
+    if dist.get_rank() == 0:
+        for path in folder_of(run_of(run)).glob("rank-0.*"):
+            _native.Slot.open(os.fsencode(path), True).clear()
+
+
+def stage_with_what_is_lost(run: Path, step: int) -> None:
+    with pytest.raises(CheckpointError, match="have copied last is gone"):
+        agent_of(run).stage(state_of(step), run / str(step), step=step, persist=False)
+
+
+def test_where_no_rank_can_tell_its_share_the_next_save_copies_everything(
+    pair: Ranks, run: Path
+) -> None:
+    pair.run(save, run, 1, [0, 1])
+    pair.run(lose_slots, run)
+    pair.run(stage_with_what_is_lost, run, 2)
+    for step in (3, 4):
+        pair.run(save, run, step, [0, 1])
+        assert is_shared(run, step) == [step == 4] * 2
+    pair.run(load_from_memory, run, 4)
 
 
 def kill_agent_of(run: Path) -> None:
@@ -213,13 +240,12 @@ def kill_agent(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_new_agent_goes_on_as_the_former_one_has_told(pair: Ranks, run: Path) -> None:
+def test_ranks_share_out_beside_a_new_agent_as_beside_the_former(pair: Ranks, run: Path) -> None:
     for step in (1, 2):
         pair.run(save, run, step, [0, 1])
-    pair.run(save, run, 3, [0])
     pair.run(kill_agent, run)
-    pair.run(save, run, 3, [1])
-    assert sum(nbytes for _, nbytes in slots_of(run, 3)) == NBYTES
+    pair.run(save, run, 3, [0, 1])
+    assert is_shared(run, 3) == [True, True]
     pair.run(load_from_memory, run, 3)
 
 
@@ -229,53 +255,8 @@ def stage_all(run: Path, step: int, extra: dict[str, Any]) -> None:
     assert agent.stage(state, run / str(step), step=step, persist=False) is not None
 
 
-def ahead_beside_a_new_agent(run: Path) -> None:
-    """The second rank asks another agent whether to share out than the first, which is ahead."""
-    agent_of(run)
-    if dist.get_rank() == 0:
-        stage_all(run, 1, {})
-        stage_all(run, 2, {})
-    dist.barrier()
-    if dist.get_rank() == 1:
-        stage_all(run, 1, {})
-        kill_agent_of(run)
-        stage_all(run, 2, {})
-    dist.barrier()
-    load_from_memory(run, 2)
-
-
-def changed_beside_a_new_agent(run: Path) -> None:
-    """Likewise, and the first rank has something new."""
-    for step in (1, 2):
-        stage_all(run, step, {})
-        dist.barrier()
-    if dist.get_rank() == 0:
-        stage_all(run, 3, {"new": torch.ones(3)})
-        kill_agent_of(run)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        stage_all(run, 3, {})
-    dist.barrier()
-    load_from_memory(run, 3)
-
-
-@pytest.mark.thin("changed_beside_a_new_agent")
-@pytest.mark.parametrize("save", [ahead_beside_a_new_agent, changed_beside_a_new_agent])
-def test_what_a_former_agent_has_told_one_rank_a_new_one_tells_the_others(
-    pair: Ranks, run: Path, save: Callable[[Path], None]
-) -> None:
-    pair.run(save, run)
-
-
-def stage_in_turns(run: Path, step: int, extra: dict[str, Any]) -> None:
-    """The first rank asks before the others."""
-    for is_its_turn in (dist.get_rank() == 0, dist.get_rank() > 0):
-        if is_its_turn:
-            stage_all(run, step, extra)
-        dist.barrier()
-
-
 def load_newest(run: Path, step: int, state: dict[str, Any]) -> dict[str, Any]:
+    dist.barrier()  # All have staged.
     found = agent_of(run).newest()
     assert found.step == step
     dcp.load(state, storage_reader=SnapshotReader(found))
@@ -284,11 +265,10 @@ def load_newest(run: Path, step: int, state: dict[str, Any]) -> dict[str, Any]:
 
 @on_ranks()
 def test_what_only_one_rank_holds_may_change_at_any_time(run: Path) -> None:
-    """It asks after the other, which knows nothing of it."""
     agent_of(run)
     for step in range(1, 7):
         own = {"own": torch.arange(float(step))} if dist.get_rank() == 1 else {}
-        stage_in_turns(run, step, own)
+        stage_all(run, step, own)
         blank = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
         loaded = load_newest(run, step, blank)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in own.items())
@@ -296,12 +276,12 @@ def test_what_only_one_rank_holds_may_change_at_any_time(run: Path) -> None:
 
 
 def hand_over(run: Path) -> None:
-    """One rank gives a tensor to another; the third asks first, and knows nothing of it."""
+    """One rank gives a tensor to another."""
     agent_of(run)
     for step in (1, 2, 3):
         is_holder = dist.get_rank() == (2 if step == 3 else 1)
         own = {"expert": torch.full((50,), float(step))} if is_holder else {}
-        stage_in_turns(run, step, own)
+        stage_all(run, step, own)
     loaded = load_newest(run, 3, {"expert": torch.zeros(50)})
     assert loaded["expert"].tolist() == [3.0] * 50
 
@@ -309,48 +289,14 @@ def hand_over(run: Path) -> None:
 def test_what_one_rank_hands_over_to_another_is_not_lost(run: Path) -> None:
     with Ranks(3) as world:
         world.run(hand_over, run)
-        assert {header.share for header, _ in slots_of(run, 3)} != {NOT_SHARED}
 
 
 @pytest.mark.slow
 @on_ranks()
-def test_a_save_that_two_agents_have_split_fails_and_says_why(run: Path) -> None:
-    """The first rank is told to copy everything, and the second, by another agent, its part."""
-    for step in (1, 2):
-        stage_all(run, step, {})
-        dist.barrier()
-    if dist.get_rank() == 0:
-        begin = _native.Slot.begin
-
-        def begin_late(slot: _native.Slot, *arguments: Any) -> None:
-            dist.barrier()  # The second asks another agent.
-            dist.barrier()  # And completes.
-            begin(slot, *arguments)
-
-        with (
-            mock.patch.object(_native.Slot, "begin", begin_late),
-            pytest.raises(MismatchError, match="the agent died in the middle"),
-        ):
-            stage_all(run, 3, {"new": torch.ones(3)})
-    else:
-        dist.barrier()
-        kill_agent_of(run)
-        stage_all(run, 3, {})
-        dist.barrier()
-    dist.barrier()
-    stage_all(run, 4, {})
-    dist.barrier()
-    load_from_memory(run, 4)
-
-
-@pytest.mark.slow
-@on_ranks()
-def test_a_run_saves_anew_what_a_rank_had_to_copy_and_has_no_more(run: Path) -> None:
-    """A rank loses a part, and has it again, in turns."""
+def test_a_run_saves_what_ranks_hold_by_turns(run: Path) -> None:
+    """A rank loses a tensor, and has it again, in turns."""
     with Run(run, asynchronous=True, agent=True, timeout_s=60) as made:
         for step in range(1, 6):
-            if dist.get_rank() == 1:
-                time.sleep(0.2)  # So that it asks after the other.
             made.save(step, state_without(step) if step % 2 else state_of(step))
             made.wait()
         for step in range(1, 6):
@@ -367,7 +313,8 @@ def save_with_a_flag(run: Path) -> None:
         if step == 3 and dist.get_rank() == 1:
             for tensor in state["model"].values():
                 tensor.requires_grad_(True)
-        stage_in_turns(run, step, state)
+        stage_all(run, step, state)
+    dist.barrier()
     load_from_memory(run, 3)
 
 
@@ -382,4 +329,4 @@ def test_slots_that_were_shared_out_in_two_ways_are_no_save() -> None:
     second = replace(first, rank=1)
     assert whole_saves([(first, None), (second, None)])
     assert not whole_saves([(first, None), (replace(second, share=NOT_SHARED), None)])
-    assert share_of([first, second]) != share_of([first, replace(second, held=b"b" * 16)])
+    assert sharing_of([first, second]) != sharing_of([first, replace(second, held=b"b" * 16)])

@@ -77,12 +77,10 @@ class Taken:
 
     Attributes:
         path: Its file.
-        share: How the ranks of this machine share out what they hold.
         has_waited: Whether there was none at first.
     """
 
     path: Path
-    share: bytes
     has_waited: bool
 
 
@@ -123,22 +121,21 @@ class AgentClient:
         """
         self._ask(Kind.RESERVE, nbytes)
 
-    def take(self, sequence: int, nbytes: int, timeout_s: float, held: bytes) -> Taken | None:
+    def take(self, sequence: int, nbytes: int, timeout_s: float) -> Taken | None:
         """A slot to fill; ``None`` where none is free in time.
 
         Args:
             sequence: Of the save.
             nbytes: Room that all would take that the rank holds.
             timeout_s: Seconds to wait.
-            held: Stands for the tensors of that.
 
         Raises:
             StorageError: There is not as much memory.
         """
-        answer = self._ask(Kind.TAKE, sequence, nbytes, int(timeout_s * 1000), held)
+        answer = self._ask(Kind.TAKE, sequence, nbytes, int(timeout_s * 1000))
         if answer.kind == Kind.BUSY:
             return None
-        return Taken(Path(os.fsdecode(answer.data(0))), answer.data(1), bool(answer.integer(2)))
+        return Taken(Path(os.fsdecode(answer.data(0))), bool(answer.integer(1)))
 
     def filled(self, path: Path, sequence: int) -> None:
         """Says that a snapshot is complete."""

@@ -1,4 +1,4 @@
-"""What a rank holds, and what it keeps of that in memory where others keep the rest."""
+"""What a rank holds, and which share of that it copies where other ranks hold the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import to_plain
-from torch_ckpt.agent.memory import NOT_SHARED, complete_slots, share_of, whole_saves
+from torch_ckpt.agent.memory import (
+    NOT_SHARED,
+    Save,
+    complete_slots,
+    sharing_of,
+    whole_saves,
+)
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.formats.object_pickles import warn_of_refused
 from torch_ckpt.planning.plan_cache import digest_of
@@ -22,7 +28,7 @@ from torch_ckpt.planning.planned import ListedItems, to_write_item
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.storage.data_file import pickle_item
 
-__all__ = ["Held", "KeptParts"]
+__all__ = ["Held", "OwnShare"]
 
 _THREADS = min(4, os.cpu_count() or 1)
 
@@ -97,17 +103,17 @@ class Held:
         assert sources is not None
         return cls(planner, listed, items, sources, {})
 
-    def part(self, kept: _Kept) -> Held:
-        """What is kept of it."""
-        sources = [self._sources[number] for number in kept.numbers]
-        for at, (first_row, rows) in kept.rows.items():
+    def part(self, copied: _Copied) -> Held:
+        """What of it is copied."""
+        sources = [self._sources[number] for number in copied.numbers]
+        for at, (first_row, rows) in copied.rows.items():
             sources[at] = sources[at].detach().narrow(0, first_row, rows)
         pickled = {
             at: self._pickled[number]
-            for at, number in enumerate(kept.numbers)
+            for at, number in enumerate(copied.numbers)
             if number in self._pickled
         }
-        return Held(self._planner, self._listed, kept.items, sources, pickled)
+        return Held(self._planner, self._listed, copied.items, sources, pickled)
 
     def table(self, directory: str, *, sync: bool) -> bytes:
         """What the slot says of it."""
@@ -148,8 +154,8 @@ def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """What a rank keeps of what it holds.
+class _Copied:
+    """What a rank copies of what it holds.
 
     Attributes:
         numbers: Of the items.
@@ -162,69 +168,79 @@ class _Kept:
     items: _native.ItemTable
 
 
-class KeptParts:
-    """A rank's parts of what the ranks of its machine hold.
+class OwnShare:
+    """A rank's share of what the ranks of its machine hold alike, from save to save.
+
+    While all ranks hold the same tensors as in the save before, each copies its share of them.
+    Otherwise each copies all that it holds. So ranks agree in each save.
 
     Args:
         folder: Of the run's memory.
         run: Its 16 bytes.
-        rank: Of which this is.
+        rank: Whose share it is.
+
+    Attributes:
+        tensors: Stands for the tensors that the rank held last: 16 bytes.
+        sharing: Stands for how the ranks of the machine share them out; ``NOT_SHARED`` where each
+            copies all.
     """
 
     def __init__(self, folder: Path, run: bytes, rank: int) -> None:
         self._folder = folder
         self._run = run
         self._rank = rank
-        self._share = NOT_SHARED
-        self._shared: list[_native.ItemTable] = []  # What all ranks held when they shared it out.
-        self._own = 0  # Which of them this rank was.
-        self._assigned = b""  # What of that is its part.
-        self._known: tuple[bytes, _Kept] | None = None  # For what was listed last.
-        self._tensors = b"", b""  # Of all that was listed last, and of its tensors.
+        self.tensors = b""
+        self.sharing = NOT_SHARED
+        self._assigned = b""  # Of the tensors, if they are shared out.
+        self._listed = b""  # What was listed last, objects and all.
+        self._copied: _Copied | None = None  # Of that; made when it is needed.
+        self._copied_all: Save = b"", -1  # The save in which this rank has done so last.
 
-    def digest_of_tensors(self, held: Held) -> bytes:
-        """Stands for the tensors that a rank holds."""
-        if self._tensors[0] != held.digest:
-            self._tensors = held.digest, digest_of(held.items.tensors().encode())
-        return self._tensors[1]
+    def is_known(self, held: Held, save: Save) -> bool:
+        """Whether this rank can copy its share, if all others can."""
+        if self._listed != held.digest:
+            self._listed, self._copied = held.digest, None
+            tensors = digest_of(held.items.tensors().encode())
+            if tensors != self.tensors:
+                self.tensors = tensors
+                self.forget()
+        is_next = self._copied_all == (save[0], save[1] - 1)
+        return self.sharing != NOT_SHARED or is_next
 
-    def part_of(self, held: Held, share: bytes) -> Held:
-        """What this rank keeps, if all of its machine share out what they hold in this way.
+    def forget(self) -> None:
+        """From now on this rank does not know its share."""
+        self.sharing, self._copied, self._copied_all = NOT_SHARED, None, (b"", -1)
+
+    def all_copied(self, save: Save) -> None:
+        """This rank has copied all that it holds."""
+        self._copied_all = save
+
+    def of(self, held: Held) -> Held:
+        """What this rank copies, where all know their shares.
 
         Raises:
-            CheckpointError: This rank does not know how that is.
-            MismatchError: Something that was to be its part it does not hold any more.
+            CheckpointError: What ranks have copied in the save before is gone.
         """
-        if self._share != share:
-            self._learn(share)
-        if self._known is None or self._known[0] != held.digest:
-            assignment, items = held.items.keep_part(self._shared, self._own, self._assigned)
+        if self.sharing == NOT_SHARED:
+            self._share_out()
+        if self._copied is None:
+            assignment, items = held.items.share(self._assigned)
             work = _native.Work(held.items, assignment)
             described = ((at, work.describe(at)[-1]) for at in range(len(work)))
             rows = {at: cut for at, cut in described if cut is not None}
-            self._known = held.digest, _Kept(work.items, rows, items)
-        return held.part(self._known[1])
+            self._copied = _Copied(work.items, rows, items)
+        return held.part(self._copied)
 
-    def _learn(self, share: bytes) -> None:
-        """Shares out what the ranks of this machine have left when each had copied everything."""
-        whole = whole_saves(complete_slots(self._folder, self._run))
-        for of_save in whole.values():
-            headers = [header for header, _ in of_save]
-            if headers[0].share != NOT_SHARED or share_of(headers) != share:
-                continue
-            found = [_native.Slot.open(os.fsencode(path), False).read() for _, path in of_save]
-            tables = [_native.ItemTable.decode(one.items).tensors() for one in found]
-            plan = _native.GlobalPlan(
-                [table.encode() for table in tables],
-                len(tables),
-                # Other machines would cut a tensor elsewhere, and pieces overlap.
-                split=headers[0].node_count == 1,
-                whole=False,
-            )
-            self._share, self._known, self._shared = share, None, tables
-            self._own = [header.rank for header in headers].index(self._rank)
-            self._assigned = plan.assignment(self._own)
-            return
-        raise CheckpointError(
-            "the ranks of this machine share out what they hold, and how is in memory no more"
-        )
+    def _share_out(self) -> None:
+        """Shares out what all ranks have listed in the save in which they copied everything."""
+        of_save = whole_saves(complete_slots(self._folder, self._run)).get(self._copied_all, [])
+        if not of_save:
+            raise CheckpointError("what the ranks of this machine have copied last is gone")
+        headers = [header for header, _ in of_save]
+        found = [_native.Slot.open(os.fsencode(path), False).read() for _, path in of_save]
+        tables = [_native.ItemTable.decode(one.items).tensors().encode() for one in found]
+        # Other machines would cut a tensor elsewhere, and pieces overlap.
+        split = headers[0].node_count == 1
+        plan = _native.GlobalPlan(tables, len(tables), split=split, whole=False)
+        self._assigned = plan.assignment([header.rank for header in headers].index(self._rank))
+        self.sharing = sharing_of(headers)

@@ -27,6 +27,7 @@ __all__ = [
     "LOCK_NAME",
     "NOT_SHARED",
     "SLOTS_PER_RANK",
+    "Save",
     "SlotHeader",
     "agent_lock",
     "complete_slots",
@@ -36,13 +37,16 @@ __all__ = [
     "open_folder",
     "remove_abandoned",
     "run_of",
-    "share_of",
+    "sharing_of",
     "short_path",
     "slot_path",
     "whole_saves",
 ]
 
 T = TypeVar("T")
+
+Save = tuple[bytes, int]
+"""Session and sequence: what the slots of all ranks of one save have in common."""
 
 SLOTS_PER_RANK = 2
 
@@ -112,7 +116,7 @@ class SlotHeader:
         )
 
     @property
-    def save(self) -> tuple[bytes, int]:
+    def save(self) -> Save:
         """What the slots of all ranks of one save have in common."""
         return self.session, self.sequence
 
@@ -184,12 +188,12 @@ def found_slots(folder: Path) -> Iterator[tuple[int, int, Path]]:
 
 def whole_saves(
     found: Iterable[tuple[SlotHeader, T]],
-) -> dict[tuple[bytes, int], list[tuple[SlotHeader, T]]]:
+) -> dict[Save, list[tuple[SlotHeader, T]]]:
     """What was found of each save that all ranks of this machine have completed, by rank.
 
     The newest save comes last.
     """
-    saves: dict[tuple[bytes, int], list[tuple[SlotHeader, T]]] = {}
+    saves: dict[Save, list[tuple[SlotHeader, T]]] = {}
     for header, what in found:
         saves.setdefault(header.save, []).append((header, what))
     whole = {}
@@ -202,8 +206,8 @@ def whole_saves(
     return whole
 
 
-def share_of(headers: Sequence[SlotHeader]) -> bytes:
-    """Stands for how ranks share out what they hold.
+def sharing_of(headers: Sequence[SlotHeader]) -> bytes:
+    """Stands for how ranks share out what they hold alike.
 
     Args:
         headers: Of all ranks of a machine, in their order.

@@ -24,7 +24,7 @@ from torch_ckpt.errors import (
 __all__ = ["Kind", "Message", "error_message", "peer_of", "raise_error", "receive", "send"]
 
 _MAGIC = b"TCAG"
-_VERSION = 3
+_VERSION = 4
 _HEADER = struct.Struct("<4sHHQ")
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
 _MOST_NBYTES = 1 << 20  # Of a body: whoever claims more is not one of ours.
@@ -41,11 +41,9 @@ class Kind(enum.IntEnum):
     RESERVE = 4
     """Asks for slots: nbytes of each."""
     TAKE = 5
-    """Asks for a slot to fill: sequence, nbytes, milliseconds to wait for one, what stands for the
-    tensors that the rank holds."""
+    """Asks for a slot to fill: sequence, nbytes, milliseconds to wait for one."""
     SLOT = 6
-    """Answers: file of the slot, what stands for how ranks share out what they hold, whether that
-    had to wait."""
+    """Answers: file of the slot, whether that had to wait."""
     BUSY = 7
     """Answers: all slots are in use."""
     FILLED = 8
@@ -64,8 +62,8 @@ _FIELDS: dict[Kind, str] = {
     Kind.OK: "",
     Kind.ERROR: "bbi",
     Kind.RESERVE: "i",
-    Kind.TAKE: "iiib",
-    Kind.SLOT: "bbi",
+    Kind.TAKE: "iii",
+    Kind.SLOT: "bi",
     Kind.BUSY: "",
     Kind.FILLED: "bi",
     Kind.PERSIST: "bi",

@@ -23,6 +23,7 @@ from torch_ckpt.agent.declined import Declined
 from torch_ckpt.agent.manifests import Manifests
 from torch_ckpt.agent.memory import (
     LOCK_NAME,
+    Save,
     SlotHeader,
     agent_lock,
     open_folder,
@@ -33,8 +34,7 @@ from torch_ckpt.agent.messages import Kind, Message, error_message, peer_of, rec
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.saves import Saves
-from torch_ckpt.agent.shares import Shares
-from torch_ckpt.agent.slots import Look, Save, Slots
+from torch_ckpt.agent.slots import Look, Slots
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
 
@@ -93,7 +93,6 @@ class Agent:
         is_first = not any(p.name.startswith(("rank-", "done-")) for p in folder.iterdir())
         if first_within_s is not None and is_first:
             self._first_within_s = min(first_within_s, options.linger_s)
-        self._shares = Shares()
         self._declined = Declined(options.peers_timeout_s)
         self._trainers: dict[int, RankProcess] = {}
         self._ranks: list[int] = []  # Of this machine, in the session that goes on.
@@ -305,9 +304,7 @@ class Agent:
                 )
             )
             if slot is not None:
-                save = trainer.session, sequence
-                share = self._shares.decide(save, trainer.rank, message.data(3), self._slots.look())
-                return Message(Kind.SLOT, (os.fsencode(slot.path), share, int(has_waited)))
+                return Message(Kind.SLOT, (os.fsencode(slot.path), int(has_waited)))
             left = deadline - time.monotonic()
             if left <= 0:
                 return Message(Kind.BUSY)

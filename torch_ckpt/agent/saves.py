@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ckpt.agent.joint_save import JointSave
-from torch_ckpt.agent.memory import SlotHeader
+from torch_ckpt.agent.memory import Save, SlotHeader
 from torch_ckpt.agent.persist import persist
-from torch_ckpt.agent.slots import HeldSlot, Look, Save, Slots
+from torch_ckpt.agent.slots import HeldSlot, Look, Slots
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import IoOptions
 

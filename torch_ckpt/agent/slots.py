@@ -11,17 +11,15 @@ from pathlib import Path
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
+    Save,
     SlotHeader,
     found_slots,
     slot_path,
     whole_saves,
 )
-from torch_ckpt.errors import CheckpointError, MismatchError
+from torch_ckpt.errors import CheckpointError
 
-__all__ = ["HeldSlot", "Look", "Save", "Slots"]
-
-Save = tuple[bytes, int]
-"""Session and sequence: what the slots of all ranks of one save have in common."""
+__all__ = ["HeldSlot", "Look", "Slots"]
 
 
 @dataclass
@@ -73,10 +71,6 @@ class Look:
         """Those that had completed their part of a save."""
         return {header.rank for header, _ in self._found if header.save == save}
 
-    def shares_of(self, save: Save) -> set[bytes]:
-        """How ranks that have completed their part of a save have shared out what they hold."""
-        return {header.share for header, _ in self._found if header.save == save}
-
     def ranks_beyond(self, save: Save) -> set[int]:
         """Those that had completed their part of a later one."""
         return {header.rank for header, _ in self._found if header.save > save}
@@ -124,7 +118,6 @@ class Slots:
 
         Raises:
             CheckpointError: It is not the rank's, or holds no complete snapshot.
-            MismatchError: It is complete, and of no use beside those of other ranks.
         """
         slot = next((slot for slot in self._of(rank) if slot.path == path), None)
         header = None if slot is None else slot.header
@@ -133,11 +126,6 @@ class Slots:
         if (header.run, header.session, header.rank) != (self._run, session, rank):
             raise CheckpointError(f"the snapshot in {path} is not of rank {rank} of this session")
         slot.memory.read()
-        if len(self.look().shares_of(header.save)) > 1:
-            raise MismatchError(
-                f"the agent died in the middle of save {header.sequence}: some ranks copied "
-                "everything, and others their part"
-            )
 
     def reserve(self, rank: int, nbytes: int) -> None:
         """Makes both slots of a rank, so that no save will wait for memory.

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.reader import SnapshotReader
-from torch_ckpt.agent.slots import Save
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.api import load
 from torch_ckpt.coordination.group import why

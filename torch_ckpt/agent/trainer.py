@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.agent.client import AgentClient, Place
-from torch_ckpt.agent.held import Held, KeptParts
+from torch_ckpt.agent.held import Held, OwnShare
 from torch_ckpt.agent.memory import (
-    NOT_SHARED,
     SLOTS_PER_RANK,
+    Save,
     SlotHeader,
     complete_slots,
     folder_of,
@@ -69,7 +69,7 @@ class Remembered:
             number first.
     """
 
-    save: tuple[bytes, int]
+    save: Save
     step: int
     folder: Path
     slots: Sequence[Path]
@@ -92,7 +92,7 @@ class SnapshotAgent:
         process_group: Of all ranks.
         options: Of the process.
         on_busy: What a save does while former ones keep all slots.
-        timeout_s: Seconds that it waits then.
+        timeout_s: Seconds that it waits then, and for other ranks.
 
     Attributes:
         waited: Saves that waited for a slot.
@@ -121,12 +121,13 @@ class SnapshotAgent:
         self.timeout_s = timeout_s
         self.waited = self.skipped = self.refused = 0
         self._group = group_of(process_group)
+        self._stages = self._group.series()
         self._place = _find_place(run, self._group, timeout_s)
         self._client = AgentClient(run, self._place, options or AgentOptions())
         self._sequence = 0
         self._newest: Path | None = None  # What was staged last, if that has succeeded.
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # With its inode.
-        self._parts = KeptParts(self._client.folder, self._place.run, self._place.rank)
+        self._share = OwnShare(self._client.folder, self._place.run, self._place.rank)
         self._devices = _native.Devices()
         self._lock = threading.Lock()
         self._is_left = False
@@ -162,8 +163,9 @@ class SnapshotAgent:
     ) -> StagedSave | None:
         """Copies what this rank holds into a slot. Training stops for this alone.
 
-        That is all of it in the first save. Of tensors that ranks of this machine have alike, it is
-        a part from then on, as long as they hold the same: what counts is the one that copies.
+        All ranks call it, in the same order of saves. Each copies all that it holds in the first
+        save. As long as no rank holds other tensors than in the save before, each copies its share
+        of those that ranks of its machine hold alike.
 
         Args:
             state_dict: As DCP takes it.
@@ -179,10 +181,9 @@ class SnapshotAgent:
         Raises:
             CheckpointError: All slots were in use for ``timeout_s``, or at all with
                 ``on_busy="error"``.
-            MismatchError: This rank does not hold any more what it had to copy for others, which
-                have begun to copy their parts. In the next save all copy everything.
+            RankTimeoutError: A rank was late or gone.
             StorageError: There is not as much memory.
-            UnsupportedError: The state has no form in columns.
+            UnsupportedError: The state of a rank has no form in columns.
         """
         location = Location(directory).absolute()
         try:
@@ -194,7 +195,7 @@ class SnapshotAgent:
             self._newest = None
             header = self._place.header(sequence, step, persist=persist)
             try:
-                filled = self._fill(header, Held.of(state_dict), location, sync=sync)
+                filled = self._fill(header, state_dict, location, sync=sync)
             except BaseException:
                 # Or the other ranks' slots would wait for it.
                 self._client.give_up(sequence, location)
@@ -208,19 +209,19 @@ class SnapshotAgent:
             return StagedSave(header, location)
 
     def _fill(
-        self, header: SlotHeader, held: Held, directory: Location, *, sync: bool
+        self, header: SlotHeader, state_dict: dict[str, Any], directory: Location, *, sync: bool
     ) -> tuple[Path, SlotHeader] | None:
         """Fills a slot; returns its file, and what it says of itself.
 
         Returns ``None`` where no slot is free and the save is to be skipped.
         """
+        held, is_shared = self._agree(state_dict, header.save)
         table = held.table(str(directory), sync=sync)
         nbytes = _native.slot_nbytes(len(table), held.nbytes)
         # What is too small will be made anew, and cannot be as long as it is mapped here.
         self._slots = {p: one for p, one in self._slots.items() if one[1].nbytes >= nbytes}
         wait_s = self.timeout_s if self.on_busy == "wait" else 0.0
-        of_tensors = self._parts.digest_of_tensors(held)
-        taken = self._client.take(header.sequence, nbytes, wait_s, of_tensors)
+        taken = self._client.take(header.sequence, nbytes, wait_s)
         if taken is None:
             if self.on_busy == "skip":
                 self.skipped += 1
@@ -228,21 +229,37 @@ class SnapshotAgent:
             self.refused += self.on_busy == "error"
             raise CheckpointError(f"cannot save {directory}: former saves keep all slots")
         self.waited += taken.has_waited
-        if taken.share != NOT_SHARED:
-            held = self._parts.part_of(held, taken.share)
+        if is_shared:
+            held = self._share.of(held)
             table = held.table(str(directory), sync=sync)
         slot = self._slot(taken.path)
-        header = dataclasses.replace(header, held=of_tensors, share=taken.share)
+        header = dataclasses.replace(header, held=self._share.tensors, share=self._share.sharing)
         slot.begin(header.to_native(), table, held.nbytes)
         held.copy_to(slot, self._devices)
         slot.complete()
+        if not is_shared:
+            self._share.all_copied(header.save)
         return taken.path, header
+
+    def _agree(self, state_dict: dict[str, Any], save: Save) -> tuple[Held, bool]:
+        """What this rank holds, and whether all ranks copy their shares of it."""
+        listed: list[Held] = []
+
+        def own() -> bool:
+            listed.append(Held.of(state_dict))
+            return self._share.is_known(listed[0], save)
+
+        is_shared = self._stages.decide("staging", own, all, timeout_s=self.timeout_s)
+        if not is_shared:
+            self._share.forget()
+        return listed[0], is_shared
 
     def withdraw(self) -> None:
         """Takes back what was staged last: all ranks, to which this is said, save it anew."""
         if self._newest is not None:
             self._slots[self._newest][1].clear()
             self._newest = None
+            self._share.forget()
 
     def persist(self, staged: StagedSave) -> None:
         """Waits until the agent has committed a save.

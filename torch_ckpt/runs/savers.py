@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import socket
 import warnings
@@ -17,7 +16,7 @@ from torch_ckpt.agent.tier import SnapshotTier
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.api import async_save
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.errors import CheckpointError, MismatchError, StorageError, UnsupportedError
+from torch_ckpt.errors import StorageError, UnsupportedError
 from torch_ckpt.runs.step_tiers import Tier
 from torch_ckpt.storage.writer import FastWriter
 
@@ -120,11 +119,7 @@ class AgentSaver:
             return future
 
         if self._instead is None:
-            future, verdict, reason = self._try(hand_over, self._agent.withdraw)
-            if verdict == _Verdict.TRY_AGAIN:
-                future, verdict, reason = self._try(hand_over, self._agent.withdraw)
-            if verdict == _Verdict.TRY_AGAIN:
-                raise CheckpointError(f"cannot save step {step} by the agent: {reason}")
+            future = self._try(hand_over, self._agent.withdraw)
             if future is not None:
                 return future
         assert self._instead is not None
@@ -147,13 +142,11 @@ class AgentSaver:
         else:
             self._instead.close()
 
-    def _try(
-        self, work: Callable[[], T], undo: Callable[[], None]
-    ) -> tuple[T | None, _Verdict, str]:
-        """Has the agent do something for all ranks, or for none.
+    def _try(self, work: Callable[[], T], undo: Callable[[], None]) -> T | None:
+        """Has the agent do something for all ranks. If it cannot for one, all go on without it.
 
         Returns:
-            What it has done, if it has for all; and otherwise what is to be done, and why.
+            What it has done; ``None`` if ranks are to go on without it.
 
         Raises:
             Exception: What a rank has raised, if that is nothing to be mended; on all.
@@ -164,21 +157,20 @@ class AgentSaver:
         except Exception as error:  # The others do not know of it.
             failure = error
         try:
-            verdict, reason = self._group.decide(
+            reason = self._group.decide(
                 "handing over to the agent",
-                lambda: _verdict_on(failure),
-                lambda said: max(said),
+                lambda: _why_without(failure),
+                lambda said: next(filter(None, said), ""),
                 timeout_s=self._agent.timeout_s,
             )
         except BaseException:
             undo()
             raise
-        if verdict == _Verdict.GO_ON:
-            return done, verdict, reason
+        if not reason:
+            return done
         undo()
-        if verdict == _Verdict.WITHOUT:
-            self._go_on_without(reason)
-        return None, verdict, reason
+        self._go_on_without(reason)
+        return None
 
     def _go_on_without(self, reason: str) -> None:
         self._instead = self._without()
@@ -188,23 +180,17 @@ class AgentSaver:
             _warn_of(reason)
 
 
-class _Verdict(enum.IntEnum):
-    """What ranks do when the agent could not do something for one of them; the greatest counts."""
+def _why_without(failure: Exception | None) -> str:
+    """Why ranks are to go on without an agent; empty if they need not.
 
-    GO_ON = 0
-    TRY_AGAIN = 1
-    """That rank did not hold its part of what all share any more: now all copy everything."""
-    WITHOUT = 2
-
-
-def _verdict_on(failure: Exception | None) -> tuple[_Verdict, str]:
+    Raises:
+        Exception: The failure, if it would be the same without.
+    """
+    if failure is None:
+        return ""
     if isinstance(failure, (StorageError, UnsupportedError)):
-        return _Verdict.WITHOUT, _of_this_rank(failure)
-    if isinstance(failure, MismatchError):
-        return _Verdict.TRY_AGAIN, _of_this_rank(failure)
-    if failure is not None:
-        raise failure
-    return _Verdict.GO_ON, ""
+        return _of_this_rank(failure)
+    raise failure
 
 
 def _of_this_rank(failure: Exception) -> str:

@@ -25,7 +25,7 @@ from torch_ckpt.staging.copied_state import (
     give_no_memory,
     runs_of,
 )
-from torch_ckpt.staging.own_part import OwnPart
+from torch_ckpt.staging.share import Share
 from torch_ckpt.staging.staged import LOOK_S, PartlyStaged, Staged
 
 __all__ = ["TIMEOUT_S", "SnapshotStager"]
@@ -91,7 +91,7 @@ class SnapshotStager:
         self.max_host_nbytes = max_host_nbytes
         self.blocking = blocking
         self.waits = self.skips = self.refusals = 0
-        self.own_part: OwnPart | None = None  # What this rank wrote of what was staged last.
+        self.share: Share | None = None  # Of this rank, in the last save.
         self._free: list[_native.Snapshot | None] = [None]  # Empty while the snapshot is in use.
         self._in_use: set[Staged] = set()
         self._changed = threading.Condition()
@@ -316,7 +316,7 @@ class SnapshotStager:
         self._devices = _native.Devices()
         self._free, self._in_use = [None], set()
         self._changed = threading.Condition()
-        self._executor = self._copying = self.own_part = None
+        self._executor = self._copying = self.share = None
 
     def _give_back(self, snapshot: _native.Snapshot | None) -> None:
         with self._changed:

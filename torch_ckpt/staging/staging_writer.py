@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.process_state import PROCESS
-from torch_ckpt.staging.own_part import Sharing, part_of
+from torch_ckpt.staging.share import Sharing, share_of
 from torch_ckpt.staging.staged import Staged
 from torch_ckpt.staging.stager import TIMEOUT_S, SnapshotStager
 
@@ -52,7 +52,7 @@ class StagingWriter(StorageWriter):
     def sharing(
         self, planner: SavePlanner | None, all_say: Callable[[bytes], bool]
     ) -> Iterator[None]:
-        """Within the block, ranks stage their own parts alone where all of them agree.
+        """Within the block, ranks stage their shares alone where all of them agree.
 
         All ranks of the save enter it, or none. It is to be planned by all of them together, and
         written by threads.
@@ -69,11 +69,11 @@ class StagingWriter(StorageWriter):
             self._sharing = None
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
-        """Copies what this rank will write: all that it has, or within :meth:`sharing` its part."""
+        """Copies all that this rank has, or within :meth:`sharing` its share."""
         left_out: set[int] = set()
         if self._sharing is not None:
-            part = self.stager.own_part if self.stager.blocking else None
-            left_out = self._sharing.left_out(state_dict, part)
+            share = self.stager.share if self.stager.blocking else None
+            left_out = self._sharing.left_out(state_dict, share)
         state, self._staged = self.stager.begin(
             state_dict, left_out=left_out, may_leave=True, name=f"that of {self.checkpoint_id}"
         )
@@ -107,9 +107,9 @@ class StagingWriter(StorageWriter):
         if self._staged is not None:
             self._staged.first_are_written()
 
-    def _wrote_part(self, plan: SavePlan, planner: SavePlanner) -> None:
+    def _wrote_share(self, plan: SavePlan, planner: SavePlanner) -> None:
         if self._staged is not None:
-            self.stager.own_part = part_of(plan, planner)
+            self.stager.share = share_of(plan, planner)
 
     @contextlib.contextmanager
     def _writing_staged(self) -> Iterator[None]:
@@ -117,7 +117,7 @@ class StagingWriter(StorageWriter):
         try:
             yield
         except BaseException:
-            self.stager.own_part = None
+            self.stager.share = None
             raise
         finally:
             self._first_are_written()

@@ -303,7 +303,7 @@ class FastWriter(StagingWriter):
         except BaseException:
             self._remove_files(finished)
             raise
-        self._wrote_part(plan, planner)
+        self._wrote_share(plan, planner)
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
