@@ -6,7 +6,6 @@
 
 #include "base/crc.h"
 #include "base/strided.h"
-#include "format/pickle_tree.h"
 #include "format/tensor_pickle.h"
 #include "format/zip_directory.h"
 #include "format/zip_frame.h"
@@ -75,7 +74,7 @@ Result<Records> read_records(Bytes tail, int64_t nbytes) {
     }
   }
   if (records.pickle == nullptr) return corruption("a stored tensor has no record data.pkl");
-  if (records.payload == nullptr || records.pickle->nbytes > PickleTree::kMaxNbytes) {
+  if (records.payload == nullptr || records.pickle->nbytes > kMaxParsedPickleNbytes) {
     return unsupported("the slice holds no single tensor: torch must read it");
   }
   return records;

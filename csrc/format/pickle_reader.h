@@ -1,8 +1,9 @@
 #pragma once
 
-// What the readers of pickles share, that of tensors (pickle_tree.cc), that of metadata
-// (bindings/metadata_unpickler.cc) and the list of globals (pickle_globals.cc): the opcodes, and
-// the walk over the bytes. What an opcode does is up to each reader, which does only what it needs.
+// The opcodes of pickles, and the walk over their bytes. One stack machine does what opcodes say:
+// the unpickler of metadata (bindings/metadata_unpickler). What else reads pickles only looks at
+// opcodes one after another: the pickle of one tensor (tensor_pickle), and the list of the globals
+// that a pickle names (pickle_globals).
 
 #include <cstdint>
 #include <cstring>

@@ -2,13 +2,14 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 
-#include "format/pickle_tree.h"
+#include "format/pickle_reader.h"
 
 namespace torch_ckpt {
 namespace {
 
-using Kind = PickleNode::Kind;
+using namespace pickle_opcodes;
 
 // Appends pickle opcodes. Requires room for all of them.
 class PickleWriter {
@@ -78,61 +79,269 @@ Status not_plain(std::string_view what) {
   return unsupported("not a plain strided tensor (", what, "): torch must read it");
 }
 
-bool is_global(const PickleNode& node, std::string_view module, std::string_view name) {
-  return node.kind == Kind::kGlobal && node.text == module && node.name == name;
+// A Python object, by where it is found.
+struct Global {
+  std::string_view module;
+  std::string_view name;
+
+  bool is(std::string_view in_module, std::string_view with_name) const {
+    return module == in_module && name == with_name;
+  }
+};
+
+// Reads the opcodes of a plain tensor in the order in which every pickler writes them. There is no
+// stack, and nothing is called: a pickle in any other order is torch's to read.
+class TensorReader {
+ public:
+  explicit TensorReader(Bytes pickle) : reader_(pickle) {}
+
+  Result<PickledTensor> read();
+
+ private:
+  Status broken(std::string_view why) const {
+    return corruption("not a pickle: ", why, ", at byte ", reader_.position());
+  }
+  Status unexpected(uint8_t op, std::string_view what) const {
+    return is_pickle_opcode(op) ? not_plain(what) : broken("it has an opcode that does not exist");
+  }
+
+  template <typename T>
+  Status number(T* value) {
+    return reader_.read(value) ? ok_status() : broken("it is cut off");
+  }
+  template <typename T>
+  Status number_as(int64_t* value) {
+    T found = 0;
+    RETURN_IF_ERROR(number(&found));
+    *value = static_cast<int64_t>(found);
+    return ok_status();
+  }
+
+  // The next opcode, save those that only remember a value.
+  Status next(uint8_t* op);
+  Status expect(uint8_t wanted, std::string_view what);
+
+  // Each of these reads one value.
+  Status integer(int64_t* value);
+  Status integer(uint8_t op, std::string_view what, int64_t* value);
+  Status text(std::string_view* value);
+  Status text(uint8_t op, std::string_view what, std::string_view* value);
+  Status global(Global* value);
+  Status dims(Dims* value);
+  Status flag();
+  Status hooks();
+  Status storage(Global* type, int64_t* numel, std::string_view* key);
+
+  PickleReader reader_;
+};
+
+Status TensorReader::next(uint8_t* op) {
+  int64_t ignored = 0;
+  while (true) {
+    RETURN_IF_ERROR(number(op));
+    switch (*op) {
+      case kProto:
+        RETURN_IF_ERROR(number_as<uint8_t>(&ignored));
+        if (ignored > kNewestPickleProtocol) return broken("its protocol does not exist");
+        break;
+      case kFrame:
+        RETURN_IF_ERROR(number_as<uint64_t>(&ignored));
+        break;
+      case kBinPut:
+        RETURN_IF_ERROR(number_as<uint8_t>(&ignored));
+        break;
+      case kLongBinPut:
+        RETURN_IF_ERROR(number_as<uint32_t>(&ignored));
+        break;
+      case kMemoize:
+        break;
+      default:
+        return ok_status();
+    }
+  }
 }
 
-Result<Dims> read_dims(const PickleTree& tree, const PickleNode& node) {
-  if (node.kind != Kind::kTuple) return not_plain("sizes or strides are not a tuple");
-  if (node.child_count > kMaxDims) return not_plain("it has too many dimensions");
-  Dims dims(static_cast<size_t>(node.child_count));
-  for (int32_t d = 0; d < node.child_count; ++d) {
-    const PickleNode& element = tree.child(node, d);
-    if (element.kind != Kind::kInt) return not_plain("a size or stride is not a number");
-    if (element.number < 0) return corruption("a tensor has the size or stride ", element.number);
-    dims[static_cast<size_t>(d)] = element.number;
-  }
-  return dims;
+Status TensorReader::expect(uint8_t wanted, std::string_view what) {
+  uint8_t op = 0;
+  RETURN_IF_ERROR(next(&op));
+  return op == wanted ? ok_status() : unexpected(op, what);
 }
 
-// Whether a node is what torch saves for "no backward hooks".
-bool is_no_hooks(const PickleTree& tree, const PickleNode& node) {
-  if (node.kind == Kind::kNone || node.kind == Kind::kEmptyDict) return true;
-  return node.kind == Kind::kCall && is_global(tree.child(node, 0), "collections", "OrderedDict") &&
-         tree.child(node, 1).kind == Kind::kTuple && tree.child(node, 1).child_count == 0;
+Status TensorReader::integer(int64_t* value) {
+  uint8_t op = 0;
+  RETURN_IF_ERROR(next(&op));
+  return integer(op, "an argument is not a number", value);
 }
 
-// The storage: ("storage", class, key, location, numel) behind a persistent id. With
-// `dtype` empty the class names the element type, and numel counts elements; else it counts bytes.
-Status read_storage(const PickleTree& tree, const PickleNode& node, std::optional<DType> dtype,
-                    PickledTensor* tensor) {
-  if (node.kind != Kind::kPersistentId) return not_plain("its storage is not a record");
-  const PickleNode& id = tree.child(node, 0);
-  if (id.kind != Kind::kTuple || id.child_count != 5) return not_plain("its storage is a view");
-  const PickleNode& tag = tree.child(id, 0);
-  const PickleNode& type = tree.child(id, 1);
-  const PickleNode& key = tree.child(id, 2);
-  const PickleNode& location = tree.child(id, 3);
-  const PickleNode& numel = tree.child(id, 4);
-  if (tag.kind != Kind::kText || tag.text != "storage" || key.kind != Kind::kText ||
-      location.kind != Kind::kText || numel.kind != Kind::kInt) {
-    return not_plain("its storage is of an unknown form");
+Status TensorReader::integer(uint8_t op, std::string_view what, int64_t* value) {
+  switch (op) {
+    case kBinInt:
+      return number_as<int32_t>(value);
+    case kBinInt1:
+      return number_as<uint8_t>(value);
+    case kBinInt2:
+      return number_as<uint16_t>(value);
+    case kLong1: {
+      uint8_t nbytes = 0;
+      std::string_view digits;
+      RETURN_IF_ERROR(number(&nbytes));
+      if (!reader_.read_bytes(nbytes, &digits)) return broken("it is cut off");
+      if (nbytes > sizeof(int64_t)) return not_plain("a number beyond 64 bits");
+      *value = pickled_long(digits);
+      return ok_status();
+    }
+    default:
+      return unexpected(op, what);
   }
-  if (numel.number < 0) return corruption("a storage has ", numel.number, " elements");
-  if (dtype) {
-    if (!is_global(type, "torch.storage", "UntypedStorage")) return not_plain("typed storage");
-  } else {
-    if (type.kind != Kind::kGlobal || type.text != "torch") return not_plain("untyped storage");
-    dtype = dtype_from_storage(type.name);
-    if (!dtype) return not_plain(type.name);
+}
+
+Status TensorReader::text(std::string_view* value) {
+  uint8_t op = 0;
+  RETURN_IF_ERROR(next(&op));
+  return text(op, "its storage is of an unknown form", value);
+}
+
+Status TensorReader::text(uint8_t op, std::string_view what, std::string_view* value) {
+  int64_t nbytes = 0;
+  switch (op) {
+    case kShortBinUnicode:
+      RETURN_IF_ERROR(number_as<uint8_t>(&nbytes));
+      break;
+    case kBinUnicode:
+      RETURN_IF_ERROR(number_as<uint32_t>(&nbytes));
+      break;
+    default:
+      return unexpected(op, what);
   }
-  const bool counts_bytes = dtype_info(*dtype).storage.empty();
-  const auto nbytes = checked_mul(numel.number, counts_bytes ? 1 : itemsize(*dtype));
-  if (!nbytes) return corruption("a storage has ", numel.number, " elements");
-  tensor->dtype = *dtype;
-  tensor->storage_nbytes = *nbytes;
-  tensor->storage_key = key.text;
-  return ok_status();
+  return reader_.read_bytes(static_cast<uint64_t>(nbytes), value) ? ok_status()
+                                                                  : broken("it is cut off");
+}
+
+Status TensorReader::global(Global* value) {
+  constexpr std::string_view kWhat = "it names no global";
+  uint8_t op = 0;
+  RETURN_IF_ERROR(next(&op));
+  if (op == kGlobal) {
+    return reader_.read_line(&value->module) && reader_.read_line(&value->name)
+               ? ok_status()
+               : broken("it is cut off");
+  }
+  RETURN_IF_ERROR(text(op, kWhat, &value->module));
+  RETURN_IF_ERROR(next(&op));
+  RETURN_IF_ERROR(text(op, kWhat, &value->name));
+  return expect(kStackGlobal, kWhat);
+}
+
+// A tuple of sizes or strides: after a mark, or of up to three numbers without.
+Status TensorReader::dims(Dims* value) {
+  constexpr std::string_view kWhat = "sizes or strides are no tuple of numbers";
+  uint8_t op = 0;
+  RETURN_IF_ERROR(next(&op));
+  const bool has_mark = op == kMark;
+  if (has_mark) RETURN_IF_ERROR(next(&op));
+  while (op != kTuple && op != kEmptyTuple && !(op >= kTuple1 && op <= kTuple3)) {
+    if (value->size() == kMaxDims) return not_plain("it has too many dimensions");
+    int64_t& dim = value->emplace_back();
+    RETURN_IF_ERROR(integer(op, kWhat, &dim));
+    if (dim < 0) return corruption("a tensor has the size or stride ", dim);
+    RETURN_IF_ERROR(next(&op));
+  }
+  const size_t count = op == kEmptyTuple ? 0 : static_cast<size_t>(op - kTuple1) + 1;
+  const bool is_whole = has_mark ? op == kTuple : op != kTuple && value->size() == count;
+  return is_whole ? ok_status() : not_plain(kWhat);
+}
+
+Status TensorReader::flag() {
+  uint8_t op = 0;
+  RETURN_IF_ERROR(next(&op));
+  return op == kNewTrue || op == kNewFalse ? ok_status() : unexpected(op, "it has no flag");
+}
+
+// What torch saves for "no backward hooks".
+Status TensorReader::hooks() {
+  constexpr std::string_view kWhat = "it carries hooks";
+  const PickleReader before = reader_;
+  uint8_t op = 0;
+  RETURN_IF_ERROR(next(&op));
+  if (op == kNone || op == kEmptyDict) return ok_status();
+  reader_ = before;
+  Global type;
+  RETURN_IF_ERROR(global(&type));
+  if (!type.is("collections", "OrderedDict")) return not_plain(kWhat);
+  RETURN_IF_ERROR(expect(kEmptyTuple, kWhat));
+  return expect(kReduce, kWhat);
+}
+
+// A persistent id: ("storage", class, key, location, numel).
+Status TensorReader::storage(Global* type, int64_t* numel, std::string_view* key) {
+  constexpr std::string_view kWhat = "its storage is not a record";
+  std::string_view tag, location;
+  RETURN_IF_ERROR(expect(kMark, kWhat));
+  RETURN_IF_ERROR(text(&tag));
+  if (tag != "storage") return not_plain(kWhat);
+  RETURN_IF_ERROR(global(type));
+  RETURN_IF_ERROR(text(key));
+  RETURN_IF_ERROR(text(&location));
+  RETURN_IF_ERROR(integer(numel));
+  if (*numel < 0) return corruption("a storage has ", *numel, " elements");
+  RETURN_IF_ERROR(expect(kTuple, "its storage is a view"));
+  return expect(kBinPersId, kWhat);
+}
+
+// What elements a storage has. With `element` the storage is bytes, and else its class says so.
+Result<DType> dtype_of(const Global& storage, const Global* element) {
+  std::optional<DType> dtype;
+  if (element == nullptr) {
+    if (storage.module == "torch") dtype = dtype_from_storage(storage.name);
+  } else if (storage.is("torch.storage", "UntypedStorage") && element->module == "torch") {
+    dtype = dtype_from_name(element->name);
+  }
+  if (!dtype) return not_plain(element == nullptr ? storage.name : element->name);
+  return *dtype;
+}
+
+Result<PickledTensor> TensorReader::read() {
+  PickledTensor tensor;
+  Global function, type, element;
+  int64_t numel = 0;
+  uint8_t op = 0;
+  RETURN_IF_ERROR(global(&function));
+  const bool typed = function.is("torch._utils", "_rebuild_tensor_v2");
+  if (!typed && !function.is("torch._utils", "_rebuild_tensor_v3")) {
+    return not_plain(function.name);
+  }
+  // (storage, storage_offset, sizes, strides, requires_grad, hooks[, dtype][, metadata])
+  RETURN_IF_ERROR(expect(kMark, "its arguments are of an unknown form"));
+  RETURN_IF_ERROR(storage(&type, &numel, &tensor.storage_key));
+  RETURN_IF_ERROR(integer(&tensor.storage_offset));
+  if (tensor.storage_offset < 0) {
+    return corruption("a tensor has the storage offset ", tensor.storage_offset);
+  }
+  RETURN_IF_ERROR(dims(&tensor.sizes));
+  RETURN_IF_ERROR(dims(&tensor.strides));
+  RETURN_IF_ERROR(flag());
+  RETURN_IF_ERROR(hooks());
+  if (!typed) RETURN_IF_ERROR(global(&element));
+  RETURN_IF_ERROR(next(&op));
+  if (op == kNone) RETURN_IF_ERROR(next(&op));
+  if (op != kTuple) return unexpected(op, "it carries metadata");
+  RETURN_IF_ERROR(expect(kReduce, "it is not rebuilt by a call"));
+  RETURN_IF_ERROR(expect(kStop, "it is more than one tensor"));
+  if (!reader_.at_end()) return broken("bytes follow its end");
+
+  ASSIGN_OR_RETURN(tensor.dtype, dtype_of(type, typed ? nullptr : &element));
+  const auto nbytes = checked_mul(numel, typed ? itemsize(tensor.dtype) : 1);
+  if (!nbytes) return corruption("a storage has ", numel, " elements");
+  tensor.storage_nbytes = *nbytes;
+  if (tensor.sizes.size() != tensor.strides.size()) {
+    return corruption("a tensor has ", tensor.sizes.size(), " sizes but ", tensor.strides.size(),
+                      " strides");
+  }
+  const auto elements = checked_numel(tensor.sizes);
+  if (!elements || !checked_mul(*elements, itemsize(tensor.dtype))) {
+    return corruption("a tensor has the sizes ", to_string(tensor.sizes));
+  }
+  return tensor;
 }
 
 }  // namespace
@@ -184,52 +393,10 @@ Result<int64_t> write_tensor_pickle(DType dtype, std::span<const int64_t> sizes,
 }
 
 Result<PickledTensor> parse_tensor_pickle(Bytes pickle) {
-  ASSIGN_OR_RETURN(const PickleTree tree, PickleTree::parse(pickle));
-  const PickleNode& root = tree.root();
-  if (root.kind != Kind::kCall) return not_plain("it is not rebuilt by a call");
-  const PickleNode& function = tree.child(root, 0);
-  const PickleNode& args = tree.child(root, 1);
-  const bool typed = is_global(function, "torch._utils", "_rebuild_tensor_v2");
-  if (!typed && !is_global(function, "torch._utils", "_rebuild_tensor_v3")) {
-    return not_plain(function.name);
+  if (ssize(pickle) > kMaxParsedPickleNbytes) {
+    return not_plain(str_cat("a pickle of ", pickle.size(), " bytes"));
   }
-
-  // (storage, storage_offset, sizes, strides, requires_grad, hooks[, dtype][, metadata])
-  const int32_t required = typed ? 6 : 7;
-  if (args.kind != Kind::kTuple || args.child_count < required) {
-    return not_plain("its arguments are of an unknown form");
-  }
-  if (args.child_count > required + 1 ||
-      (args.child_count == required + 1 && tree.child(args, required).kind != Kind::kNone)) {
-    return not_plain("it carries metadata");
-  }
-  if (tree.child(args, 4).kind != Kind::kBool || !is_no_hooks(tree, tree.child(args, 5))) {
-    return not_plain("it carries hooks");
-  }
-
-  PickledTensor tensor;
-  std::optional<DType> dtype;
-  if (!typed) {
-    const PickleNode& type = tree.child(args, 6);
-    if (type.kind == Kind::kGlobal && type.text == "torch") dtype = dtype_from_name(type.name);
-    if (!dtype) return not_plain(type.name);
-  }
-  RETURN_IF_ERROR(read_storage(tree, tree.child(args, 0), dtype, &tensor));
-  const PickleNode& offset = tree.child(args, 1);
-  if (offset.kind != Kind::kInt) return not_plain("its storage offset is not a number");
-  if (offset.number < 0) return corruption("a tensor has the storage offset ", offset.number);
-  tensor.storage_offset = offset.number;
-  ASSIGN_OR_RETURN(tensor.sizes, read_dims(tree, tree.child(args, 2)));
-  ASSIGN_OR_RETURN(tensor.strides, read_dims(tree, tree.child(args, 3)));
-  if (tensor.sizes.size() != tensor.strides.size()) {
-    return corruption("a tensor has ", tensor.sizes.size(), " sizes but ", tensor.strides.size(),
-                      " strides");
-  }
-  const auto numel = checked_numel(tensor.sizes);
-  if (!numel || !checked_mul(*numel, itemsize(tensor.dtype))) {
-    return corruption("a tensor has the sizes ", to_string(tensor.sizes));
-  }
-  return tensor;
+  return TensorReader(pickle).read();
 }
 
 }  // namespace torch_ckpt

@@ -4,8 +4,8 @@
 // holds its storage.
 //
 // `write_tensor_pickle` writes what torch.load(weights_only=True) accepts; `parse_tensor_pickle`
-// reads what any torch.save has written for a plain strided tensor. Neither runs Python. Called by
-// `zip_frame`.
+// reads what torch.save has written for a plain strided tensor, in whatever protocol. Neither runs
+// Python. Called by `zip_frame`.
 
 #include <cstdint>
 #include <span>
@@ -29,6 +29,9 @@ inline constexpr int64_t kMaxTensorPickleNbytes = 2048;
 // or more than kMaxDims of them.
 Result<int64_t> write_tensor_pickle(DType dtype, std::span<const int64_t> sizes, MutableBytes out);
 
+// A longer pickle does not describe one tensor.
+inline constexpr int64_t kMaxParsedPickleNbytes = 65536;
+
 // What a pickle says of a tensor. Numbers are not negative, there are as many strides as sizes, and
 // sizes and storage are of a length in bytes that fits an int64_t. Whether the elements lie inside
 // the storage is not checked.
@@ -41,8 +44,9 @@ struct PickledTensor {
   std::string_view storage_key;  // The storage is the record "data/<key>". Points into the pickle.
 };
 
-// Errors: kCorruption for bytes that are no pickle or that contradict themselves; kUnsupported for
-// a sound pickle of anything but one plain strided tensor, which is torch's to read.
+// Errors: kCorruption for bytes that end too early, are no opcodes or contradict themselves;
+// kUnsupported for any other pickle that is not the one of a plain strided tensor: torch must read
+// it.
 Result<PickledTensor> parse_tensor_pickle(Bytes pickle);
 
 }  // namespace torch_ckpt

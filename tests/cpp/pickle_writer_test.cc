@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "format/pickle_tree.h"
 #include "support/status_matchers.h"
 
 namespace torch_ckpt {
@@ -30,6 +29,22 @@ std::string written(const Write& write) {
   EXPECT_EQ(load_le<uint64_t>(pickle->data() + 3), text.size() - kFrameBegin);
   EXPECT_EQ(text.back(), '.');
   return text.substr(kFrameBegin, text.size() - kFrameBegin - 1);
+}
+
+// The number that an opcode and its argument push.
+int64_t number_in(std::string_view op) {
+  switch (static_cast<uint8_t>(op[0])) {
+    case kBinInt1:
+      return static_cast<uint8_t>(op[1]);
+    case kBinInt2:
+      return load_le<uint16_t>(as_bytes(op).data() + 1);
+    case kBinInt:
+      return load_le<int32_t>(as_bytes(op).data() + 1);
+    default:
+      EXPECT_EQ(static_cast<uint8_t>(op[0]), kLong1);
+      EXPECT_EQ(static_cast<size_t>(op[1]), op.size() - 2);
+      return pickled_long(op.substr(2));
+  }
 }
 
 TEST(PickleWriterTest, NumbersTakeTheFewestBytes) {
@@ -57,8 +72,7 @@ TEST(PickleWriterTest, NumbersTakeTheFewestBytes) {
     out.number(number);
     ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> pickle, out.finish());
     EXPECT_EQ(pickle.size(), kFrameBegin + nbytes + 1) << number;
-    ASSERT_OK_AND_ASSIGN(const PickleTree tree, PickleTree::parse(pickle));
-    EXPECT_EQ(tree.root().number, number);
+    EXPECT_EQ(number_in(as_text(pickle).substr(kFrameBegin, nbytes)), number);
   }
 }
 
