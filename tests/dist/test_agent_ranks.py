@@ -23,7 +23,15 @@ from ranks import Ranks, on_ranks
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 from waits import until
 
-from torch_ckpt import CancelledError, FastReader, RankState, Run, SnapshotAgent, SnapshotReader
+from torch_ckpt import (
+    CancelledError,
+    FastReader,
+    RankState,
+    Run,
+    SnapshotAgent,
+    SnapshotReader,
+    UnsupportedError,
+)
 from torch_ckpt.agent import trainer
 from torch_ckpt.agent.memory import folder_of, open_folder, run_of
 from torch_ckpt.coordination import connect
@@ -187,11 +195,14 @@ def fail_on_one_rank(run: Path) -> None:
 
 
 def raise_on_one_rank(run: Path) -> None:
-    """What the second rank holds cannot be pickled; the first hears why."""
+    """What the second rank holds cannot be pickled, or it names no directory; all hear why."""
     agent = SnapshotAgent(run, timeout_s=SOON_S)
-    bad: dict[str, Any] = {"bad": lambda: None} if dist.get_rank() == 1 else {}
+    is_bad = dist.get_rank() == 1
+    bad: dict[str, Any] = {"bad": lambda: None} if is_bad else {}
     with pytest.raises(AttributeError, match="Can't pickle"):
         agent.stage(state_of(1) | bad, run / "1", step=1)
+    with pytest.raises(UnsupportedError, match="nobody://1"):
+        agent.stage(state_of(1), "nobody://1" if is_bad else run / "1", step=1)
     agent.async_save(state_of(2), run / "2", step=2).result(SOON_S)
     agent.close()
 

@@ -9,7 +9,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,21 +185,24 @@ class SnapshotAgent:
             StorageError: There is not as much memory.
             UnsupportedError: The state of a rank has no form in columns.
         """
-        location = Location(directory).absolute()
-        try:
-            str(location).encode()
-        except UnicodeEncodeError:
-            raise UnsupportedError(f"cannot save to {location!r}: it is no UTF-8") from None
+        location: Location | None = None
+
+        def listed() -> tuple[Location, Held]:
+            nonlocal location
+            location = _reached(directory)
+            return location, Held.of(state_dict)
+
         with self._lock, gc_paused():
             sequence, self._sequence = self._sequence, self._sequence + 1
             self._newest = None
             header = self._place.header(sequence, step, persist=persist)
             try:
-                filled = self._fill(header, state_dict, location, sync=sync)
+                filled = self._fill(header, listed, sync=sync)
             except BaseException:
-                # Or the other ranks' slots would wait for it.
-                self._client.give_up(sequence, location)
+                if location is not None:  # Or the other ranks' slots would wait for it.
+                    self._client.give_up(sequence, location)
                 raise
+            assert location is not None
             if filled is None:
                 if self._place.node_count > 1:  # Others may not have.
                     self._client.give_up(sequence, location)
@@ -209,13 +212,13 @@ class SnapshotAgent:
             return StagedSave(header, location)
 
     def _fill(
-        self, header: SlotHeader, state_dict: dict[str, Any], directory: Location, *, sync: bool
+        self, header: SlotHeader, listed: Callable[[], tuple[Location, Held]], *, sync: bool
     ) -> tuple[Path, SlotHeader] | None:
         """Fills a slot; returns its file, and what it says of itself.
 
         Returns ``None`` where no slot is free and the save is to be skipped.
         """
-        held, is_shared = self._agree(state_dict, header.save)
+        directory, held, is_shared = self._agree(header.save, listed)
         table = held.table(str(directory), sync=sync)
         nbytes = _native.slot_nbytes(len(table), held.nbytes)
         # What is too small will be made anew, and cannot be as long as it is mapped here.
@@ -241,21 +244,26 @@ class SnapshotAgent:
             self._share.all_copied(header.save)
         return taken.path, header
 
-    def _agree(self, state_dict: dict[str, Any], save: Save) -> tuple[Held, bool]:
-        """What this rank holds, and whether all ranks copy their shares of it."""
-        listed: list[Held] = []
+    def _agree(
+        self, save: Save, listed: Callable[[], tuple[Location, Held]]
+    ) -> tuple[Location, Held, bool]:
+        """What is saved where, and whether all ranks copy their shares of it.
+
+        An error of one rank is that of all.
+        """
+        found: list[tuple[Location, Held]] = []
 
         def own() -> bool:
-            listed.append(Held.of(state_dict))
-            return self._share.is_known(listed[0], save)
+            found.append(listed())
+            return self._share.is_known(found[0][1], save)
 
         is_shared = self._stages.decide("staging", own, all, timeout_s=self.timeout_s)
         if not is_shared:
             self._share.forget()
-        return listed[0], is_shared
+        return *found[0], is_shared
 
     def withdraw(self) -> None:
-        """Takes back what was staged last: all ranks, to which this is said, save it anew."""
+        """Takes back what was staged last."""
         if self._newest is not None:
             self._slots[self._newest][1].clear()
             self._newest = None
@@ -372,6 +380,16 @@ class SnapshotAgent:
         if known is None or known[0] != inode:
             known = self._slots[path] = inode, _native.Slot.open(os.fsencode(path), True, True)
         return known[1]
+
+
+def _reached(directory: str | os.PathLike[str]) -> Location:
+    """A directory, as the agent is told it."""
+    location = Location(directory).absolute()
+    try:
+        str(location).encode()
+    except UnicodeEncodeError:
+        raise UnsupportedError(f"cannot save to {location!r}: it is no UTF-8") from None
+    return location
 
 
 def _find_place(run: str | os.PathLike[str], group: Group, timeout_s: float) -> Place:
