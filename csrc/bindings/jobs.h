@@ -35,6 +35,12 @@ auto nicely_without_gil(int niceness, Work&& work) {
 using PyIoMode = std::tuple<std::string, bool, bool, std::vector<std::string>>;
 PyIoMode to_python(const IoMode& mode);
 
+inline SaveOptions save_options(bool direct, bool sync, int niceness) {
+  return {.caching = direct ? Caching::kDirect : Caching::kBuffered,
+          .sync = sync,
+          .niceness = niceness};
+}
+
 // The sums of a file's blocks, as 8 bytes each.
 pybind11::bytes to_bytes(const BlockSums& sums);
 

@@ -18,9 +18,7 @@ namespace {
 std::unique_ptr<PartJob> start(FileSystem& fs, const std::filesystem::path& path,
                                int64_t file_nbytes, BufferPool& pool, bool direct, bool sync,
                                int niceness) {
-  const SaveOptions options = {.caching = direct ? Caching::kDirect : Caching::kBuffered,
-                               .sync = sync,
-                               .niceness = niceness};
+  const SaveOptions options = save_options(direct, sync, niceness);
   return value_or_raise(
       without_gil([&] { return PartJob::start(fs, path.string(), file_nbytes, pool, options); }));
 }
@@ -50,16 +48,12 @@ void put(PartJob& job, int64_t offset, const py::buffer& buffer) {
 }  // namespace
 
 void bind_part_job(py::module_& module) {
-  py::class_<PartJob>(module, "PartJob")
+  py::class_<PartJob, FileJob>(module, "PartJob")
       .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("file_nbytes"),
            py::arg("pool"), py::arg("direct"), py::arg("sync"), py::arg("niceness") = 0,
            py::keep_alive<1, 2>(), py::keep_alive<1, 5>())
       .def("write", &write, py::arg("items"))
-      .def("put", &put, py::arg("offset"), py::arg("data"))
-      .def("finish",
-           [](PartJob& job) { raise_if_error(without_gil([&] { return job.finish(); })); })
-      .def("abort", [](PartJob& job) { without_gil([&] { job.abort(); }); })
-      .def_property_readonly("mode", [](const PartJob& job) { return to_python(job.mode()); });
+      .def("put", &put, py::arg("offset"), py::arg("data"));
 }
 
 }  // namespace torch_ckpt

@@ -33,9 +33,7 @@ std::unique_ptr<BufferPool> make_pool(int64_t nbytes, int64_t block_nbytes) {
 std::unique_ptr<SaveJob> start(FileSystem& fs, const std::filesystem::path& path,
                                const Layout& layout, BufferPool& pool, bool direct, bool sync,
                                int niceness) {
-  const SaveOptions options = {.caching = direct ? Caching::kDirect : Caching::kBuffered,
-                               .sync = sync,
-                               .niceness = niceness};
+  const SaveOptions options = save_options(direct, sync, niceness);
   return value_or_raise(
       without_gil([&] { return SaveJob::start(fs, path.string(), layout, pool, options); }));
 }
@@ -46,10 +44,6 @@ PyExtent append(SaveJob& job, const py::buffer& buffer) {
                     static_cast<size_t>(info.size * info.itemsize));
   const Slice appended = value_or_raise(without_gil([&] { return job.append(bytes); }));
   return {appended.offset, appended.total_nbytes()};
-}
-
-void finish(SaveJob& job) {
-  raise_if_error(without_gil([&] { return job.finish(); }));
 }
 
 }  // namespace
@@ -67,18 +61,19 @@ void bind_save_job(py::module_& module) {
   py::class_<BufferPool>(module, "BufferPool")
       .def(py::init(&make_pool), py::arg("nbytes"), py::arg("block_nbytes"))
       .def_property_readonly("nbytes", [](const BufferPool& pool) { return ssize(pool.arena()); });
-  py::class_<SaveJob>(module, "SaveJob")
+  py::class_<FileJob>(module, "FileJob")
+      .def("finish",
+           [](FileJob& job) { raise_if_error(without_gil([&] { return job.finish(); })); })
+      .def("abort", [](FileJob& job) { without_gil([&] { job.abort(); }); })
+      .def_property_readonly("mode", [](const FileJob& job) { return to_python(job.mode()); });
+  py::class_<SaveJob, FileJob>(module, "SaveJob")
       .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("layout"), py::arg("pool"),
            py::arg("direct"), py::arg("sync"), py::arg("niceness") = 0, py::keep_alive<1, 2>(),
            py::keep_alive<1, 5>())
       .def("append", &append, py::arg("data"))
-      .def("finish", &finish)
-      .def_property_readonly("sums",
-                             [](const SaveJob& job) {
-                               return py::make_tuple(job.sums().file_nbytes, to_bytes(job.sums()));
-                             })
-      .def("abort", [](SaveJob& job) { without_gil([&] { job.abort(); }); })
-      .def_property_readonly("mode", [](const SaveJob& job) { return to_python(job.mode()); });
+      .def_property_readonly("sums", [](const SaveJob& job) {
+        return py::make_tuple(job.sums().file_nbytes, to_bytes(job.sums()));
+      });
 }
 
 }  // namespace torch_ckpt

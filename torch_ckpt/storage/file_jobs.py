@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 from torch_ckpt._core import _native
 from torch_ckpt.filesystems.location import Location
 
 __all__ = ["finished", "write_planned"]
 
-Job = TypeVar("Job", _native.SaveJob, _native.PartJob)
-
 
 @contextlib.contextmanager
-def finished(job: Job) -> Iterator[Job]:
+def finished(job: _native.FileJob) -> Iterator[None]:
     """Finishes a job at the end of the context, or gives it up where an error ends that.
 
     Raises:
         StorageError: It could not be finished.
     """
     try:
-        yield job
+        yield
         job.finish()
     except BaseException:
         # Now, not when the job is collected: the traceback of the error would keep it, and with it

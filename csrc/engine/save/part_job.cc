@@ -68,52 +68,15 @@ class Runs {
 
 PartJob::PartJob(FileSystem& fs, std::string path, int64_t file_nbytes, BufferPool& pool,
                  const SaveOptions& options)
-    : fs_(fs), path_(std::move(path)), file_nbytes_(file_nbytes), pool_(pool), options_(options) {}
+    : FileJob(fs, std::move(path), pool, options), file_nbytes_(file_nbytes) {}
 
 Result<std::unique_ptr<PartJob>> PartJob::start(FileSystem& fs, const std::string& path,
                                                 int64_t file_nbytes, BufferPool& pool,
                                                 const SaveOptions& options) {
-  if (!pool.claim()) {
-    return invalid_argument("cannot write ", path, ": another save is using the same buffers");
-  }
   std::unique_ptr<PartJob> job(new PartJob(fs, path, file_nbytes, pool, options));
-  RETURN_IF_ERROR(job->open());
+  RETURN_IF_ERROR(job->open(OpenMode::kShare));
+  RETURN_IF_ERROR(job->file_->preallocate(file_nbytes));
   return job;
-}
-
-Status PartJob::open() {
-  ASSIGN_OR_RETURN(file_, fs_.open(path_, OpenMode::kShare, options_.caching));
-  queue_ = fs_.make_queue(pool_.block_count(), pool_.arena());
-  mode_ = {queue_->mode(), file_->alignment() > 1, file_->fallback_reason()};
-  return fail(file_->preallocate(file_nbytes_));
-}
-
-PartJob::~PartJob() { abort(); }
-
-void PartJob::abort() {
-  // Blocks in flight belong to the pool, which other jobs use next: none may still be written from.
-  while (queue_ && queue_->in_flight() > 0) (void)wait_for_some();
-  if (block_ >= 0) pool_.release(block_);
-  block_ = -1;
-  let_go();
-  file_.reset();
-  (void)fail(cancelled("the job of ", path_, " has been given up"));
-}
-
-// The queue goes first: it may have registered the pool's memory.
-void PartJob::let_go() {
-  queue_.reset();
-  if (holds_pool_) pool_.unclaim();
-  holds_pool_ = false;
-}
-
-Status PartJob::fail(Status status) {
-  if (status_.ok()) status_ = std::move(status);
-  return status_;
-}
-
-Status PartJob::check_open() {
-  return finished_ ? invalid_argument("the job of ", path_, " is finished") : status_;
 }
 
 Status PartJob::write(const BoxPlace& place, const LiveTensor& tensor) {
@@ -176,11 +139,11 @@ Status PartJob::put(int64_t offset, Bytes bytes) {
 Status PartJob::put_in_window(int64_t offset, Bytes bytes) {
   if (offset != cursor_) RETURN_IF_ERROR(write_window());
   while (!bytes.empty()) {
-    if (block_ >= 0 && cursor_ == window_ + pool_.block_nbytes()) RETURN_IF_ERROR(write_window());
-    if (block_ < 0) {
-      std::optional<int> free = pool_.acquire();
-      for (; !free; free = pool_.acquire()) RETURN_IF_ERROR(wait_for_some());
-      block_ = *free;
+    if (block_ != kNoBlock && cursor_ == window_ + pool_.block_nbytes()) {
+      RETURN_IF_ERROR(write_window());
+    }
+    if (block_ == kNoBlock) {
+      RETURN_IF_ERROR(acquire(&block_));
       begin_ = cursor_ = offset;
       window_ = align_down(offset, file_->alignment());
     }
@@ -198,7 +161,7 @@ Status PartJob::put_in_window(int64_t offset, Bytes bytes) {
 // Has what was gathered be written. Between two calls that follow on from each other, the end of
 // the first is the end of a block, and so of a page.
 Status PartJob::write_window() {
-  if (block_ < 0) return ok_status();
+  if (block_ == kNoBlock) return ok_status();
   const MutableBytes block = pool_.block(block_);
   const auto bytes_of = [&](int64_t begin, int64_t end) {
     return slice(block, begin - window_, end - begin);
@@ -209,48 +172,19 @@ Status PartJob::write_window() {
   if (page > 1 && last - first >= least_direct(pool_)) {
     if (begin_ < first) RETURN_IF_ERROR(file_->write(begin_, bytes_of(begin_, first)));
     if (last < cursor_) RETURN_IF_ERROR(file_->write(last, bytes_of(last, cursor_)));
-    return write_past_cache(first, last);
+    return submit(first, bytes_of(first, last), block_);
   }
   RETURN_IF_ERROR(file_->write(begin_, bytes_of(begin_, cursor_)));
   pool_.release(block_);
-  block_ = -1;
+  block_ = kNoBlock;
   return ok_status();
-}
-
-Status PartJob::write_past_cache(int64_t begin, int64_t end) {
-  while (queue_->room() == 0) RETURN_IF_ERROR(wait_for_some());
-  const IoRequest request = {.kind = IoRequest::Kind::kWrite,
-                             .file = file_.get(),
-                             .offset = begin,
-                             .memory = slice(pool_.block(block_), begin - window_, end - begin),
-                             .caching = options_.caching,
-                             .tag = static_cast<uint64_t>(block_)};
-  block_ = -1;
-  queue_->submit({&request, 1});
-  return ok_status();
-}
-
-Status PartJob::wait_for_some() {
-  if (queue_->in_flight() == 0) {
-    return internal_error("the buffers for ", path_, " are all held by another job");
-  }
-  Status first;
-  for (const IoDone& done : queue_->wait()) {
-    pool_.release(static_cast<int>(done.tag));
-    if (first.ok()) first = done.status;
-  }
-  return first;
 }
 
 Status PartJob::finish() {
   RETURN_IF_ERROR(check_open());
   RETURN_IF_ERROR(fail(write_window()));
-  while (queue_->in_flight() > 0) RETURN_IF_ERROR(fail(wait_for_some()));
-  if (options_.sync) {
-    const IoRequest request = {.kind = IoRequest::Kind::kSync, .file = file_.get()};
-    queue_->submit({&request, 1});
-    for (const IoDone& done : queue_->wait()) RETURN_IF_ERROR(fail(done.status));
-  }
+  RETURN_IF_ERROR(fail(wait_for_all()));
+  RETURN_IF_ERROR(fail(sync()));
   finished_ = true;
   let_go();
   return ok_status();

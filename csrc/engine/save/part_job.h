@@ -19,7 +19,7 @@
 
 #include "base/status.h"
 #include "engine/live_tensor.h"
-#include "engine/save/save_job.h"
+#include "engine/save/file_job.h"
 #include "io/buffer_pool.h"
 #include "io/file_system.h"
 
@@ -32,18 +32,14 @@ struct BoxPlace {
   Dims box_offsets;
 };
 
-// Owned and used by one thread at a time. After an error every further call fails with it too.
-class PartJob {
+class PartJob final : public FileJob {
  public:
   // Opens the file at `path`, or creates it, with room for `file_nbytes`: the same for every rank.
-  // `pool` outlives the job, which reserves it until it has finished or given up.
   // Errors: kInvalidArgument where another job has the pool; kStorage.
   static Result<std::unique_ptr<PartJob>> start(FileSystem& fs, const std::string& path,
                                                 int64_t file_nbytes, BufferPool& pool,
                                                 const SaveOptions& options);
-  ~PartJob();
-  PartJob(const PartJob&) = delete;
-  PartJob& operator=(const PartJob&) = delete;
+  ~PartJob() override { PartJob::abort(); }
 
   // Writes `tensor` where `place` says. What runs on in the file should follow in that order: it is
   // written together. The tensor is read before this returns.
@@ -53,47 +49,23 @@ class PartJob {
   // Writes bytes that belong to no tensor.
   Status put(int64_t offset, Bytes bytes);
 
-  // Returns when every byte has been written (and synced, as the options say; the file's name is
-  // for the caller to sync). Nothing can be written afterwards.
-  Status finish();
+  Status finish() override;
 
-  // Gives up, unless finish() has returned OK: waits for what is in flight and gives all blocks
-  // back to the pool. The file stays, for it is not this rank's alone. The destructor does so too.
-  void abort();
-
-  int niceness() const { return options_.niceness; }
-  const IoMode& mode() const { return mode_; }
+  // The file stays, for it is not this rank's alone.
+  void abort() override { (void)give_up(); }
 
  private:
   PartJob(FileSystem& fs, std::string path, int64_t file_nbytes, BufferPool& pool,
           const SaveOptions& options);
 
-  Status open();
   Status write_runs(const BoxPlace& place, const LiveTensor& tensor);
   Status put_in_window(int64_t offset, Bytes bytes);
   Status write_window();
-  Status write_past_cache(int64_t begin, int64_t end);
-  Status wait_for_some();
-  Status fail(Status status);
-  Status check_open();
-  void let_go();
 
-  FileSystem& fs_;
-  const std::string path_;
   const int64_t file_nbytes_;
-  BufferPool& pool_;
-  const SaveOptions options_;
-  IoMode mode_;
-
-  std::unique_ptr<File> file_;
-  std::unique_ptr<IoQueue> queue_;  // Destroyed before the file: it waits for what is in flight.
-  int block_ = -1;                  // Where the run is gathered; -1 between runs.
-  int64_t window_ = 0;              // Offset in the file of the block's first byte: whole pages.
-  int64_t begin_ = 0;               // The bytes of the file that the block holds: [begin, cursor).
+  int64_t window_ = 0;  // Offset in the file of the block's first byte: whole pages.
+  int64_t begin_ = 0;   // The bytes of the file that the block holds: [begin, cursor).
   int64_t cursor_ = 0;
-  Status status_;  // The first error.
-  bool holds_pool_ = true;
-  bool finished_ = false;
 };
 
 }  // namespace torch_ckpt

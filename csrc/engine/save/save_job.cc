@@ -17,9 +17,6 @@ constexpr int64_t kPackChunk = int64_t{128} << 10;
 // Runs at least this long are written from where they lie, if they can be.
 constexpr int64_t kInPlaceNbytes = int64_t{256} << 10;
 
-// Of such a write; others have the numbers of their blocks.
-constexpr uint64_t kInPlace = ~uint64_t{0};
-
 static_assert(kSmallAlignment % kFrameAlignment == 0, "a slice must start where frames expect");
 
 }  // namespace
@@ -31,62 +28,23 @@ Result<SliceNbytes> slice_nbytes(DType dtype, const Dims& sizes) {
 
 SaveJob::SaveJob(FileSystem& fs, std::string path, Layout layout, BufferPool& pool,
                  const SaveOptions& options)
-    : fs_(fs),
-      path_(std::move(path)),
+    : FileJob(fs, std::move(path), pool, options),
       layout_(std::move(layout)),
-      pool_(pool),
-      options_(options),
+      end_(layout_.nbytes),
       summer_(options.sum_block_nbytes) {}
 
 Result<std::unique_ptr<SaveJob>> SaveJob::start(FileSystem& fs, const std::string& path,
                                                 Layout layout, BufferPool& pool,
                                                 const SaveOptions& options) {
-  if (!pool.claim()) {
-    return invalid_argument("cannot write ", path, ": another save is using the same buffers");
-  }
   std::unique_ptr<SaveJob> job(new SaveJob(fs, path, std::move(layout), pool, options));
-  RETURN_IF_ERROR(job->open());
+  RETURN_IF_ERROR(job->open(OpenMode::kCreate));
+  if (job->end_ > 0) RETURN_IF_ERROR(job->file_->preallocate(job->end_));
   return job;
 }
 
-Status SaveJob::open() {
-  ASSIGN_OR_RETURN(file_, fs_.open(path_, OpenMode::kCreate, options_.caching));
-  queue_ = fs_.make_queue(pool_.block_count(), pool_.arena());
-  end_ = layout_.nbytes;
-  mode_ = {queue_->mode(), file_->alignment() > 1, file_->fallback_reason()};
-  if (end_ > 0) RETURN_IF_ERROR(fail(file_->preallocate(end_)));
-  return ok_status();
-}
-
-SaveJob::~SaveJob() { abort(); }
-
 void SaveJob::abort() {
-  // Blocks in flight belong to the pool, which other jobs use next: none may still be written from.
-  while (queue_ && queue_->in_flight() > 0) (void)wait_for_some();
-  if (block_ >= 0) pool_.release(block_);
-  block_ = -1;
-  let_go();
-  const bool created = file_ != nullptr;
-  file_.reset();
   // Best effort: a file that cannot be removed is not referred to by any metadata.
-  if (created && !finished_) (void)fs_.remove(path_);
-  (void)fail(cancelled("the job of ", path_, " has been given up"));
-}
-
-// The queue goes first: it may have registered the pool's memory.
-void SaveJob::let_go() {
-  queue_.reset();
-  if (holds_pool_) pool_.unclaim();
-  holds_pool_ = false;
-}
-
-Status SaveJob::fail(Status status) {
-  if (status_.ok()) status_ = std::move(status);
-  return status_;
-}
-
-Status SaveJob::check_open() {
-  return finished_ ? invalid_argument("the job of ", path_, " is finished") : status_;
+  if (give_up() && !finished_) (void)fs_.remove(path_);
 }
 
 Status SaveJob::write(int64_t index, const LiveTensor& tensor) {
@@ -160,21 +118,13 @@ bool SaveJob::can_write_in_place(const LiveTensor& tensor) const {
 
 // Returns their CRC-32.
 Result<uint32_t> SaveJob::write_in_place(Bytes bytes) {
-  if (block_ >= 0 && !bytes.empty()) RETURN_IF_ERROR(submit_window());
+  if (block_ != kNoBlock && !bytes.empty()) RETURN_IF_ERROR(submit_window());
   uint32_t crc = 0;
   while (!bytes.empty()) {
     const Bytes part = slice(bytes, 0, std::min(ssize(bytes), pool_.block_nbytes()));
-    while (queue_->room() == 0) RETURN_IF_ERROR(wait_for_some());
     // The queue only reads what it writes.
     const MutableBytes memory(const_cast<std::byte*>(part.data()), part.size());
-    const IoRequest request = {.kind = IoRequest::Kind::kWrite,
-                               .file = file_.get(),
-                               .offset = cursor_,
-                               .memory = memory,
-                               .caching = options_.caching,
-                               .tag = kInPlace};
-    queue_->submit({&request, 1});
-    ++in_place_;
+    RETURN_IF_ERROR(submit(cursor_, memory, kNoBlock));
     for (int64_t begin = 0; begin < ssize(part); begin += kPackChunk) {
       const Bytes chunk = slice(part, begin, std::min(kPackChunk, ssize(part) - begin));
       crc = crc32(crc, chunk);
@@ -188,7 +138,7 @@ Result<uint32_t> SaveJob::write_in_place(Bytes bytes) {
 
 Status SaveJob::settle() {
   // After an error, too: the memory is let go then.
-  while (in_place_ > 0 && queue_->in_flight() > 0) (void)fail(wait_for_some());
+  while (is_writing_in_place()) (void)fail(wait_for_some());
   return check_open();
 }
 
@@ -227,11 +177,9 @@ Status SaveJob::put_zeros_until(int64_t offset) {
 // The unfilled part of the current window, never empty: a full window is handed to the queue and a
 // new one begun.
 Result<MutableBytes> SaveJob::window_rest() {
-  if (block_ >= 0 && filled_ == pool_.block_nbytes()) RETURN_IF_ERROR(submit_window());
-  if (block_ < 0) {
-    std::optional<int> free = pool_.acquire();
-    for (; !free; free = pool_.acquire()) RETURN_IF_ERROR(wait_for_some());
-    block_ = *free;
+  if (block_ != kNoBlock && filled_ == pool_.block_nbytes()) RETURN_IF_ERROR(submit_window());
+  if (block_ == kNoBlock) {
+    RETURN_IF_ERROR(acquire(&block_));
     filled_ = 0;
   }
   return slice(pool_.block(block_), filled_, pool_.block_nbytes() - filled_);
@@ -245,50 +193,21 @@ void SaveJob::fill(int64_t nbytes) {
 }
 
 Status SaveJob::submit_window() {
-  while (queue_->room() == 0) RETURN_IF_ERROR(wait_for_some());
   // The last window ends where the data does: fill it up to what direct I/O needs; `finish` cuts
   // the file back.
   const int64_t nbytes = align_up(filled_, file_->alignment());
   const MutableBytes block = pool_.block(block_);
   std::memset(block.data() + filled_, 0, static_cast<size_t>(nbytes - filled_));
-  const IoRequest request = {.kind = IoRequest::Kind::kWrite,
-                             .file = file_.get(),
-                             .offset = cursor_ - filled_,
-                             .memory = slice(block, 0, nbytes),
-                             .caching = options_.caching,
-                             .tag = static_cast<uint64_t>(block_)};
-  block_ = -1;
-  queue_->submit({&request, 1});
-  return ok_status();
-}
-
-Status SaveJob::wait_for_some() {
-  if (queue_->in_flight() == 0) {
-    return internal_error("the buffers for ", path_, " are all held by another job");
-  }
-  Status first;
-  for (const IoDone& done : queue_->wait()) {
-    if (done.tag == kInPlace) {
-      --in_place_;
-    } else {
-      pool_.release(static_cast<int>(done.tag));
-    }
-    if (first.ok()) first = done.status;
-  }
-  return first;
+  return submit(cursor_ - filled_, slice(block, 0, nbytes), block_);
 }
 
 Status SaveJob::finish() {
   RETURN_IF_ERROR(check_open());
   RETURN_IF_ERROR(fail(put_zeros_until(end_)));
-  if (block_ >= 0) RETURN_IF_ERROR(fail(submit_window()));
-  while (queue_->in_flight() > 0) RETURN_IF_ERROR(fail(wait_for_some()));
+  if (block_ != kNoBlock) RETURN_IF_ERROR(fail(submit_window()));
+  RETURN_IF_ERROR(fail(wait_for_all()));
   RETURN_IF_ERROR(fail(file_->truncate(end_)));
-  if (options_.sync) {
-    const IoRequest request = {.kind = IoRequest::Kind::kSync, .file = file_.get()};
-    queue_->submit({&request, 1});
-    for (const IoDone& done : queue_->wait()) RETURN_IF_ERROR(fail(done.status));
-  }
+  RETURN_IF_ERROR(fail(sync()));
   sums_ = summer_.finish();
   finished_ = true;
   let_go();
