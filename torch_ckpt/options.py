@@ -71,7 +71,7 @@ class IoMode:
     reasons: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, job: _native.SaveJob | _native.PartJob) -> IoMode:
+    def of(cls, job: _native.FileJob) -> IoMode:
         """How a job of the engine writes."""
         queue, direct, registered, reasons = job.mode
         return cls(queue, direct, registered, tuple(reasons))
