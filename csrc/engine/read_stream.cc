@@ -181,6 +181,13 @@ Result<std::unique_ptr<ReadStream>> ReadStream::make(FileSystem& fs, int64_t buf
       new ReadStream(fs, static_cast<size_t>(lane_count), lane_nbytes, block_nbytes));
 }
 
+void ReadStream::let_go() {
+  for (Lane& lane : lanes_) {
+    lane.queue.reset();
+    lane.pool.reset();
+  }
+}
+
 // Makes what a lane needs. `for_device`: what buffers are for; nullptr where any memory will do.
 Status ReadStream::open(Lane& lane, const WantedRange* for_device) {
   if (lane.pool != nullptr && (lane.for_device || for_device == nullptr)) return ok_status();

@@ -85,6 +85,9 @@ class ReadStream {
   // not be used again.
   Status run(std::span<const WantedRange> wanted, const ConsumeRange& consume);
 
+  // Frees the buffers; the next run makes others.
+  void let_go();
+
  private:
   // One thread's share of the buffers, with its own queue. Without either until there is work for
   // it: memory that a queue has registered is there for good.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import errno
+import os
 import pickle
 import random
+import resource
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -209,6 +211,28 @@ def errors_of_flips(
             errors.append(caught.failures[0][0])
         flip(file, position, bit)
     return errors
+
+
+@pytest.mark.parametrize("damage", ["bytes", "length"])
+def test_an_error_that_is_kept_keeps_no_buffers_and_no_data_files(
+    damage: str, saved: Path, state: dict[str, Any]
+) -> None:
+    def rss_nbytes() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+
+    (file,) = data_files(saved)
+    if damage == "bytes":
+        flip(file, file.read_bytes().index(state["small"].numpy().tobytes()))
+    else:
+        os.truncate(file, file.stat().st_size - 1)
+    kept = [failure_of(loads, saved, {"small": state["small"]})]
+    nbytes = rss_nbytes()
+    kept += [failure_of(loads, saved, {"small": state["small"]}) for _ in range(16)]
+    assert all(error.__traceback__ is not None for error in kept)
+    assert rss_nbytes() - nbytes < 32 << 20  # One has buffers of 8 MiB.
+    open_files = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+    assert str(file) not in open_files
 
 
 @pytest.mark.parametrize("fqn", ["large", "small", "step"])

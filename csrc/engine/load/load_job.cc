@@ -33,6 +33,14 @@ struct LoadJob::State {
   std::unique_ptr<ReadStream> stream;
   std::map<std::string, OpenFile> files = {};  // At most kMaxOpenFiles, by name.
 
+  // An error may be kept for long, and the job along with it: by a traceback in Python.
+  Status let_go_unless(Status status) {
+    if (status.ok()) return status;
+    files.clear();
+    stream->let_go();
+    return status;
+  }
+
   // The file of a slice, which stays open until room is made for others.
   Result<const OpenFile*> open(const StoredSlice& slice) {
     const auto known = files.find(slice.file);
@@ -88,10 +96,11 @@ Status LoadJob::check(std::span<const StoredSlice> slices) {
     auto known = file_nbytes.find(slice.file);
     if (known == file_nbytes.end()) {
       if (state_->files.size() >= kMaxOpenFiles) state_->files.clear();
-      ASSIGN_OR_RETURN(const OpenFile* file, state_->open(slice));
-      known = file_nbytes.emplace(slice.file, file->nbytes).first;
+      const Result<const OpenFile*> file = state_->open(slice);
+      RETURN_IF_ERROR(state_->let_go_unless(file.status()));
+      known = file_nbytes.emplace(slice.file, (*file)->nbytes).first;
     }
-    RETURN_IF_ERROR(check_extent(slice, known->second));
+    RETURN_IF_ERROR(state_->let_go_unless(check_extent(slice, known->second)));
   }
   return ok_status();
 }
@@ -99,7 +108,8 @@ Status LoadJob::check(std::span<const StoredSlice> slices) {
 Result<WantedBytes> LoadJob::wanted(std::span<const TensorRequest> tensors) {
   WantedBytes out;
   LoadResult result;
-  RETURN_IF_ERROR(run_batches(tensors, {}, {}, nullptr, false, &out, &result));
+  RETURN_IF_ERROR(
+      state_->let_go_unless(run_batches(tensors, {}, {}, nullptr, false, &out, &result)));
   return out;
 }
 
@@ -107,8 +117,8 @@ Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
                                 std::span<const StoredSlice> bytes, const HandOver& hand_over,
                                 ExchangeStream* exchange, bool slices_are_archives) {
   LoadResult result;
-  RETURN_IF_ERROR(
-      run_batches(tensors, bytes, hand_over, exchange, slices_are_archives, nullptr, &result));
+  RETURN_IF_ERROR(state_->let_go_unless(
+      run_batches(tensors, bytes, hand_over, exchange, slices_are_archives, nullptr, &result)));
   return result;
 }
 
