@@ -73,7 +73,7 @@ class AsyncRank(Rank):
     @functools.cached_property
     def agent(self) -> Any:
         """That of this machine, for a run in the folder."""
-        from torch_ckpt import SnapshotAgent
+        from torch_ckpt.agent import SnapshotAgent
 
         return SnapshotAgent(self.directory / "run", process_group=self.group)
 
@@ -90,7 +90,8 @@ class AsyncRank(Rank):
 
     def restore(self, contender: str, folder: str) -> Answer:
         """Loads what is in memory, or on disk."""
-        from torch_ckpt import SnapshotReader, load  # Now: names are imported lazily.
+        from torch_ckpt import load  # Now: names are imported lazily.
+        from torch_ckpt.agent import SnapshotReader  # Now: names are imported lazily.
 
         for part in self.parts:
             part.zero_()
@@ -112,7 +113,7 @@ class AsyncRank(Rank):
 
     def save_by(self, contender: str, folder: str) -> Answer:
         """Saves; returns when the call returned, and when all was on disk, both from its start."""
-        begin_save, path = self._saver(contender), self.directory / folder
+        begin_save, path = self._backend(contender), self.directory / folder
         dist.barrier()
         cpu = time.process_time()
         begin = time.perf_counter()
@@ -129,7 +130,7 @@ class AsyncRank(Rank):
 
     def train(self, contender: str, folder: str, base_s: float) -> Answer:
         """Trains, alone and then while a save goes on; returns both rates."""
-        begin_save, path = self._saver(contender), self.directory / folder
+        begin_save, path = self._backend(contender), self.directory / folder
         dist.barrier()
         base = self._rate(lambda spent: spent > base_s)
         future = begin_save(path)

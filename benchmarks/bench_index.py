@@ -62,8 +62,8 @@ def _make(path: Path, fqns: int, boxes: int) -> None:
     )
 
     from torch_ckpt._core.tensors import gc_paused
-    from torch_ckpt.formats.seal import INDEX_MARK
-    from torch_ckpt.storage.sealed_metadata import seal_metadata
+    from torch_ckpt.formats.committed import INDEX_MARK
+    from torch_ckpt.storage.commit_files import commit_files
     from torch_ckpt.storage.written_file import WrittenFile
 
     path.mkdir(parents=True)
@@ -89,8 +89,8 @@ def _make(path: Path, fqns: int, boxes: int) -> None:
         sums = bytes(8 * -(-nbytes // 65536))
         dtypes = {number * SLICE: "bfloat16" for number in range(fqns)}
         files = [WrittenFile(name, nbytes, sums, dtypes) for name in names]
-        sealed, index = seal_metadata(metadata, files, save_id=save_id)
-    (path / ".metadata").write_bytes(sealed)
+        pickled, index = commit_files(metadata, files, save_id=save_id)
+    (path / ".metadata").write_bytes(pickled)
     (path / ".index").write_bytes(index)
     os.sync()
 

@@ -105,8 +105,8 @@ def _fast_plans(fqns: list[str], ranks: int) -> Callable[[int], Any]:
     from torch.distributed.checkpoint.planner import SavePlan
 
     from torch_ckpt._core import _native
+    from torch_ckpt.planning.item_views import ColumnItems, PlannedPaths
     from torch_ckpt.planning.plan_cache import digest_of
-    from torch_ckpt.planning.planned import ListedItems, PlannedPaths
 
     paths = _native.encode_paths({fqn: tuple(fqn.split(".")) for fqn in fqns})
 
@@ -119,7 +119,7 @@ def _fast_plans(fqns: list[str], ranks: int) -> Callable[[int], Any]:
             box = of_rows[number % 5]
             table.add_tensor(fqn, "bfloat16", 2, "contiguous_format", True, False, *box)
         encoded = table.encode()
-        items: Any = ListedItems(encoded, paths, digest_of(encoded, paths))
+        items: Any = ColumnItems(encoded, paths, digest_of(encoded, paths))
         return SavePlan(items, planner_data=PlannedPaths([paths]))
 
     return plan_of

@@ -9,22 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_ckpt.agent.options import AgentOptions
-    from torch_ckpt.agent.reader import SnapshotReader
-    from torch_ckpt.agent.trainer import SnapshotAgent
     from torch_ckpt.api import async_save, installed, load, save
-    from torch_ckpt.errors import (
-        AlreadyExistsError,
-        CancelledError,
-        CheckpointError,
-        CorruptionError,
-        MismatchError,
-        NotFoundError,
-        RankTimeoutError,
-        StorageError,
-        UnsupportedError,
-    )
-    from torch_ckpt.options import IoMode, IoOptions
+    from torch_ckpt.errors import CheckpointError
+    from torch_ckpt.options import IoOptions
     from torch_ckpt.planning.load_planner import FastLoadPlanner
     from torch_ckpt.planning.rank_state import RankState
     from torch_ckpt.planning.save_planner import FastSavePlanner
@@ -35,28 +22,16 @@ if TYPE_CHECKING:
     from torch_ckpt.storage.writer import FastWriter
 
 _HOMES = {
-    "AgentOptions": "agent.options",
-    "AlreadyExistsError": "errors",
-    "CancelledError": "errors",
     "CheckpointError": "errors",
-    "CorruptionError": "errors",
     "FastLoadPlanner": "planning.load_planner",
     "FastReader": "storage.reader",
     "FastSavePlanner": "planning.save_planner",
     "FastWriter": "storage.writer",
-    "IoMode": "options",
     "IoOptions": "options",
-    "MismatchError": "errors",
-    "NotFoundError": "errors",
     "RankState": "planning.rank_state",
-    "RankTimeoutError": "errors",
     "Run": "runs.run",
     "SafetensorsWriter": "storage.safetensors_writer",
-    "SnapshotAgent": "agent.trainer",
-    "SnapshotReader": "agent.reader",
     "SnapshotStager": "staging.stager",
-    "StorageError": "errors",
-    "UnsupportedError": "errors",
     "async_save": "api",
     "installed": "api",
     "load": "api",
@@ -64,28 +39,16 @@ _HOMES = {
 }
 
 __all__ = [
-    "AgentOptions",
-    "AlreadyExistsError",
-    "CancelledError",
     "CheckpointError",
-    "CorruptionError",
     "FastLoadPlanner",
     "FastReader",
     "FastSavePlanner",
     "FastWriter",
-    "IoMode",
     "IoOptions",
-    "MismatchError",
-    "NotFoundError",
     "RankState",
-    "RankTimeoutError",
     "Run",
     "SafetensorsWriter",
-    "SnapshotAgent",
-    "SnapshotReader",
     "SnapshotStager",
-    "StorageError",
-    "UnsupportedError",
     "async_save",
     "installed",
     "load",

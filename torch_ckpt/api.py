@@ -151,8 +151,8 @@ def async_save(
             if closes:
                 stack.callback(stager.close)
             if isinstance(writer, FastWriter) and use_collectives and by_thread:
-                all_say = functools.partial(call.all_say, phase="staging")
-                stack.enter_context(writer.sharing(order.planner, all_say))
+                all_equal = functools.partial(call.all_equal, phase="staging")
+                stack.enter_context(writer.sharing(order.planner, all_equal))
             staged = stager.stage(orchestrate.state_dicts_of(state_dict))
             begin = save_in_thread if by_thread else save_in_process
             future = begin(order, staged, call)
@@ -369,7 +369,7 @@ def _is_busy(stages: Any, on_busy: str, call: Call) -> bool:
         raise ValueError(
             f'{on_busy=} is not "wait", or, for FastWriter and SnapshotStager, "skip" or "error"'
         )
-    if not call.any_says(stager.is_busy, "beginning"):
+    if not call.any_rank(stager.is_busy, "beginning"):
         return False
     if on_busy == "skip":
         stager.skips += 1

@@ -13,7 +13,7 @@
 #include "bindings/plan.h"
 #include "engine/open_checkpoint.h"
 #include "engine/save/planned_index.h"
-#include "format/sealed_metadata.h"
+#include "format/commit_files.h"
 #include "format/stored_index.h"
 #include "plan/paths.h"
 
@@ -110,7 +110,7 @@ std::pair<py::bytes, py::bytes> make_index(const std::string& save_id, const py:
                                            const std::optional<std::vector<PyEntry>>& entries,
                                            const std::optional<std::vector<PyPath>>& paths) {
   Index index = to_index(save_id, files, version, entries, paths);
-  index.metadata = Seal::of(as_bytes(static_cast<std::string_view>(metadata)));
+  index.metadata = FileDigest::of(as_bytes(static_cast<std::string_view>(metadata)));
   const auto trailer = value_or_raise(write_metadata_trailer({save_id, index.metadata}));
   const std::vector<std::byte> bytes =
       value_or_raise(without_gil([&] { return write_index(index); }));
@@ -124,16 +124,17 @@ StorageMeta to_storage_meta(const PyStorageMeta& from) {
 }
 
 // All of `.metadata` and of `.index`.
-std::pair<py::bytes, py::bytes> seal(const std::string& save_id, const std::vector<PyFile>& files,
-                                     const std::string& version,
-                                     const std::vector<PyEntry>& entries,
-                                     const std::optional<std::vector<PyPath>>& paths,
-                                     const PyStorageMeta& storage_meta) {
+std::pair<py::bytes, py::bytes> commit_files(const std::string& save_id,
+                                             const std::vector<PyFile>& files,
+                                             const std::string& version,
+                                             const std::vector<PyEntry>& entries,
+                                             const std::optional<std::vector<PyPath>>& paths,
+                                             const PyStorageMeta& storage_meta) {
   Index index = to_index(save_id, files, version, entries, paths);
   const StorageMeta storage = to_storage_meta(storage_meta);
-  const SealedMetadata sealed =
-      value_or_raise(without_gil([&] { return seal_metadata(std::move(index), storage); }));
-  return {to_python(sealed.metadata), to_python(sealed.index)};
+  const CommitFiles made =
+      value_or_raise(without_gil([&] { return encode_commit_files(std::move(index), storage); }));
+  return {to_python(made.metadata), to_python(made.index)};
 }
 
 // Paths of all ranks: of those of one FQN the first.
@@ -154,11 +155,10 @@ Result<std::vector<IndexedPath>> merged(const std::vector<Bytes>& encoded) {
 using PyRankFile = std::tuple<int64_t, PyFile, py::bytes>;
 
 // As `seal`, of a save that was planned in columns.
-std::pair<py::bytes, py::bytes> seal_plan(const GlobalPlan& plan, const std::string& save_id,
-                                          const std::vector<PyRankFile>& files,
-                                          const std::string& version,
-                                          const std::optional<std::vector<py::bytes>>& paths,
-                                          const PyStorageMeta& storage_meta) {
+std::pair<py::bytes, py::bytes> planned_commit_files(
+    const GlobalPlan& plan, const std::string& save_id, const std::vector<PyRankFile>& files,
+    const std::string& version, const std::optional<std::vector<py::bytes>>& paths,
+    const PyStorageMeta& storage_meta) {
   std::vector<RankFile> from;
   from.reserve(files.size());
   for (const auto& [rank, file, extents] : files) {
@@ -169,15 +169,15 @@ std::pair<py::bytes, py::bytes> seal_plan(const GlobalPlan& plan, const std::str
     for (const py::bytes& some : *paths) encoded.push_back(view_of(some));
   }
   const StorageMeta storage = to_storage_meta(storage_meta);
-  const SealedMetadata sealed = value_or_raise(without_gil([&]() -> Result<SealedMetadata> {
+  const CommitFiles made = value_or_raise(without_gil([&]() -> Result<CommitFiles> {
     ASSIGN_OR_RETURN(Index index, planned_index(plan.stored(), std::move(from)));
     index.save_id = save_id;
     index.version = version;
     index.has_paths = paths.has_value();
     ASSIGN_OR_RETURN(index.paths, merged(encoded));
-    return seal_metadata(std::move(index), storage);
+    return encode_commit_files(std::move(index), storage);
   }));
-  return {to_python(sealed.metadata), to_python(sealed.index)};
+  return {to_python(made.metadata), to_python(made.index)};
 }
 
 // Strides, offset of the first element, CRC-32 of the extent.
@@ -337,7 +337,7 @@ py::bytes to_bytes(const BlockSums& sums) {
 void bind_index(py::module_& module) {
   // Both read files of a FileSystem, of which there is one, for good.
   py::class_<MetadataFile, std::shared_ptr<MetadataFile>>(module, "MetadataFile")
-      .def_property_readonly("sealed",
+      .def_property_readonly("has_trailer",
                              [](const MetadataFile& m) { return m.trailer().has_value(); })
       .def_property_readonly(
           "trailer_problem",
@@ -384,10 +384,10 @@ void bind_index(py::module_& module) {
            [](const StoredIndex& i) { raise_if_error(without_gil([&] { return i.check(); })); });
   module.def("make_index", &make_index, py::arg("save_id"), py::arg("metadata"), py::arg("files"),
              py::arg("version"), py::arg("entries"), py::arg("paths"));
-  module.def("seal_metadata", &seal, py::arg("save_id"), py::arg("files"), py::arg("version"),
-             py::arg("entries"), py::arg("paths"), py::arg("storage_meta"));
-  module.def("seal_plan", &seal_plan, py::arg("plan"), py::arg("save_id"), py::arg("files"),
-             py::arg("version"), py::arg("paths"), py::arg("storage_meta"));
+  module.def("commit_files", &commit_files, py::arg("save_id"), py::arg("files"),
+             py::arg("version"), py::arg("entries"), py::arg("paths"), py::arg("storage_meta"));
+  module.def("planned_commit_files", &planned_commit_files, py::arg("plan"), py::arg("save_id"),
+             py::arg("files"), py::arg("version"), py::arg("paths"), py::arg("storage_meta"));
   module.def("index_of", &index_of, py::arg("encoded"));
   module.def("foreign_index", &foreign_index, py::arg("save_id"), py::arg("files"),
              py::arg("entries"), py::arg("views"), py::arg("paths"));

@@ -50,7 +50,7 @@ void bind_index(pybind11::module_& module);
 void bind_save_job(pybind11::module_& module);
 void bind_snapshot(pybind11::module_& module);
 void bind_load_job(pybind11::module_& module);
-void bind_part_job(pybind11::module_& module);
+void bind_shared_file_job(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_slot(pybind11::module_& module);
 void bind_verify_job(pybind11::module_& module);

@@ -190,7 +190,7 @@ void bind_load_job(py::module_& module) {
            py::arg("slices_are_archives") = false);
   py::class_<PlannedReads>(module, "Reads")
       .def(py::init([](const std::shared_ptr<StoredIndex>& index,
-                       const std::shared_ptr<HeldTable>& items, bool partial) {
+                       const std::shared_ptr<PyItemTable>& items, bool partial) {
              return value_or_raise(
                  without_gil([&] { return PlannedReads::make(index, table_of(items), partial); }));
            }),

@@ -233,7 +233,7 @@ Status MetadataUnpickler::step_in_tree(uint8_t op) {
       return stack_.make_tuple(stack_.size() - count);
     }
     case kTuple:
-      RETURN_IF_ERROR(stack_.take_mark(&begin));
+      RETURN_IF_ERROR(stack_.pop_mark(&begin));
       return stack_.make_tuple(begin);
     case kEmptyList:
       return stack_.push(Kind::kList, PyList_New(0));
@@ -241,7 +241,7 @@ Status MetadataUnpickler::step_in_tree(uint8_t op) {
       RETURN_IF_ERROR(stack_.need(2));
       return stack_.append(stack_.size() - 1);
     case kAppends:
-      RETURN_IF_ERROR(stack_.take_mark(&begin));
+      RETURN_IF_ERROR(stack_.pop_mark(&begin));
       return stack_.append(begin);
     case kEmptyDict:
       stack_.push_empty_dict();
@@ -250,7 +250,7 @@ Status MetadataUnpickler::step_in_tree(uint8_t op) {
       RETURN_IF_ERROR(stack_.need(3));
       return set_items(stack_.size() - 2);
     case kSetItems:
-      RETURN_IF_ERROR(stack_.take_mark(&begin));
+      RETURN_IF_ERROR(stack_.pop_mark(&begin));
       return set_items(begin);
     case kGlobal:
       return push_line_global();

@@ -88,7 +88,7 @@ PYBIND11_MODULE(_native, module) {
   bind_save_job(module);
   bind_snapshot(module);
   bind_load_job(module);
-  bind_part_job(module);
+  bind_shared_file_job(module);
   bind_plan(module);
   bind_slot(module);
   bind_verify_job(module);

@@ -25,7 +25,7 @@ using PyStored =
 using PyPaths =
     std::vector<std::pair<std::string, std::vector<std::variant<std::string, int64_t>>>>;
 
-void add_tensor(HeldTable& held, std::string_view fqn, std::string dtype, int64_t itemsize,
+void add_tensor(PyItemTable& items, std::string_view fqn, std::string dtype, int64_t itemsize,
                 std::string memory_format, bool requires_grad, bool pin_memory, Dims sizes,
                 bool is_shard, Dims offsets, Dims box_sizes, bool is_opaque) {
   const Facts facts = {.is_tensor = true,
@@ -36,8 +36,8 @@ void add_tensor(HeldTable& held, std::string_view fqn, std::string dtype, int64_
                        .pin_memory = pin_memory,
                        .is_opaque = is_opaque,
                        .sizes = std::move(sizes)};
-  raise_if_error(held.table.add_tensor(fqn, facts, is_shard ? ItemKind::kShard : ItemKind::kTensor,
-                                       {std::move(offsets), std::move(box_sizes)}));
+  raise_if_error(items.table.add_tensor(fqn, facts, is_shard ? ItemKind::kShard : ItemKind::kTensor,
+                                        {std::move(offsets), std::move(box_sizes)}));
 }
 
 GlobalPlan make_plan(const std::vector<py::bytes>& plans, int64_t ranks_per_node, bool split,
@@ -53,13 +53,13 @@ GlobalPlan make_plan(const std::vector<py::bytes>& plans, int64_t ranks_per_node
 
 // What a rank copies of a table, of whose tensors it has this share: the encoded assignment, and
 // its items.
-std::pair<py::bytes, std::shared_ptr<HeldTable>> share_of(const HeldTable& held,
-                                                          const py::bytes& of_tensors) {
+std::pair<py::bytes, std::shared_ptr<PyItemTable>> share_of(const PyItemTable& source,
+                                                            const py::bytes& of_tensors) {
   const Assignment tensors = value_or_raise(decode_assignment(view_of(of_tensors)));
   const Assignment own =
-      value_or_raise(without_gil([&] { return own_share(held.table, tensors); }));
-  ItemTable items = value_or_raise(without_gil([&] { return assigned_items(held.table, own); }));
-  return {to_bytes(encode(own)), std::make_shared<HeldTable>(std::move(items))};
+      value_or_raise(without_gil([&] { return own_share(source.table, tensors); }));
+  ItemTable items = value_or_raise(without_gil([&] { return assigned_items(source.table, own); }));
+  return {to_bytes(encode(own)), std::make_shared<PyItemTable>(std::move(items))};
 }
 
 void check_rank(const GlobalPlan& global, int64_t rank) {
@@ -146,7 +146,7 @@ PyPaths decoded_paths(const py::bytes& encoded) {
 
 }  // namespace
 
-Status HeldTable::add(const TensorItem& item) {
+Status PyItemTable::add(const TensorItem& item) {
   facts_.is_tensor = true;
   facts_.dtype = item.dtype;
   facts_.itemsize = item.itemsize;
@@ -168,20 +168,20 @@ std::optional<PyFacts> to_python(const Facts& facts) {
 
 void bind_plan(py::module_& module) {
   py::class_<TensorSink, std::shared_ptr<TensorSink>>(module, "TensorSink");
-  py::class_<HeldTable, TensorSink, std::shared_ptr<HeldTable>>(module, "ItemTable")
+  py::class_<PyItemTable, TensorSink, std::shared_ptr<PyItemTable>>(module, "ItemTable")
       .def(py::init())
       .def_static(
           "decode",
           [](const py::bytes& encoded) {
-            return std::make_shared<HeldTable>(
+            return std::make_shared<PyItemTable>(
                 value_or_raise(without_gil([&] { return torch_ckpt::decode(view_of(encoded)); })));
           },
           py::arg("encoded"))
-      .def("__len__", [](const HeldTable& held) { return held.table.size(); })
+      .def("__len__", [](const PyItemTable& items) { return items.table.size(); })
       .def(
           "add_object",
-          [](HeldTable& held, std::string_view fqn, int64_t nbytes) {
-            raise_if_error(held.table.add_object(fqn, nbytes));
+          [](PyItemTable& items, std::string_view fqn, int64_t nbytes) {
+            raise_if_error(items.table.add_object(fqn, nbytes));
           },
           py::arg("fqn"), py::arg("nbytes"))
       .def("add_tensor", &add_tensor, py::arg("fqn"), py::arg("dtype"), py::arg("itemsize"),
@@ -189,14 +189,14 @@ void bind_plan(py::module_& module) {
            py::arg("sizes"), py::arg("is_shard"), py::arg("offsets"), py::arg("box_sizes"),
            py::arg("is_opaque") = false)
       .def("encode",
-           [](const HeldTable& held) {
-             return to_bytes(without_gil([&] { return encode(held.table); }));
+           [](const PyItemTable& items) {
+             return to_bytes(without_gil([&] { return encode(items.table); }));
            })
-      .def(
-          "tensors",
-          [](const HeldTable& held) {
-            return std::make_shared<HeldTable>(without_gil([&] { return tensors_of(held.table); }));
-          })
+      .def("tensors",
+           [](const PyItemTable& items) {
+             return std::make_shared<PyItemTable>(
+                 without_gil([&] { return tensors_of(items.table); }));
+           })
       .def("share", &share_of, py::arg("of_tensors"));
   py::class_<GlobalPlan, std::shared_ptr<GlobalPlan>>(module, "GlobalPlan")
       .def(py::init(&make_plan), py::arg("plans"), py::arg("ranks_per_node"),

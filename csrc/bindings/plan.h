@@ -17,11 +17,11 @@
 namespace torch_ckpt {
 
 // An ItemTable that the module that knows torch can fill.
-struct HeldTable final : TensorSink {
+struct PyItemTable final : TensorSink {
   ItemTable table;
 
-  HeldTable() = default;
-  explicit HeldTable(ItemTable from) : table(std::move(from)) {}
+  PyItemTable() = default;
+  explicit PyItemTable(ItemTable from) : table(std::move(from)) {}
   Status add(const TensorItem& item) override;
 
  private:
@@ -30,8 +30,8 @@ struct HeldTable final : TensorSink {
 };
 
 // The table alone; it lives as long as what holds it.
-inline std::shared_ptr<const ItemTable> table_of(const std::shared_ptr<HeldTable>& held) {
-  return {held, &held->table};
+inline std::shared_ptr<const ItemTable> table_of(const std::shared_ptr<PyItemTable>& items) {
+  return {items, &items->table};
 }
 
 // Dtype, memory format, requires_grad, pin_memory, sizes of the whole tensor.

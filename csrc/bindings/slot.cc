@@ -19,7 +19,7 @@ namespace torch_ckpt {
 namespace {
 
 // Run, session, sequence, step, rank, world size, node, node count, ranks
-// of this machine, whether it is to be brought to disk, held, share.
+// of this machine, whether it is to be brought to disk, tensors_id, share.
 using PySlotHeader = std::tuple<py::bytes, py::bytes, int64_t, int64_t, int64_t, int64_t, int64_t,
                                 int64_t, int64_t, int64_t, py::bytes, py::bytes>;
 
@@ -36,9 +36,18 @@ py::bytes from_id(const SlotId& id) {
 }
 
 PySlotHeader to_python(const SlotHeader& h) {
-  return {from_id(h.run), from_id(h.session), h.sequence,      h.step,
-          h.rank,         h.world_size,       h.node,          h.node_count,
-          h.ranks_here,   h.persist,          from_id(h.held), from_id(h.share)};
+  return {from_id(h.run),
+          from_id(h.session),
+          h.sequence,
+          h.step,
+          h.rank,
+          h.world_size,
+          h.node,
+          h.node_count,
+          h.ranks_here,
+          h.persist,
+          from_id(h.tensors_id),
+          from_id(h.share)};
 }
 
 SlotHeader from_python(const PySlotHeader& from) {
@@ -53,7 +62,7 @@ SlotHeader from_python(const PySlotHeader& from) {
   h.node_count = std::get<7>(from);
   h.ranks_here = std::get<8>(from);
   h.persist = std::get<9>(from);
-  h.held = to_id(std::get<10>(from));
+  h.tensors_id = to_id(std::get<10>(from));
   h.share = to_id(std::get<11>(from));
   return h;
 }
@@ -89,7 +98,7 @@ Bytes bytes_of(const py::buffer_info& info) {
 }
 
 // A snapshot and the slot that it is in, which stays mapped as long as anything of it is used.
-struct HeldSnapshot {
+struct PyStoredSnapshot {
   std::shared_ptr<Slot> slot;
   StoredSnapshot found;
 
@@ -100,7 +109,7 @@ struct HeldSnapshot {
 };
 
 // The items of these numbers as tensors; those which are not plain as torch's own.
-TensorBatch batch_of(const HeldSnapshot& snapshot, const std::vector<int64_t>& numbers) {
+TensorBatch batch_of(const PyStoredSnapshot& snapshot, const std::vector<int64_t>& numbers) {
   TensorBatch batch;
   for (const int64_t item : numbers) {
     TensorView& view = batch.views.emplace_back();
@@ -122,7 +131,7 @@ TensorBatch batch_of(const HeldSnapshot& snapshot, const std::vector<int64_t>& n
   return batch;
 }
 
-std::vector<PyItemExtent> extents(const HeldSnapshot& snapshot) {
+std::vector<PyItemExtent> extents(const PyStoredSnapshot& snapshot) {
   std::vector<PyItemExtent> out;
   for (const ItemExtent& extent : snapshot.found.extents) {
     out.emplace_back(extent.item, extent.offset, extent.nbytes, extent.plain);
@@ -165,20 +174,20 @@ void bind_slot(py::module_& module) {
       .def("clear", &Slot::clear)
       .def("header", [](const Slot& slot) { return to_python(value_or_raise(slot.header())); })
       .def("read", [](const std::shared_ptr<Slot>& slot) {
-        return HeldSnapshot{slot, value_or_raise(without_gil([&] { return slot->read(); }))};
+        return PyStoredSnapshot{slot, value_or_raise(without_gil([&] { return slot->read(); }))};
       });
-  py::class_<HeldSnapshot>(module, "StoredSnapshot")
+  py::class_<PyStoredSnapshot>(module, "StoredSnapshot")
       .def_property_readonly("header",
-                             [](const HeldSnapshot& s) { return to_python(s.found.header); })
+                             [](const PyStoredSnapshot& s) { return to_python(s.found.header); })
       .def_property_readonly(
-          "directory", [](const HeldSnapshot& s) { return py::bytes(s.found.table.directory); })
-      .def_property_readonly("version",
-                             [](const HeldSnapshot& s) { return to_text(s.found.table.version); })
-      .def_property_readonly("sync", [](const HeldSnapshot& s) { return s.found.table.sync; })
-      .def_property_readonly("items",
-                             [](const HeldSnapshot& s) { return to_bytes(s.found.table.items); })
+          "directory", [](const PyStoredSnapshot& s) { return py::bytes(s.found.table.directory); })
+      .def_property_readonly(
+          "version", [](const PyStoredSnapshot& s) { return to_text(s.found.table.version); })
+      .def_property_readonly("sync", [](const PyStoredSnapshot& s) { return s.found.table.sync; })
+      .def_property_readonly(
+          "items", [](const PyStoredSnapshot& s) { return to_bytes(s.found.table.items); })
       .def_property_readonly("paths",
-                             [](const HeldSnapshot& s) -> std::optional<py::bytes> {
+                             [](const PyStoredSnapshot& s) -> std::optional<py::bytes> {
                                if (!s.found.table.paths) return std::nullopt;
                                return to_bytes(*s.found.table.paths);
                              })
@@ -186,7 +195,7 @@ void bind_slot(py::module_& module) {
       .def("batch", &batch_of, py::arg("items"))
       .def(
           "object_bytes",
-          [](const HeldSnapshot& s, int64_t item) {
+          [](const PyStoredSnapshot& s, int64_t item) {
             const Bytes bytes = s.bytes(item);
             return py::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
           },

@@ -208,11 +208,11 @@ TensorView view(py::handle object, std::string name, bool writable) {
   return view_of(tensor, std::move(name), writable, streams);
 }
 
-// A look at each of these objects; what is no tensor is torch's own. Where they are to be written,
+// Describes each of these objects; what is no tensor is torch's own. Where they are to be written,
 // views of those that the engine cannot read into are not writable, and one that it can read into
 // is plain. Where they are to be staged, those are plain that lie in the memory of a GPU that the
 // engine copies from.
-TensorBatch look(const py::list& objects, bool writable, bool stages) {
+TensorBatch inspect(const py::list& objects, bool writable, bool stages) {
   CurrentStreams streams;
   TensorBatch out;
   out.views.reserve(objects.size());
@@ -279,7 +279,8 @@ PYBIND11_MODULE(_tensor_view, module) {
   module.def("is_loadable", &is_loadable, py::arg("tensor"));
   module.def("extent", &tensor_extent, py::arg("tensor"));
   module.def("has_own_storage", &has_own_storage, py::arg("tensor"));
-  module.def("look", &look, py::arg("objects"), py::arg("writable"), py::arg("stages") = false);
+  module.def("inspect", &inspect, py::arg("objects"), py::arg("writable"),
+             py::arg("stages") = false);
   module.def("flatten", &flatten, py::arg("state_dict"));
   py::class_<ShardBox>(module, "ShardBox")
       .def(py::init<Dims, Dims, Dims>(), py::arg("sizes"), py::arg("offsets"),

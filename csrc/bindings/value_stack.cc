@@ -39,7 +39,7 @@ ValueStack::Value ValueStack::pop() {
   return value;
 }
 
-Status ValueStack::take_mark(size_t* begin) {
+Status ValueStack::pop_mark(size_t* begin) {
   if (marks_.empty()) return broken("there is no mark");
   *begin = marks_.back();
   marks_.pop_back();

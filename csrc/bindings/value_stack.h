@@ -94,7 +94,7 @@ class ValueStack {
   Value pop();
 
   // Where the values above the last mark begin; takes the mark away.
-  Status take_mark(size_t* begin);
+  Status pop_mark(size_t* begin);
   size_t size() const { return stack_.size(); }
   // Checks that `count` values lie between the last mark and `begin`.
   Status need_below(size_t begin, size_t count) const;

@@ -21,7 +21,7 @@ int64_t checked(int64_t number, int64_t count) {
   return number;
 }
 
-Work make(const std::shared_ptr<HeldTable>& table, const std::optional<py::bytes>& assigned) {
+Work make(const std::shared_ptr<PyItemTable>& table, const std::optional<py::bytes>& assigned) {
   if (!assigned) return Work(table_of(table));
   const Assignment assignment = value_or_raise(decode_assignment(view_of(*assigned)));
   return value_or_raise(Work::assigned(table_of(table), assignment));

@@ -240,7 +240,7 @@ class ReadStream::LaneRun {
 
   void run() {
     while (true) {
-      give_back_unpacked();
+      return_unpacked();
       while (!work_.stopped && !free_slots_.empty() && queue_.room() > 0) {
         if (!submit_next()) break;
       }
@@ -271,7 +271,7 @@ class ReadStream::LaneRun {
   bool submit_next();
   void take(const IoDone& done);
   void finish(size_t slot);
-  void give_back_unpacked();
+  void return_unpacked();
 
   BufferPool& pool_;
   IoQueue& queue_;
@@ -333,7 +333,7 @@ void ReadStream::LaneRun::take(const IoDone& done) {
   }
   if (!status.ok()) work_.fail(status);
   unpacking_.push_back(done.tag);
-  give_back_unpacked();
+  return_unpacked();
 }
 
 // Waits until a slot is unpacked, and frees it.
@@ -346,7 +346,7 @@ void ReadStream::LaneRun::finish(size_t slot) {
   free_slots_.push_back(slot);
 }
 
-void ReadStream::LaneRun::give_back_unpacked() {
+void ReadStream::LaneRun::return_unpacked() {
   std::erase_if(unpacking_, [this](size_t slot) {
     const Result<bool> done = slots_[slot].unpacking.done();
     if (done.ok() && !*done) return false;

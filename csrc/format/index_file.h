@@ -73,7 +73,7 @@ using IndexedPath = StatePath;
 
 struct Index {
   std::string save_id;
-  Seal metadata = {};  // Of the pickle in the `.metadata` that this index belongs to.
+  FileDigest metadata = {};  // Of the pickle in the `.metadata` that this index belongs to.
   std::vector<IndexedFile> files = {};
 
   // Whether what follows is there. It is not where a planner has put something into `.metadata`

@@ -15,12 +15,12 @@
 namespace torch_ckpt {
 
 // What tells one state of a file from any other.
-struct Seal {
+struct FileDigest {
   int64_t nbytes = 0;
   uint64_t sum = 0;  // XXH3.
 
-  static Seal of(Bytes bytes) { return {ssize(bytes), xxh3(bytes)}; }
-  bool operator==(const Seal&) const = default;
+  static FileDigest of(Bytes bytes) { return {ssize(bytes), xxh3(bytes)}; }
+  bool operator==(const FileDigest&) const = default;
 };
 
 inline constexpr int64_t kSaveIdNbytes = 16;
@@ -29,7 +29,7 @@ inline constexpr int64_t kMetadataTrailerNbytes = 64;
 // What a trailer says, and the index that was committed with it.
 struct MetadataTrailer {
   std::string save_id;
-  Seal pickle;
+  FileDigest pickle;
 
   bool operator==(const MetadataTrailer&) const = default;
 };

@@ -21,7 +21,7 @@ constexpr size_t kSum = 24;  // Of all that follows it, up to kEnd.
 constexpr size_t kRun = 32;
 constexpr size_t kSession = 48;
 constexpr size_t kNumbers = 64;
-constexpr size_t kHeld = 168;
+constexpr size_t kTensorsId = 168;
 constexpr size_t kShare = 184;
 constexpr size_t kEnd = 256;  // Zeros before it are for what comes later.
 
@@ -81,7 +81,7 @@ void complete_slot(MutableBytes page, const SlotHeader& header) {
     store_le(at, number);
     at += sizeof(number);
   });
-  std::ranges::copy(header.held, page.data() + kHeld);
+  std::ranges::copy(header.tensors_id, page.data() + kTensorsId);
   std::ranges::copy(header.share, page.data() + kShare);
   store_le(page.data() + kSum, sum_of(page));
   state_of(page.data()).store(kComplete, std::memory_order_seq_cst);
@@ -111,7 +111,7 @@ Result<SlotHeader> read_slot_header(Bytes page, int64_t nbytes) {
   };
   read_id(kRun, &header.run);
   read_id(kSession, &header.session);
-  read_id(kHeld, &header.held);
+  read_id(kTensorsId, &header.tensors_id);
   read_id(kShare, &header.share);
   const std::byte* at = page.data() + kNumbers;
   for_each_number(header, [&](auto& number) {

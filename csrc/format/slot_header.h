@@ -36,7 +36,7 @@ struct SlotHeader {
   uint64_t table_sum = 0;    // Their XXH3-64.
   int64_t payload_begin = 0;  // From the start of the slot.
   int64_t payload_nbytes = 0;
-  SlotId held = {};  // Stands for the tensors that the rank held.
+  SlotId tensors_id = {};  // Stands for the tensors that the rank held.
   SlotId share =
       {};  // Stands for how ranks of a machine have shared these out; zeros: each has all.
 

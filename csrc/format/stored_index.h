@@ -69,7 +69,7 @@ class StoredIndex {
 
   // What the header says.
   const std::string& save_id() const { return save_id_; }
-  const Seal& metadata() const { return metadata_; }
+  const FileDigest& metadata() const { return metadata_; }
   bool has_entries() const { return (header_.flags & index_records::kHasEntries) != 0; }
   bool has_paths() const { return (header_.flags & index_records::kHasPaths) != 0; }
   bool is_foreign() const { return header_.version == index_records::kForeignVersion; }
@@ -169,7 +169,7 @@ class StoredIndex {
   const int64_t nbytes_;
   const std::string where_;
   std::string save_id_;
-  Seal metadata_;
+  FileDigest metadata_;
   std::unique_ptr<const CheckedBlocks> blocks_;
   Bytes memory_;
 };

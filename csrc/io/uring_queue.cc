@@ -20,8 +20,8 @@ constexpr int kMaxDepth = 32768;                            // As well.
 constexpr int kMaxSubmitRetries = 10000;
 
 // How long the kernel may be silent before it is reminded: twice as long each time.
-constexpr int64_t kFirstPatienceMs = 100;
-constexpr int64_t kLongestPatienceMs = 10'000;
+constexpr int64_t kFirstPollMs = 100;
+constexpr int64_t kMaxPollMs = 10'000;
 constexpr uint64_t kReminder = ~uint64_t{0} >> 1;  // `user_data` of what is no request.
 
 class UringQueue final : public IoQueue {
@@ -55,7 +55,7 @@ class UringQueue final : public IoQueue {
   void queue_step(uint32_t slot);
   void flush();
   void fail_unsubmitted(int error);
-  void wait_for_kernel(int64_t* patience_ms);
+  void wait_for_kernel(int64_t* poll_ms);
   void remind();
   void reap();
   int registered_index(const Transfer::Step& step) const;
@@ -231,13 +231,13 @@ void UringQueue::reap() {
   flush();
 }
 
-void UringQueue::wait_for_kernel(int64_t* patience_ms) {
+void UringQueue::wait_for_kernel(int64_t* poll_ms) {
   io_uring_cqe* cqe = nullptr;
-  __kernel_timespec patience = {*patience_ms / 1000, *patience_ms % 1000 * 1'000'000};
-  const int rc = ::io_uring_wait_cqe_timeout(&ring_, &cqe, &patience);
+  __kernel_timespec timeout = {*poll_ms / 1000, *poll_ms % 1000 * 1'000'000};
+  const int rc = ::io_uring_wait_cqe_timeout(&ring_, &cqe, &timeout);
   if (rc == -ETIME) {
     remind();
-    *patience_ms = std::min(2 * *patience_ms, kLongestPatienceMs);
+    *poll_ms = std::min(2 * *poll_ms, kMaxPollMs);
   } else if (rc < 0) {
     // Whatever may be wrong with waiting, the kernel still writes to the memory of these requests,
     // so they are not over: look until they are.
@@ -259,8 +259,8 @@ void UringQueue::remind() {
 std::span<const IoDone> UringQueue::wait() {
   done_.clear();
   if (in_flight_ == 0) return done_;
-  int64_t patience_ms = kFirstPatienceMs;
-  for (reap(); finished_.empty(); reap()) wait_for_kernel(&patience_ms);
+  int64_t poll_ms = kFirstPollMs;
+  for (reap(); finished_.empty(); reap()) wait_for_kernel(&poll_ms);
   done_.swap(finished_);
   in_flight_ -= static_cast<int>(done_.size());
   return done_;

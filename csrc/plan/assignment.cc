@@ -72,11 +72,11 @@ std::vector<std::byte> encode(const Assignment& assignment) {
     out.varint(cut.rows);
     next = cut.item + 1;
   }
-  return out.sealed(kMagic, kVersion);
+  return out.finish(kMagic, kVersion);
 }
 
 Result<Assignment> decode_assignment(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_sealed(bytes, kMagic, kVersion, "an assignment"));
+  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "an assignment"));
   WireReader reader(body);
   Assignment out;
   if (!reader.varint(&out.item_count) || !read_runs(&reader, &out) || !read_cuts(&reader, &out) ||

@@ -205,11 +205,11 @@ std::vector<std::byte> RankExchange::encode() const {
     out.varint(range.range.nbytes());
     last = range;
   }
-  return out.sealed(kMagic, kVersion);
+  return out.finish(kMagic, kVersion);
 }
 
 Result<RankExchange> RankExchange::decode(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_sealed(bytes, kMagic, kVersion, "an exchange"));
+  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "an exchange"));
   WireReader in(body);
   RankExchange out;
   const auto unsound = [] { return corruption("an exchange is unsound"); };

@@ -58,11 +58,11 @@ std::vector<std::byte> encode(std::vector<ItemExtent> extents) {
     next = extent.item + 1;
     end = extent.offset + extent.nbytes;
   }
-  return out.sealed(kMagic, kVersion);
+  return out.finish(kMagic, kVersion);
 }
 
 Result<std::vector<ItemExtent>> decode_extents(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_sealed(bytes, kMagic, kVersion, "a list of extents"));
+  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "a list of extents"));
   WireReader reader(body);
   std::vector<ItemExtent> out;
   if (!read_extents(&reader, &out)) {

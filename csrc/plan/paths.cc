@@ -110,11 +110,11 @@ Result<std::vector<std::byte>> encode(const std::vector<StatePath>& paths) {
     write_keys(path, &out);
     former = fqn;
   }
-  return out.sealed(kMagic, kVersion);
+  return out.finish(kMagic, kVersion);
 }
 
 Result<std::vector<StatePath>> decode_paths(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_sealed(bytes, kMagic, kVersion, "a list of paths"));
+  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "a list of paths"));
   WireReader reader(body);
   std::vector<StatePath> out;
   if (!read_paths(&reader, ssize(body), &out)) {

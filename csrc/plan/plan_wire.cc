@@ -126,11 +126,11 @@ std::vector<std::byte> encode(const ItemTable& table) {
   out.varint(table.size());
   int64_t seen = 0;
   for (int64_t item = 0; item < table.size(); ++item) write_item(table, item, &seen, &out);
-  return out.sealed(kMagic, kVersion);
+  return out.finish(kMagic, kVersion);
 }
 
 Result<PlanParts> open_plan(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_sealed(bytes, kMagic, kVersion, "a plan"));
+  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "a plan"));
   WireReader reader(body);
   int64_t nbytes;
   PlanParts parts;

@@ -64,11 +64,11 @@ std::vector<std::byte> WantedBytes::encode() {
       at = range.end;
     }
   }
-  return out.sealed(kMagic, kVersion);
+  return out.finish(kMagic, kVersion);
 }
 
 Result<WantedBytes> WantedBytes::decode(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_sealed(bytes, kMagic, kVersion, "a list of reads"));
+  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "a list of reads"));
   WireReader in(body);
   WantedBytes out;
   const auto unsound = [] { return corruption("a list of reads is unsound"); };

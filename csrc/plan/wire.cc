@@ -13,7 +13,7 @@ constexpr size_t kSumNbytes = sizeof(uint64_t);
 
 }  // namespace
 
-std::vector<std::byte> WireWriter::sealed(std::string_view magic, uint32_t version) const {
+std::vector<std::byte> WireWriter::finish(std::string_view magic, uint32_t version) const {
   std::vector<std::byte> out(kHeadNbytes + bytes_.size() + kSumNbytes);
   const Bytes head = as_bytes(magic);
   std::copy(head.begin(), head.end(), out.begin());
@@ -24,8 +24,8 @@ std::vector<std::byte> WireWriter::sealed(std::string_view magic, uint32_t versi
   return out;
 }
 
-Result<Bytes> open_sealed(Bytes bytes, std::string_view magic, uint32_t version,
-                          std::string_view what) {
+Result<Bytes> open_wire(Bytes bytes, std::string_view magic, uint32_t version,
+                        std::string_view what) {
   if (bytes.size() < kHeadNbytes + kSumNbytes) {
     return corruption(what, " of ", bytes.size(), " bytes is cut off");
   }

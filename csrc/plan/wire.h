@@ -43,7 +43,7 @@ class WireWriter {
   Bytes bytes() const { return bytes_; }
 
   // What was written, in its frame. `magic`: 4 characters.
-  std::vector<std::byte> sealed(std::string_view magic, uint32_t version) const;
+  std::vector<std::byte> finish(std::string_view magic, uint32_t version) const;
 
  private:
   std::vector<std::byte> bytes_;
@@ -107,7 +107,7 @@ class WireReader {
 
 // The body of a frame. kCorruption where magic or checksum are wrong, kUnsupported for another
 // version; `what` is the subject of the message, as in "a plan".
-Result<Bytes> open_sealed(Bytes bytes, std::string_view magic, uint32_t version,
-                          std::string_view what);
+Result<Bytes> open_wire(Bytes bytes, std::string_view magic, uint32_t version,
+                        std::string_view what);
 
 }  // namespace torch_ckpt

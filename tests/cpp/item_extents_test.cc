@@ -25,10 +25,10 @@ Extents sample() {
 }
 
 // A frame of these numbers, the first of them the count.
-std::vector<std::byte> sealed(const std::vector<int64_t>& numbers) {
+std::vector<std::byte> finished(const std::vector<int64_t>& numbers) {
   WireWriter out;
   for (const int64_t number : numbers) out.varint(number);
-  return out.sealed("TCEX", 1);
+  return out.finish("TCEX", 1);
 }
 
 // As often small as large.
@@ -102,9 +102,9 @@ TEST(ItemExtentsTest, NoSealedNonsenseIsBelieved) {
 
 TEST(ItemExtentsTest, NumbersThatNoFileHasAreCorruption) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-  ASSERT_OK(decode_extents(sealed({1, kEndOfAll - 1, 0, 0})));
-  ASSERT_OK(decode_extents(sealed({1, 0, 2 * (kEndOfAll - 2), 2})));
-  ASSERT_OK(decode_extents(sealed({2, 0, 0, 2, 0, 1, 0})));
+  ASSERT_OK(decode_extents(finished({1, kEndOfAll - 1, 0, 0})));
+  ASSERT_OK(decode_extents(finished({1, 0, 2 * (kEndOfAll - 2), 2})));
+  ASSERT_OK(decode_extents(finished({2, 0, 0, 2, 0, 1, 0})));
   const std::vector<int64_t> cases[] = {
       {1, kEndOfAll, 0, 0},                     // An item,
       {1, kMost, 0, 0},                         //
@@ -121,14 +121,14 @@ TEST(ItemExtentsTest, NumbersThatNoFileHasAreCorruption) {
       {2, 0, 0, 2 * (kEndOfAll - 1), 0, 0, 2},  //
   };
   for (const auto& numbers : cases) {
-    EXPECT_CODE(decode_extents(sealed(numbers)), StatusCode::kCorruption)
+    EXPECT_CODE(decode_extents(finished(numbers)), StatusCode::kCorruption)
         << ::testing::PrintToString(numbers);
   }
 }
 
 TEST(ItemExtentsTest, FewBytesCannotAskForManyExtents) {
   for (const int64_t count : {int64_t{2}, int64_t{1} << 30, std::numeric_limits<int64_t>::max()}) {
-    EXPECT_CODE(decode_extents(sealed({count, 0, 0, 0})), StatusCode::kCorruption) << count;
+    EXPECT_CODE(decode_extents(finished({count, 0, 0, 0})), StatusCode::kCorruption) << count;
   }
 }
 

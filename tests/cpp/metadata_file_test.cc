@@ -35,7 +35,7 @@ TEST(MetadataFileTest, TheTrailerTellsWhatThePickleIsWithoutReadingIt) {
   for (const Operation& operation : fs.operations()) read_nbytes += operation.nbytes;
   EXPECT_EQ(read_nbytes, kMetadataTrailerNbytes);
   ASSERT_TRUE(file->trailer().has_value());
-  EXPECT_EQ(*file->trailer(), (MetadataTrailer{kId, Seal::of(as_bytes(pickle))}));
+  EXPECT_EQ(*file->trailer(), (MetadataTrailer{kId, FileDigest::of(as_bytes(pickle))}));
   EXPECT_TRUE(as_text(*file->read_pickle()) == pickle);
   EXPECT_OK(file->check_pickle());
 }

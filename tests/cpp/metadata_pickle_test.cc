@@ -1,5 +1,5 @@
 // The bytes of a pickle, compared with the example in FORMAT.md, and what cannot be pickled. What
-// stock DCP makes of pickles is tested in tests/python/test_sealed_metadata.py.
+// stock DCP makes of pickles is tested in tests/python/test_commit_files.py.
 
 #include "format/metadata_pickle.h"
 

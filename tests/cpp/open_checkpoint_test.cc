@@ -21,7 +21,7 @@ constexpr char kId[] = "0123456789abcdef";
 std::string index_of(const std::string& metadata, const std::string& save_id = kId) {
   Index index;
   index.save_id = save_id;
-  index.metadata = Seal::of(as_bytes(metadata));
+  index.metadata = FileDigest::of(as_bytes(metadata));
   return std::string(as_text(written(index)));
 }
 
@@ -67,14 +67,14 @@ TEST(OpenCheckpointTest, FindsAnIndexThatStillHasItsPendingName) {
   fs.put("c/.index." + std::string(kId), index_of("new"));
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
   ASSERT_NE(opened.index, nullptr);
-  EXPECT_EQ(opened.index->metadata(), Seal::of(as_bytes("new")));
+  EXPECT_EQ(opened.index->metadata(), FileDigest::of(as_bytes("new")));
 }
 
 // However long they are.
 TEST(OpenCheckpointTest, ReadsTheEndOfTheMetadataAndTheStartOfTheIndex) {
   MemoryFileSystem fs;
   const std::string pickle(5 << 20, 'p');
-  Index index{.save_id = kId, .metadata = Seal::of(as_bytes(pickle))};
+  Index index{.save_id = kId, .metadata = FileDigest::of(as_bytes(pickle))};
   IndexedFile file{.name = "a"};
   file.sums.file_nbytes = kSumBlockNbytes << 20;
   file.sums.sums.resize(1 << 20);
@@ -146,7 +146,7 @@ TEST(OpenCheckpointTest, ASaveThatCommitsMeanwhileIsNoDamage) {
   fs.put("c/.index", index_of("old"));
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
   ASSERT_NE(opened.index, nullptr);
-  EXPECT_EQ(opened.index->metadata(), Seal::of(*opened.metadata->read_pickle()));
+  EXPECT_EQ(opened.index->metadata(), FileDigest::of(*opened.metadata->read_pickle()));
 }
 
 // Removes the checkpoint after its metadata have been opened, as the retention of a run does.

@@ -54,7 +54,7 @@ std::vector<std::byte> bytes_of(const std::vector<StatePath>& paths) {
   return bytes.ok() ? *bytes : std::vector<std::byte>();
 }
 
-std::vector<std::byte> sealed(const WireWriter& body) { return body.sealed("TCPP", 1); }
+std::vector<std::byte> finished(const WireWriter& body) { return body.finish("TCPP", 1); }
 
 // One path of this FQN, with these numbers for its keys, the first of them their count.
 std::vector<std::byte> one_path(std::string_view fqn, const std::vector<int64_t>& keys) {
@@ -63,7 +63,7 @@ std::vector<std::byte> one_path(std::string_view fqn, const std::vector<int64_t>
   out.varint(0);
   out.word(fqn);
   for (const int64_t key : keys) out.varint(key);
-  return sealed(out);
+  return finished(out);
 }
 
 // Keys with dots, digits and nothing in them, so that one FQN has many paths.
@@ -202,7 +202,8 @@ TEST(PathsTest, SharingMoreThanThereIsIsCorruption) {
     out.word("c");
     out.varint(1);
     out.varint(shared > 1 ? 6 : 4);  // As if it shared at most what there is.
-    EXPECT_CODE(decode_paths(sealed(out)), shared > 2 ? StatusCode::kCorruption : StatusCode::kOk);
+    EXPECT_CODE(decode_paths(finished(out)),
+                shared > 2 ? StatusCode::kCorruption : StatusCode::kOk);
   }
   WireWriter first;
   first.varint(1);
@@ -210,7 +211,7 @@ TEST(PathsTest, SharingMoreThanThereIsIsCorruption) {
   first.word("a");
   first.varint(1);
   first.varint(2);
-  EXPECT_CODE(decode_paths(sealed(first)), StatusCode::kCorruption);
+  EXPECT_CODE(decode_paths(finished(first)), StatusCode::kCorruption);
 }
 
 TEST(PathsTest, FewBytesCannotAskForManyPaths) {
@@ -218,7 +219,7 @@ TEST(PathsTest, FewBytesCannotAskForManyPaths) {
     WireWriter out;
     out.varint(count);
     out.append(as_bytes(std::string_view("\0\0\1\0", 4)));
-    EXPECT_CODE(decode_paths(sealed(out)), StatusCode::kCorruption) << count;
+    EXPECT_CODE(decode_paths(finished(out)), StatusCode::kCorruption) << count;
   }
 }
 
@@ -231,7 +232,7 @@ TEST(PathsTest, FewBytesCannotAskForMuchText) {
     out.varint(1);
     out.varint(2 * (1000 + i));
   }
-  EXPECT_CODE(decode_paths(sealed(out)), StatusCode::kCorruption);
+  EXPECT_CODE(decode_paths(finished(out)), StatusCode::kCorruption);
 }
 
 TEST(PathsTest, NamesThatWouldGrowTooMuchAreWrittenInFull) {

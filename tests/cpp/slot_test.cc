@@ -23,7 +23,7 @@ SlotHeader header_of(int64_t sequence) {
   header.holder = 1;
   header.world_size = 2;
   header.ranks_here = 2;
-  header.held.fill(std::byte{3});
+  header.tensors_id.fill(std::byte{3});
   header.share.fill(std::byte{4});
   return header;
 }

@@ -30,16 +30,11 @@ import torch.distributed.checkpoint as dcp
 from forks import Forks
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
-from torch_ckpt import (
-    AgentOptions,
-    CheckpointError,
-    FastReader,
-    NotFoundError,
-    SnapshotAgent,
-    SnapshotReader,
-)
+from torch_ckpt import CheckpointError, FastReader
 from torch_ckpt._core import _native
+from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader
 from torch_ckpt.agent.memory import folder_of, run_of
+from torch_ckpt.errors import NotFoundError
 
 ROWS = 12 * 1024  # Divides by all world sizes; 48 MiB of shards, so that copies take a while.
 COLUMNS = 1024

@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from torch_ckpt import CheckpointError, SnapshotAgent
+from torch_ckpt import CheckpointError
+from torch_ckpt.agent import SnapshotAgent
 from torch_ckpt.agent.client import AgentClient
 from torch_ckpt.agent.trainer import StagedSave
 

@@ -30,18 +30,10 @@ from ranks import Ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
-from torch_ckpt import (
-    AgentOptions,
-    CancelledError,
-    CheckpointError,
-    FastReader,
-    NotFoundError,
-    Run,
-    SnapshotAgent,
-    SnapshotReader,
-)
-from torch_ckpt.agent import joint_save
+from torch_ckpt import CheckpointError, FastReader, Run
+from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, joint_save
 from torch_ckpt.agent.memory import run_of
+from torch_ckpt.errors import CancelledError, NotFoundError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -417,7 +409,7 @@ if "agent" in sys.orig_argv:
 """
 
 OF_BOTH = ["lists", "write_parts", "manifest", "_mark_done"]
-OF_ONE = [["try", "publish", "clear"], ["remove"]]
+OF_ONE = [["epoch", "publish", "clear"], ["remove"]]
 
 
 def save_until_killed(run: Path, memory: Path, hooks: Path, step: int) -> None:
@@ -451,7 +443,7 @@ def test_an_agent_that_is_killed_at_each_step_is_replaced_and_the_save_completed
 
 GOES_ON_ALONE = """
 import sys, torch
-from torch_ckpt import SnapshotAgent
+from torch_ckpt.agent import SnapshotAgent
 agent = SnapshotAgent(sys.argv[1], timeout_s=20)
 assert agent.stage({"a": torch.ones(3)}, sys.argv[1] + "/step-9", step=9, persist=False)
 agent.close(drop=True)

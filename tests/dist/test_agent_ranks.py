@@ -23,18 +23,11 @@ from ranks import Ranks, on_ranks
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 from waits import until
 
-from torch_ckpt import (
-    CancelledError,
-    FastReader,
-    RankState,
-    Run,
-    SnapshotAgent,
-    SnapshotReader,
-    UnsupportedError,
-)
-from torch_ckpt.agent import trainer
+from torch_ckpt import FastReader, RankState, Run
+from torch_ckpt.agent import SnapshotAgent, SnapshotReader, trainer
 from torch_ckpt.agent.memory import folder_of, open_folder, run_of
 from torch_ckpt.coordination import connect
+from torch_ckpt.errors import CancelledError, UnsupportedError
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("memory")]
 

@@ -15,14 +15,9 @@ import torch.distributed.checkpoint as dcp
 from part_saves import stage_on
 from ranks import Ranks, on_ranks
 
-from torch_ckpt import (
-    CheckpointError,
-    FastReader,
-    Run,
-    SnapshotAgent,
-    SnapshotReader,
-)
+from torch_ckpt import CheckpointError, FastReader, Run
 from torch_ckpt._core import _native
+from torch_ckpt.agent import SnapshotAgent, SnapshotReader
 from torch_ckpt.agent.memory import (
     NOT_SHARED,
     SlotHeader,

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from torch_ckpt import FastReader, FastWriter, StorageError
+from torch_ckpt import FastReader, FastWriter
+from torch_ckpt.errors import StorageError
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -30,7 +30,8 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_process_
 from torch.distributed.tensor import Replicate, Shard
 
 import torch_ckpt
-from torch_ckpt import FastLoadPlanner, FastReader, FastWriter, IoOptions, RankTimeoutError
+from torch_ckpt import FastLoadPlanner, FastReader, FastWriter, IoOptions
+from torch_ckpt.errors import RankTimeoutError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -518,7 +519,7 @@ def test_a_rank_that_cannot_connect_says_what_may_help(monkeypatch: pytest.Monke
     exchange = torch_ckpt.storage.exchange
     monkeypatch.setattr(exchange, "ProcessGroupGloo", fail)
     monkeypatch.setattr(exchange, "_store", lambda assigned: dist.HashStore())
-    with pytest.raises(torch_ckpt.CancelledError) as caught:
+    with pytest.raises(torch_ckpt.errors.CancelledError) as caught:
         exchange._connect(exchange.Assigned(b"", "token", 0, (0,), {}), LONG_TIMEOUT_S)
     assert str(caught.value) == (
         "cannot connect to the other ranks: connectFullMesh failed with no route; "

@@ -37,12 +37,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torch_ckpt
-from torch_ckpt import RankTimeoutError
 from torch_ckpt.coordination import connect, node
 from torch_ckpt.coordination.group import Group, group_of, time_limit_s
 from torch_ckpt.coordination.node import _Loop
 from torch_ckpt.coordination.peer import Peer
 from torch_ckpt.coordination.tree import Tree
+from torch_ckpt.errors import RankTimeoutError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -78,10 +78,10 @@ def exchange(fan_out: int, members: list[int]) -> None:
             found = call.reduce_scatter("plan", lambda: None, lambda _: several)  # noqa: B023
             assert found == several[rank]
             call.barrier("finishing")
-        assert call.any_says(rank == size - 1, "planning")
-        assert not call.any_says(False, "planning")
-        assert call.all_say(b"same", "planning")
-        assert not call.all_say(b"%d" % (rank // (size - 1)), "planning")
+        assert call.any_rank(rank == size - 1, "planning")
+        assert not call.any_rank(False, "planning")
+        assert call.all_equal(b"same", "planning")
+        assert not call.all_equal(b"%d" % (rank // (size - 1)), "planning")
 
 
 @pytest.mark.thin(1)

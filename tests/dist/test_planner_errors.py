@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 import torch_ckpt
-from torch_ckpt import FastSavePlanner, FastWriter, MismatchError
-from torch_ckpt.planning.planned import PlannedItems
+from torch_ckpt import FastSavePlanner, FastWriter
+from torch_ckpt.errors import MismatchError
+from torch_ckpt.planning.item_views import PlannedItems
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from random_layouts import assert_holds, blank_like, random_layout
 from ranks import Worlds, on_ranks
 from states import full_value, local, sharded, zeroed
-from test_sharing import MIB, STATES, written_nbytes
+from test_replicas import MIB, STATES, written_nbytes
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint import (
@@ -32,7 +32,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.seal import open_committed
+from torch_ckpt.formats.committed import open_committed
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 

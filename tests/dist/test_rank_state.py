@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torch_ckpt
-from torch_ckpt import FastLoadPlanner, FastReader, FastWriter, MismatchError, RankState
+from torch_ckpt import FastLoadPlanner, FastReader, FastWriter, RankState
+from torch_ckpt.errors import MismatchError
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -108,7 +108,7 @@ def test_planners_that_store_or_change_plans_save_what_loads(
         assert len(metadata.all_local_plans) == dist.get_world_size()
         kinds = {type(plan.storage_data) for plan in metadata.all_local_plans}
         assert kinds == {_StoragePrefix}
-        assert b"torch_ckpt.planning.sharing" not in (path / ".metadata").read_bytes()
+        assert b"torch_ckpt.planning.replicas" not in (path / ".metadata").read_bytes()
     for reader, load_planner in itertools.product(
         (FileSystemReader, FastReader), (dcp.DefaultLoadPlanner, FastLoadPlanner, MakesNewPlans)
     ):

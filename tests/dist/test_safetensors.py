@@ -219,7 +219,7 @@ def test_an_object_of_one_rank_is_refused_on_all(path: Path) -> None:
 
 @on_ranks(2)
 def test_ranks_do_not_write_models_of_their_own(path: Path) -> None:
-    with pytest.raises(torch_ckpt.UnsupportedError, match="collectives"):
+    with pytest.raises(torch_ckpt.errors.UnsupportedError, match="collectives"):
         dcp.save(
             {"t": torch.zeros(2)}, storage_writer=SafetensorsWriter(path), use_collectives=False
         )

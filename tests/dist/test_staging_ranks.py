@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastSavePlanner, FastWriter, RankTimeoutError, SnapshotStager
+from torch_ckpt import FastReader, FastSavePlanner, FastWriter, SnapshotStager
+from torch_ckpt.errors import RankTimeoutError
 from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.staging.stager import _Placed
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torch_ckpt import FastReader, FastWriter, SnapshotAgent, SnapshotStager
+from torch_ckpt import FastReader, FastWriter, SnapshotStager
 from torch_ckpt._core import _native
+from torch_ckpt.agent import SnapshotAgent
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

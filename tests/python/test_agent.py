@@ -25,20 +25,9 @@ import torch.distributed.checkpoint as dcp
 from random_states import blanked, random_state, same
 from waits import SOON_S, until
 
-from torch_ckpt import (
-    AgentOptions,
-    CancelledError,
-    CheckpointError,
-    FastReader,
-    FastSavePlanner,
-    FastWriter,
-    IoOptions,
-    SnapshotAgent,
-    SnapshotReader,
-    StorageError,
-)
+from torch_ckpt import CheckpointError, FastReader, FastSavePlanner, FastWriter, IoOptions
 from torch_ckpt._core import _native
-from torch_ckpt.agent import messages, saves
+from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, messages, saves
 from torch_ckpt.agent.memory import (
     SlotHeader,
     agent_lock,
@@ -53,6 +42,7 @@ from torch_ckpt.agent.messages import Kind, receive, send
 from torch_ckpt.agent.persist import persist
 from torch_ckpt.agent.process import Agent
 from torch_ckpt.agent.slots import Slots
+from torch_ckpt.errors import CancelledError, StorageError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
@@ -127,15 +117,15 @@ def test_whatever_is_saved_is_what_a_save_without_agent_stores(
                 agent.stage(state, path, step=step)
             continue
         staged = agent.stage(state, path, step=step)
-        remembered = agent.newest()
-        assert remembered.step == step
+        checkpoint = agent.newest()
+        assert checkpoint.step == step
         agent.persist(staged)
         expected = outcome(state, FastReader(other))
         assert same(outcome(state, FastReader(path)), expected)
         stock = outcome(state, dcp.FileSystemReader(other))
         assert same(outcome(state, dcp.FileSystemReader(path)), stock)
         if not isinstance(expected, str):
-            assert same(outcome(state, SnapshotReader(remembered)), expected)
+            assert same(outcome(state, SnapshotReader(checkpoint)), expected)
             compared += same(expected, state)
     assert compared > steps // 8
 
@@ -195,7 +185,7 @@ KILLED_IN_MID_COPY = """
 import os, signal, sys, torch
 from unittest import mock
 from torch_ckpt._core import _native
-from torch_ckpt import SnapshotAgent
+from torch_ckpt.agent import SnapshotAgent
 run = sys.argv[1]
 agent = SnapshotAgent(run)
 state = {"a": torch.full((1 << 18,), 1.0), "b": torch.full((1 << 18,), 1.0)}
@@ -217,7 +207,7 @@ with mock.patch.object(_native.Slot, "copy", copy_half):
 KILLED_BEFORE_IT_SAYS_SO = """
 import os, signal, sys, torch
 from torch_ckpt.agent.client import AgentClient
-from torch_ckpt import AgentOptions, SnapshotAgent
+from torch_ckpt.agent import AgentOptions, SnapshotAgent
 run = sys.argv[1]
 agent = SnapshotAgent(run, options=AgentOptions(persist_on_failure=False))
 AgentClient.filled = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -296,7 +286,7 @@ def test_an_agent_that_is_told_to_end_brings_the_newest_step_to_disk_first(run: 
 
 ENDS = """
 import sys, torch
-from torch_ckpt import AgentOptions, SnapshotAgent
+from torch_ckpt.agent import AgentOptions, SnapshotAgent
 run, how = sys.argv[1:]
 agent = SnapshotAgent(run, options=AgentOptions(persist_on_failure=how != "kept in memory"))
 agent.stage({"w": torch.ones(1000)}, run + "/1", step=1, persist=False)
@@ -603,8 +593,8 @@ def test_memory_of_ranks_that_are_no_more_makes_room_if_it_is_on_disk(run: Path)
     for rank in (0, 5, 6):
         fill_slot(folder, 0, SlotHeader(b"s" * 16, rank, 5, rank, 7, 0, 1, 7, 1, run_of(run)))
     slots = Slots(folder, run_of(run))
-    assert not slots.let_go([0], lambda save: False)
-    assert slots.let_go([0], lambda save: save == (b"s" * 16, 5))
+    assert not slots.release([0], lambda save: False)
+    assert slots.release([0], lambda save: save == (b"s" * 16, 5))
     assert {path.name for path in folder.iterdir()} == {"rank-0.0", "rank-6.0"}
 
 

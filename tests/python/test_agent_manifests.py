@@ -9,8 +9,9 @@ from typing import get_args
 import pytest
 import torch
 
-from torch_ckpt import CheckpointError, CorruptionError, NotFoundError
+from torch_ckpt import CheckpointError
 from torch_ckpt.agent.manifests import Manifests, What, decode, encode
+from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.snapshot import holes
 from torch_ckpt.storage.gc import stale_files
@@ -33,14 +34,14 @@ def test_no_byte_of_a_file_can_be_changed_or_cut_off_unnoticed(rng: random.Rando
 
 def test_what_is_damaged_or_not_there_is_nothing(tmp_path: Path) -> None:
     files = manifests_in(tmp_path)
-    files.put("try", {"try": "ab"})
+    files.put("epoch", {"epoch": "ab"})
     other = manifests_in(tmp_path, 1)
-    assert other.get(0, "try") == ({"try": "ab"}, [])
-    assert other.there() == {"try": {0}, "lists": set(), "manifest": set(), "failed": set()}
+    assert other.get(0, "epoch") == ({"epoch": "ab"}, [])
+    assert other.there() == {"epoch": {0}, "lists": set(), "manifest": set(), "failed": set()}
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
-    assert other.get(0, "try") is None
-    assert other.get(1, "try") is None
+    assert other.get(0, "epoch") is None
+    assert other.get(1, "epoch") is None
 
 
 def test_what_a_save_recognises_as_left_over_is_every_file_of_agents(tmp_path: Path) -> None:
@@ -56,10 +57,10 @@ def test_what_a_save_recognises_as_left_over_is_every_file_of_agents(tmp_path: P
 def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
     files = manifests_in(tmp_path / "none")
     with pytest.raises(NotFoundError, match="No such file"):
-        files.put("try", {})
+        files.put("epoch", {})
     assert not files.is_attended()
     with pytest.raises(CheckpointError):
-        files.decline("of no room")
+        files.abort("of no room")
 
 
 def test_holes_are_exactly_what_no_box_covers(rng: random.Random) -> None:

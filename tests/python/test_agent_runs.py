@@ -16,7 +16,7 @@ import torch
 from waits import SOON_S, until
 
 import torch_ckpt
-from torch_ckpt import AgentOptions
+from torch_ckpt.agent import AgentOptions
 from torch_ckpt.agent.memory import folder_of, run_of
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]

@@ -29,14 +29,8 @@ from damage import (
 )
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from torch_ckpt import (
-    CorruptionError,
-    FastReader,
-    FastWriter,
-    IoOptions,
-    NotFoundError,
-    UnsupportedError,
-)
+from torch_ckpt import FastReader, FastWriter, IoOptions
+from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 

@@ -27,9 +27,10 @@ from checkpoints import (
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from torch_ckpt import CorruptionError, FastReader, FastWriter, NotFoundError
+from torch_ckpt import FastReader, FastWriter
+from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.seal import INDEX_MARK, open_committed
+from torch_ckpt.formats.committed import INDEX_MARK, open_committed
 
 
 def random_state(rng: random.Random) -> dict[str, Any]:
@@ -163,7 +164,8 @@ def test_metadata_that_were_changed_and_still_unpickle_are_refused(
 EVERY_FLIP = """
 import resource, sys
 from pathlib import Path
-from torch_ckpt import CorruptionError, FastReader
+from torch_ckpt import FastReader
+from torch_ckpt.errors import CorruptionError
 
 resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
 unpickled = []

@@ -37,13 +37,10 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
 )
 
-from torch_ckpt import (
+from torch_ckpt import CheckpointError, FastReader, FastWriter, IoOptions
+from torch_ckpt.errors import (
     CancelledError,
-    CheckpointError,
     CorruptionError,
-    FastReader,
-    FastWriter,
-    IoOptions,
     MismatchError,
     NotFoundError,
     StorageError,
@@ -560,7 +557,8 @@ SAVE_ABOVE_THE_LIMIT = """
 import errno, resource, sys, torch
 from pathlib import Path
 from checkpoints import failure_of, files, loads, save
-from torch_ckpt import FastWriter, StorageError
+from torch_ckpt import FastWriter
+from torch_ckpt.errors import StorageError
 
 path = Path(sys.argv[1])
 old = {"t": torch.arange(1000)}

@@ -17,9 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastWriter, NotFoundError, Run, SafetensorsWriter
+from torch_ckpt import FastReader, FastWriter, Run, SafetensorsWriter
 from torch_ckpt.cli.main import main
-from torch_ckpt.errors import StorageError, UnsupportedError
+from torch_ckpt.errors import NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location, register
 
 ELSEWHERE = "/no-such-directory"

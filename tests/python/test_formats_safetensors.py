@@ -27,14 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from torch_ckpt import (
-    CorruptionError,
-    FastLoadPlanner,
-    FastReader,
-    MismatchError,
-    NotFoundError,
-    UnsupportedError,
-)
+from torch_ckpt import FastLoadPlanner, FastReader
+from torch_ckpt.errors import CorruptionError, MismatchError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.safetensors import open_safetensors
 

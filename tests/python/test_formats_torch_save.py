@@ -31,13 +31,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from torch_ckpt import (
-    CorruptionError,
-    FastLoadPlanner,
-    FastReader,
-    NotFoundError,
-    UnsupportedError,
-)
+from torch_ckpt import FastLoadPlanner, FastReader
+from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 
 PLANNERS = [DefaultLoadPlanner, FastLoadPlanner]
 

@@ -45,7 +45,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
-from torch_ckpt import CorruptionError, FastReader, FastWriter, UnsupportedError
+from torch_ckpt import FastReader, FastWriter
+from torch_ckpt.errors import CorruptionError, UnsupportedError
 from torch_ckpt.formats.metadata import check_metadata, load_metadata
 from torch_ckpt.formats.pickles import _VOCABULARY, ForbiddenPickleError, load_allowed
 

@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_ckpt import CorruptionError, FastReader, FastWriter
+from torch_ckpt import FastReader, FastWriter
 from torch_ckpt._core import _native
+from torch_ckpt.errors import CorruptionError
 
 FIELDS = ["state_dict_metadata", "storage_data", "planner_data"]
 

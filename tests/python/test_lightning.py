@@ -16,7 +16,8 @@ pytest.importorskip("lightning")
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from torch_ckpt import CheckpointError, NotFoundError
+from torch_ckpt import CheckpointError
+from torch_ckpt.errors import NotFoundError
 from torch_ckpt.integrations.lightning import FastCheckpointIO
 
 pytestmark = [

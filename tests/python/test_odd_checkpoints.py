@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from torch_ckpt import FastReader, FastWriter, UnsupportedError
+from torch_ckpt import FastReader, FastWriter
 from torch_ckpt._core import _native
 from torch_ckpt.cli.main import main
-from torch_ckpt.formats.seal import INDEX_MARK
+from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.formats.committed import INDEX_MARK
 
 
 class TwoDtypesPlanner(DefaultSavePlanner):

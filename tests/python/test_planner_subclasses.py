@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import (
 
 from torch_ckpt import CheckpointError, FastLoadPlanner, FastReader, FastSavePlanner, FastWriter
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.seal import open_committed
+from torch_ckpt.formats.committed import open_committed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -17,7 +17,8 @@ import torch
 from checkpoints import blank, differences, load, save
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from torch_ckpt import FastReader, FastWriter, NotFoundError
+from torch_ckpt import FastReader, FastWriter
+from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import register
 
 LIMIT, SAMPLES, SEED = 600, 150, 7

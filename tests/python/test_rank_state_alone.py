@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import torch_ckpt
-from torch_ckpt import FastLoadPlanner, FastSavePlanner, MismatchError, RankState
+from torch_ckpt import FastLoadPlanner, FastSavePlanner, RankState
+from torch_ckpt.errors import MismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -35,13 +35,8 @@ from torch.distributed.checkpoint import (
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_ckpt
-from torch_ckpt import (
-    FastLoadPlanner,
-    FastReader,
-    FastSavePlanner,
-    FastWriter,
-    UnsupportedError,
-)
+from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter
+from torch_ckpt.errors import UnsupportedError
 
 PLANNERS = {
     "stock's planners": (DefaultSavePlanner, DefaultLoadPlanner),

@@ -22,7 +22,8 @@ import pytest
 import torch
 from checkpoints import ROOT, failure_of
 
-from torch_ckpt import CheckpointError, CorruptionError, FastReader, NotFoundError, Run, load
+from torch_ckpt import CheckpointError, FastReader, Run, load
+from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs import save_interval
 from torch_ckpt.runs.step_directories import StepDirectories, remove_directory
@@ -283,7 +284,8 @@ import sys, warnings
 from pathlib import Path
 import torch
 from test_runs import state_of
-from torch_ckpt import FastReader, NotFoundError, load
+from torch_ckpt import FastReader, load
+from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch.distributed.checkpoint.api import CheckpointException

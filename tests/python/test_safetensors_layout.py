@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torch_ckpt import UnsupportedError
+from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.formats.safetensors_layout import DTYPES, ModelLayout, TensorFacts
 
 GB = 1_000_000_000

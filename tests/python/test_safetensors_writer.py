@@ -28,14 +28,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from torch_ckpt import (
-    AlreadyExistsError,
-    FastSavePlanner,
-    IoOptions,
-    MismatchError,
-    SafetensorsWriter,
-    UnsupportedError,
-)
+from torch_ckpt import FastSavePlanner, IoOptions, SafetensorsWriter
+from torch_ckpt.errors import AlreadyExistsError, MismatchError, UnsupportedError
 from torch_ckpt.formats.safetensors_layout import DTYPES as STORED
 
 State = dict[str, torch.Tensor]

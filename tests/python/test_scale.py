@@ -16,7 +16,8 @@ from checkpoints import data_files, failure_of, load, save
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from torch_ckpt import CorruptionError, FastReader, FastWriter
+from torch_ckpt import FastReader, FastWriter
+from torch_ckpt.errors import CorruptionError
 
 COUNT = 100_000
 

@@ -30,10 +30,9 @@ from torch_ckpt import (
     FastWriter,
     IoOptions,
     SnapshotStager,
-    StorageError,
-    UnsupportedError,
 )
 from torch_ckpt._core import _native
+from torch_ckpt.errors import StorageError, UnsupportedError
 from torch_ckpt.staging import stager as staging
 
 pytestmark = pytest.mark.timeout(120)

@@ -38,7 +38,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastWriter, IoMode, IoOptions, UnsupportedError
+from torch_ckpt import FastReader, FastWriter, IoOptions
+from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.options import IoMode
 
 ASYNC_TIMEOUT_S = 60
 

@@ -24,7 +24,7 @@ class TensorView:
 
 SlotHeader = tuple[bytes, bytes, int, int, int, int, int, int, int, int, bytes, bytes]
 """Run, session, sequence, step, rank, world size, node, node count, ranks of this machine, whether
-it is to be brought to disk, held, share."""
+it is to be brought to disk, tensors_id, share."""
 
 class Devices: ...
 
@@ -144,7 +144,7 @@ class MetadataFile:
     """An open ``.metadata``: its pickle, and the trailer that says what the pickle must be."""
 
     @property
-    def sealed(self) -> bool: ...
+    def has_trailer(self) -> bool: ...
     @property
     def trailer_problem(self) -> str: ...
     def read_pickle(self, verify: bool = True) -> bytes: ...
@@ -190,7 +190,7 @@ def make_index(
     entries: Sequence[IndexEntry] | None,
     paths: Sequence[IndexPath] | None,
 ) -> tuple[bytes, bytes]: ...
-def seal_metadata(
+def commit_files(
     save_id: str,
     files: Sequence[tuple[str, int, bytes]],
     version: str,
@@ -198,7 +198,7 @@ def seal_metadata(
     paths: Sequence[IndexPath] | None,
     storage_meta: tuple[str | None, bool, str | None, str | None, Sequence[str]],
 ) -> tuple[bytes, bytes]: ...
-def seal_plan(
+def planned_commit_files(
     plan: GlobalPlan,
     save_id: str,
     files: Sequence[tuple[int, tuple[str, int, bytes], bytes]],
@@ -248,7 +248,7 @@ class SaveJob(FileJob):
     @property
     def sums(self) -> tuple[int, bytes]: ...
 
-class PartJob(FileJob):
+class SharedFileJob(FileJob):
     def __init__(
         self,
         fs: FileSystem,

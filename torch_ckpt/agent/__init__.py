@@ -1,1 +1,33 @@
-"""The process that keeps snapshots in shared memory, and brings them to disk."""
+"""The process that keeps snapshots in shared memory and writes them to disk, and its clients.
+
+Public names load lazily: the process imports this package, and must not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_ckpt.agent.options import AgentOptions
+    from torch_ckpt.agent.reader import SnapshotReader
+    from torch_ckpt.agent.trainer import MemoryCheckpoint, SnapshotAgent
+
+_HOMES = {
+    "AgentOptions": "options",
+    "MemoryCheckpoint": "trainer",
+    "SnapshotAgent": "trainer",
+    "SnapshotReader": "reader",
+}
+
+__all__ = ["AgentOptions", "MemoryCheckpoint", "SnapshotAgent", "SnapshotReader"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -22,7 +22,7 @@ from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["AgentClient", "Place", "Taken"]
+__all__ = ["AcquiredSlot", "AgentClient", "Place"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
@@ -72,7 +72,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Taken:
+class AcquiredSlot:
     """A slot that is to be filled.
 
     Attributes:
@@ -121,7 +121,7 @@ class AgentClient:
         """
         self._ask(Kind.RESERVE, nbytes)
 
-    def take(self, sequence: int, nbytes: int, timeout_s: float) -> Taken | None:
+    def acquire(self, sequence: int, nbytes: int, timeout_s: float) -> AcquiredSlot | None:
         """A slot to fill; ``None`` where none is free in time.
 
         Args:
@@ -132,23 +132,23 @@ class AgentClient:
         Raises:
             StorageError: There is not as much memory.
         """
-        answer = self._ask(Kind.TAKE, sequence, nbytes, int(timeout_s * 1000))
+        answer = self._ask(Kind.ACQUIRE, sequence, nbytes, int(timeout_s * 1000))
         if answer.kind == Kind.BUSY:
             return None
-        return Taken(Path(os.fsdecode(answer.data(0))), bool(answer.integer(1)))
+        return AcquiredSlot(Path(os.fsdecode(answer.data(0))), bool(answer.integer(1)))
 
     def filled(self, path: Path, sequence: int) -> None:
         """Says that a snapshot is complete."""
         self._ask(Kind.FILLED, os.fsencode(path), sequence)
 
-    def give_up(self, sequence: int, directory: Location) -> None:
+    def abort(self, sequence: int, directory: Location) -> None:
         """Says that there will be no snapshot for this save, as far as anybody can be told."""
         if self.is_lost:
             return
         place = self.place
         with contextlib.suppress(OSError, CheckpointError):
             self._ask(
-                *(Kind.GIVE_UP, sequence, place.node, place.node_count, os.fsencode(str(directory)))
+                *(Kind.ABORT, sequence, place.node, place.node_count, os.fsencode(str(directory)))
             )
 
     def persist(self, sequence: int) -> None:
@@ -159,7 +159,7 @@ class AgentClient:
         """
         self._ask(Kind.PERSIST, self.place.session, sequence)
 
-    def bye(self, *, drop: bool) -> None:
+    def detach(self, *, drop: bool) -> None:
         """Ends in good order.
 
         Args:
@@ -167,7 +167,7 @@ class AgentClient:
         """
         try:
             if not self.is_lost:
-                self._ask(Kind.BYE, int(drop))
+                self._ask(Kind.DETACH, int(drop))
         except (OSError, CheckpointError) as error:
             _log.warning("the agent of this machine could not be told of a good end: %s", error)
         self.close()

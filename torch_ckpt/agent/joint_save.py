@@ -21,22 +21,22 @@ from dataclasses import dataclass
 from torch_ckpt._core import _native
 from torch_ckpt.agent.manifests import Failure, Manifests, failure_of, raise_failure
 from torch_ckpt.agent.memory import SlotHeader
-from torch_ckpt.agent.persist import Report, directory_of, publish, seal, write_parts
+from torch_ckpt.agent.persist import Report, commit_files, directory_of, publish, write_parts
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.formats.seal import committed_id
+from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.gc import remove_files
 
 __all__ = ["JointSave"]
 
-_LAST_WORD_S = 5.0
+_GRACE_S = 5.0
 """By how much the others wait longer for the first machine, which knows better what is wrong."""
 
 HURRY_S = 30.0
 """For how long an agent that has to go on waits for others."""
 
 
-class _ToldError(Exception):
+class _RemoteError(Exception):
     """Another machine has failed.
 
     Args:
@@ -99,11 +99,11 @@ class JointSave:
             self._directory,
         )
         self._leads = header.node == 0
-        wait_s = timeout_s if self._leads else timeout_s + min(_LAST_WORD_S, timeout_s / 4)
+        wait_s = timeout_s if self._leads else timeout_s + min(_GRACE_S, timeout_s / 4)
         self._timeout_s = wait_s
         self._is_hurried = is_hurried
         self._wait_anew()
-        self._try = ""  # That which goes on, as far as this machine knows.
+        self._epoch = ""  # That which goes on, as far as this machine knows.
         self._former_failure: str | None = ""  # Which try had failed when this machine came.
         self._plan: _Plan | None = None
         self._written: list[str] = []
@@ -123,13 +123,13 @@ class JointSave:
             StorageError: It cannot be written.
         """
         self._directory.create_directories()
-        self._former_failure = self._failed_try(0)
+        self._former_failure = self._failed_epoch(0)
         self._files.remove("failed")
         if self._leads:
-            self._try = self._try_of_first()  # Of an agent that was here before.
-            if self._try in ("", self._former_failure):
-                self._try = secrets.token_hex(8)
-        self._publish({what: set() for what in ("try", "lists", "manifest")})
+            self._epoch = self._first_epoch()  # Of an agent that was here before.
+            if self._epoch in ("", self._former_failure):
+                self._epoch = secrets.token_hex(8)
+        self._publish({what: set() for what in ("epoch", "lists", "manifest")})
 
     def advance(self) -> bool:
         """Does all that can be done without waiting for other machines.
@@ -143,19 +143,19 @@ class JointSave:
         """
         try:
             return self._advance()
-        except _ToldError as told:
+        except _RemoteError as told:
             failure, unsure = told.failure, told.unsure
-            self._leave_try(failure if self._leads else None, keep=unsure)
+            self._leave_epoch(failure if self._leads else None, keep=unsure)
         except Exception as error:
             failure = failure_of(self._files.node, error)
             # Of what this machine has published a manifest, only the first may say that it failed.
             is_bound = self.has_written and not self._leads
-            self._leave_try(None if is_bound else failure, keep=is_bound or self._is_unsure)
+            self._leave_epoch(None if is_bound else failure, keep=is_bound or self._is_unsure)
         raise_failure(failure)
 
     def leave(self) -> None:
         """Takes part no more."""
-        self._leave_try(None, keep=not self._leads)
+        self._leave_epoch(None, keep=not self._leads)
 
     def _advance(self) -> bool:
         files = self._files
@@ -171,7 +171,7 @@ class JointSave:
         self._raise_failed(there["failed"].intersection(files.others))
         if not self._leads:
             self._follow()
-        if not self.has_written and self._try and len(there["lists"]) == files.node_count:
+        if not self.has_written and self._epoch and len(there["lists"]) == files.node_count:
             self._write()
             there = files.there()
         if self._leads and self.has_written and len(there["manifest"]) == files.node_count:
@@ -194,31 +194,31 @@ class JointSave:
             got = self._files.get(node, "failed")
             if got is None:
                 continue
-            of_try = got[0]["try"]
-            is_new = not self._try and of_try != self._former_failure
-            ends = (self._leads or node == 0) and (of_try == self._try or is_new)
-            if of_try is None or ends:
-                raise _ToldError(tuple(got[0]["failure"]), got[0].get("unsure", False))
+            of_epoch = got[0]["epoch"]
+            is_new = not self._epoch and of_epoch != self._former_failure
+            ends = (self._leads or node == 0) and (of_epoch == self._epoch or is_new)
+            if of_epoch is None or ends:
+                raise _RemoteError(tuple(got[0]["failure"]), got[0].get("unsure", False))
 
-    def _failed_try(self, node: int) -> str | None:
+    def _failed_epoch(self, node: int) -> str | None:
         """The try that a machine says has failed; empty if it says nothing."""
         got = self._files.get(node, "failed")
-        return "" if got is None else got[0]["try"]
+        return "" if got is None else got[0]["epoch"]
 
-    def _try_of_first(self) -> str:
+    def _first_epoch(self) -> str:
         """The try that goes on; empty if there is none."""
-        got = self._files.get(0, "try")
-        return "" if got is None else str(got[0]["try"])
+        got = self._files.get(0, "epoch")
+        return "" if got is None else str(got[0]["epoch"])
 
     def _follow(self) -> None:
         """Finds out which try goes on."""
-        goes_on = self._try_of_first()
-        if goes_on in ("", self._try):
+        goes_on = self._first_epoch()
+        if goes_on in ("", self._epoch):
             return
-        if self._try:  # That one is over, for there is another.
+        if self._epoch:  # That one is over, for there is another.
             self._files.remove("manifest")
             self._drop()
-        self._try = goes_on
+        self._epoch = goes_on
         self._wait_anew()
 
     def _write(self) -> None:
@@ -291,7 +291,7 @@ class JointSave:
     def _reports_of(self, node: int) -> list[Report] | None:
         """What a machine has written in this try; ``None`` where it has not said so."""
         got = self._files.get(node, "manifest")
-        if got is None or got[0]["try"] != self._try:
+        if got is None or got[0]["epoch"] != self._epoch:
             return None
         facts, blobs = got
         return [
@@ -304,14 +304,14 @@ class JointSave:
     def _commit(self, reports: list[Report]) -> None:
         """Commits; on the first machine."""
         assert self._plan is not None
-        save_id = self._files.save_id(self._try)
-        sealed = seal(self._plan.plan, reports, save_id, self._first, self._plan.paths)
+        save_id = self._files.save_id(self._epoch)
+        files = commit_files(self._plan.plan, reports, save_id, self._first, self._plan.paths)
         written = {name: nbytes for _, (name, nbytes, _), _ in reports}
         self._is_unsure = True  # If this fails, it may be there all the same.
-        publish(sealed, written, save_id, self._first, *self._before)
+        publish(files, written, save_id, self._first, *self._before)
         self._files.clear()
 
-    def _leave_try(self, failure: Failure | None, *, keep: bool) -> None:
+    def _leave_epoch(self, failure: Failure | None, *, keep: bool) -> None:
         """Ends this machine's part.
 
         Args:
@@ -319,10 +319,10 @@ class JointSave:
             keep: Whether what is written stays, for it may be committed.
         """
         if failure is not None:
-            facts = {"try": self._try, "failure": failure, "unsure": self._is_unsure}
+            facts = {"epoch": self._epoch, "failure": failure, "unsure": self._is_unsure}
             with contextlib.suppress(CheckpointError):  # What has failed first is raised.
                 self._files.put("failed", facts)
-        self._files.remove("try", "lists")
+        self._files.remove("epoch", "lists")
         if not keep:
             self._files.remove("manifest")
             self._drop()
@@ -346,15 +346,15 @@ class JointSave:
             }
             blobs = [blob for one in self._snapshots for blob in (one.items, one.paths or b"")]
             self._files.put("lists", facts, blobs)
-        if self._leads and node not in there["try"]:
-            self._files.put("try", {"try": self._try})
+        if self._leads and node not in there["epoch"]:
+            self._files.put("epoch", {"epoch": self._epoch})
         if self._reports is not None and node not in there["manifest"]:
             self._publish_manifest(self._reports)
 
     def _publish_manifest(self, reports: list[Report]) -> None:
         files = [(rank, name, nbytes) for rank, (name, nbytes, _), _ in reports]
         blobs = [blob for _, (_, _, sums), extents in reports for blob in (sums, extents)]
-        self._files.put("manifest", {"try": self._try, "files": files}, blobs)
+        self._files.put("manifest", {"epoch": self._epoch, "files": files}, blobs)
 
     def _save_facts(self) -> list[object]:
         """What all machines must agree on."""

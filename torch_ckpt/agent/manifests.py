@@ -20,15 +20,15 @@ from typing import Any, Literal, NoReturn, get_args
 from torch_ckpt.agent.messages import Kind, Message, error_message, raise_error
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.seal import committed_id
+from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.storage.gc import remove_files
 
 __all__ = ["Failure", "Manifests", "decode", "encode", "failure_of", "raise_failure"]
 
-What = Literal["try", "lists", "manifest", "failed"]
+What = Literal["epoch", "lists", "manifest", "failed"]
 
 _UNPUBLISHED = ".tmp"
-_MAGIC = b"TCMEET2\n"
+_MAGIC = b"TCAGENT\n"
 _HEAD = struct.Struct("<8sII")
 _TAG_DIGITS = 16
 _OF_ID = 10  # Of those, that begin the id of the save; the other six digits are those of a try.
@@ -75,9 +75,9 @@ class Manifests:
         """The numbers of all other machines."""
         return [node for node in range(self.node_count) if node != self.node]
 
-    def save_id(self, attempt: str) -> str:
+    def save_id(self, epoch: str) -> str:
         """The id of the save, if this try of it is committed."""
-        return self.tag[:_OF_ID] + attempt[: _TAG_DIGITS - _OF_ID]
+        return self.tag[:_OF_ID] + epoch[: _TAG_DIGITS - _OF_ID]
 
     def committed(self) -> bool:
         """Whether this save is committed.
@@ -131,14 +131,14 @@ class Manifests:
         """Whether any machine has come for this save."""
         return bool(self._files())
 
-    def decline(self, why: str) -> None:
+    def abort(self, why: str) -> None:
         """Says that this machine will never have the save.
 
         Raises:
             StorageError: It cannot be said.
         """
         failure = failure_of(self.node, CheckpointError(why))
-        self.put("failed", {"try": None, "failure": failure})
+        self.put("failed", {"epoch": None, "failure": failure})
 
     def _files(self) -> list[re.Match[str]]:
         with contextlib.suppress(StorageError, NotFoundError):

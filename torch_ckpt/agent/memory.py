@@ -56,7 +56,7 @@ NOT_SHARED = bytes(16)
 LOCK_NAME = "agent.lock"
 """The file whose lock the agent of a run holds."""
 
-_LOOK_AWAY_S = 0.2
+_LOCK_WAIT_S = 0.2
 """Whoever looks whether there is an agent (:func:`has_agent`) holds its lock for a moment."""
 
 _ABANDONED_S = 24 * 3600.0
@@ -80,7 +80,7 @@ class SlotHeader:
         ranks_here: How many of the ranks are on this one.
         persist: Whether it is to be brought to disk without being asked again: 0 or 1.
         run: 16 bytes.
-        held: 16 bytes that stand for the tensors that the rank held.
+        tensors_id: 16 bytes that identify the tensors of the rank.
         share: 16 bytes that stand for how the ranks of the machine shared these out: the slots of
             one save belong together only if they are the same. ``NOT_SHARED``: each has all.
     """
@@ -95,7 +95,7 @@ class SlotHeader:
     ranks_here: int
     persist: int
     run: bytes
-    held: bytes = bytes(16)
+    tensors_id: bytes = bytes(16)
     share: bytes = NOT_SHARED
 
     @classmethod
@@ -124,7 +124,14 @@ class SlotHeader:
         """In the engine's order."""
         return (
             *(self.run, self.session, self.sequence, self.step, self.rank, self.world_size),
-            *(self.node, self.node_count, self.ranks_here, self.persist, self.held, self.share),
+            *(
+                self.node,
+                self.node_count,
+                self.ranks_here,
+                self.persist,
+                self.tensors_id,
+                self.share,
+            ),
         )
 
 
@@ -214,7 +221,7 @@ def sharing_of(headers: Sequence[SlotHeader]) -> bytes:
     """
     digest = hashlib.blake2b(digest_size=16)
     for header in headers:
-        digest.update(header.rank.to_bytes(8, "little") + header.held)
+        digest.update(header.rank.to_bytes(8, "little") + header.tensors_id)
     return digest.digest()
 
 
@@ -234,12 +241,12 @@ def agent_lock(folder: Path) -> Iterator[bool]:
     """Holds the lock of a run's agent; gives whether it could be had."""
     descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        deadline = time.monotonic() + _LOOK_AWAY_S
+        deadline = time.monotonic() + _LOCK_WAIT_S
         while not _try_lock(descriptor, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 yield False
                 return
-            time.sleep(_LOOK_AWAY_S / 20)
+            time.sleep(_LOCK_WAIT_S / 20)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)  # For people.
         # Its folder may have been removed by the agent that has just ended.

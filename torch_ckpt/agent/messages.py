@@ -40,7 +40,7 @@ class Kind(enum.IntEnum):
     """Class of the error, message, errno."""
     RESERVE = 4
     """Asks for slots: nbytes of each."""
-    TAKE = 5
+    ACQUIRE = 5
     """Asks for a slot to fill: sequence, nbytes, milliseconds to wait for one."""
     SLOT = 6
     """Answers: file of the slot, whether that had to wait."""
@@ -50,10 +50,10 @@ class Kind(enum.IntEnum):
     """A snapshot is complete: file of the slot, sequence."""
     PERSIST = 9
     """Waits until a save is on disk: session, sequence."""
-    BYE = 10
+    DETACH = 10
     """A rank ends in good order: whether its snapshots are of no more use."""
 
-    GIVE_UP = 11
+    ABORT = 11
     """A rank will not fill a slot for a save: sequence, node, node count, directory."""
 
 
@@ -62,13 +62,13 @@ _FIELDS: dict[Kind, str] = {
     Kind.OK: "",
     Kind.ERROR: "bbi",
     Kind.RESERVE: "i",
-    Kind.TAKE: "iii",
+    Kind.ACQUIRE: "iii",
     Kind.SLOT: "bi",
     Kind.BUSY: "",
     Kind.FILLED: "bi",
     Kind.PERSIST: "bi",
-    Kind.BYE: "i",
-    Kind.GIVE_UP: "iiib",
+    Kind.DETACH: "i",
+    Kind.ABORT: "iiib",
 }
 
 

@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.seal import INDEX_MARK, committed_id
+from torch_ckpt.formats.committed import INDEX_MARK, committed_id
 from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.file_jobs import write_planned
 from torch_ckpt.storage.gc import remove_files, stale_files
 
-__all__ = ["Report", "directory_of", "persist", "publish", "seal", "write_parts"]
+__all__ = ["Report", "commit_files", "directory_of", "persist", "publish", "write_parts"]
 
 Report = tuple[int, tuple[str, int, bytes], bytes]
 """Rank, its file with the sums of that, where its items lie."""
@@ -63,14 +63,14 @@ def persist(
         parts = [(snapshot, plan.assignment(n)) for n, snapshot in enumerate(snapshots)]
         reports = write_parts(parts, directory, save_id, written, io=io, threads=threads)
         paths = [snapshot.paths for snapshot in snapshots]
-        sealed = seal(plan, reports, save_id, first, paths)
+        files = commit_files(plan, reports, save_id, first, paths)
         if not is_current():
             raise CheckpointError(f"cannot commit {directory}: a slot was filled anew meanwhile")
     except BaseException:
         remove_files(directory, written)
         raise
     sizes = {name: nbytes for _, (name, nbytes, _), _ in reports}
-    publish(sealed, sizes, save_id, first, found, former)
+    publish(files, sizes, save_id, first, found, former)
 
 
 def write_parts(
@@ -115,7 +115,7 @@ def write_parts(
     return reports
 
 
-def seal(
+def commit_files(
     plan: _native.GlobalPlan,
     reports: Sequence[Report],
     save_id: str,
@@ -137,11 +137,11 @@ def seal(
     directory = str(directory_of(first))
     once = None if first.paths is None else _once(paths)
     storage_meta = (directory, True, save_id, None, [INDEX_MARK])
-    return _native.seal_plan(plan, save_id, reports, first.version, once, storage_meta)
+    return _native.planned_commit_files(plan, save_id, reports, first.version, once, storage_meta)
 
 
 def publish(
-    sealed: tuple[bytes, bytes],
+    files: tuple[bytes, bytes],
     written: Mapping[str, int],
     save_id: str,
     first: _native.StoredSnapshot,
@@ -151,7 +151,7 @@ def publish(
     """Commits what is written, and removes what that has replaced.
 
     Args:
-        sealed: As :func:`seal` has made it.
+        files: As :func:`commit_files` has made it.
         written: The names of all data files, and their lengths.
         save_id: Of the save.
         first: One of the snapshots.
@@ -169,7 +169,7 @@ def publish(
         remove_files(directory, written)
         raise
     directory.file_system.commit(
-        *(directory.path, ".metadata", ".index", *sealed, save_id),
+        *(directory.path, ".metadata", ".index", *files, save_id),
         *(sorted(written), first.sync),
     )
     remove_files(directory, stale_files(found, written, None))

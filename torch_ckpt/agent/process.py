@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from torch_ckpt.agent.declined import Declined
+from torch_ckpt.agent.aborts import PendingAborts
 from torch_ckpt.agent.manifests import Manifests
 from torch_ckpt.agent.memory import (
     LOCK_NAME,
@@ -34,7 +34,7 @@ from torch_ckpt.agent.messages import Kind, Message, error_message, peer_of, rec
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.saves import Saves
-from torch_ckpt.agent.slots import Look, Slots
+from torch_ckpt.agent.slots import Slots, SlotScan
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
 
@@ -93,7 +93,7 @@ class Agent:
         is_first = not any(p.name.startswith(("rank-", "done-")) for p in folder.iterdir())
         if first_within_s is not None and is_first:
             self._first_within_s = min(first_within_s, options.linger_s)
-        self._declined = Declined(options.peers_timeout_s)
+        self._aborts = PendingAborts(options.peers_timeout_s)
         self._trainers: dict[int, RankProcess] = {}
         self._ranks: list[int] = []  # Of this machine, in the session that goes on.
         self._idle_since = time.monotonic()  # Since when there has been nobody.
@@ -117,26 +117,26 @@ class Agent:
         path.chmod(0o600)
         listener.listen(256)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-        with self._changed, contextlib.closing(self._declined):
+        with self._changed, contextlib.closing(self._aborts):
             self._saves.begin_next()  # What a former agent has left.
             while not self._has_ended():
                 self._changed.wait(_POLL_S)
                 self._look_after_trainers()
             listener.close()
             path.unlink(missing_ok=True)
-            if any(not t.said_bye and t.is_alive for t in self._trainers.values()):
+            if any(not t.has_detached and t.is_alive for t in self._trainers.values()):
                 return False  # They go on, with the next agent.
-            newest = self._slots.look().newest
+            newest = self._slots.scan().newest
             if self._is_dropped or newest is None or self._saves.is_done(newest.save):
                 return True
-            return self._all_said_bye and self._saves.error_of(newest.save) is None
+            return self._all_detached and self._saves.error_of(newest.save) is None
 
     def _has_ended(self) -> bool:
         """Whether nothing is left to do. Until then, trainers may come that start again."""
         if not self._signals and not self._is_over():
             return False
         if not self._is_dropped:
-            if self._all_said_bye or self.options.persist_on_failure:
+            if self._all_detached or self.options.persist_on_failure:
                 self._persist_newest()
             self._saves.begin_next()
         return not self._saves.is_running
@@ -144,16 +144,16 @@ class Agent:
     def _is_over(self) -> bool:
         if self._saves.is_running:
             return False
-        if self._all_said_bye and len(self._trainers) >= len(self._ranks):
+        if self._all_detached and len(self._trainers) >= len(self._ranks):
             return True
-        if any(t.is_alive and not t.said_bye for t in self._trainers.values()):
+        if any(t.is_alive and not t.has_detached for t in self._trainers.values()):
             self._idle_since = time.monotonic()
         linger_s = self.options.linger_s if self._trainers else self._first_within_s
         return time.monotonic() - self._idle_since > linger_s
 
     @property
-    def _all_said_bye(self) -> bool:
-        return bool(self._trainers) and all(t.said_bye for t in self._trainers.values())
+    def _all_detached(self) -> bool:
+        return bool(self._trainers) and all(t.has_detached for t in self._trainers.values())
 
     def _look_after_trainers(self) -> None:
         """Brings the newest snapshot to disk when a trainer has died."""
@@ -175,21 +175,23 @@ class Agent:
             return bool(self._signals) or any(t.session > save[0] and t.is_alive for t in trainers)
 
     def _persist_newest(self) -> None:
-        look = self._slots.look()
-        if look.newest is None:
+        scan = self._slots.scan()
+        if scan.newest is None:
             return
-        if look.newest.node_count == 1:
-            self._persist_anyhow(look.newest, look, self._saves.ask)
+        if scan.newest.node_count == 1:
+            self._persist_anyhow(scan.newest, scan, self._saves.ask)
             return
-        for of_save in reversed(look.complete.values()):  # What is newest others may not have.
+        for of_save in reversed(scan.complete.values()):  # What is newest others may not have.
             if self._saves.is_done(of_save[0][0].save):
                 return
-            self._persist_anyhow(of_save[0][0], look, self._saves.offer)
+            self._persist_anyhow(of_save[0][0], scan, self._saves.offer)
 
-    def _persist_anyhow(self, header: SlotHeader, look: Look, want: Callable[[Save], None]) -> None:
+    def _persist_anyhow(
+        self, header: SlotHeader, scan: SlotScan, want: Callable[[Save], None]
+    ) -> None:
         """Has a save come to disk, though trainers have not said that it should."""
         save = header.save
-        if self._saves.is_done(save) or self._saves.is_pending(save, look):
+        if self._saves.is_done(save) or self._saves.is_pending(save, scan):
             return
         has_failed = self._saves.error_of(save) is not None
         if not has_failed or save not in self._retried:
@@ -233,11 +235,11 @@ class Agent:
     def _answer(self, trainer: RankProcess, message: Message) -> Message:
         answers: dict[Kind, Callable[[RankProcess, Message], Message]] = {
             Kind.RESERVE: self._reserve,
-            Kind.TAKE: self._take,
+            Kind.ACQUIRE: self._take,
             Kind.FILLED: self._filled,
             Kind.PERSIST: self._persist,
-            Kind.BYE: self._bye,
-            Kind.GIVE_UP: self._give_up,
+            Kind.DETACH: self._bye,
+            Kind.ABORT: self._abort,
         }
         try:
             if message.kind not in answers:
@@ -254,7 +256,7 @@ class Agent:
         with self._changed:
             known = self._trainers.get(rank)
             if known is None or known.pid != pid or known.session != session:
-                is_taken = known is not None and not known.said_bye
+                is_taken = known is not None and not known.has_detached
                 if known is not None and known.pid == pid:  # As one that has left.
                     is_taken = is_taken and known.connections > 0
                 if known is not None and is_taken and known.is_alive:
@@ -285,7 +287,7 @@ class Agent:
         try:
             return make()
         except StorageError:
-            if not self._slots.let_go(self._ranks, self._saves.is_done):
+            if not self._slots.release(self._ranks, self._saves.is_done):
                 raise
             return make()
 
@@ -299,7 +301,7 @@ class Agent:
         self._changed.notify_all()
         while True:
             slot = self._with_room(
-                lambda: self._slots.take(
+                lambda: self._slots.acquire(
                     trainer.rank, nbytes, self._saves.is_pending, self._is_awaited
                 )
             )
@@ -330,28 +332,28 @@ class Agent:
         os.utime(path)  # Which writing to mapped memory does not: the run is not abandoned.
         trainer.reached = max(trainer.reached, message.integer(1) + 1)
         self._saves.begin_next()
-        newest = self._slots.look().newest
+        newest = self._slots.scan().newest
         if newest is not None and newest.session == trainer.session:
-            self._slots.keep_only(self._ranks, self._saves.is_pending)
+            self._slots.retain(self._ranks, self._saves.is_pending)
         self._changed.notify_all()
         return Message(Kind.OK)
 
-    def _give_up(self, trainer: RankProcess, message: Message) -> Message:
+    def _abort(self, trainer: RankProcess, message: Message) -> Message:
         sequence, node, node_count = (message.integer(at) for at in range(3))
         trainer.reached = max(trainer.reached, sequence + 1)
         self._changed.notify_all()
         if node_count > 1:
             directory = Location(os.fsdecode(message.data(3)))
-            self._declined.add(
+            self._aborts.add(
                 Manifests(self.run, trainer.session, sequence, node, node_count, directory),
                 f"rank {trainer.rank} has failed, or skipped, before its part of {directory}",
             )
         return Message(Kind.OK)
 
-    def _is_awaited(self, save: Save, look: Look) -> bool:
+    def _is_awaited(self, save: Save, scan: SlotScan) -> bool:
         """Whether ranks that had not completed a save may still do so."""
-        missing = set(self._ranks).difference(look.ranks_of(save))
-        if missing & look.ranks_beyond(save):  # Of which they need not have told this agent.
+        missing = set(self._ranks).difference(scan.ranks_of(save))
+        if missing & scan.ranks_beyond(save):  # Of which they need not have told this agent.
             return False
         return bool(missing) and all(self._may_complete(rank, save) for rank in missing)
 
@@ -359,7 +361,7 @@ class Agent:
         trainer = self._trainers.get(rank)
         if trainer is None:
             return time.monotonic() - self._began < _GREET_S
-        if trainer.session != save[0] or trainer.said_bye or not trainer.is_alive:
+        if trainer.session != save[0] or trainer.has_detached or not trainer.is_alive:
             return False
         return trainer.reached <= save[1]
 
@@ -370,9 +372,9 @@ class Agent:
             error = self._saves.error_of(save)
             if error is not None:
                 raise CheckpointError(error)
-            look = self._slots.look()
-            if save not in look.complete:
-                self._raise_if_lost(save, look)
+            scan = self._slots.scan()
+            if save not in scan.complete:
+                self._raise_if_lost(save, scan)
             elif not asked:
                 self._saves.ask(save)
                 asked = True
@@ -381,16 +383,16 @@ class Agent:
             self._changed.wait(_POLL_S)
         return Message(Kind.OK)
 
-    def _raise_if_lost(self, save: Save, look: Look) -> None:
+    def _raise_if_lost(self, save: Save, scan: SlotScan) -> None:
         """Raises where a save that was not complete never will be."""
-        newest = look.newest
+        newest = scan.newest
         if newest is not None and newest.save > save:
             raise CancelledError(f"save {save[1]} is in memory no more, and did not come to disk")
-        if not self._is_awaited(save, look):
+        if not self._is_awaited(save, scan):
             raise CancelledError(f"a rank has ended, or failed, before its part of save {save[1]}")
 
     def _bye(self, trainer: RankProcess, message: Message) -> Message:
-        trainer.said_bye = True
+        trainer.has_detached = True
         self._is_dropped = bool(message.integer(0))
         self._changed.notify_all()
         return Message(Kind.OK)

@@ -20,7 +20,7 @@ class RankProcess:
         OSError: There is none.
 
     Attributes:
-        said_bye: Whether it has ended in good order, or is about to.
+        has_detached: Whether it has ended in good order, or is about to.
         reached: Its next save, or the one that it is filling a slot for.
         connections: How many it has.
     """
@@ -29,7 +29,7 @@ class RankProcess:
         self.rank = rank
         self.session = session
         self.pid = pid
-        self.said_bye = False
+        self.has_detached = False
         self.reached = 0
         self.connections = 0
         self._died = False
@@ -48,4 +48,4 @@ class RankProcess:
     @property
     def is_lost(self) -> bool:
         """Whether it has ended without saying so."""
-        return not self.said_bye and not self.is_alive
+        return not self.has_detached and not self.is_alive

@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from torch_ckpt.agent.trainer import Remembered
+from torch_ckpt.agent.trainer import MemoryCheckpoint
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.snapshot import ELSEWHERE, open_snapshot
@@ -24,7 +24,7 @@ class SnapshotReader(FastReader):
     more than that, the load fails on all ranks before any of it is loaded: the disk has it all.
 
     Args:
-        remembered: As :meth:`SnapshotAgent.newest` finds it.
+        checkpoint: As :meth:`SnapshotAgent.newest` finds it.
         **options: As for :class:`FastReader`.
 
     Attributes:
@@ -42,9 +42,9 @@ class SnapshotReader(FastReader):
             dcp.load(state, storage_reader=SnapshotReader(found))
     """
 
-    def __init__(self, remembered: Remembered, **options: Any) -> None:
-        super().__init__(remembered.folder, **{**options, "exchange": "off"})
-        self.remembered = remembered
+    def __init__(self, checkpoint: MemoryCheckpoint, **options: Any) -> None:
+        super().__init__(checkpoint.folder, **{**options, "exchange": "off"})
+        self.checkpoint = checkpoint
         self.has_begun = False
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -80,5 +80,5 @@ class SnapshotReader(FastReader):
     def _open(self, prefix: str) -> Opened:
         if prefix:
             raise NotFoundError("in memory no rank has saved alone")
-        slots = self.remembered.slots
-        return open_snapshot(self.remembered.folder, slots, trust_pickle=self.trust_pickle)
+        slots = self.checkpoint.slots
+        return open_snapshot(self.checkpoint.folder, slots, trust_pickle=self.trust_pickle)

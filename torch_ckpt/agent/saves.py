@@ -15,7 +15,7 @@ from pathlib import Path
 from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.memory import Save, SlotHeader
 from torch_ckpt.agent.persist import persist
-from torch_ckpt.agent.slots import HeldSlot, Look, Slots
+from torch_ckpt.agent.slots import SlotFile, Slots, SlotScan
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import IoOptions
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("torch_ckpt.agent")
 _KEPT = 16
 """Marks of saves that are on disk: nobody asks for those before."""
 
-_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
+_MIN_POLL_S, _MAX_POLL_S = 0.05, 1.0
 """How often is looked whether other machines have come: ever less often, of a busy file server."""
 
 _DONE = re.compile(r"done-([0-9a-f]{32})-(\d+)")
@@ -36,7 +36,7 @@ _DONE = re.compile(r"done-([0-9a-f]{32})-(\d+)")
 class _Waiting:
     """A save that other machines must come for."""
 
-    held: list[HeldSlot]
+    slots: list[SlotFile]
     joint: JointSave | None = None
     is_offered: bool = False
 
@@ -82,9 +82,9 @@ class Saves:
         matches = filter(None, map(_DONE.fullmatch, os.listdir(folder)))
         self._done = {(bytes.fromhex(match[1]), int(match[2])) for match in matches}
 
-    def is_pending(self, save: Save, look: Look) -> bool:
+    def is_pending(self, save: Save, scan: SlotScan) -> bool:
         """Whether a save that was complete is to come to disk, and has not, nor has failed."""
-        of_save = look.complete.get(save)
+        of_save = scan.complete.get(save)
         if of_save is None or save in self._done or self.error_of(save) is not None:
             return False
         # What is older than what is on disk is wanted there only if somebody says so.
@@ -119,9 +119,9 @@ class Saves:
         """Begins with the oldest save that is to come to disk, unless one is on its way."""
         if self.is_running:
             return
-        look = self._slots.look()
-        for save, of_save in look.complete.items():
-            if self.is_pending(save, look):
+        scan = self._slots.scan()
+        for save, of_save in scan.complete.items():
+            if self.is_pending(save, scan):
                 self.is_running = True
                 is_joint = of_save[0][0].node_count > 1
                 work = self._work_together if is_joint else self._work
@@ -130,26 +130,26 @@ class Saves:
                 ).start()
                 return
 
-    def _work(self, save: Save, held: list[HeldSlot]) -> None:
+    def _work(self, save: Save, slots: list[SlotFile]) -> None:
         """Brings one save to disk. In a thread of its own, without the lock."""
         error: BaseException | None = None
         try:
-            self._bring_to_disk(held)
+            self._bring_to_disk(slots)
         except BaseException as problem:
             error = problem
         with self._changed:
-            self._ended(save, held, error)
+            self._ended(save, slots, error)
             self.is_running = False
             self.begin_next()
 
-    def _work_together(self, save: Save, held: list[HeldSlot]) -> None:
+    def _work_together(self, save: Save, slots: list[SlotFile]) -> None:
         """Brings to disk what is to come there with other machines. Likewise.
 
         Which save that is nobody knows before: of all that are wanted here, those that all machines
         come for.
         """
-        waiting = {save: _Waiting(held)}
-        pause_s = _SHORTEST_LOOK_S
+        waiting = {save: _Waiting(slots)}
+        pause_s = _MIN_POLL_S
         while waiting:
             known = _progress(waiting)
             ended = self._await_one(waiting)
@@ -157,7 +157,7 @@ class Saves:
                 time.sleep(pause_s)
             with self._changed:
                 if ended is not None:
-                    self._ended(ended[0], waiting.pop(ended[0]).held, ended[1])
+                    self._ended(ended[0], waiting.pop(ended[0]).slots, ended[1])
                 withdrawn = self._choose(waiting)
                 self.is_running = bool(waiting)
                 self.begin_next()
@@ -165,7 +165,7 @@ class Saves:
             for joint in withdrawn:
                 joint.leave()
             is_new = ended is not None or known != _progress(waiting)
-            pause_s = _SHORTEST_LOOK_S if is_new else min(1.5 * pause_s, _LONGEST_LOOK_S)
+            pause_s = _MIN_POLL_S if is_new else min(1.5 * pause_s, _MAX_POLL_S)
 
     def _await_one(self, waiting: dict[Save, _Waiting]) -> tuple[Save, BaseException | None] | None:
         """Goes on with all; returns one that has come to its end, and how; ``None`` if none has."""
@@ -185,7 +185,7 @@ class Saves:
     def _come(self, save: Save, one: _Waiting) -> bool:
         if one.joint is None:
             one.joint = JointSave(
-                [slot.memory for slot in one.held if slot.memory is not None],
+                [slot.memory for slot in one.slots if slot.memory is not None],
                 io=self._io,
                 threads=self._threads,
                 timeout_s=self._peers_timeout_s,
@@ -200,15 +200,15 @@ class Saves:
     def _choose(self, waiting: dict[Save, _Waiting]) -> list[JointSave]:
         """Adds what is wanted now, in its order, and takes out what is no more."""
         withdrawn = []
-        look = self._slots.look()
-        complete = look.complete
-        for save in [save for save in waiting if not self.is_pending(save, look)]:
+        scan = self._slots.scan()
+        complete = scan.complete
+        for save in [save for save in waiting if not self.is_pending(save, scan)]:
             one = waiting.pop(save)
-            for slot in one.held:
+            for slot in one.slots:
                 slot.readers -= 1
             withdrawn += [] if one.joint is None else [one.joint]
         for save, of_save in complete.items():
-            if save not in waiting and of_save[0][0].node_count > 1 and self.is_pending(save, look):
+            if save not in waiting and of_save[0][0].node_count > 1 and self.is_pending(save, scan):
                 waiting[save] = _Waiting(_hold(of_save))
         # Of what is offered, the newest will do; all else comes to disk in order.
         offered = [s for s in waiting if s not in self._asked and not complete[s][0][0].persist]
@@ -217,11 +217,11 @@ class Saves:
             waiting[save].is_offered = save in offered
         return withdrawn
 
-    def _ended(self, save: Save, held: list[HeldSlot], error: BaseException | None) -> None:
+    def _ended(self, save: Save, slots: list[SlotFile], error: BaseException | None) -> None:
         """Notes how a save has gone."""
         if error is not None:
             _log.warning("save %d has failed: %s", save[1], error)
-        for slot in held:
+        for slot in slots:
             slot.readers -= 1
         self._asked.discard(save)
         self._offered.discard(save)
@@ -232,8 +232,8 @@ class Saves:
                 self._failure(save).write_text(f"{type(error).__name__}: {error}")
         self._changed.notify_all()
 
-    def _bring_to_disk(self, held: list[HeldSlot]) -> None:
-        memories = [slot.memory for slot in held if slot.memory is not None]
+    def _bring_to_disk(self, slots: list[SlotFile]) -> None:
+        memories = [slot.memory for slot in slots if slot.memory is not None]
         snapshots = [memory.read() for memory in memories]
         headers = [SlotHeader.of(memory) for memory in memories]
         if not snapshots[0].directory:
@@ -265,9 +265,9 @@ def _progress(waiting: dict[Save, _Waiting]) -> list[tuple[Save, bool]]:
     return [(s, one.joint is not None and one.joint.has_written) for s, one in waiting.items()]
 
 
-def _hold(of_save: list[tuple[SlotHeader, HeldSlot]]) -> list[HeldSlot]:
+def _hold(of_save: list[tuple[SlotHeader, SlotFile]]) -> list[SlotFile]:
     """The slots of a save, which nobody may fill until they are read."""
-    held = [slot for _, slot in of_save]
-    for slot in held:
+    slots = [slot for _, slot in of_save]
+    for slot in slots:
         slot.readers += 1
-    return held
+    return slots

@@ -19,11 +19,11 @@ from torch_ckpt.agent.memory import (
 )
 from torch_ckpt.errors import CheckpointError
 
-__all__ = ["HeldSlot", "Look", "Slots"]
+__all__ = ["SlotFile", "SlotScan", "Slots"]
 
 
 @dataclass
-class HeldSlot:
+class SlotFile:
     """A slot of this machine.
 
     Attributes:
@@ -47,7 +47,7 @@ class HeldSlot:
             return None
 
 
-class Look:
+class SlotScan:
     """What slots held at one moment, as ranks go on completing them.
 
     Args:
@@ -58,7 +58,7 @@ class Look:
             newest save comes last.
     """
 
-    def __init__(self, found: Iterable[tuple[SlotHeader, HeldSlot]]) -> None:
+    def __init__(self, found: Iterable[tuple[SlotHeader, SlotFile]]) -> None:
         self._found = list(found)
         self.complete = whole_saves(self._found)
 
@@ -76,8 +76,8 @@ class Look:
         return {header.rank for header, _ in self._found if header.save > save}
 
 
-OfSave = Callable[[Save, Look], bool]
-"""Tells something of a save, as slots were at that look."""
+OfSave = Callable[[Save, SlotScan], bool]
+"""Tells something of a save, as slots were in that scan."""
 
 
 class Slots:
@@ -93,20 +93,20 @@ class Slots:
     def __init__(self, folder: Path, run: bytes) -> None:
         self._folder = folder
         self._run = run
-        self._slots: dict[int, list[HeldSlot]] = {}
+        self._slots: dict[int, list[SlotFile]] = {}
         for rank, number, path in found_slots(folder):
             if number < SLOTS_PER_RANK:
                 with contextlib.suppress(CheckpointError):
                     self._of(rank)[number].memory = _native.Slot.open(os.fsencode(path), True)
 
-    def _of(self, rank: int) -> list[HeldSlot]:
+    def _of(self, rank: int) -> list[SlotFile]:
         return self._slots.setdefault(
-            rank, [HeldSlot(slot_path(self._folder, rank, n)) for n in range(SLOTS_PER_RANK)]
+            rank, [SlotFile(slot_path(self._folder, rank, n)) for n in range(SLOTS_PER_RANK)]
         )
 
-    def look(self) -> Look:
+    def scan(self) -> SlotScan:
         """What is complete now."""
-        return Look(
+        return SlotScan(
             (header, slot)
             for slots in self._slots.values()
             for slot in slots
@@ -137,7 +137,7 @@ class Slots:
             if slot.header is None and not slot.readers:
                 self._make(slot, nbytes)
 
-    def let_go(self, ranks: Collection[int], is_done: Callable[[Save], bool]) -> bool:
+    def release(self, ranks: Collection[int], is_done: Callable[[Save], bool]) -> bool:
         """Removes slots of ranks that are no more and hold nothing that is not on disk.
 
         Returns:
@@ -159,25 +159,25 @@ class Slots:
             for slot in self._slots.pop(rank):
                 slot.path.unlink(missing_ok=True)
 
-    def keep_only(self, ranks: Collection[int], is_pending: OfSave) -> None:
+    def retain(self, ranks: Collection[int], is_pending: OfSave) -> None:
         """Removes the slots of ranks that are no more, unless something of them is still needed."""
-        look = self.look()
-        newest = max(look.complete, default=None)
+        scan = self.scan()
+        newest = max(scan.complete, default=None)
         for rank in set(self._slots).difference(ranks):
             headers = [slot.header for slot in self._slots[rank]]
             needed = any(slot.readers for slot in self._slots[rank]) or any(
-                h is not None and (h.save == newest or is_pending(h.save, look)) for h in headers
+                h is not None and (h.save == newest or is_pending(h.save, scan)) for h in headers
             )
             if not needed:
                 self._remove([rank])
 
-    def take(
+    def acquire(
         self,
         rank: int,
         nbytes: int,
         is_pending: OfSave,
         is_awaited: OfSave,
-    ) -> HeldSlot | None:
+    ) -> SlotFile | None:
         """A slot of a rank that it may fill, and that holds nothing from now on.
 
         It is never of the newest save that is complete, nor of one that waits for other ranks to
@@ -208,7 +208,7 @@ class Slots:
         is_pending: OfSave,
         is_awaited: OfSave,
     ) -> bool:
-        """Whether :meth:`take` would find a slot."""
+        """Whether :meth:`acquire` would find a slot."""
         return self._free(rank, is_pending, is_awaited) is not None
 
     def _free(
@@ -216,9 +216,9 @@ class Slots:
         rank: int,
         is_pending: OfSave,
         is_awaited: OfSave,
-    ) -> HeldSlot | None:
-        look = self.look()
-        newest = max(look.complete, default=None)
+    ) -> SlotFile | None:
+        scan = self.scan()
+        newest = max(scan.complete, default=None)
         for slot in self._of(rank):
             if slot.readers:
                 continue
@@ -226,12 +226,12 @@ class Slots:
             if header is None:
                 return slot
             save = header.save
-            is_wanted = is_pending(save, look) if save in look.complete else is_awaited(save, look)
+            is_wanted = is_pending(save, scan) if save in scan.complete else is_awaited(save, scan)
             if save != newest and not is_wanted:
                 return slot
         return None
 
-    def _make(self, slot: HeldSlot, nbytes: int) -> None:
+    def _make(self, slot: SlotFile, nbytes: int) -> None:
         """Sees to it that a slot that is free has room."""
         if slot.memory is not None and slot.memory.nbytes >= nbytes:
             return

@@ -40,8 +40,8 @@ class SnapshotTier:
         """What this rank's machine has of each step: of several saves, the newest."""
         if self._has_ended:
             return {}
-        found = reversed(self._agent.remembered())
-        return {remembered.step: remembered.save for remembered in found}
+        found = reversed(self._agent.memory_checkpoints())
+        return {checkpoint.step: checkpoint.save for checkpoint in found}
 
     def steps(self, said: Sequence[dict[int, Save]]) -> Iterator[int]:
         """Steps that are whole there, the newest first: those of which all have the same save."""
@@ -68,7 +68,7 @@ class SnapshotTier:
             CheckpointException: A rank raised. Where ranks are on several machines, and one of them
                 wants what its machine does not have, these are :class:`NotFoundError`, on all.
         """
-        found = [one for one in self._agent.remembered() if one.step == step]
+        found = [one for one in self._agent.memory_checkpoints() if one.step == step]
         if not found:
             raise NotFoundError(f"step {step} is in memory no more")
         reader = SnapshotReader(found[0], **self._reader)

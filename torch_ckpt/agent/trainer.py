@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.agent.client import AgentClient, Place
-from torch_ckpt.agent.held import Held, OwnShare
+from torch_ckpt.agent.machine_share import MachineShare
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
     Save,
@@ -33,12 +33,13 @@ from torch_ckpt.agent.memory import (
     whole_saves,
 )
 from torch_ckpt.agent.options import AgentOptions
+from torch_ckpt.agent.slot_contents import SlotContents
 from torch_ckpt.coordination.connect import this_machine
 from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["OnBusy", "Remembered", "SnapshotAgent", "StagedSave"]
+__all__ = ["MemoryCheckpoint", "OnBusy", "SnapshotAgent", "StagedSave"]
 
 OnBusy = Literal["wait", "skip", "error"]
 """What a save does while former ones keep all slots: waits, is not done, or fails."""
@@ -58,7 +59,7 @@ class StagedSave:
 
 
 @dataclass(frozen=True)
-class Remembered:
+class MemoryCheckpoint:
     """A save that is in memory.
 
     Attributes:
@@ -127,7 +128,7 @@ class SnapshotAgent:
         self._sequence = 0
         self._newest: Path | None = None  # What was staged last, if that has succeeded.
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # With its inode.
-        self._share = OwnShare(self._client.folder, self._place.run, self._place.rank)
+        self._share = MachineShare(self._client.folder, self._place.run, self._place.rank)
         self._devices = _native.Devices()
         self._lock = threading.Lock()
         self._is_left = False
@@ -146,11 +147,13 @@ class SnapshotAgent:
         Raises:
             StorageError: There is not as much.
         """
-        held = Held.of(state_dict)
-        self._client.reserve(_native.slot_nbytes(len(held.table("", sync=True)), held.nbytes))
+        contents = SlotContents.of(state_dict)
+        self._client.reserve(
+            _native.slot_nbytes(len(contents.table("", sync=True)), contents.nbytes)
+        )
         for number in range(SLOTS_PER_RANK):
             slot = self._slot(slot_path(self._client.folder, self._place.rank, number))
-            slot.pin_for(held.batch, self._devices)
+            slot.pin_for(contents.batch, self._devices)
 
     def stage(
         self,
@@ -187,10 +190,10 @@ class SnapshotAgent:
         """
         location: Location | None = None
 
-        def listed() -> tuple[Location, Held]:
+        def listed() -> tuple[Location, SlotContents]:
             nonlocal location
             location = _reached(directory)
-            return location, Held.of(state_dict)
+            return location, SlotContents.of(state_dict)
 
         with self._lock, gc_paused():
             sequence, self._sequence = self._sequence, self._sequence + 1
@@ -200,58 +203,60 @@ class SnapshotAgent:
                 filled = self._fill(header, listed, sync=sync)
             except BaseException:
                 if location is not None:  # Or the other ranks' slots would wait for it.
-                    self._client.give_up(sequence, location)
+                    self._client.abort(sequence, location)
                 raise
             assert location is not None
             if filled is None:
                 if self._place.node_count > 1:  # Others may not have.
-                    self._client.give_up(sequence, location)
+                    self._client.abort(sequence, location)
                 return None
             self._newest, header = filled
             self._client.filled(self._newest, sequence)
             return StagedSave(header, location)
 
     def _fill(
-        self, header: SlotHeader, listed: Callable[[], tuple[Location, Held]], *, sync: bool
+        self, header: SlotHeader, listed: Callable[[], tuple[Location, SlotContents]], *, sync: bool
     ) -> tuple[Path, SlotHeader] | None:
         """Fills a slot; returns its file, and what it says of itself.
 
         Returns ``None`` where no slot is free and the save is to be skipped.
         """
-        directory, held, is_shared = self._agree(header.save, listed)
-        table = held.table(str(directory), sync=sync)
-        nbytes = _native.slot_nbytes(len(table), held.nbytes)
+        directory, contents, is_shared = self._agree(header.save, listed)
+        table = contents.table(str(directory), sync=sync)
+        nbytes = _native.slot_nbytes(len(table), contents.nbytes)
         # What is too small will be made anew, and cannot be as long as it is mapped here.
         self._slots = {p: one for p, one in self._slots.items() if one[1].nbytes >= nbytes}
         wait_s = self.timeout_s if self.on_busy == "wait" else 0.0
-        taken = self._client.take(header.sequence, nbytes, wait_s)
-        if taken is None:
+        acquired = self._client.acquire(header.sequence, nbytes, wait_s)
+        if acquired is None:
             if self.on_busy == "skip":
                 self.skipped += 1
                 return None
             self.refused += self.on_busy == "error"
             raise CheckpointError(f"cannot save {directory}: former saves keep all slots")
-        self.waited += taken.has_waited
+        self.waited += acquired.has_waited
         if is_shared:
-            held = self._share.of(held)
-            table = held.table(str(directory), sync=sync)
-        slot = self._slot(taken.path)
-        header = dataclasses.replace(header, held=self._share.tensors, share=self._share.sharing)
-        slot.begin(header.to_native(), table, held.nbytes)
-        held.copy_to(slot, self._devices)
+            contents = self._share.of(contents)
+            table = contents.table(str(directory), sync=sync)
+        slot = self._slot(acquired.path)
+        header = dataclasses.replace(
+            header, tensors_id=self._share.tensors, share=self._share.sharing
+        )
+        slot.begin(header.to_native(), table, contents.nbytes)
+        contents.copy_to(slot, self._devices)
         slot.complete()
         if not is_shared:
             self._share.all_copied(header.save)
-        return taken.path, header
+        return acquired.path, header
 
     def _agree(
-        self, save: Save, listed: Callable[[], tuple[Location, Held]]
-    ) -> tuple[Location, Held, bool]:
+        self, save: Save, listed: Callable[[], tuple[Location, SlotContents]]
+    ) -> tuple[Location, SlotContents, bool]:
         """What is saved where, and whether all ranks copy their shares of it.
 
         An error of one rank is that of all.
         """
-        found: list[tuple[Location, Held]] = []
+        found: list[tuple[Location, SlotContents]] = []
 
         def own() -> bool:
             found.append(listed())
@@ -315,14 +320,14 @@ class SnapshotAgent:
         future.set_result(None)
         return future
 
-    def newest(self) -> Remembered | None:
+    def newest(self) -> MemoryCheckpoint | None:
         """The newest snapshot that is complete on all ranks that made it; ``None`` if none is.
 
         Every rank must call it, before the first save: they agree. Of one that was made on several
         machines, each must have what its own ranks have left; a rank that wants more than that
         learns it when it loads (:class:`SnapshotReader`).
         """
-        here = {(found.save, found.step): found for found in self.remembered()}
+        here = {(found.save, found.step): found for found in self.memory_checkpoints()}
         common = self._group.decide(
             "comparing what is in memory",
             lambda: set(here),
@@ -332,7 +337,7 @@ class SnapshotAgent:
         newest = max(common, default=None)
         return None if newest is None else here[newest]
 
-    def remembered(self) -> list[Remembered]:
+    def memory_checkpoints(self) -> list[MemoryCheckpoint]:
         """All saves that this machine has in memory whole, the newest first.
 
         Of those that were made on several machines, what is of any use to this rank: its own slot
@@ -346,7 +351,7 @@ class SnapshotAgent:
             mine = self._place.rank, self._place.world_size
             if first.node_count == 1 or (first.rank, first.world_size) == mine:
                 slots = [path for _, path in of_save]
-                whole.append(Remembered(save, first.step, self._client.folder, slots))
+                whole.append(MemoryCheckpoint(save, first.step, self._client.folder, slots))
         return whole
 
     def close(self, *, drop: bool = False) -> None:
@@ -359,7 +364,7 @@ class SnapshotAgent:
             return
         atexit.unregister(self._at_exit)
         self._waiting.shutdown()
-        self._client.bye(drop=drop)
+        self._client.detach(drop=drop)
         self._slots.clear()
 
     def leave(self) -> None:
@@ -371,7 +376,7 @@ class SnapshotAgent:
     def _at_exit(self) -> None:
         # Of a process that an exception ends, memory is what the next one goes on from.
         if getattr(sys, "last_type", None) is None and os.getpid() == self._pid:
-            self._client.bye(drop=False)
+            self._client.detach(drop=False)
 
     def _slot(self, path: Path) -> _native.Slot:
         """A slot, mapped; it may have been made anew, and larger, under the same name."""

@@ -79,7 +79,7 @@ def save_in_process(order: Order, state: Any, call: Call) -> Future[Metadata]:
         CheckpointError: The process of a rank did not start.
     """
     process: _SaveProcess | None = PROCESS.save_process
-    if call.any_says(process is None or not process.is_alive, _STARTING) or process is None:
+    if call.any_rank(process is None or not process.is_alive, _STARTING) or process is None:
         address = call.all_reduce(_STARTING, _own_address, lambda found: found[0])
         if process is not None:
             process.end()

@@ -71,7 +71,7 @@ def connect(
     names: Sequence[int],
     phase: str,
     timeout_s: float,
-    is_given_up: Callable[[], bool],
+    is_aborted: Callable[[], bool],
 ) -> Neighbours:
     """Connects this rank of a group to its neighbours. Every rank of the group calls it.
 
@@ -81,7 +81,7 @@ def connect(
         names: The ranks of the group as the whole job numbers them, for messages.
         phase: What a rank has finished when it comes here, for messages.
         timeout_s: Seconds that this rank waits for the others.
-        is_given_up: Whether this rank waits no more: the store did not answer in time.
+        is_aborted: Whether this rank waits no more: the store did not answer in time.
 
     Raises:
         RankTimeoutError: A rank did not come in time. It is raised on all of them.
@@ -97,7 +97,7 @@ def connect(
             "secret": secret.hex(),
         }
         store.set(f"{rank}", json.dumps(address))
-        if is_given_up():
+        if is_aborted():
             text = f"rank {names[rank]} has lost the store of its process group while {phase}"
             waiting.fail(RankTimeoutError(text, phase=phase))
         store.add("count", 1)

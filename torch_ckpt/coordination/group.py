@@ -202,7 +202,7 @@ class _Connections:
             with self._lock:
                 if self.made is node:
                     self.made = None  # The next call tries again.
-                    node.give_up()
+                    node.abort()
             if isinstance(error, RankTimeoutError):
                 raise
             reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)
@@ -224,8 +224,8 @@ class Call:
         number: Which call of the group it is.
         timeout_s: Seconds that this rank waits for others in each exchange.
 
-    Every exchange raises :class:`~torch_ckpt.RankTimeoutError`, the same on all ranks, if a rank is
-    gone, or does not come before somebody has waited for its ``timeout_s``.
+    Every exchange raises :class:`~torch_ckpt.errors.RankTimeoutError`, the same on all ranks, if a
+    rank is gone or later than ``timeout_s``.
     """
 
     def __init__(self, group: Group, number: int, timeout_s: float) -> None:
@@ -272,7 +272,7 @@ class Call:
 
     # ---- What ranks agree on ----
 
-    def any_says(self, answer: bool, phase: str) -> bool:
+    def any_rank(self, answer: bool, phase: str) -> bool:
         """Whether any rank says so."""
         return bool(
             self._exchange(phase, bytes([answer]), lambda parts: bytes([any(p[0] for p in parts)]))[
@@ -280,7 +280,7 @@ class Call:
             ]
         )
 
-    def all_say(self, answer: bytes, phase: str) -> bool:
+    def all_equal(self, answer: bytes, phase: str) -> bool:
         """Whether all ranks say the same."""
 
         def decide(parts: Sequence[Any]) -> bytes:

@@ -152,7 +152,7 @@ class Node:
         """Fails a call on all ranks, unless it has failed before."""
         self._loop.post(self._loop.fail, call, error)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Ends it, although it may not be connected yet."""
         self._loop.stop()
 
@@ -252,11 +252,11 @@ class _Loop(Loop):
         elif kind == _FAILED:
             self.fail(call, _error_of(body), peer)
         elif kind == _GONE:
-            self._give_up_group(_error_of(body), peer)
+            self._abort_group(_error_of(body), peer)
         elif kind == _PROMISE:
             self._promise(call)
         elif kind == _PROMISED:
-            self._take_promise(call, peer.rank)
+            self._record_promise(call, peer.rank)
         elif kind == _PING:
             others = [other for other in self.peers if other is not peer]
             beyond = others if peer is self._parent else [p for p in others if p is self._parent]
@@ -271,9 +271,9 @@ class _Loop(Loop):
         """A neighbour is gone."""
         name = self.names[peer.rank]
         text = f"rank {name} is gone: its process has ended, or its machine is out of reach"
-        self._give_up_group(RankTimeoutError(text, [name]))
+        self._abort_group(RankTimeoutError(text, [name]))
 
-    def _give_up_group(self, error: RankTimeoutError, source: Peer | None = None) -> None:
+    def _abort_group(self, error: RankTimeoutError, source: Peer | None = None) -> None:
         """Fails every call, now and later: a process group that has lost a rank stays without."""
         if self.lost is None:
             self.lost = error
@@ -412,9 +412,9 @@ class _Loop(Loop):
         call.awaited = set(self._children)
         for child in self._children.values():
             self.send(child, _PROMISE, number)
-        self._take_promise(number, self.rank)
+        self._record_promise(number, self.rank)
 
-    def _take_promise(self, number: int, child: int) -> None:
+    def _record_promise(self, number: int, child: int) -> None:
         call = self._call(number)
         call.awaited.discard(child)
         if call.awaited or call.error is not None:
@@ -464,7 +464,7 @@ class _Loop(Loop):
             f"{listed_ranks(names)} slow, stuck or gone: not done {phase} {now - since:.1f} s "
             f"after rank {self.names[first]}, which waits for {timeout_s:g} s at most"
         )
-        self.fail(number, _given_up(message, names, phase, now - since, call.promised))
+        self.fail(number, _timeout_error(message, names, phase, now - since, call.promised))
         return deadline
 
     def _late(self, found: _Exchange, now: float) -> list[int]:
@@ -496,11 +496,11 @@ class _Loop(Loop):
                     f"rank {name} is stuck or gone: no message from it for {waited:.1f} s while "
                     f"{phase}"
                 )
-                self.fail(number, _given_up(message, [name], phase, waited, call.promised))
+                self.fail(number, _timeout_error(message, [name], phase, waited, call.promised))
                 return
 
 
-def _given_up(
+def _timeout_error(
     message: str, names: list[int], phase: str, waited_s: float, promised: bool
 ) -> RankTimeoutError:
     if promised:
@@ -511,7 +511,7 @@ def _given_up(
 def _as_seen_in(call: _Call, error: RankTimeoutError) -> RankTimeoutError:
     """The error of a rank that is gone, in this call."""
     message = f"{error.args[0]}. It was not done {call.phase}"
-    return _given_up(message, list(error.ranks), call.phase, error.seconds, call.promised)
+    return _timeout_error(message, list(error.ranks), call.phase, error.seconds, call.promised)
 
 
 def _text_of(error: RankTimeoutError) -> bytes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.formats.index import to_metadata
 from torch_ckpt.formats.metadata import load_committed
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.formats.seal import open_committed
 
 __all__ = ["open_dcp"]
 

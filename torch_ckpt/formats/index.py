@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch_ckpt._core import _native
 from torch_ckpt._core.lazy_views import LazyMapping
 from torch_ckpt._core.tensors import MEMORY_FORMATS, gc_paused, to_properties
-from torch_ckpt.formats.seal import INDEX_MARK
+from torch_ckpt.formats.committed import INDEX_MARK
 
 __all__ = [
     "index_of",

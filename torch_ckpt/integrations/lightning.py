@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch_ckpt.api import async_save, load, save
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.background_save import BackgroundSave
+from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.step_directories import remove_directory
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter
@@ -87,7 +87,7 @@ class FastCheckpointIO(CheckpointIO):
             raise TypeError("FastCheckpointIO has no storage_options: see its writer argument")
         self._settle()
         tensors: dict[str, Any] = {}
-        skeleton = _taken_apart(checkpoint, "", tensors)
+        skeleton = _split(checkpoint, "", tensors)
         state = {**tensors, _SKELETON: (skeleton,)}
         if self._writer is None:
             self._writer = FastWriter(path, **self._writer_options)
@@ -170,7 +170,7 @@ class FastCheckpointIO(CheckpointIO):
             self.remove_checkpoint(path)
 
 
-def _taken_apart(value: Any, name: str, tensors: dict[str, Any]) -> Any:
+def _split(value: Any, name: str, tensors: dict[str, Any]) -> Any:
     """The value with a name in the place of each tensor, which goes to ``tensors``."""
     if isinstance(value, torch.Tensor):
         fqn = name
@@ -181,13 +181,11 @@ def _taken_apart(value: Any, name: str, tensors: dict[str, Any]) -> Any:
     # Only of plain types: others, such as named tuples, are pickled with what is in them.
     start = f"{name}." if name else ""
     if type(value) is dict or type(value).__name__ == "OrderedDict":
-        parts = {key: _taken_apart(part, f"{start}{key}", tensors) for key, part in value.items()}
+        parts = {key: _split(part, f"{start}{key}", tensors) for key, part in value.items()}
         return type(value)(parts)
     if type(value) in (list, tuple):
         parts_in_order = enumerate(value)
-        return type(value)(
-            [_taken_apart(part, f"{start}{at}", tensors) for at, part in parts_in_order]
-        )
+        return type(value)([_split(part, f"{start}{at}", tensors) for at, part in parts_in_order])
     return value
 
 

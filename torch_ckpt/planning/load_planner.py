@@ -19,10 +19,10 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import MismatchError, NotFoundError
 from torch_ckpt.formats.index import index_of
-from torch_ckpt.planning.listing import has_sharded_tensors, overrides, table_of
-from torch_ckpt.planning.rank_state import look_up_rank_states
+from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
+from torch_ckpt.planning.rank_state import find_rank_states
 
-__all__ = ["FastLoadPlanner", "KeptReads", "PlannedReads", "TravellingReads"]
+__all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "TravellingReads"]
 
 
 class PlannedReads(Sequence[ReadItem]):
@@ -52,7 +52,7 @@ class PlannedReads(Sequence[ReadItem]):
         return (_to_read_item(self.reads.describe(at)) for at in range(len(self)))
 
 
-class KeptReads(Sequence[ReadItem]):
+class LocalReads(Sequence[ReadItem]):
     """Stands for the reads of a rank, which has kept them, while its plan travels."""
 
     def __init__(self, length: int) -> None:
@@ -165,7 +165,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Flattens the state dict, and has each `RankState` in it look up what there is."""
         with gc_paused():
-            look_up_rank_states(state_dict, metadata, is_flattened=self.flatten_state_dict)
+            find_rank_states(state_dict, metadata, is_flattened=self.flatten_state_dict)
             _init_state_dict(state_dict)
             self.original_state_dict = state_dict
             if not self.flatten_state_dict:
@@ -201,7 +201,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Takes the plan that has come back from the coordinator."""
         items: Any = new_plan.items
-        if isinstance(items, KeptReads) and self._reads is not None:
+        if isinstance(items, LocalReads) and self._reads is not None:
             new_plan = dataclasses.replace(new_plan, items=cast(list[ReadItem], self._reads))
         return super().finish_plan(new_plan)
 

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 from torch_ckpt._core import _native
 from torch_ckpt.coordination.orchestrate import is_replanning
-from torch_ckpt.planning.planned import GlobalPlanEntry, ListedItems
+from torch_ckpt.planning.item_views import ColumnItems, GlobalPlanEntry
 from torch_ckpt.process_state import PROCESS
 
 __all__ = [
@@ -133,7 +133,7 @@ class PlanCache:
         with self._lock:
             self._of_rank.keep(digest, entry)
 
-    def listed(self, digest: bytes) -> ListedItems | None:
+    def listed(self, digest: bytes) -> ColumnItems | None:
         """What a rank has listed before, by its digest."""
         with self._lock:
             known = self._global.newest_first()
@@ -160,7 +160,7 @@ class PlanCache:
             self.misses += not is_hit
 
 
-def new_entry(plan: _native.GlobalPlan, listed: Sequence[ListedItems]) -> GlobalPlanEntry:
+def new_entry(plan: _native.GlobalPlan, listed: Sequence[ColumnItems]) -> GlobalPlanEntry:
     """A global plan that was just made of these lists."""
     paths = list(dict.fromkeys(items.paths for items in listed if items.paths is not None))
     return GlobalPlanEntry(plan, paths, os.urandom(16), {items.digest: items for items in listed})

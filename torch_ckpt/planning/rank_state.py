@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt.errors import MismatchError
 
-__all__ = ["OnResize", "RankState", "check_rank_states", "look_up_rank_states"]
+__all__ = ["OnResize", "RankState", "check_rank_states", "find_rank_states"]
 
 _KEY = re.compile(r"rank_(\d{5,})_of_(\d{5,})")
 
@@ -181,7 +181,7 @@ class _Entries(dict[str, Any]):
         self.world_size = world_size
         self.resize = resize
 
-    def look_up(self, fqn: str, stored: Collection[str]) -> None:
+    def find(self, fqn: str, stored: Collection[str]) -> None:
         """Asks for that of the checkpoint that this rank needs."""
         own = _key(self.rank, self.world_size)
         keys = [own]
@@ -234,7 +234,7 @@ def _wanted(what: str, keys: Collection[str], rank: int, world_size: int, resize
     return [_key(each, saved) for each in range(saved)]
 
 
-def look_up_rank_states(
+def find_rank_states(
     state_dict: dict[str, Any], metadata: Metadata | None, *, is_flattened: bool
 ) -> None:
     """Has each `RankState` of a state dict that is to be loaded ask for what there is.
@@ -250,12 +250,12 @@ def look_up_rank_states(
 
     Example::
 
-        look_up_rank_states(state_dict, metadata, is_flattened=self.flatten_state_dict)
+        find_rank_states(state_dict, metadata, is_flattened=self.flatten_state_dict)
     """
     check_rank_states(state_dict, is_flattened=is_flattened)
     if metadata is not None:
         for fqn, entries in _entries_in(state_dict, ""):
-            entries.look_up(fqn, metadata.state_dict_metadata)
+            entries.find(fqn, metadata.state_dict_metadata)
 
 
 def check_rank_states(state_dict: dict[str, Any], *, is_flattened: bool) -> None:

@@ -20,8 +20,16 @@ from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.coordination.group import current_call
 from torch_ckpt.coordination.orchestrate import PlanUnknownError
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.formats.seal import INDEX_MARK
-from torch_ckpt.planning.listing import has_sharded_tensors, overrides, table_of
+from torch_ckpt.formats.committed import INDEX_MARK
+from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
+from torch_ckpt.planning.item_views import (
+    AssignedItems,
+    ColumnItems,
+    GlobalPlanEntry,
+    PlannedItems,
+    PlannedMetadata,
+    PlannedPaths,
+)
 from torch_ckpt.planning.plan_cache import (
     RankPlanEntry,
     digest_of,
@@ -29,16 +37,8 @@ from torch_ckpt.planning.plan_cache import (
     plan_cache,
     token_of,
 )
-from torch_ckpt.planning.planned import (
-    AssignedItems,
-    GlobalPlanEntry,
-    ListedItems,
-    PlannedItems,
-    PlannedMetadata,
-    PlannedPaths,
-)
 from torch_ckpt.planning.rank_state import check_rank_states
-from torch_ckpt.planning.sharing import CutItem, ranks_per_node
+from torch_ckpt.planning.replicas import CutItem, ranks_per_node
 
 __all__ = ["FastSavePlanner"]
 
@@ -97,7 +97,7 @@ class FastSavePlanner(DefaultSavePlanner):
         )
         self.enable_plan_caching = enable_plan_caching
         self.plan_cache = plan_cache()
-        self._listed: ListedItems | None = None
+        self._listed: ColumnItems | None = None
         self._known: RankPlanEntry | None = None  # What it was planned to be before.
         self._sources: list[Any] = []  # What each item of it is stored from.
         self._lazy = False
@@ -148,7 +148,7 @@ class FastSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Checks what ranks hold, and decides who writes what of it."""
         listed: list[Any] = [plan.items for plan in all_plans]
-        if not all(isinstance(items, ListedItems) for items in listed):
+        if not all(isinstance(items, ColumnItems) for items in listed):
             return super().create_global_plan(self._in_dcps_terms(all_plans))
         tokens = [items.token for items in listed]
         listed = self._complete(listed)
@@ -179,7 +179,7 @@ class FastSavePlanner(DefaultSavePlanner):
         self.metadata = Metadata(stored, planner_data=paths)
         return self.global_plan, self.metadata
 
-    def _complete(self, listed: Sequence[ListedItems]) -> list[ListedItems]:
+    def _complete(self, listed: Sequence[ColumnItems]) -> list[ColumnItems]:
         """The lists of all ranks, with those that have come as digests."""
         complete = [
             items if items.encoded is not None else self.plan_cache.listed(items.digest)
@@ -195,7 +195,7 @@ class FastSavePlanner(DefaultSavePlanner):
         found = []
         for plan in plans:
             items: Any = plan.items
-            if isinstance(items, ListedItems):
+            if isinstance(items, ColumnItems):
                 (items,) = self._complete([items])
                 data = plan.planner_data
                 if items.paths is not None and (data is None or isinstance(data, PlannedPaths)):
@@ -269,7 +269,7 @@ class FastSavePlanner(DefaultSavePlanner):
         if self.enable_plan_caching and (current_call() is not None or not dist.is_initialized()):
             self._known = self.plan_cache.find(digest)
         token = None if self._known is None else self._known.token
-        self._listed = ListedItems(encoded, paths, digest, token)
+        self._listed = ColumnItems(encoded, paths, digest, token)
         planner_data = None if paths is None else PlannedPaths([paths])
         return SavePlan(_as_list(self._listed), planner_data=planner_data)
 

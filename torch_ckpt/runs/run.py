@@ -18,9 +18,9 @@ from torch_ckpt.api import save
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of, why
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.background_save import BackgroundSave
+from torch_ckpt.runs.background.agent import backend_for
+from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.save_interval import SaveSchedule
-from torch_ckpt.runs.savers import saver_for
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import StepDirectories, Verify
 from torch_ckpt.runs.step_tiers import StepTiers, the_same
@@ -124,7 +124,7 @@ class Run:
         self._process_group, self._group = process_group, group_of(process_group).series()
         self._closed = False
         self._writer = FastWriter(directory, **(writer or {}))
-        self._saver = saver_for(
+        self._backend = backend_for(
             self._group,
             process_group,
             self._writer,
@@ -134,7 +134,7 @@ class Run:
             reader=reader,
         )
         self._is_for_agent = bool(agent)
-        memory = [] if self._saver is None else self._saver.tiers
+        memory = [] if self._backend is None else self._backend.tiers
         self._tiers = StepTiers(
             [*memory, self._disk], self._group, process_group, timeout_s, self._location
         )
@@ -175,8 +175,8 @@ class Run:
 
     def reserve(self, state: dict[str, Any]) -> None:
         """Has agents make memory for states like this, so that the first save is fast, too."""
-        if self._saver is not None:
-            self._saver.reserve(state)
+        if self._backend is not None:
+            self._backend.reserve(state)
 
     def save(self, step: int, state: dict[str, Any], *, persist: bool = True) -> bool:
         """Saves a step, and removes those that are not to be kept.
@@ -331,7 +331,7 @@ class Run:
         try:
             self.wait()
         finally:
-            saver, self._saver = self._saver, None
+            saver, self._backend = self._backend, None
             if saver is not None:
                 saver.close()
             self._closed = True
@@ -345,8 +345,8 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and self._saver is not None:
-            self._saver.leave()  # What is in memory is what the next process goes on from.
+        if error is not None and self._backend is not None:
+            self._backend.leave()  # What is in memory is what the next process goes on from.
         try:
             self.close()
         except CheckpointError as of_save:
@@ -420,9 +420,13 @@ class Run:
         self._committed(step)
 
     def _save_in_background(self, step: int, state: dict[str, Any], *, persist: bool) -> None:
-        assert self._saver is not None
-        future = self._saver.save(step, state, self._disk.path(step).checkpoint_id, persist=persist)
-        then = self._committed if persist or not self._saver.can_keep else lambda _: None
+        assert self._backend is not None
+        future = self._backend.save(
+            step, state, self._disk.path(step).checkpoint_id, persist=persist
+        )
+        then = (
+            self._committed if persist or not self._backend.can_stay_in_memory else lambda _: None
+        )
         self._pending = BackgroundSave(step, future, lambda: then(step))
         self._boundary.stored = step
 

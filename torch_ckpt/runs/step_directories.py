@@ -165,7 +165,7 @@ def remove_directory(path: Location) -> None:
     """Removes a checkpoint, so that nobody ever finds half of it under its name.
 
     A reader that has opened the checkpoint finishes, or gets a
-    :class:`~torch_ckpt.NotFoundError`.
+    :class:`~torch_ckpt.errors.NotFoundError`.
 
     Args:
         path: Directory of the checkpoint.

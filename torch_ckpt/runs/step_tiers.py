@@ -28,7 +28,7 @@ __all__ = ["StepTiers", "Tier"]
 
 T = TypeVar("T")
 
-_LAST_WORD_S = 60.0
+_GRACE_S = 60.0
 """For how long a rank that has failed by itself waits for others, to tell them."""
 
 
@@ -203,11 +203,11 @@ class StepTiers:
             if failure is not None:
                 raise failure
 
-        patience_s = self._timeout_s
+        timeout_s = self._timeout_s
         if failure is not None:
-            patience_s = min(_LAST_WORD_S, patience_s)
+            timeout_s = min(_GRACE_S, timeout_s)
         try:
-            self._group.decide("restoring", own, lambda _: None, timeout_s=patience_s)
+            self._group.decide("restoring", own, lambda _: None, timeout_s=timeout_s)
         except RankTimeoutError:
             if failure is not None:
                 raise failure from None

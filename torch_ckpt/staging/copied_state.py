@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ckpt._core import _tensor_view
 from torch_ckpt._core.tensors import to_plain
-from torch_ckpt.planning.sharing import PICKLED_DTYPES
+from torch_ckpt.planning.replicas import PICKLED_DTYPES
 
-__all__ = ["CopiedState", "CopiedTensor", "MemoryRun", "give_no_memory", "runs_of"]
+__all__ = ["CopiedState", "CopiedTensor", "MemoryRun", "drop_memory", "runs_of"]
 
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None), torch.dtype})
 _UNKNOWN = object()
@@ -210,7 +210,7 @@ class MemoryRun:
         flat = torch.empty(0, dtype=torch.uint8, device=live.device)
         return flat.set_(live.untyped_storage(), self.begin, (self.nbytes,), (1,))
 
-    def give_memory(self, memory: torch.Tensor) -> None:
+    def set_memory(self, memory: torch.Tensor) -> None:
         """Has the copies lie in these bytes as the tensors do in the run."""
         storage = memory.untyped_storage()
         for (live, copy), begin in self.tensors:
@@ -219,7 +219,7 @@ class MemoryRun:
             if live.requires_grad:
                 copy.requires_grad_()
 
-    def give_live_memory(self) -> None:
+    def use_live_memory(self) -> None:
         """Has the copies be views of the tensors themselves."""
         for (live, copy), _ in self.tensors:
             copy.data = live.detach()
@@ -227,7 +227,7 @@ class MemoryRun:
                 copy.requires_grad_()
 
 
-def give_no_memory(tensors: Iterable[CopiedTensor]) -> None:
+def drop_memory(tensors: Iterable[CopiedTensor]) -> None:
     """Has copies be like their tensors in all but memory: whoever reads one raises."""
     for live, copy in tensors:
         copy.data = torch.empty_strided(live.size(), live.stride(), dtype=live.dtype)
@@ -250,7 +250,7 @@ def runs_of(tensors: Iterable[CopiedTensor]) -> list[MemoryRun]:
     for number, tensor in enumerate(tensors):
         storage, begin, end = _tensor_view.extent(tensor.live)
         if begin == end:
-            give_no_memory([tensor])
+            drop_memory([tensor])
             continue
         if end > tensor.live.untyped_storage().nbytes():
             raise ValueError(

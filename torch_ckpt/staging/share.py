@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from torch_ckpt._core import _native
+from torch_ckpt.planning.item_views import ColumnItems, PlannedItems
 from torch_ckpt.planning.plan_cache import plan_cache
-from torch_ckpt.planning.planned import ListedItems, PlannedItems
 from torch_ckpt.planning.save_planner import FastSavePlanner
 
 __all__ = ["Share", "Sharing", "share_of"]
@@ -40,11 +40,11 @@ class Sharing:
 
     Attributes:
         planner: That of the save.
-        all_say: Returns whether all ranks have called it with the same bytes. Each calls it once.
+        all_equal: Returns whether all ranks have called it with the same bytes. Each calls it once.
     """
 
     planner: FastSavePlanner
-    all_say: Callable[[bytes], bool]
+    all_equal: Callable[[bytes], bool]
 
     def left_out(self, state_dict: dict[str, Any], share: Share | None) -> set[int]:
         """``id`` of the tensors that this rank will not write.
@@ -54,7 +54,7 @@ class Sharing:
         """
         others = None if share is None else _not_written(state_dict, share, self.planner)
         answer = secrets.token_bytes(16) if share is None or others is None else share.plan
-        return others or set() if self.all_say(answer) else set()
+        return others or set() if self.all_equal(answer) else set()
 
 
 def share_of(plan: SavePlan, planner: SavePlanner) -> Share | None:
@@ -78,7 +78,7 @@ def _not_written(
     probe = copy.copy(planner)
     probe.enable_plan_caching = False
     probe.set_up_planner(state_dict)
-    if not isinstance(probe.create_local_plan().items, ListedItems):
+    if not isinstance(probe.create_local_plan().items, ColumnItems):
         return None
     sources = probe.sources(range(probe.item_count))
     if probe.digest != share.digest or sources is None:

@@ -12,9 +12,9 @@ import torch
 
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 
-__all__ = ["LOOK_S", "PartlyStaged", "Staged"]
+__all__ = ["POLL_S", "PartlyStaged", "Staged"]
 
-LOOK_S = 0.01
+POLL_S = 0.01
 """How often somebody who waits for a save looks whether it has ended."""
 
 
@@ -45,7 +45,7 @@ class Staged:
         self._deciding = threading.Lock()
         self._thread: threading.Thread | None = None
         self._first_written = threading.Event()
-        self._given_up = False
+        self._aborted = False
 
     def begin_save(self) -> bool:
         """Called by the thread that saves what was staged.
@@ -90,7 +90,7 @@ class Staged:
             CheckpointError: It may have changed meanwhile, since nobody has waited for this.
         """
         self._first_written.set()
-        if self._given_up:
+        if self._aborted:
             raise CheckpointError(
                 "what max_host_nbytes has left may have changed before it was written: the call of "
                 "async_save did not wait for it to the end"
@@ -104,13 +104,13 @@ class Staged:
         """
         deadline = time.monotonic() + timeout_s
         try:
-            while not (self._first_written.wait(LOOK_S) or self.is_over):
+            while not (self._first_written.wait(POLL_S) or self.is_over):
                 if time.monotonic() > deadline:
                     raise CheckpointError(
                         f"what max_host_nbytes has left was not written within {timeout_s:g} s"
                     )
         except BaseException:
-            self._given_up = True
+            self._aborted = True
             raise
 
 

@@ -22,11 +22,11 @@ from torch_ckpt.staging.copied_state import (
     CopiedState,
     CopiedTensor,
     MemoryRun,
-    give_no_memory,
+    drop_memory,
     runs_of,
 )
 from torch_ckpt.staging.share import Share
-from torch_ckpt.staging.staged import LOOK_S, PartlyStaged, Staged
+from torch_ckpt.staging.staged import POLL_S, PartlyStaged, Staged
 
 __all__ = ["TIMEOUT_S", "SnapshotStager"]
 
@@ -151,7 +151,7 @@ class SnapshotStager:
         try:
             snapshot = _fitting(free, placed.nbytes)
             free.append(snapshot)
-            snapshot.pin_for(placed.look(), self._devices)
+            snapshot.pin_for(placed.inspect(), self._devices)
         finally:
             for snapshot_or_none in free:
                 self._give_back(snapshot_or_none)
@@ -198,7 +198,7 @@ class SnapshotStager:
     ) -> tuple[dict[str, Any] | Future[dict[str, Any]], Staged]:
         copied = CopiedState(state_dict)
         rest = [tensor for tensor in copied.tensors if id(tensor.live) in left_out]
-        give_no_memory(rest)
+        drop_memory(rest)
         wanted = [tensor for tensor in copied.tensors if id(tensor.live) not in left_out]
         placed = _Placed(wanted, self.max_host_nbytes)
         if placed.left and not (may_leave and self.blocking):
@@ -236,7 +236,7 @@ class SnapshotStager:
 
         view = memoryview(snapshot)
         try:
-            address = placed.give_memory(view)
+            address = placed.set_memory(view)
         except BaseException:
             self._give_back(snapshot)
             raise
@@ -294,7 +294,7 @@ class SnapshotStager:
                         TIMEOUT_S,
                         self._names_in_use(),
                     )
-                self._changed.wait(min(begin + TIMEOUT_S - now, LOOK_S))
+                self._changed.wait(min(begin + TIMEOUT_S - now, POLL_S))
                 self._reclaim()
             return [self._free.pop()]
 
@@ -340,7 +340,7 @@ class _Placed:
         self.left: list[MemoryRun] = []
         self._places: list[tuple[MemoryRun, torch.Tensor, int]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self._looked: _native.TensorBatch | None = None
+        self._inspected: _native.TensorBatch | None = None
         end = 0
         for run in runs_of(tensors):
             offset = _native.place_in_snapshot(end, run.nbytes)
@@ -351,31 +351,33 @@ class _Placed:
             end = offset + run.nbytes
         self.nbytes = max(end, _SMALLEST_NBYTES)
 
-    def look(self) -> _native.TensorBatch:
+    def inspect(self) -> _native.TensorBatch:
         """Views of what is to be copied, after what the current streams do."""
-        return _tensor_view.look([live for _, live, _ in self._places], writable=False, stages=True)
+        return _tensor_view.inspect(
+            [live for _, live, _ in self._places], writable=False, stages=True
+        )
 
-    def give_memory(self, view: memoryview) -> int:
+    def set_memory(self, view: memoryview) -> int:
         """Has the copies of tensors lie in a snapshot, those of others be views of them.
 
         Returns:
             The address of the snapshot.
         """
-        self._looked = self.look()
+        self._inspected = self.inspect()
         for run, live, offset in self._places:
             nbytes = run.nbytes
             memory = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
-            run.give_memory(memory)
+            run.set_memory(memory)
             self._copies.append((memory, live, offset))
         for run in self.left:
-            run.give_live_memory()
+            run.use_live_memory()
         self._places = []
         return torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
 
     def copy_all(self, snapshot: _native.Snapshot, devices: _native.Devices) -> None:
         """Copies what was placed; returns when it is there."""
         copies, self._copies = self._copies, []
-        looked, self._looked = self._looked, None
+        looked, self._inspected = self._inspected, None
         assert looked is not None
         plain = looked.plain
         snapshot.copy(looked, plain, [copies[i][2] for i in plain], _THREADS, devices)

@@ -50,7 +50,7 @@ class StagingWriter(StorageWriter):
 
     @contextlib.contextmanager
     def sharing(
-        self, planner: SavePlanner | None, all_say: Callable[[bytes], bool]
+        self, planner: SavePlanner | None, all_equal: Callable[[bytes], bool]
     ) -> Iterator[None]:
         """Within the block, ranks stage their shares alone where all of them agree.
 
@@ -59,10 +59,10 @@ class StagingWriter(StorageWriter):
 
         Args:
             planner: That of the save.
-            all_say: Returns whether all ranks have called it with the same bytes.
+            all_equal: Returns whether all ranks have called it with the same bytes.
         """
         if type(planner) is FastSavePlanner:
-            self._sharing = Sharing(planner, all_say)
+            self._sharing = Sharing(planner, all_equal)
         try:
             yield
         finally:

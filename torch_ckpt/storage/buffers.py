@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_ckpt._core import _native
 from torch_ckpt.options import IoOptions
 
-__all__ = ["STOCK_COPY_AHEAD", "buffer_pools", "held_nbytes_limit", "useful_buffer_nbytes"]
+__all__ = ["STOCK_COPY_AHEAD", "buffer_pools", "retained_nbytes_limit", "useful_buffer_nbytes"]
 
 STOCK_COPY_AHEAD = 10_000_000
 _LEAST_BLOCK = 64 << 10
@@ -42,6 +42,6 @@ def useful_buffer_nbytes(data_nbytes: int, most_nbytes: int, block_nbytes: int) 
     return max(2 * block_nbytes, min(most_nbytes, data_nbytes // 4))
 
 
-def held_nbytes_limit(io: IoOptions) -> int:
+def retained_nbytes_limit(io: IoOptions) -> int:
     """Bytes of temporary copies to hold besides the buffers, before they are used and let go."""
     return io.buffer_nbytes // 4

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.seal import open_committed
+from torch_ckpt.formats.committed import open_committed
 
 __all__ = ["Checkpoint", "described", "find_checkpoints", "open_checkpoint"]
 

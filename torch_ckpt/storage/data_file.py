@@ -23,8 +23,8 @@ from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.object_pickles import refused_classes
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.planning.sharing import CutItem
-from torch_ckpt.storage.buffers import held_nbytes_limit
+from torch_ckpt.planning.replicas import CutItem
+from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import write_planned
 from torch_ckpt.storage.rank_work import RankWork, Unresolved, resolve_whole
 from torch_ckpt.storage.written_file import WrittenFile
@@ -57,7 +57,7 @@ def write_data_file(
         StorageError: The file could not be written; it is removed.
         ValueError: A tensor has another dtype or other sizes than it was planned with.
     """
-    batch = _tensor_view.look(list(part.sources), writable=False)
+    batch = _tensor_view.inspect(list(part.sources), writable=False)
     batch.defer([at for at, source in enumerate(part.sources) if isinstance(source, Unresolved)])
     planned = _native.PlannedFile(part.work, batch)
     pickled: dict[int, WriteResult] = {}
@@ -73,7 +73,7 @@ def write_data_file(
 
     job, appended = write_planned(
         *(directory / name, planned),
-        lambda job: _write_tensors(job, planned, part, planner, held_nbytes_limit(io)),
+        lambda job: _write_tensors(job, planned, part, planner, retained_nbytes_limit(io)),
         pickle_at,
         pool=pool,
         direct=io.direct,
@@ -104,14 +104,14 @@ def _write_tensors(
     planned: _native.PlannedFile,
     part: RankWork,
     planner: SavePlanner,
-    max_held_nbytes: int,
+    max_retained_nbytes: int,
 ) -> None:
     """Has the engine write tensors in the order of the layout.
 
     One call writes them all, except that copies made for it (from a device, of a temporary) are
-    written and let go in batches of ``max_held_nbytes``.
+    written and let go in batches of ``max_retained_nbytes``.
     """
-    begin = held_nbytes = 0
+    begin = retained_nbytes = 0
     for number in planned.copied:
         position = planned.position(number)
         source = part.sources[position]
@@ -122,10 +122,10 @@ def _write_tensors(
         rows = planned.rows(number)
         copy = to_plain(tensor if rows is None else tensor.detach().narrow(0, *rows))
         planned.put(number, _tensor_view.view(copy, "", writable=False))
-        held_nbytes += copy.untyped_storage().nbytes()  # Rows keep all of it.
-        if held_nbytes >= max_held_nbytes:
+        retained_nbytes += copy.untyped_storage().nbytes()  # Rows keep all of it.
+        if retained_nbytes >= max_retained_nbytes:
             planned.write(job, begin, number + 1)
-            begin, held_nbytes = number + 1, 0
+            begin, retained_nbytes = number + 1, 0
     planned.write(job, begin, len(planned))
 
 

@@ -25,7 +25,7 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
         pattern = (
             r"__\d+_\d+(_[0-9a-f]{16})?\.distcp"
             r"|\.metadata\.[0-9a-f]{16}\.tmp|\.index\.[0-9a-f]{16}"
-            r"|\.agents-[0-9a-f]{16}-\d+\.(try|lists|manifest|failed)(\.tmp)?"
+            r"|\.agents-[0-9a-f]{16}-\d+\.(epoch|lists|manifest|failed)(\.tmp)?"
         )
         if any(_RANK_METADATA.fullmatch(name) for name in found):
             return []  # Committed without coordination as well: those refer to files of their own.

@@ -30,7 +30,7 @@ from torch_ckpt.formats.opened import Contents
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 from torch_ckpt.options import READ_THREADS, IoOptions
 from torch_ckpt.planning.load_planner import FastLoadPlanner, PlannedReads
-from torch_ckpt.storage.buffers import held_nbytes_limit, useful_buffer_nbytes
+from torch_ckpt.storage.buffers import retained_nbytes_limit, useful_buffer_nbytes
 
 __all__ = ["Load", "Source"]
 
@@ -160,7 +160,7 @@ class Load:
             assert dtype is not None
             _copy_to(planner.resolve_tensor(item).detach(), elements, dtype, item.lengths)
 
-        looks = _tensor_view.look(items.sources, writable=True)
+        looks = _tensor_view.inspect(items.sources, writable=True)
         return [items[at] for at in items.reads.run(self.job, looks, take, exchange)]
 
 
@@ -205,7 +205,7 @@ class _LoadByItem:
         self.job = load.job
         self.requests = requests
         self.planner = planner
-        self.max_held_nbytes = held_nbytes_limit(load.source.io)
+        self.max_retained_nbytes = retained_nbytes_limit(load.source.io)
         # Another planner may have stored bytes of any kind.
         self.objects_are_pickled = (
             getattr(planner.load_bytes, "__func__", None) is DefaultLoadPlanner.load_bytes
@@ -253,7 +253,7 @@ class _LoadByItem:
         must_wait: list[_Tensor] = []
         taken = Destinations()
         passed_over: set[int] = set()  # Storages.
-        held_nbytes = 0
+        retained_nbytes = 0
         for number, tensor in enumerate(waiting):
             item, stored, dtype = tensor
             resolved = self.planner.resolve_tensor(item)
@@ -282,8 +282,8 @@ class _LoadByItem:
             is_direct = target.dtype == dtype and is_loadable
             batch.append((item, stored, target, None if is_direct else dtype))
             if temporary:
-                held_nbytes += target.nbytes
-                if held_nbytes >= self.max_held_nbytes:
+                retained_nbytes += target.nbytes
+                if retained_nbytes >= self.max_retained_nbytes:
                     return batch, must_wait + waiting[number + 1 :]
         return batch, must_wait
 
@@ -325,7 +325,7 @@ class _LoadByItem:
         for item, stored in streams:
             wanted.setdefault(stored, []).append(item)
         refused: list[str] = []
-        for batch in _batches(wanted, self.max_held_nbytes):
+        for batch in _batches(wanted, self.max_retained_nbytes):
             archives = self.objects_are_pickled and not self.requests.transformed
             _, slices = self.job.run([], batch, slices_are_archives=archives)
             for stored, data in zip(batch, slices, strict=True):

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, gc_paused, is_temporary, printable
-from torch_ckpt.planning.planned import PlannedItems, to_write_item
+from torch_ckpt.planning.item_views import PlannedItems, to_write_item
+from torch_ckpt.planning.replicas import CutItem, work_of
 from torch_ckpt.planning.save_planner import FastSavePlanner
-from torch_ckpt.planning.sharing import CutItem, work_of
 
 __all__ = ["RankWork", "Unresolved", "resolve_whole", "split", "work_for"]
 
@@ -162,7 +162,7 @@ def _in_columns(
             table.add_object(_name(item), 0)
             add(item, None, None)
             continue
-        is_held = not is_temporary(tensor)
+        is_live = not is_temporary(tensor)
         if isinstance(item, CutItem):
             tensor = item.rows_of(tensor)
         dtype, sizes = tensor.dtype, tensor.size()
@@ -172,7 +172,7 @@ def _in_columns(
             *(False, [0] * len(sizes), sizes),
         )
         as_planned = _is_as_planned(item, tensor)
-        add(item, tensor if is_held else Unresolved(), name if as_planned else None)
+        add(item, tensor if is_live else Unresolved(), name if as_planned else None)
     return RankWork(_native.Work(table), sources, waits, written, dtypes)
 
 

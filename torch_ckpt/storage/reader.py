@@ -31,7 +31,7 @@ from torch_ckpt.formats.opened import Contents, Opened
 from torch_ckpt.formats.recognise import open_stored
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.load_planner import (
-    KeptReads,
+    LocalReads,
     PlannedReads,
     TravellingReads,
 )
@@ -244,7 +244,7 @@ class FastReader(StorageReader):
                 verify=self.verify,
             )
         if isinstance(items, PlannedReads):
-            items = KeptReads(len(items))
+            items = LocalReads(len(items))
         elif can_exchange():
             with contextlib.suppress(pickle.PicklingError, TypeError, AttributeError):
                 items = TravellingReads.of(items)  # Others travel as they can.
@@ -279,7 +279,7 @@ class FastReader(StorageReader):
         items: Any = plan.items
         if self._kept is not None:
             kept, sent = self._kept
-            if isinstance(items, KeptReads) or (
+            if isinstance(items, LocalReads) or (
                 isinstance(items, TravellingReads)
                 and isinstance(sent, TravellingReads)
                 and items.are(sent)

@@ -33,19 +33,19 @@ from torch_ckpt.coordination.group import claim_commit
 from torch_ckpt.errors import CheckpointError, MismatchError, UnsupportedError
 from torch_ckpt.formats.safetensors_layout import FilePlace, ModelLayout, TensorFacts
 from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.planning.item_views import AssignedItems, PlannedPaths
 from torch_ckpt.planning.plan_cache import plan_cache
-from torch_ckpt.planning.planned import AssignedItems, PlannedPaths
-from torch_ckpt.planning.sharing import CutItem, item_nbytes, work_of
+from torch_ckpt.planning.replicas import CutItem, item_nbytes, work_of
 from torch_ckpt.staging.stager import SnapshotStager
-from torch_ckpt.storage.buffers import held_nbytes_limit
+from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import finished
-from torch_ckpt.storage.model_directory import (
+from torch_ckpt.storage.rank_work import resolve_whole
+from torch_ckpt.storage.safetensors_commit import (
     COMMITTED_NAMES,
     pending_names,
     publish,
     stale_model_files,
 )
-from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["SafetensorsWriter"]
@@ -319,7 +319,7 @@ class _PartWriter:
         """Writes all of these to one file."""
         writer, laid_out = self.writer, self.layout.files[file]
         path = writer.location / self.names[file]
-        job = _native.PartJob(
+        job = _native.SharedFileJob(
             path.file_system,
             path.path,
             laid_out.nbytes,
@@ -336,26 +336,26 @@ class _PartWriter:
         return WriteResult(MetadataIndex(self.names[file]), nbytes, file)
 
     def _batches(
-        self, pieces: Sequence[_Piece], job: _native.PartJob, header: bytes
+        self, pieces: Sequence[_Piece], job: _native.SharedFileJob, header: bytes
     ) -> Iterator[list[tuple[_native.TensorView, int, Sequence[int], Sequence[int]]]]:
         """Tensors to be written by one call; copies made for it are let go after it."""
         batch: list[tuple[_native.TensorView, int, Sequence[int], Sequence[int]]] = []
-        held_nbytes, most = 0, held_nbytes_limit(self.writer.io)
+        retained_nbytes, most = 0, retained_nbytes_limit(self.writer.io)
         for piece in pieces:
             if piece.item is None or piece.place is None or piece.item.tensor_data is None:
                 job.put(0, header)  # Nothing lies before it.
                 continue
-            tensor, is_held = self._tensor_of(piece.item)
+            tensor, is_live = self._tensor_of(piece.item)
             view = _tensor_view.view(tensor, piece.item.index.fqn, writable=False)
             chunk = piece.item.tensor_data.chunk
             batch.append((view, piece.place.offset, piece.place.facts.sizes, chunk.offsets))
-            if is_held:
+            if is_live:
                 continue
-            held_nbytes += tensor.untyped_storage().nbytes()  # Rows keep all of it.
+            retained_nbytes += tensor.untyped_storage().nbytes()  # Rows keep all of it.
             del tensor, view
-            if held_nbytes >= most:
+            if retained_nbytes >= most:
                 yield batch
-                batch, held_nbytes = [], 0
+                batch, retained_nbytes = [], 0
         yield batch
 
     def _tensor_of(self, item: WriteItem) -> tuple[torch.Tensor, bool]:
@@ -377,10 +377,10 @@ class _PartWriter:
                 f"the planner resolved {fqn!r} to {tensor.dtype} of {list(tensor.size())}, and had "
                 f"planned {data.properties.dtype} of {list(sizes)}"
             )
-        is_held = not is_temporary(tensor) and kind == _tensor_view.TensorKind.PLAIN
+        is_live = not is_temporary(tensor) and kind == _tensor_view.TensorKind.PLAIN
         if isinstance(item, CutItem):
             tensor = item.rows_of(tensor)
-        return (tensor if kind == _tensor_view.TensorKind.PLAIN else to_plain(tensor)), is_held
+        return (tensor if kind == _tensor_view.TensorKind.PLAIN else to_plain(tensor)), is_live
 
 
 def _check_complete(layout: ModelLayout, results: Sequence[WriteResult]) -> None:

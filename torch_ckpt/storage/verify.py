@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.seal import open_committed
+from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.options import READ_THREADS, IoOptions
 from torch_ckpt.storage.committed_files import Checkpoint, find_checkpoints, open_checkpoint
 

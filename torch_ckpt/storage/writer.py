@@ -36,31 +36,31 @@ from torch_ckpt.errors import (
     portable_errors,
 )
 from torch_ckpt.filesystems.location import Location, can_reach
+from torch_ckpt.formats.committed import INDEX_MARK
 from torch_ckpt.formats.object_pickles import warn_of_refused
-from torch_ckpt.formats.seal import INDEX_MARK
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.planning.plan_cache import plan_cache
-from torch_ckpt.planning.planned import (
+from torch_ckpt.planning.item_views import (
     AssignedItems,
+    ColumnItems,
     GlobalPlanEntry,
-    ListedItems,
     PlannedItems,
     PlannedPaths,
 )
-from torch_ckpt.planning.sharing import (
-    HeldItems,
+from torch_ckpt.planning.plan_cache import plan_cache
+from torch_ckpt.planning.replicas import (
+    RankItems,
     check_dtype,
-    list_held,
+    list_rank_items,
     merge_cuts,
     share_out,
 )
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.staging.staging_writer import StagingWriter
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
+from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
 from torch_ckpt.storage.data_file import write_data_file
 from torch_ckpt.storage.gc import remove_files, stale_files
 from torch_ckpt.storage.rank_work import RankWork, split, work_for
-from torch_ckpt.storage.sealed_metadata import check_complete, seal_metadata, seal_planned
 from torch_ckpt.storage.written_file import WrittenFile
 
 __all__ = ["FastWriter"]
@@ -231,7 +231,7 @@ class FastWriter(StagingWriter):
                 f"a checkpoint is already committed in {self.path}, and overwrite is false"
             )
         items: Any = plan.items
-        if isinstance(items, ListedItems) and items.token is not None:
+        if isinstance(items, ColumnItems) and items.token is not None:
             # Nobody looks at items on the coordinator, unless a subclass does.
             items.by_token = type(self).prepare_global_plan is FastWriter.prepare_global_plan
             if items.by_token and isinstance(plan.planner_data, PlannedPaths):
@@ -250,7 +250,7 @@ class FastWriter(StagingWriter):
             and not isinstance(plan.items, PlannedItems)  # Their planner shares them out.
         ):
             with gc_paused():
-                held = list_held(plan.items, self.rank)
+                held = list_rank_items(plan.items, self.rank)
             if held is not None:
                 return dataclasses.replace(plan, storage_data=held.as_storage_data())
         return plan
@@ -271,7 +271,7 @@ class FastWriter(StagingWriter):
         self._plan = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
         return [
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
-            if plan.storage_data is None or HeldItems.beside(plan) is not None
+            if plan.storage_data is None or RankItems.beside(plan) is not None
             else plan
             for rank, plan in enumerate(plans)
         ]
@@ -324,13 +324,15 @@ class FastWriter(StagingWriter):
         try:
             plan, self._plan = self._plan, None
             if plan is not None and any(file.extents is not None for _, file in written):
-                sealed, index = seal_planned(metadata, plan, written, save_id=self.save_id)
+                metadata_bytes, index = planned_commit_files(
+                    metadata, plan, written, save_id=self.save_id
+                )
             else:
                 if isinstance(metadata.planner_data, PlannedPaths):
                     metadata.planner_data = metadata.planner_data.copy()
                 merge_cuts(metadata, [cut for _, file in written for cut in file.cuts])
                 check_complete(metadata)
-                sealed, index = seal_metadata(
+                metadata_bytes, index = commit_files(
                     metadata, [file for _, file in written], save_id=self.save_id
                 )
             warn_of_refused({f: c for _, file in written for f, c in file.refused.items()})
@@ -346,7 +348,7 @@ class FastWriter(StagingWriter):
             self.location.path,
             self._own_name(_METADATA),
             self._own_name(_INDEX),
-            sealed,
+            metadata_bytes,
             index,
             self.save_id,
             sorted(files),

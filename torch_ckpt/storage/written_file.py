@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch_ckpt.planning.sharing import CutPiece
+from torch_ckpt.planning.replicas import CutPiece
 
 __all__ = ["WrittenFile"]
 

@@ -135,7 +135,7 @@ class ExchangeStream {
   int64_t room_ = 0;       // For so many more pieces.
   int64_t with_room_ = 0;  // Pieces before this one have, or had, room.
   std::deque<int64_t> to_read_;
-  std::deque<int64_t> leaving_;  // Taken, and on their way to the next rank or to a device.
+  std::deque<int64_t> leaving_;  // AcquiredSlot, and on their way to the next rank or to a device.
   int64_t done_ = 0;             // So many pieces are.
   std::set<PeerTransfer*> transfers_;
   bool failed_ = false;

@@ -161,7 +161,7 @@ Status LoadBatch::find_tensors(const std::vector<int64_t>& requests) {
   for (const int64_t i : requests) {
     const StoredSlice& slice = tensor(i).slice;
     if (slice.nbytes > whole_slice_nbytes_) continue;
-    if (comes_without_memory(i)) expect(i);
+    if (lacks_memory(i)) expect(i);
     whole_slices_.push_back(i);
     wanted_.push_back(want(i, {slice.offset, slice.offset + slice.nbytes}, nullptr));
   }
@@ -209,7 +209,7 @@ Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>
     tiled = tiled && range.begin == tiled_until;
     tiled_until = range.end;
     const bool one_run = is_one_run(part);
-    const bool to_hand_over = comes_without_memory(request);
+    const bool to_hand_over = lacks_memory(request);
     if (to_hand_over) expect(request);
     // What must be summed here is not copied before it is looked at.
     const bool direct = one_run && !to_hand_over && (!has_crc || wanted.live.device->is_host());
@@ -285,12 +285,12 @@ Status LoadBatch::consume(int64_t index, Bytes bytes, Unpacking& unpacking) {
 
 // Where the elements of a request go, until they have arrived.
 Result<std::byte*> LoadBatch::memory_of(int64_t request) {
-  if (comes_without_memory(request)) return temporaries_.memory(request);
+  if (lacks_memory(request)) return temporaries_.memory(request);
   return tensor(request).live.data;
 }
 
 Status LoadBatch::arrived(int64_t request) {
-  return comes_without_memory(request) ? temporaries_.arrived(request) : ok_status();
+  return lacks_memory(request) ? temporaries_.arrived(request) : ok_status();
 }
 
 void LoadBatch::expect(int64_t request) {

@@ -126,7 +126,7 @@ class LoadBatch {
     return tensors_[static_cast<size_t>(request)];
   }
   // Of what is empty, nothing needs memory.
-  bool comes_without_memory(int64_t request) const {
+  bool lacks_memory(int64_t request) const {
     const LiveTensor& live = tensor(request).live;
     return live.data == nullptr && checked_numel(live.sizes).value_or(0) > 0;
   }

@@ -76,7 +76,7 @@ Status FileJob::sync() {
   return ok_status();
 }
 
-bool FileJob::give_up() {
+bool FileJob::stop_writes() {
   // Blocks in flight belong to the pool, which other jobs use next: none may still be written from.
   while (queue_ && queue_->in_flight() > 0) (void)wait_for_some();
   if (block_ != kNoBlock) pool_.release(block_);

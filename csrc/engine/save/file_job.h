@@ -1,7 +1,7 @@
 #pragma once
 
-// FileJob: what SaveJob and PartJob have in common. They write a file from blocks of a bounded
-// pool: while some are being written, the next is filled.
+// FileJob: what SaveJob and SharedFileJob have in common. They write a file from blocks of a
+// bounded pool: while some are being written, the next is filled.
 
 #include <cstdint>
 #include <memory>
@@ -68,7 +68,7 @@ class FileJob {
   // Syncs the file if the options say so. Requires: nothing is in flight.
   Status sync();
   // Waits for all that was submitted, whatever becomes of it. Returns whether a file was open.
-  bool give_up();
+  bool stop_writes();
   void let_go();
 
   // Remembers the first error, and returns it from then on.

@@ -44,7 +44,7 @@ Result<std::unique_ptr<SaveJob>> SaveJob::start(FileSystem& fs, const std::strin
 
 void SaveJob::abort() {
   // Best effort: a file that cannot be removed is not referred to by any metadata.
-  if (give_up() && !finished_) (void)fs_.remove(path_);
+  if (stop_writes() && !finished_) (void)fs_.remove(path_);
 }
 
 Status SaveJob::write(int64_t index, const LiveTensor& tensor) {

@@ -69,11 +69,11 @@ std::vector<std::byte> encode(const SlotTable& table) {
   append_counted(writer, table.items);
   append_counted(writer, table.extents);
   if (table.paths) append_counted(writer, *table.paths);
-  return writer.sealed(kMagic, kVersion);
+  return writer.finish(kMagic, kVersion);
 }
 
 Result<SlotTable> decode_slot_table(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_sealed(bytes, kMagic, kVersion, "the table of a slot"));
+  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "the table of a slot"));
   WireReader reader(body);
   SlotTable table;
   if (!read_table(reader, &table)) return corruption("the table of a slot is cut off or too long");

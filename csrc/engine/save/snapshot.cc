@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/share.h"
+#include "base/parallel_for.h"
 #include "geometry/box.h"
 #include "plan/layout.h"
 
@@ -105,7 +105,7 @@ Result<std::unique_ptr<Snapshot>> Snapshot::make(MemorySource& source, int64_t n
   const MutableBytes bytes = memory.bytes();
   std::atomic<int> failed = 0;
   std::atomic<bool> huge_pages_are_slow = false;
-  share((ssize(bytes) + kPartNbytes - 1) / kPartNbytes, threads, [&](int64_t part) {
+  parallel_for((ssize(bytes) + kPartNbytes - 1) / kPartNbytes, threads, [&](int64_t part) {
     const int64_t begin = part * kPartNbytes;
     const MutableBytes some = slice(bytes, begin, std::min(kPartNbytes, ssize(bytes) - begin));
     // Only advice: without it everything works, more slowly.
@@ -172,8 +172,8 @@ Status Snapshot::copy(std::span<const PackedCopy> copies, int threads) {
     }
   }
   RETURN_IF_ERROR(pack(std::move(elsewhere)));
-  share(std::ssize(parts), threads,
-        [&](int64_t i) { copy_part(parts[static_cast<size_t>(i)], payload_); });
+  parallel_for(std::ssize(parts), threads,
+               [&](int64_t i) { copy_part(parts[static_cast<size_t>(i)], payload_); });
   return ok_status();
 }
 

@@ -31,7 +31,7 @@ inline Index example_index() {
 
   Index index;
   index.save_id = "0123456789abcdef";
-  index.metadata = Seal::of(as_bytes("the metadata"));
+  index.metadata = FileDigest::of(as_bytes("the metadata"));
   BlockSummer summer(kSumBlockNbytes);
   summer.append(alternating(kObject + kObjectNbytes));
   index.files = {{"__0_0_0123456789abcdef.distcp", summer.finish()}};

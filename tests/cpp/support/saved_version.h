@@ -94,7 +94,7 @@ struct Version {
   std::string index(const std::vector<BlockSums>& sums) const {
     Index index;
     index.save_id = long_save_id();
-    index.metadata = Seal::of(as_bytes(metadata()));
+    index.metadata = FileDigest::of(as_bytes(metadata()));
     index.has_entries = true;
     for (size_t r = 0; r < ranks.size(); ++r) {
       index.files.push_back({ranks[r].file, sums[r]});

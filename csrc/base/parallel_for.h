@@ -1,6 +1,6 @@
 #pragma once
 
-// Work that several threads share.
+// A loop whose iterations run in several threads.
 
 #include <algorithm>
 #include <atomic>
@@ -14,7 +14,7 @@ namespace torch_ckpt {
 // Calls `work(i)` for every i in [0, count), by this thread and others, `threads` in all where
 // there can be as many. Returns when all is done. `work` does not throw.
 template <typename Work>
-void share(int64_t count, int threads, const Work& work) {
+void parallel_for(int64_t count, int threads, const Work& work) {
   std::atomic<int64_t> next = 0;
   const auto run = [&] {
     for (int64_t i = next++; i < count; i = next++) work(i);

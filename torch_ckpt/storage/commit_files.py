@@ -1,4 +1,4 @@
-"""The two files that a commit publishes: metadata, and the index that is sealed to them."""
+"""The two files that a commit publishes: metadata, and the index that belongs to them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.index import to_entries, to_metadata, to_paths
 from torch_ckpt.formats.metadata import dump_metadata
-from torch_ckpt.planning.planned import GlobalPlanEntry, PlannedMetadata, PlannedPaths
+from torch_ckpt.planning.item_views import GlobalPlanEntry, PlannedMetadata, PlannedPaths
 from torch_ckpt.storage.written_file import WrittenFile
 
-__all__ = ["check_complete", "seal_metadata", "seal_planned"]
+__all__ = ["check_complete", "commit_files", "planned_commit_files"]
 
 _KNOWN_FIELDS = frozenset(Metadata.__dataclass_fields__)
 
@@ -56,7 +56,7 @@ def check_complete(metadata: Metadata) -> None:
             )
 
 
-def seal_metadata(
+def commit_files(
     metadata: Metadata, files: Sequence[WrittenFile], *, save_id: str
 ) -> tuple[bytes, bytes]:
     """Makes the two files that a commit publishes, each sealed to the other.
@@ -83,24 +83,24 @@ def seal_metadata(
         # A number or a name that the engine cannot hold makes it refuse.
         if entries is not None and storage_meta is not None and _is_said_by_index(metadata):
             with contextlib.suppress(ValueError, TypeError, OverflowError):
-                return _native.seal_metadata(save_id, listed, version, entries, paths, storage_meta)
+                return _native.commit_files(save_id, listed, version, entries, paths, storage_meta)
         pickled = dump_metadata(metadata)
         if entries is not None:
             with contextlib.suppress(ValueError, TypeError, OverflowError):
-                sealed = _native.make_index(save_id, pickled, listed, version, entries, paths)
-                return pickled + sealed[0], sealed[1]
+                made = _native.make_index(save_id, pickled, listed, version, entries, paths)
+                return pickled + made[0], made[1]
         trailer, index = _native.make_index(save_id, pickled, listed, "", None, None)
         return pickled + trailer, index
 
 
-def seal_planned(
+def planned_commit_files(
     metadata: Metadata,
     plan: GlobalPlanEntry,
     files: Sequence[tuple[int, WrittenFile]],
     *,
     save_id: str,
 ) -> tuple[bytes, bytes]:
-    """As :func:`seal_metadata`, of a save that was planned in columns, whose metadata it completes.
+    """As :func:`commit_files`, of a save that was planned in columns, whose metadata it completes.
 
     Args:
         metadata: About to be committed, as ``FastSavePlanner`` has made them. They become views of
@@ -130,7 +130,7 @@ def seal_planned(
         and type(metadata) is Metadata
         and _KNOWN_FIELDS.issuperset(vars(metadata))
     )
-    sealed, index = _native.seal_plan(
+    metadata_bytes, index = _native.planned_commit_files(
         plan.plan,
         save_id,
         reported,
@@ -145,7 +145,7 @@ def seal_planned(
         metadata.state_dict_metadata = saved.state_dict_metadata
         metadata.storage_data = saved.storage_data
         metadata.planner_data = saved.planner_data
-        return sealed, index
+        return metadata_bytes, index
     # A planner has added something of its own.
     if isinstance(metadata.state_dict_metadata, PlannedMetadata):
         metadata.state_dict_metadata = saved.state_dict_metadata.copy()
@@ -162,7 +162,7 @@ def seal_planned(
         dataclasses.replace(file, dtypes=of_file)
         for (_, file), of_file in zip(files, dtypes, strict=True)
     ]
-    return seal_metadata(metadata, written, save_id=save_id)
+    return commit_files(metadata, written, save_id=save_id)
 
 
 def _is_said_by_index(metadata: Metadata) -> bool:

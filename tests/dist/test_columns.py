@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import Parameter
 
 from torch_ckpt import FastSavePlanner
-from torch_ckpt.planning import listing
+from torch_ckpt.planning import columns
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
@@ -166,11 +166,11 @@ def test_objects_that_take_the_place_of_dead_ones_are_not_taken_for_them() -> No
 def test_torch_is_asked_once_where_tensors_of_the_same_kind_lie() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {f"w{i}": box(SHAPES[i % 2], mesh, Shard(i % 3 // 2)) for i in range(60)}
-    computed = listing.compute_local_shape_and_global_offset
+    computed = columns.compute_local_shape_and_global_offset
     with mock.patch.object(
-        listing, "compute_local_shape_and_global_offset", wraps=computed
+        columns, "compute_local_shape_and_global_offset", wraps=computed
     ) as asked:
-        listing.table_of(state)
+        columns.table_of(state)
     assert asked.call_count == 4
 
 

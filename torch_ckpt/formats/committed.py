@@ -114,7 +114,7 @@ def _check_unsealed(
         UnsupportedError: They have one that a newer version of this package has written.
     """
     way_out = "FastReader(verify=False) loads what metadata alone can tell, unchecked"
-    if metadata.sealed:
+    if metadata.has_trailer:
         pickled = None
         marked = True
     else:
@@ -131,7 +131,7 @@ def _check_unsealed(
                 f"{way_out}"
             )
         why = f"the one in its place is of another save, {other.save_id}"
-    if marked and not metadata.sealed:
+    if marked and not metadata.has_trailer:
         why = why or metadata.trailer_problem
     if marked:
         if newer:

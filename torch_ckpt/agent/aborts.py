@@ -9,17 +9,17 @@ import time
 from torch_ckpt.agent.manifests import Manifests
 from torch_ckpt.errors import CheckpointError
 
-__all__ = ["Declined"]
+__all__ = ["PendingAborts"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
 _KEPT = 16
 """Others are never so far behind."""
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
-class Declined:
+class PendingAborts:
     """Tells other machines that they wait in vain, where they do; all threads may use it.
 
     Nothing is written where nobody waits: what all machines skip leaves no trace.
@@ -46,9 +46,9 @@ class Declined:
 
     def close(self) -> None:
         """Returns when those that wait by now were told: nobody will be any more."""
-        end = time.monotonic() + 2 * _LOOK_S
+        end = time.monotonic() + 2 * _POLL_S
         while self._saves and time.monotonic() < end:
-            time.sleep(_LOOK_S / 10)
+            time.sleep(_POLL_S / 10)
 
     def _watch(self) -> None:
         while True:
@@ -57,7 +57,7 @@ class Declined:
             for manifests, why, until in saves:
                 if manifests.is_attended():
                     try:
-                        manifests.decline(why)
+                        manifests.abort(why)
                     except CheckpointError as error:
                         _log.warning("other machines wait in vain: %s", error)
                 elif time.monotonic() < until:
@@ -67,4 +67,4 @@ class Declined:
             with self._lock:
                 if not self._saves:
                     return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-#include "engine/save/part_job.h"
+#include "engine/save/shared_file_job.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -15,15 +15,15 @@ namespace torch_ckpt {
 namespace {
 
 // File system and pool are kept alive by pybind11 (keep_alive below) for as long as the job.
-std::unique_ptr<PartJob> start(FileSystem& fs, const std::filesystem::path& path,
-                               int64_t file_nbytes, BufferPool& pool, bool direct, bool sync,
-                               int niceness) {
+std::unique_ptr<SharedFileJob> start(FileSystem& fs, const std::filesystem::path& path,
+                                     int64_t file_nbytes, BufferPool& pool, bool direct, bool sync,
+                                     int niceness) {
   const SaveOptions options = save_options(direct, sync, niceness);
-  return value_or_raise(
-      without_gil([&] { return PartJob::start(fs, path.string(), file_nbytes, pool, options); }));
+  return value_or_raise(without_gil(
+      [&] { return SharedFileJob::start(fs, path.string(), file_nbytes, pool, options); }));
 }
 
-void write(PartJob& job,
+void write(SharedFileJob& job,
            const std::vector<std::tuple<const TensorView*, int64_t, Dims, Dims>>& items) {
   for (const auto& item : items) {
     if (std::get<0>(item) == nullptr) throw py::value_error("there is no tensor to write");
@@ -38,7 +38,7 @@ void write(PartJob& job,
   }));
 }
 
-void put(PartJob& job, int64_t offset, const py::buffer& buffer) {
+void put(SharedFileJob& job, int64_t offset, const py::buffer& buffer) {
   const py::buffer_info info = buffer.request();
   const Bytes bytes(static_cast<const std::byte*>(info.ptr),
                     static_cast<size_t>(info.size * info.itemsize));
@@ -47,8 +47,8 @@ void put(PartJob& job, int64_t offset, const py::buffer& buffer) {
 
 }  // namespace
 
-void bind_part_job(py::module_& module) {
-  py::class_<PartJob, FileJob>(module, "PartJob")
+void bind_shared_file_job(py::module_& module) {
+  py::class_<SharedFileJob, FileJob>(module, "SharedFileJob")
       .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("file_nbytes"),
            py::arg("pool"), py::arg("direct"), py::arg("sync"), py::arg("niceness") = 0,
            py::keep_alive<1, 2>(), py::keep_alive<1, 5>())

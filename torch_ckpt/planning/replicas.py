@@ -39,13 +39,13 @@ __all__ = [
     "PICKLED_DTYPES",
     "CutItem",
     "CutPiece",
-    "HeldItems",
+    "RankItems",
     "Share",
     "check_dtype",
     "cut_item",
     "item_nbytes",
-    "list_held",
     "list_item",
+    "list_rank_items",
     "merge_cuts",
     "ranks_per_node",
     "share_out",
@@ -92,7 +92,7 @@ class CutPiece:
 
 
 @dataclass(frozen=True)
-class HeldItems:
+class RankItems:
     """All that a rank holds, on its way to the coordinator.
 
     It travels as plain values within stock's ``SavePlan.storage_data``: a planner may keep, and
@@ -113,17 +113,17 @@ class HeldItems:
     def as_storage_data(self) -> _StoragePrefix:
         """Stock's ``storage_data``, with these items."""
         prefix = _StoragePrefix(f"__{self.rank}_")
-        setattr(prefix, _HELD, dataclasses.astuple(self))
+        setattr(prefix, _ITEMS_ATTRIBUTE, dataclasses.astuple(self))
         return prefix
 
     @staticmethod
-    def beside(plan: SavePlan) -> HeldItems | None:
+    def beside(plan: SavePlan) -> RankItems | None:
         """The items that a plan came with."""
-        values = getattr(plan.storage_data, _HELD, None)
-        return None if values is None else HeldItems(*values)
+        values = getattr(plan.storage_data, _ITEMS_ATTRIBUTE, None)
+        return None if values is None else RankItems(*values)
 
 
-_HELD = "torch_ckpt_items"
+_ITEMS_ATTRIBUTE = "torch_ckpt_items"
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Share(_StoragePrefix):
     added: list[WriteItem] = field(default_factory=list)
 
 
-def list_held(items: Sequence[WriteItem], rank: int) -> HeldItems | None:
+def list_rank_items(items: Sequence[WriteItem], rank: int) -> RankItems | None:
     """Lists what a rank holds; nothing where an item describes no tensor that could be."""
     table = _native.ItemTable()
     try:
@@ -149,7 +149,7 @@ def list_held(items: Sequence[WriteItem], rank: int) -> HeldItems | None:
             list_item(table, item)
     except (ValueError, TypeError):
         return None
-    return HeldItems(rank, ranks_per_node(), table.encode(), len(table))
+    return RankItems(rank, ranks_per_node(), table.encode(), len(table))
 
 
 def ranks_per_node() -> int:
@@ -230,7 +230,7 @@ def share_out(plans: list[SavePlan]) -> list[SavePlan]:
     Raises:
         MismatchError: Ranks disagree on the dtype or sizes of a tensor.
     """
-    held = [items for plan in plans if (items := HeldItems.beside(plan)) is not None]
+    held = [items for plan in plans if (items := RankItems.beside(plan)) is not None]
     if (
         len(plans) < 2
         or [one.rank for one in held] != list(range(len(plans)))

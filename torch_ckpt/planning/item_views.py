@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch_ckpt._core import _native
 from torch_ckpt._core.lazy_views import LazyMapping
 from torch_ckpt._core.tensors import to_properties
-from torch_ckpt.planning.sharing import cut_item
+from torch_ckpt.planning.replicas import cut_item
 
 __all__ = [
     "AssignedItems",
+    "ColumnItems",
     "GlobalPlanEntry",
-    "ListedItems",
     "PlannedItems",
     "PlannedMetadata",
     "PlannedPaths",
@@ -45,7 +45,7 @@ class GlobalPlanEntry:
     plan: _native.GlobalPlan
     paths: Sequence[bytes]
     generation: bytes
-    listed: Mapping[bytes, ListedItems]
+    listed: Mapping[bytes, ColumnItems]
 
 
 class PlannedItems(Sequence[WriteItem]):
@@ -108,7 +108,7 @@ class PlannedItems(Sequence[WriteItem]):
         return f"<{type(self).__name__}>"
 
 
-class ListedItems(PlannedItems):
+class ColumnItems(PlannedItems):
     """All that a rank holds, on its way to the coordinator.
 
     Args:
@@ -134,8 +134,8 @@ class ListedItems(PlannedItems):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.by_token:
-            return ListedItems, (None, None, self.digest, self.token)
-        return ListedItems, (self.encoded, self.paths, self.digest, self.token)
+            return ColumnItems, (None, None, self.digest, self.token)
+        return ColumnItems, (self.encoded, self.paths, self.digest, self.token)
 
 
 class AssignedItems(PlannedItems):

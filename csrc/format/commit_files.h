@@ -16,13 +16,13 @@
 
 namespace torch_ckpt {
 
-struct SealedMetadata {
+struct CommitFiles {
   std::vector<std::byte> metadata;  // The pickle, then its trailer.
   std::vector<std::byte> index;
 };
 
 // Of an index with entries, all but its `metadata` filled in.
 // Errors: kInvalidArgument for an index that write_index or pickle_metadata refuses.
-Result<SealedMetadata> seal_metadata(Index index, const StorageMeta& storage);
+Result<CommitFiles> encode_commit_files(Index index, const StorageMeta& storage);
 
 }  // namespace torch_ckpt

@@ -1,4 +1,4 @@
-"""Who saves the steps of a run in the background: a thread of this process, or the agent."""
+"""Saves through the agent of this machine, or in a thread where the agent cannot serve."""
 
 from __future__ import annotations
 
@@ -14,63 +14,18 @@ import torch.distributed as dist
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.tier import SnapshotTier
 from torch_ckpt.agent.trainer import SnapshotAgent
-from torch_ckpt.api import async_save
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import StorageError, UnsupportedError
+from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.runs.step_tiers import Tier
 from torch_ckpt.storage.writer import FastWriter
 
-__all__ = ["AgentSaver", "ThreadSaver", "saver_for"]
+__all__ = ["AgentBackend", "backend_for"]
 
 T = TypeVar("T")
 
 
-class ThreadSaver:
-    """Saves by :func:`torch_ckpt.async_save`.
-
-    Args:
-        process_group: The ranks; all if ``None``.
-        timeout_s: Seconds that one rank waits for another.
-        writer: Of all saves.
-    """
-
-    tiers: Sequence[Tier] = ()
-    """Where its steps are besides the disk."""
-    can_keep = False
-    """Whether it can keep a step in memory alone."""
-
-    def __init__(
-        self, process_group: dist.ProcessGroup | None, *, timeout_s: float, writer: FastWriter
-    ) -> None:
-        self._process_group = process_group
-        self._timeout_s = timeout_s
-        self._writer = writer
-
-    def save(
-        self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
-    ) -> Future[Any]:
-        """Begins to save a step there, whether it is to come to disk or not."""
-        future = async_save(
-            state,
-            checkpoint_id=path,
-            storage_writer=self._writer,
-            process_group=self._process_group,
-            timeout_s=self._timeout_s,
-        )
-        assert isinstance(future, Future)  # The writer stages before it returns.
-        return future
-
-    def reserve(self, state: dict[str, Any]) -> None:
-        """Has nothing to make."""
-
-    def leave(self) -> None:
-        """Has nothing to leave."""
-
-    def close(self) -> None:
-        """Has nothing to end."""
-
-
-class AgentSaver:
+class AgentBackend:
     """Saves by way of the agent.
 
     If that cannot save what some rank has, or has no memory for it, all ranks save without it from
@@ -91,25 +46,25 @@ class AgentSaver:
         *,
         sync: bool,
         reader: dict[str, Any] | None,
-        without: Callable[[], ThreadSaver],
+        without: Callable[[], ThreadBackend],
     ) -> None:
         self._agent = agent
         self._group = group
         self._sync = sync
         self._without = without
-        self._instead: ThreadSaver | None = None
+        self._instead: ThreadBackend | None = None
         self._memory = SnapshotTier(agent, reader=reader)
         self.tiers: Sequence[Tier] = [self._memory]
 
     @property
-    def can_keep(self) -> bool:
+    def can_stay_in_memory(self) -> bool:
         """Whether it can keep a step in memory alone."""
         return self._instead is None
 
     def save(
         self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
     ) -> Future[Any]:
-        """As :meth:`ThreadSaver.save`; without ``persist`` the step stays in memory, if it can."""
+        """As :meth:`ThreadBackend.save`; without ``persist`` the step stays in memory."""
 
         def hand_over() -> Future[Any]:
             future = self._agent.async_save(
@@ -203,7 +158,7 @@ def _warn_of(reason: str) -> None:
     warnings.warn(f"saving goes on without an agent: {reason}", stacklevel=6)
 
 
-def saver_for(
+def backend_for(
     group: Group,
     process_group: dist.ProcessGroup | None,
     writer: FastWriter,
@@ -212,7 +167,7 @@ def saver_for(
     agent: bool | AgentOptions,
     timeout_s: float,
     reader: dict[str, Any] | None,
-) -> ThreadSaver | AgentSaver | None:
+) -> ThreadBackend | AgentBackend | None:
     """Who saves in the background; ``None`` if nobody does.
 
     Args:
@@ -232,8 +187,8 @@ def saver_for(
             raise ValueError("an agent saves in the background: asynchronous=True")
         return None
 
-    def by_thread() -> ThreadSaver:
-        return ThreadSaver(process_group, timeout_s=timeout_s, writer=writer)
+    def by_thread() -> ThreadBackend:
+        return ThreadBackend(process_group, timeout_s=timeout_s, writer=writer)
 
     if not agent:
         return by_thread()
@@ -249,7 +204,7 @@ def saver_for(
         if group.is_coordinator:
             _warn_of(reason)
         return instead
-    return AgentSaver(made, group, sync=writer.sync_files, reader=reader, without=by_thread)
+    return AgentBackend(made, group, sync=writer.sync_files, reader=reader, without=by_thread)
 
 
 def _agent_for(

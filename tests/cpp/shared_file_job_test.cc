@@ -1,7 +1,7 @@
 // Ranks are jobs on one file, each of which writes in its turn. What they leave is compared with a
 // file that was put together element by element.
 
-#include "engine/save/part_job.h"
+#include "engine/save/shared_file_job.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -93,11 +93,11 @@ void write_in_turn(FileSystem& fs, const std::string& path, const Work& work,
                    const SaveOptions& options) {
   const auto nbytes = static_cast<int64_t>(work.file.size());
   std::vector<std::unique_ptr<BufferPool>> pools;
-  std::vector<std::unique_ptr<PartJob>> jobs;
+  std::vector<std::unique_ptr<SharedFileJob>> jobs;
   size_t most = 0;
   for (const auto& pieces : work.of_rank) {
     pools.push_back(make_pool(4 * kBlock, kBlock));
-    ASSERT_OK_AND_ASSIGN(auto job, PartJob::start(fs, path, nbytes, *pools.back(), options));
+    ASSERT_OK_AND_ASSIGN(auto job, SharedFileJob::start(fs, path, nbytes, *pools.back(), options));
     jobs.push_back(std::move(job));
     most = std::max(most, pieces.size());
   }
@@ -114,7 +114,7 @@ void write_in_turn(FileSystem& fs, const std::string& path, const Work& work,
   for (const auto& pool : pools) EXPECT_EQ(pool->free_count(), pool->block_count());
 }
 
-TEST(PartJobTest, RanksLeaveTheFileThatOneWouldHaveWritten) {
+TEST(SharedFileJobTest, RanksLeaveTheFileThatOneWouldHaveWritten) {
   for (uint32_t seed = 1; seed <= 30; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     const Work work = random_work(seed, 1 + seed % 4);
@@ -124,7 +124,7 @@ TEST(PartJobTest, RanksLeaveTheFileThatOneWouldHaveWritten) {
   }
 }
 
-TEST(PartJobTest, RanksLeaveTheSameFileOnARealDisk) {
+TEST(SharedFileJobTest, RanksLeaveTheSameFileOnARealDisk) {
   TempDirectory directory;
   PosixFileSystem fs;
   for (const Caching caching : {Caching::kDirect, Caching::kBuffered}) {
@@ -137,7 +137,7 @@ TEST(PartJobTest, RanksLeaveTheSameFileOnARealDisk) {
 }
 
 // Else the write that comes last would undo, in the rest of the page, what another rank has done.
-TEST(PartJobTest, NoPageIsWrittenBothThroughThePageCacheAndPastIt) {
+TEST(SharedFileJobTest, NoPageIsWrittenBothThroughThePageCacheAndPastIt) {
   int64_t direct = 0;
   for (uint32_t seed = 1; seed <= 30; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -159,11 +159,12 @@ TEST(PartJobTest, NoPageIsWrittenBothThroughThePageCacheAndPastIt) {
   EXPECT_GT(direct, 0) << "nothing went past the page cache: nothing was tested";
 }
 
-TEST(PartJobTest, AnyOperationThatFailsFailsTheJobAndLeavesTheBuffers) {
+TEST(SharedFileJobTest, AnyOperationThatFailsFailsTheJobAndLeavesTheBuffers) {
   const Work work = random_work(3, 1);
   const auto pool = make_pool(4 * kBlock, kBlock);
   const auto save = [&](FileSystem& fs) -> Status {
-    ASSIGN_OR_RETURN(const auto job, PartJob::start(fs, kPath, std::ssize(work.file), *pool, {}));
+    ASSIGN_OR_RETURN(const auto job,
+                     SharedFileJob::start(fs, kPath, std::ssize(work.file), *pool, {}));
     for (const Piece& piece : work.of_rank[0]) {
       RETURN_IF_ERROR(job->write(piece.place, piece.tensor.live));
     }
@@ -181,7 +182,7 @@ TEST(PartJobTest, AnyOperationThatFailsFailsTheJobAndLeavesTheBuffers) {
   EXPECT_GT(std::ssize(whole.operations()), 10);
 }
 
-TEST(PartJobTest, ABoxOutsideOfItsTensorOrTheFileIsRefused) {
+TEST(SharedFileJobTest, ABoxOutsideOfItsTensorOrTheFileIsRefused) {
   MemoryFileSystem fs;
   const auto pool = make_pool(4 * kBlock, kBlock);
   const auto tensor = TestTensor::random("t", DType::kFloat32, {2, 3});
@@ -189,7 +190,7 @@ TEST(PartJobTest, ABoxOutsideOfItsTensorOrTheFileIsRefused) {
                           {0, {2}, {0}},        {-4, {2, 3}, {0, 0}},
                           {80, {2, 3}, {0, 0}}, {0, {int64_t{1} << 40, int64_t{1} << 40}, {0, 0}}};
   for (const BoxPlace& place : bad) {
-    ASSERT_OK_AND_ASSIGN(const auto job, PartJob::start(fs, kPath, 100, *pool, {}));
+    ASSERT_OK_AND_ASSIGN(const auto job, SharedFileJob::start(fs, kPath, 100, *pool, {}));
     const Status status = job->write(place, tensor.live);
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
     EXPECT_THAT(status.message(), HasSubstr("tensor t at"));

@@ -1,14 +1,14 @@
-#include "format/sealed_metadata.h"
+#include "format/commit_files.h"
 
 #include <utility>
 
 namespace torch_ckpt {
 
-Result<SealedMetadata> seal_metadata(Index index, const StorageMeta& storage) {
+Result<CommitFiles> encode_commit_files(Index index, const StorageMeta& storage) {
   if (!index.has_entries) return invalid_argument("an index without entries says nothing to seal");
-  SealedMetadata out;
+  CommitFiles out;
   ASSIGN_OR_RETURN(out.metadata, pickle_metadata(index, storage));
-  index.metadata = Seal::of(out.metadata);
+  index.metadata = FileDigest::of(out.metadata);
   ASSIGN_OR_RETURN(const auto trailer, write_metadata_trailer({index.save_id, index.metadata}));
   out.metadata.insert(out.metadata.end(), trailer.begin(), trailer.end());
   ASSIGN_OR_RETURN(out.index, write_index(index));

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt.planning.sharing import OBJECT_NBYTES, check_dtype, list_item
+from torch_ckpt.planning.replicas import OBJECT_NBYTES, check_dtype, list_item
 
 __all__ = ["has_sharded_tensors", "overrides", "table_of"]
 

@@ -1,4 +1,4 @@
-#include "format/sealed_metadata.h"
+#include "format/commit_files.h"
 
 #include <gtest/gtest.h>
 
@@ -12,21 +12,21 @@ namespace torch_ckpt {
 namespace {
 
 TEST(SealedMetadataTest, PickleTrailerAndIndexBelongTogether) {
-  ASSERT_OK_AND_ASSIGN(const SealedMetadata sealed, seal_metadata(example_index(), {}));
-  const Bytes metadata(sealed.metadata);
+  ASSERT_OK_AND_ASSIGN(const CommitFiles files, encode_commit_files(example_index(), {}));
+  const Bytes metadata(files.metadata);
   ASSERT_OK_AND_ASSIGN(
       const MetadataTrailer trailer,
       parse_metadata_trailer(metadata.last(kMetadataTrailerNbytes), ssize(metadata)));
   const Bytes pickle = metadata.first(metadata.size() - kMetadataTrailerNbytes);
   EXPECT_EQ(pickle_nbytes(metadata), ssize(pickle));
   EXPECT_EQ(trailer.save_id, example_index().save_id);
-  EXPECT_EQ(trailer.pickle, Seal::of(pickle));
+  EXPECT_EQ(trailer.pickle, FileDigest::of(pickle));
 
   ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> alone, pickle_metadata(example_index(), {}));
   EXPECT_EQ(as_text(pickle), as_text(alone));
   Index expected = example_index();
   expected.metadata = trailer.pickle;
-  ASSERT_OK_AND_ASSIGN(const Index index, parse_index(sealed.index));
+  ASSERT_OK_AND_ASSIGN(const Index index, parse_index(files.index));
   EXPECT_EQ(index, expected);
 }
 
@@ -40,7 +40,7 @@ TEST(SealedMetadataTest, WhatAnIndexCannotHoldIsRefused) {
   for (const auto& breach : breaches) {
     Index index = example_index();
     breach(index);
-    EXPECT_CODE(seal_metadata(index, {}), StatusCode::kInvalidArgument);
+    EXPECT_CODE(encode_commit_files(index, {}), StatusCode::kInvalidArgument);
   }
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// PartJob: writes one rank's part of a file that several ranks write at the same time.
+// SharedFileJob: writes one rank's part of a file that several ranks write at the same time.
 //
 // In a file of whole, row-major tensors (safetensors) every byte has its place from names, dtypes
 // and sizes alone. So each rank writes its boxes straight to where they belong, and nobody puts the
@@ -32,14 +32,14 @@ struct BoxPlace {
   Dims box_offsets;
 };
 
-class PartJob final : public FileJob {
+class SharedFileJob final : public FileJob {
  public:
   // Opens the file at `path`, or creates it, with room for `file_nbytes`: the same for every rank.
   // Errors: kInvalidArgument where another job has the pool; kStorage.
-  static Result<std::unique_ptr<PartJob>> start(FileSystem& fs, const std::string& path,
-                                                int64_t file_nbytes, BufferPool& pool,
-                                                const SaveOptions& options);
-  ~PartJob() override { PartJob::abort(); }
+  static Result<std::unique_ptr<SharedFileJob>> start(FileSystem& fs, const std::string& path,
+                                                      int64_t file_nbytes, BufferPool& pool,
+                                                      const SaveOptions& options);
+  ~SharedFileJob() override { SharedFileJob::abort(); }
 
   // Writes `tensor` where `place` says. What runs on in the file should follow in that order: it is
   // written together. The tensor is read before this returns.
@@ -52,11 +52,11 @@ class PartJob final : public FileJob {
   Status finish() override;
 
   // The file stays, for it is not this rank's alone.
-  void abort() override { (void)give_up(); }
+  void abort() override { (void)stop_writes(); }
 
  private:
-  PartJob(FileSystem& fs, std::string path, int64_t file_nbytes, BufferPool& pool,
-          const SaveOptions& options);
+  SharedFileJob(FileSystem& fs, std::string path, int64_t file_nbytes, BufferPool& pool,
+                const SaveOptions& options);
 
   Status write_runs(const BoxPlace& place, const LiveTensor& tensor);
   Status put_in_window(int64_t offset, Bytes bytes);

@@ -1,4 +1,4 @@
-#include "engine/save/part_job.h"
+#include "engine/save/shared_file_job.h"
 
 #include <algorithm>
 #include <cstring>
@@ -66,20 +66,20 @@ class Runs {
 
 }  // namespace
 
-PartJob::PartJob(FileSystem& fs, std::string path, int64_t file_nbytes, BufferPool& pool,
-                 const SaveOptions& options)
+SharedFileJob::SharedFileJob(FileSystem& fs, std::string path, int64_t file_nbytes,
+                             BufferPool& pool, const SaveOptions& options)
     : FileJob(fs, std::move(path), pool, options), file_nbytes_(file_nbytes) {}
 
-Result<std::unique_ptr<PartJob>> PartJob::start(FileSystem& fs, const std::string& path,
-                                                int64_t file_nbytes, BufferPool& pool,
-                                                const SaveOptions& options) {
-  std::unique_ptr<PartJob> job(new PartJob(fs, path, file_nbytes, pool, options));
+Result<std::unique_ptr<SharedFileJob>> SharedFileJob::start(FileSystem& fs, const std::string& path,
+                                                            int64_t file_nbytes, BufferPool& pool,
+                                                            const SaveOptions& options) {
+  std::unique_ptr<SharedFileJob> job(new SharedFileJob(fs, path, file_nbytes, pool, options));
   RETURN_IF_ERROR(job->open(OpenMode::kShare));
   RETURN_IF_ERROR(job->file_->preallocate(file_nbytes));
   return job;
 }
 
-Status PartJob::write(const BoxPlace& place, const LiveTensor& tensor) {
+Status SharedFileJob::write(const BoxPlace& place, const LiveTensor& tensor) {
   RETURN_IF_ERROR(check_open());
   const std::optional<int64_t> numel = checked_numel(place.tensor_sizes);
   const std::optional<int64_t> nbytes =
@@ -95,7 +95,7 @@ Status PartJob::write(const BoxPlace& place, const LiveTensor& tensor) {
   return fail(write_runs(place, tensor));
 }
 
-Status PartJob::write_runs(const BoxPlace& place, const LiveTensor& tensor) {
+Status SharedFileJob::write_runs(const BoxPlace& place, const LiveTensor& tensor) {
   const int64_t size = itemsize(tensor.dtype);
   const int64_t nbytes = *checked_numel(tensor.sizes) * size;
   const bool contiguous = is_contiguous(tensor);
@@ -128,7 +128,7 @@ Status PartJob::write_runs(const BoxPlace& place, const LiveTensor& tensor) {
   return ok_status();
 }
 
-Status PartJob::put(int64_t offset, Bytes bytes) {
+Status SharedFileJob::put(int64_t offset, Bytes bytes) {
   RETURN_IF_ERROR(check_open());
   if (!range_within(offset, ssize(bytes), file_nbytes_)) {
     return fail(invalid_argument(bytes.size(), " bytes at ", offset, " do not lie within ", path_));
@@ -136,7 +136,7 @@ Status PartJob::put(int64_t offset, Bytes bytes) {
   return fail(put_in_window(offset, bytes));
 }
 
-Status PartJob::put_in_window(int64_t offset, Bytes bytes) {
+Status SharedFileJob::put_in_window(int64_t offset, Bytes bytes) {
   if (offset != cursor_) RETURN_IF_ERROR(write_window());
   while (!bytes.empty()) {
     if (block_ != kNoBlock && cursor_ == window_ + pool_.block_nbytes()) {
@@ -160,7 +160,7 @@ Status PartJob::put_in_window(int64_t offset, Bytes bytes) {
 
 // Has what was gathered be written. Between two calls that follow on from each other, the end of
 // the first is the end of a block, and so of a page.
-Status PartJob::write_window() {
+Status SharedFileJob::write_window() {
   if (block_ == kNoBlock) return ok_status();
   const MutableBytes block = pool_.block(block_);
   const auto bytes_of = [&](int64_t begin, int64_t end) {
@@ -180,7 +180,7 @@ Status PartJob::write_window() {
   return ok_status();
 }
 
-Status PartJob::finish() {
+Status SharedFileJob::finish() {
   RETURN_IF_ERROR(check_open());
   RETURN_IF_ERROR(fail(write_window()));
   RETURN_IF_ERROR(fail(wait_for_all()));

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch_ckpt import FastReader, FastWriter
 from torch_ckpt.formats.metadata import dump_metadata
 from torch_ckpt.formats.pickles import load_allowed
-from torch_ckpt.storage import sealed_metadata
-from torch_ckpt.storage.sealed_metadata import seal_metadata
+from torch_ckpt.storage import commit_files
+from torch_ckpt.storage.commit_files import commit_files
 from torch_ckpt.storage.written_file import WrittenFile
 
 SAVE_ID = "0123456789abcdef"
@@ -165,7 +165,7 @@ def only_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(metadata: Metadata) -> bytes:
         raise AssertionError("pickled by Python")
 
-    monkeypatch.setattr(sealed_metadata, "dump_metadata", refuse)
+    monkeypatch.setattr(commit_files, "dump_metadata", refuse)
 
 
 @pytest.mark.usefixtures("only_engine")
@@ -175,7 +175,7 @@ def test_random_metadata_are_what_python_would_have_pickled(
     used: set[str] = set()
     for _ in range(60):
         metadata, files = Builder(rng).build()
-        published, _ = seal_metadata(metadata, files, save_id=SAVE_ID)
+        published, _ = commit_files(metadata, files, save_id=SAVE_ID)
         pickled = published[:-TRAILER_NBYTES]
         by_python = dump_metadata(metadata)
         expected = pickle.loads(by_python)
@@ -288,11 +288,11 @@ def test_what_the_index_cannot_say_is_pickled_by_python(
         "1.0.0",
     )
     files = [WrittenFile("a.distcp", 128, bytes(8), {})]
-    plain = seal_metadata(metadata, files, save_id=SAVE_ID)[0]
+    plain = commit_files(metadata, files, save_id=SAVE_ID)[0]
     assert plain[:-TRAILER_NBYTES] != dump_metadata(metadata)
 
     odd = change(metadata)
-    published, index = seal_metadata(odd, files, save_id=SAVE_ID)
+    published, index = commit_files(odd, files, save_id=SAVE_ID)
 
     assert published[:-TRAILER_NBYTES] == dump_metadata(odd)
     assert SAVE_ID.encode() in index

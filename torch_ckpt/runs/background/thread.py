@@ -1,0 +1,61 @@
+"""Saves in a thread of this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_ckpt.api import async_save
+from torch_ckpt.runs.step_tiers import Tier
+from torch_ckpt.storage.writer import FastWriter
+
+__all__ = ["ThreadBackend"]
+
+
+class ThreadBackend:
+    """Saves by :func:`torch_ckpt.async_save`.
+
+    Args:
+        process_group: The ranks; all if ``None``.
+        timeout_s: Seconds that one rank waits for another.
+        writer: Of all saves.
+    """
+
+    tiers: Sequence[Tier] = ()
+    """Where its steps are besides the disk."""
+    can_stay_in_memory = False
+    """Whether it can keep a step in memory alone."""
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, *, timeout_s: float, writer: FastWriter
+    ) -> None:
+        self._process_group = process_group
+        self._timeout_s = timeout_s
+        self._writer = writer
+
+    def save(
+        self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
+    ) -> Future[Any]:
+        """Begins to save a step there, whether it is to come to disk or not."""
+        future = async_save(
+            state,
+            checkpoint_id=path,
+            storage_writer=self._writer,
+            process_group=self._process_group,
+            timeout_s=self._timeout_s,
+        )
+        assert isinstance(future, Future)  # The writer stages before it returns.
+        return future
+
+    def reserve(self, state: dict[str, Any]) -> None:
+        """Has nothing to make."""
+
+    def leave(self) -> None:
+        """Has nothing to leave."""
+
+    def close(self) -> None:
+        """Has nothing to end."""
