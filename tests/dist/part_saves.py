@@ -49,7 +49,7 @@ def stage_on(
     with contextlib.ExitStack() as stack:
         stack.enter_context(before_slot(fail))
         if silently:
-            stack.enter_context(mock.patch.object(AgentClient, "give_up"))
+            stack.enter_context(mock.patch.object(AgentClient, "abort"))
         stack.enter_context(pytest.raises(CheckpointError, match="fills no slot"))
         agent.stage(state, path, **options)
     return None
@@ -58,11 +58,11 @@ def stage_on(
 @contextlib.contextmanager
 def before_slot(then: Callable[[], None]) -> Iterator[None]:
     """Within the block, this is called when ranks have agreed, before this one asks for a slot."""
-    take = AgentClient.take
+    acquire = AgentClient.acquire
 
-    def take_then(client: AgentClient, *arguments: Any) -> Any:
+    def then_acquire(client: AgentClient, *arguments: Any) -> Any:
         then()
-        return take(client, *arguments)
+        return acquire(client, *arguments)
 
-    with mock.patch.object(AgentClient, "take", take_then):
+    with mock.patch.object(AgentClient, "acquire", then_acquire):
         yield

@@ -324,4 +324,4 @@ def test_slots_that_were_shared_out_in_two_ways_are_no_save() -> None:
     second = replace(first, rank=1)
     assert whole_saves([(first, None), (second, None)])
     assert not whole_saves([(first, None), (replace(second, share=NOT_SHARED), None)])
-    assert sharing_of([first, second]) != sharing_of([first, replace(second, held=b"b" * 16)])
+    assert sharing_of([first, second]) != sharing_of([first, replace(second, tensors_id=b"b" * 16)])

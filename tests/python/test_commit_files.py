@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch_ckpt import FastReader, FastWriter
 from torch_ckpt.formats.metadata import dump_metadata
 from torch_ckpt.formats.pickles import load_allowed
-from torch_ckpt.storage import commit_files
+from torch_ckpt.storage import commit_files as commit_files_module
 from torch_ckpt.storage.commit_files import commit_files
 from torch_ckpt.storage.written_file import WrittenFile
 
@@ -165,7 +165,7 @@ def only_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(metadata: Metadata) -> bytes:
         raise AssertionError("pickled by Python")
 
-    monkeypatch.setattr(commit_files, "dump_metadata", refuse)
+    monkeypatch.setattr(commit_files_module, "dump_metadata", refuse)
 
 
 @pytest.mark.usefixtures("only_engine")
