@@ -1,16 +1,16 @@
 """Stops in the middle of an epoch, resumes on another number of ranks, and misses no sample.
 
-Ranks train a small byte-level model on paragraphs of the Python standard library. Each packs whole
-paragraphs into batches, as many as fit, so each is at another place in the data, at a pace of its
-own, and draws dropout from a random state of its own. A checkpoint holds both for each rank. On as
-many ranks each gets its own back; on others, `deal_again` deals what all of them had left.
+Ranks train a small byte-level model on paragraphs of the Python standard library. Each rank packs
+as many whole paragraphs into a batch as fit. So each rank has its own position in the data and its
+own random state for dropout. A checkpoint has both for each rank. On as many ranks, each rank loads
+its own. On another number of ranks, `deal_again` distributes the remaining samples.
 
-Two runs on CPUs, the first of which stops between two checkpoints as if it were killed::
+Two runs on CPUs. The first stops between two checkpoints, as if it were killed::
 
     torchrun --standalone --nproc_per_node 2 examples/resume_dataloader.py --stop-after 27
     torchrun --standalone --nproc_per_node 3 examples/resume_dataloader.py
 
-The last line counts how often each sample was trained on, what came after the checkpoint aside.
+The last line reports how often each sample was used, except after the last checkpoint.
 """
 
 import argparse
@@ -25,10 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-import torch_ckpt
-from torch_ckpt import RankState
+from torch_ckpt import RankState, Run
 
-CONTEXT = 8  # Bytes from which the next one is foretold.
+CONTEXT = 8  # Bytes from which the model predicts the next one.
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -98,7 +97,7 @@ def deal_again(states: list[dict[str, Any]], rank: int, world_size: int) -> dict
 
 
 class Consumed:
-    """The samples that this rank has trained on: the proof, which no training needs to keep."""
+    """The samples that this rank has used. The example counts them at the end."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -119,7 +118,7 @@ class Consumed:
 
 
 def give_to_first(states: list[list[int]], rank: int, world_size: int) -> list[int]:
-    """Leaves the proof of former ranks with rank 0."""
+    """Assigns the counts of all former ranks to rank 0."""
     return [number for state in states for number in state] if rank == 0 else []
 
 
@@ -144,7 +143,7 @@ class Training:
     def train_step(self, texts: list[bytes]) -> float | None:
         """Does one step and returns the mean loss of all ranks' bytes; ``None`` if there is none.
 
-        A rank that has no text left takes part all the same.
+        A rank without remaining text calls it as well, for the collective.
         """
         padded = b"".join(bytes(CONTEXT) + text for text in texts) + bytes(CONTEXT + 1)
         windows = torch.frombuffer(bytearray(padded), dtype=torch.uint8).unfold(0, CONTEXT + 1, 1)
@@ -181,13 +180,6 @@ class Training:
         self.step = state["step"]
 
 
-def newest_checkpoint(run: Path) -> Path | None:
-    """Returns the newest complete checkpoint; rank 0 looks, all ranks agree."""
-    found = [max((file.parent for file in run.glob("step-*/.metadata")), default=None)]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
-
-
 def say(text: str) -> None:
     """Prints a line, once."""
     if dist.get_rank() == 0:
@@ -215,28 +207,26 @@ def train(args: argparse.Namespace) -> None:
         "consumed": RankState(consumed, on_resize=give_to_first),
     }
     say(f"{dist.get_world_size()} ranks, {len(samples)} samples")
-    path = newest_checkpoint(args.dir)
-    if path is not None:
-        torch_ckpt.load(state, checkpoint_id=path)
-        before = sum(len(numbers) for numbers in consumed.by_rank())
-        left: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(left, sum(len(part) for part in loader.left))
-        say(f"resumed from {path.name}: {before} consumed, {summed(left)} left")
+    with Run(args.dir, every=args.save_every) as run:
+        if (start := run.restore(state)) is not None:
+            before = sum(len(numbers) for numbers in consumed.by_rank())
+            left: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(left, sum(len(part) for part in loader.left))
+            say(f"resumed from step {start}: {before} consumed, {summed(left)} left")
 
-    while True:
-        batch = loader.next_batch()
-        loss = training.train_step([samples[number] for number in batch])
-        if loss is None:
-            break
-        consumed.numbers += batch
-        if training.step % args.save_every == 0:
-            path = args.dir / f"step-{training.step:08d}"
-            torch_ckpt.save(state, checkpoint_id=path)
-            counts = [len(numbers) for numbers in consumed.by_rank()]
-            say(f"saved {path.name}: loss {loss:.3f}, {summed(counts)} consumed")
-        if training.step == args.stop_after:
-            say(f"stopped after step {training.step}")
-            return
+        while True:
+            batch = loader.next_batch()
+            loss = training.train_step([samples[number] for number in batch])
+            if loss is None:
+                break
+            consumed.numbers += batch
+            if run.should_save(training.step):
+                run.save(training.step, state)
+                counts = [len(numbers) for numbers in consumed.by_rank()]
+                say(f"saved step {training.step}: loss {loss:.3f}, {summed(counts)} consumed")
+            if training.step == args.stop_after:
+                say(f"stopped after step {training.step}")
+                return
 
     everyones = torch.tensor([number for numbers in consumed.by_rank() for number in numbers])
     times: Tensor = torch.bincount(everyones, minlength=len(samples))

@@ -1,5 +1,5 @@
-// Indexes from arbitrary bytes, looked up in and listed. Where the first byte is odd, every
-// checksum is made true before: the checks behind them must hold by themselves.
+// Opens arbitrary bytes as an index, queries it and lists its records. If the first byte is odd,
+// the target first corrects every checksum. So the other checks are tested without checksums, too.
 
 #include <algorithm>
 #include <cstdlib>
@@ -11,19 +11,19 @@
 #include "format/index_file.h"
 #include "format/metadata_trailer.h"
 #include "format/stored_index.h"
-#include "support/sealed_index.h"
+#include "support/index_sums.h"
 
 namespace torch_ckpt {
 namespace {
 
-void require(bool holds, const char* what) {
-  if (holds) return;
-  std::cerr << "does not hold: " << what << std::endl;
+void require(bool condition, const char* property) {
+  if (condition) return;
+  std::cerr << "violated: " << property << std::endl;
   std::abort();
 }
 
 void check_box(const Index& index, const IndexedEntry& entry, const IndexedBox& box) {
-  require(range_within(box.file, 1, static_cast<int64_t>(index.files.size())), "the file is there");
+  require(range_within(box.file, 1, static_cast<int64_t>(index.files.size())), "the file exists");
   const IndexedFile& file = index.files[static_cast<size_t>(box.file)];
   require(range_within(box.offset, box.nbytes, file.sums.file_nbytes), "slices lie in files");
   require(box.offsets.size() == entry.sizes.size() && box.sizes.size() == entry.sizes.size(),
@@ -45,24 +45,24 @@ void check_index(const Index& index, int64_t nbytes) {
   for (const IndexedEntry& entry : index.entries) {
     text += static_cast<int64_t>(entry.fqn.size());
     require(checked_numel(entry.sizes).has_value(), "elements can be counted");
-    require(entry.is_tensor || entry.boxes.size() == 1, "an object is in one slice");
+    require(entry.is_tensor || entry.boxes.size() == 1, "an object has one slice");
     require(!entry.view || (index.is_foreign && entry.boxes.size() == 1 &&
                             entry.view->strides.size() == entry.sizes.size()),
-            "a view is of the one box of a foreign tensor");
+            "only a foreign tensor with one box has a view");
     for (const IndexedBox& box : entry.boxes) check_box(index, entry, box);
   }
   for (const IndexedPath& path : index.paths) text += static_cast<int64_t>(path.fqn.size());
   require(text <= 16 * nbytes, "memory is in proportion to the file");
 }
 
-// What one entry says by itself, without the others.
-void look_up(const StoredIndex& index, int64_t number) {
+// Queries one entry. The other entries may be unsound.
+void query_entry(const StoredIndex& index, int64_t number) {
   Result<StoredEntry> entry = index.entry(number);
   if (!entry.ok()) return;
   const auto found = index.find_entry(entry->facts.fqn);
   if (found.ok() && found->has_value()) {
     const auto same = index.entry(**found);
-    require(same.ok() && same->facts.fqn == entry->facts.fqn, "a name leads to its bearer");
+    require(same.ok() && same->facts.fqn == entry->facts.fqn, "a name leads to its entry");
   }
   const Dims& sizes = entry->facts.sizes;
   const Dims zeros(sizes.size(), 0);
@@ -71,9 +71,9 @@ void look_up(const StoredIndex& index, int64_t number) {
   (void)index.find_box(*entry, zeros, number);
   (void)index.places(*entry);
   if (!boxes.ok()) return;
-  require(all.ok(), "boxes that can be read can be met");
+  require(all.ok(), "readable boxes can be intersected");
   for (const IndexedBox& box : *boxes) {
-    require(range_within(box.file, 1, index.file_count()), "the file is there");
+    require(range_within(box.file, 1, index.file_count()), "the file exists");
     for (size_t d = 0; d < sizes.size(); ++d) {
       require(range_within(box.offsets[d], box.sizes[d], sizes[d]), "boxes lie in tensors");
     }
@@ -85,16 +85,16 @@ void look_up(const StoredIndex& index, int64_t number) {
         index.sums(*file, 0, BlockGrid::block_count(file->nbytes, index.block_nbytes()));
     const Status checked =
         index.check_sums(*file, 0, BlockGrid::block_count(file->nbytes, index.block_nbytes()));
-    require(sums.ok() == checked.ok(), "sums that are checked can be read");
+    require(sums.ok() == checked.ok(), "sums are readable exactly if they pass the check");
   }
 }
 
-void look_up_some(Bytes bytes) {
+void query_index(Bytes bytes) {
   const auto opened = StoredIndex::in_memory(bytes);
   if (!opened.ok()) return;
   const StoredIndex& index = **opened;
   constexpr int64_t kMost = 8;
-  for (int64_t i = 0; i < std::min(index.entry_count(), kMost); ++i) look_up(index, i);
+  for (int64_t i = 0; i < std::min(index.entry_count(), kMost); ++i) query_entry(index, i);
   for (int64_t i = 0; i < std::min(index.file_count(), kMost); ++i) {
     const auto file = index.file(i);
     if (file.ok()) (void)index.find_file(file->name);
@@ -103,8 +103,9 @@ void look_up_some(Bytes bytes) {
   (void)index.version();
   (void)index.damage();
   const bool sound = index.check().ok();
-  require(sound == index.read_all().ok(), "what is checked can be read");
-  require(!sound || (index.fqns().ok() && index.paths().ok()), "and so can its parts");
+  require(sound == index.read_all().ok(), "an index is readable exactly if it passes the check");
+  require(!sound || (index.fqns().ok() && index.paths().ok()),
+          "the names and paths of a sound index are readable");
 }
 
 }  // namespace
@@ -115,18 +116,18 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size < 1) return 0;
   const auto* begin = reinterpret_cast<const std::byte*>(data) + 1;
   std::vector<std::byte> bytes(begin, begin + size - 1);
-  if (data[0] % 2 == 1) reseal(bytes);
+  if (data[0] % 2 == 1) fix_sums(bytes);
   (void)parse_metadata_trailer(
       Bytes(bytes).last(std::min<size_t>(bytes.size(), kMetadataTrailerNbytes)), ssize(bytes));
   require(pickle_nbytes(bytes) <= ssize(bytes), "a pickle is no longer than its file");
-  look_up_some(bytes);
+  query_index(bytes);
   const Result<Index> index = parse_index(bytes);
   if (!index.ok()) return 0;
   check_index(*index, ssize(bytes));
-  // What was read can be written, and is the same when it is read again.
+  // A parsed index survives a round trip through write_index.
   const auto written = write_index(*index);
-  if (!written.ok()) return 0;  // Text that was shared in part needs more room.
+  if (!written.ok()) return 0;  // Overlapping texts need more space when they are written apart.
   const Result<Index> again = parse_index(*written);
-  require(again.ok() && *again == *index, "an index survives being written");
+  require(again.ok() && *again == *index, "an index survives a round trip");
   return 0;
 }

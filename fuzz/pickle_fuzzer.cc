@@ -1,8 +1,9 @@
-// `.metadata` from arbitrary bytes: a value or one of the documented refusals, and no code run.
+// Unpickles arbitrary bytes as `.metadata`. The result must be a value or a documented error, and
+// no code may run.
 //
-// The unpickler is compiled into the target, so its branches guide the fuzzer and sanitizers watch
-// it; vocabulary and checks are those of torch_ckpt. An audit hook ends the process as soon as
-// Python imports, compiles, opens, or starts anything during a load.
+// The unpickler is compiled into the target, so its branches guide the fuzzer and sanitizers cover
+// it. Vocabulary and checks are those of torch_ckpt. An audit hook aborts the process if Python
+// imports, compiles, opens or starts anything during a load.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -23,7 +24,7 @@ bool is_loading = false;
 
 int forbid_events(const char* event, PyObject*, void*) {
   if (!is_loading) return 0;
-  if (std::string_view(event) == "builtins.id") return 0;  // Of the repr of a dataclass.
+  if (std::string_view(event) == "builtins.id") return 0;  // The repr of a dataclass calls id().
   std::cerr << "code ran: audit event " << event << std::endl;
   std::abort();
 }
@@ -39,7 +40,7 @@ void start_python() {
   PyConfig config;
   PyConfig_InitPythonConfig(&config);
   config.install_signal_handlers = 0;
-  // Its environment is found beside it.
+  // Python locates its environment relative to the program name.
   PyStatus status = PyConfig_SetBytesString(&config, &config.program_name, TORCH_CKPT_PYTHON);
   if (!PyStatus_Exception(status)) status = Py_InitializeFromConfig(&config);
   PyConfig_Clear(&config);
@@ -49,7 +50,7 @@ void start_python() {
 PyObject* vocabulary = nullptr;
 PyObject* check = nullptr;
 
-// Defined in Python: checks what a caller may rely on.
+// Defines check() in Python, which tests the guarantees for callers.
 constexpr const char* kSetUp = R"(
 import gc, sys
 sys.path.insert(0, SOURCE_DIR)
@@ -57,14 +58,14 @@ from torch_ckpt.formats import metadata, pickles
 gc.disable()
 
 def walk(value, budget, depth=0):
-    "Ends the process if a value is too deep, or too large, for the bytes it came from."
+    "Asserts that depth and size of a value are within the limits for its pickle."
     assert depth <= 64, "too deep"
     stack = [value]
     count = 0
     while stack:
         value = stack.pop()
         count += 1
-        assert count <= budget, "a walk takes too long"
+        assert count <= budget, "too many nodes"
         if type(value) in (list, tuple):
             stack.extend(value)
         elif type(value) is dict:
@@ -107,16 +108,16 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const StatusCode listed = pickle_globals(pickle).status().code();
   if (listed != StatusCode::kOk && listed != StatusCode::kCorruption &&
       listed != StatusCode::kUnsupported) {
-    fail("a list of globals that is not what was promised");
+    fail("pickle_globals returned an undocumented error");
   }
   PyObject* value = unpickle_metadata(pickle, vocabulary, &status);
   if (value != nullptr) {
     PyObject* checked = PyObject_CallFunction(check, "On", value, static_cast<Py_ssize_t>(size));
-    if (checked == nullptr) fail("a value that is not what was promised");
+    if (checked == nullptr) fail("the value violates a guarantee");
     Py_DECREF(checked);
     Py_DECREF(value);
   } else if (PyErr_Occurred() != nullptr) {
-    fail("an exception that is not documented");
+    fail("an undocumented exception");
   } else if (status.code() != StatusCode::kCorruption &&
              status.code() != StatusCode::kUnsupported) {
     fail(status.message().c_str());

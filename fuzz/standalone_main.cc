@@ -1,5 +1,6 @@
-// Runs a fuzz target without libFuzzer: every file it is given (or in a folder it is given) as it
-// is, then as many mutations of them as asked for. The same arguments do the same.
+// Runs a fuzz target without libFuzzer, for compilers that lack it. Each PATH is a file or a folder
+// of files. The target runs on every file unchanged, then on N mutations of the files. Runs with
+// the same arguments are identical.
 //
 //   <target> [-runs=N] [-seed=N] PATH...
 
@@ -37,8 +38,8 @@ class Mutator {
  public:
   explicit Mutator(uint64_t seed) : random_(seed) {}
 
-  // One to four edits: of a bit, a byte, a number, or a range that is cut out, doubled or replaced
-  // by one of another input.
+  // Returns a random input with one to four edits. An edit changes a bit, a byte or a number.
+  // Otherwise it removes or duplicates a range, or replaces it by a range of another input.
   Input mutate(const std::vector<Input>& inputs) {
     Input input = inputs[below(inputs.size())];
     const Input& other = inputs[below(inputs.size())];
@@ -76,7 +77,7 @@ class Mutator {
   }
 
  private:
-  // Not std::uniform_int_distribution, whose numbers differ between libraries.
+  // The results of std::uniform_int_distribution differ between standard libraries.
   size_t below(size_t limit) { return static_cast<size_t>(random_() % limit); }
 
   std::mt19937_64 random_;

@@ -1,8 +1,8 @@
-// Frames from arbitrary bytes: the two ends of a slice, as a reader would see them, and the whole
-// of it as an archive.
+// Parses arbitrary bytes as a frame, from the two ends of a slice, and verifies the whole slice as
+// an archive.
 //
-// The input is a slice, behind three bytes that choose how it is cut: how much head and tail there
-// are beyond what is needed, and whether the slice claims a longer payload than is there.
+// The input is three option bytes and a slice. The first two bytes set how much head and tail the
+// parser gets beyond its minimum. The third byte adds a gap, as a payload that was not read.
 
 #include <algorithm>
 #include <cstdlib>
@@ -17,19 +17,19 @@
 namespace torch_ckpt {
 namespace {
 
-void require(bool holds, const char* what) {
-  if (holds) return;
-  std::cerr << "does not hold: " << what << std::endl;
+void require(bool condition, const char* property) {
+  if (condition) return;
+  std::cerr << "violated: " << property << std::endl;
   std::abort();
 }
 
-// Memory of exactly this length, so that a sanitizer sees a read beyond it.
+// Copies bytes to memory of exactly their length, so that a sanitizer detects a read beyond it.
 std::vector<std::byte> copy_of(Bytes bytes) { return {bytes.begin(), bytes.end()}; }
 
 void check_tensor(const StoredTensor& tensor, int64_t nbytes) {
   require(range_within(tensor.payload_offset, tensor.payload_nbytes, nbytes),
           "the payload lies inside the slice");
-  require(tensor.sizes.size() == tensor.strides.size(), "there is a stride for each size");
+  require(tensor.sizes.size() == tensor.strides.size(), "each size has a stride");
   const auto numel = checked_numel(tensor.sizes);
   const int64_t size = itemsize(tensor.dtype);
   require(numel && checked_mul(*numel, size).has_value(), "the elements can be counted");
@@ -62,14 +62,14 @@ void check_slice(Bytes slice_bytes, int64_t more_head, int64_t more_tail) {
   }
   const auto head = copy_of(slice(slice_bytes, 0, head_nbytes));
   const Result<StoredTensor> tensor = parse_frame(head, tail, nbytes);
-  require(!tensor.ok() || needed.ok(), "what is parsed has a head of known length");
+  require(!tensor.ok() || needed.ok(), "a parsed frame has a head of known length");
   if (!tensor.ok()) return;
   check_tensor(*tensor, nbytes);
 
   const Result<StoredTensor> again = parse_frame(slice_bytes, slice_bytes, nbytes);
   require(again.ok() && again->payload_offset == tensor->payload_offset &&
               again->sizes == tensor->sizes && again->strides == tensor->strides,
-          "how a slice is cut makes no difference");
+          "the lengths of head and tail do not change the result");
 }
 
 }  // namespace
@@ -85,7 +85,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   (void)verify_archive(archive, false);
   check_slice(archive, data[0] * 16, data[1] * 16);
 
-  // The same ends around a payload that a reader has not seen.
+  // Parse the same ends again, with a gap between them as a payload that was not read.
   if (data[2] == 0) return 0;
   const int64_t gap = int64_t{1} << (data[2] % 62);
   const auto nbytes = checked_add(ssize(archive), gap);

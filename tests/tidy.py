@@ -1,6 +1,7 @@
-"""Holds the arrows between rooms, and a few other rules that no compiler checks.
+"""Checks the arrows between rooms, and a few other rules that no compiler checks.
 
-Run by ``tests/check.py``; prints one line for each breach and exits 1 if there is any.
+``tests/check.py`` runs it. It prints one line for each breach, and exits 1 if there is any.
+``tests/tidy.py --write`` writes docs/files.md anew from the first sentences of all files.
 """
 
 from __future__ import annotations
@@ -142,12 +143,54 @@ def size_and_name_breaches() -> Iterator[str]:
             yield f"{name}: a vague name"
 
 
+def first_sentence(path: Path) -> str:
+    """What a file is: the beginning of its docstring, or of the comment that opens a header."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        opening = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
+    else:
+        comment = re.search(r"^#pragma once\n\n((?://.*\n)+)", text)
+        lines = [] if comment is None else comment[1].splitlines()
+        opening = "\n".join(line[2:].strip() for line in lines).partition("\n\n")[0]
+    sentence = re.split(r"(?<=[.])\s", " ".join(opening.split()))[0]
+    return sentence.rstrip(".:").replace("``", "`").replace("|", "\\|")
+
+
+def files_page() -> str:
+    """The text of docs/files.md."""
+    page = [
+        "# Files\n",
+        "One line per file, in the file's own words. `tests/tidy.py --write` writes this page.",
+    ]
+    python = [p for p in (ROOT / "torch_ckpt").rglob("*.py") if p.read_text().strip()]
+    headers = [p for p in (ROOT / "csrc").rglob("*.h")]
+    folders = sorted({p.parent for p in python}) + sorted({p.parent for p in headers})
+    for folder in folders:
+        page.append(f"\n## {folder.relative_to(ROOT)}\n\n| file | content |\n|---|---|")
+        for path in sorted(p for p in python + headers if p.parent == folder):
+            page.append(f"| `{path.name}` | {first_sentence(path)} |")
+    return "\n".join(page) + "\n"
+
+
+def page_breaches() -> Iterator[str]:
+    """A list of files that is not as the files are."""
+    page = ROOT / "docs" / "files.md"
+    if not page.exists() or page.read_text() != files_page():
+        yield "docs/files.md: out of date; run tests/tidy.py --write"
+    for line in files_page().splitlines():
+        if line.endswith("|  |"):
+            yield f"docs/files.md: a file does not begin with what it is: {line}"
+
+
 def main() -> int:
     """Prints every breach; returns how the process should exit."""
+    if "--write" in sys.argv[1:]:
+        (ROOT / "docs" / "files.md").write_text(files_page())
     breaches = [
         *include_breaches(),
         *import_breaches(),
         *file_breaches(),
+        *page_breaches(),
         *size_and_name_breaches(),
     ]
     for breach in breaches:

@@ -1,4 +1,4 @@
-"""DCP's own functions with this package's storage, a deadline for every rank, and tree planning."""
+"""``save``, ``async_save`` and ``load``: DCP's functions with fast storage and deadlines."""
 
 from __future__ import annotations
 
@@ -50,31 +50,35 @@ def save(
     use_collectives: bool = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Metadata:
-    """As :func:`torch.distributed.checkpoint.save`, but no rank waits for another for ever.
+    """Saves a state dict, like :func:`torch.distributed.checkpoint.save`, with a deadline.
 
-    A save that fails on any rank, or in which one is late, fails on every rank with the same error.
-    The former checkpoint stays, and the process group remains fit for training.
+    If a rank fails or misses the deadline, the save fails on every rank with the same error. The
+    previous checkpoint remains intact, and the process group remains usable for training.
+
+    Every rank of the group must make the same calls in the same order.
 
     Args:
-        state_dict: What to save.
-        checkpoint_id: Directory of the checkpoint.
-        storage_writer: Takes the place of ``FastWriter(checkpoint_id)``. Another kind of writer
-            that has begun to commit is not held back when the other ranks give up.
-        planner: A :class:`FastSavePlanner` if ``None``.
-        process_group: The ranks that save; all if ``None``. Its first rank coordinates.
-        no_dist: Whether this process saves by itself.
-        use_collectives: Whether ranks coordinate what they write. Otherwise each commits its own
-            part, whatever becomes of the others.
-        timeout_s: Seconds that the first rank to come to an exchange waits there for the last.
-            Every rank must make the same calls in the same order.
+        state_dict: The state dict to save.
+        checkpoint_id: Directory of the checkpoint, as a path or URL.
+        storage_writer: Writer to use. Defaults to ``FastWriter(checkpoint_id)``. A writer of
+            another class that has begun to commit finishes its commit even if the save fails.
+        planner: Save planner. Defaults to a new :class:`FastSavePlanner`.
+        process_group: The ranks that save. Defaults to all ranks. Its first rank is the
+            coordinator.
+        no_dist: Whether this process saves alone, without the other ranks.
+        use_collectives: Whether the ranks plan and commit one checkpoint together. If ``False``,
+            each rank commits its own data, which remains valid if another rank fails.
+        timeout_s: Deadline of each exchange between ranks, in seconds. The first rank that
+            arrives at an exchange waits at most this long for the last one.
 
     Returns:
         The metadata of the checkpoint.
 
     Raises:
-        CheckpointException: A rank raised; maps ranks to their errors. No ``Exception``.
+        CheckpointException: A rank raised an error. ``failures`` maps ranks to their errors. The
+            class derives from ``BaseException``, not from ``Exception``.
         RankTimeoutError: A rank was late, stuck or gone.
-        ValueError: ``timeout_s`` is no positive number of seconds.
+        ValueError: ``timeout_s`` is not a positive number.
 
     Example::
 
@@ -104,41 +108,48 @@ def async_save(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_busy: Literal["wait", "skip", "error"] = "wait",
 ) -> Future[Metadata] | AsyncSaveResponse | None:
-    """As :func:`torch.distributed.checkpoint.async_save`, with the promises of :func:`save`.
+    """Saves in the background, like :func:`torch.distributed.checkpoint.async_save`.
+
+    Copies the tensors into host memory (staging), and then writes them while training continues.
+    The save fails on every rank with the same error, as in :func:`save`.
 
     Args:
-        state_dict: What to save, as it is now.
-        checkpoint_id: Directory of the checkpoint.
-        storage_writer: Takes the place of ``FastWriter(checkpoint_id)``.
-        planner: A :class:`FastSavePlanner` if ``None``.
-        process_group: The ranks that save; all if ``None``. For a thread, a group of its own.
-        async_checkpointer_type: Whether a thread or a process saves.
-        async_stager: Copies the state; the writer does if ``None``.
-        no_dist: Whether this process saves by itself.
-        use_collectives: Whether ranks coordinate what they write.
-        timeout_s: Seconds that the first rank to come to an exchange waits there for the last. That
-            the first save in processes starts them is bounded by DCP: 30 minutes.
-        on_busy: What to do while a former save, on any rank, still needs the memory that this one
-            would be staged in: wait for its end, skip this save, or raise. The stager counts it.
+        state_dict: The state dict to save, with the values that it has at the time of the call.
+        checkpoint_id: Directory of the checkpoint, as a path or URL.
+        storage_writer: Writer to use. Defaults to ``FastWriter(checkpoint_id)``.
+        planner: Save planner. Defaults to a new :class:`FastSavePlanner`.
+        process_group: The ranks that save. Defaults to all ranks. With a thread, pass a process
+            group that training does not use.
+        async_checkpointer_type: Whether a thread or a process writes the checkpoint.
+        async_stager: Stager that copies the state. Defaults to the writer if it can stage, else
+            to DCP's default stager.
+        no_dist: Whether this process saves alone, without the other ranks.
+        use_collectives: Whether the ranks plan and commit one checkpoint together.
+        timeout_s: Deadline of each exchange between ranks, in seconds. DCP bounds the start of
+            save processes, in the first save that uses them, by 30 minutes.
+        on_busy: Action if an earlier save, on any rank, still uses the staging memory: ``"wait"``
+            for that save, ``"skip"`` this save, or raise an ``"error"``. The stager counts each
+            case.
 
     Returns:
-        A future of the metadata; or, if the stager works in the background, futures of its end and
-        of that of the save. They raise what :func:`save` does. ``None`` if the save was skipped.
+        A future of the metadata. If the stager copies in the background, an
+        ``AsyncSaveResponse`` with one future for staging and one for the save. The futures raise
+        the errors of :func:`save`. ``None`` if this save was skipped.
 
     Raises:
-        RankTimeoutError: A rank was late, stuck or gone when processes were to be started, or when
-            ranks were to agree on whether one is busy.
-        CheckpointError: A former save still goes on, and ``on_busy`` is ``"error"``.
-        ValueError: ``timeout_s`` is no positive number of seconds; or
-            ``on_busy`` is no such word, or not ``"wait"`` with a stager of another kind.
+        RankTimeoutError: A rank was late, stuck or gone during the start of save processes, or
+            while the ranks compared whether one is busy.
+        CheckpointError: An earlier save is still in progress, and ``on_busy`` is ``"error"``.
+        ValueError: ``timeout_s`` is not a positive number. Or ``on_busy`` is not one of the three
+            values, or is not ``"wait"`` and the stager is not a :class:`SnapshotStager`.
 
     Example::
 
         future = torch_ckpt.async_save(state, checkpoint_id="run/step-100", process_group=group)
         future.result()
     """
-    writer = storage_writer or _writer_for(checkpoint_id)
     with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
+        writer = storage_writer or _writer_for(checkpoint_id)
         if on_busy != "wait" and _is_busy(async_stager or writer, on_busy, call):
             return None
         order = Order(checkpoint_id, writer, planner or FastSavePlanner(), use_collectives)
@@ -150,9 +161,10 @@ def async_save(
         with contextlib.ExitStack() as stack:
             if closes:
                 stack.callback(stager.close)
-            if isinstance(writer, FastWriter) and use_collectives and by_thread:
+            plans_together = use_collectives and call.group.size > 1
+            if isinstance(writer, FastWriter) and plans_together and by_thread:
                 all_equal = functools.partial(call.all_equal, phase="staging")
-                stack.enter_context(writer.sharing(order.planner, all_equal))
+                stack.enter_context(writer.sharing(order.planner, all_equal, call.group.names))
             staged = stager.stage(orchestrate.state_dicts_of(state_dict))
             begin = save_in_thread if by_thread else save_in_process
             future = begin(order, staged, call)
@@ -177,32 +189,39 @@ def load(
     trust_pickle: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """As :func:`torch.distributed.checkpoint.load`, but no rank waits for another for ever.
+    """Loads a state dict in place, like :func:`torch.distributed.checkpoint.load`, with a deadline.
+
+    If a rank fails or misses the deadline, the load fails on every rank. Every rank of the group
+    must make the same calls in the same order.
 
     Args:
-        state_dict: What to load, in place.
-        checkpoint_id: Directory of the checkpoint.
-        storage_reader: Takes the place of ``FastReader(checkpoint_id)``.
-        planner: A :class:`FastLoadPlanner` if ``None``.
-        process_group: The ranks that load; all if ``None``. Its first rank coordinates.
-        no_dist: Whether this process loads by itself.
-        trust_pickle: As for :class:`FastReader`: whether to unpickle whatever the checkpoint asks
-            for, which can run any code.
-        timeout_s: Seconds that the first rank to come to an exchange waits there for the last.
-            Every rank must make the same calls in the same order.
+        state_dict: The state dict to load into. Its tensors are overwritten, and its other values
+            are replaced.
+        checkpoint_id: Directory of the checkpoint, as a path or URL.
+        storage_reader: Reader to use. Defaults to ``FastReader(checkpoint_id)``.
+        planner: Load planner. Defaults to a new :class:`FastLoadPlanner`.
+        process_group: The ranks that load. Defaults to all ranks. Its first rank is the
+            coordinator.
+        no_dist: Whether this process loads alone, without the other ranks.
+        trust_pickle: Whether to unpickle objects of any class, which can run arbitrary code. See
+            :class:`FastReader`.
+        timeout_s: Deadline of each exchange between ranks, in seconds. The first rank that
+            arrives at an exchange waits at most this long for the last one.
 
     Raises:
-        CheckpointException: A rank raised; maps ranks to their errors. No ``Exception``.
-        RankTimeoutError: A rank was late, stuck or gone. ``state_dict`` may be loaded in part.
-        ValueError: ``timeout_s`` is no positive number of seconds; or
-            ``trust_pickle`` comes with a ``storage_reader``, which has its own.
+        CheckpointException: A rank raised an error. ``failures`` maps ranks to their errors. The
+            class derives from ``BaseException``, not from ``Exception``.
+        RankTimeoutError: A rank was late, stuck or gone. Some tensors of ``state_dict`` may
+            already be overwritten.
+        ValueError: ``timeout_s`` is not a positive number. Or ``trust_pickle`` is passed together
+            with a ``storage_reader``, which has its own ``trust_pickle``.
 
     Example::
 
         torch_ckpt.load(state, checkpoint_id="run/step-100", timeout_s=600)
     """
     if trust_pickle and storage_reader is not None:
-        raise ValueError("trust_pickle comes with a storage_reader: give it to the reader")
+        raise ValueError("trust_pickle has no effect on a storage_reader: pass it to the reader")
     planner = planner or FastLoadPlanner()
     with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
         reader: Any = storage_reader or _reader_for(checkpoint_id, trust_pickle)
@@ -222,31 +241,37 @@ def installed(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     trust_pickle: bool = False,
 ) -> Iterator[None]:
-    """Has DCP's own functions do what those of this module do.
+    """Makes ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` use this package.
 
-    Within the context, ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` choose :class:`FastWriter`
-    and :class:`FastReader` where they are given a ``checkpoint_id`` and no storage argument,
-    :class:`FastSavePlanner` and :class:`FastLoadPlanner` where they are given no planner, and bound
-    how long a rank waits for another. It holds for the whole process, and may be nested.
+    Within the context, DCP's functions behave as follows:
+
+    - A call with a ``checkpoint_id`` and no storage argument uses :class:`FastWriter` or
+      :class:`FastReader`.
+    - A call without a planner uses :class:`FastSavePlanner` or :class:`FastLoadPlanner`.
+    - Every exchange between ranks has a deadline.
+
+    The change applies to the whole process. Contexts can be nested.
 
     Args:
-        timeout_s: Seconds that the first rank to come to an exchange waits there for the last.
-        trust_pickle: As for :class:`FastReader`, of the readers that are chosen.
+        timeout_s: Deadline of each exchange between ranks, in seconds. The first rank that
+            arrives at an exchange waits at most this long for the last one.
+        trust_pickle: Whether the readers unpickle objects of any class, which can run arbitrary
+            code. See :class:`FastReader`.
 
     Raises:
-        ValueError: ``timeout_s`` is no positive number of seconds.
+        ValueError: ``timeout_s`` is not a positive number.
 
     Example::
 
         with torch_ckpt.installed():
             dcp.save(state, checkpoint_id="run/step-100")
     """
-    group_of(None, no_dist=True).call(timeout_s)  # Refuses what is no number of seconds.
+    group_of(None, no_dist=True).call(timeout_s)  # Validates timeout_s.
     by_thread = functools.partial(_Executor, timeout_s, save_in_thread)
     by_process = functools.partial(_Executor, timeout_s, save_in_process)
     reader = _TrustingReader if trust_pickle else FastReader
     with contextlib.ExitStack() as stack:
-        for module, name, ours in (
+        for module, name, replacement in (
             (_storage_utils, "FileSystemWriter", FastWriter),
             (_storage_utils, "FileSystemReader", reader),
             (state_dict_saver, "_save_state_dict", _saving(timeout_s)),
@@ -262,12 +287,12 @@ def installed(
                 by_process,
             ),
         ):
-            stack.enter_context(mock.patch.object(module, name, ours))
+            stack.enter_context(mock.patch.object(module, name, replacement))
         yield
 
 
 def _saving(timeout_s: float) -> Callable[..., Metadata]:
-    """Takes the place of DCP's own function."""
+    """Returns a replacement for ``state_dict_saver._save_state_dict``."""
     stock = state_dict_saver._save_state_dict
 
     def save(
@@ -282,7 +307,8 @@ def _saving(timeout_s: float) -> Callable[..., Metadata]:
         planner = planner or FastSavePlanner()
         if coordinator_rank:
             return stock(
-                state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner
+                *(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner),
+                use_collectives=use_collectives,
             )
         with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
             return orchestrate.save(
@@ -293,7 +319,7 @@ def _saving(timeout_s: float) -> Callable[..., Metadata]:
 
 
 def _loading(timeout_s: float) -> Callable[..., None]:
-    """Takes the place of DCP's own function."""
+    """Returns a replacement for ``state_dict_loader._load_state_dict``."""
     stock = state_dict_loader._load_state_dict
 
     def load(
@@ -315,10 +341,10 @@ def _loading(timeout_s: float) -> Callable[..., None]:
 
 
 class _Executor:
-    """Takes the place of DCP's own executors.
+    """A replacement for DCP's executors of asynchronous saves.
 
-    A writer is chosen here: the save begins in a thread or process that knows nothing of
-    :func:`installed`.
+    Chooses the writer here, because :func:`installed` may no longer apply when the thread or
+    process starts to save.
     """
 
     def __init__(self, timeout_s: float, begin: Callable[..., Future[Metadata]]) -> None:
@@ -335,20 +361,20 @@ class _Executor:
         no_dist: bool = False,
         use_collectives: bool = True,
     ) -> Future[Metadata]:
-        """As DCP's."""
-        writer = storage_writer or _writer_for(checkpoint_id)
-        order = Order(checkpoint_id, writer, planner or FastSavePlanner(), use_collectives)
+        """Starts a save, like DCP's executors."""
         with group_of(process_group, no_dist=no_dist).call(self._timeout_s) as call:
+            writer = storage_writer or _writer_for(checkpoint_id)
+            order = Order(checkpoint_id, writer, planner or FastSavePlanner(), use_collectives)
             return self._begin(order, staging_future_or_state_dict, call)
 
 
 def _default_stager() -> AsyncStager:
-    """As DCP chooses it for writers that do not stage."""
+    """Returns the stager that DCP uses for writers that do not stage."""
     return DefaultStager(StagingOptions(False, False, False, False))
 
 
 def _end_of(staging: Future[Any]) -> Future[None]:
-    """A future that ends as this one, without its result."""
+    """Returns a future that completes with ``staging``, with its error but without its result."""
     ended: Future[None] = Future()
 
     def end(staged: Future[Any]) -> None:
@@ -363,7 +389,12 @@ def _end_of(staging: Future[Any]) -> Future[None]:
 
 
 def _is_busy(stages: Any, on_busy: str, call: Call) -> bool:
-    """Whether any rank would have to wait, which is an error if it is to be."""
+    """Returns whether any rank would have to wait for an earlier save.
+
+    Raises:
+        CheckpointError: A rank would have to wait, and ``on_busy`` is ``"error"``.
+        ValueError: ``on_busy`` is unknown, or the stager is not a :class:`SnapshotStager`.
+    """
     stager = stages.stager if isinstance(stages, FastWriter) else stages
     if on_busy not in ("skip", "error") or not isinstance(stager, SnapshotStager):
         raise ValueError(
@@ -375,11 +406,13 @@ def _is_busy(stages: Any, on_busy: str, call: Call) -> bool:
         stager.skips += 1
         return True
     stager.refusals += 1
-    raise CheckpointError("a former asynchronous save still goes on, on this rank or another")
+    raise CheckpointError(
+        "cannot stage: an earlier asynchronous save is still in progress on this or another rank"
+    )
 
 
 def _writer_for(path: _Path | None) -> FastWriter | None:
-    """A writer to that directory; ``None`` if it is none: DCP knows other kinds of writers."""
+    """Returns a writer for a directory; ``None`` where DCP must choose another kind of writer."""
     return FastWriter(path) if path and FastWriter.validate_checkpoint_id(path) else None
 
 
@@ -390,7 +423,7 @@ def _reader_for(path: _Path | None, trust_pickle: bool) -> FastReader | None:
 
 
 class _TrustingReader(FastReader):
-    """What DCP makes of a path where pickles are trusted."""
+    """The reader that DCP constructs from a path within ``installed(trust_pickle=True)``."""
 
     def __init__(self, path: _Path) -> None:
         super().__init__(path, trust_pickle=True)

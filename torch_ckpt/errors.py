@@ -1,8 +1,8 @@
 """The exceptions of torch_ckpt. Importing this module does not import torch.
 
-Each stands for one status code of the native engine. A message says what failed, on what, and why.
-All of them pickle, since DCP gathers exceptions across ranks; DCP raises them wrapped in a
-``CheckpointException`` that maps ranks to the exceptions here.
+Most exceptions correspond to one status code of the native engine. A message names the operation
+that failed, its object, and the cause. All exceptions pickle, because DCP gathers them across
+ranks. DCP raises a ``CheckpointException`` that maps ranks to their exceptions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,24 @@ __all__ = [
 
 
 class CheckpointError(RuntimeError):
-    """A save or load failed. The base of all the others; by itself, a bug in torch_ckpt."""
+    """A save or load failed. Base class of all exceptions of this package.
+
+    This class itself is raised for failures without a subclass, such as a broken invariant.
+
+    Example::
+
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        try:
+            torch_ckpt.load(state, checkpoint_id="run/step-100")
+        except CheckpointException as error:
+            for rank, (cause, _) in error.failures.items():
+                print(rank, isinstance(cause, torch_ckpt.CheckpointError), cause)
+    """
 
 
 class _ErrnoError(CheckpointError, OSError):
-    """A :class:`CheckpointError` with the ``errno`` of the operating system."""
+    """A :class:`CheckpointError` with an ``errno`` of the operating system."""
 
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
@@ -42,58 +55,60 @@ class _ErrnoError(CheckpointError, OSError):
 
 
 class NotFoundError(_ErrnoError, FileNotFoundError):
-    """There is no committed checkpoint, or no such file of one."""
+    """There is no committed checkpoint, or a file of the checkpoint is missing."""
 
     def __init__(self, message: str, errno: int | None = _errno.ENOENT) -> None:
         super().__init__(message, errno)
 
 
 class AlreadyExistsError(_ErrnoError, FileExistsError):
-    """A checkpoint is committed there already, and may not be replaced."""
+    """The directory already has a committed checkpoint, which must not be replaced."""
 
     def __init__(self, message: str, errno: int | None = _errno.EEXIST) -> None:
         super().__init__(message, errno)
 
 
 class StorageError(_ErrnoError):
-    """The disk or store failed; :attr:`errno` says how."""
+    """The disk or store failed. :attr:`errno` is the error code of the operating system."""
 
     _RETRIABLE = frozenset({_errno.EAGAIN, _errno.EBUSY, _errno.EINTR, _errno.ETIMEDOUT})
 
     @property
     def retriable(self) -> bool:
-        """Whether the same save may succeed if it is simply tried again."""
+        """Whether the same operation may succeed if it is retried unchanged."""
         return self.errno in self._RETRIABLE
 
 
 class MismatchError(CheckpointError):
-    """The checkpoint is sound, but an FQN, shape or dtype is not what was asked for."""
+    """The checkpoint is valid, but an FQN, shape or dtype differs from the requested one."""
 
 
 class CorruptionError(CheckpointError):
-    """Bytes of the checkpoint cannot be what was written."""
+    """Stored bytes fail their check, so they differ from the bytes that were written."""
 
 
 class UnsupportedError(CheckpointError, NotImplementedError):
-    """This build, platform or format cannot do what was asked."""
+    """This build, platform or format does not support the operation."""
 
 
 class CancelledError(CheckpointError):
-    """Stopped because another part of the save or load failed."""
+    """The operation stopped because another task or rank of the same save or load failed."""
 
 
 class RankTimeoutError(CancelledError, TimeoutError):
-    """Given up on every rank, because one was late, stuck or gone. Raised as it is, not wrapped.
+    """A rank was late, stuck or gone, so the save or load failed on every rank.
+
+    It is raised as it is, not inside a ``CheckpointException``.
 
     Args:
-        message: What happened.
-        ranks: The ranks that the others waited for, as ``dist.get_rank()`` numbers them; none if
-            nobody knows.
-        phase: What they had still to finish, such as ``"planning"``, ``"writing"``,
+        message: The error message.
+        ranks: The ranks that did not arrive, as ``dist.get_rank()`` numbers them. Empty if they
+            are unknown.
+        phase: The phase that these ranks had not finished, such as ``"planning"``, ``"writing"``,
             ``"committing"`` or ``"reading"``.
-        seconds: How long the others waited, in seconds.
-        may_be_committed: Whether the checkpoint may appear all the same: the coordinator was
-            publishing it when the others gave up. In all other cases it never will.
+        seconds: How long the other ranks waited, in seconds.
+        may_be_committed: Whether the checkpoint may still appear, because the coordinator was
+            publishing it when the save failed. If ``False``, it never appears.
     """
 
     def __init__(
@@ -118,7 +133,12 @@ class RankTimeoutError(CancelledError, TimeoutError):
 
 
 def listed_ranks(ranks: Sequence[int], most: int = 8) -> str:
-    """The beginning of a sentence about some ranks: ``"rank 3 is"``, ``"ranks 3, 4 are"``."""
+    """Returns the start of a sentence about ranks: ``"rank 3 is"``, ``"ranks 3, 4 are"``.
+
+    Args:
+        ranks: The ranks, at least one.
+        most: How many ranks the text lists before it counts the others.
+    """
     if len(ranks) == 1:
         return f"rank {ranks[0]} is"
     more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
@@ -127,11 +147,11 @@ def listed_ranks(ranks: Sequence[int], most: int = 8) -> str:
 
 @contextlib.contextmanager
 def portable_errors() -> Iterator[None]:
-    """Lets an exception out only if it survives pickling, else a :class:`CheckpointError` for it.
+    """Replaces an exception that does not survive pickling by a :class:`CheckpointError`.
 
-    DCP gathers a rank's exception by pickling; one that cannot be unpickled (of a class whose
-    arguments are not its ``args``) would fail the coordinator alone and leave the other ranks
-    waiting.
+    DCP gathers the exceptions of ranks by pickling. Some exceptions cannot be unpickled, because
+    the arguments of their class differ from ``args``. Such an exception would fail only the
+    coordinator. The other ranks would wait for an answer that never arrives.
     """
     try:
         yield

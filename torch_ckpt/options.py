@@ -1,4 +1,4 @@
-"""Tuning options. None of them changes which bytes are written or loaded."""
+"""Tuning options. No option changes which bytes are written or loaded."""
 
 from __future__ import annotations
 
@@ -11,28 +11,34 @@ if TYPE_CHECKING:
 __all__ = ["READ_THREADS", "IoMode", "IoOptions"]
 
 READ_THREADS = 4
-"""Threads of one rank that read at a time."""
+"""Number of threads with which one rank reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IoOptions:
-    """How the engine moves bytes.
+    """Memory budgets and I/O modes of a writer or reader.
+
+    A load uses some memory in addition to these budgets. Tensors whose dtype differs from the
+    stored one, or that are on another device, are assembled whole, a few at a time. Rows that
+    arrive from other ranks are assembled in ranges of up to 4 MiB.
 
     Attributes:
-        buffer_nbytes: Budget of buffers of one writer or reader on one rank, in bytes. Besides the
-            tensors themselves, memory in flight stays within it; where ranks exchange what they
-            read, within it and ``exchange_nbytes`` together. What cannot be read into place is put
-            together in memory besides, little at a time: tensors of another dtype or device, each
-            whole, and rows that come by exchange, in ranges of up to 4 MiB. At least 512 KiB.
-        exchange_nbytes: Budget of a reader, in bytes, for what it has in flight to and from other
-            ranks that load the same; at least 4 MiB. Used only where there is something to
-            exchange, and then besides ``buffer_nbytes``.
-        background_nice: Niceness of threads that write staged tensors, as nice(1); 0 to 19.
-        direct: Whether to go past the page cache (``O_DIRECT``) where the file system allows it.
-            What the page cache holds is read from there in any case.
+        buffer_nbytes: Budget for the I/O buffers of one writer or reader on one rank, in bytes; at
+            least 512 KiB. It bounds the data in flight, in addition to the tensors themselves.
+        exchange_nbytes: Budget for the data that a reader sends to and receives from ranks that
+            load the same bytes, in bytes; at least 4 MiB. It adds to ``buffer_nbytes``, and is
+            used only if ranks load the same bytes.
+        background_nice: Niceness of the threads that write staged tensors, as in nice(1); 0 to 19.
+        direct: Whether to bypass the page cache (``O_DIRECT``) where the file system supports it.
+            Reads use cached pages in either case.
 
     Raises:
         ValueError: A value is out of range.
+
+    Example::
+
+        options = IoOptions(buffer_nbytes=256 << 20)
+        dcp.save(state, storage_writer=FastWriter("run/step-100", io=options))
     """
 
     buffer_nbytes: int = 64 << 20
@@ -50,19 +56,19 @@ class IoOptions:
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of one buffer, and so of the longest request: two fit into the budget."""
+        """Size of one buffer, and of the longest I/O request, in bytes. Two fit in the budget."""
         return min(4 << 20, self.buffer_nbytes // 2 // 4096 * 4096)
 
 
 @dataclass(frozen=True)
 class IoMode:
-    """How files were really written, fallbacks included. Prints as one line.
+    """The I/O mode with which files were written, after any fallbacks. Prints as one line.
 
     Attributes:
         queue: ``"io_uring"`` or ``"threads"``.
-        direct: Whether writes went past the page cache.
-        registered_buffers: Whether the kernel had the buffers registered.
-        reasons: Why it is not the fastest mode; empty when it is.
+        direct: Whether writes bypassed the page cache.
+        registered_buffers: Whether the buffers were registered with the kernel.
+        reasons: Reasons for each fallback from the fastest mode; empty if there was none.
     """
 
     queue: str
@@ -72,13 +78,13 @@ class IoMode:
 
     @classmethod
     def of(cls, job: _native.FileJob) -> IoMode:
-        """How a job of the engine writes."""
+        """Returns the mode of a native job."""
         queue, direct, registered, reasons = job.mode
         return cls(queue, direct, registered, tuple(reasons))
 
     def __str__(self) -> str:
-        parts = [self.queue, "O_DIRECT" if self.direct else "page cache"]
+        features = [self.queue, "O_DIRECT" if self.direct else "page cache"]
         if self.registered_buffers:
-            parts.append("registered buffers")
-        text = ", ".join(parts)
+            features.append("registered buffers")
+        text = ", ".join(features)
         return f"{text} ({'; '.join(self.reasons)})" if self.reasons else text

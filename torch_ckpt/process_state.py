@@ -1,7 +1,7 @@
-"""What a process has once, whoever asks: the one object with process-wide state.
+"""The single object with process-wide state.
 
-It is below all packages, so it names none of their types: each attribute has one owner, the module
-that writes it. Importing this module does not import torch.
+This module is below all packages, so it names none of their types. Each attribute has one owner:
+the module that writes the attribute. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ __all__ = ["PROCESS"]
 
 
 class _Forkable(Protocol):
-    """What has threads or connections, which a forked child does not have, or must not use."""
+    """An object with threads or connections that a forked child lacks or must not use."""
 
     def after_fork(self) -> None:
-        """Called in the child."""
+        """Drops the threads and connections of the parent. Called in the child."""
 
 
 class _Process:
-    """State that is no other object's.
+    """The process-wide state.
 
     Attributes:
-        file_systems: By scheme. Owner: ``filesystems/location``.
-        groups: By process group, ranks that have called something together. Owner:
-            ``coordination/group``.
-        save_process: Saves in the background where DCP was told to use a process. Owner:
-            ``coordination/background``.
-        plan_cache: Plans of former saves. Owner: ``planning/plan_cache``.
-        stager: That of all writers which are given none. Owner: ``staging/stager``.
-        unsettled: Saves of runs of which nobody has asked yet how they ended; those that have
-            failed are printed when the process ends. Owner: ``runs/background_save``.
-        forkable: Loops of ``coordination/loop`` and all stagers.
+        file_systems: Registered file systems, by URL scheme. Owner: ``filesystems/location``.
+        groups: Groups of ranks, by process group. Owner: ``coordination/group``.
+        save_process: The process that writes asynchronous saves of type ``PROCESS``; ``None``
+            before the first one. Owner: ``coordination/background``.
+        plan_cache: Cached plans of earlier saves. Owner: ``planning/plan_cache``.
+        stager: The default stager of writers. Owner: ``staging/stager``.
+        unsettled: Background saves of runs whose outcome was not read yet. Failed ones are printed
+            when the process exits. Owner: ``runs/background/save``.
+        forkable: Loops of ``coordination/loop``, and all stagers.
     """
 
     plan_cache: Any
@@ -48,9 +47,9 @@ class _Process:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
-        """In a forked child, what goes on is its parent's."""
-        for one in list(self.forkable):
-            one.after_fork()
+        """Drops background work, which stays with the parent of a forked child."""
+        for forkable in list(self.forkable):
+            forkable.after_fork()
         self.save_process = None
         self.unsettled.clear()
 

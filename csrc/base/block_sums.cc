@@ -18,15 +18,15 @@ int64_t BlockSums::first_mismatch(int64_t offset, Bytes bytes) const {
 void BlockSummer::append(Bytes bytes) {
   sums_.file_nbytes += ssize(bytes);
   while (!bytes.empty()) {
-    const int64_t part = std::min(ssize(bytes), sums_.block_nbytes - filled_);
-    const Bytes now = slice(bytes, 0, part);
-    bytes = bytes.subspan(now.size());
-    if (part == sums_.block_nbytes) {
-      sums_.sums.push_back(xxh3(now));
+    const int64_t nbytes = std::min(ssize(bytes), sums_.block_nbytes - filled_);
+    const Bytes chunk = slice(bytes, 0, nbytes);
+    bytes = bytes.subspan(chunk.size());
+    if (nbytes == sums_.block_nbytes) {
+      sums_.sums.push_back(xxh3(chunk));
       continue;
     }
-    block_.update(now);
-    filled_ += part;
+    block_.update(chunk);
+    filled_ += nbytes;
     if (filled_ < sums_.block_nbytes) continue;
     sums_.sums.push_back(block_.finish());
     filled_ = 0;

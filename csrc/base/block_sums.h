@@ -1,8 +1,8 @@
 #pragma once
 
-// Checksums of the blocks of a file, so that any part of it can be checked without reading the
-// rest: `engine` sums what it writes, `.index` keeps the sums, and a reader rounds what it wants
-// out to whole blocks.
+// Checksums of a file's blocks. With one sum per block, a reader can verify any range without
+// reading the rest of the file. `engine` computes the sums while it writes and stores them in
+// `.index`. A reader rounds each wanted range out to whole blocks.
 
 #include <algorithm>
 #include <cstdint>
@@ -13,43 +13,44 @@
 
 namespace torch_ckpt {
 
-// A block is the least that can be checked. Small enough that a row of a tensor costs little more
-// to read than its own bytes, large enough that sums are an 8192nd of the data.
+// The smallest unit of verification. With small blocks, a read of one row verifies few extra bytes.
+// With large blocks, the sums are short: 1/8192 of the data at this size.
 inline constexpr int64_t kSumBlockNbytes = int64_t{64} << 10;
 
-// The blocks of a file of `file_nbytes` bytes: block i is [i, i + 1) * block_nbytes of it, the last
-// one cut off at its end.
+// The division of a file of `file_nbytes` bytes into blocks. Block i begins at i * block_nbytes.
+// The last block ends at the end of the file.
 struct BlockGrid {
   int64_t block_nbytes = kSumBlockNbytes;
   int64_t file_nbytes = 0;
 
   bool operator==(const BlockGrid&) const = default;
 
-  // How many blocks a file has.
+  // Returns the number of blocks of a file.
   static int64_t block_count(int64_t file_nbytes, int64_t block_nbytes) {
     return file_nbytes / block_nbytes + (file_nbytes % block_nbytes != 0);
   }
 
-  // [begin, end) rounded out to whole blocks. Requires: 0 <= begin <= end <= file_nbytes.
+  // Rounds [begin, end) out to whole blocks. Requires: 0 <= begin <= end <= file_nbytes.
   int64_t block_begin(int64_t begin) const { return align_down(begin, block_nbytes); }
   int64_t block_end(int64_t end) const {
     return std::min(align_up(end, block_nbytes), file_nbytes);
   }
 };
 
-// All of a file's blocks and their sums.
+// The checksums of all blocks of a file.
 struct BlockSums : BlockGrid {
   std::vector<uint64_t> sums;
 
   bool operator==(const BlockSums&) const = default;
 
-  // The first byte of the first block in `bytes`, which begin at `offset` of the file, whose
-  // checksum does not match; -1 where all match.
+  // Returns the file offset of the first block in `bytes` whose checksum does not match, or -1 if
+  // all match. `offset` is the position of `bytes` in the file.
   // Requires: `bytes` are whole blocks of the file.
   int64_t first_mismatch(int64_t offset, Bytes bytes) const;
 };
 
-// Sums bytes that come in order and in parts. Used by one thread at a time.
+// Computes block sums of a byte stream that arrives in order, in chunks of any size. Used by one
+// thread at a time.
 class BlockSummer {
  public:
   // Requires: block_nbytes > 0.
@@ -57,13 +58,14 @@ class BlockSummer {
 
   void append(Bytes bytes);
 
-  // The sums of all that was appended. Nothing can be appended afterwards.
+  // Returns the sums of all appended bytes.
+  // Requires: nothing is appended afterwards.
   BlockSums finish();
 
  private:
   BlockSums sums_;
-  Xxh3Stream block_;    // Of the block that is not full yet.
-  int64_t filled_ = 0;  // Bytes of it.
+  Xxh3Stream block_;    // Running checksum of the last, incomplete block.
+  int64_t filled_ = 0;  // Length of the incomplete block, in bytes.
 };
 
 }  // namespace torch_ckpt

@@ -1,10 +1,10 @@
 #pragma once
 
-// Bytes and the arithmetic of their sizes.
+// Byte spans, and checked arithmetic on their sizes.
 //
-// Sizes and offsets are signed 64-bit everywhere. Numbers that come from a file or a caller are
-// multiplied and added only through the checked functions here, so a hostile header cannot wrap
-// around into a small allocation.
+// All sizes and offsets are signed 64-bit. Sizes from a file or a caller are added and multiplied
+// only through the checked functions below, so a hostile header cannot overflow into a small
+// allocation.
 
 #include <bit>
 #include <cstddef>
@@ -30,7 +30,7 @@ inline std::string_view as_text(Bytes bytes) {
 
 inline int64_t ssize(Bytes bytes) { return static_cast<int64_t>(bytes.size()); }
 
-// The part [begin, begin + nbytes) of `bytes`. Requires: it lies inside.
+// Returns `bytes[begin, begin + nbytes)`. Requires: the range is inside `bytes`.
 inline Bytes slice(Bytes bytes, int64_t begin, int64_t nbytes) {
   return bytes.subspan(static_cast<size_t>(begin), static_cast<size_t>(nbytes));
 }
@@ -38,7 +38,7 @@ inline MutableBytes slice(MutableBytes bytes, int64_t begin, int64_t nbytes) {
   return bytes.subspan(static_cast<size_t>(begin), static_cast<size_t>(nbytes));
 }
 
-// The sum or product, or nothing where it does not fit.
+// Returns the sum or product, or nullopt on overflow.
 inline std::optional<int64_t> checked_add(int64_t a, int64_t b) {
   int64_t sum;
   if (__builtin_add_overflow(a, b, &sum)) return std::nullopt;
@@ -50,7 +50,7 @@ inline std::optional<int64_t> checked_mul(int64_t a, int64_t b) {
   return product;
 }
 
-// Whether [offset, offset + nbytes) is a range inside [0, limit).
+// Returns whether [offset, offset + nbytes) is inside [0, limit). Never overflows.
 inline bool range_within(int64_t offset, int64_t nbytes, int64_t limit) {
   return offset >= 0 && nbytes >= 0 && offset <= limit && nbytes <= limit - offset;
 }
@@ -60,7 +60,7 @@ inline int64_t align_up(int64_t value, int64_t alignment) {
   return align_down(value + alignment - 1, alignment);
 }
 
-// Little-endian integers at any address; every format here stores them so.
+// Unaligned little-endian integers. All formats of this project are little-endian.
 template <typename T>
 T load_le(const std::byte* from) {
   static_assert(std::endian::native == std::endian::little);

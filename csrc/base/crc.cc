@@ -21,12 +21,13 @@ uint32_t multiply(uint32_t a, uint32_t b) {
 }  // namespace
 
 uint32_t crc32(uint32_t crc, Bytes bytes) {
-  if (bytes.empty()) return crc;  // libdeflate takes a null pointer for a request to start over.
+  // libdeflate interprets a null pointer as a request to start over.
+  if (bytes.empty()) return crc;
   return libdeflate_crc32(crc, bytes.data(), bytes.size());
 }
 
 uint32_t crc32_combine(uint32_t crc_a, uint32_t crc_b, int64_t nbytes_b) {
-  // Appending nbytes_b bytes multiplies what came before by x^(8 * nbytes_b): square and multiply.
+  // Appending nbytes_b bytes multiplies the CRC of A by x^(8 * nbytes_b): square and multiply.
   uint32_t shift = kOne;
   uint32_t power = kOne >> 8;  // x^8, one byte.
   for (int64_t n = nbytes_b; n > 0; n >>= 1) {

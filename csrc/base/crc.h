@@ -1,7 +1,7 @@
 #pragma once
 
-// CRC-32, the checksum of zip (reflected polynomial 0xEDB88320, as zlib's crc32). Computed by
-// libdeflate with carry-less multiplication: at the speed of memory.
+// CRC-32, the checksum of the zip format (reflected polynomial 0xEDB88320, same as zlib's crc32).
+// libdeflate computes it with carry-less multiplication, at memory speed.
 
 #include <cstdint>
 
@@ -9,10 +9,10 @@
 
 namespace torch_ckpt {
 
-// The CRC of the bytes already summed in `crc` (0 for none) followed by `bytes`.
+// Extends `crc`, the CRC of the preceding bytes (0 if there are none), by `bytes`.
 uint32_t crc32(uint32_t crc, Bytes bytes);
 
-// The CRC of A followed by B, from the CRC of each and the length of B. Cost: O(log nbytes_b).
+// Returns the CRC of A followed by B, given both CRCs and the length of B. Cost: O(log nbytes_b).
 uint32_t crc32_combine(uint32_t crc_a, uint32_t crc_b, int64_t nbytes_b);
 
 }  // namespace torch_ckpt

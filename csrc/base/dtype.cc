@@ -6,7 +6,7 @@
 namespace torch_ckpt {
 namespace {
 
-// In the order of the enum.
+// Ordered by enum value.
 constexpr std::array<DTypeInfo, kDTypeCount> kDTypes = {{
     {DType::kUInt8, "uint8", "ByteStorage", 1},
     {DType::kInt8, "int8", "CharStorage", 1},

@@ -1,6 +1,6 @@
 #pragma once
 
-// Element types of tensors, by the names PyTorch gives them.
+// Element types of tensors, with their PyTorch names.
 
 #include <cstdint>
 #include <optional>
@@ -36,16 +36,16 @@ inline constexpr int kDTypeCount = 21;
 
 struct DTypeInfo {
   DType dtype;
-  std::string_view name;     // The attribute of `torch`: "bfloat16".
-  std::string_view storage;  // Its typed storage class in `torch`, or "" where there is none.
-  int itemsize;              // Bytes an element.
+  std::string_view name;     // Attribute of `torch`: "bfloat16".
+  std::string_view storage;  // Typed storage class of `torch`, or "" if torch has none.
+  int itemsize;              // Bytes per element.
 };
 
 const DTypeInfo& dtype_info(DType dtype);
 
 inline int64_t itemsize(DType dtype) { return dtype_info(dtype).itemsize; }
 
-// By `name` or by `storage`; nothing for one this engine does not store.
+// Finds a dtype by its `name` or `storage`; nullopt if this engine does not store that dtype.
 std::optional<DType> dtype_from_name(std::string_view name);
 std::optional<DType> dtype_from_storage(std::string_view storage);
 

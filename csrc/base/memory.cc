@@ -25,9 +25,9 @@ Memory::~Memory() {
 
 Result<Memory> HeapMemorySource::allocate(int64_t nbytes) {
   const int64_t size = align_up(nbytes, kPage);
-  // Who wants huge pages needs a block that starts on one: map a little more and give back both
-  // ends. Buffers do without: where memory is fragmented, the kernel would move other pages about
-  // to make one, for longer than most buffers are in use.
+  // A huge page needs an aligned address: map one huge page more, then unmap both ends. No
+  // MADV_HUGEPAGE here: on fragmented memory the kernel would compact pages for longer than most
+  // buffers live.
   const int64_t mapped = size < kHugePage ? size : size + kHugePage;
   void* address = ::mmap(nullptr, static_cast<size_t>(mapped), PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -1,8 +1,8 @@
 #pragma once
 
-// Memory that the engine itself owns: the buffers that bytes pass through on their way to or from a
-// disk. Page-aligned, in huge pages where the kernel grants them, which makes direct I/O from it
-// markedly faster (fewer segments a request).
+// Memory that the engine allocates for I/O buffers and snapshots. Blocks are page-aligned and use
+// huge pages where the kernel grants them. Huge pages speed up direct I/O: each request has fewer
+// segments.
 
 #include <cstdint>
 #include <functional>
@@ -13,11 +13,11 @@
 
 namespace torch_ckpt {
 
-// One page-aligned block. Move-only; freed by its destructor.
+// One page-aligned block. Move-only; the destructor frees the block.
 class Memory {
  public:
   Memory() = default;
-  // `release` frees what the block is made of.
+  // `release` frees the underlying memory.
   Memory(MutableBytes bytes, std::function<void()> release)
       : bytes_(bytes), release_(std::move(release)) {}
   Memory(Memory&& other) noexcept { *this = std::move(other); }
@@ -32,12 +32,12 @@ class Memory {
   std::function<void()> release_;
 };
 
-// Where blocks come from. Pinned and shared memory are other sources of the same blocks.
+// An allocator of blocks. Implementations allocate heap, pinned or shared memory.
 class MemorySource {
  public:
   virtual ~MemorySource() = default;
 
-  // A block of at least `nbytes` zero bytes, a multiple of the page size.
+  // Allocates a zeroed block of at least `nbytes` bytes, rounded up to whole pages.
   // Requires: nbytes > 0.
   virtual Result<Memory> allocate(int64_t nbytes) = 0;
 };

@@ -1,6 +1,6 @@
 #pragma once
 
-// Work that steps back behind whatever else wants the CPU.
+// Background work at a lower CPU priority.
 
 #include <sys/resource.h>
 #include <unistd.h>
@@ -12,16 +12,17 @@
 
 namespace torch_ckpt {
 
-// Runs `work`, which does not throw, and returns what it returns: in a thread that steps back by
-// `niceness`, as nice(1) has it. The caller's own could not come forward again. Where that is 0, or
-// no thread is to be had, it is the caller's.
+// Runs `work` at a niceness raised by `niceness` (see nice(1)) and returns its result. A separate
+// thread runs `work`, because an unprivileged thread cannot lower its niceness again. If `niceness`
+// is 0, or no thread can be started, the calling thread runs `work`.
+// Requires: `work` does not throw.
 template <typename Work>
 auto run_at_niceness(int niceness, Work&& work) -> decltype(work()) {
   if (niceness == 0) return std::forward<Work>(work)();
   std::optional<decltype(work())> result;
   try {
     std::thread([&] {
-      // Of this thread alone, on Linux.
+      // On Linux, PRIO_PROCESS with id 0 affects only the calling thread.
       ::setpriority(PRIO_PROCESS, 0, ::getpriority(PRIO_PROCESS, 0) + niceness);
       result.emplace(work());
     }).join();

@@ -1,6 +1,6 @@
 #pragma once
 
-// A loop whose iterations run in several threads.
+// A parallel loop.
 
 #include <algorithm>
 #include <atomic>
@@ -11,8 +11,9 @@
 
 namespace torch_ckpt {
 
-// Calls `work(i)` for every i in [0, count), by this thread and others, `threads` in all where
-// there can be as many. Returns when all is done. `work` does not throw.
+// Calls `work(i)` for every i in [0, count) on up to `threads` threads, including the calling one.
+// Returns when all calls have returned.
+// Requires: `work` does not throw.
 template <typename Work>
 void parallel_for(int64_t count, int threads, const Work& work) {
   std::atomic<int64_t> next = 0;
@@ -20,11 +21,11 @@ void parallel_for(int64_t count, int threads, const Work& work) {
     for (int64_t i = next++; i < count; i = next++) work(i);
   };
   std::vector<std::thread> others;
-  const int64_t most = std::min<int64_t>(threads, count);
+  const int64_t thread_count = std::min<int64_t>(threads, count);
   try {
-    for (int64_t i = 1; i < most; ++i) others.emplace_back(run);
+    for (int64_t i = 1; i < thread_count; ++i) others.emplace_back(run);
   } catch (const std::system_error&) {
-    // No more threads to be had: those that run do all the work.
+    // The process cannot start more threads: the running ones do all the work.
   }
   run();
   for (std::thread& other : others) other.join();

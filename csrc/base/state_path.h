@@ -1,6 +1,7 @@
 #pragma once
 
-// Where a value stood in a nested state dict. Plans carry it between ranks, and the index keeps it.
+// The path of a value in a nested state dict. Plans send paths between ranks; the index stores
+// them.
 
 #include <cstdint>
 #include <string>
@@ -9,7 +10,7 @@
 
 namespace torch_ckpt {
 
-// The keys of dicts and positions in lists from the root to the value of an FQN.
+// The dict keys and list positions that lead from the root of the state dict to one FQN.
 struct StatePath {
   std::string fqn;
   std::vector<std::variant<std::string, int64_t>> keys;

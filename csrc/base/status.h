@@ -1,10 +1,9 @@
 #pragma once
 
-// How the core says that something failed.
+// Error handling of the C++ core.
 //
-// Nothing in the core throws: a function that can fail returns a `Status`, or a `Result<T>` where
-// it also has a value. The codes are the ones users see; the bindings turn each into one Python
-// exception (bindings/errors.cc).
+// The core does not throw. A function that can fail returns a `Status`, or a `Result<T>` if it also
+// has a value. `bindings/errors.cc` maps each code to one Python exception.
 
 #include <cstdint>
 #include <optional>
@@ -16,17 +15,17 @@ namespace torch_ckpt {
 
 enum class StatusCode {
   kOk,
-  kInvalidArgument,  // The caller's mistake.
-  kNotFound,         // No committed checkpoint or file there.
-  kMismatch,         // A sound checkpoint, but an FQN, shape or dtype is not what was asked for.
-  kCorruption,       // Bytes that cannot be what was written.
-  kStorage,          // Disk or store failed; `error_number` says how.
-  kUnsupported,      // This build, platform or reader cannot.
-  kCancelled,        // Stopped because another part failed.
-  kInternal,         // Our bug.
+  kInvalidArgument,  // Caller error.
+  kNotFound,         // No committed checkpoint or file at this path.
+  kMismatch,         // Valid checkpoint whose FQN, shape or dtype differs from the requested one.
+  kCorruption,       // Stored or received bytes that fail validation.
+  kStorage,          // Disk or store failure; `error_number` has the errno.
+  kUnsupported,      // Not supported by this build, platform or reader.
+  kCancelled,        // Stopped after a failure elsewhere.
+  kInternal,         // Bug in this library.
 };
 
-// The name of a code, as in "kStorage".
+// Returns the name of a code, e.g. "kStorage".
 const char* status_code_name(StatusCode code);
 
 class [[nodiscard]] Status {
@@ -39,7 +38,7 @@ class [[nodiscard]] Status {
   StatusCode code() const { return code_; }
   const std::string& message() const { return message_; }
 
-  // The errno behind a kStorage or kNotFound status; 0 where there is none.
+  // The errno of a kStorage or kNotFound status; 0 if there is none.
   int error_number() const { return error_number_; }
 
   // "kStorage: cannot write ...", or "kOk".
@@ -51,7 +50,7 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-// Joins its arguments into one string.
+// Concatenates its arguments into one string.
 template <typename... Args>
 std::string str_cat(const Args&... args) {
   std::ostringstream out;
@@ -86,11 +85,11 @@ Status internal_error(const Args&... args) {
   return Status(StatusCode::kInternal, str_cat(args...));
 }
 
-// A failed system call: "<what>: no space left on device (ENOSPC)". ENOENT becomes kNotFound, every
-// other error kStorage.
+// Makes the status of a failed system call: "<what>: no space left on device (ENOSPC)". ENOENT maps
+// to kNotFound, every other errno to kStorage.
 Status errno_status(int error_number, const std::string& what);
 
-// A value, or the reason why there is none.
+// Either a value or an error status.
 template <typename T>
 class [[nodiscard]] Result {
  public:
@@ -113,14 +112,14 @@ class [[nodiscard]] Result {
   Status status_;
 };
 
-// Returns from the enclosing function when `expr` is not OK.
+// Returns the status of `expr` from the enclosing function unless it is OK.
 #define RETURN_IF_ERROR(expr)                      \
   do {                                             \
     ::torch_ckpt::Status status_macro_ = (expr);   \
     if (!status_macro_.ok()) return status_macro_; \
   } while (false)
 
-// `ASSIGN_OR_RETURN(auto file, fs.open(...))`: the value, or return its status.
+// `ASSIGN_OR_RETURN(auto file, fs.open(...))` assigns the value, or returns the error status.
 #define ASSIGN_OR_RETURN(lhs, expr) \
   ASSIGN_OR_RETURN_IMPL_(STATUS_CONCAT_(result_macro_, __LINE__), lhs, expr)
 #define ASSIGN_OR_RETURN_IMPL_(result, lhs, expr) \

@@ -16,7 +16,7 @@ std::string to_string(const Dims& dims) {
 }
 
 std::optional<int64_t> checked_numel(const Dims& sizes) {
-  // A zero anywhere makes the tensor empty, however large the other sizes are.
+  // A size of 0 makes the tensor empty, even if the product of the other sizes overflows.
   bool empty = false;
   for (const int64_t size : sizes) {
     if (size < 0) return std::nullopt;
@@ -50,7 +50,7 @@ StridedCopy simplified(const StridedCopy& copy) {
   for (size_t d = 0; d < copy.sizes.size(); ++d) {
     const int64_t size = copy.sizes[d];
     if (size == 1) continue;
-    // An outer dimension whose step is exactly the extent of this one continues it.
+    // Merge: the stride of the outer dimension equals the extent of this dimension on both sides.
     if (!out.sizes.empty() && out.src_strides.back() == size * copy.src_strides[d] &&
         out.dst_strides.back() == size * copy.dst_strides[d]) {
       out.sizes.back() *= size;

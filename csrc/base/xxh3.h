@@ -1,8 +1,7 @@
 #pragma once
 
-// XXH3-64, the checksum of everything that our own files state of themselves: of the blocks of data
-// files, and of the index. Several times as fast as the CRC-32 that zip prescribes, so that
-// checking what is read costs little; not meant against forgery.
+// XXH3-64, the checksum of data file blocks, the index and encoded plans. XXH3 is several times
+// faster than the CRC-32 of the zip format. It detects damage, not forgery.
 
 #include <cstdint>
 #include <memory>
@@ -11,10 +10,10 @@
 
 namespace torch_ckpt {
 
-// The checksum of `bytes`, with seed 0.
+// Returns the checksum of `bytes`, with seed 0.
 uint64_t xxh3(Bytes bytes);
 
-// The same for bytes that come in parts. Used by one thread at a time.
+// The incremental form of `xxh3`. Used by one thread at a time.
 class Xxh3Stream {
  public:
   Xxh3Stream();
@@ -24,7 +23,7 @@ class Xxh3Stream {
 
   void update(Bytes bytes);
 
-  // The checksum of all parts so far; the next part begins anew.
+  // Returns the checksum of all bytes since the last `finish`, and starts over.
   uint64_t finish();
 
  private:

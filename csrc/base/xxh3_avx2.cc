@@ -1,4 +1,4 @@
-// XXH3 with AVX2: more than twice as fast as with the instructions that every x86-64 has.
+// XXH3 with AVX2: more than twice as fast as with baseline x86-64 instructions.
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #pragma GCC target("avx2")

@@ -1,9 +1,8 @@
 #pragma once
 
-// XXH3 as the including file's instruction set makes it: xxh3.cc includes this plainly,
-// xxh3_avx2.cc with more instructions allowed. Everything here is local to its file, so that no
-// function that was compiled for a newer processor is ever linked in place of a plain one; and it
-// includes no C++ header that could define any.
+// XXH3, compiled for the instruction set of the including file: the baseline in xxh3.cc, AVX2 in
+// xxh3_avx2.cc. All definitions are file-local, so the linker cannot replace a baseline function
+// with an AVX2 one. For the same reason this header includes no C++ header.
 
 #define XXH_INLINE_ALL
 #include <stddef.h>
@@ -32,7 +31,7 @@ const Xxh3Variant kXxh3OfThisFile = {
 
 }  // namespace
 
-// Null where the compiler or the machine has no such instructions.
+// Returns null if the compiler or the CPU does not support AVX2.
 const Xxh3Variant* xxh3_avx2();
 
 }  // namespace torch_ckpt

@@ -1,6 +1,6 @@
 #pragma once
 
-// What tensors of GPUs are loaded and staged by.
+// Devices: creates the GPU devices that copy tensors in loads and in staging.
 
 #include <cstdint>
 #include <map>
@@ -18,14 +18,15 @@
 
 namespace torch_ckpt {
 
-// What tensors lie on; made as the first tensor on each comes. Safe to use from any thread.
+// One Device per GPU and stream, created for the first tensor on it. Safe to use from any thread.
 class Devices {
  public:
-  // A live tensor of this view, for as long as this exists. Raises where its GPU cannot be used.
+  // Returns a live tensor for a view, valid for the lifetime of this object. Raises if the GPU of
+  // the tensor is unusable.
   LiveTensor live(const TensorView& view, std::string_view name) {
     LiveTensor out = to_live(view);
     if (view.gpu < 0) return out;
-    const auto device = without_gil([&] { return made(view.gpu, view.stream); });
+    const auto device = without_gil([&] { return device_of(view.gpu, view.stream); });
     if (!device.ok()) {
       raise_if_error(
           Status(device.status().code(),
@@ -37,11 +38,11 @@ class Devices {
   }
 
  private:
-  Result<const Device*> made(int gpu, uint64_t stream) {
+  Result<const Device*> device_of(int gpu, uint64_t stream) {
     const std::scoped_lock lock(mutex_);
     std::unique_ptr<Device>& device = gpus_[{gpu, stream}];
     if (device == nullptr) {
-      // For two windows: what is read at a time, or a little more.
+      // A window covers one read; the device has two windows.
       constexpr int64_t kWindowNbytes = int64_t{4} << 20;
       ASSIGN_OR_RETURN(auto cuda, CudaDevice::make(gpu, kWindowNbytes));
       const auto after = reinterpret_cast<CudaStream>(stream);
@@ -50,7 +51,7 @@ class Devices {
     return device.get();
   }
 
-  std::mutex mutex_;  // Guards what follows. Not taken by whoever holds the GIL.
+  std::mutex mutex_;  // Guards gpus_. Acquired only without the GIL, which avoids a deadlock.
   std::map<std::pair<int, uint64_t>, std::unique_ptr<Device>> gpus_;
 };
 

@@ -7,7 +7,7 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-// The class of torch_ckpt.errors for a code; nullptr for ValueError, the caller's mistake.
+// Returns the name of the class in torch_ckpt.errors for a code, or nullptr for ValueError.
 const char* exception_name(StatusCode code) {
   switch (code) {
     case StatusCode::kNotFound:

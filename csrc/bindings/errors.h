@@ -1,6 +1,6 @@
 #pragma once
 
-// The one place where a Status becomes a Python exception.
+// Converts a Status to a Python exception. All bindings use it.
 
 #include <pybind11/pybind11.h>
 
@@ -10,14 +10,14 @@
 
 namespace torch_ckpt {
 
-// Text that may quote bytes of a file or a path, which need not be UTF-8.
+// Decodes a text that may quote bytes of a file or a path. Invalid UTF-8 is replaced.
 pybind11::str to_text(const std::string& text);
 
-// Raises the exception of torch_ckpt.errors that stands for `status`; returns only when it is OK.
-// Requires: the GIL is held.
+// Raises the exception of torch_ckpt.errors for `status`, unless it is OK.
+// Requires: the caller owns the GIL.
 void raise_if_error(const Status& status);
 
-// The value, or the exception of its status. Requires: the GIL is held.
+// Returns the value, or raises the exception for the status. Requires: the caller owns the GIL.
 template <typename T>
 T value_or_raise(Result<T> result) {
   raise_if_error(result.status());

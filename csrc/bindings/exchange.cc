@@ -20,13 +20,13 @@ Exchange make_exchange(const std::vector<py::bytes>& wanted, const std::vector<s
   for (const py::bytes& bytes : wanted) views.push_back(view_of(bytes));
   return value_or_raise(without_gil([&]() -> Result<Exchange> {
     std::vector<WantedBytes> decoded;
-    std::vector<const WantedBytes*> of_ranks;
+    std::vector<const WantedBytes*> by_rank;
     for (const Bytes view : views) {
       ASSIGN_OR_RETURN(WantedBytes one, WantedBytes::decode(view));
       decoded.push_back(std::move(one));
     }
-    for (const WantedBytes& one : decoded) of_ranks.push_back(&one);
-    return Exchange::make(of_ranks, nodes, budget_nbytes);
+    for (const WantedBytes& one : decoded) by_rank.push_back(&one);
+    return Exchange::make(by_rank, nodes, budget_nbytes);
   }));
 }
 

@@ -23,23 +23,26 @@ FileSystem& local_file_system() {
   return file_system;
 }
 
-// How long a file is, and those of these bytes that it has.
-std::pair<int64_t, py::bytes> read_part(FileSystem& fs, const std::filesystem::path& path,
-                                        int64_t offset, int64_t nbytes) {
-  if (offset < 0 || nbytes < 0) throw py::value_error("a part begins and ends within its file");
+// Returns the length of a file, and its bytes in [offset, offset + nbytes). Returns fewer bytes if
+// the file ends earlier.
+std::pair<int64_t, py::bytes> read_range(FileSystem& fs, const std::filesystem::path& path,
+                                         int64_t offset, int64_t nbytes) {
+  if (offset < 0 || nbytes < 0) throw py::value_error("the offset or length of a read is negative");
   std::vector<std::byte> bytes;
   const int64_t file_nbytes = value_or_raise(without_gil([&]() -> Result<int64_t> {
     ASSIGN_OR_RETURN(const auto file, fs.open(path.string(), OpenMode::kRead, Caching::kBuffered));
-    ASSIGN_OR_RETURN(const int64_t all, file->size());
-    bytes.resize(static_cast<size_t>(std::clamp<int64_t>(all - offset, 0, nbytes)));
+    ASSIGN_OR_RETURN(const int64_t size, file->size());
+    bytes.resize(static_cast<size_t>(std::clamp<int64_t>(size - offset, 0, nbytes)));
     if (!bytes.empty()) RETURN_IF_ERROR(file->read(offset, bytes));
-    return all;
+    return size;
   }));
   return {file_nbytes, {reinterpret_cast<const char*>(bytes.data()), bytes.size()}};
 }
 
-// The length of a file that torch.save has written; of its records names, offsets, lengths, CRCs.
+// Name, offset, length and CRC-32 of a record.
 using PyRecord = std::tuple<py::object, int64_t, int64_t, uint32_t>;
+
+// Returns the length and the records of a file that torch.save wrote.
 std::pair<int64_t, std::vector<PyRecord>> read_archive_of(FileSystem& fs,
                                                           const std::filesystem::path& path) {
   const Archive archive =
@@ -52,7 +55,7 @@ std::pair<int64_t, std::vector<PyRecord>> read_archive_of(FileSystem& fs,
   return out;
 }
 
-// Names need not be UTF-8: as os.listdir gives them.
+// Decodes names as os.listdir does, since they need not be UTF-8.
 std::vector<py::str> list_directory(FileSystem& fs, const std::filesystem::path& path) {
   const std::vector<std::string> names =
       value_or_raise(without_gil([&] { return fs.list_directory(path.string()); }));
@@ -127,7 +130,7 @@ void bind_file_system(py::module_& module) {
           py::arg("path"), py::arg("contents"), py::arg("sync"))
       .def("list_directory", &list_directory, py::arg("path"))
       .def("exists", &exists, py::arg("path"))
-      .def("read_part", &read_part, py::arg("path"), py::arg("offset"), py::arg("nbytes"))
+      .def("read_range", &read_range, py::arg("path"), py::arg("offset"), py::arg("nbytes"))
       .def("read_archive", &read_archive_of, py::arg("path"))
       .def("commit", &commit_checkpoint, py::arg("directory"), py::arg("metadata_name"),
            py::arg("index_name"), py::arg("metadata"), py::arg("index"), py::arg("save_id"),

@@ -9,7 +9,7 @@ using Kind = ValueStack::Kind;
 using Value = ValueStack::Value;
 
 Status broken(std::string_view why) { return corruption(why); }
-Status refused(std::string_view what) { return unsupported("the pickle holds ", what); }
+Status refused(std::string_view what) { return unsupported("the pickle has ", what); }
 
 std::string quoted(PyObject* text) {
   Py_ssize_t nbytes = 0;
@@ -52,7 +52,7 @@ Status GlobalCalls::push() {
   const auto is_same = [target](const Global& global) { return global.target == target; };
   auto global = std::find_if(globals_.begin(), globals_.end(), is_same);
   if (global == globals_.end()) {
-    RETURN_IF_ERROR(learn(entry, full_name));
+    RETURN_IF_ERROR(add_global(entry, full_name));
     global = globals_.end() - 1;
   }
   RETURN_IF_ERROR(stack_->push(Kind::kGlobal, PyRef::share(target).release()));
@@ -60,7 +60,7 @@ Status GlobalCalls::push() {
   return ok_status();
 }
 
-Status GlobalCalls::learn(PyObject* entry, std::string name) {
+Status GlobalCalls::add_global(PyObject* entry, std::string name) {
   if (globals_.size() > UINT8_MAX) return internal_error("the vocabulary is too large");
   Global global{.target = PyTuple_GET_ITEM(entry, 1), .name = std::move(name)};
   const std::string how = quoted(PyTuple_GET_ITEM(entry, 0));
@@ -89,7 +89,7 @@ Status GlobalCalls::call() {
   PyObject* const* items = reinterpret_cast<PyTupleObject*>(args.object.get())->ob_item;
   const bool all_texts = std::all_of(
       items, items + count, [](PyObject* item) { return PyUnicode_CheckExact(item) != 0; });
-  const auto bad_call = [&] { return broken(global.name + " has arguments that it cannot have"); };
+  const auto bad_call = [&] { return broken(global.name + " has invalid arguments"); };
   if (global.how == Global::How::kText) {
     if (!all_texts) return bad_call();
     return stack_->push(Kind::kPlain, PyObject_CallObject(global.target, args.object.get()));
@@ -114,19 +114,19 @@ Status GlobalCalls::call() {
 Status GlobalCalls::make_record() {
   RETURN_IF_ERROR(stack_->need(2));
   const Value args = stack_->pop();
-  const Value made = stack_->pop();
-  if (made.kind != Kind::kGlobal || globals_[made.global].how != Global::How::kRecord) {
+  const Value cls = stack_->pop();
+  if (cls.kind != Kind::kGlobal || globals_[cls.global].how != Global::How::kRecord) {
     return refused("an instance of something that is no record");
   }
   if (args.kind != Kind::kTuple || PyTuple_GET_SIZE(args.object.get()) != 0) {
-    return broken("a new " + globals_[made.global].name + " has arguments");
+    return broken("a new " + globals_[cls.global].name + " has arguments");
   }
-  // What object.__new__ does; the class has no say in it.
-  auto* type = reinterpret_cast<PyTypeObject*>(made.object.get());
+  // Create the instance as object.__new__ does, without running code of the class.
+  auto* type = reinterpret_cast<PyTypeObject*>(cls.object.get());
   RETURN_IF_ERROR(
       stack_->push(Kind::kRecord, PyBaseObject_Type.tp_new(type, args.object.get(), nullptr)));
-  stack_->top().global = made.global;
-  stack_->top().is_complete = globals_[made.global].required == 0;
+  stack_->top().global = cls.global;
+  stack_->top().is_complete = globals_[cls.global].required == 0;
   return ok_status();
 }
 
@@ -201,7 +201,7 @@ Status GlobalCalls::set_field(const Global& global, PyObject* record, PyObject* 
                     Py_TYPE(value)->tp_name);
     }
     *found |= uint64_t{1} << i;
-    // Past a frozen class's own __setattr__.
+    // Bypass the __setattr__ of a frozen dataclass.
     return PyObject_GenericSetAttr(record, known, value) == 0 ? ok_status() : python_error();
   }
   return refused("the field " + quoted(name) + " of a " + global.name +

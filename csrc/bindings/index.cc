@@ -22,20 +22,21 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-// Name, length, sums of its blocks as to_bytes() gives them.
+// Name, length, and block sums as encoded by to_bytes().
 using PyFile = std::tuple<std::string, int64_t, py::bytes>;
 
 // Offsets, sizes, file, offset, length, plain, transforms.
 using PyBox = std::tuple<Dims, Dims, int64_t, int64_t, int64_t, bool, std::vector<std::string>>;
 
-// FQN; of a tensor: dtype, memory format, requires_grad, pin_memory, sizes, of an object None;
-// boxes.
+// Dtype, memory format, requires_grad, pin_memory, sizes.
 using PyProperties = std::tuple<std::string, std::string, bool, bool, Dims>;
+
+// FQN, properties of a tensor (None for an object), boxes.
 using PyEntry = std::tuple<std::string, std::optional<PyProperties>, std::vector<PyBox>>;
 
 using PyPath = std::pair<std::string, std::vector<std::variant<std::string, int64_t>>>;
 
-// checkpoint_id, whether that is a path, save_id, load_id, modules.
+// checkpoint_id, whether it is a path, save_id, load_id, modules.
 using PyStorageMeta = std::tuple<std::optional<std::string>, bool, std::optional<std::string>,
                                  std::optional<std::string>, std::vector<std::string>>;
 
@@ -83,7 +84,7 @@ PyEntry from_entry(const IndexedEntry& entry) {
   return {entry.fqn, std::move(properties), std::move(boxes)};
 }
 
-// An index without its seal.
+// Returns an index without the digest of its metadata.
 Index to_index(const std::string& save_id, const std::vector<PyFile>& files,
                const std::string& version, const std::optional<std::vector<PyEntry>>& entries,
                const std::optional<std::vector<PyPath>>& paths) {
@@ -103,7 +104,7 @@ Index to_index(const std::string& save_id, const std::vector<PyFile>& files,
   return index;
 }
 
-// The trailer of metadata that Python has pickled, and the index that is sealed to them.
+// Returns the trailer of metadata that Python pickled, and the index that belongs to it.
 std::pair<py::bytes, py::bytes> make_index(const std::string& save_id, const py::bytes& metadata,
                                            const std::vector<PyFile>& files,
                                            const std::string& version,
@@ -123,7 +124,7 @@ StorageMeta to_storage_meta(const PyStorageMeta& from) {
   return out;
 }
 
-// All of `.metadata` and of `.index`.
+// Returns the contents of `.metadata` and `.index`.
 std::pair<py::bytes, py::bytes> commit_files(const std::string& save_id,
                                              const std::vector<PyFile>& files,
                                              const std::string& version,
@@ -137,7 +138,7 @@ std::pair<py::bytes, py::bytes> commit_files(const std::string& save_id,
   return {to_python(made.metadata), to_python(made.index)};
 }
 
-// Paths of all ranks: of those of one FQN the first.
+// Merges the paths of all ranks. If several ranks have an FQN, the path of the first one remains.
 Result<std::vector<IndexedPath>> merged(const std::vector<Bytes>& encoded) {
   std::vector<IndexedPath> out;
   std::unordered_set<std::string> seen;
@@ -151,10 +152,10 @@ Result<std::vector<IndexedPath>> merged(const std::vector<Bytes>& encoded) {
   return out;
 }
 
-// Rank, file, where its items are.
+// Rank, file, encoded extents of the rank's items in the file.
 using PyRankFile = std::tuple<int64_t, PyFile, py::bytes>;
 
-// As `seal`, of a save that was planned in columns.
+// Returns the contents of `.metadata` and `.index` of a save with a GlobalPlan.
 std::pair<py::bytes, py::bytes> planned_commit_files(
     const GlobalPlan& plan, const std::string& save_id, const std::vector<PyRankFile>& files,
     const std::string& version, const std::optional<std::vector<py::bytes>>& paths,
@@ -183,25 +184,25 @@ std::pair<py::bytes, py::bytes> planned_commit_files(
 // Strides, offset of the first element, CRC-32 of the extent.
 using PyView = std::tuple<Dims, int64_t, uint32_t>;
 
-// An index that is not in a file, with its bytes.
+// An index in memory, and the bytes that it refers to.
 struct IndexInMemory {
   std::vector<std::byte> bytes;
   std::shared_ptr<const StoredIndex> index;
 };
 
-std::shared_ptr<StoredIndex> hold(std::vector<std::byte> bytes) {
-  const auto held = std::make_shared<IndexInMemory>();
-  held->bytes = std::move(bytes);
-  held->index = value_or_raise(without_gil([&] { return StoredIndex::in_memory(held->bytes); }));
-  return {held, std::const_pointer_cast<StoredIndex>(held->index).get()};
+std::shared_ptr<StoredIndex> open_in_memory(std::vector<std::byte> bytes) {
+  const auto owner = std::make_shared<IndexInMemory>();
+  owner->bytes = std::move(bytes);
+  owner->index = value_or_raise(without_gil([&] { return StoredIndex::in_memory(owner->bytes); }));
+  return {owner, std::const_pointer_cast<StoredIndex>(owner->index).get()};
 }
 
 std::shared_ptr<StoredIndex> index_of(const py::bytes& bytes) {
   const Bytes view = view_of(bytes);
-  return hold({view.begin(), view.end()});
+  return open_in_memory({view.begin(), view.end()});
 }
 
-// An index of files in another format. Views are by the numbers of entries.
+// Returns an index of files in another format. The keys of `views` are entry numbers.
 std::shared_ptr<StoredIndex> foreign_index(
     const std::string& save_id, const std::vector<std::pair<std::string, int64_t>>& files,
     const std::vector<PyEntry>& entries, const std::unordered_map<size_t, PyView>& views,
@@ -215,13 +216,13 @@ std::shared_ptr<StoredIndex> foreign_index(
   }
   for (const auto& [entry, view] : views) {
     const auto& [strides, offset, crc] = view;
-    if (entry >= index.entries.size()) throw py::index_error("a view of no entry");
+    if (entry >= index.entries.size()) throw py::index_error("a view has no entry");
     index.entries[entry].view = IndexedView{strides, offset, crc};
   }
-  return hold(value_or_raise(without_gil([&] { return write_index(index); })));
+  return open_in_memory(value_or_raise(without_gil([&] { return write_index(index); })));
 }
 
-// Text of Python as the index has it; nothing for text that has no such form.
+// Encodes a Python str as UTF-8. Returns nullopt for a str with lone surrogates.
 std::optional<std::string> to_utf8(const py::str& text) {
   py::ssize_t nbytes = 0;
   const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &nbytes);
@@ -269,7 +270,7 @@ std::optional<PyEntry> find(const StoredIndex& index, const py::str& fqn) {
   return entry_at(index, *number);
 }
 
-// The box of these offsets, or an object's one, and its number.
+// Returns the number and the box with these offsets. An object's box has no offsets.
 std::optional<std::pair<int64_t, PyBox>> find_box(const StoredIndex& index, const py::str& fqn,
                                                   const std::optional<Dims>& offsets,
                                                   std::optional<int64_t> guess) {
@@ -311,15 +312,16 @@ py::bytes read_pickle(const MetadataFile& metadata, bool verify) {
   return to_python(value_or_raise(without_gil([&] { return metadata.read_pickle(verify); })));
 }
 
-// The metadata, the index that belongs to them or None; else one of the usual name that does not,
-// or None, whether what is there is of a newer version, and why it cannot be read.
+// Returns five values: the metadata; the index that belongs to it, or None; otherwise the index
+// under the usual name, or None; whether index or trailer has a newer version; why the index under
+// the usual name is unreadable.
 py::tuple open_one(FileSystem& fs, const std::filesystem::path& directory,
                    const std::string& metadata_name, const std::string& index_name) {
   const OpenedCheckpoint opened = value_or_raise(without_gil([&] {
     return open_checkpoint(fs, directory.string(), {metadata_name, index_name});
   }));
   const auto shared = [](const std::shared_ptr<const StoredIndex>& index) {
-    return std::const_pointer_cast<StoredIndex>(index);  // Nothing bound here changes it.
+    return std::const_pointer_cast<StoredIndex>(index);  // All bound functions are const.
   };
   const bool newer = opened.index_status.code() == StatusCode::kUnsupported ||
                      opened.metadata->trailer_status().code() == StatusCode::kUnsupported;
@@ -335,7 +337,7 @@ py::bytes to_bytes(const BlockSums& sums) {
 }
 
 void bind_index(py::module_& module) {
-  // Both read files of a FileSystem, of which there is one, for good.
+  // Both classes read files of the FileSystem singleton, which outlives them.
   py::class_<MetadataFile, std::shared_ptr<MetadataFile>>(module, "MetadataFile")
       .def_property_readonly("has_trailer",
                              [](const MetadataFile& m) { return m.trailer().has_value(); })

@@ -1,6 +1,7 @@
 #pragma once
 
-// The engine's jobs as Python classes, bound by module.cc.
+// Shared declarations of the bindings of `_native`. Each bind_* function registers the Python
+// classes of one source file; module.cc calls them.
 
 #include <pybind11/pybind11.h>
 
@@ -18,20 +19,21 @@
 
 namespace torch_ckpt {
 
-// Runs a piece of the engine with the GIL released; Python's threads go on meanwhile.
+// Runs `work` with the GIL released.
 template <typename Work>
 auto without_gil(Work&& work) {
   const pybind11::gil_scoped_release unlocked;
   return std::forward<Work>(work)();
 }
 
-// Likewise, in a thread that steps back: never one that holds the GIL, which others wait for.
+// Runs `work` with the GIL released and at a higher niceness. A thread with the GIL must not run at
+// low priority, since other threads wait for the GIL.
 template <typename Work>
 auto nicely_without_gil(int niceness, Work&& work) {
   return without_gil([&] { return run_at_niceness(niceness, std::forward<Work>(work)); });
 }
 
-// (queue, direct, registered_buffers, reasons)
+// Queue, direct, registered_buffers, reasons.
 using PyIoMode = std::tuple<std::string, bool, bool, std::vector<std::string>>;
 PyIoMode to_python(const IoMode& mode);
 
@@ -41,7 +43,7 @@ inline SaveOptions save_options(bool direct, bool sync, int niceness) {
           .niceness = niceness};
 }
 
-// The sums of a file's blocks, as 8 bytes each.
+// Encodes the block sums of a file, 8 bytes each.
 pybind11::bytes to_bytes(const BlockSums& sums);
 
 void bind_exchange(pybind11::module_& module);

@@ -27,7 +27,7 @@ namespace {
 // File, offset, length, FQN.
 using PySlice = std::tuple<std::string, int64_t, int64_t, std::string>;
 
-// Slice, offsets of the wanted box in the stored tensor, destination.
+// Slice, offsets of the requested box in the stored tensor, destination.
 using PyTensorRequest = std::tuple<PySlice, Dims, const TensorView*>;
 
 StoredSlice to_slice(const PySlice& slice) {
@@ -61,8 +61,8 @@ void check(LoadJob& job, const std::vector<PySlice>& slices) {
 
 using OnTensor = std::function<void(int64_t request, LoadedBytes elements)>;
 
-// Runs a job without the GIL. `on_tensor` takes the number of a request that came without memory,
-// and its elements; what it raises ends the job, and is raised.
+// Runs a job without the GIL. `on_tensor` receives the number and the elements of each request
+// without memory. An exception of `on_tensor` ends the job and is rethrown.
 LoadResult run(LoadJob& job, const std::vector<TensorRequest>& requests,
                const std::vector<StoredSlice>& slices, const OnTensor& on_tensor,
                ExchangeStream* exchange, bool slices_are_archives = false) {
@@ -75,7 +75,7 @@ LoadResult run(LoadJob& job, const std::vector<TensorRequest>& requests,
         on_tensor(request, std::move(elements));
       } catch (const py::error_already_set&) {
         raised = std::current_exception();
-        return cancelled("a tensor could not be taken");
+        return cancelled("the callback for a loaded tensor failed");
       }
       return ok_status();
     };
@@ -92,7 +92,7 @@ std::vector<TensorRequest> to_requests(const std::vector<PyTensorRequest>& tenso
   requests.reserve(tensors.size());
   for (const auto& [slice, offsets, destination] : tensors) {
     if (destination == nullptr || !destination->writable)
-      throw py::value_error("a destination is a view for reading");
+      throw py::value_error("the destination of a load is not writable");
     requests.push_back({to_slice(slice),
                         {offsets, destination->sizes},
                         devices.live(*destination, destination->name)});
@@ -100,7 +100,7 @@ std::vector<TensorRequest> to_requests(const std::vector<PyTensorRequest>& tenso
   return requests;
 }
 
-// For each tensor whether it was loaded (False leaves it to torch), and the raw slices.
+// Returns for each tensor whether it was loaded (torch must load the others), and the raw slices.
 std::pair<std::vector<bool>, std::vector<LoadedBytes>> run_job(
     LoadJob& job, const std::vector<PyTensorRequest>& tensors, const std::vector<PySlice>& bytes,
     const std::optional<py::function>& on_tensor, ExchangeStream* exchange,
@@ -120,7 +120,7 @@ std::pair<std::vector<bool>, std::vector<LoadedBytes>> run_job(
   return {std::move(loaded), std::move(result.bytes)};
 }
 
-// What the requests would read, encoded.
+// Returns the encoded byte ranges that the requests would read.
 py::bytes wanted(LoadJob& job, const std::vector<TensorRequest>& requests) {
   return to_bytes(value_or_raise(without_gil([&]() -> Result<std::vector<std::byte>> {
     ASSIGN_OR_RETURN(WantedBytes bytes, job.wanted(requests));
@@ -133,8 +133,9 @@ const PlannedRead& read_at(const PlannedReads& reads, int64_t number) {
   return reads.at(number);
 }
 
-// FQN, whether it is an object, offsets of the item, number and offsets of the stored box; offsets
-// in the item and in the stored box, and lengths.
+// Returns: FQN, whether the item is an object, offsets of the item, number of the stored box, its
+// offsets; and for the common region its offsets in the item, its offsets in the stored box, and
+// its sizes.
 py::tuple describe_read(const PlannedReads& reads, int64_t number) {
   const PlannedRead& read = read_at(reads, number);
   const std::string_view fqn = reads.items().fqn(read.item);
@@ -143,13 +144,13 @@ py::tuple describe_read(const PlannedReads& reads, int64_t number) {
                         read.dest_offsets, read.storage_offsets, read.lengths);
 }
 
-// Reads into these tensors, one for each item of the table, or hands over to `on_tensor` what must
-// be copied there: the number of the read, and its elements in the stored dtype. Returns the
-// numbers of the reads that are left to others.
+// Reads into the tensors of `batch`, one per item of the table. For a tensor that needs a copy,
+// calls `on_tensor` with the number of the read and the elements in the stored dtype. Returns the
+// numbers of the reads that the caller must do by other means.
 std::vector<int64_t> run_reads(const PlannedReads& reads, LoadJob& job, const TensorBatch& batch,
                                const py::function& on_tensor, ExchangeStream* exchange) {
   Devices devices;
-  auto [requests, numbers, left] =
+  auto [requests, numbers, unread] =
       value_or_raise(reads.requests(batch, [&](const TensorView& view, std::string_view name) {
         return devices.live(view, name);
       }));
@@ -159,10 +160,10 @@ std::vector<int64_t> run_reads(const PlannedReads& reads, LoadJob& job, const Te
   };
   const LoadResult result = run(job, requests, {}, on_request, exchange);
   for (size_t i = 0; i < numbers.size(); ++i) {
-    if (result.outcomes[i] != Outcome::kLoaded) left.push_back(numbers[i]);
+    if (result.outcomes[i] != Outcome::kLoaded) unread.push_back(numbers[i]);
   }
-  std::sort(left.begin(), left.end());
-  return left;
+  std::sort(unread.begin(), unread.end());
+  return unread;
 }
 
 }  // namespace

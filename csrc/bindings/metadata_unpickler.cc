@@ -13,8 +13,8 @@ namespace {
 
 using namespace pickle_opcodes;
 
-// How many values a walk of the result may meet for each byte of the pickle, and besides. The
-// longest sizes that torch has, 64 of them, are recalled by two bytes.
+// Limits on the nodes of the result: kMaxWeightPerByte for each byte of the pickle, and
+// kMaxWeightBesides in addition. Two bytes can recall a torch.Size with 64 numbers.
 constexpr uint64_t kMaxWeightPerByte = 64;
 constexpr uint64_t kMaxWeightBesides = 4096;
 
@@ -47,7 +47,7 @@ class MetadataUnpickler {
   }
 
   static Status broken(std::string_view why) { return corruption(why); }
-  static Status refused(const std::string& what) { return unsupported("the pickle holds ", what); }
+  static Status refused(const std::string& what) { return unsupported("the pickle has ", what); }
 
   template <typename T>
   Status read(T* value) {
@@ -60,7 +60,7 @@ class MetadataUnpickler {
     return reader_.read_line(line) ? ok_status() : broken("it is cut off");
   }
 
-  // Each of the following reads its argument: a number, or a length and so many bytes.
+  // Each push function reads the argument of its opcode: a number, or a length and its bytes.
 
   template <typename Number>
   Status push_int() {
@@ -152,7 +152,7 @@ class MetadataUnpickler {
   GlobalCalls globals_;
 };
 
-// A dict that is nothing but the state of a record is never made.
+// Does not create a dict that is only the state of a record.
 Status MetadataUnpickler::set_items(size_t begin) {
   RETURN_IF_ERROR(stack_.need_below(begin, 1));
   const ValueStack::Value& dict = stack_.at(begin - 1);
@@ -265,7 +265,7 @@ Status MetadataUnpickler::step_in_tree(uint8_t op) {
     default: {
       constexpr std::string_view kDigits = "0123456789abcdef";
       const std::string code = {'0', 'x', kDigits[op >> 4], kDigits[op & 15]};
-      // Without a protocol, any other bytes may look like opcodes.
+      // Without a PROTO opcode, the bytes may be no pickle at all.
       if (is_pickle_opcode(op) && has_protocol_) {
         return refused("the opcode " + code + ", which plain data does not need");
       }

@@ -1,15 +1,14 @@
 #pragma once
 
-// Builds the Python value of a DCP `.metadata` pickle without running anything it asks for.
+// Builds the Python value of a DCP `.metadata` pickle without executing the pickle.
 //
-// Python's own unpickler cannot be confined to data: restricted to a few classes, it still sets
-// attributes of the classes themselves, hashes tuples deep enough to overflow the stack, and
-// allocates whatever length a pickle states. This stack machine knows the opcodes of plain data and
-// of the records that a vocabulary lists, and builds these itself: no `__setstate__`, no
-// constructor of a record, no import. Called by torch_ckpt/formats/pickles.py, which has the
-// vocabulary.
+// Python's unpickler is unsafe even if restricted to a few classes. It still sets attributes of the
+// classes themselves, hashes tuples deep enough to overflow the stack, and allocates any length
+// that a pickle states. This stack machine supports the opcodes of plain data and of the records in
+// a vocabulary. It imports nothing, and calls no `__setstate__` and no constructor of a record.
+// Called by torch_ckpt/formats/pickles.py, which defines the vocabulary.
 //
-// Free of pybind11, so that fuzz/pickle_fuzzer.cc can hold it without the rest of the bindings.
+// Does not use pybind11, so that fuzz/pickle_fuzzer.cc can compile it without the other bindings.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -19,24 +18,24 @@
 
 namespace torch_ckpt {
 
-// Builds the value of `pickle`. `vocabulary` is a dict from (module, name) to what the global
-// means:
+// Builds the value of `pickle`. `vocabulary` is a dict from (module, name) to the meaning of the
+// global:
 //
-//   ("value", object)          the object itself, a dtype say
-//   ("sizes", class)           may be called with one tuple of numbers that are not negative
-//   ("choice", dict)           may be called with one str or int, a key of the dict
-//   ("text", class)            may be called with any number of str
+//   ("value", object)          the object itself, for example a dtype
+//   ("sizes", class)           callable with one tuple of non-negative numbers
+//   ("choice", dict)           callable with one str or int, a key of the dict
+//   ("text", class)            callable with any number of str
 //   ("record", class, fields, required, hashable)
-//                              a dataclass without slots. `fields` maps the names of its fields to
-//                              tuples of the exact types that each may have, () for any; of these
-//                              the first `required` must be there. Instances of a hashable class
-//                              may be keys of a dict once all their fields are set.
+//                              a dataclass without slots. `fields` maps each field name to a tuple
+//                              of the exact types that the field may have, or () for any type. The
+//                              first `required` fields are mandatory. Instances of a hashable class
+//                              may be dict keys once all their fields are set.
 //
-// Returns a new reference. On failure returns nullptr, with either a Python exception set or
-// `*status` not OK: kCorruption for bytes that are no pickle, kUnsupported for a pickle of anything
-// else. Work and memory are linear in the length of the pickle, and the value is a tree of bounded
-// depth: it holds no cycle, and is not much larger when walked than it is in the file.
-// Requires: the GIL is held.
+// Returns a new reference. On failure returns nullptr, and either sets a Python exception or sets
+// `*status` to an error: kCorruption for bytes that are no pickle, kUnsupported for any other
+// pickle. Time and memory are linear in the length of the pickle. The value is a tree of bounded
+// depth, and the number of its nodes is linear in the length of the pickle.
+// Requires: the caller owns the GIL.
 PyObject* unpickle_metadata(Bytes pickle, PyObject* vocabulary, Status* status);
 
 }  // namespace torch_ckpt

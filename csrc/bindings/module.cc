@@ -1,5 +1,5 @@
-// The extension module torch_ckpt._core._native: what Python may ask of the engine. Private to the
-// package, which wraps it in torch's own terms; _native.pyi states the types.
+// The extension module torch_ckpt._core._native: the Python interface of the engine. Private to the
+// package; _native.pyi states the types.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -29,10 +29,11 @@ std::vector<std::string> dtype_names() {
   return names;
 }
 
-// Of a tensor that is handed over when it is loaded. `dtype`: as in DTYPE_NAMES.
+// Returns the view of a tensor that has no memory until it is loaded. `dtype` is a position in
+// DTYPE_NAMES.
 TensorView without_memory(int dtype, const Dims& sizes) {
   if (dtype < 0 || dtype >= kDTypeCount) throw py::value_error("there is no such dtype");
-  if (!checked_numel(sizes)) throw py::value_error("these are no sizes");
+  if (!checked_numel(sizes)) throw py::value_error("the sizes are negative or too large");
   TensorView view;
   view.dtype = static_cast<DType>(dtype);
   view.sizes = sizes;
@@ -42,7 +43,7 @@ TensorView without_memory(int dtype, const Dims& sizes) {
   return view;
 }
 
-// Why this process can use no GPU, or None.
+// Returns the reason why this process cannot use a GPU, or None if it can.
 py::object why_no_cuda() {
   const Status status = cuda_available();
   return status.ok() ? py::object(py::none()) : py::str(status.message());
@@ -57,7 +58,7 @@ py::object unpickle(const py::bytes& pickle, const py::dict& vocabulary) {
   return py::reinterpret_steal<py::object>(value);
 }
 
-// Modules and names, from any contiguous buffer that a pickle begins.
+// Returns the module and name of each global. The buffer begins with a pickle.
 std::vector<std::pair<py::str, py::str>> globals_of(const py::buffer& pickle) {
   const py::buffer_info info = pickle.request();
   if (info.ndim != 1 || info.strides[0] != info.itemsize) throw py::value_error("not contiguous");
@@ -75,7 +76,7 @@ std::vector<std::pair<py::str, py::str>> globals_of(const py::buffer& pickle) {
 
 PYBIND11_MODULE(_native, module) {
   using namespace torch_ckpt;
-  module.doc() = "The native engine of torch_ckpt. Does without torch.";
+  module.doc() = "The native engine of torch_ckpt. Does not need torch.";
   module.attr("DTYPE_NAMES") = dtype_names();
   module.def("unpickle_metadata", &unpickle, py::arg("pickle"), py::arg("vocabulary"));
   module.def("why_no_cuda", &why_no_cuda);

@@ -1,5 +1,5 @@
-// Peers over torch's point-to-point transfers. Waiting is done in threads of the engine, which hold
-// no GIL; nothing that torch throws leaves this file.
+// Peers over torch's point-to-point transfers. Threads of the engine wait for transfers without the
+// GIL. No exception of torch leaves this file.
 
 #include "engine/exchange/peers.h"
 
@@ -21,19 +21,20 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-// For what may last as long as the load.
+// Timeout of transfers that last as long as the load.
 constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 
-// What torch and gloo say, without where in their own sources they say so.
+// Returns the first line of an error message of torch or gloo, without its source location.
 std::string reason_of(const std::exception& error) {
   std::string text = error.what();
   text = text.substr(0, text.find('\n'));
-  text = text.substr(0, text.find(". This is typically"));  // Gloo's advice, for a program's own.
+  text = text.substr(0, text.find(". This is typically"));  // Drop gloo's generic advice.
   const size_t end = text.starts_with('[') ? text.find("] ") : std::string::npos;
   return end == std::string::npos ? text : text.substr(end + 2);
 }
 
-// What tells transfers between two ranks apart; no two with the same are ever under way at once.
+// Returns the tag that identifies a transfer between two ranks. In-flight transfers have different
+// tags.
 int tag_of(Channel channel, int64_t number) {
   constexpr int64_t kNumbers = std::numeric_limits<int32_t>::max() / kChannels;
   return static_cast<int>(number % kNumbers) * kChannels + static_cast<int>(channel);
@@ -52,7 +53,7 @@ class BackendTransfer : public PeerTransfer {
   Status wait() override {
     try {
       if (work_->wait(timeout_)) return ok_status();
-      return cancelled("stopped to ", what_);
+      return cancelled("cannot ", what_, ": the transfer was aborted");
     } catch (const std::exception& error) {
       return cancelled("cannot ", what_, ": ", reason_of(error));
     }
@@ -62,7 +63,7 @@ class BackendTransfer : public PeerTransfer {
     try {
       work_->abort();
     } catch (const std::exception&) {
-      // It ends by its timeout.
+      // The transfer ends by its timeout.
     }
   }
 
@@ -74,7 +75,7 @@ class BackendTransfer : public PeerTransfer {
 
 class BackendPeers : public Peers {
  public:
-  // `ranks`: what people call those of the group.
+  // `ranks` has the global rank of each rank of the group, for messages.
   BackendPeers(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int32_t> ranks,
                std::chrono::milliseconds timeout)
       : backend_(std::move(backend)), ranks_(std::move(ranks)), timeout_(timeout) {}
@@ -119,7 +120,7 @@ class BackendPeers : public Peers {
   const c10::intrusive_ptr<c10d::Backend> backend_;
   const std::vector<int32_t> ranks_;
   const std::chrono::milliseconds timeout_;
-  std::mutex mutex_;  // Backends count what they begin.
+  std::mutex mutex_;  // Serializes the start of transfers: backends number them.
 };
 
 std::shared_ptr<Peers> make_peers(c10::intrusive_ptr<c10d::Backend> backend,

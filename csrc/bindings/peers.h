@@ -1,6 +1,6 @@
 #pragma once
 
-// The ranks of a process group, as the engine's peers.
+// Binds make_peers, which wraps a process group's backend as the engine's Peers.
 
 #include <pybind11/pybind11.h>
 

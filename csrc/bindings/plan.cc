@@ -13,12 +13,11 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-// FQN; offsets and sizes of the box (of an object None); of a cut tensor its first row and how
-// many.
+// FQN, offsets and sizes of the box (None for an object), first row and row count of a cut tensor.
 using PyWritten = std::tuple<py::str, std::optional<std::pair<Dims, Dims>>,
                              std::optional<std::pair<int64_t, int64_t>>>;
 
-// FQN; facts of a tensor, of an object None; offsets and sizes of its boxes.
+// FQN, facts of a tensor (None for an object), offsets and sizes of the boxes.
 using PyStored =
     std::tuple<std::string, std::optional<PyFacts>, std::vector<std::pair<Dims, Dims>>>;
 
@@ -51,8 +50,8 @@ GlobalPlan make_plan(const std::vector<py::bytes>& plans, int64_t ranks_per_node
   }));
 }
 
-// What a rank copies of a table, of whose tensors it has this share: the encoded assignment, and
-// its items.
+// Returns the share of a rank: an encoded assignment of all objects and of the tensors in
+// `of_tensors`, and a table of the assigned items.
 std::pair<py::bytes, std::shared_ptr<PyItemTable>> share_of(const PyItemTable& source,
                                                             const py::bytes& of_tensors) {
   const Assignment tensors = value_or_raise(decode_assignment(view_of(of_tensors)));
@@ -71,7 +70,8 @@ py::bytes assignment(const GlobalPlan& global, int64_t rank) {
   return to_bytes(without_gil([&] { return encode(global.assignment(rank)); }));
 }
 
-// What a rank that has sent `plan` is to write, in the order of its plan.
+// Returns the items that the rank writes, in the order of its plan. `plan` is the encoded table
+// that the rank sent.
 std::vector<PyWritten> written(const GlobalPlan& global, int64_t rank, const py::bytes& plan) {
   check_rank(global, rank);
   const ItemTable table = value_or_raise(without_gil([&] { return decode(view_of(plan)); }));
@@ -150,7 +150,7 @@ Status PyItemTable::add(const TensorItem& item) {
   facts_.is_tensor = true;
   facts_.dtype = item.dtype;
   facts_.itemsize = item.itemsize;
-  facts_.memory_format = "contiguous_format";  // As DCP says of every tensor.
+  facts_.memory_format = "contiguous_format";  // DCP records this value for every tensor.
   facts_.requires_grad = item.requires_grad;
   facts_.pin_memory = item.pin_memory;
   facts_.sizes.assign(item.sizes.begin(), item.sizes.end());

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the bindings of plans share: plan.cc plans, work.cc does what was planned.
+// Types and functions that the bindings of plans (plan.cc) and of writing (work.cc) share.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -16,7 +16,7 @@
 
 namespace torch_ckpt {
 
-// An ItemTable that the module that knows torch can fill.
+// An ItemTable that the module `_tensor_view`, which uses torch, can fill.
 struct PyItemTable final : TensorSink {
   ItemTable table;
 
@@ -25,11 +25,12 @@ struct PyItemTable final : TensorSink {
   Status add(const TensorItem& item) override;
 
  private:
-  Facts facts_;  // Of the item that is being added: their memory serves for all.
+  // Scratch memory of `add`, reused for every item.
+  Facts facts_;
   Box box_;
 };
 
-// The table alone; it lives as long as what holds it.
+// Returns a pointer to the table that shares ownership of `items`.
 inline std::shared_ptr<const ItemTable> table_of(const std::shared_ptr<PyItemTable>& items) {
   return {items, &items->table};
 }
@@ -37,7 +38,7 @@ inline std::shared_ptr<const ItemTable> table_of(const std::shared_ptr<PyItemTab
 // Dtype, memory format, requires_grad, pin_memory, sizes of the whole tensor.
 using PyFacts = std::tuple<std::string, std::string, bool, bool, Dims>;
 
-// Nothing for an object.
+// Returns the facts of a tensor, or nullopt for an object.
 std::optional<PyFacts> to_python(const Facts& facts);
 
 inline pybind11::bytes to_bytes(const std::vector<std::byte>& bytes) {

@@ -29,7 +29,7 @@ std::unique_ptr<BufferPool> make_pool(int64_t nbytes, int64_t block_nbytes) {
   return value_or_raise(BufferPool::make(heap, nbytes, block_nbytes));
 }
 
-// File system and pool are kept alive by pybind11 (keep_alive below) for as long as the job.
+// py::keep_alive (below) extends the lifetime of `fs` and `pool` to that of the job.
 std::unique_ptr<SaveJob> start(FileSystem& fs, const std::filesystem::path& path,
                                const Layout& layout, BufferPool& pool, bool direct, bool sync,
                                int niceness) {

@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-// File system and pool are kept alive by pybind11 (keep_alive below) for as long as the job.
+// py::keep_alive (below) extends the lifetime of `fs` and `pool` to that of the job.
 std::unique_ptr<SharedFileJob> start(FileSystem& fs, const std::filesystem::path& path,
                                      int64_t file_nbytes, BufferPool& pool, bool direct, bool sync,
                                      int niceness) {

@@ -1,4 +1,5 @@
-// Slots of shared memory: what a rank fills, and what the agent and a restarted rank find there.
+// Binds Slot, shared memory that a rank fills with a snapshot. The agent or a restarted rank reads
+// the snapshot as a StoredSnapshot.
 
 #include "engine/save/slot.h"
 
@@ -18,8 +19,8 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-// Run, session, sequence, step, rank, world size, node, node count, ranks
-// of this machine, whether it is to be brought to disk, tensors_id, share.
+// Run, session, sequence, step, rank, world size, node, node count, ranks_here, persist,
+// tensors_id, share.
 using PySlotHeader = std::tuple<py::bytes, py::bytes, int64_t, int64_t, int64_t, int64_t, int64_t,
                                 int64_t, int64_t, int64_t, py::bytes, py::bytes>;
 
@@ -67,7 +68,7 @@ SlotHeader from_python(const PySlotHeader& from) {
   return h;
 }
 
-// Number of the item, offset, nbytes, whether it is the elements of a tensor.
+// Number of the item, offset, nbytes, whether the bytes are the elements of a tensor.
 using PyItemExtent = std::tuple<int64_t, int64_t, int64_t, bool>;
 
 py::bytes encode_table(const std::string& directory, const std::string& version, bool sync,
@@ -84,12 +85,12 @@ py::bytes encode_table(const std::string& directory, const std::string& version,
                      .paths = {},
                      .extents = {}};
   if (paths) table.paths = copy(*paths);
-  std::vector<ItemExtent> where;
+  std::vector<ItemExtent> item_extents;
   for (const auto& [item, offset, nbytes, plain] : extents) {
     if (item < 0 || offset < 0 || nbytes < 0) throw py::value_error("an extent is negative");
-    where.push_back({item, offset, nbytes, plain});
+    item_extents.push_back({item, offset, nbytes, plain});
   }
-  table.extents = encode(std::move(where));
+  table.extents = encode(std::move(item_extents));
   return to_bytes(encode(table));
 }
 
@@ -97,7 +98,7 @@ Bytes bytes_of(const py::buffer_info& info) {
   return {static_cast<const std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize)};
 }
 
-// A snapshot and the slot that it is in, which stays mapped as long as anything of it is used.
+// A snapshot and its slot. The slot stays mapped while any view of the snapshot exists.
 struct PyStoredSnapshot {
   std::shared_ptr<Slot> slot;
   StoredSnapshot found;
@@ -108,7 +109,8 @@ struct PyStoredSnapshot {
   }
 };
 
-// The items of these numbers as tensors; those which are not plain as torch's own.
+// Returns the items with these numbers as a batch. An item that is not the elements of a tensor has
+// the kind kTorchsOwn.
 TensorBatch batch_of(const PyStoredSnapshot& snapshot, const std::vector<int64_t>& numbers) {
   TensorBatch batch;
   for (const int64_t item : numbers) {

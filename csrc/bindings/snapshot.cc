@@ -19,7 +19,7 @@ std::shared_ptr<Snapshot> make(int64_t nbytes, int threads) {
   }));
 }
 
-// Pins memory for whatever GPU has a tensor of the batch.
+// Pins the snapshot's memory for each GPU that has a tensor of the batch.
 void pin_for(Snapshot& snapshot, const TensorBatch& batch, Devices& devices) {
   for (const TensorView& view : batch.views) {
     if (view.gpu < 0) continue;
@@ -28,11 +28,12 @@ void pin_for(Snapshot& snapshot, const TensorBatch& batch, Devices& devices) {
   }
 }
 
-// The tensors at these positions, each to its offset. Raises for one without memory.
+// Copies the tensors at these positions of the batch to `offsets` in the snapshot. Raises for a
+// tensor without memory.
 void copy(Snapshot& snapshot, const TensorBatch& batch, const std::vector<int64_t>& positions,
           const std::vector<int64_t>& offsets, int threads, Devices& devices) {
   if (positions.size() != offsets.size()) {
-    throw py::value_error("not as many offsets as tensors");
+    throw py::value_error("there are not as many offsets as tensors");
   }
   std::vector<PackedCopy> copies;
   copies.reserve(positions.size());

@@ -11,7 +11,7 @@ void raise_if_refused(const Status& status) {
   if (!status.ok()) throw py::value_error(status.message());
 }
 
-// Whether the interpreter's stack has room for one more level; gives it back when it goes.
+// One level of recursion, counted against the interpreter's limit. Raises RecursionError beyond it.
 class Level {
  public:
   Level() {
@@ -20,7 +20,7 @@ class Level {
   ~Level() { Py_LeaveRecursiveCall(); }
 };
 
-// What a dict holds, in its order: nobody may change it under a walk, which may run code.
+// A copy of the keys and values of a dict. Iteration may run Python code that changes the dict.
 class Entries {
  public:
   explicit Entries(py::handle dict)
@@ -52,7 +52,7 @@ class Flattener {
     return py::isinstance(value, mapping_);
   }
 
-  // Whether a list is stored as one value: nothing in it is a tensor or may hold one.
+  // Returns whether a list is stored as one value: it has no tensor and no mapping at any depth.
   bool is_terminal(const py::list& list) const {
     const Level level;
     for (const py::handle entry : py::tuple(list)) {
@@ -65,7 +65,7 @@ class Flattener {
     return true;
   }
 
-  // `prefix`: of the FQNs of what is in `value`, with a dot at its end unless it is empty.
+  // `prefix` is the prefix of the FQNs in `value`. It ends with a dot unless it is empty.
   void visit_mapping(const py::tuple& path, const py::str& prefix, const py::object& value) {
     const Level level;
     if (PyDict_CheckExact(value.ptr())) {
@@ -84,7 +84,7 @@ class Flattener {
   void visit_list(const py::tuple& path, const py::str& prefix, const py::list& list) {
     const Level level;
     py::ssize_t number = 0;
-    for (const py::handle entry : py::tuple(list)) {  // Nobody may change it under the walk.
+    for (const py::handle entry : py::tuple(list)) {  // A copy: visits may run Python code.
       visit(path, prefix, py::int_(number), entry, false);
       ++number;
     }
@@ -107,9 +107,9 @@ class Flattener {
     const auto length = static_cast<py::ssize_t>(path.size());
     py::tuple out(path.size() + 1);
     for (py::ssize_t i = 0; i < length; ++i) {
-      PyObject* part = PyTuple_GET_ITEM(path.ptr(), i);
-      Py_INCREF(part);
-      PyTuple_SET_ITEM(out.ptr(), i, part);
+      PyObject* entry = PyTuple_GET_ITEM(path.ptr(), i);
+      Py_INCREF(entry);
+      PyTuple_SET_ITEM(out.ptr(), i, entry);
     }
     PyTuple_SET_ITEM(out.ptr(), length, key.inc_ref().ptr());
     return out;
@@ -153,15 +153,15 @@ std::string_view utf8_of(py::handle text) {
   return {data, static_cast<size_t>(nbytes)};
 }
 
-// What DCP says of a DTensor: that which holds of what `to_local` returns.
-bool seen_to_require_grad(py::handle dtensor, py::handle local) {
+// Returns the value that DCP records for a DTensor: requires_grad of the result of `to_local`.
+bool local_requires_grad(py::handle dtensor, py::handle local) {
   if (is_grad_enabled()) return requires_grad(dtensor);
   return requires_grad(local) && requires_grad(dtensor.attr("to_local")());
 }
 
 constexpr std::array<int64_t, 64> kZeros = {};
 
-// Made once: to look up an attribute by the very object that names it is cheapest.
+// Interned once: attribute access is fastest by the interned name.
 struct AttributeNames {
   PyObject* local = PyUnicode_InternFromString("_local_tensor");
   PyObject* spec = PyUnicode_InternFromString("_spec");
@@ -192,7 +192,7 @@ py::object ShardBoxes::local_of(py::handle object) const {
 }
 
 int64_t ShardBoxes::number_of(py::handle object) {
-  // With its class: torch has had placements that were equal to some of another class.
+  // The key includes the class: some versions of torch have equal placements of different classes.
   const py::tuple key = py::make_tuple(py::type::handle_of(object), object);
   const py::int_ next(numbers_.size());
   PyObject* number = PyDict_SetDefault(numbers_.ptr(), key.ptr(), next.ptr());
@@ -257,7 +257,7 @@ py::list list_tensors(const py::dict& flat, TensorSink& sink, ShardBoxes& boxes,
     const ShardBox* box = local ? boxes.find(value) : nullptr;
     if (box != nullptr) {
       TensorItem shard = describe(local);
-      shard.requires_grad = seen_to_require_grad(value, local);
+      shard.requires_grad = local_requires_grad(value, local);
       shard.is_shard = true;
       shard.sizes = box->sizes;
       shard.offsets = box->offsets;

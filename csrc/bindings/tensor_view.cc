@@ -1,6 +1,5 @@
-// The extension module torch_ckpt._core._tensor_view: the only door to libtorch. Everything else
-// that is native (torch_ckpt._core._native) does without it, and so loads in programs that do
-// without torch.
+// The extension module torch_ckpt._core._tensor_view: the only native code that uses libtorch. The
+// other module, torch_ckpt._core._native, also works in programs without torch.
 
 #include "bindings/tensor_view.h"
 
@@ -88,8 +87,8 @@ TensorKind kind_of(py::handle object, const at::Tensor& tensor) {
   return TensorKind::kPlain;
 }
 
-// Where the last element ends, in bytes from the start of the storage. Requires: there are
-// elements.
+// Returns the end of the last element, in bytes from the start of the storage.
+// Requires: the tensor has elements.
 int64_t storage_end(const at::Tensor& tensor) {
   int64_t last = tensor.storage_offset();
   for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
@@ -103,7 +102,7 @@ bool is_expanded(const at::Tensor& tensor) {
   return false;
 }
 
-// A view without memory. Requires: the tensor is strided, of a dtype of the engine's.
+// Returns a view without memory. Requires: the tensor is strided, and the engine has its dtype.
 TensorView shape_of(const at::Tensor& tensor) {
   TensorView out;
   out.dtype = *dtype_of(tensor);
@@ -115,23 +114,24 @@ TensorView shape_of(const at::Tensor& tensor) {
 
 TensorKind tensor_kind(py::handle tensor) { return kind_of(tensor, unpack(tensor)); }
 
-// Whether the engine itself copies to GPUs. Where it does not, torch does.
+// Returns whether the engine itself copies from and to GPUs. If it does not, torch does.
 bool engine_has_cuda() {
-  static std::optional<bool> known;  // Guarded by the GIL; two that ask at once learn the same.
+  // Guarded by the GIL. If two threads compute it at the same time, the results are equal.
+  static std::optional<bool> known;
   if (!known) {
     known = py::module_::import("torch_ckpt._core._native").attr("why_no_cuda")().is_none();
   }
   return *known;
 }
 
-// Whether the engine itself copies from and to the memory of the GPU that the tensor is on, as that
-// holds its values.
+// Returns whether the engine can copy from and to the tensor's GPU memory. The memory of a lazily
+// conjugated or negated tensor differs from its values, so torch copies such a tensor.
 bool is_on_known_gpu(const at::Tensor& tensor) {
   return tensor.is_cuda() && !tensor.is_conj() && !tensor.is_neg() && engine_has_cuda();
 }
 
-// Whether the engine can read into the tensor's memory: it is plain, or would be if it were on the
-// CPU, and no two of its elements share memory by a stride of 0.
+// Returns whether the engine can load into the tensor's memory. The tensor must be plain or on a
+// GPU that the engine supports, and no two elements may share memory by a stride of 0.
 bool is_loadable(py::handle object) {
   const at::Tensor& tensor = unpack(object);
   const TensorKind kind = kind_of(object, tensor);
@@ -140,12 +140,12 @@ bool is_loadable(py::handle object) {
          !is_expanded(tensor);
 }
 
-// Torch's current streams; each is asked for once.
+// torch's current stream of each GPU, queried once per GPU.
 class CurrentStreams {
  public:
   uint64_t of(int gpu) {
     const auto [found, is_new] = streams_.try_emplace(gpu, 0);
-    // Through Python, as a build for a torch without CUDA has no other way to ask one that has it.
+    // Query torch through Python: this module may be built against a torch without CUDA.
     if (is_new) {
       found->second = py::module_::import("torch.cuda")
                           .attr("current_stream")(gpu)
@@ -159,8 +159,8 @@ class CurrentStreams {
   std::map<int, uint64_t> streams_;
 };
 
-// Which storage a tensor lies in, and where in it, in bytes: [begin, end). Empty where it has no
-// elements or no memory.
+// Returns the address of a tensor's storage and the tensor's byte range [begin, end) in it. Returns
+// zeros for a tensor without elements or without a storage.
 py::tuple tensor_extent(py::handle object) {
   const at::Tensor& tensor = unpack(object);
   if (!tensor.has_storage() || tensor.numel() == 0) return py::make_tuple(0, 0, 0);
@@ -169,11 +169,11 @@ py::tuple tensor_extent(py::handle object) {
   return py::make_tuple(reinterpret_cast<uintptr_t>(storage), begin, storage_end(tensor));
 }
 
-// Whether no other tensor shares the tensor's memory.
+// Returns whether no other tensor shares the tensor's storage.
 bool has_own_storage(py::handle tensor) { return unpack(tensor).storage().use_count() == 1; }
 
-// A view of a tensor whose memory the engine reaches. Raises ValueError where it has less of it
-// than its sizes tell.
+// Returns a view of a tensor whose memory the engine can access. Raises ValueError if the storage
+// is smaller than sizes and strides require.
 TensorView view_of(const at::Tensor& tensor, std::string name, bool writable,
                    CurrentStreams& streams) {
   const int64_t extent = tensor.numel() == 0 ? 0 : storage_end(tensor);
@@ -181,11 +181,11 @@ TensorView view_of(const at::Tensor& tensor, std::string name, bool writable,
     throw py::value_error("tensor '" + name + "' reaches beyond its storage of " +
                           std::to_string(tensor.storage().nbytes()) + " bytes");
   }
-  // The engine writes behind autograd's back, which must know that the values change.
+  // The engine writes without autograd; the new version invalidates values saved for backward.
   if (writable && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   TensorView out = shape_of(tensor);
   out.name = std::move(name);
-  // data_ptr of a const tensor: reading must not trigger copy-on-write materialisation.
+  // const_data_ptr avoids copy-on-write materialisation by a read.
   out.data = static_cast<std::byte*>(writable ? tensor.mutable_data_ptr()
                                               : const_cast<void*>(tensor.const_data_ptr()));
   out.writable = writable;
@@ -197,8 +197,8 @@ TensorView view_of(const at::Tensor& tensor, std::string name, bool writable,
   return out;
 }
 
-// A view of a tensor for the engine. Raises ValueError unless the tensor is plain, and for one that
-// is to be written, loadable.
+// Returns a view of a tensor for the engine. Raises ValueError unless the tensor is plain, or, if
+// `writable`, loadable.
 TensorView view(py::handle object, std::string name, bool writable) {
   const at::Tensor& tensor = unpack(object);
   if (writable ? !is_loadable(object) : kind_of(object, tensor) != TensorKind::kPlain) {
@@ -208,10 +208,9 @@ TensorView view(py::handle object, std::string name, bool writable) {
   return view_of(tensor, std::move(name), writable, streams);
 }
 
-// Describes each of these objects; what is no tensor is torch's own. Where they are to be written,
-// views of those that the engine cannot read into are not writable, and one that it can read into
-// is plain. Where they are to be staged, those are plain that lie in the memory of a GPU that the
-// engine copies from.
+// Returns a view and a kind for each object. An object that is no tensor has the kind kTorchsOwn.
+// If `writable`, every loadable tensor is kPlain with a writable view; other views are read-only.
+// If `stages`, a tensor on a GPU that the engine can copy from is kPlain.
 TensorBatch inspect(const py::list& objects, bool writable, bool stages) {
   CurrentStreams streams;
   TensorBatch out;
@@ -268,8 +267,8 @@ bool is_grad_enabled() { return at::GradMode::is_enabled(); }
 
 PYBIND11_MODULE(_tensor_view, module) {
   using namespace torch_ckpt;
-  module.doc() = "What the native engine of torch_ckpt needs to know of a torch.Tensor.";
-  py::module_::import("torch_ckpt._core._native");  // It registers TensorView.
+  module.doc() = "Access of torch_ckpt's native engine to torch.Tensor.";
+  py::module_::import("torch_ckpt._core._native");  // Registers TensorView.
   py::enum_<TensorKind>(module, "TensorKind")
       .value("PLAIN", TensorKind::kPlain)
       .value("NEEDS_COPY", TensorKind::kNeedsCopy)

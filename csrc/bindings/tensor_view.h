@@ -1,7 +1,8 @@
 #pragma once
 
-// Tensors of the training process, on their way from the module that knows torch (tensor_view.cc)
-// to the one that knows the engine. Opaque objects to Python, which hands them over.
+// The interface between the two native modules: `_tensor_view` (tensor_view.cc), which uses torch,
+// passes tensors of the training process to `_native`, the engine. Python passes them as opaque
+// objects.
 
 #include <cstdint>
 #include <span>
@@ -12,10 +13,10 @@
 
 namespace torch_ckpt {
 
-// A tensor, or a box of one, that is to be planned. Valid for the call that it is an argument of.
+// A tensor or a box of a tensor, for planning. Valid only during the call that receives it.
 struct TensorItem {
   std::string_view fqn;
-  std::string_view dtype;  // As torch names it.
+  std::string_view dtype;  // torch's name of the dtype.
   int64_t itemsize = 0;
   bool requires_grad = false;
   bool pin_memory = false;
@@ -25,7 +26,7 @@ struct TensorItem {
   std::span<const int64_t> box_sizes;
 };
 
-// Takes the tensors of a state dict one by one: a table of items, in the other module.
+// Receives the tensors of a state dict one by one. PyItemTable in `_native` implements it.
 class TensorSink {
  public:
   virtual ~TensorSink() = default;

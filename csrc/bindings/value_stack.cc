@@ -6,7 +6,7 @@ namespace torch_ckpt {
 namespace {
 
 Status broken(std::string_view why) { return corruption(why); }
-Status refused(std::string_view what) { return unsupported("the pickle holds ", what); }
+Status refused(std::string_view what) { return unsupported("the pickle has ", what); }
 
 }  // namespace
 
@@ -46,8 +46,7 @@ Status ValueStack::pop_mark(size_t* begin) {
   return ok_status();
 }
 
-// Ends the filling of a container or record.
-Status ValueStack::seal(Value& value) {
+Status ValueStack::freeze(Value& value) {
   if (!value.is_complete) return broken("a record has no fields");
   if (value.kind == Kind::kDict && !value.object) {
     value.object = PyRef::steal(PyDict_New());
@@ -72,11 +71,11 @@ void ValueStack::forget(const Value& dict) {
 
 Status ValueStack::close(Value& child, Value* parent) {
   if (child.kind == Kind::kGlobal) return refused("a global as a value");
-  RETURN_IF_ERROR(seal(child));
+  RETURN_IF_ERROR(freeze(child));
   if (child.depth >= kMaxDepth) return refused("values that are nested too deeply");
   parent->depth = std::max<uint8_t>(parent->depth, child.depth + 1);
   if (child.weight >= max_weight_ - parent->weight) {
-    return refused("a few values that stand for very many");
+    return refused("a few values that expand to very many");
   }
   parent->weight += child.weight;
   return ok_status();
@@ -121,7 +120,7 @@ Status ValueStack::set_items(size_t begin) {
     Value& key = stack_[i];
     RETURN_IF_ERROR(close(key, &dict));
     RETURN_IF_ERROR(close(stack_[i + 1], &dict));
-    // Of other values the hash may take a deep recursion, or for ever.
+    // Hashing any other value may recurse deeply or not terminate.
     if (!key.is_hashable) return refused("a dict whose keys are neither names nor indices");
     if (PyDict_SetItem(dict.object.get(), key.object.get(), stack_[i + 1].object.get()) != 0) {
       return python_error();
@@ -133,11 +132,11 @@ Status ValueStack::set_items(size_t begin) {
 
 Status ValueStack::remember(uint64_t key) {
   RETURN_IF_ERROR(need(1));
-  // All picklers count up; another number would make the memo as large as it likes.
+  // Picklers number memo entries consecutively. A larger number could enlarge the memo arbitrarily.
   if (key != memo_.size()) return refused("a memo that does not count up");
   Value& value = stack_.back();
   if (value.is_open) {
-    if (value.memo != kNoMemo) return refused("a value that is remembered twice");
+    if (value.memo != kNoMemo) return refused("a value that is memoised twice");
     value.memo = static_cast<uint32_t>(key);
   }
   Memory& memory = memo_.emplace_back();
@@ -152,10 +151,10 @@ Status ValueStack::remember(uint64_t key) {
 }
 
 Status ValueStack::recall(uint64_t key) {
-  if (key >= memo_.size()) return broken("it recalls a value that it never had");
+  if (key >= memo_.size()) return broken("it recalls a value that is not in its memo");
   const Memory& memory = memo_[static_cast<size_t>(key)];
-  // One that is put into itself is so before it is filled, which then fails.
-  if (memory.is_open) RETURN_IF_ERROR(seal(stack_[memory.weight_or_place]));
+  // A recalled container is frozen, so adding it to itself fails.
+  if (memory.is_open) RETURN_IF_ERROR(freeze(stack_[memory.weight_or_place]));
   if (!memory.object) return refused("the state of a record as a value");
   Value& value = stack_.emplace_back();
   value.object = PyRef::share(memory.object.get());
@@ -169,8 +168,8 @@ Status ValueStack::recall(uint64_t key) {
 
 Status ValueStack::finish(PyRef* result) {
   if (stack_.size() != 1 || !marks_.empty()) return broken("it does not end in one value");
-  Value holder;
-  RETURN_IF_ERROR(close(stack_[0], &holder));
+  Value root;
+  RETURN_IF_ERROR(close(stack_[0], &root));
   *result = std::move(stack_[0].object);
   return ok_status();
 }

@@ -1,10 +1,9 @@
 #pragma once
 
-// The stack and memo of an unpickler that makes data: Python values that are put into one another.
+// ValueStack: stack and memo of an unpickler that builds plain data. Used by `metadata_unpickler`.
 //
-// What is made is a tree by construction. A container can be filled only from when it is made until
-// it is put into another, so it never holds itself; depth and the number of values that a walk
-// meets are counted on the way. Used by `metadata_unpickler`, which knows opcodes and records.
+// The result is a tree by construction. A container accepts items only until it is put into another
+// container, so it never contains itself. The stack tracks depth and number of nodes of each value.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -46,87 +45,90 @@ class PyRef {
   PyObject* object_ = nullptr;
 };
 
-// The status of a call into Python that has raised: the exception says what.
+// Status of a failed call into Python. The pending Python exception describes the error.
 inline Status python_error() { return internal_error("a Python exception is set"); }
 
 class ValueStack {
  public:
   enum class Kind : uint8_t {
-    kPlain,   // Nothing can be done to it.
+    kPlain,   // A value that no opcode changes or calls.
     kText,    // A str.
     kInt,     // An int of 64 bits.
     kTuple,   //
     kList,    //
     kDict,    //
-    kRecord,  // An instance; `global` says of what.
-    kGlobal,  // What `global` names, to be called; never part of another value.
+    kRecord,  // An instance of the class `global`.
+    kGlobal,  // The callable `global`; never contained in another value.
   };
 
   struct Value {
-    PyRef object;         // None for a dict without items.
-    uint32_t weight = 1;  // How many values a walk meets here.
-    uint8_t depth = 1;
+    PyRef object;         // Empty for a dict without items.
+    uint32_t weight = 1;  // Number of nodes in the value's tree.
+    uint8_t depth = 1;    // Depth of the value's tree.
     Kind kind = Kind::kPlain;
     uint8_t global = 0;
-    bool is_open = false;      // A list, dict or record that may still be filled.
-    bool is_complete = true;   // Not a record without its fields.
-    bool is_hashable = false;  // May be the key of a dict.
-    uint32_t memo = kNoMemo;   // Its place in the memo, while it is open.
+    bool is_open = false;      // Whether a list, dict or record may still be filled.
+    bool is_complete = true;   // False for a record without its fields.
+    bool is_hashable = false;  // Whether the value may be a dict key.
+    uint32_t memo = kNoMemo;   // Memo number of an open value.
   };
 
   static constexpr int kMaxDepth = 64;
 
   explicit ValueStack(uint32_t max_weight) : max_weight_(max_weight) {}
 
-  // Each of these fails with kCorruption for what no pickler writes, with kUnsupported for what is
-  // not allowed, and with python_error().
+  // Errors of the following functions: kCorruption for opcodes that no pickler writes, kUnsupported
+  // for values that are not allowed, and python_error().
 
-  // Takes the reference, which a failed call into Python leaves null.
+  // Steals the reference. A null reference is python_error().
   Status push(Kind kind, PyObject* new_reference);
   void push_empty_dict();
   void push(Value value) { stack_.push_back(std::move(value)); }
   void push_mark() { marks_.push_back(stack_.size()); }
 
-  // Checks that `count` values lie above the last mark.
+  // Checks that there are `count` values above the last mark.
   Status need(size_t count) const;
   // Requires: need(1).
   Value& top() { return stack_.back(); }
   Value pop();
 
-  // Where the values above the last mark begin; takes the mark away.
+  // Pops the last mark, and returns in `*begin` the position of the first value above it.
   Status pop_mark(size_t* begin);
   size_t size() const { return stack_.size(); }
-  // Checks that `count` values lie between the last mark and `begin`.
+  // Checks that there are `count` values between the last mark and `begin`.
   Status need_below(size_t begin, size_t count) const;
   Value& at(size_t i) { return stack_[i]; }
   void cut(size_t size) { stack_.resize(size); }
 
-  // Makes a tuple of the values from `begin`; appends them to the list below them; or puts them,
-  // keys and values in turn, into the dict below them.
+  // Replaces the values from `begin` on by a tuple of them.
   Status make_tuple(size_t begin);
+  // Moves the values from `begin` on to the list below them.
   Status append(size_t begin);
+  // Moves the alternating keys and values from `begin` on to the dict below them.
   Status set_items(size_t begin);
 
-  // Makes `child` part of `parent`: from now on it stays as it is.
+  // Freezes `child`, and adds its depth and weight to those of `parent`.
   Status close(Value& child, Value* parent);
 
-  // Makes sure that a dict which is never made, only its items used, is not recalled.
+  // Invalidates the memo entry of a dict that is never created, because only its items are used.
   void forget(const Value& dict);
 
+  // Memoises the top of the stack under the next number, which must equal `key`.
   Status remember(uint64_t key);
   Status remember() { return remember(memo_.size()); }
+  // Pushes the memoised value.
   Status recall(uint64_t key);
 
-  // The one value that is left.
+  // Returns the only value on the stack.
   Status finish(PyRef* result);
 
  private:
   static constexpr uint32_t kNoMemo = std::numeric_limits<uint32_t>::max();
 
-  // What of a Value is remembered; of an open one, where it is on the stack.
+  // A memoised Value.
   struct Memory {
     PyRef object;
-    uint32_t weight_or_place;
+    uint32_t weight_or_place;  // Weight; for an open value, its position on the stack.
     uint8_t depth;
     Kind kind;
     uint8_t global;
@@ -134,11 +136,12 @@ class ValueStack {
     bool is_hashable : 1;
   };
 
-  Status seal(Value& value);
+  // Ends the filling of a container or record.
+  Status freeze(Value& value);
 
   uint32_t max_weight_;
   std::vector<Value> stack_;
-  std::vector<size_t> marks_;  // Sizes of the stack.
+  std::vector<size_t> marks_;  // Size of the stack at each mark.
   std::vector<Memory> memo_;
 };
 

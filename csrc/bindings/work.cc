@@ -1,5 +1,5 @@
-// Planned items on their way to a data file: what a rank writes, and what it writes to one file
-// once its tensors were looked at.
+// Binds the steps between a plan and a data file: Work, the items that a rank writes; TensorBatch,
+// the inspected tensors; and PlannedFile, the layout of the items in one file.
 
 #include "plan/work.h"
 
@@ -44,8 +44,8 @@ std::vector<int64_t> nbytes(const Work& work) {
   return out;
 }
 
-// FQN; of a tensor its facts, whether it is a shard, and offsets and sizes of its whole box; of a
-// cut tensor its first row and how many.
+// FQN, facts (None for an object), whether the item is a shard, offsets and sizes of the whole box,
+// first row and row count of a cut tensor.
 using PyItem = std::tuple<std::string, std::optional<PyFacts>, bool, Dims, Dims,
                           std::optional<std::pair<int64_t, int64_t>>>;
 
@@ -63,7 +63,7 @@ PyItem describe(const Work& work, int64_t position) {
           rows};
 }
 
-// Positions of the tensors that the engine reads where they are.
+// Returns the positions of the tensors that the engine reads in place.
 std::vector<int64_t> plain(const TensorBatch& batch) {
   std::vector<int64_t> out;
   for (size_t i = 0; i < batch.kinds.size(); ++i) {
@@ -72,7 +72,7 @@ std::vector<int64_t> plain(const TensorBatch& batch) {
   return out;
 }
 
-// Memory for these tensors, of what dtype and sizes was planned, comes later.
+// Marks tensors whose memory the caller supplies later, with the planned dtype and sizes.
 void defer(TensorBatch& batch, const std::vector<int64_t>& positions) {
   for (const int64_t position : positions) {
     batch.kinds[static_cast<size_t>(checked(position, static_cast<int64_t>(batch.kinds.size())))] =

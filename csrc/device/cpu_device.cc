@@ -7,10 +7,10 @@
 namespace torch_ckpt {
 namespace {
 
-// Copied bytes are summed while they are still in the second-level cache.
+// Chunk size for checksums: copied bytes are still in the L2 cache.
 constexpr int64_t kChecksumChunk = int64_t{128} << 10;
 
-// One row of `count` elements whose steps differ from the element size on either side.
+// Copies one row of `count` elements with arbitrary strides.
 template <int64_t kItemsize>
 void copy_row(const std::byte* src, int64_t src_stride, std::byte* dst, int64_t dst_stride,
               int64_t count) {
@@ -55,8 +55,8 @@ void copy_dims(const StridedCopy& copy, size_t dim, const std::byte* src, std::b
   }
 }
 
-// A transposed copy walks one side in long steps and misses the cache at every element. Tiles of
-// the two innermost dimensions keep both sides in it.
+// A transposed copy has long strides on one side and misses the cache at every element. Tiles of
+// the two innermost dimensions fit both sides into the cache.
 constexpr int64_t kTile = 32;
 
 bool is_transposed(const StridedCopy& copy) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// CUDA's calls with statuses, and what CUDA makes as objects that give it back. For the sources of
-// this room that are built with CUDA.
+// CUDA calls with Status results, and RAII owners of CUDA objects. Only for files in this directory
+// that are compiled with CUDA.
 
 #include <cuda_runtime_api.h>
 
@@ -15,11 +15,12 @@
 
 namespace torch_ckpt {
 
-// "cannot <what>: cudaErrorX (CUDA's own words)". No driver and no GPU are kUnsupported, no memory
-// is kStorage with ENOMEM as for the heap, and anything else kInternal.
+// Makes the status of a CUDA error: "cannot <what>: cudaErrorX (description by CUDA)". A missing
+// driver or GPU is kUnsupported. Lack of memory is kStorage with ENOMEM, as for the heap. An
+// invalid GPU number is kInvalidArgument. All other errors are kInternal.
 inline Status cuda_status(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return ok_status();
-  cudaGetLastError();  // Else the next launch would be blamed for it.
+  cudaGetLastError();  // Clear the error: the next launch would report it again.
   const std::string message =
       str_cat("cannot ", what, ": ", cudaGetErrorName(error), " (", cudaGetErrorString(error), ")");
   switch (error) {
@@ -42,7 +43,7 @@ inline Status cuda_status(cudaError_t error, std::string_view what) {
   }
 }
 
-// Whether this process uses a GPU: has what CUDA calls its primary context.
+// Returns whether this process uses a GPU: whether the GPU's primary context is active.
 inline bool is_in_use(int ordinal) {
   using GetState = int (*)(int device, unsigned* flags, int* active);
   static const auto get_state = [] {
@@ -63,9 +64,9 @@ inline bool is_in_use(int ordinal) {
   return get_state != nullptr && get_state(ordinal, &flags, &active) == 0 && active != 0;
 }
 
-// Makes a GPU the current one of this thread while it lives. Every call of CUDA stands under one:
-// a thread of its own has GPU 0, and its first call would take hundreds of MiB there. So would
-// going back to a GPU that this process does not use; then the thread keeps the new one.
+// Makes a GPU the current device of this thread during the object's lifetime. Every CUDA call needs
+// one: the default is GPU 0, where the first call would allocate hundreds of MiB for a context. For
+// the same reason, the destructor does not restore a GPU that this process does not use.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int ordinal) {
@@ -87,7 +88,7 @@ class CurrentDevice {
   Status status_;
 };
 
-// A stream or an event. Move-only.
+// An owned stream or event. Move-only.
 template <typename Handle, cudaError_t (*kDestroy)(Handle)>
 class CudaOwned {
  public:
@@ -110,7 +111,7 @@ class CudaOwned {
 using OwnedStream = CudaOwned<cudaStream_t, cudaStreamDestroy>;
 using OwnedEvent = CudaOwned<cudaEvent_t, cudaEventDestroy>;
 
-// One that waits for no other stream by itself.
+// Makes a stream that does not synchronize with the default stream.
 inline Result<OwnedStream> make_stream() {
   cudaStream_t stream = nullptr;
   RETURN_IF_ERROR(
@@ -118,7 +119,7 @@ inline Result<OwnedStream> make_stream() {
   return OwnedStream(stream);
 }
 
-// One that keeps no time, and whose waiters sleep.
+// Makes an event without timing. A thread that waits for it sleeps.
 inline Result<OwnedEvent> make_event() {
   cudaEvent_t event = nullptr;
   const unsigned flags = cudaEventDisableTiming | cudaEventBlockingSync;

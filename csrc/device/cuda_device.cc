@@ -12,7 +12,7 @@
 namespace torch_ckpt {
 namespace {
 
-// What is put on a stream from now on comes after the event.
+// Makes all later work on `stream` wait for `event`.
 Status wait_for(cudaStream_t stream, cudaEvent_t event) {
   return cuda_status(cudaStreamWaitEvent(stream, event, 0), "have a stream wait");
 }
@@ -27,18 +27,18 @@ Status copy_async(void* to, const void* from, int64_t nbytes, cudaStream_t strea
   return cuda_status(error, str_cat("copy ", nbytes, " bytes to or from a GPU"));
 }
 
-// Memory of the GPU that is allocated and freed in the order of a stream, so that freeing it waits
-// for nothing and comes after its last use. Must not outlive the stream.
+// GPU memory that is allocated and freed in stream order: the free waits for the last use without
+// blocking the host. Must not outlive the stream.
 class StreamMemory {
  public:
-  // Usable by what is put on `stream` from now on.
+  // Allocates memory for later work on `stream`.
   static Result<StreamMemory> allocate(int64_t nbytes, cudaStream_t stream) {
     void* data = nullptr;
     RETURN_IF_ERROR(cuda_status(cudaMallocAsync(&data, static_cast<size_t>(nbytes), stream),
                                 str_cat("allocate ", nbytes, " bytes on a GPU")));
     return StreamMemory(data, stream);
   }
-  // Frees it in the order of this one, which has all uses of it.
+  // Sets the stream that orders the free. Requires: all uses are on that stream.
   void free_on(cudaStream_t stream) { stream_ = stream; }
 
   StreamMemory() = default;
@@ -102,7 +102,7 @@ class Plan final : public CudaPlan {
   const int ordinal_;
   const PackPlan plan_;
   StreamMemory memory_;
-  const PackTables tables_;  // In `memory_`.
+  const PackTables tables_;  // Pointers into `memory_`.
 };
 
 class Gpu final : public CudaDevice {
@@ -112,7 +112,7 @@ class Gpu final : public CudaDevice {
     const CurrentDevice current(ordinal_);
     (void)synchronize();
     buffers_ = {};
-    for (OwnedEvent* event : {&asked_, &joined_}) *event = {};
+    for (OwnedEvent* event : {&requested_, &joined_}) *event = {};
     for (OwnedStream* stream : {&uploads_, &copies_, &kernels_}) *stream = {};
   }
 
@@ -131,11 +131,11 @@ class Gpu final : public CudaDevice {
   }
 
  private:
-  // A window, on its way through the GPU.
+  // A GPU buffer that transfers one window.
   struct Buffer {
     StreamMemory memory;
-    OwnedEvent filled;   // What the window is to hold is there.
-    OwnedEvent drained;  // It has been used, and the buffer may be filled again.
+    OwnedEvent filled;   // The buffer has the data of the window.
+    OwnedEvent drained;  // The data was consumed; the buffer may be refilled.
   };
 
   template <typename Work>
@@ -151,9 +151,9 @@ class Gpu final : public CudaDevice {
   const int64_t window_nbytes_;
   OwnedStream kernels_;
   OwnedStream copies_;
-  OwnedStream uploads_;  // Of tables: never long, so that a call that waits for it does not either.
-  OwnedEvent asked_;     // What the caller's stream has to do first.
-  OwnedEvent joined_;    // What one of our streams has to do before the other goes on.
+  OwnedStream uploads_;   // For tables only: short work, so a call that waits for it returns soon.
+  OwnedEvent requested_;  // All earlier work of the caller's stream.
+  OwnedEvent joined_;     // Work of one internal stream that another one waits for.
   std::array<Buffer, 2> buffers_;
 };
 
@@ -164,7 +164,7 @@ Status Gpu::open() {
   ASSIGN_OR_RETURN(kernels_, make_stream());
   ASSIGN_OR_RETURN(copies_, make_stream());
   ASSIGN_OR_RETURN(uploads_, make_stream());
-  ASSIGN_OR_RETURN(asked_, make_event());
+  ASSIGN_OR_RETURN(requested_, make_event());
   ASSIGN_OR_RETURN(joined_, make_event());
   for (Buffer& buffer : buffers_) {
     ASSIGN_OR_RETURN(buffer.filled, make_event());
@@ -176,7 +176,8 @@ Status Gpu::open() {
 Status Gpu::synchronize() {
   Status first;
   for (const OwnedStream* stream : {&uploads_, &kernels_, &copies_}) {
-    if (stream->get() == nullptr) continue;  // It was never made; null is the caller's own.
+    // The stream was never made; null would mean the default stream.
+    if (stream->get() == nullptr) continue;
     const Status status =
         cuda_status(cudaStreamSynchronize(stream->get()), "finish the work of a GPU");
     if (first.ok()) first = status;
@@ -189,7 +190,7 @@ Result<std::unique_ptr<CudaPlan>> Gpu::upload(PackPlan plan) {
     return invalid_argument("a plan has windows of ", plan.window_nbytes,
                             " bytes, the buffers for them ", window_nbytes_);
   }
-  if (plan.windows.empty()) {  // Nothing is for the kernel.
+  if (plan.windows.empty()) {  // No work for the kernel.
     return std::unique_ptr<CudaPlan>(
         std::make_unique<Plan>(ordinal_, std::move(plan), StreamMemory(), PackTables()));
   }
@@ -211,7 +212,7 @@ Result<std::unique_ptr<CudaPlan>> Gpu::upload(PackPlan plan) {
   put(first_at, plan.first_chunk);
 
   ASSIGN_OR_RETURN(StreamMemory memory, StreamMemory::allocate(ssize(tables), uploads_.get()));
-  // From pageable memory, so that `tables` has been read when the call returns.
+  // A copy from pageable memory: `tables` has been read when the call returns.
   RETURN_IF_ERROR(copy_async(memory.data(), tables.data(), ssize(tables), uploads_.get()));
   RETURN_IF_ERROR(record(joined_.get(), uploads_.get()));
   RETURN_IF_ERROR(wait_for(kernels_.get(), joined_.get()));
@@ -225,8 +226,8 @@ Result<std::unique_ptr<CudaPlan>> Gpu::upload(PackPlan plan) {
       std::make_unique<Plan>(ordinal_, std::move(plan), std::move(memory), on_device));
 }
 
-// Starts work on both streams, which ends on `kernels_`. Where that fails half way, waits for what
-// was started: nothing may use the caller's memory once it has the error.
+// Starts work on both streams; `kernels_` finishes last. If an error occurs midway, waits for the
+// started work: nothing may use the caller's memory after an error is returned.
 template <typename Work>
 Result<std::unique_ptr<DeviceEvent>> Gpu::start(const Work& work) {
   const CurrentDevice current(ordinal_);
@@ -247,16 +248,16 @@ Status Gpu::begin(const PackPlan& plan, PackDirection direction, int64_t nbytes,
                             plan.staging_nbytes, " bytes; it was used to ",
                             direction == PackDirection::kPack ? "" : "un", "pack ", nbytes);
   }
-  RETURN_IF_ERROR(record(asked_.get(), after));
-  RETURN_IF_ERROR(wait_for(kernels_.get(), asked_.get()));
-  return wait_for(copies_.get(), asked_.get());
+  RETURN_IF_ERROR(record(requested_.get(), after));
+  RETURN_IF_ERROR(wait_for(kernels_.get(), requested_.get()));
+  return wait_for(copies_.get(), requested_.get());
 }
 
 Status Gpu::allocate_buffers() {
   for (Buffer& buffer : buffers_) {
     if (buffer.memory.data() != nullptr) continue;
     ASSIGN_OR_RETURN(buffer.memory, StreamMemory::allocate(window_nbytes_, kernels_.get()));
-    // Only from here on may the other stream use it.
+    // The other stream may use the buffer only after its allocation.
     RETURN_IF_ERROR(record(buffer.drained.get(), kernels_.get()));
   }
   return ok_status();
@@ -272,7 +273,7 @@ Status Gpu::launch(const CudaPlan& plan, const PackWindow& window, const std::by
 Status Gpu::pack_windows(const CudaPlan& cuda_plan, MutableBytes image, CudaStream after) {
   const PackPlan& plan = cuda_plan.plan();
   RETURN_IF_ERROR(begin(plan, PackDirection::kPack, ssize(image), after));
-  // First, to have the link busy while the first window is packed.
+  // Direct copies first: the link is busy while the first window is packed.
   for (const DirectCopy& copy : plan.direct) {
     RETURN_IF_ERROR(
         copy_async(image.data() + copy.staging_offset, copy.tensor, copy.nbytes, copies_.get()));
@@ -282,7 +283,7 @@ Status Gpu::pack_windows(const CudaPlan& cuda_plan, MutableBytes image, CudaStre
     const PackWindow& window = plan.windows[i];
     Buffer& buffer = buffers_[i % buffers_.size()];
     RETURN_IF_ERROR(wait_for(kernels_.get(), buffer.drained.get()));
-    // Whatever was in the buffer before must not come into the gaps of a file.
+    // Clear the buffer: old bytes must not appear in the gaps of a file.
     RETURN_IF_ERROR(cuda_status(
         cudaMemsetAsync(buffer.memory.data(), 0, static_cast<size_t>(window.end - window.base()),
                         kernels_.get()),
@@ -315,7 +316,7 @@ Status Gpu::unpack_windows(const CudaPlan& cuda_plan, Bytes piece, CudaStream af
     RETURN_IF_ERROR(launch(cuda_plan, window, buffer.memory.data()));
     RETURN_IF_ERROR(record(buffer.drained.get(), kernels_.get()));
   }
-  // Last, to have the link busy while the last window is unpacked.
+  // Direct copies last: the link is busy while the last window is unpacked.
   for (const DirectCopy& copy : plan.direct) {
     RETURN_IF_ERROR(
         copy_async(copy.tensor, piece.data() + copy.staging_offset, copy.nbytes, copies_.get()));

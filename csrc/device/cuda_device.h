@@ -1,11 +1,10 @@
 #pragma once
 
-// Tensors in the memory of a GPU: how plans (pack_plan.h) run there, and memory that a GPU
-// reaches by itself.
+// Tensors in GPU memory: execution of plans (pack_plan.h) on a GPU, and pinned host memory.
 //
-// All of it exists in every build: one without CUDA, or on a machine without a driver, says so by a
-// status. No error of CUDA is anything else than a status, and each names CUDA's own error. After
-// one that means that the GPU's context is lost, whatever is asked of it fails with the same.
+// All functions exist in every build. Without CUDA or a driver they return an error. All CUDA
+// errors become statuses that contain CUDA's name of the error. After an error that destroys the
+// GPU's context, every later call fails with the same error.
 
 #include <cstdint>
 #include <memory>
@@ -23,20 +22,21 @@ struct CUstream_st;
 
 namespace torch_ckpt {
 
-// As CUDA's cudaStream_t, and as torch gives it; null is the default stream.
+// Same as cudaStream_t of CUDA and torch; null is the default stream.
 using CudaStream = CUstream_st*;
 
-// OK where there is a GPU to use; else kUnsupported and why not.
+// Returns OK if a GPU is available, else kUnsupported with the reason.
 Status cuda_available();
 
-// Locks memory in place, so that GPUs copy from and to it by themselves, until the last copy of
-// what is returned is gone. For memory that was not made for it: shared memory. `ordinal`: a GPU
-// that the process uses anyway. All will do: the memory is pinned for each of them.
-// Requires: the memory is there as long. kUnsupported as `cuda_available`.
+// Pins existing host memory, e.g. shared memory, so that GPUs can copy from and to it directly. The
+// memory stays pinned until the last copy of the returned pointer is destroyed. `ordinal` is any
+// GPU that the process already uses; the memory is pinned for all GPUs.
+// Requires: the memory outlives the returned pointer.
+// Errors: kUnsupported as for `cuda_available`.
 Result<std::shared_ptr<void>> pin(MutableBytes bytes, int ordinal);
 
-// Pinned memory of this process. It is a heap block that was pinned, and not what CUDA would
-// allocate, so that it is as good for direct I/O: in huge pages, and registered with the kernel.
+// Allocates pinned memory: heap blocks that are then pinned. Unlike memory from CUDA's allocator, a
+// heap block has huge pages and can be registered with io_uring, so direct I/O stays fast.
 class PinnedMemorySource : public MemorySource {
  public:
   explicit PinnedMemorySource(int ordinal) : ordinal_(ordinal) {}
@@ -46,39 +46,40 @@ class PinnedMemorySource : public MemorySource {
   const int ordinal_;
 };
 
-// A plan whose tables lie in the memory of the GPU. Must not outlive its CudaDevice.
+// A plan with its tables in GPU memory. Must not outlive its CudaDevice.
 class CudaPlan {
  public:
   virtual ~CudaPlan() = default;
   virtual const PackPlan& plan() const = 0;
 };
 
-// One GPU, with two streams of its own: one copies a window while the other packs or unpacks the
-// next, in two buffers by turns. All work waits for what is on the caller's stream, where tensors
-// are made, and begins in the order in which it was asked for.
+// One GPU with two streams and two buffers: one stream copies a window while the other packs or
+// unpacks the next. All work waits for earlier work on the caller's stream, which produces the
+// tensors. Calls execute in order.
 //
-// What returns an event has only been started: tensors, and memory of the host, must be there and
-// unchanged until that event. Where starting fails, nothing is going on when the error is returned.
+// A call that returns an event only starts its work. Tensors and host memory must stay valid and
+// unchanged until the event. If a call fails, none of its work is running when the error is
+// returned.
 //
 // Used by one thread at a time.
 class CudaDevice {
  public:
-  // `window_nbytes`: of each of the two buffers, which are allocated when they are first used.
-  // kUnsupported as `cuda_available`; kInvalidArgument where there is no such GPU.
+  // `window_nbytes` is the size of each of the two buffers, which are allocated at first use.
+  // Errors: kUnsupported as for `cuda_available`; kInvalidArgument if the GPU does not exist.
   static Result<std::unique_ptr<CudaDevice>> make(
       int ordinal, int64_t window_nbytes = PackOptions().window_nbytes);
 
-  virtual ~CudaDevice() = default;  // Waits for everything that was started.
+  virtual ~CudaDevice() = default;  // Waits for all started work.
 
   virtual int ordinal() const = 0;
   virtual int64_t window_nbytes() const = 0;
 
-  // kInvalidArgument where a window of the plan is larger than the buffers.
+  // Copies a plan's tables to the GPU. kInvalidArgument if a window is larger than the buffers.
   virtual Result<std::unique_ptr<CudaPlan>> upload(PackPlan plan) = 0;
 
-  // Packs tensors into `image`, the whole staging buffer of the plan, in pinned memory. Bytes
-  // between copies that are not far apart are zero afterwards, so frames are to be written after
-  // the event. `after`: the stream that the tensors were last written on.
+  // Packs tensors into `image`, the whole staging buffer of the plan, in pinned memory. Short gaps
+  // between copies become zero, so the caller writes frames after the event. `after` is the stream
+  // that last wrote the tensors.
   virtual Result<std::unique_ptr<DeviceEvent>> pack_to_host(const CudaPlan& plan,
                                                             MutableBytes image,
                                                             CudaStream after) = 0;
@@ -88,23 +89,23 @@ class CudaDevice {
                                                                 CudaStream after) = 0;
 };
 
-// Tensors in the memory of a GPU, as the engine has devices. `pack` and `unpack` make a plan of
-// their copies and start it.
+// The Device interface for GPU tensors. `pack` and `unpack` make a plan of their copies and start
+// it.
 class CudaTensors : public Device {
  public:
-  // `after`: as above, of every copy. Requires: nobody else uses `device` meanwhile.
+  // `after` is the stream that last used the tensors. Requires: no other user of `device`.
   CudaTensors(std::unique_ptr<CudaDevice> device, CudaStream after)
       : device_(std::move(device)), after_(after), buffers_(device_->ordinal()) {}
 
   bool is_host() const override { return false; }
   MemorySource& buffers() const override { return buffers_; }
 
-  // From memory that is not pinned it copies as well, but has the calling thread wait.
+  // Also accepts unpinned memory, but then blocks the calling thread.
   Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
                                               Bytes buffer) const override;
 
-  // To memory that is not pinned: likewise. Where training has left no memory for windows, tensors
-  // that are contiguous are copied one by one.
+  // Also accepts unpinned memory, but then blocks the calling thread. If the GPU has no free memory
+  // for windows, copies contiguous tensors one by one.
   Result<std::unique_ptr<DeviceEvent>> pack(std::span<const TensorCopy> copies,
                                             MutableBytes buffer) const override;
 
@@ -116,7 +117,7 @@ class CudaTensors : public Device {
   Result<std::unique_ptr<DeviceEvent>> start_pack(std::span<const TensorCopy> copies,
                                                   MutableBytes buffer, int64_t direct_nbytes) const;
 
-  mutable std::mutex mutex_;  // Guards the device.
+  mutable std::mutex mutex_;  // Guards `device_`.
   const std::unique_ptr<CudaDevice> device_;
   const CudaStream after_;
   mutable PinnedMemorySource buffers_;

@@ -19,13 +19,13 @@ Result<std::shared_ptr<void>> pin(MutableBytes bytes, int ordinal) {
   RETURN_IF_ERROR(cuda_available());
   const CurrentDevice current(ordinal);
   RETURN_IF_ERROR(current.status());
-  // Portable: for every GPU, whichever is the current one.
+  // Portable: pinned for all GPUs, not only the current one.
   RETURN_IF_ERROR(
       cuda_status(cudaHostRegister(bytes.data(), bytes.size(), cudaHostRegisterPortable),
                   str_cat("pin ", bytes.size(), " bytes")));
   return std::shared_ptr<void>(bytes.data(), [ordinal](void* data) {
     const CurrentDevice unpinning(ordinal);
-    // Fails where the process is at its end and CUDA with it: then nothing is pinned any more.
+    // Fails at process exit, when CUDA is already shut down and nothing is pinned any more.
     if (cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
   });
 }
@@ -36,7 +36,7 @@ Result<Memory> PinnedMemorySource::allocate(int64_t nbytes) {
   ASSIGN_OR_RETURN(std::shared_ptr<void> pinned, pin(bytes, ordinal_));
   auto block = std::make_shared<Memory>(std::move(heap));
   return Memory(bytes, [block, pinned]() mutable {
-    pinned.reset();  // Before the memory that it is of.
+    pinned.reset();  // Unpin before the memory is freed.
     block.reset();
   });
 }

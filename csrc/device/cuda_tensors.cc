@@ -10,7 +10,7 @@ Result<std::unique_ptr<DeviceEvent>> CudaTensors::unpack(std::span<const TensorC
                                .window_nbytes = device_->window_nbytes()};
   ASSIGN_OR_RETURN(PackPlan made, plan_pack(PackDirection::kUnpack, copies, options));
   const std::scoped_lock lock(mutex_);
-  // The tables are freed in the order of the stream: the plan need not outlast the copies.
+  // The tables are freed in stream order, so the plan need not outlive the copies.
   ASSIGN_OR_RETURN(const auto plan, device_->upload(std::move(made)));
   return device_->unpack_from_host(*plan, buffer, after_);
 }
@@ -24,7 +24,7 @@ Result<std::unique_ptr<DeviceEvent>> CudaTensors::pack(std::span<const TensorCop
   return without_windows.ok() ? std::move(without_windows) : std::move(started);
 }
 
-// Requires: `mutex_`.
+// Requires: the caller owns `mutex_`.
 Result<std::unique_ptr<DeviceEvent>> CudaTensors::start_pack(std::span<const TensorCopy> copies,
                                                              MutableBytes buffer,
                                                              int64_t direct_nbytes) const {
@@ -32,7 +32,6 @@ Result<std::unique_ptr<DeviceEvent>> CudaTensors::start_pack(std::span<const Ten
                                .window_nbytes = device_->window_nbytes(),
                                .direct_nbytes = direct_nbytes};
   ASSIGN_OR_RETURN(PackPlan made, plan_pack(PackDirection::kPack, copies, options));
-  // Of the tables: as above.
   ASSIGN_OR_RETURN(const auto plan, device_->upload(std::move(made)));
   return device_->pack_to_host(*plan, buffer, after_);
 }

@@ -1,9 +1,9 @@
 #pragma once
 
-// Where tensors live, and how their bytes move between there and the engine's buffers.
+// Devices: the memory of tensors, and copies between tensors and the engine's buffers.
 //
-// `engine/` works out copies as plain values and has a device carry them out. The CPU device is the
-// reference: any other must leave the same bytes.
+// `engine/` describes copies as plain values, and a device executes them. The CPU device is the
+// reference: all other devices must produce the same bytes.
 
 #include <cstdint>
 #include <memory>
@@ -16,19 +16,19 @@
 
 namespace torch_ckpt {
 
-// One copy between a tensor and a buffer. Of `copy`, the tensor's side counts from `tensor`, the
-// other one from the start of the buffer.
+// One copy between a tensor and a buffer. In `copy`, offsets of the tensor's side are relative to
+// `tensor`, those of the other side to the start of the buffer.
 struct TensorCopy {
   std::byte* tensor = nullptr;
   StridedCopy copy;
 };
 
-// What was asked of a device, up to some point. Safe to use from any thread.
+// A point in a device's sequence of work. Safe to use from any thread.
 class DeviceEvent {
  public:
   virtual ~DeviceEvent() = default;
 
-  // Until it is done. An error is that of any work before it.
+  // Blocks until all work before the event is done. Returns an error of any of that work.
   virtual Status wait() const = 0;
   virtual Result<bool> done() const = 0;
 };
@@ -38,39 +38,39 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Whether its tensors are in ordinary memory, where files can be read to.
+  // Returns whether tensors are in host memory, where files can be read to directly.
   virtual bool is_host() const = 0;
 
-  // Where buffers come from that `unpack` copies from. Lives as long as the device; what it has
-  // given may live longer.
+  // Returns the allocator of buffers for `unpack`. Valid as long as the device; allocated blocks
+  // may live longer.
   virtual MemorySource& buffers() const = 0;
 
-  // Begins copies from `buffer` to tensors, which do not overlap, and says when they are done:
-  // nothing where they are when it returns. Until then the buffer must not change. An error says
-  // that nothing is going on.
+  // Starts copies from `buffer` to tensors that do not overlap. Returns an event for their end, or
+  // null if all copies are already done. The buffer must not change until then. After an error, no
+  // copy is running.
   virtual Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
                                                       Bytes buffer) const = 0;
 
-  // Likewise from tensors to `buffer`, where copies do not overlap. Until it is done, neither may
-  // change. Bytes between copies that are not far apart may become zero: what else belongs there is
-  // to be put there afterwards.
+  // Starts copies from tensors to `buffer`, where they do not overlap. Neither may change until the
+  // returned event. Short gaps between copies may become zero, so the caller fills gaps afterwards.
   virtual Result<std::unique_ptr<DeviceEvent>> pack(std::span<const TensorCopy> copies,
                                                     MutableBytes buffer) const = 0;
 
-  // Has copies from and to memory that is not of `buffers` go on by themselves as well, until the
-  // last copy of what is returned is gone; nothing where they do anyway. Requires: the memory is
-  // there as long.
+  // Makes copies from and to memory outside `buffers` asynchronous, until the last copy of the
+  // returned pointer is destroyed. Returns null if they already are.
+  // Requires: the memory outlives the returned pointer.
   virtual Result<std::shared_ptr<void>> pin(MutableBytes bytes) const = 0;
 };
 
-// Tensors in ordinary memory. Lives as long as the process.
+// Returns the device of tensors in host memory. Valid until the process exits.
 const Device& cpu_device();
 
-// Carries out `copy` in ordinary memory. Source and destination do not overlap.
+// Executes `copy` in host memory. Requires: source and destination do not overlap.
 void copy_on_cpu(const StridedCopy& copy, const std::byte* src, std::byte* dst);
 
-// Copies `src` to `dst` and returns the CRC-32 of `crc`'s bytes followed by these, in one pass over
-// ordinary memory. Requires: dst.size() == src.size(), no overlap.
+// Copies `src` to `dst` in host memory. Returns `crc` extended by the CRC-32 of the copied bytes,
+// computed in the same pass.
+// Requires: dst.size() == src.size(); no overlap.
 uint32_t copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc);
 
 }  // namespace torch_ckpt

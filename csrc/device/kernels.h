@@ -1,7 +1,7 @@
 #pragma once
 
-// The kernels, as functions that start them on a stream and return. What they are given lies in
-// memory that the GPU can reach, until the stream is done with it.
+// Functions that launch kernels on a stream and return. Their arguments point to memory that the
+// GPU can access, and that stays valid until the stream has finished the kernel.
 
 #include <cuda_runtime_api.h>
 
@@ -11,7 +11,7 @@
 
 namespace torch_ckpt {
 
-// Workers [first_worker, worker_end) of a plan.
+// Runs workers [first_worker, worker_end) of a plan.
 cudaError_t launch_pack(const PackTables& tables, PackBases bases, int32_t first_worker,
                         int32_t worker_end, cudaStream_t stream);
 

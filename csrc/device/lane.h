@@ -1,8 +1,8 @@
 #pragma once
 
-// What headers need that a kernel and plain C++ share. Such a header says what one lane of a warp
-// does: a `.cu` file includes it for the GPU, a `.cc` file for a loop over all lanes, so that the
-// arithmetic of a kernel is tested where there is no GPU.
+// Definitions for headers that kernels and plain C++ share. Such a header defines the work of one
+// lane of a warp. A `.cu` file compiles it for the GPU, a `.cc` file into a loop over all lanes, so
+// a kernel's arithmetic is tested without a GPU.
 
 #include <cstdint>
 #include <cstring>
@@ -15,16 +15,17 @@
 
 namespace torch_ckpt {
 
-// Threads of a warp, which run in step.
+// Number of threads in a warp.
 inline constexpr uint32_t kLanes = 32;
 
-// The most that one instruction moves.
+// The largest unit that one instruction moves.
 struct alignas(16) Unit16 {
   uint64_t words[2];
 };
 
-// Loads and stores at multiples of the unit's size, each of them one instruction. Tables of kernels
-// hold addresses as numbers.
+// Loads and stores at multiples of the unit's size, one instruction each. Kernel tables store
+// addresses as integers.
+//
 // NOLINTBEGIN(performance-no-int-to-ptr)
 template <typename Unit>
 TORCH_CKPT_LANE Unit load_unit(uint64_t address) {

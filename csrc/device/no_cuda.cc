@@ -1,4 +1,4 @@
-// What a build without CUDA has of it.
+// The functions of cuda_device.h in a build without CUDA.
 
 #if !TORCH_CKPT_HAVE_CUDA
 

@@ -1,4 +1,4 @@
-// Packs tensors into a buffer or unpacks them out of it: pack_plan.h, on a GPU.
+// Executes a PackPlan on a GPU: packs tensors into a buffer or unpacks them from one.
 
 #include "device/kernels.h"
 

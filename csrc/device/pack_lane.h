@@ -1,10 +1,10 @@
 #pragma once
 
-// The tables of a pack kernel, and what one lane of a warp does with them. `pack_plan` makes them,
-// `pack.cu` runs them on a GPU and `pack_plan.cc` on the CPU.
+// The tables of a pack kernel, and the work of one lane of a warp. `pack_plan` makes the tables,
+// `pack.cu` executes them on a GPU, and tests execute them on the CPU.
 //
-// A warp is a *worker*: it has a run of *chunks*, each of them some units (1 to 16 bytes, moved by
-// one instruction) of a strided region. Chunks of one region share its *shape*.
+// Each warp is a *worker* with a run of *chunks*. A chunk consists of units (1 to 16 bytes, moved
+// by one instruction) of a strided region. Chunks of one region share its *shape*.
 
 #include <cstdint>
 
@@ -12,14 +12,14 @@
 
 namespace torch_ckpt {
 
-// More dimensions that nothing could merge are cut apart by the plan.
+// The plan splits copies that have more dimensions after merging.
 inline constexpr int kMaxPackDims = 5;
 
-// Units that a lane loads before it stores the first of them, so that it waits once for all.
+// Number of units that a lane loads before the first store, so that it waits for memory only once.
 inline constexpr uint32_t kUnitsInFlight = 4;
 
-// Division of numbers below 2^31 by one that is known beforehand: a multiplication and a shift,
-// where a GPU has no instruction to divide.
+// Division of numbers below 2^31 by a constant known in advance, as a multiplication and a shift.
+// GPUs have no division instruction.
 struct Divisor {
   uint32_t value = 1;
   uint32_t multiplier = 1;
@@ -27,24 +27,25 @@ struct Divisor {
 };
 
 struct PackDim {
-  int64_t src_stride = 0;  // In bytes.
+  int64_t src_stride = 0;  // Stride in bytes.
   int64_t dst_stride = 0;
-  Divisor size;  // In units.
+  Divisor size;  // Size in units.
 };
 
 struct PackShape {
   int32_t ndim = 0;
-  PackDim dims[kMaxPackDims];  // The innermost first.
+  PackDim dims[kMaxPackDims];  // Innermost first.
 };
 
-// Units [first, first + count) of a region.
+// Units [first, first + count) of a region. `src` and `dst` locate the region's unit 0: one is a
+// tensor address, the other an offset in the staging buffer.
 struct PackChunk {
-  int64_t src = 0;  // Of the region's unit 0: an address of a tensor, or an offset of the staging
-  int64_t dst = 0;  // buffer.
+  int64_t src = 0;
+  int64_t dst = 0;
   uint32_t first = 0;
   uint32_t count = 0;
-  int32_t shape = -1;  // -1: units lie one behind the other on both sides.
-  uint32_t width = 1;  // Bytes a unit.
+  int32_t shape = -1;  // Index into PackTables::shapes; -1 if contiguous on both sides.
+  uint32_t width = 1;  // Bytes per unit.
 };
 
 struct PackTables {
@@ -53,8 +54,9 @@ struct PackTables {
   const int32_t* first_chunk;  // Worker w has chunks [first_chunk[w], first_chunk[w + 1]).
 };
 
-// Added to what chunks state: the address of the staging buffer's offset 0 on one side, 0 on the
-// other. That address may lie outside of all memory, where a buffer holds a part of it.
+// Offsets added to `src` and `dst` of chunks: on one side the address of offset 0 of the staging
+// buffer, on the other 0. That address may be invalid if only a window of the staging buffer is in
+// memory.
 struct PackBases {
   uint64_t src = 0;
   uint64_t dst = 0;
@@ -70,7 +72,7 @@ struct UnitOffsets {
   int64_t dst;
 };
 
-// Where the unit that a region counts as `unit` lies, relative to its unit 0.
+// Returns the offsets of unit `unit` of a region, relative to its unit 0.
 TORCH_CKPT_LANE UnitOffsets unit_offsets(const PackChunk& chunk, const PackShape* shapes,
                                          uint32_t unit) {
   if (chunk.shape < 0) {
@@ -82,7 +84,7 @@ TORCH_CKPT_LANE UnitOffsets unit_offsets(const PackChunk& chunk, const PackShape
   uint32_t rest = unit;
   for (int32_t d = 0; d < shape.ndim; ++d) {
     const PackDim& dim = shape.dims[d];
-    // What is left is the index of the outermost dimension.
+    // The outermost dimension gets the whole remainder.
     const uint32_t outer = d + 1 < shape.ndim ? quotient(rest, dim.size) : 0;
     const int64_t index = rest - outer * dim.size.value;
     offsets.src += index * dim.src_stride;
@@ -114,7 +116,7 @@ TORCH_CKPT_LANE void copy_units(const PackChunk& chunk, const PackShape* shapes,
   }
 }
 
-// Everything that one lane of a worker has to do.
+// Executes the work of one lane of a worker.
 TORCH_CKPT_LANE void pack_lane(const PackTables& tables, PackBases bases, int32_t worker,
                                uint32_t lane) {
   for (int32_t c = tables.first_chunk[worker]; c < tables.first_chunk[worker + 1]; ++c) {

@@ -9,12 +9,12 @@
 namespace torch_ckpt {
 namespace {
 
-// Windows are not cut for gaps shorter than this: copying them costs less than another launch.
+// Shorter gaps do not end a window: copying a gap costs less than another launch.
 constexpr int64_t kMostGapNbytes = int64_t{64} << 10;
 
-// What starting on a chunk costs a warp, in units that it could have moved meanwhile.
+// Cost of starting a chunk, in units that a warp could move in the same time.
 constexpr int64_t kChunkCost = 64;
-// Below this a warp is not worth having.
+// Minimum work per warp.
 constexpr int64_t kLeastWorkerCost = 512 + kChunkCost;
 
 // Divisor needs numbers below 2^31.
@@ -22,17 +22,17 @@ constexpr int64_t kMostUnits = int64_t{1} << 30;
 
 constexpr int64_t kWidest = 16;
 
-// A dimension of a copy; strides in bytes.
+// A dimension of a copy. Strides are in bytes.
 struct Dim {
   int64_t size;
   int64_t tensor_stride;
   int64_t staging_stride;
 };
 
-// A copy in as few dimensions as it has, the outermost first; the last is of single bytes.
+// A copy with merged dimensions, outermost first. The last dimension counts single bytes.
 struct ByteCopy {
   std::byte* tensor = nullptr;
-  int64_t begin = 0;  // Bytes [begin, end) of the staging buffer, gaps included.
+  int64_t begin = 0;  // Range [begin, end) in the staging buffer, including gaps.
   int64_t end = 0;
   std::vector<Dim> dims;
 };
@@ -46,7 +46,8 @@ Divisor divisor(int64_t value) {
           shift};
 }
 
-// The largest power of two that divides all numbers whose bits are in `bits`.
+// Returns the largest power of two, at most kWidest, that divides all numbers in `bits`, their
+// bitwise OR.
 int64_t widest_unit(uint64_t bits) {
   bits |= kWidest;
   return static_cast<int64_t>(bits & (~bits + 1));
@@ -68,8 +69,9 @@ std::vector<Dim> merged(const std::vector<Dim>& dims) {
   return out;
 }
 
-// The bytes from the first to the last of a copy's staging side; nothing where elements are not
-// one behind the other or numbers do not fit. Requires: dims by falling staging strides.
+// Returns the extent of a copy in the staging buffer, from its first to its last byte. Returns
+// nullopt if elements overlap or the extent overflows.
+// Requires: `dims` are in descending order of staging strides.
 std::optional<int64_t> staging_extent(const std::vector<Dim>& dims) {
   int64_t extent = 1;
   for (size_t d = dims.size(); d-- > 0;) {
@@ -101,7 +103,7 @@ class Planner {
     int64_t end = 0;
     for (const ByteCopy& copy : found) {
       if (plan_.direction == PackDirection::kPack && copy.begin < end) {
-        return invalid_argument("two copies meet at ", copy.begin, " of the staging buffer");
+        return invalid_argument("two copies overlap at ", copy.begin, " of the staging buffer");
       }
       end = std::max(end, copy.end);
       RETURN_IF_ERROR(copy.dims.size() == 1 ? put_contiguous(copy) : put_strided(copy));
@@ -121,7 +123,7 @@ class Planner {
 
   bool packs() const { return plan_.direction == PackDirection::kPack; }
 
-  // A region whose unit 0 is at these places. Its shape and count are the caller's to set.
+  // Returns a region with unit 0 at these places. The caller sets shape and count.
   PackChunk region_at(std::byte* tensor, int64_t staging, int64_t width) const {
     const auto address = static_cast<int64_t>(bits_of(tensor));
     return {.src = packs() ? address : staging,
@@ -129,7 +131,7 @@ class Planner {
             .width = static_cast<uint32_t>(width)};
   }
 
-  // Where the unit that is `i` units behind the chunk's first lies in the staging buffer.
+  // Returns the staging offset of the unit `i` units after the chunk's first unit.
   int64_t staging_offset(const PackChunk& chunk, int64_t i) const {
     const auto unit = static_cast<uint32_t>(chunk.first + i);
     const UnitOffsets offsets = unit_offsets(chunk, plan_.shapes.data(), unit);
@@ -139,8 +141,8 @@ class Planner {
   const PackOptions options_;
   PackPlan plan_;
   std::map<std::vector<int64_t>, int32_t> shape_numbers_;
-  PackWindow window_;             // The one being filled,
-  std::vector<PackChunk> parts_;  // and what is in it; none: there is no such window.
+  PackWindow window_;               // The open window.
+  std::vector<PackChunk> regions_;  // Regions in the open window; if empty, no window is open.
 };
 
 Status Planner::add_copy(const TensorCopy& from, std::vector<ByteCopy>& out) const {
@@ -176,21 +178,21 @@ Status Planner::add_copy(const TensorCopy& from, std::vector<ByteCopy>& out) con
   return ok_status();
 }
 
-// Wide units, and bytes before the first and behind the last address that they can have.
+// Uses wide units between the first and the last aligned address, and single bytes outside.
 Status Planner::put_contiguous(const ByteCopy& copy) {
   const int64_t nbytes = copy.end - copy.begin;
   if (nbytes >= options_.direct_nbytes) {
-    if (packs()) close_window();  // One that went on behind it would be copied over it.
+    if (packs()) close_window();  // A window that continued past this copy would overwrite it.
     plan_.direct.push_back({copy.tensor, copy.begin, nbytes});
     return ok_status();
   }
   const int64_t width = widest_unit(bits_of(copy.tensor) ^ bits_of(copy.begin));
   const int64_t head = std::min(nbytes, align_up(copy.begin, width) - copy.begin);
   const int64_t body = align_down(nbytes - head, width);
-  const auto put = [&](int64_t at, int64_t part, int64_t unit) {
-    if (part == 0) return ok_status();
+  const auto put = [&](int64_t at, int64_t length, int64_t unit) {
+    if (length == 0) return ok_status();
     PackChunk region = region_at(copy.tensor + at, copy.begin + at, unit);
-    region.count = static_cast<uint32_t>(part / unit);
+    region.count = static_cast<uint32_t>(length / unit);
     return put_region(region);
   };
   RETURN_IF_ERROR(put(0, head, 1));
@@ -198,7 +200,7 @@ Status Planner::put_contiguous(const ByteCopy& copy) {
   return put(head + body, nbytes - head - body, 1);
 }
 
-// Units as wide as every row and every step allow.
+// Uses the widest units that all rows and strides allow.
 Status Planner::put_strided(const ByteCopy& copy) {
   std::vector<Dim> dims = copy.dims;
   Dim& run = dims.back();
@@ -219,10 +221,10 @@ Status Planner::put_units(const std::vector<Dim>& dims, std::byte* tensor, int64
   const bool too_many_dims = dims.size() > size_t{kMaxPackDims};
   if (too_many_dims || units > kMostUnits) {
     const Dim& outer = dims.front();
-    const int64_t part = too_many_dims ? 1 : (outer.size + 1) / 2;
-    for (int64_t i = 0; i < outer.size; i += part) {
+    const int64_t step = too_many_dims ? 1 : (outer.size + 1) / 2;
+    for (int64_t i = 0; i < outer.size; i += step) {
       std::vector<Dim> inner = dims;
-      inner.front().size = std::min(part, outer.size - i);
+      inner.front().size = std::min(step, outer.size - i);
       if (inner.front().size == 1) inner.erase(inner.begin());
       RETURN_IF_ERROR(put_units(inner, tensor + i * outer.tensor_stride,
                                 staging + i * outer.staging_stride, width));
@@ -256,20 +258,20 @@ int32_t Planner::shape_of(const std::vector<Dim>& dims) {
   return next;
 }
 
-// Cuts a region where windows end. Offsets in the staging buffer rise from unit to unit.
+// Cuts a region at window ends. Staging offsets ascend from unit to unit.
 Status Planner::put_region(PackChunk region) {
   const auto end_of = [&](int64_t count) {
     return staging_offset(region, count - 1) + int64_t{region.width};
   };
   while (region.count > 0) {
     const int64_t begin = staging_offset(region, 0);
-    // A later copy may begin before the end of an earlier one, where that has gaps.
-    if (!parts_.empty() &&
+    // A later copy may begin inside the gaps of an earlier one.
+    if (!regions_.empty() &&
         (begin < window_.begin || begin > window_.end + kMostGapNbytes ||
          begin + int64_t{region.width} > window_.base() + options_.window_nbytes)) {
       close_window();
     }
-    if (parts_.empty()) window_.begin = window_.end = begin;
+    if (regions_.empty()) window_.begin = window_.end = begin;
     const int64_t limit = window_.base() + options_.window_nbytes;
     if (end_of(1) > limit) {
       return invalid_argument("a window of ", options_.window_nbytes, " bytes is too small");
@@ -283,37 +285,38 @@ Status Planner::put_region(PackChunk region) {
       }
     }
     window_.end = std::max(window_.end, end_of(fits));
-    parts_.push_back(region);
-    parts_.back().count = static_cast<uint32_t>(fits);
+    regions_.push_back(region);
+    regions_.back().count = static_cast<uint32_t>(fits);
     region.first += static_cast<uint32_t>(fits);
     region.count -= static_cast<uint32_t>(fits);
   }
   return ok_status();
 }
 
-// Shares what is in the window out to workers.
+// Distributes the regions of the open window over workers, and closes the window.
 void Planner::close_window() {
-  if (parts_.empty()) return;
+  if (regions_.empty()) return;
   int64_t cost = 0;
-  for (const PackChunk& part : parts_) cost += int64_t{part.count} + kChunkCost;
+  for (const PackChunk& region : regions_) cost += int64_t{region.count} + kChunkCost;
   const int64_t share = std::max(kLeastWorkerCost, cost / options_.workers + 1);
   const auto worker_count = [&] { return static_cast<int32_t>(plan_.first_chunk.size()) - 1; };
   window_.first_worker = worker_count();
-  plan_.first_chunk.pop_back();  // Where this window's chunks begin: its first worker says so.
+  // Drop the end marker: the first worker of this window adds the same value.
+  plan_.first_chunk.pop_back();
   int64_t left = 0;
-  for (PackChunk& part : parts_) {
-    while (part.count > 0) {
+  for (PackChunk& region : regions_) {
+    while (region.count > 0) {
       if (left <= kChunkCost) {
         plan_.first_chunk.push_back(static_cast<int32_t>(plan_.chunks.size()));
         left = share;
       }
-      // Cut so that no warp has lanes without work in the middle of a region.
-      const int64_t most = align_up(left - kChunkCost, int64_t{kLanes});
-      const auto count = static_cast<uint32_t>(std::min(int64_t{part.count}, most));
-      plan_.chunks.push_back(part);
+      // Whole warps of units: no lane idles in the middle of a region.
+      const int64_t max_units = align_up(left - kChunkCost, int64_t{kLanes});
+      const auto count = static_cast<uint32_t>(std::min(int64_t{region.count}, max_units));
+      plan_.chunks.push_back(region);
       plan_.chunks.back().count = count;
-      part.first += count;
-      part.count -= count;
+      region.first += count;
+      region.count -= count;
       left -= int64_t{count} + kChunkCost;
     }
   }
@@ -321,7 +324,7 @@ void Planner::close_window() {
   window_.worker_end = worker_count();
   plan_.window_nbytes = std::max(plan_.window_nbytes, window_.end - window_.base());
   plan_.windows.push_back(window_);
-  parts_.clear();
+  regions_.clear();
 }
 
 }  // namespace

@@ -1,16 +1,16 @@
 #pragma once
 
-// What a GPU has to do to bring many tensors into one buffer, or out of it: as a plain value, made
-// once and used as often as the tensors stay where they are.
+// The work of a GPU that packs many tensors into one buffer or unpacks them from it. A plan is a
+// plain value that stays valid as long as the tensors stay at their addresses.
 //
-// A copy call a tensor would cost microseconds of a thread each, and more for tensors that are
-// strided. So all copies between tensors and the *staging buffer* (the image of a file, or a part
-// of a file that was read) become tables for one kernel, which shares them out so that every warp
-// has about as much to move. Only what is large and contiguous is left to copy calls, which then
-// move it without the kernel.
+// One copy call per tensor would cost microseconds of CPU time each, and more for strided tensors.
+// A plan therefore has tables for one kernel, which execute all copies between tensors and the
+// *staging buffer*. The staging buffer is the image of a file, or a range that was read from a
+// file. Every warp of the kernel gets about the same amount of work. Large contiguous copies bypass
+// the kernel and use copy calls.
 //
-// A device need not hold the whole staging buffer: a plan cuts it into *windows*, each of which one
-// launch fills or empties.
+// A device need not have room for the whole staging buffer: a plan cuts it into *windows*. One
+// launch fills or empties one window.
 
 #include <cstdint>
 #include <span>
@@ -24,7 +24,7 @@
 
 namespace torch_ckpt {
 
-// The memory that holds a window starts at a multiple of this, as that which CUDA gives does.
+// The alignment of the memory for a window. CUDA allocations have it.
 inline constexpr int64_t kStagingAlignment = 256;
 
 enum class PackDirection {
@@ -32,7 +32,7 @@ enum class PackDirection {
   kUnpack,  // From the staging buffer to tensors.
 };
 
-// A contiguous tensor that is worth a copy call of its own.
+// A contiguous tensor that is large enough for a copy call of its own.
 struct DirectCopy {
   std::byte* tensor = nullptr;
   int64_t staging_offset = 0;
@@ -41,16 +41,16 @@ struct DirectCopy {
   bool operator==(const DirectCopy&) const = default;
 };
 
-// Bytes [begin, end) of the staging buffer, and the workers that move what lies there. Of a window
-// that was packed, bytes between copies are nobody's.
+// Bytes [begin, end) of the staging buffer, and the workers that move them. In a packed window, the
+// bytes between copies are unspecified.
 struct PackWindow {
   int64_t begin = 0;
   int64_t end = 0;
   int32_t first_worker = 0;
   int32_t worker_end = 0;
 
-  // The offset that the start of the window's memory stands for, so that what is aligned in the
-  // staging buffer is in the window.
+  // The staging offset that corresponds to the start of the window's memory. Bytes thus have the
+  // same alignment in the window as in the staging buffer.
   int64_t base() const { return align_down(begin, kStagingAlignment); }
 
   bool operator==(const PackWindow&) const = default;
@@ -59,7 +59,7 @@ struct PackWindow {
 struct PackPlan {
   PackDirection direction = PackDirection::kPack;
   int64_t staging_nbytes = 0;
-  int64_t window_nbytes = 0;  // What the memory for a window has to hold.
+  int64_t window_nbytes = 0;  // Required memory for one window, in bytes.
   std::vector<DirectCopy> direct;
   std::vector<PackWindow> windows;
   std::vector<PackShape> shapes;
@@ -68,24 +68,25 @@ struct PackPlan {
 
   PackTables tables() const { return {shapes.data(), chunks.data(), first_chunk.data()}; }
 
-  // For a window whose memory begins at `memory`.
+  // Returns the bases for a window whose memory starts at `memory`.
   PackBases bases(const PackWindow& window, const std::byte* memory) const;
 };
 
 struct PackOptions {
   int64_t staging_nbytes = 0;
-  // The most that a device holds of the staging buffer at a time.
+  // Maximum size of a window.
   int64_t window_nbytes = int64_t{32} << 20;
-  // Contiguous copies of at least as much are left out of the kernel.
+  // Contiguous copies of at least this size use copy calls.
   int64_t direct_nbytes = int64_t{1} << 20;
-  // Warps that a device can have at work at once; a few more or less cost little.
+  // Number of warps that a device runs concurrently; need not be exact.
   int32_t workers = 8192;
 };
 
-// Requires of the caller: the tensors' sides lie in memory; where they are destinations, they do
-// not overlap. kInvalidArgument where that of a staging side is not so: outside of the buffer, two
-// elements in one place, or with kPack two copies (counted from first to last byte) in one; and
-// where what one instruction moves does not fit into a window.
+// Makes a plan.
+// Requires: the tensors' sides are valid memory; as destinations, they do not overlap.
+// Errors: kInvalidArgument in four cases. A copy's staging side is outside the buffer. Elements of
+// a copy overlap in the staging buffer. Two copies overlap there (kPack only, counted from first to
+// last byte). A window is smaller than one unit.
 Result<PackPlan> plan_pack(PackDirection direction, std::span<const TensorCopy> copies,
                            const PackOptions& options);
 

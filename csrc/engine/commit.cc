@@ -5,8 +5,8 @@
 namespace torch_ckpt {
 namespace {
 
-// Makes the way to a directory durable. Folders that this process may not open are somebody else's,
-// and older.
+// Syncs all folders above a directory. Folders that this process may not open are skipped: another
+// user owns them, and they existed before.
 Status sync_folders_above(FileSystem& fs, const std::string& directory) {
   std::string folder = directory;
   for (std::string parent; (parent = parent_directory(folder)) != folder; folder = parent) {
@@ -21,7 +21,7 @@ Status prepare(FileSystem& fs, const Commit& what, const std::string& index,
                const std::string& metadata) {
   RETURN_IF_ERROR(write_file(fs, index, what.index, what.sync));
   RETURN_IF_ERROR(write_file(fs, metadata, what.metadata, what.sync));
-  // The rename may become durable before the entry of a file that was created earlier.
+  // Otherwise the rename may become durable before the entry of a file that was created earlier.
   if (!what.sync) return ok_status();
   RETURN_IF_ERROR(fs.sync_directory(what.directory));
   return sync_folders_above(fs, what.directory);
@@ -33,25 +33,26 @@ Status commit(FileSystem& fs, const Commit& what) {
   const auto path = [&](const std::string& name) { return what.directory + "/" + name; };
   const std::string index = path(what.names.pending_index(what.save_id));
   const std::string metadata = path(what.names.pending_metadata(what.save_id));
-  // What cannot be removed is never read, and the next save removes it.
-  const auto remove_the_rest = [&] {
+  // Best effort: readers ignore these files without a commit, and the next save removes them.
+  const auto remove_index_and_data = [&] {
     (void)fs.remove(index);
     for (const std::string& name : what.data_files) (void)fs.remove(path(name));
   };
   const Status prepared = prepare(fs, what, index, metadata);
   if (!prepared.ok()) {
     (void)fs.remove(metadata);
-    remove_the_rest();
+    remove_index_and_data();
     return prepared;
   }
   const Status renamed = fs.rename(metadata, path(what.names.metadata));
   if (!renamed.ok()) {
-    // A file server may have renamed it and lost the answer: then the metadata need all the rest.
-    if (fs.remove(metadata).ok()) remove_the_rest();
+    // A file server may have renamed the file and lost the reply. Then the metadata is committed,
+    // and needs the index and the data files.
+    if (fs.remove(metadata).ok()) remove_index_and_data();
     return renamed;
   }
   if (what.sync) RETURN_IF_ERROR(fs.sync_directory(what.directory));
-  // Best effort: it is found under its pending name as well, only not as fast.
+  // Best effort: a reader also finds the pending name, but more slowly.
   (void)fs.rename(index, path(what.names.index));
   return ok_status();
 }

@@ -1,7 +1,7 @@
 #pragma once
 
-// Commit: the one step that makes a checkpoint visible. Before it there is no new checkpoint, and
-// whatever was committed in the directory before is still what a reader finds.
+// Commit: the step that makes a checkpoint visible. Before the commit, a reader finds the
+// checkpoint that was committed to the directory earlier, if any.
 
 #include <span>
 #include <string>
@@ -12,17 +12,16 @@
 
 namespace torch_ckpt {
 
-// The names of one checkpoint's metadata and index. Ranks that save without coordination have names
-// of their own.
+// File names of one checkpoint's metadata and index. Each rank that saves without coordination uses
+// different names.
 struct CommitNames {
   std::string metadata = ".metadata";
   std::string index = ".index";
 
-  // An index that is complete but has not come to its usual name yet, and one that never will
-  // because its save failed.
+  // Name of a complete index before its rename. An index of a failed save may retain this name.
   std::string pending_index(const std::string& save_id) const { return index + "." + save_id; }
 
-  // `.metadata` that is not committed yet, or never was.
+  // Name of the metadata before the commit.
   std::string pending_metadata(const std::string& save_id) const {
     return metadata + "." + save_id + ".tmp";
   }
@@ -32,26 +31,27 @@ struct Commit {
   std::string directory;
   CommitNames names;
   Bytes metadata;
-  Bytes index;          // Sealed to `metadata`.
-  std::string save_id;  // Keeps what different saves write apart.
-  // Names in `directory` of what the metadata refer to, removed if they are certainly not
-  // committed.
+  Bytes index;          // Belongs to `metadata`: states its save id, length and checksum.
+  std::string save_id;  // Makes the pending names of each save unique.
+  // Names in `directory` of the data files that the metadata refers to. Removed on an error, if the
+  // commit certainly did not happen.
   std::span<const std::string> data_files = {};
-  bool sync = true;  // Without, the end of the process cannot harm it, but a power cut may lose
-                     // both it and what it replaces.
+  // If false, the checkpoint survives a process crash, but a power cut may lose both it and the
+  // checkpoint that it replaces.
+  bool sync = true;
 };
 
-// Publishes metadata and index, in place of those that were there, in one step. The data files that
-// they refer to are durable, entries of the directory included, before this is called.
+// Publishes metadata and index atomically, replacing the committed ones.
+// Requires: the data files are durable, including their directory entries.
 //
-//   1. The index is written under its pending name and the metadata under theirs. Both are synced.
-//      Then the directory is, and so are those above it: somebody may have made them just before.
-//   2. The metadata is renamed to its usual name: the commit. The directory is synced again.
-//   3. The index is renamed to its usual name. A reader finds it under either.
+//   1. Writes index and metadata under their pending names. Syncs both files, the directory, and
+//      the folders above it, since the caller may have created them just before.
+//   2. Renames the metadata to its final name, which is the commit. Syncs the directory again.
+//   3. Renames the index to its final name. A reader finds the index under either name.
 //
-// On an error the former checkpoint is still in place and what was written is removed, data files
-// included, except that after a failed sync of the directory in 2, or a rename that may have been
-// done all the same, either checkpoint may be found: then nothing is removed.
+// On an error the former checkpoint stays committed, and the index, metadata and data files of this
+// save are removed. Exception: if the sync in step 2 fails, or the rename fails but may have
+// happened, either checkpoint may be committed, and no file is removed.
 Status commit(FileSystem& fs, const Commit& what);
 
 }  // namespace torch_ckpt

@@ -6,12 +6,12 @@ namespace torch_ckpt {
 
 Result<int64_t> FileSums::first_mismatch(int64_t offset, Bytes bytes) const {
   const int64_t first = offset / block_nbytes;
-  BlockSums part;
-  part.block_nbytes = block_nbytes;
-  part.file_nbytes = ssize(bytes);
-  ASSIGN_OR_RETURN(part.sums,
+  BlockSums expected;
+  expected.block_nbytes = block_nbytes;
+  expected.file_nbytes = ssize(bytes);
+  ASSIGN_OR_RETURN(expected.sums,
                    index_->sums(file_, first, first + block_count(ssize(bytes), block_nbytes)));
-  const int64_t mismatch = part.first_mismatch(0, bytes);
+  const int64_t mismatch = expected.first_mismatch(0, bytes);
   return mismatch < 0 ? mismatch : offset + mismatch;
 }
 

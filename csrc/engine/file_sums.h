@@ -1,7 +1,7 @@
 #pragma once
 
-// The sums of one data file, fetched from the index for those blocks that are read. LoadJob and
-// VerifyJob open one with each file; ReadStream checks what it reads against it.
+// FileSums: the block checksums of one data file, read from the index on demand. LoadJob and
+// VerifyJob create one for each open file. ReadStream verifies the blocks that it reads.
 
 #include <cstdint>
 #include <memory>
@@ -14,7 +14,7 @@
 
 namespace torch_ckpt {
 
-// Immutable, so that any thread may use it.
+// Immutable and safe to use from any thread.
 class FileSums : public BlockGrid {
  public:
   FileSums(std::shared_ptr<const StoredIndex> index, StoredFile file)
@@ -22,12 +22,13 @@ class FileSums : public BlockGrid {
         index_(std::move(index)),
         file_(std::move(file)) {}
 
-  // The first byte of the first block in `bytes`, which begin at `offset` of the file, whose
-  // checksum does not match; -1 where all match.
-  // Requires: `bytes` are whole blocks of the file. Errors: of reading the index.
+  // Returns the file offset of the first block whose checksum does not match, or -1 if all blocks
+  // match. `bytes` begin at `offset` of the file.
+  // Requires: `bytes` are whole blocks of the file. Errors: those of reading the index.
   Result<int64_t> first_mismatch(int64_t offset, Bytes bytes) const;
 
-  // Whether the sums of all blocks in a range can be had. Requires: it lies in the file.
+  // Checks that the index can supply the sums of all blocks in `range`.
+  // Requires: the range lies in the file.
   Status check(const ByteRange& range) const;
 
  private:

@@ -1,7 +1,7 @@
 #pragma once
 
-// A tensor of the training process, as the engine sees it: a view of memory that somebody else
-// keeps alive for as long as a job may touch it.
+// LiveTensor: a strided view of a tensor of the training process. The view does not own the memory.
+// The caller owns the memory until every job that accesses the tensor has ended.
 
 #include <string>
 
@@ -21,11 +21,11 @@ struct LiveTensor {
   const Device* device = &cpu_device();
 };
 
-// Whether its elements lie one behind the other, in row-major order.
+// Whether the elements lie in row-major order without gaps.
 bool is_contiguous(const LiveTensor& tensor);
 
-// Packs the bytes that the elements [begin, end) of a strided tensor in ordinary memory, counted in
-// row-major order, take one after another.
+// Packs the elements [begin, end) of a strided tensor in host memory into `out`, without gaps.
+// `begin` and `end` count elements in row-major order.
 void pack_elements(const LiveTensor& tensor, int64_t begin, int64_t end, MutableBytes out);
 
 }  // namespace torch_ckpt

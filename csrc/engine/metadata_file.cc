@@ -11,7 +11,7 @@
 namespace torch_ckpt {
 namespace {
 
-// What is longer may be mostly hole.
+// Bounds the allocation for a damaged file that is mostly a hole.
 constexpr int64_t kMaxNbytes = int64_t{8} << 30;
 
 }  // namespace
@@ -35,13 +35,13 @@ Status MetadataFile::wrong_sum() const {
 
 Result<std::vector<std::byte>> MetadataFile::read_pickle(bool verify) const {
   if (nbytes_ > kMaxNbytes) {
-    return corruption("cannot read ", path(), ": it is ", nbytes_, " bytes long, and at most ",
-                      kMaxNbytes, " are expected");
+    return corruption("cannot read ", path(), ": it has ", nbytes_, " bytes, more than ",
+                      kMaxNbytes);
   }
   std::vector<std::byte> bytes;
   try {
     bytes.resize(static_cast<size_t>(trailer_ ? trailer_->pickle.nbytes : nbytes_));
-  } catch (const std::exception&) {  // A damaged file may claim any size.
+  } catch (const std::exception&) {  // A damaged file can have any size.
     return errno_status(ENOMEM, str_cat("cannot read ", nbytes_, " bytes of ", path()));
   }
   if (!bytes.empty()) RETURN_IF_ERROR(file_->read(0, bytes));
@@ -58,14 +58,14 @@ Status MetadataFile::check_pickle() const {
     return Status(trailer_status_.code(),
                   str_cat("cannot check ", path(), ": ", trailer_status_.message()));
   }
-  constexpr int64_t kPieceNbytes = int64_t{1} << 20;
-  std::vector<std::byte> piece(static_cast<size_t>(kPieceNbytes));
+  constexpr int64_t kBufferNbytes = int64_t{1} << 20;
+  std::vector<std::byte> buffer(static_cast<size_t>(kBufferNbytes));
   Xxh3Stream sum;
-  for (int64_t at = 0; at < trailer_->pickle.nbytes; at += kPieceNbytes) {
-    const MutableBytes part =
-        slice(MutableBytes(piece), 0, std::min(kPieceNbytes, trailer_->pickle.nbytes - at));
-    RETURN_IF_ERROR(file_->read(at, part));
-    sum.update(part);
+  for (int64_t at = 0; at < trailer_->pickle.nbytes; at += kBufferNbytes) {
+    const MutableBytes chunk =
+        slice(MutableBytes(buffer), 0, std::min(kBufferNbytes, trailer_->pickle.nbytes - at));
+    RETURN_IF_ERROR(file_->read(at, chunk));
+    sum.update(chunk);
   }
   return sum.finish() == trailer_->pickle.sum ? ok_status() : wrong_sum();
 }

@@ -1,8 +1,8 @@
 #pragma once
 
-// A checkpoint's `.metadata`: its pickle, and the trailer that says what the pickle must be.
-// Opening reads the trailer alone. Used by open_checkpoint; what it opened is then read by those
-// who need the pickle, and by `torch-ckpt verify`.
+// MetadataFile: a checkpoint's `.metadata`, which consists of a pickle and a trailer. The trailer
+// states the length and checksum of the pickle. Opening reads only the trailer. open_checkpoint
+// opens the file; loads and `torch-ckpt verify` read the pickle.
 
 #include <cstdint>
 #include <memory>
@@ -16,24 +16,25 @@
 
 namespace torch_ckpt {
 
-// Stays what it was when another save replaces it. Safe to use from any thread.
+// The contents stay the same when another save replaces the file. Safe to use from any thread.
 class MetadataFile {
  public:
-  // Errors: kNotFound; kStorage. A trailer that is missing or damaged is no error here.
+  // Errors: kNotFound; kStorage. A missing or damaged trailer is not an error here.
   static Result<std::shared_ptr<MetadataFile>> open(FileSystem& fs, const std::string& path);
 
   const std::string& path() const { return file_->path(); }
   int64_t nbytes() const { return nbytes_; }
 
-  // What follows the pickle; nothing in what stock DCP has written, or where it is damaged.
+  // The trailer; nullopt if stock DCP wrote the file or the trailer is damaged.
   const std::optional<MetadataTrailer>& trailer() const { return trailer_; }
-  const Status& trailer_status() const { return trailer_status_; }  // Why it is not there.
+  const Status& trailer_status() const { return trailer_status_; }  // Why the trailer is absent.
 
-  // The pickle, without what follows it. Errors: with `verify`, kCorruption for one that fails the
-  // trailer's checksum; kStorage.
+  // Reads the pickle, without the trailer. Errors: kCorruption if the file is implausibly long, or
+  // if `verify` is set and the pickle fails the trailer's checksum; kStorage.
   Result<std::vector<std::byte>> read_pickle(bool verify = true) const;
 
-  // As `read_pickle`, in little memory. Errors: kCorruption where there is no trailer, too.
+  // Verifies the checksum of the pickle in bounded memory. Errors: kCorruption if the checksum does
+  // not match or there is no trailer; kStorage.
   Status check_pickle() const;
 
  private:

@@ -6,7 +6,8 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr int kAttempts = 4;  // Of a directory that others save into.
+// Bounds the retries while other processes commit to the same directory.
+constexpr int kAttempts = 4;
 
 Result<std::shared_ptr<const StoredIndex>> open_index(FileSystem& fs, const std::string& path) {
   ASSIGN_OR_RETURN(auto opened, fs.open(path, OpenMode::kRead, Caching::kBuffered));
@@ -21,8 +22,8 @@ bool belongs(const StoredIndex& index, const MetadataFile& metadata) {
   return trailer && index.save_id() == trailer->save_id && index.metadata() == trailer->pickle;
 }
 
-// The index of these metadata under a pending name: the save that wrote it ended between commit and
-// rename. Others are what is left of failed saves, in whatever state.
+// Returns the index of `metadata` that still has its pending name, because its save ended between
+// commit and rename. Other pending indexes are leftovers of failed saves and may be damaged.
 std::shared_ptr<const StoredIndex> find_pending_index(FileSystem& fs, const std::string& directory,
                                                       const CommitNames& names,
                                                       const MetadataFile& metadata) {
@@ -51,7 +52,7 @@ Result<OpenedCheckpoint> open_once(FileSystem& fs, const std::string& directory,
     if (opened.index != nullptr) return opened;
   }
   if (index.status().code() == StatusCode::kNotFound) {
-    // It may have been renamed from the pending name while that was looked for.
+    // Another process may have renamed the pending index after the first open.
     index = open_index(fs, directory + "/" + names.index);
     if (index.ok() && belongs(**index, *opened.metadata)) {
       opened.index = *index;
@@ -68,9 +69,9 @@ Result<OpenedCheckpoint> open_once(FileSystem& fs, const std::string& directory,
 Result<OpenedCheckpoint> open_checkpoint(FileSystem& fs, const std::string& directory,
                                          const CommitNames& names) {
   ASSIGN_OR_RETURN(OpenedCheckpoint opened, open_once(fs, directory, names));
-  // Between the opening of the two, a save may have committed another pair, or the directory may
-  // have been removed: then the second attempt finds no metadata either. Only metadata without
-  // trailer never had an index.
+  // Between the two opens, another save may commit or the directory may be removed. A removed
+  // directory makes the next attempt fail with kNotFound. Only metadata without a trailer never had
+  // an index.
   const auto should_have_one = [&] {
     return opened.index_status.code() != StatusCode::kNotFound || opened.metadata->trailer();
   };

@@ -1,8 +1,8 @@
 #pragma once
 
-// Opens a checkpoint: `.metadata`, which alone says that there is one, and the index that belongs
-// to it. The counterpart of commit.h. Reads the end of the one and the start of the other, however
-// long they are.
+// Opens a committed checkpoint: `.metadata`, which marks the commit, and the index that belongs to
+// it. The counterpart of commit.h. Reads only the trailer of `.metadata` and the header of the
+// index, whatever their sizes.
 
 #include <memory>
 #include <string>
@@ -18,17 +18,18 @@ namespace torch_ckpt {
 struct OpenedCheckpoint {
   std::shared_ptr<const MetadataFile> metadata;
 
-  // The index that is sealed to `metadata`; null where there is none.
+  // The index that belongs to `metadata`; null if there is none.
   std::shared_ptr<const StoredIndex> index;
 
-  // Where `index` is null: one of the usual name that belongs to other metadata, or is damaged. It
-  // is for the caller to tell damage from what an older save, or stock DCP, has left behind.
+  // If `index` is null: the readable index under the usual name, which belongs to other metadata.
+  // The caller distinguishes damage from a leftover of an older save or of stock DCP.
   std::shared_ptr<const StoredIndex> other_index;
-  Status index_status;  // Why it cannot be read.
+  Status index_status;  // Why the index under the usual name is unreadable.
 };
 
-// Both files stay open, and what they were, as long as what is returned lives; `fs` outlives it.
-// Errors: kNotFound where nothing is committed; kStorage. A damaged index is no error here.
+// Both files stay open, with unchanged contents, for the lifetime of the result.
+// Requires: `fs` outlives the result.
+// Errors: kNotFound if no checkpoint is committed; kStorage. A damaged index is not an error here.
 Result<OpenedCheckpoint> open_checkpoint(FileSystem& fs, const std::string& directory,
                                          const CommitNames& names = {});
 

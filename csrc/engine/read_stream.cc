@@ -16,28 +16,29 @@
 namespace torch_ckpt {
 namespace {
 
-// Unwanted bytes that are cheaper to read than to make another request for.
+// Reading this many unwanted bytes is cheaper than another request.
 constexpr int64_t kMaxGap = int64_t{32} << 10;
 
-// Ranges at least this long that have a destination are read on their own, in place if they can be.
+// Ranges with a destination and at least this length get a request of their own, in place if
+// possible.
 constexpr int64_t kInPlaceNbytes = int64_t{256} << 10;
 
 bool is_aligned(const std::byte* address, int64_t alignment) {
   return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(alignment) == 0;
 }
 
-// What must begin and end at multiples of it: what is checked, or else what is read directly.
+// Granularity of verified reads (the checksum block), or else of direct reads.
 int64_t grain_of(const FileSums* sums) {
   return sums == nullptr ? kReadAlignment : sums->block_nbytes;
 }
 
-// One request: it serves the wanted ranges order[first, last) of the work.
+// One read request. It serves the wanted ranges order[first, last) of the work.
 struct Task {
   File* file;
   ByteRange range;
   int64_t first;
   int64_t last;
-  std::byte* destination;  // Of its only range, where that may be read in place; else nullptr.
+  std::byte* destination;  // Destination of a single range that may be read in place, or nullptr.
 };
 
 }  // namespace
@@ -63,7 +64,7 @@ ByteRange checkable_range(const WantedRange& want) {
   return {want.sums->block_begin(want.range.begin), want.sums->block_end(want.range.end)};
 }
 
-// What the lanes share while a run lasts.
+// State that the lanes share during a run.
 struct ReadStream::Work {
   std::span<const WantedRange> wanted;
   const ConsumeRange& consume;
@@ -76,7 +77,7 @@ struct ReadStream::Work {
 
   Work(std::span<const WantedRange> ranges, const ConsumeRange& consumer, int64_t max_nbytes)
       : wanted(ranges), consume(consumer) {
-    std::map<File*, std::vector<int64_t>> shared;  // Ranges that may share a read.
+    std::map<File*, std::vector<int64_t>> shared;  // Ranges that may share a request.
     for (int64_t i = 0; i < static_cast<int64_t>(wanted.size()); ++i) {
       const WantedRange& want = wanted[static_cast<size_t>(i)];
       if (want.destination == nullptr || want.range.nbytes() < kInPlaceNbytes ||
@@ -112,7 +113,7 @@ struct ReadStream::Work {
     stopped = true;
   }
 
-  // Some of the FQNs that a task reads bytes of in `range`: "'a', 'b'".
+  // Lists at most kMostNames FQNs whose bytes the task reads in `range`: "'a', 'b'".
   std::string names_in(const Task& task, const ByteRange& range) const {
     constexpr size_t kMostNames = 8;
     std::set<std::string> names;
@@ -131,7 +132,7 @@ struct ReadStream::Work {
     return out;
   }
 
-  // The status of a failed read, with FQNs that it was for.
+  // Adds the FQNs of a failed read to its status.
   Status with_name(const Task& task, const Status& error) const {
     const WantedRange& first = wanted[static_cast<size_t>(order[static_cast<size_t>(task.first)])];
     const std::string names = names_in(task, first.range);
@@ -140,21 +141,21 @@ struct ReadStream::Work {
                   error.error_number());
   }
 
-  // Checks what a task has read against the sums of its blocks.
+  // Verifies the bytes of a task against the block checksums.
   Status check_task(const Task& task, Bytes bytes) const {
     const WantedRange& first = wanted[static_cast<size_t>(order[static_cast<size_t>(task.first)])];
     if (first.sums == nullptr) return ok_status();
     ASSIGN_OR_RETURN(const int64_t mismatch, first.sums->first_mismatch(task.range.begin, bytes));
     if (mismatch < 0) return ok_status();
     const int64_t end = first.sums->block_end(mismatch + 1);
-    // Any of those that have bytes in the block may be the one that is damaged.
-    const std::string who = names_in(task, {mismatch, end});
-    return corruption("cannot load ", who, ": the ", end - mismatch, " bytes at ", mismatch, " of ",
-                      task.file->path(), " do not have the checksum that the index states");
+    // Any tensor with bytes in the block may be the damaged one.
+    const std::string names = names_in(task, {mismatch, end});
+    return corruption("cannot load ", names, ": the ", end - mismatch, " bytes at ", mismatch,
+                      " of ", task.file->path(), " do not have the checksum that the index states");
   }
 
-  // Has every range of a task checked and consumed, out of `bytes`, which begin at `offset` of the
-  // file, and begins to unpack them.
+  // Verifies and consumes every range of a task, then starts the unpacking. `bytes` begin at
+  // `offset` of the file.
   Status consume_task(const Task& task, Bytes bytes, int64_t offset, Unpacking& unpacking) const {
     RETURN_IF_ERROR(check_task(task, slice(bytes, task.range.begin - offset, task.range.nbytes())));
     for (int64_t i = task.first; i < task.last; ++i) {
@@ -181,18 +182,19 @@ Result<std::unique_ptr<ReadStream>> ReadStream::make(FileSystem& fs, int64_t buf
       new ReadStream(fs, static_cast<size_t>(lane_count), lane_nbytes, block_nbytes));
 }
 
-void ReadStream::let_go() {
+void ReadStream::release() {
   for (Lane& lane : lanes_) {
     lane.queue.reset();
     lane.pool.reset();
   }
 }
 
-// Makes what a lane needs. `for_device`: what buffers are for; nullptr where any memory will do.
+// Creates the pool and the queue of a lane. `for_device` is a range whose device prefers certain
+// memory; nullptr allows any memory.
 Status ReadStream::open(Lane& lane, const WantedRange* for_device) {
   if (lane.pool != nullptr && (lane.for_device || for_device == nullptr)) return ok_status();
   lane.queue.reset();
-  lane.pool.reset();  // Before there is another: the budget is for one.
+  lane.pool.reset();  // Before the next allocation: the budget covers one pool.
   ASSIGN_OR_RETURN(auto pool, make_pool_for(for_device, lane_nbytes_, block_nbytes_));
   lane.queue = fs_.make_queue(pool->block_count(), pool->arena());
   lane.pool = std::move(pool);
@@ -219,7 +221,7 @@ Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& 
     try {
       threads.emplace_back([&lane = lanes_[i], &work] { run_lane_to_end(lane, work); });
     } catch (const std::system_error&) {
-      break;  // No more threads to be had: the lanes that run do all the work.
+      break;  // The system has no more threads: the running lanes do all the work.
     }
   }
   run_lane_to_end(lanes_.front(), work);
@@ -227,7 +229,7 @@ Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& 
   return work.status;
 }
 
-// One thread's run: takes tasks until none is left, keeping as many in flight as there are blocks.
+// One thread's run: submits tasks until none is left, with at most one in flight per block.
 class ReadStream::LaneRun {
  public:
   LaneRun(Lane& lane, Work& work)
@@ -244,14 +246,15 @@ class ReadStream::LaneRun {
       while (!work_.stopped && !free_slots_.empty() && queue_.room() > 0) {
         if (!submit_next()) break;
       }
-      // A device that has most of the blocks is waited for: else too few would be read at a time.
+      // If the device still reads from most blocks, wait for it. Otherwise too few blocks would be
+      // available for reads.
       const auto unpacking = std::ssize(unpacking_);
       if (unpacking > 0 &&
           (queue_.in_flight() == 0 || (free_slots_.empty() && unpacking > queue_.in_flight()))) {
         finish(unpacking_.front());
         unpacking_.pop_front();
       } else if (queue_.in_flight() > 0) {
-        for (const IoDone& done : queue_.wait()) take(done);
+        for (const IoDone& done : queue_.wait()) complete(done);
       } else {
         return;
       }
@@ -259,17 +262,17 @@ class ReadStream::LaneRun {
   }
 
  private:
-  // From when a read is submitted until its bytes are in place.
+  // A read between its submission and the end of its unpacking.
   struct InFlight {
     const Task* task = nullptr;
     int block = -1;      // -1 for a read in place.
-    int64_t offset = 0;  // Where `memory` begins in the file.
+    int64_t offset = 0;  // File offset of the first byte of `memory`.
     MutableBytes memory;
     Unpacking unpacking;
   };
 
   bool submit_next();
-  void take(const IoDone& done);
+  void complete(const IoDone& done);
   void finish(size_t slot);
   void return_unpacked();
 
@@ -278,10 +281,10 @@ class ReadStream::LaneRun {
   Work& work_;
   std::vector<InFlight> slots_;
   std::vector<size_t> free_slots_;
-  std::deque<size_t> unpacking_;  // Slots that have been read, and wait for a device.
+  std::deque<size_t> unpacking_;  // Slots whose reads are done and whose copies may be in progress.
 };
 
-// Returns whether it is worth submitting more before looking at what is done.
+// Returns whether to submit more reads before handling completed ones.
 bool ReadStream::LaneRun::submit_next() {
   const size_t next = work_.next_task++;
   if (next >= work_.tasks.size()) return false;
@@ -319,11 +322,11 @@ bool ReadStream::LaneRun::submit_next() {
                              .tag = slot};
   slots_[slot] = std::move(read);
   queue_.submit({&request, 1});
-  // What the page cache holds arrives at once: consume it while it is in the processor's cache.
+  // A cached read completes at once. Consume its bytes while they are in the processor's cache.
   return !cached;
 }
 
-void ReadStream::LaneRun::take(const IoDone& done) {
+void ReadStream::LaneRun::complete(const IoDone& done) {
   InFlight& read = slots_[done.tag];
   Status status;
   if (!done.status.ok()) {
@@ -350,18 +353,18 @@ void ReadStream::LaneRun::return_unpacked() {
   std::erase_if(unpacking_, [this](size_t slot) {
     const Result<bool> done = slots_[slot].unpacking.done();
     if (done.ok() && !*done) return false;
-    finish(slot);  // Where it has failed, this says so again.
+    finish(slot);  // Reports the error of a failed copy.
     return true;
   });
 }
 
-// Nothing may escape from a thread: running out of memory is an error of this load, not the end of
-// the process. What is in flight is waited for, since it is read into memory of the caller.
+// Catches every exception, because one that leaves a thread would end the process. Waits for the
+// reads in flight, because they write to the caller's memory.
 void ReadStream::run_lane_to_end(Lane& lane, Work& work) {
   try {
     LaneRun(lane, work).run();
   } catch (const std::exception& error) {
-    work.fail(internal_error("cannot go on reading: ", error.what()));
+    work.fail(internal_error("cannot continue reading: ", error.what()));
     while (lane.queue->in_flight() > 0) (void)lane.queue->wait();
   }
 }

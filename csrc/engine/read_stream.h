@@ -1,15 +1,18 @@
 #pragma once
 
-// ReadStream: many byte ranges of many files, read with few large requests by a few threads.
+// ReadStream: reads many byte ranges of many files with few large requests and a few threads.
 //
-// The one read loop of the engine. The caller says which ranges it wants and what to do with the
-// bytes of each; the stream coalesces, chooses between page cache and direct I/O, keeps the queue
-// full and the memory bounded, and stops everything at the first error. Where a file's blocks have
-// known sums, it reads whole blocks and lets nobody see bytes that fail them (in place, where they
-// are seen to fail too late, it is an error as well).
+// This is the only read loop of the engine. The caller lists the wanted ranges and a callback that
+// consumes the bytes of each. The stream coalesces ranges, chooses between page cache and direct
+// I/O, bounds the memory, and stops all threads at the first error.
 //
-// A buffer is read into again when what was in it is in place. Where that is up to a device, others
-// are read into meanwhile, and the buffers are of the kind that the device copies from fastest.
+// If a file has block checksums, the stream reads whole blocks and verifies them before it calls
+// the callback. Bytes that fail are an error. A read in place has overwritten its destination by
+// then.
+//
+// A buffer is reused after its bytes are copied out. A device copies asynchronously, so the stream
+// reads into other buffers meanwhile. The buffers are in the memory that the device copies from
+// fastest.
 
 #include <cstdint>
 #include <functional>
@@ -28,73 +31,73 @@
 
 namespace torch_ckpt {
 
-// What direct I/O may ask of offsets, lengths and addresses.
+// Alignment that satisfies direct I/O for offsets, lengths and addresses.
 inline constexpr int64_t kReadAlignment = 4096;
 
-// Tells whose bytes lie in a range, for messages.
+// Maps a byte range of a file to FQNs, for messages.
 class RangeNames {
  public:
   virtual ~RangeNames() = default;
 
-  // Adds FQNs that have bytes in `range` of the file.
+  // Adds the FQNs that have bytes in `range` of the file.
   virtual void add_names(const ByteRange& range, std::set<std::string>* out) const = 0;
 };
 
 struct WantedRange {
   File* file = nullptr;
   ByteRange range;  // Within the file, no longer than the stream's max_*_nbytes().
-  // Where the bytes belong as they are, or nullptr. A hint: they are read in place if alignment
-  // allows it and it is ordinary memory, and `consume` sees which from the address it is given.
+  // Final address of the unchanged bytes, or nullptr. A hint: the stream reads in place if the
+  // destination is aligned host memory. `consume` recognizes a read in place by its address.
   std::byte* destination = nullptr;
   const std::string* name = nullptr;  // FQN, for messages.
-  const FileSums* sums = nullptr;     // Of the file, where it is to be checked.
-  const RangeNames* names = nullptr;  // FQNs, of a range that is of several.
-  int64_t group = -1;  // Ranges that are best read together, by a number of their own.
-  const Device* device = &cpu_device();  // Of what the bytes go to.
+  const FileSums* sums = nullptr;     // Block checksums of the file; nullptr skips verification.
+  const RangeNames* names = nullptr;  // FQNs of a range that several tensors share.
+  int64_t group = -1;                 // Number of a group of ranges that should be read together.
+  const Device* device = &cpu_device();  // Device of the destination tensor.
 };
 
-// The first range that goes to a device other than the CPU; nullptr where there is none.
+// Returns the first range whose device is not the host; nullptr if there is none.
 const WantedRange* first_for_device(std::span<const WantedRange> wanted);
 
-// A pool of what that range's device copies from fastest; of ordinary memory where it is nullptr.
-// Errors: those of `BufferPool::make`, with the name of the range.
+// Makes a pool of the memory that the range's device copies from fastest, or of host memory if
+// `range` is nullptr. Errors: those of `BufferPool::make`, with the name of the range.
 Result<std::unique_ptr<BufferPool>> make_pool_for(const WantedRange* range, int64_t nbytes,
                                                   int64_t block_nbytes);
 
-// What must be read to have a wanted range, and to check it.
+// The byte range to read for a wanted range: whole blocks if the file has checksums.
 ByteRange checkable_range(const WantedRange& want);
 
-// Takes the bytes of wanted range `index`. Unless they are in place they are gone when it returns,
-// but for what is added to `unpacking`, which is started then. Called from several threads at a
-// time, once for each range.
+// Consumes the bytes of wanted range `index`. The stream reuses a buffer after the callback returns
+// and the copies added to `unpacking` are done; the stream starts these copies. Called once for
+// each range, from several threads at a time.
 using ConsumeRange = std::function<Status(int64_t index, Bytes bytes, Unpacking& unpacking)>;
 
 class ReadStream {
  public:
-  // Errors: kInvalidArgument where the buffers are too small to read through.
+  // Errors: kInvalidArgument if the buffers are too small.
   static Result<std::unique_ptr<ReadStream>> make(FileSystem& fs, int64_t buffer_nbytes,
                                                   int64_t block_nbytes, int threads);
 
-  // The longest range that a buffer takes of a file whose blocks are checked against `sums`, or of
-  // one that is not checked: one that begins where a block may, or a direct read; and any.
+  // The longest range that fits a buffer: one that begins at a block boundary (without `sums`, at a
+  // multiple of kReadAlignment), and one at any offset. `sums` are the checksums of the file.
   int64_t max_aligned_range_nbytes(const FileSums* sums = nullptr) const;
   int64_t max_range_nbytes(const FileSums* sums = nullptr) const;
 
-  // Reads every range and has it consumed. On an error the rest is not read; ranges in flight are
-  // waited for, so no memory is touched after this returns. After a kInternal error the stream must
-  // not be used again.
+  // Reads every range and calls `consume` for it. On an error it skips the remaining ranges and
+  // waits for the reads in flight, so no memory changes after it returns. Do not use the stream
+  // again after a kInternal error.
   Status run(std::span<const WantedRange> wanted, const ConsumeRange& consume);
 
-  // Frees the buffers; the next run makes others.
-  void let_go();
+  // Frees the buffers. The next run allocates new ones.
+  void release();
 
  private:
-  // One thread's share of the buffers, with its own queue. Without either until there is work for
-  // it: memory that a queue has registered is there for good.
+  // One thread's share of the buffers, with its own queue. Both are created when the lane first has
+  // work, because memory that a queue has registered stays resident.
   struct Lane {
     std::unique_ptr<BufferPool> pool;
-    std::unique_ptr<IoQueue> queue;  // Destroyed before the pool: it may have registered it.
-    bool for_device = false;         // Whether its memory is of the kind that devices copy from.
+    std::unique_ptr<IoQueue> queue;  // Destroyed before the pool, whose memory it may register.
+    bool for_device = false;         // Whether the pool has the memory that a device prefers.
   };
   struct Work;
   class LaneRun;

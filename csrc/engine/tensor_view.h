@@ -1,7 +1,7 @@
 #pragma once
 
-// A tensor that whoever knows torch has looked at: what the engine needs to read or write its
-// memory, and the memory kept alive.
+// TensorView: what the engine needs to read or write the memory of a torch tensor. The binding
+// layer creates the views, because the engine does not include torch.
 
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace torch_ckpt {
 
-// A view of a plain tensor, which keeps its memory alive.
+// A view of a plain tensor. Shares ownership of the memory.
 struct TensorView {
   std::string name;  // FQN.
   DType dtype = DType::kUInt8;
@@ -23,26 +23,27 @@ struct TensorView {
   Dims strides;  // In bytes.
   std::byte* data = nullptr;
   bool writable = false;
-  int gpu = -1;         // In whose memory it lies; -1 for ordinary memory.
-  uint64_t stream = 0;  // Torch's current one of that GPU, as CUDA's handle.
+  int gpu = -1;         // CUDA device index; -1 for host memory.
+  uint64_t stream = 0;  // CUDA handle of torch's current stream on that GPU.
   std::shared_ptr<void> storage;
 };
 
-// What must be done before the engine can read or write a tensor's memory.
+// How the engine can access a tensor's memory.
 enum class TensorKind {
-  kPlain,      // Nothing: a strided CPU tensor whose memory holds its values.
-  kNeedsCopy,  // Copy it to a plain CPU tensor: on another device, or lazily conjugated or negated.
-  kTorchsOwn,  // Subclass, quantised, sparse, meta, or of a dtype the engine does not store.
+  kPlain,      // Directly: a strided CPU tensor whose memory contains its values.
+  kNeedsCopy,  // Through a plain CPU copy: on another device, or lazily conjugated or negated.
+  kTorchsOwn,  // Not at all: subclass, quantized, sparse, meta, or a dtype the engine lacks.
 };
 
-// Tensors side by side, each with a view of it: without memory unless it is plain, and empty for
-// one that is torch's own. Without names. To be written, one in the memory of a GPU is plain, too.
+// Parallel vectors with one entry per tensor. Views have no names. A view has memory only if its
+// tensor is plain, and is empty for kTorchsOwn. Where a load writes the tensors, a GPU tensor also
+// counts as plain.
 struct TensorBatch {
   std::vector<TensorView> views;
   std::vector<TensorKind> kinds;
 };
 
-// A live tensor of a view in ordinary memory, valid as long as the view is.
+// Returns the live tensor of a view in host memory. Valid for the lifetime of the view.
 inline LiveTensor to_live(const TensorView& view) {
   return {.name = view.name,
           .dtype = view.dtype,

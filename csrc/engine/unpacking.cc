@@ -7,8 +7,8 @@
 namespace torch_ckpt {
 namespace {
 
-// Whether elements of the source share bytes, as those of an expanded tensor that was saved do.
-bool source_meets_itself(const StridedCopy& copy) {
+// Whether source elements share bytes, as in a saved expanded tensor.
+bool source_overlaps_itself(const StridedCopy& copy) {
   std::vector<size_t> dims(copy.sizes.size());
   std::iota(dims.begin(), dims.end(), size_t{0});
   std::ranges::sort(dims, {}, [&](size_t d) { return copy.src_strides[d]; });
@@ -23,7 +23,7 @@ bool source_meets_itself(const StridedCopy& copy) {
 
 using Names = std::vector<const std::string*>;
 
-// "cannot load 'a', 'b': why"
+// Formats the error as "cannot load 'a', 'b': why".
 Status with_names(const Names& names, const Status& error) {
   constexpr size_t kMostNames = 8;
   std::string text;
@@ -35,9 +35,9 @@ Status with_names(const Names& names, const Status& error) {
                 error.error_number());
 }
 
-// Lays the source out row by row before it is copied: plans take no elements that share bytes.
-Status unpack_laid_out(const Device& device, std::byte* tensor, StridedCopy copy,
-                       const std::byte* from) {
+// Packs the source in row-major order first, because device plans reject elements that share bytes.
+Status unpack_row_major(const Device& device, std::byte* tensor, StridedCopy copy,
+                        const std::byte* from) {
   const int64_t nbytes = checked_numel(copy.sizes).value_or(0) * copy.itemsize;
   ASSIGN_OR_RETURN(const Memory memory, device.buffers().allocate(nbytes));
   StridedCopy to_row = copy;
@@ -56,13 +56,13 @@ Status unpack_laid_out(const Device& device, std::byte* tensor, StridedCopy copy
 
 Unpacking& Unpacking::operator=(Unpacking&& other) noexcept {
   std::swap(buffer_, other.buffer_);
-  std::swap(parts_, other.parts_);
+  std::swap(by_device_, other.by_device_);
   return *this;
 }
 
 Unpacking::~Unpacking() {
-  for (const auto& [device, part] : parts_) {
-    if (part.event != nullptr) (void)part.event->wait();
+  for (const auto& [device, pending] : by_device_) {
+    if (pending.event != nullptr) (void)pending.event->wait();
   }
 }
 
@@ -73,33 +73,33 @@ Status Unpacking::add(const Device& device, const std::string& name, std::byte* 
     return ok_status();
   }
   if (checked_numel(copy.sizes).value_or(0) == 0) return ok_status();
-  OfDevice& part = parts_[&device];
-  if (part.names.empty() || *part.names.back() != name) part.names.push_back(&name);
-  if (source_meets_itself(copy)) {
-    const Status status = unpack_laid_out(device, tensor, copy, from);
+  DeviceCopies& pending = by_device_[&device];
+  if (pending.names.empty() || *pending.names.back() != name) pending.names.push_back(&name);
+  if (source_overlaps_itself(copy)) {
+    const Status status = unpack_row_major(device, tensor, copy, from);
     return status.ok() ? status : with_names({&name}, status);
   }
-  part.copies.push_back({tensor, copy});
-  part.copies.back().copy.src_offset += from - buffer_.data();
+  pending.copies.push_back({tensor, copy});
+  pending.copies.back().copy.src_offset += from - buffer_.data();
   return ok_status();
 }
 
 Status Unpacking::start() {
-  for (auto& [device, part] : parts_) {
-    if (part.copies.empty()) continue;
-    auto begun = device->unpack(part.copies, buffer_);
-    if (!begun.ok()) return with_names(part.names, begun.status());
-    part.event = std::move(*begun);
-    part.copies = {};
+  for (auto& [device, pending] : by_device_) {
+    if (pending.copies.empty()) continue;
+    auto begun = device->unpack(pending.copies, buffer_);
+    if (!begun.ok()) return with_names(pending.names, begun.status());
+    pending.event = std::move(*begun);
+    pending.copies = {};
   }
   return ok_status();
 }
 
 Result<bool> Unpacking::done() {
-  for (auto& [device, part] : parts_) {
-    if (part.event == nullptr) continue;
-    const Result<bool> is_done = part.event->done();
-    if (!is_done.ok()) return with_names(part.names, is_done.status());
+  for (auto& [device, pending] : by_device_) {
+    if (pending.event == nullptr) continue;
+    const Result<bool> is_done = pending.event->done();
+    if (!is_done.ok()) return with_names(pending.names, is_done.status());
     if (!*is_done) return false;
   }
   return true;
@@ -107,11 +107,11 @@ Result<bool> Unpacking::done() {
 
 Status Unpacking::wait() {
   Status first;
-  for (auto& [device, part] : parts_) {
-    if (part.event == nullptr) continue;
-    const Status status = part.event->wait();
-    part.event.reset();
-    if (first.ok() && !status.ok()) first = with_names(part.names, status);
+  for (auto& [device, pending] : by_device_) {
+    if (pending.event == nullptr) continue;
+    const Status status = pending.event->wait();
+    pending.event.reset();
+    if (first.ok() && !status.ok()) first = with_names(pending.names, status);
   }
   return first;
 }

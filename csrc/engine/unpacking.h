@@ -1,9 +1,9 @@
 #pragma once
 
-// What goes from one buffer to tensors: gathered while the buffer is looked through, then begun
-// with one call for each device, however many tensors have a part in it. A device may take its
-// time, and whoever owns the buffer does other things meanwhile: ReadStream reads into the next
-// ones.
+// Unpacking: the copies from one buffer to tensors.
+//
+// The caller adds copies while it scans the buffer, then starts them with one call per device. A
+// device may complete its copies asynchronously. Meanwhile ReadStream reads into other buffers.
 
 #include <map>
 #include <memory>
@@ -17,36 +17,38 @@
 
 namespace torch_ckpt {
 
-// Used by one thread at a time. While it exists, the buffer belongs to it. Move-only.
+// Used by one thread at a time. Has exclusive use of the buffer for its lifetime. Move-only.
 class Unpacking {
  public:
   Unpacking() = default;
   explicit Unpacking(Bytes buffer) : buffer_(buffer) {}
   Unpacking(Unpacking&&) = default;
   Unpacking& operator=(Unpacking&& other) noexcept;
-  ~Unpacking();  // Waits for what was begun.
+  ~Unpacking();  // Waits for the copies that were started.
 
-  // Copies to `tensor` of a device: of `copy`, the source counts from `from`, within the buffer.
-  // Into ordinary memory at once; else when `start` is called. `name`: FQN, for messages; it and
-  // the device outlive this.
+  // Adds a copy to `tensor` on `device`. Source offsets of `copy` count from `from`, an address
+  // within the buffer. A copy to host memory runs immediately; other copies run when `start` is
+  // called. `name` is the FQN for messages. Requires: `name` and `device` outlive this object.
   Status add(const Device& device, const std::string& name, std::byte* tensor,
              const StridedCopy& copy, const std::byte* from);
 
-  // Begins what was added. Until it is done, the buffer must not change. Called once.
+  // Starts the added copies. Called once. Requires: the buffer does not change until they are done.
   Status start();
 
-  // Whether everything is done, or has failed.
+  // Whether all copies are done. Errors: that of a failed copy.
   Result<bool> done();
+
+  // Waits until all copies are done, and returns the first error.
   Status wait();
 
  private:
-  struct OfDevice {
+  struct DeviceCopies {
     std::vector<TensorCopy> copies;
-    std::vector<const std::string*> names;  // No name twice in a row.
+    std::vector<const std::string*> names;  // FQNs, without consecutive duplicates.
     std::unique_ptr<DeviceEvent> event;
   };
   Bytes buffer_;
-  std::map<const Device*, OfDevice> parts_;
+  std::map<const Device*, DeviceCopies> by_device_;
 };
 
 }  // namespace torch_ckpt

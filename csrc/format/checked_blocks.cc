@@ -40,27 +40,27 @@ Status CheckedBlocks::load_top() const {
   return ok_status();
 }
 
-Result<uint64_t> CheckedBlocks::sum_of(Part part, int64_t number) const {
-  if (part == Part::kTable) {
+Result<uint64_t> CheckedBlocks::sum_of(Layer layer, int64_t number) const {
+  if (layer == Layer::kTable) {
     RETURN_IF_ERROR(load_top());
     return load_le<uint64_t>(top_.data() + number * kSumNbytes);
   }
-  ASSIGN_OR_RETURN(const Bytes sums, block(Part::kTable, number / kSumsInBlock));
+  ASSIGN_OR_RETURN(const Bytes sums, block(Layer::kTable, number / kSumsInBlock));
   return load_le<uint64_t>(sums.data() + number % kSumsInBlock * kSumNbytes);
 }
 
-Result<Bytes> CheckedBlocks::block(Part part, int64_t number) const {
-  const int64_t key = part == Part::kBody ? number : -1 - number;
-  if (const auto known = known_.find(key); known != known_.end()) {
-    used_.splice(used_.begin(), used_, known->second);
-    return Bytes(known->second->bytes);
+Result<Bytes> CheckedBlocks::block(Layer layer, int64_t number) const {
+  const int64_t key = layer == Layer::kBody ? number : -1 - number;
+  if (const auto cached = cached_.find(key); cached != cached_.end()) {
+    used_.splice(used_.begin(), used_, cached->second);
+    return Bytes(cached->second->bytes);
   }
-  ASSIGN_OR_RETURN(const uint64_t sum, sum_of(part, number));
-  const Region& region = part == Part::kBody ? place_.body : place_.table;
+  ASSIGN_OR_RETURN(const uint64_t sum, sum_of(layer, number));
+  const Region& region = layer == Layer::kBody ? place_.body : place_.table;
   const int64_t begin = number * kBlock;
   Block made{key, {}};
-  if (used_.size() >= max_blocks_) {  // Its memory serves again.
-    known_.erase(used_.back().key);
+  if (used_.size() >= max_blocks_) {  // Reuse the memory of the evicted block.
+    cached_.erase(used_.back().key);
     made.bytes = std::move(used_.back().bytes);
     used_.pop_back();
   }
@@ -71,7 +71,7 @@ Result<Bytes> CheckedBlocks::block(Part part, int64_t number) const {
                       " bytes at ", region.offset + begin);
   }
   used_.push_front(std::move(made));
-  known_[key] = used_.begin();
+  cached_[key] = used_.begin();
   return Bytes(used_.front().bytes);
 }
 
@@ -79,7 +79,7 @@ Status CheckedBlocks::read(int64_t offset, MutableBytes into) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   int64_t at = offset - place_.body.offset;
   while (!into.empty()) {
-    ASSIGN_OR_RETURN(const Bytes found, block(Part::kBody, at / kBlock));
+    ASSIGN_OR_RETURN(const Bytes found, block(Layer::kBody, at / kBlock));
     const Bytes rest = found.subspan(static_cast<size_t>(at % kBlock));
     const size_t nbytes = std::min(rest.size(), into.size());
     std::copy_n(rest.begin(), nbytes, into.begin());
@@ -94,7 +94,7 @@ Status CheckedBlocks::check(int64_t offset, int64_t nbytes) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int64_t at = offset - place_.body.offset;
   for (int64_t number = at / kBlock; number <= (at + nbytes - 1) / kBlock; ++number) {
-    RETURN_IF_ERROR(block(Part::kBody, number).status());
+    RETURN_IF_ERROR(block(Layer::kBody, number).status());
   }
   return ok_status();
 }

@@ -5,7 +5,9 @@
 namespace torch_ckpt {
 
 Result<CommitFiles> encode_commit_files(Index index, const StorageMeta& storage) {
-  if (!index.has_entries) return invalid_argument("an index without entries says nothing to seal");
+  if (!index.has_entries) {
+    return invalid_argument("cannot encode metadata from an index without entries");
+  }
   CommitFiles out;
   ASSIGN_OR_RETURN(out.metadata, pickle_metadata(index, storage));
   index.metadata = FileDigest::of(out.metadata);

@@ -1,11 +1,11 @@
 #pragma once
 
-// All that a commit publishes of a save: the bytes of `.metadata` and of `.index`, made from one
-// value, and each sealed to the other.
+// Encodes the two files that a commit publishes, `.metadata` and `.index`, from one `Index`. Both
+// state the same save id, and the length and checksum of the pickle.
 //
-// Called by the coordinator of a save, once it knows all entries and files. Who has pickled the
-// metadata in Python, because a planner has put more into them than an index can say, uses
-// write_metadata_trailer and write_index.
+// The coordinator of a save calls it when all entries and files are final. If a planner stores
+// values that an index cannot represent, Python pickles the metadata and the caller uses
+// write_metadata_trailer and write_index instead.
 
 #include <cstddef>
 #include <vector>
@@ -17,12 +17,13 @@
 namespace torch_ckpt {
 
 struct CommitFiles {
-  std::vector<std::byte> metadata;  // The pickle, then its trailer.
+  std::vector<std::byte> metadata;  // Pickle and trailer.
   std::vector<std::byte> index;
 };
 
-// Of an index with entries, all but its `metadata` filled in.
-// Errors: kInvalidArgument for an index that write_index or pickle_metadata refuses.
+// Requires: `index` is complete except for `index.metadata`.
+// Errors: kInvalidArgument if the index has no entries, or write_index or pickle_metadata rejects
+// it.
 Result<CommitFiles> encode_commit_files(Index index, const StorageMeta& storage);
 
 }  // namespace torch_ckpt

@@ -41,7 +41,9 @@ class IndexWriter {
     }
     add_names(file_names_, records::kFileNameSection);
     add_names(entry_names_, records::kEntryNameSection);
-    if (!fits_) return invalid_argument("the index has texts or numbers that it cannot hold");
+    if (!fits_) {
+      return invalid_argument("cannot write an index: a text or number exceeds its field");
+    }
     return assemble();
   }
 
@@ -54,15 +56,15 @@ class IndexWriter {
     sections_[id].insert(sections_[id].end(), bytes, bytes + sizeof(Record));
   }
 
-  // The place of a text that is stored once, however often it is used.
+  // Returns the position of a text. Equal texts are stored once.
   records::Text text(const std::string& value) {
     const auto [known, is_new] = texts_.emplace(value, records::Text{});
     if (is_new) {
-      Bytes_& all = sections_[records::kTextSection];
-      fits_ = fits_ && all.size() + value.size() <= std::numeric_limits<uint32_t>::max();
-      known->second = {static_cast<uint32_t>(all.size()), static_cast<uint32_t>(value.size())};
+      Bytes_& section = sections_[records::kTextSection];
+      fits_ = fits_ && section.size() + value.size() <= std::numeric_limits<uint32_t>::max();
+      known->second = {static_cast<uint32_t>(section.size()), static_cast<uint32_t>(value.size())};
       const Bytes bytes = as_bytes(value);
-      all.insert(all.end(), bytes.begin(), bytes.end());
+      section.insert(section.end(), bytes.begin(), bytes.end());
     }
     return known->second;
   }
@@ -76,7 +78,7 @@ class IndexWriter {
   Status add_file(const IndexedFile& file) {
     if (file.sums.block_nbytes != header_.block_nbytes) {
       if (!sections_[records::kFileSection].empty()) {
-        return invalid_argument("the files of an index are summed in blocks of different lengths");
+        return invalid_argument("cannot write an index: its files have different block lengths");
       }
       header_.block_nbytes = narrow<uint32_t>(file.sums.block_nbytes);
     }
@@ -160,7 +162,8 @@ class IndexWriter {
     }
   }
 
-  // Sections follow header, top and table, whose lengths follow from theirs.
+  // Concatenates header, top, table and sections. The length of the sections determines the lengths
+  // of top and table.
   Result<Bytes_> assemble() {
     Bytes_ body;
     for (size_t id = 0; id < records::kSectionCount; ++id) {
@@ -187,8 +190,8 @@ class IndexWriter {
     std::memcpy(out.data(), &header_, sizeof(header_));
     header_.header_sum = xxh3(Bytes(out).first(offsetof(records::Header, header_sum)));
     std::memcpy(out.data(), &header_, sizeof(header_));
-    for (const Bytes part : {top, table, Bytes(body)}) {
-      out.insert(out.end(), part.begin(), part.end());
+    for (const Bytes bytes : {top, table, Bytes(body)}) {
+      out.insert(out.end(), bytes.begin(), bytes.end());
     }
     return out;
   }
@@ -211,8 +214,7 @@ class IndexWriter {
 
 Result<std::vector<std::byte>> write_index(const Index& index) {
   ASSIGN_OR_RETURN(std::vector<std::byte> bytes, IndexWriter().write(index));
-  // What readers would refuse is refused here, while the checkpoint that it would belong to can
-  // still do without.
+  // Reject an unreadable index now: before the commit, the save can still publish without one.
   const auto stored = StoredIndex::in_memory(bytes);
   const Status sound = stored.ok() ? (*stored)->check() : stored.status();
   if (!sound.ok()) return invalid_argument("cannot write an index: ", sound.message());

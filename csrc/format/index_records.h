@@ -1,7 +1,7 @@
 #pragma once
 
-// The records of `.index` as they lie on disk (FORMAT.md), for whoever writes and reads it.
-// Little-endian, without padding, at multiples of 8.
+// On-disk records of `.index` (FORMAT.md), shared by its writer and its readers. Records are
+// little-endian, have no padding, and begin at multiples of 8.
 
 #include <array>
 #include <bit>
@@ -17,22 +17,23 @@ static_assert(std::endian::native == std::endian::little);
 inline constexpr std::array<char, 8> kMagic = {'T', 'C', 'K', 'P', 'T', 'I', 'D', 'X'};
 inline constexpr uint32_t kVersion = 2;
 
-// Of an index of files in another format. It is made when they are opened, and never in a file.
+// Version of a foreign index: an index of files in another format, which exists only in memory.
 inline constexpr uint32_t kForeignVersion = 0x80000000 | kVersion;
 
-// All uses of text together stay within this many times the file, so that a small file cannot ask
-// for much memory where all of it is read; and a single text, a word (a dtype, a memory format) and
-// the transforms of a box within these lengths, where it is not.
+// Limits on text, so that reading a small crafted file cannot allocate much memory. kMaxTextUse
+// bounds the total length of all text references, as a multiple of the file's length. The others
+// bound one text, one word (dtype or memory format), and the transforms of one box.
 inline constexpr int64_t kMaxTextUse = 16;
 inline constexpr int64_t kMaxTextNbytes = int64_t{1} << 20;
 inline constexpr int64_t kMaxWordNbytes = 64;
 inline constexpr int64_t kMaxTransformsNbytes = 512;
 inline constexpr char kTransformSeparator = '\n';
 
-// XXH3 of two names may be the same, but hardly ever of more.
+// Limit on the number of names with equal hashes. Two such names are rare, more practically
+// impossible.
 inline constexpr int64_t kMaxSameHash = 16;
 
-// A piece of the text section.
+// A range of the text section.
 struct Text {
   uint32_t offset;
   uint32_t nbytes;
@@ -45,16 +46,16 @@ struct Section {
 
 enum SectionId {
   kFileSection,
-  kFileNameSection,  // Name: of every file.
+  kFileNameSection,  // One Name per file.
   kEntrySection,
-  kEntryNameSection,  // Name: the FQN of every entry.
+  kEntryNameSection,  // One Name per entry: its FQN.
   kBoxSection,
-  kDimSection,  // int64_t: of every entry its sizes, of each of its boxes offsets and sizes; a
-                // view.
+  // int64_t. For each entry: its sizes; the offsets and sizes of each box; its view, if any.
+  kDimSection,
   kPathSection,
   kKeySection,
   kTextSection,
-  kSumSection,  // uint64_t, for every block of every file, in order.
+  kSumSection,  // One uint64_t per block of every file, in order.
   kSectionCount,
 };
 
@@ -63,7 +64,7 @@ enum HeaderFlag : uint32_t { kHasEntries = 1, kHasPaths = 2 };
 struct Header {
   std::array<char, 8> magic;
   uint32_t version;
-  uint32_t block_nbytes;  // Of the blocks of data files.
+  uint32_t block_nbytes;  // Block length of the data files.
   std::array<char, 16> save_id;
   uint64_t metadata_nbytes;
   uint64_t metadata_sum;
@@ -71,12 +72,12 @@ struct Header {
   uint32_t zero;
   Text metadata_version;
   std::array<Section, kSectionCount> sections;
-  Section top;                  // uint64_t, for every block of the table.
-  Section table;                // uint64_t, for every block of the sections.
+  Section top;                  // One uint64_t per block of the table.
+  Section table;                // One uint64_t per block of the sections.
   uint64_t top_sum;             // XXH3 of the top.
-  std::array<char, 32> unused;  // Zeros; the marks of former versions are skipped.
+  std::array<char, 32> unused;  // Zeros. Former versions have other values; readers ignore them.
   std::array<uint64_t, 2> zeros;
-  uint64_t header_sum;  // XXH3 of the header up to here.
+  uint64_t header_sum;  // XXH3 of the header bytes before this field.
 };
 
 struct File {
@@ -85,10 +86,10 @@ struct File {
   uint64_t first_sum;
 };
 
-// Names are in the order of their hashes, so that one is found where its hash lies among all.
+// Names are sorted by hash. A reader finds a name by interpolation search on its hash.
 struct Name {
   uint64_t hash;    // XXH3 of the name.
-  uint32_t number;  // Of the file or entry that bears it.
+  uint32_t number;  // Number of the file or entry with this name.
   uint32_t zero;
 
   auto operator<=>(const Name&) const = default;
@@ -97,8 +98,8 @@ struct Name {
 enum EntryKind : uint8_t { kObject = 0, kTensor = 1 };
 enum EntryFlag : uint8_t { kRequiresGrad = 1, kPinMemory = 2, kHasView = 4 };
 
-// A view: strides, offset of the first element, CRC-32.
-inline constexpr int64_t kViewDims = 2;  // Besides the strides.
+// Numbers of a view besides its strides: the offset of the first element, and the CRC-32.
+inline constexpr int64_t kViewDims = 2;
 
 struct Entry {
   Text fqn;
@@ -132,8 +133,8 @@ enum KeyKind : uint32_t { kTextKey = 0, kIntKey = 1 };
 
 struct Key {
   uint32_t kind;
-  uint32_t nbytes;  // Of a text.
-  int64_t value;    // The integer, or where the text lies in its section.
+  uint32_t nbytes;  // Length of a text key.
+  int64_t value;    // Integer key, or offset of a text key in the text section.
 };
 
 static_assert(sizeof(Header) == 320 && sizeof(File) == 24 && sizeof(Name) == 16 &&

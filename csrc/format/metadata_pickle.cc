@@ -13,11 +13,11 @@ using namespace pickle_opcodes;
 
 constexpr std::string_view kMetadataModule = "torch.distributed.checkpoint.metadata";
 
-// By the numbers that DCP's _MEM_FORMAT_ENCODING gives them.
+// Ordered by their numbers in DCP's _MEM_FORMAT_ENCODING.
 constexpr std::array<std::string_view, 3> kMemoryFormats = {"contiguous_format", "channels_last",
                                                             "preserve_format"};
 
-// Of a record of one box in each of two dicts, a key that is recalled, and some numbers.
+// Estimated pickle length per box: one record in each of two dicts, one recalled key, and numbers.
 constexpr size_t kExpectedNbytesABox = 96;
 
 bool is_name(std::string_view text) {
@@ -36,7 +36,7 @@ class MetadataPickler {
   Result<std::vector<std::byte>> run() {
     for (const IndexedEntry& entry : index_.entries) RETURN_IF_ERROR(check(entry));
     begin_record(metadata_);
-    // First, as most of it is names of fields, which then have short memos.
+    // Written first, so that its many field names get memo numbers below 256.
     out_.text("storage_data");
     add_places();
     out_.text("state_dict_metadata");
@@ -86,7 +86,7 @@ class MetadataPickler {
         kMemoryFormats.begin());
   }
 
-  // An instance, to be followed by names of fields and their values.
+  // Begins an instance. The caller then writes field names and values.
   void begin_record(PickleGlobal& cls) {
     out_.global(cls);
     out_.ops<4>({kEmptyTuple, kNewObj, kEmptyDict, kMark});
@@ -130,7 +130,7 @@ class MetadataPickler {
     end_record();
   }
 
-  // A torch.Size. Returns its memo, so that who needs it again need not look for it.
+  // Writes a torch.Size. Returns its memo, so that the caller can recall it without a search.
   Memo add_sizes(const Dims& dims) {
     Memo& memo = sizes_[key_of(dims)];
     if (memo != kNoMemo) {
@@ -144,12 +144,13 @@ class MetadataPickler {
     return memo = out_.memoise();
   }
 
-  // In the form that TensorProperties.__getstate__ has.
+  // Writes the state that TensorProperties.__getstate__ returns.
   void add_properties(const IndexedEntry& entry) {
     const auto same = [&](const Properties& known) {
-      return known.of->dtype == entry.dtype && known.of->memory_format == entry.memory_format &&
-             known.of->requires_grad == entry.requires_grad &&
-             known.of->pin_memory == entry.pin_memory;
+      return known.entry->dtype == entry.dtype &&
+             known.entry->memory_format == entry.memory_format &&
+             known.entry->requires_grad == entry.requires_grad &&
+             known.entry->pin_memory == entry.pin_memory;
     };
     const auto known = std::find_if(properties_.begin(), properties_.end(), same);
     if (known != properties_.end()) return out_.recall(known->memo);
@@ -294,7 +295,7 @@ class MetadataPickler {
   }
 
   struct Properties {
-    const IndexedEntry* of;
+    const IndexedEntry* entry;  // The first entry with these properties.
     Memo memo;
   };
 
@@ -315,7 +316,7 @@ class MetadataPickler {
   PickleGlobal size_ = {"torch", "Size"};
   PickleGlobal posix_path_ = {"pathlib", "PosixPath"};
 
-  // Names of fields that occur for every FQN or box.
+  // Field names that occur for every FQN or box.
   PickleWord properties_word_ = {"properties"};
   PickleWord size_word_ = {"size"};
   PickleWord chunks_word_ = {"chunks"};
@@ -332,8 +333,8 @@ class MetadataPickler {
   std::vector<Properties> properties_;
   std::array<Memo, kMemoryFormats.size()> memory_formats_ = {kNoMemo, kNoMemo, kNoMemo};
   Memo strided_ = kNoMemo;
-  std::vector<Memo> offsets_;  // Of each box of a tensor, in order.
-  size_t next_offset_ = 0;     // The one that is recalled next.
+  std::vector<Memo> offsets_;  // Memo of the offsets of every tensor box, in order.
+  size_t next_offset_ = 0;     // Position in offsets_ of the next memo to recall.
 };
 
 }  // namespace

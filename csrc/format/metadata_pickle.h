@@ -1,10 +1,11 @@
 #pragma once
 
-// The pickle in `.metadata`: DCP's `Metadata`, made without Python from what an index says.
+// Writes the pickle in `.metadata`, which is DCP's `Metadata`, from an `Index` and without Python.
+// Python needs a few microseconds per box, while all ranks wait for the coordinator.
 //
-// It unpickles to what stock DCP's planner and our writer would have pickled, and is shorter: equal
-// texts, sizes and properties are written once. Called by `sealed_metadata`, as Python takes a few
-// microseconds for each box; a planner's metadata that have no form in an index are pickled there.
+// The result unpickles to the value that Python would have pickled. It is shorter, because equal
+// texts, sizes and properties are written once. Called by commit_files. Metadata with values that
+// an index cannot represent is pickled in Python instead.
 
 #include <optional>
 #include <string>
@@ -16,10 +17,10 @@
 
 namespace torch_ckpt {
 
-// DCP's class of this name. Texts are UTF-8.
+// Fields of DCP's class of the same name. Texts are UTF-8.
 struct StorageMeta {
   std::optional<std::string> checkpoint_id = {};
-  bool checkpoint_is_path = false;  // A pathlib.PosixPath, not a str.
+  bool checkpoint_is_path = false;  // Whether checkpoint_id is a pathlib.PosixPath or a str.
   std::optional<std::string> save_id = {};
   std::optional<std::string> load_id = {};
   std::vector<std::string> modules = {};
@@ -27,14 +28,13 @@ struct StorageMeta {
   bool operator==(const StorageMeta&) const = default;
 };
 
-// `Metadata` of the index's entries, paths and version ("" is None). Keys of `storage_data` have
-// the number of the chunk as a hint, as stock's planner gives it; those of a tensor in one piece
-// have none.
+// Pickles the entries, paths and version of an index; an empty version becomes None. As in stock
+// DCP, the key of a box in `storage_data` has the box number as its hint. The key of an undivided
+// tensor has none.
 //
-// Requires: the index has entries; all texts in it are UTF-8. Of what write_index checks, only what
-// the pickle could not be written without is checked.
-// Errors: kInvalidArgument for entries that have no such form: a dtype that is no name, an unknown
-// memory format, an object without its one box, a file that is not there.
+// Requires: the index has entries; all texts are UTF-8.
+// Errors: kInvalidArgument for a dtype that is not an identifier, an unknown memory format, an
+// object without exactly one box, or a file number out of range. write_index checks the rest.
 Result<std::vector<std::byte>> pickle_metadata(const Index& index, const StorageMeta& storage);
 
 }  // namespace torch_ckpt

@@ -19,7 +19,7 @@ struct Record {
   uint64_t pickle_nbytes;
   uint64_t pickle_sum;
   uint64_t zeros;
-  uint64_t sum;  // XXH3 of the trailer up to here.
+  uint64_t sum;  // XXH3 of the bytes before this field.
 };
 static_assert(sizeof(Record) == kMetadataTrailerNbytes);
 
@@ -70,7 +70,8 @@ int64_t pickle_nbytes(Bytes file) {
   if (nbytes <= 0) return ssize(file);
   const Bytes last = slice(file, nbytes, kMetadataTrailerNbytes);
   const bool has_magic = std::memcmp(last.data(), kMagic.data(), kMagic.size()) == 0;
-  // A pickle ends with its last opcode; where it does so before the trailer, that is what follows.
+  // A STOP opcode directly before the trailer's position, and none at the end of the file, indicate
+  // a trailer with a damaged magic.
   const bool ends_before = file[static_cast<size_t>(nbytes - 1)] == kStop && last.back() != kStop;
   return has_magic || ends_before ? nbytes : ssize(file);
 }

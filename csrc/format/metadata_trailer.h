@@ -1,8 +1,8 @@
 #pragma once
 
-// What follows the pickle in `.metadata` (FORMAT.md): who wrote it, how long the pickle is and its
-// checksum. A pickle ends at its last opcode and `pickle.load` looks no further, so stock DCP does
-// not see it; and a reader that has an index needs no more of the file than this.
+// The trailer behind the pickle in `.metadata` (FORMAT.md): the save id, and the length and
+// checksum of the pickle. `pickle.load` stops at the last opcode, so stock DCP ignores the trailer.
+// A load by the index reads only the trailer of the file.
 
 #include <array>
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace torch_ckpt {
 
-// What tells one state of a file from any other.
+// Identifies the contents of a file by length and checksum.
 struct FileDigest {
   int64_t nbytes = 0;
   uint64_t sum = 0;  // XXH3.
@@ -26,7 +26,7 @@ struct FileDigest {
 inline constexpr int64_t kSaveIdNbytes = 16;
 inline constexpr int64_t kMetadataTrailerNbytes = 64;
 
-// What a trailer says, and the index that was committed with it.
+// Contents of a trailer. The index of the same save states the same values.
 struct MetadataTrailer {
   std::string save_id;
   FileDigest pickle;
@@ -34,16 +34,16 @@ struct MetadataTrailer {
   bool operator==(const MetadataTrailer&) const = default;
 };
 
-// Errors: kInvalidArgument for a save id that is not kSaveIdNbytes long.
+// Errors: kInvalidArgument if the save id is not kSaveIdNbytes long.
 Result<std::array<std::byte, kMetadataTrailerNbytes>> write_metadata_trailer(
     const MetadataTrailer& trailer);
 
-// Reads the trailer of a file of `file_nbytes` bytes from its last kMetadataTrailerNbytes.
-// Errors: kCorruption where it has none, or one that is damaged; kUnsupported for a newer version.
+// Decodes the trailer from the last kMetadataTrailerNbytes bytes of a file of `file_nbytes` bytes.
+// Errors: kCorruption for a missing or damaged trailer; kUnsupported for a newer version.
 Result<MetadataTrailer> parse_metadata_trailer(Bytes last, int64_t file_nbytes);
 
-// How much of a file is pickle, although its trailer may be damaged. All, where nothing shows that
-// it has one.
+// Returns the length of the pickle in a file whose trailer may be damaged. Returns the length of
+// the file if there is no sign of a trailer.
 int64_t pickle_nbytes(Bytes file);
 
 }  // namespace torch_ckpt

@@ -1,4 +1,4 @@
-// The part of stored_index.h that opens an index: its header, and where everything lies.
+// Implements opening an index (stored_index.h): parses the header and locates the sections.
 
 #include <algorithm>
 #include <bit>
@@ -14,13 +14,13 @@ namespace {
 
 namespace records = index_records;
 
-constexpr uint32_t kMinBlockNbytes = 4096;  // What direct reads ask for.
+constexpr uint32_t kMinBlockNbytes = 4096;  // Alignment of direct reads.
 constexpr uint32_t kMaxBlockNbytes = 1 << 20;
 
-// Read at once when a file is opened: the header, and all of a small index.
+// Length of the first read, which includes the header and the whole of a small index.
 constexpr int64_t kStartNbytes = int64_t{64} << 10;
 
-// Blocks that are kept. As sums they are of 256 GiB of data.
+// Size of the block cache. Block sums of this size cover 256 GiB of data.
 constexpr int64_t kCacheNbytes = int64_t{32} << 20;
 
 }  // namespace
@@ -78,7 +78,7 @@ Result<records::Header> StoredIndex::read_header(Bytes bytes, bool may_be_foreig
   }
   std::memcpy(&header, bytes.data(), sizeof(header));
   if (header.magic != records::kMagic) {
-    return corruption("cannot read ", where, ": the file does not begin like an index");
+    return corruption("cannot read ", where, ": the file has no index signature");
   }
   if (header.header_sum != xxh3(bytes.first(offsetof(records::Header, header_sum)))) {
     return corruption("cannot read ", where, ": the header of the index fails its checksum");
@@ -91,7 +91,7 @@ Result<records::Header> StoredIndex::read_header(Bytes bytes, bool may_be_foreig
   return header;
 }
 
-// Sections follow one another without holes and fill the file.
+// Checks that the sections are contiguous and fill the file.
 Status StoredIndex::check_sections(CheckedBlocks::Place* place) const {
   uint64_t end = sizeof(records::Header);
   const auto nbytes = static_cast<uint64_t>(nbytes_);

@@ -1,4 +1,4 @@
-// The reading half of zip_frame.h.
+// Implements the functions of zip_frame.h that read frames and archives.
 
 #include <algorithm>
 #include <string_view>
@@ -13,11 +13,11 @@
 namespace torch_ckpt {
 namespace {
 
-// The two ends of a slice.
+// The first and the last bytes of a slice.
 struct Ends {
   Bytes head;
   Bytes tail;
-  int64_t nbytes;
+  int64_t nbytes;  // Length of the slice.
 
   bool in_tail(int64_t offset) const { return offset >= nbytes - ssize(tail); }
   // Requires: [begin, end) lies in the tail, or in the head.
@@ -27,15 +27,15 @@ struct Ends {
   }
 };
 
-// The directory of a slice, and the records that matter in it.
+// The zip directory of a slice, and the records that describe its tensor.
 struct Records {
   ZipDirectory directory;
   const ZipEntry* pickle = nullptr;
-  const ZipEntry* byte_order = nullptr;  // Null where an old torch.save wrote none.
+  const ZipEntry* byte_order = nullptr;  // Null in archives of old versions of torch.save.
   const ZipEntry* payload = nullptr;
-  std::string_view payload_key;  // Its name is "<root>/data/<key>".
+  std::string_view payload_key;  // The payload's name is "<root>/data/<key>".
 
-  // How much of the slice's start holds what `parse_frame` looks at.
+  // Returns the length of the head that `parse_frame` needs.
   int64_t head_nbytes(const Ends& ends) const {
     int64_t needed = 0;
     const auto need = [&](int64_t begin, int64_t end) {
@@ -54,7 +54,7 @@ Result<Records> read_records(Bytes tail, int64_t nbytes) {
   }
   Records records;
   ASSIGN_OR_RETURN(records.directory, read_zip_directory(tail, nbytes));
-  std::string_view root;  // All records are in one folder, named as torch.save pleases.
+  std::string_view root;  // The folder of all records; torch.save chooses its name.
   for (const ZipEntry& entry : records.directory.entries) {
     if (root.empty()) root = entry.name.substr(0, entry.name.find('/') + 1);
     if (root.empty() || !entry.name.starts_with(root)) {
@@ -67,7 +67,7 @@ Result<Records> read_records(Bytes tail, int64_t nbytes) {
       record = &entry;
     } else if (name.starts_with("data/")) {
       if (records.payload != nullptr) {
-        return unsupported("the slice holds more than one tensor: torch must read it");
+        return unsupported("the slice has more than one tensor: torch must read it");
       }
       records.payload = &entry;
       records.payload_key = name.substr(name.find('/') + 1);
@@ -75,19 +75,20 @@ Result<Records> read_records(Bytes tail, int64_t nbytes) {
   }
   if (records.pickle == nullptr) return corruption("a stored tensor has no record data.pkl");
   if (records.payload == nullptr || records.pickle->nbytes > kMaxParsedPickleNbytes) {
-    return unsupported("the slice holds no single tensor: torch must read it");
+    return unsupported("the slice is not a single tensor: torch must read it");
   }
   return records;
 }
 
-// Where the data of a record begins. Its local header says so, and must agree with the directory.
-// Requires: the ends hold the local header up to there, save for its extra fields.
+// Returns the offset of a record's data, computed from its local header.
+// Requires: the ends include the local header, except for its extra fields.
+// Errors: kCorruption if the local header contradicts the directory.
 Result<int64_t> data_offset(const Ends& ends, const ZipEntry& entry) {
   const Bytes local = ends.bytes(entry.header_offset, entry.earliest_data());
   const int64_t name_nbytes = load_le<uint16_t>(local.data() + 26);
   const int64_t extra_nbytes = load_le<uint16_t>(local.data() + 28);
   const int64_t offset = entry.earliest_data() + extra_nbytes;
-  // The data ends where the directory says; a header that puts it elsewhere is damaged.
+  // The directory determines the end of the data. A local header with another end is damaged.
   if (load_le<uint32_t>(local.data()) != kZipLocalSignature ||
       name_nbytes != static_cast<int64_t>(entry.name.size()) ||
       as_text(local.subspan(static_cast<size_t>(kZipLocalNbytes))) != entry.name ||
@@ -97,23 +98,23 @@ Result<int64_t> data_offset(const Ends& ends, const ZipEntry& entry) {
   return offset;
 }
 
-// The data of a record that is all there.
+// Returns the data of a record. Requires: the ends include the whole record.
 Result<Bytes> record_data(const Ends& ends, const ZipEntry& entry) {
   ASSIGN_OR_RETURN(const int64_t offset, data_offset(ends, entry));
   const Bytes data = ends.bytes(offset, offset + entry.nbytes);
-  // torch.save leaves 0 where it was told not to compute checksums.
+  // torch.save writes 0 if its checksums are disabled.
   if (entry.crc != 0 && crc32(0, data) != entry.crc) {
     return corruption("record ", entry.name, " fails its checksum");
   }
   return data;
 }
 
-// Gives a tensor without elements the place and strides of a contiguous one.
+// Sets offset and strides of a tensor without elements to those of a contiguous tensor.
 Status place_empty(StoredTensor& tensor) {
   int64_t extent = itemsize(tensor.dtype);
   for (const int64_t size : tensor.sizes) {
     const auto next = checked_mul(extent, std::max<int64_t>(size, 1));
-    if (!next) return corruption("a tensor has the sizes ", to_string(tensor.sizes));
+    if (!next) return corruption("a tensor has too large sizes: ", to_string(tensor.sizes));
     extent = *next;
   }
   tensor.strides = contiguous_strides(tensor.sizes);
@@ -121,7 +122,7 @@ Status place_empty(StoredTensor& tensor) {
   return ok_status();
 }
 
-// Errors: kUnsupported for a tensor whose bytes are in another order than this machine's.
+// Checks the byte order record. Errors: kUnsupported for big-endian elements; kCorruption.
 Status check_byte_order(const Ends& ends, const ZipEntry& entry) {
   ASSIGN_OR_RETURN(const Bytes data, record_data(ends, entry));
   if (as_text(data) == "little") return ok_status();
@@ -129,7 +130,7 @@ Status check_byte_order(const Ends& ends, const ZipEntry& entry) {
   return corruption("a stored tensor has an unknown byte order");
 }
 
-bool looks_like_archive(Bytes bytes) {
+bool has_zip_signature(Bytes bytes) {
   const auto is_signed = [bytes](int64_t offset, uint32_t signature) {
     return range_within(offset, 4, ssize(bytes)) &&
            load_le<uint32_t>(bytes.data() + offset) == signature;
@@ -148,7 +149,7 @@ Status check_elements(StoredTensor& tensor) {
   std::optional<int64_t> last = tensor.storage_offset;
   bool fits = true;
   for (size_t d = 0; d < tensor.sizes.size(); ++d) {
-    // Also the stride of a dimension that is never stepped must make sense in bytes.
+    // The stride in bytes must not overflow, even for a dimension of size 1.
     fits = fits && checked_mul(tensor.strides[d], size).has_value();
     const auto reach = checked_mul(tensor.sizes[d] - 1, tensor.strides[d]);
     last = last && reach ? checked_add(*last, *reach) : std::nullopt;
@@ -160,14 +161,14 @@ Status check_elements(StoredTensor& tensor) {
 }
 
 Status verify_archive(Bytes archive, bool strict) {
-  if (!looks_like_archive(archive)) return ok_status();
+  if (!has_zip_signature(archive)) return ok_status();
   const Result<ZipDirectory> directory = read_zip_directory(archive, ssize(archive));
   if (directory.status().code() == StatusCode::kUnsupported) return ok_status();
   if (!directory.ok()) return strict ? directory.status() : ok_status();
   const auto is_pickle = [](const ZipEntry& entry) { return entry.name.ends_with("/data.pkl"); };
-  const bool is_torchs =
+  const bool has_pickle =
       std::any_of(directory->entries.begin(), directory->entries.end(), is_pickle);
-  if (!is_torchs && !strict) return ok_status();
+  if (!has_pickle && !strict) return ok_status();
   const Ends ends{archive, archive, ssize(archive)};
   for (const ZipEntry& entry : directory->entries) {
     const Result<Bytes> data = record_data(ends, entry);

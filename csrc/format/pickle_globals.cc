@@ -10,14 +10,14 @@ namespace {
 
 using namespace pickle_opcodes;
 
-// What follows an opcode: so many bytes, after a length of so many bytes, or lines of text.
+// The argument of an opcode. At most one field is not 0.
 struct Argument {
-  int nbytes = 0;
-  int length_nbytes = 0;
-  int lines = 0;
+  int nbytes = 0;         // Length of a fixed-length argument.
+  int length_nbytes = 0;  // Width of the length prefix of a variable-length argument.
+  int lines = 0;          // Number of text lines.
 };
 
-// By the argument types of Python's pickletools. Nothing for bytes that are no opcode.
+// Returns the argument type that Python's pickletools documents, or nullopt for an unknown opcode.
 std::optional<Argument> argument_of(uint8_t op) {
   switch (op) {
     case kBinInt1:
@@ -94,7 +94,7 @@ Result<std::vector<PickleGlobal>> pickle_globals(Bytes pickle) {
                          reader.position());
     }
     if (op == kPop || op == kPopMark) {
-      return unsupported("the pickle holds a tuple that is part of itself, at byte ",
+      return unsupported("the pickle has a tuple that contains itself, at byte ",
                          reader.position());
     }
     const std::optional<Argument> argument = argument_of(op);

@@ -1,9 +1,9 @@
 #pragma once
 
-// Lists the globals that a pickle names: the classes and functions that unpickling it would import.
+// Lists the globals that a pickle names: the classes and functions that unpickling would import.
 //
-// Walks over the opcodes and executes none. FastWriter calls it on each object that it has pickled,
-// to warn of classes that a load would refuse; a load calls it to name all of them in one error.
+// Iterates over the opcodes and executes none. FastWriter calls it on each pickled object, to warn
+// of classes that a load would reject. A load calls it to list all of them in one error.
 
 #include <string_view>
 #include <utility>
@@ -17,12 +17,12 @@ namespace torch_ckpt {
 // Module and name. Both point into the pickle.
 using PickleGlobal = std::pair<std::string_view, std::string_view>;
 
-// The globals in the order of the pickle, repeated where it repeats them. `pickle` may be followed
-// by other bytes. Takes time linear in the pickle and allocates nothing that it merely claims.
+// Returns the globals in the order of the pickle, with repetitions. Bytes after the STOP opcode are
+// ignored. Time is linear in the length of the pickle; lengths stated in it are never allocated.
 //
-// Errors: kCorruption for bytes that are no pickle; kUnsupported where a name is computed on the
-// stack (STACK_GLOBAL of protocol 4, the extension registry), which torch.save never writes, and
-// where a value is dropped again, which no load of objects supports.
+// Errors: kCorruption for bytes that are no pickle; kUnsupported for opcodes that no load of
+// objects supports. These are STACK_GLOBAL and the extension registry, which torch.save never
+// writes, and POP and POP_MARK.
 Result<std::vector<PickleGlobal>> pickle_globals(Bytes pickle);
 
 }  // namespace torch_ckpt

@@ -1,9 +1,10 @@
 #pragma once
 
-// The opcodes of pickles, and the walk over their bytes. One stack machine does what opcodes say:
-// the unpickler of metadata (bindings/metadata_unpickler). What else reads pickles only looks at
-// opcodes one after another: the pickle of one tensor (tensor_pickle), and the list of the globals
-// that a pickle names (pickle_globals).
+// Pickle opcodes, and PickleReader, a cursor over the bytes of a pickle.
+//
+// bindings/metadata_unpickler is the only stack machine that evaluates opcodes. The other users
+// parse opcodes sequentially: tensor_pickle reads the pickle of one tensor, and pickle_globals
+// lists the globals of a pickle.
 
 #include <cstdint>
 #include <cstring>
@@ -13,7 +14,7 @@
 
 namespace torch_ckpt {
 
-// Opcodes, by the names in Python's pickletools.
+// Opcodes, named as in Python's pickletools.
 namespace pickle_opcodes {
 enum : uint8_t {
   kMark = '(',
@@ -79,14 +80,14 @@ enum : uint8_t {
 
 inline constexpr uint8_t kNewestPickleProtocol = 5;
 
-// Whether Python's pickle knows the opcode, wherever it is used.
+// Returns whether the byte is an opcode of any pickle protocol.
 inline bool is_pickle_opcode(uint8_t op) {
   constexpr std::string_view kTextOpcodes = "(.012BCFGIJKLMNPQRSTUVX])abcdeghijlopqrstu}";
   return (op >= pickle_opcodes::kProto && op <= 0x98) ||
          kTextOpcodes.find(static_cast<char>(op)) != std::string_view::npos;
 }
 
-// The number that up to 8 little-endian bytes of two's complement make, as LONG1 has them.
+// Decodes the digits of a LONG1: up to 8 bytes, little-endian, two's complement.
 inline int64_t pickled_long(std::string_view digits) {
   const bool negative = !digits.empty() && (static_cast<uint8_t>(digits.back()) & 0x80) != 0;
   int64_t number = negative ? -1 : 0;
@@ -94,8 +95,8 @@ inline int64_t pickled_long(std::string_view digits) {
   return number;
 }
 
-// Walks over the bytes of a pickle. Every read returns false, and moves nothing, where they end too
-// early. Views of them are valid as long as they are.
+// Cursor over the bytes of a pickle. If the bytes end too early, a read returns false and leaves
+// the position unchanged. Returned views point into the pickle.
 class PickleReader {
  public:
   explicit PickleReader(Bytes pickle) : pickle_(pickle) {}
@@ -119,7 +120,7 @@ class PickleReader {
     return true;
   }
 
-  // Up to a newline, without it.
+  // Reads up to a newline and skips it.
   bool read_line(std::string_view* line) {
     const size_t end = as_text(pickle_).find('\n', position_);
     if (end == std::string_view::npos) return false;
@@ -128,7 +129,7 @@ class PickleReader {
     return true;
   }
 
-  // Passes the opcode if it is the next.
+  // Skips the next opcode if it is `op`.
   bool skip(uint8_t op) {
     if (at_end() || static_cast<uint8_t>(pickle_[position_]) != op) return false;
     ++position_;

@@ -1,11 +1,11 @@
 #pragma once
 
 // Writes pickles of protocol 4: opcodes in frames, and a memo by value. The counterpart of
-// pickle_reader.h.
+// pickle_reader.h. Used by `metadata_pickle`.
 //
-// Python's pickler memoises every object that it meets, by identity. Here the caller says what may
-// recur, and equal texts and equal keys are one: so the numbers of what recurs most stay below 256,
-// where recalling takes two bytes. Used by `metadata_pickle`.
+// Python's pickler memoises every object, by identity. Here the caller chooses which values to
+// memoise, and equal values share one memo number. So frequent values have memo numbers below 256,
+// which are recalled by two bytes.
 
 #include <algorithm>
 #include <array>
@@ -22,15 +22,15 @@
 
 namespace torch_ckpt {
 
-// The number of a memoised value; kNoMemo for one that is not written yet.
+// The memo number of a value, or kNoMemo for a value that is not written yet.
 using Memo = uint32_t;
 inline constexpr Memo kNoMemo = UINT32_MAX;
 
-// Memo numbers by value. Keys are views: what they show outlives the table.
+// Hash table of memo numbers by value. Requires: the bytes of all keys outlive the table.
 class MemoTable {
  public:
-  // That of `key`. Where it is kNoMemo the caller sets it, before the next call.
-  // Requires: the key is shorter than 4 GiB.
+  // Returns the memo number of `key`. If it is kNoMemo, the caller assigns one before the next
+  // call. Requires: the key is shorter than 4 GiB.
   Memo& operator[](Bytes key) {
     if (2 * (used_ + 1) > slots_.size()) grow();
     Slot& slot = find(key);
@@ -46,7 +46,7 @@ class MemoTable {
   struct Slot {
     const std::byte* key = nullptr;
     uint32_t nbytes = 0;
-    Memo memo = kNoMemo;  // Of an empty slot.
+    Memo memo = kNoMemo;  // kNoMemo marks an empty slot.
   };
 
   Slot& find(Bytes key) {
@@ -69,11 +69,11 @@ class MemoTable {
     }
   }
 
-  std::vector<Slot> slots_;  // A power of two of them, at most half of them used.
+  std::vector<Slot> slots_;  // Size is a power of two; at most half of the slots are used.
   size_t used_ = 0;
 };
 
-// A text or an importable name that recurs all over a pickle.
+// A text or a global that occurs often in one pickle, with its memo.
 struct PickleWord {
   std::string_view text = {};
   Memo memo = kNoMemo;
@@ -84,7 +84,7 @@ struct PickleGlobal {
   Memo memo = kNoMemo;
 };
 
-// Used by one thread. Texts are UTF-8 and outlive the writer.
+// Used by one thread. Requires: all texts are UTF-8 and outlive the writer.
 class PickleWriter {
  public:
   explicit PickleWriter(size_t expected_nbytes) {
@@ -96,7 +96,7 @@ class PickleWriter {
 
   void op(uint8_t code) { put(code); }
 
-  // Several opcodes without arguments.
+  // Writes several opcodes without arguments.
   template <size_t kCount>
   void ops(const std::array<uint8_t, kCount>& codes) {
     std::memcpy(room(kCount), codes.data(), kCount);
@@ -110,7 +110,7 @@ class PickleWriter {
     } else if (value >= INT32_MIN && value <= INT32_MAX) {
       put_op<int32_t>(pickle_opcodes::kBinInt, value);
     } else {
-      // As few bytes as hold it and its sign.
+      // The fewest bytes that represent the value and its sign.
       int nbytes = 5;
       while (nbytes < 8 && value >> (8 * nbytes - 1) != value >> 63) ++nbytes;
       put_op<uint8_t>(pickle_opcodes::kLong1, nbytes);
@@ -120,7 +120,7 @@ class PickleWriter {
 
   void boolean(bool value) { op(value ? pickle_opcodes::kNewTrue : pickle_opcodes::kNewFalse); }
 
-  // Memoises what has been written last.
+  // Memoises the value written last.
   Memo memoise() {
     op(pickle_opcodes::kMemoize);
     fits_ = fits_ && memos_ + 1 < kNoMemo;
@@ -135,7 +135,7 @@ class PickleWriter {
     }
   }
 
-  // Returns the memo of the text.
+  // Writes or recalls a text, and returns its memo.
   Memo text(std::string_view value) {
     Memo& memo = texts_[as_bytes(value)];
     if (memo == kNoMemo) {
@@ -163,9 +163,9 @@ class PickleWriter {
     global.memo = memoise();
   }
 
-  // Calls write(i) for each of `count`, which may be none, and puts what it writes into the list
-  // or dict before them: by `single` one by itself, by `several` many at a time, but not so many
-  // that an unpickler needs a large stack.
+  // Calls write(i) for each i in [0, count) and adds the written items to the list or dict before
+  // them. `single` is the opcode that adds one item, `several` the opcode that adds a batch. The
+  // batch size bounds the stack of the unpickler.
   template <typename Write>
   void fill(size_t count, uint8_t single, uint8_t several, const Write& write) {
     for (size_t i = 0; i < count;) {
@@ -181,7 +181,7 @@ class PickleWriter {
     }
   }
 
-  // What write(i) writes for each of `count` as a tuple.
+  // Writes a tuple of the values that write(i) writes for each i in [0, count).
   template <typename Write>
   void tuple(size_t count, const Write& write) {
     constexpr uint8_t kShort[] = {pickle_opcodes::kEmptyTuple, pickle_opcodes::kTuple1,
@@ -192,11 +192,11 @@ class PickleWriter {
     op(is_short ? kShort[count] : uint8_t{pickle_opcodes::kTuple});
   }
 
-  // Errors: kInvalidArgument where there is more than the opcodes can count.
+  // Errors: kInvalidArgument if a length or the memo exceeds the range of its opcode.
   Result<std::vector<std::byte>> finish() {
     op(pickle_opcodes::kStop);
     end_frame();
-    if (!fits_) return invalid_argument("it has texts or values that a pickle cannot hold");
+    if (!fits_) return invalid_argument("cannot write a pickle: a text or the memo is too large");
     out_.resize(size());
     return std::move(out_);
   }
@@ -235,7 +235,7 @@ class PickleWriter {
 
   void recall_text(std::string_view value, Memo memo) {
     if (memo > UINT8_MAX && value.size() < sizeof(Memo)) {
-      put_text(value);  // Which is no longer than its memo.
+      put_text(value);  // At most as long as recalling its memo.
     } else {
       recall(memo);
     }
@@ -251,7 +251,7 @@ class PickleWriter {
     if (!value.empty()) std::memcpy(room(value.size()), value.data(), value.size());
   }
 
-  // A reader of a file reads a frame at a time.
+  // Frames let an unpickler read a file in large chunks.
   void begin_frame() {
     put_op<uint64_t>(pickle_opcodes::kFrame, 0);
     frame_ = size();
@@ -261,9 +261,9 @@ class PickleWriter {
   std::vector<std::byte> out_;  // Written up to next_.
   std::byte* next_ = nullptr;
   std::byte* end_ = nullptr;
-  size_t frame_ = 0;  // Where the contents of the last frame begin.
+  size_t frame_ = 0;  // Offset of the contents of the last frame.
   MemoTable texts_;
-  Memo memos_ = 0;
+  Memo memos_ = 0;  // Number of memoised values.
   bool fits_ = true;
 };
 

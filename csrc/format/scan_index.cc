@@ -1,5 +1,5 @@
-// The part of stored_index.h that goes through all records of a kind, and checks what no single
-// one tells.
+// Implements the functions of stored_index.h that read all records of one kind or of all kinds.
+// They check properties that no single record shows: unique names, and slices that do not overlap.
 
 #include <algorithm>
 #include <limits>
@@ -12,28 +12,28 @@ namespace torch_ckpt {
 
 namespace records = index_records;
 
-// How much text may still be used.
+// Bounds the total length of the texts that one pass reads.
 class StoredIndex::TextBudget {
  public:
   explicit TextBudget(const StoredIndex& index)
       : index_(index),
-        left_(checked_mul(index.nbytes_, records::kMaxTextUse)
-                  .value_or(std::numeric_limits<int64_t>::max())) {}
+        remaining_(checked_mul(index.nbytes_, records::kMaxTextUse)
+                       .value_or(std::numeric_limits<int64_t>::max())) {}
 
   Status use(size_t nbytes) {
-    left_ -= static_cast<int64_t>(nbytes);
-    return left_ < 0 ? index_.unsound("it uses too much text") : ok_status();
+    remaining_ -= static_cast<int64_t>(nbytes);
+    return remaining_ < 0 ? index_.unsound("it uses too much text") : ok_status();
   }
 
  private:
   const StoredIndex& index_;
-  int64_t left_;
+  int64_t remaining_;
 };
 
-// One pass over everything.
+// One pass over all records.
 class StoredIndex::Scan {
  public:
-  // What is found is kept in `out`, unless that is null.
+  // Stores the records in `out`, unless `out` is null.
   Scan(const StoredIndex& index, Index* out) : index_(index), out_(out), text_(index) {}
 
   Status run() {
@@ -61,7 +61,8 @@ class StoredIndex::Scan {
     for (int64_t i = 0; i < index_.file_count(); ++i) {
       ASSIGN_OR_RETURN(StoredFile file, index_.file(i));
       RETURN_IF_ERROR(text_.use(file.name.size()));
-      if (file.first_sum != next_sum) return index_.unsound(file.name, " has others' checksums");
+      if (file.first_sum != next_sum)
+        return index_.unsound("the checksums of ", file.name, " are not in order");
       const int64_t blocks =
           index_.is_foreign() ? 0 : BlockGrid::block_count(file.nbytes, index_.block_nbytes());
       next_sum += blocks;
@@ -70,11 +71,11 @@ class StoredIndex::Scan {
         RETURN_IF_ERROR(index_.check_sums(file, 0, blocks));
         continue;
       }
-      IndexedFile& kept = out_->files.emplace_back();
-      kept.sums.block_nbytes = index_.block_nbytes();
-      kept.sums.file_nbytes = file.nbytes;
-      ASSIGN_OR_RETURN(kept.sums.sums, index_.sums(file, 0, blocks));
-      kept.name = std::move(file.name);
+      IndexedFile& indexed = out_->files.emplace_back();
+      indexed.sums.block_nbytes = index_.block_nbytes();
+      indexed.sums.file_nbytes = file.nbytes;
+      ASSIGN_OR_RETURN(indexed.sums.sums, index_.sums(file, 0, blocks));
+      indexed.name = std::move(file.name);
     }
     if (next_sum != index_.count(records::kSumSection)) {
       return index_.unsound("checksums are left over");
@@ -102,7 +103,7 @@ class StoredIndex::Scan {
       for (int64_t at = 0; at < entry.box_count; at += kBoxesAtATime) {
         const int64_t last = std::min(at + kBoxesAtATime, entry.box_count);
         ASSIGN_OR_RETURN(std::vector<IndexedBox> boxes, index_.boxes(entry, at, last));
-        RETURN_IF_ERROR(take_boxes(std::move(boxes)));
+        RETURN_IF_ERROR(add_boxes(std::move(boxes)));
       }
     }
     if (next_dim != index_.count(records::kDimSection) || next_box != index_.box_count()) {
@@ -111,7 +112,7 @@ class StoredIndex::Scan {
     return index_.check_names(records::kEntryNameSection, fqns);
   }
 
-  Status take_boxes(std::vector<IndexedBox> boxes) {
+  Status add_boxes(std::vector<IndexedBox> boxes) {
     for (IndexedBox& box : boxes) {
       for (const std::string& transform : box.transforms) {
         RETURN_IF_ERROR(text_.use(transform.size()));
@@ -122,7 +123,7 @@ class StoredIndex::Scan {
     return ok_status();
   }
 
-  // No two slices share a byte; tensors of another format may share a storage.
+  // Checks that no two slices share a byte. In a foreign index, tensors may share a storage.
   Status check_overlap() {
     if (index_.is_foreign()) return ok_status();
     std::sort(places_.begin(), places_.end());
@@ -142,7 +143,7 @@ class StoredIndex::Scan {
   std::vector<StoredPlace> places_;
 };
 
-// Names and their hashes are those of the records, each once and in order.
+// Checks that the Name records match `names`, are sorted, and contain no name twice.
 Status StoredIndex::check_names(records::SectionId id,
                                 const std::vector<std::string>& names) const {
   std::vector<records::Name> expected;
@@ -155,7 +156,7 @@ Status StoredIndex::check_names(records::SectionId id,
   for (size_t i = 0; i < expected.size(); ++i) {
     records::Name found;
     RETURN_IF_ERROR(read_records(id, static_cast<int64_t>(i), &found, 1));
-    if (found != expected[i]) return unsound("names are out of order");
+    if (found != expected[i]) return unsound("names are not in order");
     same = i > 0 && expected[i - 1].hash == found.hash ? same + 1 : 1;
     if (same > records::kMaxSameHash) return unsound("too many names have one hash");
     for (size_t k = i + 1 - static_cast<size_t>(same); k < i; ++k) {
@@ -202,7 +203,7 @@ Result<std::vector<IndexedPath>> StoredIndex::paths() const {
         continue;
       }
       if (key.kind != records::kTextKey || !std::in_range<uint32_t>(key.value)) {
-        return unsound("the path of ", path.fqn, " has an odd key");
+        return unsound("the path of ", path.fqn, " has an invalid key");
       }
       std::string value;
       RETURN_IF_ERROR(

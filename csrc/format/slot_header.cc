@@ -13,19 +13,19 @@ constexpr std::string_view kMagic("TCSLOT\r\n", 8);
 constexpr uint32_t kVersion = 1;
 constexpr uint64_t kComplete = 0x4554454C504D4F43;  // "COMPLETE".
 
-// Offsets in the page.
+// Byte offsets in the page.
 constexpr size_t kState = 0;
 constexpr size_t kMagicAt = 8;
 constexpr size_t kVersionAt = 16;
-constexpr size_t kSum = 24;  // Of all that follows it, up to kEnd.
+constexpr size_t kSum = 24;  // Checksum of [kRun, kEnd).
 constexpr size_t kRun = 32;
 constexpr size_t kSession = 48;
 constexpr size_t kNumbers = 64;
 constexpr size_t kTensorsId = 168;
 constexpr size_t kShare = 184;
-constexpr size_t kEnd = 256;  // Zeros before it are for what comes later.
+constexpr size_t kEnd = 256;  // The zeros before it are reserved.
 
-// One order for writing and reading.
+// Visits the numbers of a header in their on-disk order.
 template <typename Header, typename Visit>
 void for_each_number(Header& header, const Visit& visit) {
   visit(header.sequence);
@@ -43,7 +43,7 @@ void for_each_number(Header& header, const Visit& visit) {
   visit(header.payload_nbytes);
 }
 
-// Of another process, too: the state is what both agree by.
+// The state word, by which the writer synchronizes with readers in other processes.
 std::atomic_ref<uint64_t> state_of(std::byte* page) {
   return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(page + kState));
 }
@@ -59,14 +59,14 @@ Status check(const SlotHeader& header, int64_t nbytes) {
                      header.payload_begin >= kSlotPage + header.table_nbytes &&
                      range_within(header.payload_begin, header.payload_nbytes, nbytes);
   if (sound) return ok_status();
-  return corruption("the page before a snapshot has numbers that no snapshot has");
+  return corruption("the page before a snapshot has inconsistent numbers");
 }
 
 }  // namespace
 
 void clear_slot(MutableBytes page) {
   state_of(page.data()).store(0, std::memory_order_relaxed);
-  // No byte of the next snapshot before it.
+  // Order the clear before all stores of the next snapshot.
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
@@ -89,14 +89,14 @@ void complete_slot(MutableBytes page, const SlotHeader& header) {
 
 Result<SlotHeader> read_slot_header(Bytes page, int64_t nbytes) {
   if (ssize(page) < kSlotPage) return corruption("a snapshot begins with a page of ", kSlotPage);
-  // Reading changes nothing: mapped read-only it is sound as well.
+  // atomic_ref needs a mutable reference. A load also works on memory that is mapped read-only.
   const uint64_t state =
       state_of(const_cast<std::byte*>(page.data())).load(std::memory_order_seq_cst);
   if (state != kComplete) {
     return Status(StatusCode::kNotFound, "there is no complete snapshot in the slot");
   }
   if (!std::ranges::equal(page.subspan(kMagicAt, kMagic.size()), as_bytes(kMagic))) {
-    return corruption("the page before a snapshot does not begin as one does");
+    return corruption("the page before a snapshot has no slot signature");
   }
   const auto version = load_le<uint32_t>(page.data() + kVersionAt);
   if (version != kVersion) {

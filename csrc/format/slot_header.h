@@ -1,11 +1,11 @@
 #pragma once
 
-// The first page of a slot: what is in this piece of shared memory, stated by the memory itself, so
-// that whoever finds it can tell, though all processes are gone that knew. FORMAT.md has every
-// byte.
+// SlotHeader: the first page of a slot, which describes the snapshot in this shared memory. With
+// it, an agent or a restarted rank identifies a snapshot whose writer has ended. FORMAT.md states
+// every byte.
 //
-// A page says that its slot is complete in one word, which is set last and cleared first: whatever
-// ends the process that fills a slot, the slot is never taken for complete.
+// One word of the page marks the slot as complete. The writer clears this word first and sets it
+// last. So a slot is never complete if its writer ended in between.
 
 #include <array>
 #include <cstdint>
@@ -17,40 +17,42 @@ namespace torch_ckpt {
 
 inline constexpr int64_t kSlotPage = 4096;
 
-// Anything that tells one from another, by chance alone.
+// A hash or random bytes; equal ids occur only by accident.
 using SlotId = std::array<std::byte, 16>;
 
 struct SlotHeader {
-  SlotId run = {};       // Training that goes on from restart to restart.
-  SlotId session = {};   // Processes that have started together: one life of the run.
-  int64_t sequence = 0;  // Which save of the session. All ranks count alike.
-  int64_t step = 0;      // What the user calls it.
+  SlotId run = {};       // Training run; the same after a restart.
+  SlotId session = {};   // Processes that started together; new after each restart of the run.
+  int64_t sequence = 0;  // Number of the save within the session, equal on all ranks.
+  int64_t step = 0;      // Training step, chosen by the user.
   int64_t rank = 0;
   int64_t world_size = 0;
-  int64_t node = 0;  // The machine, of so many that the ranks are on.
-  int64_t node_count = 1;
-  int64_t ranks_here = 1;    // How many of the ranks are on this machine.
-  int64_t persist = 1;       // Whether it is to be brought to disk without being asked again.
-  int64_t holder = 0;        // The rank that has filled it; `rank`, unless it is a copy for a peer.
-  int64_t table_nbytes = 0;  // What follows the page: which items, and where they lie.
-  uint64_t table_sum = 0;    // Their XXH3-64.
-  int64_t payload_begin = 0;  // From the start of the slot.
+  int64_t node = 0;           // Number of the machine, in [0, node_count).
+  int64_t node_count = 1;     // Number of machines of the session.
+  int64_t ranks_here = 1;     // Number of ranks on this machine.
+  int64_t persist = 1;        // 1 if the agent writes the snapshot to disk unasked, else 0.
+  int64_t holder = 0;         // Rank that filled the slot: `rank`, or a peer that stores a copy.
+  int64_t table_nbytes = 0;   // Length of the table of items and extents behind the page.
+  uint64_t table_sum = 0;     // XXH3-64 of the table.
+  int64_t payload_begin = 0;  // Byte offset of the payload in the slot.
   int64_t payload_nbytes = 0;
-  SlotId tensors_id = {};  // Stands for the tensors that the rank held.
-  SlotId share =
-      {};  // Stands for how ranks of a machine have shared these out; zeros: each has all.
+  SlotId tensors_id = {};  // Digest of the list of the rank's tensors.
+  // Digest of the division of replicas among the ranks of the machine. Zeros if the snapshot has
+  // all tensors of the rank.
+  SlotId share = {};
 
   bool operator==(const SlotHeader&) const = default;
 };
 
-// Says that nothing is in the slot. Requires: a page at a multiple of 8.
+// Marks the slot as empty. Requires: the page begins at a multiple of 8.
 void clear_slot(MutableBytes page);
 
-// Says what is in the slot, once all else is there. Requires: as above.
+// Writes the header, and marks the slot as complete. Requires: table and payload are written; the
+// page begins at a multiple of 8.
 void complete_slot(MutableBytes page, const SlotHeader& header);
 
-// What is in a slot of `nbytes` in all. kNotFound where nothing complete is; kCorruption for a page
-// that `complete_slot` has not written; kUnsupported for one of another version.
+// Decodes the header of a slot of `nbytes` bytes. Errors: kNotFound if the slot is not complete;
+// kCorruption for a page that `complete_slot` did not write; kUnsupported for another version.
 Result<SlotHeader> read_slot_header(Bytes page, int64_t nbytes);
 
 }  // namespace torch_ckpt

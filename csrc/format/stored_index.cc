@@ -15,7 +15,7 @@ namespace records = index_records;
 constexpr uint16_t kMaxNdim = 64;
 constexpr int64_t kMaxItemsize = 16;
 
-// Records that are read at a time.
+// Number of records in one read.
 constexpr int64_t kRecordsAtATime = 1024;
 
 bool is_utf8(std::string_view text) {
@@ -36,19 +36,19 @@ bool is_utf8(std::string_view text) {
   return true;
 }
 
-// Whether a file of this name lies in the checkpoint's directory and nowhere else.
+// Returns whether the name denotes a file directly in the checkpoint directory.
 bool is_plain_name(std::string_view name) {
   return !name.empty() && name != "." && name != ".." &&
          name.find_first_of(std::string_view("/\0", 2)) == std::string_view::npos;
 }
 
-// Where in [low, high) a hash is to be expected among evenly spread ones.
+// Interpolates the position in [low, high) of a hash, assuming uniformly distributed hashes.
 int64_t expected_position(uint64_t hash, uint64_t low_hash, uint64_t high_hash, int64_t low,
                           int64_t high) {
   if (hash <= low_hash || high_hash <= low_hash) return low;
-  const double part =
+  const double fraction =
       static_cast<double>(hash - low_hash) / (static_cast<double>(high_hash - low_hash) + 1);
-  const auto at = low + static_cast<int64_t>(part * static_cast<double>(high - low));
+  const auto at = low + static_cast<int64_t>(fraction * static_cast<double>(high - low));
   return std::clamp(at, low, high - 1);
 }
 
@@ -62,7 +62,7 @@ Status StoredIndex::to_signed(uint64_t value, int64_t* out) const {
 
 Status StoredIndex::text(const records::Text& at, int64_t max_nbytes, std::string* out) const {
   const auto all = static_cast<int64_t>(header_.sections[records::kTextSection].nbytes);
-  if (!range_within(at.offset, at.nbytes, all)) return unsound("a text lies outside");
+  if (!range_within(at.offset, at.nbytes, all)) return unsound("a text lies outside its section");
   if (at.nbytes > max_nbytes) return unsound("a text is ", at.nbytes, " bytes long");
   out->resize(at.nbytes);
   RETURN_IF_ERROR(read_records(records::kTextSection, at.offset, out->data(), at.nbytes));
@@ -136,7 +136,7 @@ Status StoredIndex::read_view(StoredEntry& entry) const {
   const bool is_signed = std::any_of(numbers.begin(), numbers.end(), [](auto n) { return n < 0; });
   if (!is_foreign() || entry.box_count != 1 || is_signed ||
       !std::in_range<uint32_t>(numbers[ndim + 1])) {
-    return unsound("the view of ", entry.facts.fqn, " is none");
+    return unsound("the view of ", entry.facts.fqn, " is invalid");
   }
   entry.facts.view->storage_offset = numbers[ndim];
   entry.facts.view->crc = static_cast<uint32_t>(numbers[ndim + 1]);
@@ -145,23 +145,24 @@ Status StoredIndex::read_view(StoredEntry& entry) const {
   return ok_status();
 }
 
-// Both kinds of record begin with the text of their name.
+// File and Entry records both begin with the text of their name.
 Status StoredIndex::text_of_name(records::SectionId id, uint32_t number, std::string* out) const {
   static_assert(offsetof(records::File, name) == 0 && offsetof(records::Entry, fqn) == 0);
-  if (std::cmp_greater_equal(number, count(id))) return unsound("a name is of nobody");
+  if (std::cmp_greater_equal(number, count(id))) return unsound("a name belongs to no record");
   records::Text at;
   RETURN_IF_ERROR(
       blocks_->read(offset_of(id, number), {reinterpret_cast<std::byte*>(&at), sizeof(at)}));
   return text(at, records::kMaxTextNbytes, out);
 }
 
-// Hashes are spread evenly: where one lies can be told but for a few records, and so but for a
-// block. Each second step halves what is left, however they are spread in truth.
+// Interpolation search. Hashes are distributed uniformly, so the first guess is usually within a
+// block of the result. Every second step bisects, which bounds the steps for any distribution.
 Result<std::optional<int64_t>> StoredIndex::find_name(records::SectionId names,
                                                       std::string_view name,
                                                       records::SectionId bearers) const {
   const uint64_t hash = xxh3(as_bytes(name));
-  int64_t low = 0;  // Names before it have lesser hashes, those from `high` on have not.
+  // Names before `low` have smaller hashes; names from `high` on do not.
+  int64_t low = 0;
   int64_t high = count(names);
   uint64_t low_hash = 0;
   uint64_t high_hash = std::numeric_limits<uint64_t>::max();
@@ -217,7 +218,7 @@ Status StoredIndex::to_place(const StoredEntry& entry, const records::Box& from,
   return ok_status();
 }
 
-// `dims` are the box's offsets, then its sizes.
+// `dims` points to the offsets of the box, followed by its sizes.
 Status StoredIndex::to_box(const StoredEntry& entry, const records::Box& from, const int64_t* dims,
                            IndexedBox* out) const {
   const Dims& whole = entry.facts.sizes;
@@ -256,18 +257,18 @@ Result<std::vector<IndexedBox>> StoredIndex::boxes(const StoredEntry& entry, int
   std::vector<int64_t> dims;
   const auto ndim = static_cast<int64_t>(entry.facts.sizes.size());
   for (int64_t at = first; at < last;) {
-    const int64_t some = std::min(last - at, kRecordsAtATime);
-    found.resize(static_cast<size_t>(some));
-    dims.resize(static_cast<size_t>(some * 2 * ndim));
-    RETURN_IF_ERROR(read_records(records::kBoxSection, entry.first_box + at, found.data(), some));
+    const int64_t batch = std::min(last - at, kRecordsAtATime);
+    found.resize(static_cast<size_t>(batch));
+    dims.resize(static_cast<size_t>(batch * 2 * ndim));
+    RETURN_IF_ERROR(read_records(records::kBoxSection, entry.first_box + at, found.data(), batch));
     RETURN_IF_ERROR(read_records(records::kDimSection, entry.first_dim + ndim * (1 + 2 * at),
-                                 dims.data(), some * 2 * ndim));
-    for (int64_t i = 0; i < some; ++i) {
+                                 dims.data(), batch * 2 * ndim));
+    for (int64_t i = 0; i < batch; ++i) {
       IndexedBox& box = out.emplace_back();
       RETURN_IF_ERROR(
           to_box(entry, found[static_cast<size_t>(i)], dims.data() + i * 2 * ndim, &box));
     }
-    at += some;
+    at += batch;
   }
   return out;
 }
@@ -276,37 +277,38 @@ Result<std::vector<StoredPlace>> StoredIndex::places(const StoredEntry& entry) c
   std::vector<StoredPlace> out;
   std::vector<records::Box> found;
   for (int64_t at = 0; at < entry.box_count;) {
-    const int64_t some = std::min(entry.box_count - at, kRecordsAtATime);
-    found.resize(static_cast<size_t>(some));
-    RETURN_IF_ERROR(read_records(records::kBoxSection, entry.first_box + at, found.data(), some));
+    const int64_t batch = std::min(entry.box_count - at, kRecordsAtATime);
+    found.resize(static_cast<size_t>(batch));
+    RETURN_IF_ERROR(read_records(records::kBoxSection, entry.first_box + at, found.data(), batch));
     for (const records::Box& box : found) {
       RETURN_IF_ERROR(to_place(entry, box, &out.emplace_back()));
     }
-    at += some;
+    at += batch;
   }
   return out;
 }
 
-// Gives `visit` the offsets and sizes of every box, until it wants no more.
+// Calls visit(box, offsets, sizes) for every box in order, until it returns false.
 template <typename Visit>
 Status StoredIndex::visit_dims(const StoredEntry& entry, Visit visit) const {
   const auto ndim = static_cast<int64_t>(entry.facts.sizes.size());
   std::vector<int64_t> dims;
   for (int64_t at = 0; at < entry.box_count;) {
-    const int64_t some = std::min(entry.box_count - at, kRecordsAtATime);
-    dims.resize(static_cast<size_t>(some * 2 * ndim));
+    const int64_t batch = std::min(entry.box_count - at, kRecordsAtATime);
+    dims.resize(static_cast<size_t>(batch * 2 * ndim));
     RETURN_IF_ERROR(read_records(records::kDimSection, entry.first_dim + ndim * (1 + 2 * at),
-                                 dims.data(), some * 2 * ndim));
-    for (int64_t i = 0; i < some; ++i) {
-      const int64_t* of_box = dims.data() + i * 2 * ndim;
+                                 dims.data(), batch * 2 * ndim));
+    for (int64_t i = 0; i < batch; ++i) {
+      const int64_t* offsets = dims.data() + i * 2 * ndim;
+      const int64_t* sizes = offsets + ndim;
       for (int64_t d = 0; d < ndim; ++d) {
-        if (!range_within(of_box[d], of_box[ndim + d], entry.facts.sizes[static_cast<size_t>(d)])) {
+        if (!range_within(offsets[d], sizes[d], entry.facts.sizes[static_cast<size_t>(d)])) {
           return unsound("a box of ", entry.facts.fqn, " reaches beyond it");
         }
       }
-      if (!visit(at + i, of_box, of_box + ndim)) return ok_status();
+      if (!visit(at + i, offsets, sizes)) return ok_status();
     }
-    at += some;
+    at += batch;
   }
   return ok_status();
 }
@@ -343,11 +345,11 @@ Result<std::vector<int64_t>> StoredIndex::overlapping(const StoredEntry& entry, 
     if (offset < 0) return invalid_argument("a box begins at ", offset);
   }
   RETURN_IF_ERROR(visit_dims(entry, [&](int64_t box, const int64_t* begin, const int64_t* size) {
-    bool meets = true;
-    for (size_t d = 0; d < ndim && meets; ++d) {
-      meets = overlap(begin[d], size[d], offsets[d], sizes[d]);
+    bool overlaps = true;
+    for (size_t d = 0; d < ndim && overlaps; ++d) {
+      overlaps = overlap(begin[d], size[d], offsets[d], sizes[d]);
     }
-    if (meets) out.push_back(box);
+    if (overlaps) out.push_back(box);
     return true;
   }));
   return out;
@@ -358,11 +360,11 @@ Result<std::vector<uint64_t>> StoredIndex::sums(const StoredFile& file, int64_t 
   constexpr int64_t kSumsAtATime = CheckedBlocks::kSumsInBlock;
   std::vector<uint64_t> out;
   for (int64_t at = first; at < last;) {
-    const int64_t some = std::min(last - at, kSumsAtATime);
-    out.resize(out.size() + static_cast<size_t>(some));
+    const int64_t batch = std::min(last - at, kSumsAtATime);
+    out.resize(out.size() + static_cast<size_t>(batch));
     RETURN_IF_ERROR(read_records(records::kSumSection, file.first_sum + at,
-                                 out.data() + out.size() - some, some));
-    at += some;
+                                 out.data() + out.size() - batch, batch));
+    at += batch;
   }
   return out;
 }

@@ -1,12 +1,12 @@
 #pragma once
 
-// `.index` as it lies in its file, looked up and not read: opening takes one read however long it
-// is, an FQN a few blocks of it.
+// StoredIndex: random access to the records of an `.index` file. Opening takes one read, whatever
+// the length of the file. Finding an FQN reads a few blocks.
 //
-// Every byte that is used was checked against its sum, and every number against those that it is
-// used with, so that nobody downstream needs to; what concerns all records at once (that no name
-// occurs twice, no slices overlap) is checked by those who list them all. Used by the load and
-// verify jobs, and by Python, which builds DCP's metadata from it.
+// Every byte is verified against its checksum, and every number against the records that it refers
+// to. Callers need no checks of their own. Properties of all records together (unique names, slices
+// that do not overlap) are checked only by the functions that read all of them. Used by LoadJob and
+// VerifyJob, and by Python, which builds DCP's metadata from the index.
 
 #include <cstdint>
 #include <memory>
@@ -27,97 +27,101 @@ namespace torch_ckpt {
 struct StoredFile {
   std::string name;
   int64_t nbytes = 0;
-  int64_t first_sum = 0;  // Number of the sum of its first block.
+  int64_t first_sum = 0;  // Record number of the checksum of the file's first block.
 };
 
 struct StoredEntry {
-  IndexedEntry facts = {};  // Without its boxes.
+  IndexedEntry facts = {};  // `boxes` is empty.
   int64_t box_count = 0;
-  int64_t first_box = 0;  // Numbers of records.
-  int64_t first_dim = 0;
+  int64_t first_box = 0;  // Record number of the first box.
+  int64_t first_dim = 0;  // Record number of the first dim.
 
-  // How many numbers there are from first_dim on.
+  // Returns the number of dims of the entry.
   int64_t dim_count() const {
     const auto ndim = static_cast<int64_t>(facts.sizes.size());
     return ndim * (1 + 2 * box_count) + (facts.view ? ndim + index_records::kViewDims : 0);
   }
 };
 
-// Where a box lies.
+// The extent of a box.
 struct StoredPlace {
-  int64_t file = 0;
+  int64_t file = 0;  // File number in the index.
   int64_t offset = 0;
   int64_t nbytes = 0;
 
   auto operator<=>(const StoredPlace&) const = default;
 };
 
-// Safe to use from any thread. Whatever fails is kCorruption, which names the file, or an error of
-// reading it.
+// Safe to use from any thread. All functions that return a Status or Result may fail with
+// kCorruption, whose message names the file, and with errors of `ReadAt`.
 class StoredIndex {
  public:
-  // `where` names the file in messages.
-  // Errors: kCorruption for what is no index of `nbytes` bytes; kUnsupported for a newer version.
+  // Opens an index of `nbytes` bytes. `where` names the file in messages.
+  // Errors: kCorruption if the bytes are not an index; kUnsupported for a newer version.
   static Result<std::shared_ptr<const StoredIndex>> open(ReadAt read, int64_t nbytes,
                                                          std::string where);
 
-  // Also a foreign one. Requires: `bytes` outlive it.
+  // Opens an index in memory, which may be foreign. Requires: `bytes` outlive the result.
   static Result<std::shared_ptr<const StoredIndex>> in_memory(Bytes bytes);
 
-  // All bytes of one in memory; empty for one in a file.
+  // The bytes of an index in memory; empty for an index in a file.
   Bytes memory() const { return memory_; }
 
-  // What the header says.
+  // Fields of the header.
   const std::string& save_id() const { return save_id_; }
   const FileDigest& metadata() const { return metadata_; }
   bool has_entries() const { return (header_.flags & index_records::kHasEntries) != 0; }
   bool has_paths() const { return (header_.flags & index_records::kHasPaths) != 0; }
   bool is_foreign() const { return header_.version == index_records::kForeignVersion; }
   int64_t nbytes() const { return nbytes_; }
-  int64_t block_nbytes() const { return header_.block_nbytes; }  // Of the data files.
+  int64_t block_nbytes() const { return header_.block_nbytes; }  // Block length of data files.
   int64_t file_count() const { return count(index_records::kFileSection); }
   int64_t entry_count() const { return count(index_records::kEntrySection); }
   int64_t box_count() const { return count(index_records::kBoxSection); }
 
   Result<std::string> version() const;  // Metadata.version.
 
-  // By number. Requires: there are so many.
+  // Requires: 0 <= number < file_count() or entry_count().
   Result<StoredFile> file(int64_t number) const;
   Result<StoredEntry> entry(int64_t number) const;
 
-  // By name: the number, or nothing.
+  // Finds a file or entry by name. Returns its number, or nullopt if there is none.
   Result<std::optional<int64_t>> find_file(std::string_view name) const;
   Result<std::optional<int64_t>> find_entry(std::string_view fqn) const;
 
-  // The boxes [first, last) of an entry, or where they lie. Requires: it has them.
+  // Returns the boxes [first, last) of an entry. Requires: 0 <= first <= last <= box_count.
   Result<std::vector<IndexedBox>> boxes(const StoredEntry& entry, int64_t first,
                                         int64_t last) const;
+  // Returns the extents of all boxes of an entry.
   Result<std::vector<StoredPlace>> places(const StoredEntry& entry) const;
 
-  // The number of the first box of these offsets, if there is one. `guess` is looked at first.
+  // Returns the number of a box with these offsets, or nullopt if there is none. Box `guess` is
+  // compared first, then all boxes in order.
   Result<std::optional<int64_t>> find_box(const StoredEntry& entry, const Dims& offsets,
                                           std::optional<int64_t> guess) const;
 
-  // The numbers of the boxes that share an element with this one.
-  // Errors: kMismatch for a box of another rank.
+  // Returns the numbers of the boxes that share an element with the given box.
+  // Errors: kMismatch if the box has another number of dimensions; kInvalidArgument for a negative
+  // offset.
   Result<std::vector<int64_t>> overlapping(const StoredEntry& entry, const Dims& offsets,
                                            const Dims& sizes) const;
 
-  // The sums of the blocks [first, last) of a file. Requires: it has them, as no foreign one does.
+  // Returns the checksums of the blocks [first, last) of a file.
+  // Requires: the file has these blocks; the index is not foreign.
   Result<std::vector<uint64_t>> sums(const StoredFile& file, int64_t first, int64_t last) const;
 
-  // Checks what `sums` would read.
+  // Verifies the index blocks that `sums` would read.
   Status check_sums(const StoredFile& file, int64_t first, int64_t last) const;
 
-  // All of one kind, in order, and checked as a whole.
+  // Return all FQNs or paths in order, and check these records as a whole.
   Result<std::vector<std::string>> fqns() const;
   Result<std::vector<IndexedPath>> paths() const;
 
-  // All there is, checked as a whole; `check` keeps nothing of it.
+  // Read all records and check them as a whole. `check` stores none of them.
   Result<Index> read_all() const;
   Status check() const;
 
-  // Damaged parts of the file, ascending.
+  // Returns the damaged ranges of the sections in ascending order.
   Result<std::vector<Region>> damage() const { return blocks_->damage(); }
 
  private:
@@ -145,7 +149,7 @@ class StoredIndex {
                                 static_cast<uint64_t>(record) * index_records::kRecordNbytes[id]);
   }
 
-  // Requires: the records are there.
+  // Requires: the section has the records [first, first + records).
   template <typename Record>
   Status read_records(index_records::SectionId id, int64_t first, Record* out,
                       int64_t records) const {

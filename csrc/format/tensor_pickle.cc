@@ -11,7 +11,7 @@ namespace {
 
 using namespace pickle_opcodes;
 
-// Appends pickle opcodes. Requires room for all of them.
+// Appends pickle opcodes to a buffer. Requires: `out` has space for all of them.
 class PickleWriter {
  public:
   explicit PickleWriter(MutableBytes out) : out_(out) {}
@@ -61,8 +61,8 @@ class PickleWriter {
   int64_t nbytes_ = 0;
 };
 
-// Strides of a contiguous tensor, as torch states them: a size of 0 counts as 1. Returns the number
-// of elements that makes, or nothing where a size is negative or the number does not fit.
+// Computes the strides of a contiguous tensor as torch does: a size of 0 counts as 1. Returns the
+// product of these sizes, or nullopt if a size is negative or the product overflows.
 std::optional<int64_t> fill_strides(std::span<const int64_t> sizes, std::span<int64_t> strides) {
   int64_t stride = 1;
   for (size_t d = sizes.size(); d-- > 0;) {
@@ -79,7 +79,7 @@ Status not_plain(std::string_view what) {
   return unsupported("not a plain strided tensor (", what, "): torch must read it");
 }
 
-// A Python object, by where it is found.
+// The import name of a Python object.
 struct Global {
   std::string_view module;
   std::string_view name;
@@ -89,8 +89,8 @@ struct Global {
   }
 };
 
-// Reads the opcodes of a plain tensor in the order in which every pickler writes them. There is no
-// stack, and nothing is called: a pickle in any other order is torch's to read.
+// Parses the opcodes of a plain tensor in the order in which every pickler writes them. The parser
+// has no stack and calls no function. A pickle in any other order is kUnsupported.
 class TensorReader {
  public:
   explicit TensorReader(Bytes pickle) : reader_(pickle) {}
@@ -117,11 +117,12 @@ class TensorReader {
     return ok_status();
   }
 
-  // The next opcode, save those that only remember a value.
+  // Reads the next opcode. Skips opcodes that only frame the pickle or fill its memo.
   Status next(uint8_t* op);
+  // `what` describes the mismatch if the next opcode is not `wanted`.
   Status expect(uint8_t wanted, std::string_view what);
 
-  // Each of these reads one value.
+  // Each of the following functions parses one value.
   Status integer(int64_t* value);
   Status integer(uint8_t op, std::string_view what, int64_t* value);
   Status text(std::string_view* value);
@@ -232,7 +233,7 @@ Status TensorReader::global(Global* value) {
   return expect(kStackGlobal, kWhat);
 }
 
-// A tuple of sizes or strides: after a mark, or of up to three numbers without.
+// Parses a tuple of sizes or strides. Tuples of up to three numbers may have no MARK.
 Status TensorReader::dims(Dims* value) {
   constexpr std::string_view kWhat = "sizes or strides are no tuple of numbers";
   uint8_t op = 0;
@@ -257,7 +258,7 @@ Status TensorReader::flag() {
   return op == kNewTrue || op == kNewFalse ? ok_status() : unexpected(op, "it has no flag");
 }
 
-// What torch saves for "no backward hooks".
+// Parses the value that torch saves for "no backward hooks".
 Status TensorReader::hooks() {
   constexpr std::string_view kWhat = "it carries hooks";
   const PickleReader before = reader_;
@@ -272,7 +273,7 @@ Status TensorReader::hooks() {
   return expect(kReduce, kWhat);
 }
 
-// A persistent id: ("storage", class, key, location, numel).
+// Parses a persistent id: ("storage", class, key, location, numel).
 Status TensorReader::storage(Global* type, int64_t* numel, std::string_view* key) {
   constexpr std::string_view kWhat = "its storage is not a record";
   std::string_view tag, location;
@@ -288,7 +289,8 @@ Status TensorReader::storage(Global* type, int64_t* numel, std::string_view* key
   return expect(kBinPersId, kWhat);
 }
 
-// What elements a storage has. With `element` the storage is bytes, and else its class says so.
+// Returns the dtype of a storage. An untyped storage has the dtype `element`. If `element` is null,
+// the class of the storage determines the dtype.
 Result<DType> dtype_of(const Global& storage, const Global* element) {
   std::optional<DType> dtype;
   if (element == nullptr) {
@@ -339,7 +341,7 @@ Result<PickledTensor> TensorReader::read() {
   }
   const auto elements = checked_numel(tensor.sizes);
   if (!elements || !checked_mul(*elements, itemsize(tensor.dtype))) {
-    return corruption("a tensor has the sizes ", to_string(tensor.sizes));
+    return corruption("a tensor has too large sizes: ", to_string(tensor.sizes));
   }
   return tensor;
 }

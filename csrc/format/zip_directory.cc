@@ -5,7 +5,7 @@
 namespace torch_ckpt {
 namespace {
 
-// Reads little-endian fields one after another. Requires that they are there.
+// Reads consecutive little-endian fields. Requires: `bytes` includes all of them.
 class Fields {
  public:
   explicit Fields(Bytes bytes) : at_(bytes.data()) {}
@@ -30,12 +30,12 @@ Status no_archive(std::string_view why) {
   return corruption("not an archive of torch.save: ", why);
 }
 
-// Where the directory lies. Unsigned as in the file, and not yet checked.
+// Fields of the end record. The unsigned values are unchecked.
 struct End {
-  uint64_t count = 0;
-  uint64_t nbytes = 0;
-  uint64_t offset = 0;
-  int64_t limit = 0;  // Where the end record itself begins.
+  uint64_t count = 0;   // Number of entries in the directory.
+  uint64_t nbytes = 0;  // Length of the directory.
+  uint64_t offset = 0;  // Offset of the directory.
+  int64_t limit = 0;    // Offset of the end record.
 };
 
 Result<End> read_zip64_end(Bytes tail, int64_t nbytes) {
@@ -87,8 +87,8 @@ Result<End> read_end(Bytes tail, int64_t nbytes) {
   return end;
 }
 
-// Replaces saturated fields by those in the zip64 extra field, which lists only these, in this
-// order.
+// Replaces saturated values by those in the zip64 extra field. The extra field has only the
+// saturated values, in the order of the parameters.
 Status widen(Bytes extra, uint64_t* nbytes, uint64_t* stored_nbytes, uint64_t* header_offset) {
   while (ssize(extra) >= kZipExtraHeaderNbytes) {
     Fields header(extra);
@@ -111,8 +111,8 @@ Status widen(Bytes extra, uint64_t* nbytes, uint64_t* stored_nbytes, uint64_t* h
 
 constexpr uint32_t kFolderAttribute = 0x10;
 
-// Takes one entry off the front of `directory`.
-Result<ZipEntry> take_entry(Bytes* directory) {
+// Parses the first entry of `directory` and removes its bytes.
+Result<ZipEntry> read_entry(Bytes* directory) {
   if (ssize(*directory) < kZipEntryNbytes) return no_archive("its zip directory is cut off");
   Fields fields(*directory);
   if (fields.u32() != kZipEntrySignature) return no_archive("its zip directory is broken");
@@ -139,16 +139,16 @@ Result<ZipEntry> take_entry(Bytes* directory) {
   if (stored_nbytes == kZip32Limit || nbytes == kZip32Limit || header_offset == kZip32Limit) {
     RETURN_IF_ERROR(widen(extra, &nbytes, &stored_nbytes, &header_offset));
   }
-  // torch.save never compresses, and who does hardly to the very same size: there the method of a
-  // stored record is damaged, and torch would inflate its bytes without a word.
+  // torch.save never compresses, and compressed data rarely has the size of its contents. So this
+  // is a stored record with a damaged method, whose bytes torch would inflate without an error.
   if (method != 0 && nbytes == stored_nbytes) {
-    return no_archive("a record says it is compressed, but has the size of its contents");
+    return no_archive("a record is marked as compressed, but has the size of its contents");
   }
   if ((flags & 1) != 0 || method != 0) {
     return unsupported("a record of the zip archive is compressed or encrypted");
   }
   if (nbytes > 0 && (attributes & kFolderAttribute) != 0) {
-    return no_archive("a record with contents says it is a folder");
+    return no_archive("a record with contents is marked as a folder");
   }
   if (nbytes != stored_nbytes) return no_archive("the sizes of a record contradict each other");
   if (nbytes > INT64_MAX || header_offset > INT64_MAX) return no_archive("a record is too large");
@@ -177,7 +177,7 @@ Result<ZipDirectory> read_zip_directory(Bytes tail, int64_t nbytes) {
   if (end.count > end.nbytes / kZipEntryNbytes) return no_archive("its zip directory is cut off");
   directory.entries.reserve(static_cast<size_t>(end.count));
   for (uint64_t i = 0; i < end.count; ++i) {
-    ASSIGN_OR_RETURN(const ZipEntry entry, take_entry(&rest));
+    ASSIGN_OR_RETURN(const ZipEntry entry, read_entry(&rest));
     directory.entries.push_back(entry);
   }
   if (!rest.empty()) return no_archive("its zip directory is longer than its entries");

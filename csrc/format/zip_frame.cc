@@ -23,20 +23,20 @@ constexpr uint32_t kVersionCrc = 0x55679ED1;
 
 constexpr uint16_t kPlainVersion = 20;
 constexpr uint16_t kZip64Version = 45;
-constexpr uint16_t kFirstOfJanuary1980 = 0x0021;  // The earliest date zip has.
+constexpr uint16_t kFirstOfJanuary1980 = 0x0021;  // The earliest date that zip can represent.
 
 // The padding extra field, as torch.save writes it.
 constexpr uint16_t kPaddingTag = 0x4246;  // "FB"
 constexpr auto kPaddingByte = static_cast<std::byte>('Z');
 
-// The zip64 extra field of a payload too large for 32 bits: its size, twice.
+// Length of the zip64 extra field of a payload too large for 32 bits: the size, twice.
 constexpr int64_t kZip64ExtraNbytes = kZipExtraHeaderNbytes + 16;
 
 constexpr int64_t kEntryCount = 4;
 
 constexpr int64_t nbytes_of(std::string_view text) { return static_cast<int64_t>(text.size()); }
 
-// Writes little-endian fields one after another. Requires room for all of them.
+// Writes consecutive little-endian fields. Requires: `out` has space for all of them.
 class FieldWriter {
  public:
   explicit FieldWriter(MutableBytes out) : begin_(out.data()), at_(out.data()) {}
@@ -69,7 +69,7 @@ class FieldWriter {
 
 bool is_zip64(int64_t payload_nbytes) { return payload_nbytes >= kZip32Limit; }
 
-// The part of a header that its local and its directory form share: from "version needed" up to the
+// The fields that a local header and a directory entry have in common: from "version needed" to the
 // length of the name.
 struct HeaderFields {
   std::string_view name;
@@ -94,8 +94,8 @@ struct HeaderFields {
 void write_zip64_extra(FieldWriter& out, int64_t payload_nbytes) {
   out.u16(kZip64ExtraTag);
   out.u16(kZip64ExtraNbytes - kZipExtraHeaderNbytes);
-  out.u64(payload_nbytes);  // As it is, and as stored.
-  out.u64(payload_nbytes);
+  out.u64(payload_nbytes);  // Size.
+  out.u64(payload_nbytes);  // Stored size.
 }
 
 void write_local(FieldWriter& out, const HeaderFields& fields, int64_t extra_nbytes) {
@@ -113,14 +113,14 @@ void write_entry(FieldWriter& out, const HeaderFields& fields, int64_t header_of
   out.u16(zip64 ? kZip64ExtraNbytes : 0);
   out.u16(0);  // No comment.
   out.u16(0);  // First disk.
-  out.u16(0);
-  out.u32(0);  // No attributes.
+  out.u16(0);  // No internal attributes.
+  out.u32(0);  // No external attributes.
   out.u32(header_offset);
   out.text(fields.name);
   if (zip64) write_zip64_extra(out, fields.nbytes);
 }
 
-// Where the records of a frame lie, from the length of its pickle and payload.
+// Offsets in the head, computed from the lengths of pickle and payload.
 struct FrameMap {
   FrameMap(int64_t pickle_nbytes, int64_t payload_nbytes) {
     pickle_data = kZipLocalNbytes + nbytes_of(kPickleName);
@@ -130,7 +130,7 @@ struct FrameMap {
     const int64_t unpadded = payload_header + kZipLocalNbytes + nbytes_of(kPayloadName) +
                              (is_zip64(payload_nbytes) ? kZip64ExtraNbytes : 0);
     payload = align_up(unpadded, kFrameAlignment);
-    // An extra field is at least its own header long.
+    // The padding field needs space for its own header.
     if (payload != unpadded && payload - unpadded < kZipExtraHeaderNbytes) {
       payload += kFrameAlignment;
     }
@@ -145,7 +145,7 @@ struct FrameMap {
   int64_t padding_nbytes;
 };
 
-// Where the tail's parts lie, from the start of the slice.
+// Offsets in the tail, relative to the start of the slice.
 struct TailMap {
   TailMap(int64_t payload_end, bool zip64_payload) {
     constexpr int64_t kEntries = kEntryCount * kZipEntryNbytes + nbytes_of(kPickleName) +
@@ -174,12 +174,12 @@ Result<TensorFrame> TensorFrame::make(DType dtype, std::span<const int64_t> size
   frame.sizes_.assign(sizes.begin(), sizes.end());
   frame.pickle_nbytes_ = pickle_nbytes;
   frame.pickle_crc_ = crc32(0, slice(Bytes(pickle), 0, pickle_nbytes));
-  // The pickle's own check has bounded both products.
+  // write_tensor_pickle has checked that neither product overflows.
   frame.payload_nbytes_ = *checked_numel(frame.sizes_) * itemsize(dtype);
   frame.head_nbytes_ = FrameMap(pickle_nbytes, frame.payload_nbytes_).payload;
-  constexpr int64_t kRoom = 4096;  // More than any tail.
+  constexpr int64_t kMaxTailNbytes = 4096;
   const auto payload_end = checked_add(frame.head_nbytes_, frame.payload_nbytes_);
-  if (!payload_end || *payload_end > INT64_MAX - kRoom) {
+  if (!payload_end || *payload_end > INT64_MAX - kMaxTailNbytes) {
     return invalid_argument("cannot store a tensor of ", frame.payload_nbytes_, " bytes");
   }
   frame.tail_nbytes_ = TailMap(*payload_end, is_zip64(frame.payload_nbytes_)).end - *payload_end;
@@ -190,7 +190,7 @@ void TensorFrame::write_head(MutableBytes out) const {
   const FrameMap map(pickle_nbytes_, payload_nbytes_);
   const bool zip64 = is_zip64(payload_nbytes_);
   std::array<std::byte, kMaxTensorPickleNbytes> pickle;
-  // It succeeded in `make`, from the same arguments.
+  // `make` succeeded with the same arguments.
   (void)write_tensor_pickle(dtype_, sizes_, pickle);
 
   FieldWriter head(out);
@@ -201,7 +201,7 @@ void TensorFrame::write_head(MutableBytes out) const {
   write_local(head, {kVersionName, kVersionCrc, nbytes_of(kVersion)}, 0);
   head.text(kVersion);
 
-  // The head is on disk before the payload's CRC is known, so a descriptor states it afterwards.
+  // The head may be written before the payload is summed, so a data descriptor states the CRC.
   write_local(head,
               {kPayloadName, 0, zip64 ? payload_nbytes_ : 0, kZipUtf8Flag | kZipDescriptorFlag},
               map.padding_nbytes + (zip64 ? kZip64ExtraNbytes : 0));
@@ -237,19 +237,19 @@ void TensorFrame::write_tail(uint32_t crc, MutableBytes out) const {
 
   if (ends.zip64) {
     tail.u32(kZip64EndSignature);
-    tail.u64(kZip64EndNbytes - 12);  // Of what follows this field.
+    tail.u64(kZip64EndNbytes - 12);  // Length of the record after this field.
     tail.u16(kZip64Version);         // Made by.
-    tail.u16(kZip64Version);         // Needed.
-    tail.u32(0);                     // This disk, and the directory's.
-    tail.u32(0);
-    tail.u64(kEntryCount);  // On this disk, and in all.
-    tail.u64(kEntryCount);
+    tail.u16(kZip64Version);         // Version needed.
+    tail.u32(0);                     // Number of this disk.
+    tail.u32(0);                     // Disk of the directory.
+    tail.u64(kEntryCount);           // Entries on this disk.
+    tail.u64(kEntryCount);           // Entries in total.
     tail.u64(ends.directory_nbytes);
     tail.u64(ends.directory);
     tail.u32(kZip64LocatorSignature);
     tail.u32(0);
     tail.u64(ends.directory + ends.directory_nbytes);
-    tail.u32(1);  // Disks.
+    tail.u32(1);  // Number of disks.
   }
   tail.u32(kZipEndSignature);
   tail.u16(0);

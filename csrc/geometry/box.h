@@ -1,6 +1,6 @@
 #pragma once
 
-// Boxes: half-open N-d regions of a tensor, the shape of every shard and stored chunk.
+// Boxes: half-open N-d regions of a tensor. Every shard and every stored chunk is a box.
 
 #include <cstdint>
 #include <string>
@@ -20,8 +20,8 @@ struct Box {
 // "[2:4, 0:8]"
 std::string to_string(const Box& box);
 
-// Whether `box` is a region of a tensor of these sizes: as many dimensions, nothing negative,
-// nothing outside. Safe for any numbers.
+// Returns whether `box` is a valid region of a tensor of these sizes: same number of dimensions, no
+// negative numbers, inside the sizes. Accepts any numbers without overflow.
 bool lies_within(const Box& box, const Dims& sizes);
 
 }  // namespace torch_ckpt

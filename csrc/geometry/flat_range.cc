@@ -5,8 +5,9 @@
 namespace torch_ckpt {
 namespace {
 
-// Appends the elements [begin, end) of the sub-tensor that `prefix` selects: dimension
-// prefix.size() and below. `row` is the number of elements of one index of that dimension.
+// Appends the elements [begin, end) of the sub-tensor at index `prefix` of the outer dimensions.
+// The outermost dimension of the sub-tensor is prefix.size(). `rows[d]` is the number of elements
+// per index of dimension d.
 void append_boxes(const Dims& sizes, const Dims& rows, const Dims& prefix, int64_t begin,
                   int64_t end, std::vector<Box>& boxes) {
   if (begin == end) return;
@@ -21,7 +22,7 @@ void append_boxes(const Dims& sizes, const Dims& rows, const Dims& prefix, int64
   const int64_t end_whole = end / row;
 
   if (first_whole > end_whole) {
-    // Begins and ends inside one index.
+    // The range begins and ends inside one index.
     Dims inner = prefix;
     inner.push_back(end_whole);
     append_boxes(sizes, rows, inner, begin - end_whole * row, end - end_whole * row, boxes);

@@ -1,7 +1,7 @@
 #pragma once
 
-// Flat ranges: a run of elements of a tensor counted in row-major order. A window of a data file
-// cuts a payload at any element, and an irregular shard is one such run; either is a few boxes.
+// Flat ranges: runs of a tensor's elements in row-major order. A file window cuts a payload into
+// flat ranges, and an irregular shard is a flat range. Each flat range is the union of a few boxes.
 
 #include <cstdint>
 #include <vector>
@@ -10,9 +10,9 @@
 
 namespace torch_ckpt {
 
-// The boxes that make up the elements [begin, end) of a tensor of these sizes, in row-major order:
-// the boxes' own elements, one box after another, are exactly that run. At most 2 * dims - 1 of
-// them (1 without dimensions), none empty.
+// Returns the boxes that make up the elements [begin, end) of a tensor of these sizes. The elements
+// of the boxes, one box after another, are exactly that run in row-major order. Returns at most 2 *
+// dims - 1 boxes (1 for a tensor without dimensions), none of them empty.
 // Requires: 0 <= begin <= end <= numel(sizes).
 std::vector<Box> flat_range_to_boxes(const Dims& sizes, int64_t begin, int64_t end);
 

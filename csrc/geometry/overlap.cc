@@ -6,8 +6,8 @@
 namespace torch_ckpt {
 namespace {
 
-// The same copy with the dimension of the largest source stride outermost, so that cutting the
-// outermost dimension cuts the source range. Elements may be copied in any order.
+// Reorders the dimensions so that source strides descend. Splitting the outermost dimension then
+// splits the source range. Elements may be copied in any order.
 StridedCopy ordered_by_source(const StridedCopy& copy) {
   std::vector<size_t> order(copy.sizes.size());
   std::iota(order.begin(), order.end(), size_t{0});
@@ -22,7 +22,7 @@ StridedCopy ordered_by_source(const StridedCopy& copy) {
   return out;
 }
 
-// The indices [begin, end) of dimension `dim` of a copy.
+// Narrows dimension `dim` of a copy to the indices [begin, end).
 StridedCopy narrowed(const StridedCopy& copy, size_t dim, int64_t begin, int64_t end) {
   StridedCopy out = copy;
   out.sizes[dim] = end - begin;
@@ -31,7 +31,7 @@ StridedCopy narrowed(const StridedCopy& copy, size_t dim, int64_t begin, int64_t
   return out;
 }
 
-// Bytes spanned by dimensions `dim` and inwards.
+// Returns the source extent of dimensions `dim` and inwards, in bytes.
 int64_t inner_extent(const StridedCopy& copy, size_t dim) {
   int64_t extent = copy.itemsize;
   for (size_t d = dim; d < copy.sizes.size(); ++d) {
@@ -40,7 +40,7 @@ int64_t inner_extent(const StridedCopy& copy, size_t dim) {
   return extent;
 }
 
-// The longest run of unwanted bytes between indices of dimensions `dim` and inwards.
+// Returns the longest source gap inside dimensions `dim` and inwards, in bytes.
 int64_t largest_gap(const StridedCopy& copy, size_t dim) {
   int64_t gap = 0;
   for (size_t d = dim; d < copy.sizes.size(); ++d) {
@@ -57,8 +57,8 @@ void append_split(const StridedCopy& copy, size_t dim, int64_t max_nbytes, int64
     return;
   }
 
-  // Rows are the sub-copies of one index each. They stay together as far as the gaps in and between
-  // them, and the length of their union, allow.
+  // A row is the sub-copy of one index of `dim`. Rows stay together while their gaps and their
+  // total length allow.
   const int64_t row = inner_extent(copy, dim + 1);
   const int64_t stride = copy.src_strides[dim];
   const bool row_is_dense = largest_gap(copy, dim + 1) <= max_gap;
@@ -70,11 +70,11 @@ void append_split(const StridedCopy& copy, size_t dim, int64_t max_nbytes, int64
 
   for (int64_t begin = 0; begin < copy.sizes[dim];) {
     const int64_t end = std::min(copy.sizes[dim], begin + rows_together);
-    const StridedCopy part = narrowed(copy, dim, begin, end);
+    const StridedCopy rows = narrowed(copy, dim, begin, end);
     if (end - begin == 1 && (row > max_nbytes || !row_is_dense)) {
-      append_split(part, dim + 1, max_nbytes, max_gap, out);
+      append_split(rows, dim + 1, max_nbytes, max_gap, out);
     } else {
-      out.push_back(part);
+      out.push_back(rows);
     }
     begin = end;
   }
@@ -88,7 +88,7 @@ StridedCopy copy_of_box(const Box& box, int64_t itemsize, int64_t src_offset,
   copy.itemsize = itemsize;
   copy.sizes = box.sizes;
   copy.src_offset = src_offset;
-  // An empty box may begin where the tensor ends, at an offset that need not fit.
+  // An empty box may begin at the end of the tensor, at an offset that may not fit an int64_t.
   const bool empty = checked_numel(box.sizes) == 0;
   for (size_t d = 0; d < box.offsets.size() && !empty; ++d) {
     copy.src_offset += box.offsets[d] * src_strides[d];
@@ -109,11 +109,11 @@ bool is_one_run(const StridedCopy& copy) {
           simple.dst_strides[0] == copy.itemsize);
 }
 
-StridedCopy part_of_run(const StridedCopy& run, const ByteRange& part) {
-  const int64_t begin = part.begin - run.src_offset;
+StridedCopy slice_run(const StridedCopy& run, const ByteRange& range) {
+  const int64_t begin = range.begin - run.src_offset;
   return {.itemsize = run.itemsize,
-          .sizes = {part.nbytes() / run.itemsize},
-          .src_offset = part.begin,
+          .sizes = {range.nbytes() / run.itemsize},
+          .src_offset = range.begin,
           .src_strides = {run.itemsize},
           .dst_offset = run.dst_offset + begin,
           .dst_strides = {run.itemsize}};

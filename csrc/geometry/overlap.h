@@ -1,7 +1,7 @@
 #pragma once
 
-// What a stored tensor and a live one have in common, as copies between the two, cut so that each
-// needs one run of stored bytes.
+// The overlap of a stored tensor and a live tensor, as strided copies from one to the other. The
+// copies are cut so that one read of a contiguous byte range serves each copy.
 
 #include <cstdint>
 #include <span>
@@ -12,7 +12,7 @@
 
 namespace torch_ckpt {
 
-// The half-open run of bytes [begin, end).
+// The half-open byte range [begin, end).
 struct ByteRange {
   int64_t begin = 0;
   int64_t end = 0;
@@ -21,34 +21,38 @@ struct ByteRange {
   bool operator==(const ByteRange&) const = default;
 };
 
-// Copies the elements of `box` of a stored tensor (source; strides in bytes, its element 0 at
-// `src_offset`) onto a live tensor of the box's sizes (destination; element 0 at offset 0).
-// Requires: the box lies within the stored tensor, whose extent in bytes fits an int64_t, or is
-// empty.
+// Returns the copy from `box` of a stored tensor to a live tensor of the box's sizes. The source
+// has strides in bytes, and its element 0 is at `src_offset`. The destination's element 0 is at
+// offset 0.
+// Requires: the box lies within the stored tensor or is empty; the extent of the stored tensor in
+// bytes fits an int64_t.
 StridedCopy copy_of_box(const Box& box, int64_t itemsize, int64_t src_offset,
                         const Dims& src_strides, const Dims& dst_strides);
 
-// The smallest run that holds every source byte of the copy.
-// Requires: the copy has elements, and no negative source stride.
+// Returns the smallest range that contains every source byte of the copy.
+// Requires: the copy has elements and no negative source stride.
 ByteRange source_range(const StridedCopy& copy);
 
-// Whether the copy is one run of bytes on both sides.
+// Returns whether the copy is one contiguous byte range on both sides.
 bool is_one_run(const StridedCopy& copy);
 
-// The elements of such a copy whose source bytes lie in `part`.
-// Requires: `part` begins and ends between elements, within the source range.
-StridedCopy part_of_run(const StridedCopy& run, const ByteRange& part);
+// Narrows a contiguous copy to the elements whose source bytes lie in `range`.
+// Requires: is_one_run(run); `range` is within the source range and cuts no element.
+StridedCopy slice_run(const StridedCopy& run, const ByteRange& range);
 
-// Unwanted bytes up to this many are not worth a request of their own: a disk reads whole blocks.
+// A gap of at most this many bytes is read through: a disk reads whole blocks anyway.
 inline constexpr int64_t kSmallGap = 4096;
 
-// Cuts a copy into copies that together do the same, each of whose source range
-//   - is at most `max_nbytes` long (or one element), and
-//   - contains no gap of more than `max_gap` unwanted bytes, nor one longer than both the rows
-//     beside it and kSmallGap, as far as splitting by whole rows can avoid it.
-// In ascending order of their first source byte where dimensions do not interleave.
-// Requires: as for source_range; max_nbytes > 0; max_gap >= 0. No copies where there are no
-// elements.
+// Splits a copy into copies with limited source ranges. Together, the results copy the same
+// elements. Each source range
+//   - has at most `max_nbytes` bytes, unless the copy is a single element;
+//   - has no gap of more than `max_gap` unwanted bytes;
+//   - has no gap longer than both kSmallGap and the rows beside the gap.
+//
+// The limits on gaps apply where splitting between whole rows can avoid a gap. The results are in
+// ascending order of their first source byte, unless dimensions interleave. A copy without elements
+// has no results.
+// Requires: no negative source stride; max_nbytes > 0; max_gap >= 0.
 std::vector<StridedCopy> split_by_source(const StridedCopy& copy, int64_t max_nbytes,
                                          int64_t max_gap);
 

@@ -21,7 +21,7 @@ Status BufferPool::check(int64_t nbytes, int64_t block_nbytes) {
   const int64_t count = nbytes / block;
   if (count < 2 || count > std::numeric_limits<int>::max()) {
     return invalid_argument("cannot use ", nbytes, " bytes of buffers in blocks of ", block,
-                            ": that is ", count, " blocks, and it takes at least 2");
+                            ": that is ", count, " blocks, at least 2 are required");
   }
   return ok_status();
 }
@@ -40,7 +40,7 @@ BufferPool::BufferPool(Memory memory, int block_count, int64_t block_nbytes)
     : memory_(std::move(memory)),
       block_nbytes_(block_nbytes),
       arena_(slice(memory_.bytes(), 0, block_count * block_nbytes)),
-      held_(static_cast<size_t>(block_count), false) {
+      in_use_(static_cast<size_t>(block_count), false) {
   for (int index = block_count; index-- > 0;) free_.push_back(index);
 }
 
@@ -48,13 +48,13 @@ std::optional<int> BufferPool::acquire() {
   if (free_.empty()) return std::nullopt;
   const int index = free_.back();
   free_.pop_back();
-  held_[static_cast<size_t>(index)] = true;
+  in_use_[static_cast<size_t>(index)] = true;
   return index;
 }
 
 void BufferPool::release(int index) {
-  if (index < 0 || index >= block_count() || !held_[static_cast<size_t>(index)]) return;
-  held_[static_cast<size_t>(index)] = false;
+  if (index < 0 || index >= block_count() || !in_use_[static_cast<size_t>(index)]) return;
+  in_use_[static_cast<size_t>(index)] = false;
   free_.push_back(index);
 }
 

@@ -1,8 +1,8 @@
 #pragma once
 
-// The buffers that a save or load streams through: one block of memory, cut into equal parts that
-// are filled, written and used again. One block, so that a queue can register it with the kernel
-// once; kept from job to job, because making and registering memory costs more than a small job.
+// The buffers of a save or load: one memory block, cut into equal blocks that are filled, written
+// and reused. A queue registers the whole memory with the kernel once. Pools are reused across
+// jobs, because allocating and registering memory costs more than a small job.
 
 #include <atomic>
 #include <cstdint>
@@ -17,28 +17,28 @@
 
 namespace torch_ckpt {
 
-// Used by one thread at a time: the one that runs the job. (What a held block contains may be
-// touched by any.)
+// Used by one thread at a time: the one that runs the job. Any thread may access the bytes of an
+// acquired block.
 class BufferPool {
  public:
-  // As many blocks of `block_nbytes`, rounded up to whole pages, as fit into `nbytes`.
-  // kInvalidArgument unless that is at least two: one is filled while another is on its way.
+  // Makes a pool of as many blocks of `block_nbytes` bytes, rounded up to whole pages, as fit into
+  // `nbytes`. kInvalidArgument for fewer than two blocks: one is filled while another is in flight.
   static Result<std::unique_ptr<BufferPool>> make(MemorySource& source, int64_t nbytes,
                                                   int64_t block_nbytes);
 
-  // Whether `make` would do, and if not, why.
+  // Returns OK if `make` accepts these sizes, else its error.
   static Status check(int64_t nbytes, int64_t block_nbytes);
 
-  // Reserves the pool for one job; false where another has it. Safe to call from any thread.
+  // Reserves the pool for one job; false if another job has it. Safe to call from any thread.
   bool claim() { return !claimed_.test_and_set(); }
 
-  // Ends the reservation. Requires: every block has been given back.
+  // Ends the reservation. Requires: every block was released.
   void unclaim() { claimed_.clear(); }
 
-  // All blocks, for `FileSystem::make_queue`. Lives as long as the pool.
+  // The memory of all blocks, for `FileSystem::make_queue`. Valid as long as the pool.
   MutableBytes arena() const { return arena_; }
 
-  int block_count() const { return static_cast<int>(held_.size()); }
+  int block_count() const { return static_cast<int>(in_use_.size()); }
   int64_t block_nbytes() const { return block_nbytes_; }
 
   // Requires: 0 <= index < block_count().
@@ -48,11 +48,11 @@ class BufferPool {
 
   int free_count() const { return static_cast<int>(free_.size()); }
 
-  // The index of a block that nobody holds, with whatever bytes its last holder left; nothing when
-  // all are held.
+  // Returns the index of a free block, or nullopt if there is none. The block contains the bytes of
+  // its last use.
   std::optional<int> acquire();
 
-  // Gives a block back. Does nothing to a block that is not held.
+  // Releases a block. Does nothing if the block is not acquired.
   void release(int index);
 
  private:
@@ -62,8 +62,8 @@ class BufferPool {
   const Memory memory_;
   const int64_t block_nbytes_;
   const MutableBytes arena_;
-  std::vector<bool> held_;
-  std::vector<int> free_;  // The last one given back is taken first: it is warm in the cache.
+  std::vector<bool> in_use_;
+  std::vector<int> free_;  // Used as a stack: the last released block is warm in the cache.
 };
 
 }  // namespace torch_ckpt

@@ -31,7 +31,7 @@ std::string parent_directory(std::string_view path) {
 Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool sync) {
   ASSIGN_OR_RETURN(const auto file, fs.open(path, OpenMode::kCreate, Caching::kBuffered));
   const auto queue = fs.make_queue(1);
-  // A write only reads its memory; a request has one field for both directions.
+  // IoRequest has one mutable memory field for both directions. A write only reads it.
   const MutableBytes memory(const_cast<std::byte*>(bytes.data()), bytes.size());
   IoRequest request{.kind = IoRequest::Kind::kWrite, .file = file.get(), .memory = memory};
   request.caching = Caching::kBuffered;

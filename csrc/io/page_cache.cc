@@ -11,7 +11,7 @@
 namespace torch_ckpt {
 namespace {
 
-// As <linux/mman.h> has them from 6.5 on; the headers here may be older than the kernel.
+// Copied from <linux/mman.h> of Linux 6.5: the installed headers may be older than the kernel.
 struct CachestatRange {
   uint64_t offset;
   uint64_t nbytes;
@@ -23,11 +23,11 @@ struct Cachestat {
   uint64_t nr_evicted;
   uint64_t nr_recently_evicted;
 };
-constexpr long kCachestatNumber = 451;  // The same on every architecture.
+constexpr long kCachestatNumber = 451;  // Same number on every architecture.
 
 std::atomic<bool> cachestat_missing{false};
 
-// 0 and the number of cached pages, or an errno.
+// Returns 0 and sets `pages` to the number of cached pages, or returns an errno.
 int count_cached_pages(int fd, int64_t offset, int64_t nbytes, int64_t* pages) {
   CachestatRange range{static_cast<uint64_t>(offset), static_cast<uint64_t>(nbytes)};
   Cachestat stat{};
@@ -52,9 +52,9 @@ bool byte_is_cached(int fd, int64_t offset) {
 
 }  // namespace
 
-bool page_cache_holds(int fd, int64_t offset, int64_t nbytes) {
+bool page_cache_has(int fd, int64_t offset, int64_t nbytes) {
   if (offset < 0 || nbytes < 0) return false;
-  if (nbytes == 0) return true;  // `cachestat` would take 0 to mean the rest of the file.
+  if (nbytes == 0) return true;  // `cachestat` interprets length 0 as the rest of the file.
   if (!cachestat_missing.load(std::memory_order_relaxed)) {
     int64_t cached = 0;
     const int error = count_cached_pages(fd, offset, nbytes, &cached);
@@ -64,8 +64,8 @@ bool page_cache_holds(int fd, int64_t offset, int64_t nbytes) {
       const int64_t last = (offset + (nbytes - 1)) / page;
       return cached >= last - first + 1;
     }
-    // EPERM is a sandbox, or a kernel that answers only for files the caller could write; another
-    // file may fare better, so only the missing call is remembered.
+    // EPERM means a sandbox, or a kernel that answers only for files that the caller may write.
+    // Other files may succeed, so only a missing system call is cached.
     if (error == ENOSYS) cachestat_missing.store(true, std::memory_order_relaxed);
     if (error != ENOSYS && error != EPERM) return false;
   }

@@ -14,11 +14,11 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr mode_t kFileMode = 0666;  // Less the umask of the process.
+constexpr mode_t kFileMode = 0666;  // Reduced by the umask of the process.
 constexpr int kReadOpenAttempts = 8;
 
-// Why transfers at kDirectAlignment would not work on an O_DIRECT descriptor; empty if they would,
-// as far as the kernel tells.
+// Returns why transfers at kDirectAlignment would fail on an O_DIRECT descriptor; empty if the
+// kernel reports no problem.
 std::string direct_transfer_problem(int fd) {
 #ifdef STATX_DIOALIGN
   struct statx stat = {};
@@ -42,7 +42,8 @@ const char* kind_name(mode_t mode) {
   return S_ISCHR(mode) || S_ISBLK(mode) ? "a device" : "of an unknown kind";
 }
 
-// OK for regular files, by way of symbolic links too: caches keep the files of a folder elsewhere.
+// OK for regular files, including those behind symbolic links: caches store files elsewhere and
+// link to them.
 Status check_regular(const struct stat& stat, const std::string& path) {
   if (S_ISREG(stat.st_mode)) return ok_status();
   if (S_ISDIR(stat.st_mode)) return errno_status(EISDIR, str_cat("cannot open ", path));
@@ -52,8 +53,9 @@ Status check_regular(const struct stat& stat, const std::string& path) {
                 EINVAL);
 }
 
-// Opens a file for reading without waiting for anybody: opening a FIFO waits for its writer. What
-// it is remains to be checked; io_uring would give up on files that stay non-blocking.
+// Opens a file for reading without blocking: a plain open of a FIFO waits for a writer. The caller
+// checks the file type. O_NONBLOCK is cleared afterwards, since io_uring fails on non-blocking
+// files.
 Descriptor open_to_read(const std::string& path, int flags) {
   flags |= O_RDONLY | O_CLOEXEC;
   Descriptor file(retry_interrupted([&] { return ::open(path.c_str(), flags | O_NONBLOCK); }));
@@ -64,13 +66,13 @@ Descriptor open_to_read(const std::string& path, int flags) {
 }  // namespace
 
 Descriptor::~Descriptor() {
-  // Never retried: on Linux the descriptor is gone even after EINTR.
+  // Never retried: Linux releases the descriptor even on EINTR.
   if (fd_ >= 0) ::close(fd_);
 }
 
 Result<std::unique_ptr<PosixFile>> PosixFile::open(const std::string& path, OpenMode mode,
                                                    Caching caching) {
-  // A file may be replaced between the opening of its two descriptors; then both are opened anew.
+  // Another process may replace the file between the two opens; then open both again.
   const int attempts = mode == OpenMode::kRead ? kReadOpenAttempts : 1;
   Status status;
   for (int attempt = 0; attempt < attempts; ++attempt) {
@@ -84,7 +86,7 @@ Result<std::unique_ptr<PosixFile>> PosixFile::open(const std::string& path, Open
 
 Status PosixFile::open_descriptors(OpenMode mode, Caching caching) {
   const bool create = mode == OpenMode::kCreate;
-  // Of a shared file that is a link somebody else has put there, nothing is written.
+  // O_NOFOLLOW: never write through a link that another process put at a shared path.
   const int flags = O_CLOEXEC | O_RDWR | O_CREAT | (create ? O_EXCL : O_NOFOLLOW);
   buffered_ =
       mode != OpenMode::kRead
@@ -101,7 +103,7 @@ Status PosixFile::open_descriptors(OpenMode mode, Caching caching) {
   if (caching == Caching::kBuffered) return ok_status();
 
   const Status status = open_direct(mode);
-  // Nobody else has this name yet: what cannot be used is not left behind.
+  // Remove the file that this call created: no other process uses its name yet.
   if (!status.ok() && create) ::unlink(path_.c_str());
   return status;
 }
@@ -118,7 +120,7 @@ Status PosixFile::open_direct(OpenMode mode) {
                                  errno == EINVAL ? "EINVAL" : "EOPNOTSUPP", ")");
       return ok_status();
     }
-    // Found a moment ago, so it is being replaced: the same as two different files.
+    // The first open succeeded, so the file is being replaced: same as two different files.
     const int error = errno == ENOENT && mode == OpenMode::kRead ? ESTALE : errno;
     return errno_status(error, str_cat("cannot open ", path_, " for direct I/O"));
   }
@@ -144,7 +146,7 @@ Result<int64_t> PosixFile::size() const {
 }
 
 bool PosixFile::is_resident(int64_t offset, int64_t nbytes) const {
-  return page_cache_holds(buffered_.get(), offset, nbytes);
+  return page_cache_has(buffered_.get(), offset, nbytes);
 }
 
 Status PosixFile::read(int64_t offset, MutableBytes memory) {
@@ -152,7 +154,7 @@ Status PosixFile::read(int64_t offset, MutableBytes memory) {
 }
 
 Status PosixFile::write(int64_t offset, Bytes bytes) {
-  // A request names memory to read into or to write from; this one is written from.
+  // IoRequest has one mutable memory field for both directions. A write only reads it.
   auto* const from = const_cast<std::byte*>(bytes.data());
   return transfer(IoRequest::Kind::kWrite, offset, {from, bytes.size()});
 }
@@ -171,12 +173,12 @@ Status PosixFile::transfer(IoRequest::Kind kind, int64_t offset, MutableBytes me
 Status PosixFile::preallocate(int64_t nbytes) {
   if (nbytes > 0) {
     const int rc = retry_interrupted([&] { return ::fallocate(buffered_.get(), 0, 0, nbytes); });
-    // Without fallocate there is no room to reserve, but the end of the file can still be set.
+    // Without fallocate, space cannot be reserved, but the file size can still be set.
     if (rc != 0 && errno != EOPNOTSUPP && errno != ENOSYS) {
       return errno_status(errno, str_cat("cannot reserve ", nbytes, " bytes for ", path_));
     }
   }
-  // fallocate never makes a file shorter.
+  // fallocate never shrinks a file.
   ASSIGN_OR_RETURN(const int64_t now, size());
   return now == nbytes ? ok_status() : truncate(nbytes);
 }

@@ -1,11 +1,11 @@
 #pragma once
 
-// A file of the operating system. Opened by `PosixFileSystem`; the queues of this room look inside
-// it for descriptors.
+// A file of the operating system. `PosixFileSystem` opens it; the queues in this directory use its
+// descriptors.
 //
-// Opened with kDirect it holds two descriptors of the same file: an O_DIRECT one for the large
-// aligned transfers, and a buffered one for everything else (buffered requests, the unaligned rest
-// of a short transfer, sync, preallocate, truncate).
+// A kDirect file has two descriptors: an O_DIRECT one for large aligned transfers, and a buffered
+// one for everything else (buffered requests, the unaligned rest of a short transfer, sync,
+// preallocate, truncate).
 
 #include <cstdint>
 #include <memory>
@@ -16,7 +16,7 @@
 
 namespace torch_ckpt {
 
-// A file descriptor, closed by its destructor; -1 is none.
+// A file descriptor, closed by the destructor; -1 means none.
 class Descriptor {
  public:
   Descriptor() = default;
@@ -35,11 +35,11 @@ class Descriptor {
   int fd_ = -1;
 };
 
-// Immutable after it is opened, so that any thread may use it.
+// Immutable after opening, so safe to use from any thread.
 class PosixFile : public File {
  public:
-  // What every direct transfer is a multiple of. Larger than the sector of any common disk, and the
-  // size that the formats here align to.
+  // The alignment of direct transfers. No common disk has larger sectors, and the file formats here
+  // align to the same size.
   static constexpr int64_t kDirectAlignment = 4096;
 
   static Result<std::unique_ptr<PosixFile>> open(const std::string& path, OpenMode mode,
@@ -61,7 +61,7 @@ class PosixFile : public File {
  private:
   explicit PosixFile(std::string path) : path_(std::move(path)) {}
 
-  // Opens both descriptors. ESTALE when they came to name different files.
+  // Opens both descriptors. ESTALE if they refer to different files.
   Status open_descriptors(OpenMode mode, Caching caching);
   Status open_direct(OpenMode mode);
   Status transfer(IoRequest::Kind kind, int64_t offset, MutableBytes memory);

@@ -20,9 +20,9 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr mode_t kDirectoryMode = 0777;  // Less the umask of the process.
+constexpr mode_t kDirectoryMode = 0777;  // Reduced by the umask of the process.
 
-// OK when `path` is a folder; kNotFound when there is nothing.
+// OK if `path` is a directory; kNotFound if nothing exists there.
 Status check_directory(const std::string& path) {
   struct stat stat = {};
   int error = 0;
@@ -48,10 +48,10 @@ Status PosixFileSystem::create_directories(const std::string& path) {
   if (found.code() != StatusCode::kNotFound) return found;
 
   const std::string parent = parent_directory(path);
-  if (parent == path) return found;  // "." or "/" is gone: there is nothing above to start from.
+  if (parent == path) return found;  // "." or "/" does not exist: there is no parent to create.
   RETURN_IF_ERROR(create_directories(parent));
   if (::mkdir(path.c_str(), kDirectoryMode) != 0) {
-    // Another rank may have been faster; it syncs what it created.
+    // Another rank created the directory first, and syncs the parent.
     if (errno == EEXIST) return check_directory(path);
     return errno_status(errno, str_cat("cannot create folder ", path));
   }
@@ -63,7 +63,7 @@ Result<std::vector<std::string>> PosixFileSystem::list_directory(const std::stri
   if (!directory) return errno_status(errno, str_cat("cannot list ", path));
   std::vector<std::string> names;
   for (;;) {
-    errno = 0;  // The only way to tell an error from the end.
+    errno = 0;  // readdir returns null at the end and on errors; errno distinguishes them.
     const dirent* entry = ::readdir(directory.get());
     if (entry == nullptr) break;
     const std::string_view name = entry->d_name;
@@ -108,7 +108,7 @@ std::unique_ptr<IoQueue> PosixFileSystem::make_queue(int depth, MutableBytes reg
   if (queue.ok()) return std::move(*queue);
   return make_thread_queue(depth, queue.status().message());
 #else
-  (void)registered;  // Threads have no use for it.
+  (void)registered;  // Threads do not register memory.
   return make_thread_queue(depth, "built without liburing");
 #endif
 }

@@ -1,7 +1,6 @@
 #pragma once
 
-// The disks of this machine, and whatever the operating system mounts like one. The file system
-// that every save and load uses outside tests.
+// Local disks and mounted file systems. Every save and load outside tests uses this file system.
 
 #include <memory>
 #include <string>
@@ -11,26 +10,26 @@
 
 namespace torch_ckpt {
 
-// Holds no state: any thread may use it, and any number may exist.
+// Stateless: safe to use from any thread, and in any number of instances.
 class PosixFileSystem : public FileSystem {
  public:
-  // kCreate opens for reading too. A direct file whose file system refuses O_DIRECT is buffered
-  // instead, and its fallback_reason() says so.
+  // kCreate also permits reading. If the file system refuses O_DIRECT, the file is buffered, and
+  // its fallback_reason() has the cause.
   Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode,
                                      Caching caching) override;
   Status create_directories(const std::string& path) override;
   Result<std::vector<std::string>> list_directory(const std::string& path) override;
   Status rename(const std::string& from, const std::string& to) override;
 
-  // A file, or an empty folder.
+  // Removes a file or an empty directory.
   Status remove(const std::string& path) override;
 
-  // OK, too, on a file system that cannot sync a folder: there is nothing more to ask of it.
+  // Also OK on a file system that cannot sync directories.
   Status sync_directory(const std::string& path) override;
 
-  // io_uring where the kernel allows it, else threads; the mode of the queue says which, and why.
-  // The environment variable TORCH_CKPT_IO=threads forces threads, for a machine whose io_uring is
-  // forbidden or broken. It is read at every call.
+  // Uses io_uring if the kernel allows it, else threads. The queue's mode has the choice and the
+  // reason. The environment variable TORCH_CKPT_IO=threads forces threads, for machines with
+  // forbidden or broken io_uring. Each call reads the variable.
   std::unique_ptr<IoQueue> make_queue(int depth, MutableBytes registered = {}) override;
 };
 

@@ -1,14 +1,12 @@
 #pragma once
 
-// System calls that a signal may interrupt. Used throughout this room; never for fsync (see
-// transfer.cc) nor close.
+// Retries of interrupted system calls. Not for fsync (see transfer.cc) and not for close.
 
 #include <cerrno>
 
 namespace torch_ckpt {
 
-// Calls until it ends otherwise than by EINTR: a signal of the host program is no failure of a
-// save.
+// Repeats `call` while it fails with EINTR: a signal to the host program must not fail a save.
 template <typename Call>
 auto retry_interrupted(Call call) {
   for (;;) {

@@ -14,7 +14,7 @@ namespace torch_ckpt {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int64_t kBlock = 512;  // What `st_blocks` counts.
+constexpr int64_t kBlock = 512;  // Unit of `st_blocks`.
 constexpr mode_t kOwnerOnly = 0600;
 
 Result<Memory> map(const Descriptor& file, const std::string& path, int64_t nbytes, bool writable,
@@ -55,7 +55,7 @@ Result<Memory> map_shared_memory(const std::string& path, bool writable, bool at
   if (::fstat(file.get(), &stat) != 0) return errno_status(errno, str_cat("cannot stat ", path));
   if (!S_ISREG(stat.st_mode) || stat.st_size == 0 || stat.st_size % kPage != 0 ||
       stat.st_blocks * kBlock < stat.st_size) {
-    return corruption("cannot use ", path, ": it is no memory that was reserved as a whole");
+    return corruption("cannot use ", path, ": its memory is not fully reserved");
   }
   return map(file, path, stat.st_size, writable, at_hand);
 }

@@ -1,9 +1,9 @@
 #pragma once
 
-// Memory that processes of one user share under a name: a file of tmpfs, mapped.
+// Named shared memory between processes of one user: a mapped file on tmpfs.
 //
-// It outlives whoever has made it. All of it is there from the beginning: where tmpfs is full, that
-// is an error here, and never a SIGBUS of whoever writes to it.
+// The memory outlives its creator. All pages are reserved at creation. If tmpfs is full, creation
+// fails with an error; a later write never raises SIGBUS.
 
 #include <cstdint>
 #include <string>
@@ -13,14 +13,15 @@
 
 namespace torch_ckpt {
 
-// Makes the file `path`, which nobody else may open, and maps at least `nbytes` of zeros, a
-// multiple of the page size. Requires: nbytes > 0.
-// Errors: kStorage, with ENOSPC where there is not as much memory; then nothing is left of it.
+// Creates the file `path`, accessible only to its owner, and maps at least `nbytes` zero bytes,
+// rounded up to whole pages.
+// Requires: nbytes > 0.
+// Errors: kStorage, with ENOSPC if there is not enough memory; the file is then removed.
 Result<Memory> create_shared_memory(const std::string& path, int64_t nbytes);
 
-// Maps all of what `create_shared_memory` has made. `at_hand`: with all its pages, for whoever is
-// to fill it, so that this meets no page fault; that takes a second for 100 GiB or so. Errors:
-// kNotFound; kCorruption for what has not all its memory, or is no such file.
+// Maps memory that `create_shared_memory` created. `at_hand` populates all pages, so that a writer
+// has no page faults; this costs about a second per 100 GiB.
+// Errors: kNotFound; kCorruption if the file is not fully reserved or is not a shared memory file.
 Result<Memory> map_shared_memory(const std::string& path, bool writable, bool at_hand = false);
 
 }  // namespace torch_ckpt

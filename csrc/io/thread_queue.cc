@@ -16,7 +16,7 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr int kMaxThreads = 8;  // More of them gain nothing on one disk.
+constexpr int kMaxThreads = 8;  // More threads gain nothing on one disk.
 
 IoDone carry_out(const IoRequest& request) {
   Transfer transfer(request);
@@ -40,7 +40,7 @@ class ThreadQueue : public IoQueue {
     }
     work_.notify_all();
     for (std::thread& thread : threads_) thread.join();
-    // Only where no thread could be started.
+    // Requests remain only if no thread could be started.
     for (const IoRequest& request : waiting_) carry_out(request);
   }
 
@@ -55,7 +55,8 @@ class ThreadQueue : public IoQueue {
         if (in_flight_ < depth_) {
           waiting_.push_back(request);
         } else {
-          finished_.push_back({request.tag, internal_error("more requests than the queue holds")});
+          finished_.push_back(
+              {request.tag, internal_error("more requests than the queue accepts")});
         }
         ++in_flight_;
       }
@@ -88,14 +89,15 @@ class ThreadQueue : public IoQueue {
         threads_.emplace_back([this] { serve(); });
       }
     } catch (const std::system_error&) {
-      // The process is at its limit. Fewer threads do the same work; with none, `wait` does it.
+      // The process is at its thread limit. Fewer threads do the same work; without any, `wait`
+      // does it.
       mode_.reason += str_cat("; only ", threads_.size(), " threads could be started");
     }
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  // The life of one thread. It ends only when nothing is waiting, so that what was submitted is
-  // always carried out.
+  // The main loop of one thread. Returns only if no request is waiting, so every request is
+  // executed.
   void serve() {
     std::unique_lock lock(mutex_);
     for (;;) {
@@ -114,12 +116,12 @@ class ThreadQueue : public IoQueue {
   const int depth_;
   QueueMode mode_;
 
-  // The owner's alone.
+  // Used only by the owner of the queue.
   int in_flight_ = 0;
   std::vector<IoDone> done_;
   std::vector<std::thread> threads_;
 
-  std::mutex mutex_;  // Guards what follows.
+  std::mutex mutex_;  // Guards the members below.
   std::condition_variable work_;
   std::condition_variable news_;
   std::deque<IoRequest> waiting_;

@@ -9,9 +9,10 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr int64_t kMaxStep = int64_t{1} << 30;  // A multiple of every alignment.
+constexpr int64_t kMaxStep = int64_t{1} << 30;  // Multiple of every alignment.
 
-// Enough that a storm of signals does no harm, and a kernel that always says "again" is no hang.
+// High enough for a storm of signals; finite, so that a kernel that always returns EAGAIN cannot
+// cause a hang.
 constexpr int kMaxRetries = 10000;
 
 }  // namespace
@@ -39,8 +40,8 @@ std::optional<Status> Transfer::finished_at_once() const {
   return std::nullopt;
 }
 
-// The direct descriptor takes only aligned steps: once a short transfer has ended between two
-// boundaries, the rest goes through the page cache.
+// The direct descriptor accepts only aligned steps. After a short transfer that ends unaligned, the
+// rest uses the page cache.
 bool Transfer::through_direct() const {
   return request_.caching == Caching::kDirect && file_->alignment() > 1 &&
          done_ % file_->alignment() == 0;
@@ -60,8 +61,8 @@ Transfer::Step Transfer::next() const {
 
 std::optional<Status> Transfer::advance(int64_t result) {
   if (request_.kind == IoRequest::Kind::kSync) {
-    // Never tried again, not even after EINTR: the kernel reports a lost write once, so a second
-    // fsync may succeed although the bytes are gone.
+    // Never retried, not even after EINTR: the kernel reports a lost write once, so a second fsync
+    // may succeed although the bytes are lost.
     if (result < 0) return errno_status(static_cast<int>(-result), failure());
     return ok_status();
   }
@@ -74,8 +75,8 @@ std::optional<Status> Transfer::advance(int64_t result) {
   retries_ = 0;
   done_ += result;
   if (done_ >= ssize(request_.memory)) return ok_status();
-  // The usual end of a file under direct I/O. A size that cannot be read is no answer; then the
-  // next step finds the end.
+  // A short direct read usually means the end of the file. If the size cannot be read, the next
+  // step finds the end.
   if (reading && was_direct) {
     const Result<int64_t> size = file_->size();
     if (size.ok() && *size <= request_.offset + done_) return end_of_file();
@@ -88,8 +89,8 @@ std::optional<Status> Transfer::retry_or_fail(int error) {
   return errno_status(error, failure());
 }
 
-// Nothing more can be read. That is as it should be only for a direct read that had to be rounded
-// up to the alignment.
+// Returns the status of a read that reached the end of the file. OK only for a direct read whose
+// length was rounded up to the alignment.
 Status Transfer::end_of_file() const {
   const Result<int64_t> size = file_->size();
   if (!size.ok()) return size.status();

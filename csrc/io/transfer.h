@@ -1,10 +1,10 @@
 #pragma once
 
-// One request on its way: what to ask of the kernel next, and what its answer means. Short
-// transfers, the end of the file and the words of an error are decided here, once, for every queue.
+// The state machine of one request: the next system call, and the interpretation of its result. All
+// queues share this code for short transfers, the end of the file and error messages.
 //
-// A queue makes a `Transfer` of each request, then repeats `next` and `advance` until there is a
-// status to report.
+// A queue makes a `Transfer` from each request, then repeats `next` and `advance` until there is a
+// status.
 
 #include <cstdint>
 #include <optional>
@@ -17,12 +17,12 @@ namespace torch_ckpt {
 // Used by one thread at a time.
 class Transfer {
  public:
-  // One system call: read or write `nbytes` at `offset`, or (kSync) fsync.
+  // One system call: read or write `nbytes` at `offset`, or fsync for kSync.
   struct Step {
     IoRequest::Kind kind;
     int fd;
     std::byte* data;
-    uint32_t nbytes;  // At most 1 GiB, far below what one call may carry.
+    uint32_t nbytes;  // At most 1 GiB, far below the limit of one call.
     int64_t offset;
   };
 
@@ -31,14 +31,14 @@ class Transfer {
 
   uint64_t tag() const { return request_.tag; }
 
-  // The status of a request that needs no system call: it is not valid, or moves no bytes.
+  // Returns the status of a request that needs no system call: an invalid or an empty one.
   std::optional<Status> finished_at_once() const;
 
-  // Requires: not finished.
+  // Returns the next system call. Requires: not finished.
   Step next() const;
 
-  // Takes what the call returned: a byte count, or a negative errno. Returns the status when the
-  // request is finished, and nothing when `next` has more to ask.
+  // Processes the result of the call: a byte count, or a negative errno. Returns the status of a
+  // finished request, or nullopt if another call is needed.
   std::optional<Status> advance(int64_t result);
 
   // "cannot read 4096 bytes at 8192 of step-1/__0_0.distcp"
@@ -51,11 +51,11 @@ class Transfer {
 
   IoRequest request_ = {};
   const PosixFile* file_ = nullptr;
-  int64_t done_ = 0;  // Bytes.
-  int retries_ = 0;   // Since the last progress.
+  int64_t done_ = 0;  // Bytes transferred.
+  int retries_ = 0;   // Retries since the last progress.
 };
 
-// Carries out one step with a plain, waiting system call; returns what `advance` takes.
+// Executes one step as a blocking system call. Returns the argument for `advance`.
 int64_t perform(const Transfer::Step& step);
 
 }  // namespace torch_ckpt

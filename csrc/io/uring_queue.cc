@@ -15,14 +15,14 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr int64_t kMaxRegisteredBuffer = int64_t{1} << 30;  // The kernel's limit.
-constexpr int kMaxDepth = 32768;                            // As well.
+constexpr int64_t kMaxRegisteredBuffer = int64_t{1} << 30;  // Kernel limit.
+constexpr int kMaxDepth = 32768;                            // Kernel limit.
 constexpr int kMaxSubmitRetries = 10000;
 
-// How long the kernel may be silent before it is reminded: twice as long each time.
+// Time without a completion before a wake-up is submitted. The time doubles after each one.
 constexpr int64_t kFirstPollMs = 100;
 constexpr int64_t kMaxPollMs = 10'000;
-constexpr uint64_t kReminder = ~uint64_t{0} >> 1;  // `user_data` of what is no request.
+constexpr uint64_t kWakeUpTag = ~uint64_t{0} >> 1;  // `user_data` of a wake-up.
 
 class UringQueue final : public IoQueue {
  public:
@@ -31,8 +31,8 @@ class UringQueue final : public IoQueue {
   ~UringQueue() override {
     if (!ring_ready_) return;
     while (in_flight_ > 0) wait();
-    // Here rather than left to the closing of the ring, which the kernel puts off: the limit on
-    // locked memory is given back before the next queue asks for it.
+    // Unregister explicitly: the kernel closes the ring asynchronously, and the next queue needs
+    // the locked memory limit at once.
     if (mode_.registered) ::io_uring_unregister_buffers(&ring_);
     ::io_uring_queue_exit(&ring_);
   }
@@ -56,7 +56,7 @@ class UringQueue final : public IoQueue {
   void flush();
   void fail_unsubmitted(int error);
   void wait_for_kernel(int64_t* poll_ms);
-  void remind();
+  void submit_wake_up();
   void reap();
   int registered_index(const Transfer::Step& step) const;
 
@@ -66,16 +66,16 @@ class UringQueue final : public IoQueue {
   QueueMode mode_;
   std::vector<iovec> registered_;
 
-  int in_flight_ = 0;                // Submitted, and not yet returned by `wait`.
-  std::vector<Transfer> transfers_;  // By slot, which is the `user_data` of its requests.
+  int in_flight_ = 0;                // Requests that `wait` has not returned yet.
+  std::vector<Transfer> transfers_;  // Indexed by slot, the `user_data` of the requests.
   std::vector<uint32_t> free_slots_;
-  std::vector<IoDone> finished_;  // Not yet returned.
-  std::vector<IoDone> done_;      // What `wait` returned last.
+  std::vector<IoDone> finished_;  // Completions not yet returned.
+  std::vector<IoDone> done_;      // Completions of the last `wait`.
 };
 
 Status UringQueue::open(int depth) {
   depth_ = std::clamp(depth, 1, kMaxDepth);
-  // No flag ties the ring to the thread that made it: jobs are made on one and run on another.
+  // No single-issuer flag: one thread makes a job and another runs it.
   io_uring_params params = {};
   params.flags = IORING_SETUP_CLAMP;
   int rc = ::io_uring_queue_init_params(static_cast<unsigned>(depth_), &ring_, &params);
@@ -105,8 +105,9 @@ void UringQueue::register_memory(MutableBytes memory) {
     return;
   }
   for (int64_t at = 0; at < ssize(memory); at += kMaxRegisteredBuffer) {
-    const MutableBytes part = slice(memory, at, std::min(kMaxRegisteredBuffer, ssize(memory) - at));
-    registered_.push_back({part.data(), part.size()});
+    const MutableBytes chunk =
+        slice(memory, at, std::min(kMaxRegisteredBuffer, ssize(memory) - at));
+    registered_.push_back({chunk.data(), chunk.size()});
   }
   const int rc = ::io_uring_register_buffers(&ring_, registered_.data(),
                                              static_cast<unsigned>(registered_.size()));
@@ -117,7 +118,7 @@ void UringQueue::register_memory(MutableBytes memory) {
       errno_status(-rc, str_cat("cannot register ", memory.size(), " bytes of buffers")).message();
 }
 
-// The registered buffer that holds all of the step, or -1.
+// Returns the registered buffer that contains the whole step, or -1.
 int UringQueue::registered_index(const Transfer::Step& step) const {
   const auto begin = reinterpret_cast<uintptr_t>(step.data);
   for (size_t i = 0; i < registered_.size(); ++i) {
@@ -134,7 +135,7 @@ void UringQueue::submit(std::span<const IoRequest> requests) {
   for (const IoRequest& request : requests) {
     ++in_flight_;
     if (free_slots_.empty()) {
-      finish(request.tag, internal_error("more requests than the queue holds"));
+      finish(request.tag, internal_error("more requests than the queue accepts"));
       continue;
     }
     const uint32_t slot = free_slots_.back();
@@ -152,7 +153,7 @@ void UringQueue::submit(std::span<const IoRequest> requests) {
 void UringQueue::queue_step(uint32_t slot) {
   io_uring_sqe* sqe = ::io_uring_get_sqe(&ring_);
   if (sqe == nullptr) {
-    // There are as many entries as slots, and `flush` leaves none of them taken.
+    // Unreachable: there are as many ring entries as slots, and `flush` submits all of them.
     finish_slot(slot, internal_error(transfers_[slot].failure(), ": the submission ring is full"));
     return;
   }
@@ -181,31 +182,31 @@ void UringQueue::queue_step(uint32_t slot) {
   ::io_uring_sqe_set_data64(sqe, slot);
 }
 
-// Hands every prepared entry to the kernel, which may take them in parts.
+// Submits every prepared entry. The kernel may accept them in several batches.
 void UringQueue::flush() {
   for (int retries = 0; ::io_uring_sq_ready(&ring_) > 0;) {
-    const int taken = ::io_uring_submit(&ring_);
-    if (taken > 0) {
+    const int submitted = ::io_uring_submit(&ring_);
+    if (submitted > 0) {
       retries = 0;
       continue;
     }
-    const bool passing = taken == 0 || taken == -EINTR || taken == -EAGAIN || taken == -EBUSY;
-    if (!passing || ++retries >= kMaxSubmitRetries) {
-      fail_unsubmitted(taken == 0 ? EAGAIN : -taken);
+    const bool transient =
+        submitted == 0 || submitted == -EINTR || submitted == -EAGAIN || submitted == -EBUSY;
+    if (!transient || ++retries >= kMaxSubmitRetries) {
+      fail_unsubmitted(submitted == 0 ? EAGAIN : -submitted);
       return;
     }
     ::sched_yield();
   }
 }
 
-// Takes back the entries that the kernel has not: without this they would count as in flight for
-// ever.
+// Removes and fails the entries that the kernel did not accept, so that they do not stay in flight.
 void UringQueue::fail_unsubmitted(int error) {
-  const unsigned head = *ring_.sq.khead;  // Moved by the kernel only within a submission.
+  const unsigned head = *ring_.sq.khead;  // The kernel advances the head only within a submission.
   const unsigned tail = ring_.sq.sqe_tail;
   for (unsigned at = head; at != tail; ++at) {
     const uint64_t data = ring_.sq.sqes[at & *ring_.sq.kring_mask].user_data;
-    if (data >= transfers_.size()) continue;  // No request: a reminder, or liburing's own.
+    if (data >= transfers_.size()) continue;  // Not a request: a wake-up, or liburing's own entry.
     const auto slot = static_cast<uint32_t>(data);
     finish_slot(slot, errno_status(error, transfers_[slot].failure()));
   }
@@ -213,14 +214,14 @@ void UringQueue::fail_unsubmitted(int error) {
   io_uring_smp_store_release(ring_.sq.ktail, head);
 }
 
-// Takes every completion that has arrived; what was short goes back to the kernel.
+// Processes every completion that has arrived. Resubmits short transfers.
 void UringQueue::reap() {
   io_uring_cqe* cqe = nullptr;
   while (::io_uring_peek_cqe(&ring_, &cqe) == 0) {
     const uint64_t data = ::io_uring_cqe_get_data64(cqe);
     const int result = cqe->res;
     ::io_uring_cqe_seen(&ring_, cqe);
-    if (data >= transfers_.size()) continue;  // No request.
+    if (data >= transfers_.size()) continue;  // Not a request.
     const auto slot = static_cast<uint32_t>(data);
     if (auto status = transfers_[slot].advance(result)) {
       finish_slot(slot, *std::move(status));
@@ -236,23 +237,23 @@ void UringQueue::wait_for_kernel(int64_t* poll_ms) {
   __kernel_timespec timeout = {*poll_ms / 1000, *poll_ms % 1000 * 1'000'000};
   const int rc = ::io_uring_wait_cqe_timeout(&ring_, &cqe, &timeout);
   if (rc == -ETIME) {
-    remind();
+    submit_wake_up();
     *poll_ms = std::min(2 * *poll_ms, kMaxPollMs);
   } else if (rc < 0) {
-    // Whatever may be wrong with waiting, the kernel still writes to the memory of these requests,
-    // so they are not over: look until they are.
+    // Waiting failed, but the kernel may still write to the memory of in-flight requests: poll
+    // until they are complete.
     ::sched_yield();
   }
 }
 
-// Linux 6.18 has been seen to leave a buffered write to its workers and to wake none, for ever.
-// Work of any kind wakes one, which then finds all that is there.
-void UringQueue::remind() {
+// Works around a lost io_uring wake-up: Linux 6.18 can queue a buffered write to its worker threads
+// without waking one. Any new work wakes a worker, which then finds all queued work.
+void UringQueue::submit_wake_up() {
   io_uring_sqe* sqe = ::io_uring_get_sqe(&ring_);
   if (sqe == nullptr) return;
   ::io_uring_prep_nop(sqe);
   ::io_uring_sqe_set_flags(sqe, IOSQE_ASYNC);
-  ::io_uring_sqe_set_data64(sqe, kReminder);
+  ::io_uring_sqe_set_data64(sqe, kWakeUpTag);
   flush();
 }
 

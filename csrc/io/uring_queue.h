@@ -1,7 +1,7 @@
 #pragma once
 
-// A queue over io_uring: one system call hands over many requests, and none waits for another. Made
-// by `PosixFileSystem::make_queue`. Absent from a build without liburing (TORCH_CKPT_HAVE_URING).
+// An io_uring queue: one system call submits many requests. Made by `PosixFileSystem::make_queue`.
+// Not in builds without liburing (TORCH_CKPT_HAVE_URING).
 
 #include <memory>
 
@@ -9,14 +9,14 @@
 
 namespace torch_ckpt {
 
-// kUnsupported, with the reason, where the kernel or a sandbox refuses io_uring. A depth below 1
-// counts as 1, one beyond the kernel's limit as that limit.
+// Makes a queue. A depth below 1 counts as 1, a depth above the kernel's limit as that limit.
 //
-// Registers `registered` with the kernel, which then need not look up its pages at every request.
-// Where that fails (RLIMIT_MEMLOCK) the queue works without, and its mode says why. The pages stay
-// locked until the queue is destroyed.
+// Registers `registered` with the kernel, which then does not pin its pages at every request. If
+// registration fails (RLIMIT_MEMLOCK), the queue works without it, and its mode has the reason. The
+// pages stay locked until the queue is destroyed.
 //
-// The queue may be handed to another thread while nothing is in flight.
+// The queue may move to another thread while no request is in flight.
+// Errors: kUnsupported, with the reason, if the kernel or a sandbox refuses io_uring.
 Result<std::unique_ptr<IoQueue>> make_uring_queue(int depth, MutableBytes registered);
 
 }  // namespace torch_ckpt

@@ -12,7 +12,7 @@ constexpr uint32_t kVersion = 1;
 
 bool read_runs(WireReader* reader, Assignment* out) {
   int64_t count;
-  // A run has at least two bytes.
+  // A run has at least two bytes: larger counts are malformed.
   if (!reader->varint(&count) || count > reader->left()) return false;
   int64_t end = 0;
   for (int64_t i = 0; i < count; ++i) {

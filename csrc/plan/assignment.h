@@ -1,16 +1,17 @@
 #pragma once
 
-// What one rank is to write of the items that it listed: the coordinator's answer to its plan.
+// The assignment of one rank: which of its listed items it writes. The coordinator sends it in
+// reply to the rank's plan.
 //
-// As bytes: a frame of wire.h (magic "TCAS", version 1) around
+// The encoding is a frame of wire.h (magic "TCAS", version 1):
 //
-//   varint    count of the items that the rank listed
-//   varint    count of runs, then each:
-//     varint    how many items are skipped before it
-//     varint    how many items it has; not 0
-//   varint    count of cuts, then each:
-//     varint    how many items are skipped since the item of the former cut, or from the first on
-//     varints   first row, count of rows; the count is not 0
+//   varint    number of items that the rank listed
+//   varint    number of runs, then for each:
+//     varint    number of items skipped since the previous run
+//     varint    number of items in the run; not 0
+//   varint    number of cuts, then for each:
+//     varint    number of items skipped since the previous cut's item, or since the first item
+//     varints   first row, number of rows; the number is not 0
 
 #include <cstdint>
 #include <vector>
@@ -21,7 +22,7 @@
 
 namespace torch_ckpt {
 
-// Items [first, first + count) are written.
+// A run of written items: [first, first + count).
 struct Run {
   int64_t first = 0;
   int64_t count = 0;
@@ -29,7 +30,7 @@ struct Run {
   bool operator==(const Run&) const = default;
 };
 
-// Of this item only [first_row, first_row + rows) along the first dimension is written.
+// A cut item: only rows [first_row, first_row + rows) of the first dimension are written.
 struct Cut {
   int64_t item = 0;
   int64_t first_row = 0;
@@ -39,24 +40,25 @@ struct Cut {
 };
 
 struct Assignment {
-  int64_t item_count = 0;  // Of the table that it is for.
-  std::vector<Run> runs;   // Ascending, neither empty nor adjoining.
-  std::vector<Cut>
-      cuts;  // Ascending by item, at most one an item, each of an item that is written.
+  int64_t item_count = 0;  // Number of items in the rank's table.
+  std::vector<Run> runs;   // Ascending; neither empty nor adjacent.
+  std::vector<Cut> cuts;   // Ascending by item, at most one per item, only for written items.
 
   bool operator==(const Assignment&) const = default;
 };
 
 std::vector<std::byte> encode(const Assignment& assignment);
 
-// The assignment as it is described above, or kCorruption, or kUnsupported for another version.
+// Decodes an assignment. Errors: kCorruption; kUnsupported for another version.
 Result<Assignment> decode_assignment(Bytes bytes);
 
-// Whether it can be one of these items: kCorruption where it is for a table of another length, or
-// cuts what has no such rows or is opaque. To be called before it is followed.
+// Checks an assignment against the items it is for. Must be called before the assignment is used.
+// Errors: kCorruption if the table has another length, or if a cut item is opaque or lacks these
+// rows.
 Status check_assignment(const Assignment& assignment, const ItemTable& table);
 
-// What is left of a box. Requires: check_assignment found the cut sound.
+// Returns the box of a cut item.
+// Requires: check_assignment is OK.
 Box cut_box(const BoxView& box, const Cut& cut);
 
 }  // namespace torch_ckpt

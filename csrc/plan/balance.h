@@ -1,8 +1,8 @@
 #pragma once
 
-// Balancing: who writes what several ranks hold. The slowest rank sets the time of a save, so the
-// aim is the least load of the busiest rank: worst-fit, and where whole tensors do not fit, cut
-// along their first dimension. A function of values; global_plan.h asks it.
+// Load balancing: which rank writes each set of replicas. The slowest rank determines the time of a
+// save, so the goal is to minimize the maximum load. The algorithm is worst-fit. A tensor that fits
+// nowhere is cut along its first dimension. A pure function; called by global_plan.cc.
 
 #include <cstdint>
 #include <span>
@@ -10,26 +10,28 @@
 
 namespace torch_ckpt {
 
-// Less than this is never cut, and no piece is below half of it: a file in more pieces costs more
-// to write and to read.
+// Smaller groups are never cut, and no piece is smaller than half of this. More pieces per file
+// make writes and reads slower.
 inline constexpr int64_t kMinCutNbytes = int64_t{1} << 20;
 
-// The same bytes on several ranks, of which one is to write them, or each a part.
+// Replicas: the same bytes on several ranks. One rank writes all of them, or several ranks a piece
+// each.
 struct BalanceGroup {
   int64_t nbytes = 0;
-  int32_t holders = 0;     // Which of `BalanceInput::holders`.
-  int64_t rows = 0;        // Along the first dimension; below 2 where it must stay whole.
-  int64_t row_nbytes = 0;  // Then nbytes = rows * row_nbytes.
+  int32_t replica_set = 0;  // Index into `BalanceInput::replica_sets`.
+  int64_t rows = 0;         // Size of the first dimension; below 2 if the group must not be cut.
+  int64_t row_nbytes = 0;   // Bytes per row: nbytes = rows * row_nbytes if rows >= 2.
 };
 
 struct BalanceInput {
   int64_t ranks_per_node = 1;
-  std::vector<int64_t> load;                  // Bytes that each rank writes in any case.
-  std::vector<std::vector<int32_t>> holders;  // Sets of ranks, each ascending and not empty.
+  std::vector<int64_t> load;  // Fixed load of each rank, in bytes.
+  std::vector<std::vector<int32_t>>
+      replica_sets;  // Sets of ranks with replicas; ascending, not empty.
   std::vector<BalanceGroup> groups;
 };
 
-// `rows` rows of a group from `first_row` on; of a group that stays whole, all there are.
+// Rows [first_row, first_row + rows) of a group, written by one rank.
 struct Piece {
   int32_t rank = 0;
   int64_t first_row = 0;
@@ -39,28 +41,31 @@ struct Piece {
 };
 
 struct Balanced {
-  // The pieces of group i are pieces[first_piece[i], first_piece[i + 1]): in order of rows and of
-  // ranks, at most one a rank, together all of it.
+  // The pieces of group i are pieces[first_piece[i], first_piece[i + 1]). They are in ascending
+  // order of rows and ranks, at most one per rank, and cover the group.
   std::vector<int64_t> first_piece;
   std::vector<Piece> pieces;
-  std::vector<int64_t> load;  // Of each rank, in bytes.
+  std::vector<int64_t> load;  // Total load of each rank, in bytes.
 };
 
-// Where holders permit it and rows are small, the busiest rank has at most 1.02 times the mean and
-// 1 MiB. Deterministic.
+// Balances the groups. Deterministic. If the replicas permit it and rows are small, the maximum
+// load is at most 1.02 times the mean plus 1 MiB.
 //
-// First all sets of holders spread what they hold over their ranks as if it were water, in turn and
-// again until nothing moves: that tells the least load that the busiest rank can have (the *fair
-// share*). Then groups are given out: those of the narrowest sets first, as others can still even
-// out what these leave; of one set those that must stay whole first, then the largest. Each goes to
-// the rank with the least load, counting what wider sets are expected to bring; of equal ones to
-// the node with the least, then to the lowest rank. What would exceed the fair share there is cut
-// among as few ranks as have room for it.
+// The first phase finds the *fair share*, the least possible maximum load. It treats bytes as
+// water: each set of ranks in turn spreads its bytes evenly over its ranks, until no more bytes
+// move.
 //
-// Requires: all loads and groups together are below 2^61 bytes, nothing is negative.
+// The second phase places the groups. Groups of small sets are placed first, since larger sets can
+// still level the result. Within a set, groups that cannot be cut are placed first, then the
+// largest. Each group is placed on the rank with the least load, including the expected load from
+// later sets. Ties are broken by the node with the least load, then by the lowest rank. A group
+// that would exceed the fair share is cut among as few ranks as have room for it.
+//
+// Requires: all loads and groups together are below 2^61 bytes, and no number is negative.
 Balanced balance(const BalanceInput& input);
 
-// The files of one rank: for each item which of `count` files, largest first to the smallest file.
+// Distributes one rank's items over `count` files, largest item first, always to the smallest file.
+// Returns the file of each item.
 // Requires: count > 0.
 std::vector<int32_t> balance_files(std::span<const int64_t> nbytes, int64_t count);
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// A box that lies in somebody's pool of numbers: what `Box` is to a vector, this is to a span.
-// Plans hold millions of boxes, so none of them has memory of its own.
+// A non-owning view of a box, as std::span is of a vector. Plans have millions of boxes, so boxes
+// share pools of numbers instead of owning memory.
 
 #include <cstdint>
 #include <optional>
@@ -12,7 +12,7 @@
 
 namespace torch_ckpt {
 
-// Valid as long as the pool that it points into.
+// Valid as long as the pool of numbers.
 struct BoxView {
   std::span<const int64_t> offsets;
   std::span<const int64_t> sizes;
@@ -22,19 +22,19 @@ inline Dims to_dims(std::span<const int64_t> values) { return {values.begin(), v
 
 inline Box to_box(const BoxView& view) { return {to_dims(view.offsets), to_dims(view.sizes)}; }
 
-// The number of elements, or nothing where it does not fit. Requires: no size is negative.
+// Returns the number of elements, or nullopt on overflow. Requires: no size is negative.
 inline std::optional<int64_t> checked_volume(std::span<const int64_t> sizes) {
   int64_t volume = 1;
   bool fits = true;
   for (const int64_t size : sizes) {
-    if (size == 0) return 0;  // Empty, however large the other sizes are.
+    if (size == 0) return 0;  // Empty, even if the product of the other sizes overflows.
     fits &= !__builtin_mul_overflow(volume, size, &volume);
   }
   if (!fits) return std::nullopt;
   return volume;
 }
 
-// Whether a box lies inside a tensor of these sizes, of as many dimensions.
+// Returns whether a box lies inside a tensor of these sizes. Requires: equal numbers of dimensions.
 inline bool lies_within(const BoxView& box, std::span<const int64_t> sizes) {
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (!range_within(box.offsets[d], box.sizes[d], sizes[d])) return false;
@@ -42,7 +42,8 @@ inline bool lies_within(const BoxView& box, std::span<const int64_t> sizes) {
   return true;
 }
 
-// Whether two boxes of as many dimensions have an element in common. Requires: neither is empty.
+// Returns whether two boxes share an element.
+// Requires: neither is empty; equal numbers of dimensions.
 inline bool overlap(const BoxView& a, const BoxView& b) {
   for (size_t d = 0; d < a.sizes.size(); ++d) {
     if (a.offsets[d] >= b.offsets[d] + b.sizes[d] || b.offsets[d] >= a.offsets[d] + a.sizes[d]) {

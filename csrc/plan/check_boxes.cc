@@ -41,7 +41,7 @@ void BoxCheck::sort_by_box() {
     const auto [at_a, at_b] = std::mismatch(of_a.begin(), of_a.end(), of_b.begin());
     return at_a == of_a.end() ? a < b : *at_a < *at_b;
   };
-  // Ranks mostly hold boxes in their order.
+  // Usually sorted already: ranks have boxes in rank order.
   if (!std::is_sorted(order_.begin(), order_.end(), is_before)) {
     std::sort(order_.begin(), order_.end(), is_before);
   }
@@ -83,8 +83,7 @@ bool BoxCheck::all_within(Problems* problems) const {
   return fine;
 }
 
-// The dimension in which boxes begin at the most different places: sweeping along it, few boxes are
-// open at a time.
+// Returns the dimension with the most distinct offsets. A sweep along it has few active boxes.
 int64_t BoxCheck::sweep_dim() const {
   int64_t best = 0;
   ptrdiff_t most = 0;
@@ -93,7 +92,7 @@ int64_t BoxCheck::sweep_dim() const {
   for (int64_t d = 0; d < ndim; ++d) {
     const auto offset = [&](int32_t slot) { return box(slot).offsets[static_cast<size_t>(d)]; };
     const int64_t first = offset(swept_[0]);
-    // All alike in most dimensions: not worth sorting.
+    // Most dimensions have a single offset: skip the sort.
     if (std::all_of(swept_.begin(), swept_.end(), [&](int32_t s) { return offset(s) == first; })) {
       continue;
     }
@@ -152,10 +151,11 @@ void BoxCheck::add_overlap(int32_t a, int32_t b, Problems* problems) const {
 void BoxCheck::none_missing(Problems* problems) const {
   const Dims& sizes = plans_.entries.facts(entry_).sizes;
   const int64_t numel = *checked_volume(sizes);
-  int64_t held = 0;
-  for (int64_t i = 0; i < box_count(); ++i) held += *checked_volume(box(replicas(i).front()).sizes);
-  if (held == numel) return;
-  problems->add(problem(plans_, entry_, "the boxes of all ranks hold ", held, " of the ", numel,
+  int64_t covered = 0;
+  for (int64_t i = 0; i < box_count(); ++i)
+    covered += *checked_volume(box(replicas(i).front()).sizes);
+  if (covered == numel) return;
+  problems->add(problem(plans_, entry_, "the boxes of all ranks hold ", covered, " of the ", numel,
                         " elements of sizes ", to_string(sizes)));
 }
 

@@ -1,8 +1,8 @@
 #pragma once
 
-// Whether the boxes that all ranks would write of one tensor make it up: each inside, none
-// overlapping another unless they are the same, nothing left out. The same rules as DCP's
-// `_validate_global_plan`, before replicas are dropped.
+// Checks that the planned boxes of one tensor cover it. Each box is inside the tensor, boxes
+// overlap only if they are equal, and no element is missing. Same rules as DCP's
+// `_validate_global_plan`, applied before replicas are removed.
 
 #include <cstdint>
 #include <optional>
@@ -13,20 +13,20 @@
 
 namespace torch_ckpt {
 
-// Looks at one entry after another; memory is kept between them.
+// Checks one entry at a time and reuses its memory.
 class BoxCheck {
  public:
-  // `plans` outlive this. `whole`: whether they are of all ranks.
+  // `plans` outlives this object. `whole`: the plans cover all ranks of the save.
   BoxCheck(const GatheredPlans& plans, bool whole)
       : plans_(plans), is_whole_(whole && plans.plan_of_rank.size() > 1) {}
 
-  // Adds what is wrong with the slots of an entry. Objects of one FQN are taken to be the same on
-  // all ranks. As in DCP, what a rank saves alone need not be all of a tensor; nor need what only
-  // some ranks hold.
+  // Adds the problems of an entry to `problems`. Objects with the same FQN count as equal on all
+  // ranks. As in DCP, missing elements are allowed if only one rank saves. They are also allowed if
+  // `whole` is false.
   void check(int64_t entry, Problems* problems);
 
-  // Of the entry that was checked last: its slots by box, and those of one box ascending. Valid
-  // until the next check.
+  // The boxes of the last checked entry: the slots of each box, in ascending order. Valid until the
+  // next check.
   int64_t box_count() const { return static_cast<int64_t>(first_.size()) - 1; }
   std::span<const int32_t> replicas(int64_t i) const {
     const auto begin = static_cast<size_t>(first_[static_cast<size_t>(i)]);
@@ -47,10 +47,10 @@ class BoxCheck {
   const GatheredPlans& plans_;
   const bool is_whole_;
   int64_t entry_ = 0;
-  std::optional<SlotsOfEntry> slots_;  // Of the entry.
-  std::vector<int32_t> order_;         // Slots, equal boxes side by side.
-  std::vector<int64_t> first_;         // Where in `order_` each box begins, and the end.
-  std::vector<int32_t> swept_;         // A slot of each box that is not empty.
+  std::optional<SlotsOfEntry> slots_;  // Slots of the entry.
+  std::vector<int32_t> order_;         // Slots sorted by box.
+  std::vector<int64_t> first_;         // Start of each box in `order_`, and the end.
+  std::vector<int32_t> swept_;         // One slot per box that is not empty.
   std::vector<int32_t> active_;
 };
 

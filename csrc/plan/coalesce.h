@@ -1,6 +1,6 @@
 #pragma once
 
-// Coalescing: many wanted byte ranges of one file become few reads.
+// Coalescing: merges many wanted byte ranges of one file into few reads.
 
 #include <cstdint>
 #include <span>
@@ -10,23 +10,23 @@
 
 namespace torch_ckpt {
 
-// One read, and which of the wanted ranges it serves: order[first, last) of `Reads`.
+// One read. It serves the wanted ranges order[first, last) of `Reads`.
 struct Read {
   ByteRange range;
   int64_t first = 0;
   int64_t last = 0;
-  int64_t wanted_nbytes = 0;  // Of `range`.
+  int64_t wanted_nbytes = 0;  // Wanted bytes in `range`.
 };
 
 struct Reads {
-  std::vector<int64_t> order;  // Indices of the wanted ranges, ascending by where they begin.
-  std::vector<Read> reads;     // Ascending by where they begin.
+  std::vector<int64_t> order;  // Indices of the wanted ranges, in ascending order of start.
+  std::vector<Read> reads;     // In ascending order of start.
 };
 
-// Groups wanted ranges into reads: neighbours share one when it skips at most `max_gap` unwanted
-// bytes between them, no more than it has wanted so far (or kSmallGap), and stays within
-// `max_nbytes`. A longer range is a read of its own. Every range lies whole in the read that serves
-// it.
+// Groups wanted ranges into reads. A range joins the previous read if three conditions are true.
+// The gap between them has at most `max_gap` bytes. The gap is no longer than the read's wanted
+// bytes (or kSmallGap). The read stays within `max_nbytes`. A longer range is a read of its own.
+// Every range lies in exactly one read.
 Reads coalesce(std::span<const ByteRange> wanted, int64_t max_nbytes, int64_t max_gap);
 
 }  // namespace torch_ckpt

@@ -13,58 +13,58 @@ namespace {
 constexpr uint32_t kVersion = 1;
 constexpr std::string_view kMagic = "TCXP";
 
-// Less than this is not worth a round of its own.
+// Adjacent runs below this size are merged: a ring of their own would cost more than it saves.
 constexpr int64_t kSmallNbytes = int64_t{256} << 10;
 
-// Pieces begin and end at multiples of it: whole blocks of any data file.
+// Pieces start and end at multiples of this: whole checksum blocks of a data file.
 constexpr int64_t kGrain = int64_t{64} << 10;
 constexpr int64_t kMaxPieceNbytes = int64_t{4} << 20;
 
-// Of the memory for what is in flight, a piece is at most one of so many parts.
-constexpr int64_t kLeastParts = 16;
+// The memory budget has room for at least this many pieces.
+constexpr int64_t kMinPiecesInFlight = 16;
 
 constexpr int64_t kMaxOffset = int64_t{1} << 61;
 
-__extension__ using Wide = __int128;  // Holds products of two sizes.
+__extension__ using Wide = __int128;  // Product of two sizes.
 
-using Wanters = std::vector<int32_t>;  // Ascending numbers of ranks, or of kinds of ranks.
+using Requesters = std::vector<int32_t>;  // Ascending numbers of groups of ranks.
 
-// A run of a file that the same ranks want.
+// A byte range of a file with one set of requesters.
 struct Run {
   ByteRange range;
-  Wanters wanters;
+  Requesters requesters;
 };
 
-Wanters united(const Wanters& a, const Wanters& b) {
-  Wanters out;
+Requesters united(const Requesters& a, const Requesters& b) {
+  Requesters out;
   std::ranges::set_union(a, b, std::back_inserter(out));
   return out;
 }
 
-// Cuts one file where the set of those who want it changes.
-std::vector<Run> cut_by_wanters(
+// Cuts one file wherever the set of requesters changes.
+std::vector<Run> cut_by_requesters(
     const std::vector<std::pair<int32_t, const std::vector<ByteRange>*>>& wanted) {
   struct Change {
     int64_t at;
-    int32_t wanter;
+    int32_t requester;
     bool begins;
   };
   std::vector<Change> changes;
-  for (const auto& [wanter, ranges] : wanted) {
+  for (const auto& [requester, ranges] : wanted) {
     for (const ByteRange& range : *ranges) {
-      changes.push_back({range.begin, wanter, true});
-      changes.push_back({range.end, wanter, false});
+      changes.push_back({range.begin, requester, true});
+      changes.push_back({range.end, requester, false});
     }
   }
   std::ranges::sort(changes, {}, &Change::at);
   std::vector<Run> runs;
-  Wanters now;
+  Requesters now;
   for (size_t i = 0; i < changes.size();) {
     const int64_t at = changes[i].at;
     for (; i < changes.size() && changes[i].at == at; ++i) {
-      const auto place = std::ranges::lower_bound(now, changes[i].wanter);
+      const auto place = std::ranges::lower_bound(now, changes[i].requester);
       if (changes[i].begins) {
-        now.insert(place, changes[i].wanter);
+        now.insert(place, changes[i].requester);
       } else {
         now.erase(place);
       }
@@ -74,15 +74,15 @@ std::vector<Run> cut_by_wanters(
   return runs;
 }
 
-// Neighbours of the same wanters as one run, and so small ones of any.
+// Merges adjacent runs if they have the same requesters or are both small.
 std::vector<Run> joined(std::vector<Run> runs) {
   std::vector<Run> out;
   for (Run& run : runs) {
     if (!out.empty() && out.back().range.end == run.range.begin) {
       Run& last = out.back();
       const bool small = last.range.nbytes() < kSmallNbytes && run.range.nbytes() < kSmallNbytes;
-      if (small || last.wanters == run.wanters) {
-        last.wanters = united(last.wanters, run.wanters);
+      if (small || last.requesters == run.requesters) {
+        last.requesters = united(last.requesters, run.requesters);
         last.range.end = run.range.end;
         continue;
       }
@@ -92,14 +92,15 @@ std::vector<Run> joined(std::vector<Run> runs) {
   return out;
 }
 
-// Pours `nbytes` into the lowest of the ranks' loads. Returns what each has got.
+// Levels the loads like water: adds `nbytes` to the least loaded ranks. Returns the bytes that each
+// rank got.
 std::vector<int64_t> pour(int64_t nbytes, const std::vector<int32_t>& ranks,
                           std::vector<int64_t>* load) {
   std::vector<int64_t> levels;
   levels.reserve(ranks.size());
   for (const int32_t rank : ranks) levels.push_back((*load)[static_cast<size_t>(rank)]);
   std::ranges::sort(levels);
-  int64_t below = 0;  // Of the levels that the water covers.
+  int64_t below = 0;  // Sum of the loads below the water level.
   int64_t level = 0;
   for (size_t i = 0; i < levels.size(); ++i) {
     below += levels[i];
@@ -109,18 +110,18 @@ std::vector<int64_t> pour(int64_t nbytes, const std::vector<int32_t>& ranks,
   }
   std::vector<int64_t> out;
   for (const int32_t rank : ranks) {
-    int64_t& held = (*load)[static_cast<size_t>(rank)];
-    const int64_t poured = std::max<int64_t>(level - held, 0);
-    held += poured;
+    int64_t& rank_load = (*load)[static_cast<size_t>(rank)];
+    const int64_t poured = std::max<int64_t>(level - rank_load, 0);
+    rank_load += poured;
     out.push_back(poured);
   }
   return out;
 }
 
-// Who reads the pieces of a ring, one after another: whoever is furthest behind with his share.
-class Turns {
+// Selects the reader of each piece of a ring: the rank that is furthest behind its share.
+class ReaderSelector {
  public:
-  explicit Turns(const ReadRing& ring)
+  explicit ReaderSelector(const ReadRing& ring)
       : shares_(ring.shares),
         total_(std::accumulate(ring.shares.begin(), ring.shares.end(), int64_t{0})),
         read_(ring.shares.size(), 0) {
@@ -129,13 +130,13 @@ class Turns {
     total_ = std::ssize(shares_);
   }
 
-  // The place in the ring of the rank that reads the next `nbytes`: the same on every machine.
+  // Returns the ring position of the rank that reads the next `nbytes`. Same result on every rank.
   size_t next(int64_t nbytes) {
     all_read_ += nbytes;
     size_t behind = 0;
     Wide most = 0;
     for (size_t i = 0; i < shares_.size(); ++i) {
-      // What is due and lacking, times all shares.
+      // Due bytes minus read bytes, times the sum of all shares.
       const Wide lacks = Wide{shares_[i]} * all_read_ - Wide{read_[i]} * total_;
       if (i == 0 || lacks > most) {
         behind = i;
@@ -156,8 +157,8 @@ class Turns {
 }  // namespace
 
 std::vector<ExchangePiece> RankExchange::pieces() const {
-  std::vector<Turns> turns(rings.begin(), rings.end());
-  std::vector<int64_t> places;  // Of this rank in each ring.
+  std::vector<ReaderSelector> selectors(rings.begin(), rings.end());
+  std::vector<int64_t> places;  // Position of this rank in each ring.
   for (const ReadRing& ring : rings) {
     places.push_back(std::ranges::find(ring.ranks, rank) - ring.ranks.begin());
   }
@@ -170,7 +171,7 @@ std::vector<ExchangePiece> RankExchange::pieces() const {
     for (int64_t begin = shared.range.begin; begin < shared.range.end;) {
       const int64_t end =
           std::min(shared.range.end, align_down(begin, piece_nbytes) + piece_nbytes);
-      const size_t reader = turns[number].next(end - begin);
+      const size_t reader = selectors[number].next(end - begin);
       ExchangePiece piece{.file = shared.file, .range = {begin, end}};
       if (place != reader) piece.from = ranks[(place + count - 1) % count];
       if ((place + 1) % count != reader) piece.to = ranks[(place + 1) % count];
@@ -270,7 +271,7 @@ Result<Exchange> Exchange::make(std::span<const WantedBytes* const> wanted,
   if (wanted.size() != nodes.size()) {
     return invalid_argument(wanted.size(), " ranks are on ", nodes.size(), " nodes");
   }
-  // Ranks that want the same are one kind, of which a thousand are no more work than one.
+  // Ranks with equal requests form one group, so a thousand equal ranks cost no more than one.
   using Files = std::vector<WantedBytes::File>;
   const auto less = [](const Files* a, const Files* b) {
     return std::ranges::lexicographical_compare(*a, *b, [](const auto& x, const auto& y) {
@@ -280,48 +281,48 @@ Result<Exchange> Exchange::make(std::span<const WantedBytes* const> wanted,
           [](const ByteRange& r) { return std::pair(r.begin, r.end); });
     });
   };
-  std::map<const Files*, int32_t, decltype(less)> kinds(less);
-  std::vector<std::vector<int32_t>> ranks_of_kind;
+  std::map<const Files*, int32_t, decltype(less)> groups(less);
+  std::vector<std::vector<int32_t>> ranks_of_group;
   std::map<std::string_view, std::vector<std::pair<int32_t, const std::vector<ByteRange>*>>> files;
   for (size_t rank = 0; rank < wanted.size(); ++rank) {
     const Files& of_rank = wanted[rank]->files();
     const auto [found, is_new] =
-        kinds.emplace(&of_rank, static_cast<int32_t>(ranks_of_kind.size()));
+        groups.emplace(&of_rank, static_cast<int32_t>(ranks_of_group.size()));
     if (is_new) {
-      ranks_of_kind.emplace_back();
+      ranks_of_group.emplace_back();
       for (const auto& file : of_rank) files[file.name].emplace_back(found->second, &file.ranges);
     }
-    ranks_of_kind[static_cast<size_t>(found->second)].push_back(static_cast<int32_t>(rank));
+    ranks_of_group[static_cast<size_t>(found->second)].push_back(static_cast<int32_t>(rank));
   }
 
-  const auto ranks_of = [&](const Wanters& wanters) {
+  const auto ranks_of = [&](const Requesters& requesters) {
     std::vector<int32_t> out;
-    for (const int32_t kind : wanters) {
-      const auto& some = ranks_of_kind[static_cast<size_t>(kind)];
+    for (const int32_t group : requesters) {
+      const auto& some = ranks_of_group[static_cast<size_t>(group)];
       out.insert(out.end(), some.begin(), some.end());
     }
     return out;
   };
 
   Exchange out;
-  std::map<Wanters, int32_t> ring_of;
+  std::map<Requesters, int32_t> ring_of;
   std::vector<int64_t> ring_nbytes;
   std::vector<int64_t> load(wanted.size(), 0);
-  for (const auto& [name, of_kinds] : files) {
-    std::vector<Run> runs = cut_by_wanters(of_kinds);
+  for (const auto& [name, requests] : files) {
+    std::vector<Run> runs = cut_by_requesters(requests);
     for (const Run& run : runs) {
-      const int64_t wanters = std::ssize(ranks_of(run.wanters));
-      out.wanted_nbytes_ += run.range.nbytes() * wanters;
-      out.saved_nbytes_ += run.range.nbytes() * (wanters - 1);
+      const int64_t requesters = std::ssize(ranks_of(run.requesters));
+      out.wanted_nbytes_ += run.range.nbytes() * requesters;
+      out.saved_nbytes_ += run.range.nbytes() * (requesters - 1);
     }
     for (const Run& run : joined(std::move(runs))) {
-      std::vector<int32_t> ranks = ranks_of(run.wanters);
+      std::vector<int32_t> ranks = ranks_of(run.requesters);
       if (ranks.size() == 1) {
         load[static_cast<size_t>(ranks.front())] += run.range.nbytes();
         continue;
       }
       const auto [ring, is_new] =
-          ring_of.emplace(run.wanters, static_cast<int32_t>(out.rings_.size()));
+          ring_of.emplace(run.requesters, static_cast<int32_t>(out.rings_.size()));
       if (is_new) {
         std::ranges::sort(ranks, {}, [&](int32_t rank) {
           return std::pair(std::string_view(nodes[static_cast<size_t>(rank)]), rank);
@@ -344,10 +345,12 @@ Result<Exchange> Exchange::make(std::span<const WantedBytes* const> wanted,
     ring.shares = pour(ring_nbytes[number], ring.ranks, &load);
     widest = std::max(widest, ring.ranks.size());
   }
-  // A piece is on its way to the last of a ring while as many others are.
-  const int64_t parts = std::max<int64_t>(2 * static_cast<int64_t>(widest), kLeastParts);
+  // A piece passes through all ranks of its ring, so the budget must have room for two pieces per
+  // rank of the widest ring.
+  const int64_t piece_count =
+      std::max<int64_t>(2 * static_cast<int64_t>(widest), kMinPiecesInFlight);
   out.piece_nbytes_ =
-      std::clamp(align_down(budget_nbytes / parts, kGrain), kGrain, kMaxPieceNbytes);
+      std::clamp(align_down(budget_nbytes / piece_count, kGrain), kGrain, kMaxPieceNbytes);
   return out;
 }
 

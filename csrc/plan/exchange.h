@@ -1,11 +1,11 @@
 #pragma once
 
-// Exchange: which rank reads what several want, and how it goes round among them.
+// Exchange planning: which rank reads the bytes that several ranks want, and how the bytes travel.
 //
-// Every rank says which bytes of which files it wants. Bytes that several want are cut into pieces;
-// each is read by one of them, which passes it to the next, and so on around a ring until all have
-// it. FastReader asks for all of this between planning and reading;
-// engine/exchange/exchange_stream.h carries it out.
+// Every rank reports which bytes of which files it wants. Bytes that several ranks want are cut
+// into pieces. One rank reads each piece and sends it to the next rank of a ring, until all ranks
+// of the ring have it. FastReader requests this plan between planning and reading.
+// engine/exchange/exchange_stream.h executes it.
 
 #include <cstdint>
 #include <span>
@@ -21,13 +21,13 @@ namespace torch_ckpt {
 
 // Ranks that want the same bytes.
 struct ReadRing {
-  std::vector<int32_t> ranks;   // In the order in which bytes go round: node by node.
-  std::vector<int64_t> shares;  // Bytes that each of them is to read, in proportion.
+  std::vector<int32_t> ranks;   // In ring order: node by node.
+  std::vector<int64_t> shares;  // Relative share of each rank in the reads.
 
   bool operator==(const ReadRing&) const = default;
 };
 
-// Bytes that the ranks of one ring want.
+// A byte range that the ranks of one ring want.
 struct SharedRange {
   int32_t file = 0;
   int32_t ring = 0;
@@ -36,50 +36,50 @@ struct SharedRange {
   bool operator==(const SharedRange&) const = default;
 };
 
-// What one rank reads for others, has from them, or passes on, one after another.
+// A piece that one rank reads or receives, and sends on.
 struct ExchangePiece {
   int32_t file = 0;
   ByteRange range;
-  int32_t from = -1;  // The rank that it comes from; -1 where this rank reads it.
-  int32_t to = -1;    // The rank that it is passed to; -1 where it is the last.
+  int32_t from = -1;  // Rank to receive the piece from; -1 if this rank reads it.
+  int32_t to = -1;    // Rank to send the piece to; -1 for the last rank of the ring.
 
   bool operator==(const ExchangePiece&) const = default;
 };
 
-// The part of an exchange that one rank takes.
+// One rank's share of an exchange.
 struct RankExchange {
   int32_t rank = 0;
   int64_t piece_nbytes = 0;
   std::vector<std::string> files;  // Ascending.
   std::vector<ReadRing> rings;
-  std::vector<SharedRange> ranges;  // Ascending by file and where they begin.
+  std::vector<SharedRange> ranges;  // In ascending order of file and start.
 
-  // In the order of files and offsets, which is that of all ranks: so whoever has room for his
-  // first piece can go on, and nobody waits in a circle.
+  // Returns the pieces by file and offset. All ranks process pieces in this order, so the rank with
+  // the first unfinished piece can always continue: no cyclic wait is possible.
   std::vector<ExchangePiece> pieces() const;
 
   std::vector<std::byte> encode() const;
   static Result<RankExchange> decode(Bytes bytes);
 };
 
-// Shares out what the ranks want, as decoded, one after another. `nodes` tells where each rank is;
-// `budget_nbytes` bounds what a rank holds of pieces at a time.
+// Distributes the reads. `wanted` has the decoded requests of all ranks, `nodes` the node name of
+// each rank. `budget_nbytes` limits the memory for pieces on one rank.
 //
-// Neighbours of less than 256 KiB that different ranks want go round among all of them, rather than
-// each alone. Reads are shared out by water: first of the narrowest rings, each to the ranks that
-// have least to read, counting what they want alone.
+// Adjacent runs below 256 KiB that different ranks want go to one ring of all those ranks. The
+// reads are then leveled like water. The smallest rings are distributed first, always to the ranks
+// with the fewest bytes to read. The bytes that only one rank wants count as its load.
 class Exchange {
  public:
   static Result<Exchange> make(std::span<const WantedBytes* const> wanted,
                                std::span<const std::string> nodes, int64_t budget_nbytes);
 
-  // How many bytes need not be read, as another rank has.
+  // Bytes that are not read, since another rank sends them.
   int64_t saved_nbytes() const { return saved_nbytes_; }
 
-  // Of all that the ranks want, each by itself.
+  // Total bytes that the ranks want, each rank counted separately.
   int64_t wanted_nbytes() const { return wanted_nbytes_; }
 
-  // Whether a rank wants anything that another does.
+  // Returns whether a rank shares any wanted bytes with another rank.
   bool is_in_ring(int32_t rank) const;
 
   RankExchange of_rank(int32_t rank) const;

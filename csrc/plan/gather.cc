@@ -13,13 +13,13 @@
 namespace torch_ckpt {
 namespace {
 
-// The sum of everything stays far enough below 2^63 to be reckoned with.
+// Limit on the total size, far below 2^63 so that sums cannot overflow.
 constexpr int64_t kMaxTotalNbytes = int64_t{1} << 60;
 
-// Runs of bytes that were seen already, each with a number.
+// Assigns a number to each distinct byte string.
 class SeenBytes {
  public:
-  // The number of the same bytes, or a new one. The bytes outlive this.
+  // Returns the number of equal bytes seen before, or a new number. The bytes outlive this object.
   int32_t number(Bytes bytes) {
     const auto [first, last] = by_sum_.equal_range(xxh3(bytes));
     for (auto it = first; it != last; ++it) {
@@ -36,7 +36,7 @@ class SeenBytes {
   std::unordered_multimap<uint64_t, int32_t> by_sum_;
 };
 
-// In what two ranks do not agree, or nothing.
+// Describes how two ranks' facts differ; empty if they agree.
 std::string disagreement(const Facts& a, const Facts& b, const std::string& rank_a,
                          const std::string& rank_b) {
   if (agree(a, b)) return "";
@@ -76,9 +76,9 @@ class Gatherer {
 
   static std::string rank_name(int32_t rank) { return "rank " + std::to_string(rank); }
 
-  // Brings in the entries of one rank, unless the same bytes were there before.
+  // Adds the entries of one rank, unless the same bytes were added before.
   Status read_entries(int32_t rank) {
-    ASSIGN_OR_RETURN(const PlanParts parts, open_plan(plans_[static_cast<size_t>(rank)]));
+    ASSIGN_OR_RETURN(const PlanSections sections, open_plan(plans_[static_cast<size_t>(rank)]));
     const int32_t plan = seen_plans_.number(plans_[static_cast<size_t>(rank)]);
     out_.plan_of_rank.push_back(plan);
     if (std::cmp_less(plan, out_.ranks.size())) {
@@ -87,15 +87,15 @@ class Gatherer {
     }
     out_.ranks.push_back({rank});
     out_.item_count.push_back(0);
-    items_.push_back(parts.items);
-    section_.push_back(seen_sections_.number(parts.entries));
+    items_.push_back(sections.items);
+    section_.push_back(seen_sections_.number(sections.entries));
     if (std::cmp_less(section_.back(), numbers_.size())) return ok_status();
-    ASSIGN_OR_RETURN(const EntryTable entries, parse_entries(parts.entries));
+    ASSIGN_OR_RETURN(const EntryTable entries, parse_entries(sections.entries));
     numbers_.push_back(merge_entries(entries, rank));
     return ok_status();
   }
 
-  // The numbers in `out_.entries` of a rank's entries.
+  // Merges a rank's entries into `out_.entries`. Returns their numbers there.
   std::vector<int32_t> merge_entries(const EntryTable& entries, int32_t rank) {
     std::vector<int64_t> facts_numbers;
     for (const Facts& facts : entries.all_facts()) {
@@ -113,7 +113,7 @@ class Gatherer {
             disagreement(out_.entries.facts(number), entries.facts(i),
                          rank_name(first_rank_[static_cast<size_t>(number)]), rank_name(rank));
         if (!found.empty()) problems_.add(str_cat("cannot plan '", fqn, "': ", found));
-        // No rank may cut what one of them cannot.
+        // A tensor that is opaque on one rank must stay whole on all.
         if (found.empty() && entries.facts(i).is_opaque) out_.entries.mark_opaque(number);
       }
       numbers[static_cast<size_t>(i)] = static_cast<int32_t>(number);
@@ -121,7 +121,7 @@ class Gatherer {
     return numbers;
   }
 
-  // Reads the items of all plans, from the first on.
+  // Calls `read` with the items of each plan.
   Status for_each_plan(Status (Gatherer::*read)(size_t plan, ItemStream* stream, int64_t count)) {
     for (size_t plan = 0; plan < items_.size(); ++plan) {
       ItemStream stream(items_[plan], out_.entries, numbers_[static_cast<size_t>(section_[plan])]);
@@ -172,7 +172,7 @@ class Gatherer {
     return ok_status();
   }
 
-  // From here on `count_` tells where the next item of each entry goes.
+  // `count_` now has the next free slot of each entry.
   Status fill_slots(size_t plan, ItemStream* stream, int64_t count) {
     ItemStream::Item item;
     for (int64_t i = 0; i < count; ++i) {
@@ -199,10 +199,10 @@ class Gatherer {
   Problems problems_;
   SeenBytes seen_plans_;
   SeenBytes seen_sections_;
-  std::vector<Bytes> items_;                   // Of each different plan.
-  std::vector<int32_t> section_;               // Which section of entries each has.
-  std::vector<std::vector<int32_t>> numbers_;  // Of each section, its entries in `out_.entries`.
-  std::vector<int32_t> first_rank_;            // Of each entry, the rank that has brought it in.
+  std::vector<Bytes> items_;                   // Items section of each distinct plan.
+  std::vector<int32_t> section_;               // Entries section of each distinct plan, by number.
+  std::vector<std::vector<int32_t>> numbers_;  // Per section: its entries in `out_.entries`.
+  std::vector<int32_t> first_rank_;            // Per entry: the first rank that listed it.
   std::vector<int64_t> count_;
   int64_t total_nbytes_ = 0;
 };

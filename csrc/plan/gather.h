@@ -1,11 +1,11 @@
 #pragma once
 
-// The plans of all ranks, brought together by FQN.
+// Gathers the plans of all ranks by FQN.
 //
-// Ranks are many and alike. Equal plans (of replicas) are read once and stand for all their ranks;
-// equal sections of entries are parsed once. What is left goes into columns: a *slot* for each item
-// of each different plan, the slots of one entry side by side, in order of plans and of their
-// items. global_plan.cc decides on them.
+// Most ranks have equal plans. Equal plans (of replicas) are parsed once and represent all their
+// ranks; equal entry sections are parsed once. All other data goes into columns. Each item of each
+// distinct plan has a *slot*. The slots of one entry are adjacent, ordered by plan and item.
+// global_plan.cc plans with these columns.
 
 #include <cstdint>
 #include <span>
@@ -18,7 +18,7 @@
 
 namespace torch_ckpt {
 
-// What is wrong with the plans: the first few, for one message. Looking on ends when it is full.
+// Problems of the plans: the first few, for one message. Callers stop checking when it is full.
 class Problems {
  public:
   bool empty() const { return texts_.empty(); }
@@ -27,20 +27,20 @@ class Problems {
     if (!full()) texts_.push_back(std::move(text));
   }
 
-  // "cannot plan 'a': ...; cannot plan 'b': ...", or OK where there are none.
+  // Returns "cannot plan 'a': ...; cannot plan 'b': ...", or OK if there are no problems.
   Status status(StatusCode code) const;
 
  private:
   std::vector<std::string> texts_;
 };
 
-// An item of a plan, both by number.
+// One item of one plan, by number.
 struct Slot {
   int32_t plan = 0;
   int32_t item = 0;
 };
 
-// The slots of one entry, [first, last). Valid as long as the plans.
+// The slots [first, last) of one entry. Valid as long as the plans.
 class SlotsOfEntry {
  public:
   SlotsOfEntry(const Facts& facts, const int64_t* words, int64_t begin, int64_t end)
@@ -49,7 +49,7 @@ class SlotsOfEntry {
   const int64_t first;
   const int64_t last;
 
-  // How many numbers a slot has: offsets and sizes of a box, or nbytes of an object.
+  // Returns the numbers per slot: offsets and sizes of a box, or nbytes of an object.
   static size_t word_count(const Facts& facts) {
     return facts.is_tensor ? 2 * facts.sizes.size() : 1;
   }
@@ -58,7 +58,7 @@ class SlotsOfEntry {
   std::span<const int64_t> words(int64_t slot) const {
     return {words_ + static_cast<size_t>(slot - first) * word_count_, word_count_};
   }
-  // Without dimensions for an object.
+  // An object's box has no dimensions.
   BoxView box(int64_t slot) const {
     const size_t ndim = word_count_ / 2;
     return {words(slot).first(ndim), words(slot).last(ndim)};
@@ -74,16 +74,17 @@ class SlotsOfEntry {
 };
 
 struct GatheredPlans {
-  // Different plans, in the order of the lowest rank of each.
-  std::vector<std::vector<int32_t>> ranks;  // Of each plan, ascending.
-  std::vector<int64_t> item_count;          // Of each plan.
+  // Distinct plans, in the order of their lowest rank.
+  std::vector<std::vector<int32_t>> ranks;  // Ranks of each plan, ascending.
+  std::vector<int64_t> item_count;          // Number of items of each plan.
   std::vector<int32_t> plan_of_rank;
 
-  // All entries, in order of first appearance by rank and item; with the facts of that rank;
-  // opaque is what is so on any rank.
+  // All entries, in order of first appearance by rank and item, with the facts of the rank that
+  // listed them first. An entry is opaque if it is opaque on any rank.
   EntryTable entries;
 
-  // Of each entry its slots [first_slot[e], first_slot[e + 1]), and where their words begin.
+  // The slots of entry e are [first_slot[e], first_slot[e + 1]). Their words start at
+  // first_word[e].
   std::vector<int64_t> first_slot;
   std::vector<int64_t> first_word;
 
@@ -97,15 +98,16 @@ struct GatheredPlans {
   int32_t plan_of(int64_t slot) const { return slots[static_cast<size_t>(slot)].plan; }
   int32_t item_of(int64_t slot) const { return slots[static_cast<size_t>(slot)].item; }
 
-  // All ranks that have a slot, and the lowest of them.
+  // All ranks whose plan has this slot, and the lowest of them.
   const std::vector<int32_t>& ranks_of(int64_t slot) const {
     return ranks[static_cast<size_t>(plan_of(slot))];
   }
   int32_t first_rank(int64_t slot) const { return ranks_of(slot).front(); }
 };
 
-// Gathers encoded plans in rank order. kMismatch where ranks disagree on what an FQN is;
-// kCorruption and kUnsupported, naming the rank, where a plan cannot be read.
+// Gathers encoded plans in rank order.
+// Errors: kMismatch if ranks disagree on the facts of an FQN; kCorruption or kUnsupported, with the
+// rank, if a plan cannot be read.
 Result<GatheredPlans> gather(const std::vector<Bytes>& plans);
 
 }  // namespace torch_ckpt

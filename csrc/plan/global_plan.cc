@@ -13,14 +13,14 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr int32_t kNobody = -1;
+constexpr int32_t kNoRank = -1;
 
-// Sets of ranks that hold the same, each known by the plans that have it.
-class HolderSets {
+// Distinct sets of ranks that have the same replicas, each identified by the plans of its ranks.
+class ReplicaSets {
  public:
-  explicit HolderSets(const GatheredPlans& plans) : plans_(plans) {}
+  explicit ReplicaSets(const GatheredPlans& plans) : plans_(plans) {}
 
-  // The number of the set of all ranks that have these slots.
+  // Returns the number of the set of all ranks that have these slots.
   int32_t number(std::span<const int32_t> slots) {
     key_.clear();
     for (const int32_t slot : slots) key_.push_back(plans_.plan_of(slot));
@@ -36,7 +36,7 @@ class HolderSets {
     return static_cast<int32_t>(number);
   }
 
-  std::vector<std::vector<int32_t>> take() { return std::move(sets_); }
+  std::vector<std::vector<int32_t>> release() { return std::move(sets_); }
 
  private:
   const GatheredPlans& plans_;
@@ -47,11 +47,11 @@ class HolderSets {
 
 }  // namespace
 
-// Makes a GlobalPlan; a friend of it.
+// Builds a GlobalPlan. Friend of GlobalPlan and StoredTable.
 class GlobalPlanner {
  public:
   GlobalPlanner(GatheredPlans plans, const GlobalPlanOptions& options)
-      : plans_(std::move(plans)), options_(options), holders_(plans_) {}
+      : plans_(std::move(plans)), options_(options), replica_sets_(plans_) {}
 
   Result<GlobalPlan> make() {
     RETURN_IF_ERROR(find_writers());
@@ -68,27 +68,28 @@ class GlobalPlanner {
   }
 
  private:
-  // Slots that hold the same: group i of `input_` is the slots group_slots_[first, last).
+  // Slots with the same bytes: group i of `input_` has the slots group_slots_[first, last).
   struct Replicas {
     int64_t entry;
     size_t first;
     size_t last;
   };
-  // A box that will be stored, in the order of StoredTable.
+  // A box to store, in the order of StoredTable.
   struct Stored {
     int32_t rank;
     int32_t item;
     int64_t first_row;
-    int64_t rows;  // 0: all of the slot.
+    int64_t rows;  // Number of rows; 0 means all rows of the slot.
     int64_t slot;
   };
 
-  // Checks everything, and finds who writes what only one can; the rest becomes groups.
+  // Validates all plans. Assigns each box that only one rank has to that rank, and makes a group of
+  // every other box.
   Status find_writers() {
     const size_t rank_count = plans_.plan_of_rank.size();
     input_.ranks_per_node = options_.ranks_per_node;
     input_.load.resize(rank_count);
-    writer_.assign(plans_.slots.size(), kNobody);
+    writer_.assign(plans_.slots.size(), kNoRank);
     BoxCheck boxes(plans_, options_.whole);
     Problems problems;
     for (int64_t entry = 0; entry < plans_.entries.size(); ++entry) {
@@ -97,7 +98,7 @@ class GlobalPlanner {
       if (!problems.empty()) continue;
       for (int64_t i = 0; i < boxes.box_count(); ++i) find_writer(entry, boxes.replicas(i));
     }
-    input_.holders = holders_.take();
+    input_.replica_sets = replica_sets_.release();
     return problems.status(StatusCode::kInvalidArgument);
   }
 
@@ -114,8 +115,8 @@ class GlobalPlanner {
       input_.load[static_cast<size_t>(rank)] += nbytes;
       return;
     }
-    // Even what has no bytes is work: it is not all for one rank.
-    BalanceGroup group = {std::max<int64_t>(nbytes, 1), holders_.number(slots)};
+    // A box without bytes counts as one byte, so that one rank does not get all of them.
+    BalanceGroup group = {std::max<int64_t>(nbytes, 1), replica_sets_.number(slots)};
     if (options_.split && facts.is_tensor && !facts.is_opaque && !facts.sizes.empty()) {
       const int64_t rows = of_entry.box(slots[0]).sizes[0];
       if (rows > 1) {
@@ -129,7 +130,7 @@ class GlobalPlanner {
   }
 
   void make_room() {
-    // More than is needed where there are replicas; what is not used takes no memory.
+    // Upper bounds, larger than needed if there are replicas. Unused reserved memory costs nothing.
     out_.stored_.ranks_.reserve(plans_.slots.size());
     out_.stored_.items_.reserve(plans_.slots.size());
     out_.stored_.dims_.reserve(plans_.words.size());
@@ -140,15 +141,15 @@ class GlobalPlanner {
     }
   }
 
-  // Stores the boxes of an entry, once it is known who writes them.
+  // Stores the boxes of an entry. Requires: their writers are known.
   void store_entry(int64_t entry) {
     boxes_.clear();
     const SlotsOfEntry slots = plans_.slots_of(entry);
     for (int64_t slot = slots.first; slot < slots.last; ++slot) {
       const int32_t rank = writer_[static_cast<size_t>(slot)];
-      if (rank != kNobody) boxes_.push_back({rank, plans_.item_of(slot), 0, 0, slot});
+      if (rank != kNoRank) boxes_.push_back({rank, plans_.item_of(slot), 0, 0, slot});
     }
-    // Groups were made in the order of entries.
+    // Groups are in the order of entries.
     for (; next_group_ < replicas_.size() && replicas_[next_group_].entry == entry; ++next_group_) {
       add_pieces(next_group_);
     }
@@ -206,10 +207,10 @@ class GlobalPlanner {
 
   GatheredPlans plans_;
   const GlobalPlanOptions options_;
-  HolderSets holders_;
+  ReplicaSets replica_sets_;
   BalanceInput input_;
   Balanced balanced_;
-  std::vector<int32_t> writer_;  // Of each slot that one rank writes; of others kNobody.
+  std::vector<int32_t> writer_;  // Per slot: the rank that alone has it, or kNoRank.
   std::vector<Replicas> replicas_;
   std::vector<int32_t> group_slots_;
   size_t next_group_ = 0;

@@ -1,11 +1,11 @@
 #pragma once
 
-// The plan of a save: from what every rank would write to what each one does write.
+// The global plan of a save: which rank writes which items.
 //
-// The coordinator makes it from the encoded plans of all ranks. It is checked, replicas are given
-// to one rank each (or cut among several) so that all finish together, and the result is known in
-// two ways: for each rank an Assignment to send to it, and for DCP's Metadata a table of the boxes
-// that will be stored. Made for a hundred thousand tensors on thousands of ranks.
+// The coordinator makes it from the encoded plans of all ranks. It validates the plans, and assigns
+// each set of replicas to one rank, or cuts it among several, so that all ranks finish together.
+// The result has an Assignment for each rank, and a table of all stored boxes for DCP's Metadata.
+// The code scales to a hundred thousand tensors on thousands of ranks.
 
 #include <cstdint>
 #include <span>
@@ -20,23 +20,24 @@ namespace torch_ckpt {
 
 struct GlobalPlanOptions {
   int64_t ranks_per_node = 1;
-  bool split = true;  // Whether a tensor that several ranks hold may be cut among them.
-  bool dedup = true;  // Whether replicas are balanced; else the lowest rank of each writes it.
-  bool whole = true;  // Whether they are all that save: then what nobody holds is a hole.
+  bool split = true;  // Replicated tensors may be cut among their ranks.
+  bool dedup = true;  // Replicas are balanced; otherwise the lowest rank writes each of them.
+  bool whole = true;  // The plans cover all ranks of the save: missing elements are an error.
 };
 
-// The boxes that will be stored, by FQN: entries in order of first appearance by rank and item, the
-// boxes of each by the rank and the item that they come from, then by rows. An object has one box,
-// without dimensions.
+// The boxes that the save stores, by FQN. Entries are in order of first appearance by rank and
+// item. The boxes of an entry are ordered by rank, item and row. An object has one box without
+// dimensions.
 //
-// A box without elements is not stored where its tensor has elements: DCP finds boxes by their
-// offsets, which it may share with another. Of a tensor without elements, only the first box is.
+// An empty box is not stored if its tensor has elements: DCP finds boxes by offset, and an empty
+// box may share its offset with another. Only the first box of an empty tensor is stored.
 class StoredTable {
  public:
   const EntryTable& entries() const { return entries_; }
 
-  // The boxes of one more entry, which must be of another FQN, in the same order; to be followed by
-  // `end`. For who knows from elsewhere what is stored. Requires: as many ranks and items as boxes.
+  // Adds an entry with a new FQN and its boxes, in table order. The last `add` is followed by
+  // `end`. For callers that have the stored boxes from another source.
+  // Requires: `boxes`, `ranks` and `items` have equal lengths.
   void add(std::string_view fqn, const Facts& facts, const std::vector<Box>& boxes,
            const std::vector<int32_t>& ranks, const std::vector<int32_t>& items);
   void end() { first_box_.push_back(box_count()); }
@@ -47,12 +48,12 @@ class StoredTable {
   // Requires: 0 <= entry <= entries().size().
   int64_t first_box(int64_t entry) const { return first_box_[static_cast<size_t>(entry)]; }
 
-  // Which rank writes a box, and which of its items it reports it as. Requires: 0 <= i <
-  // box_count().
+  // The rank that writes a box, and the item number under which the rank reports it.
+  // Requires: 0 <= i < box_count().
   int32_t rank(int64_t i) const { return ranks_[static_cast<size_t>(i)]; }
   int32_t item(int64_t i) const { return items_[static_cast<size_t>(i)]; }
 
-  // Valid as long as the table. Requires: the box is one of this entry.
+  // Returns a view, valid as long as the table. Requires: box i belongs to this entry.
   BoxView box(int64_t entry, int64_t i) const;
 
  private:
@@ -60,7 +61,8 @@ class StoredTable {
 
   EntryTable entries_;
   std::vector<int64_t> first_box_;
-  std::vector<int64_t> first_dim_;  // Of each entry, in `dims_`: of each box offsets, then sizes.
+  // Start of each entry in `dims_`, which has offsets, then sizes, per box.
+  std::vector<int64_t> first_dim_;
   std::vector<int32_t> ranks_;
   std::vector<int32_t> items_;
   std::vector<int64_t> dims_;
@@ -68,22 +70,23 @@ class StoredTable {
 
 class GlobalPlan {
  public:
-  // Plans a save of ranks that have sent these (encode(ItemTable), in rank order). An error names
-  // FQN, ranks and boxes of the first few problems: kMismatch where ranks disagree on what an FQN
-  // is, kInvalidArgument where boxes lie outside, overlap, are there twice or leave a hole,
-  // kCorruption and kUnsupported where a plan cannot be read.
+  // Plans a save. `plans` has the encoded ItemTable of each rank, in rank order. An error names the
+  // FQN, ranks and boxes of the first few problems.
+  // Errors: kMismatch if ranks disagree on the facts of an FQN; kInvalidArgument if boxes are
+  // outside their tensor, overlap, repeat or leave elements missing; kCorruption or kUnsupported if
+  // a plan cannot be read.
   static Result<GlobalPlan> make(const std::vector<Bytes>& plans, const GlobalPlanOptions& options);
 
-  // A plan of which only `stored` is known.
+  // Makes a plan that has only the table of stored boxes.
   static GlobalPlan of(StoredTable stored);
 
-  // 0 if only `stored` is known.
+  // 0 for a plan that has only the table of stored boxes.
   int64_t rank_count() const { return static_cast<int64_t>(load_.size()); }
 
-  // What a rank is to write. Requires: 0 <= rank < rank_count().
+  // Returns the assignment of a rank. Requires: 0 <= rank < rank_count().
   Assignment assignment(int64_t rank) const;
 
-  // Bytes that each rank writes.
+  // Returns the number of bytes that each rank writes.
   const std::vector<int64_t>& load() const { return load_; }
 
   const StoredTable& stored() const { return stored_; }
@@ -93,8 +96,8 @@ class GlobalPlan {
 
   StoredTable stored_;
   std::vector<int64_t> load_;
-  std::vector<std::vector<bool>> written_;  // Of each rank, whether it writes each of its items.
-  std::vector<std::vector<Cut>> cuts_;      // Of each rank, ascending by item.
+  std::vector<std::vector<bool>> written_;  // Per rank and item: whether the rank writes the item.
+  std::vector<std::vector<Cut>> cuts_;      // Per rank: cuts in ascending order of items.
 };
 
 }  // namespace torch_ckpt

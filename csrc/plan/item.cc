@@ -11,7 +11,7 @@ Status refused(std::string_view fqn, const Args&... args) {
   return invalid_argument("cannot plan '", fqn, "': ", args...);
 }
 
-// Different facts have different bytes: words end with a zero, which none of them holds.
+// Distinct facts have distinct keys: a zero byte ends each name, and no name contains one.
 std::string facts_key(const Facts& facts) {
   std::string key = {static_cast<char>(facts.is_tensor), static_cast<char>(facts.requires_grad),
                      static_cast<char>(facts.pin_memory), static_cast<char>(facts.is_opaque)};
@@ -32,7 +32,7 @@ bool is_word(std::string_view text) {
          text.find('\0') == std::string_view::npos;
 }
 
-// Sets the bytes that an item has.
+// Checks a box and computes the size of its data.
 Status check_box(std::string_view fqn, const Facts& facts, const Box& box, int64_t* nbytes) {
   if (box.offsets.size() != facts.sizes.size() || box.sizes.size() != facts.sizes.size()) {
     return refused(fqn, "a box of ", box.offsets.size(), " offsets and ", box.sizes.size(),

@@ -1,10 +1,11 @@
 #pragma once
 
-// What one rank would write: the rank's full plan, before anybody decides who writes what.
+// The full item list of one rank, before the coordinator decides which rank writes each item.
 //
-// A planner lists a hundred thousand items, and the coordinator sees the lists of thousands of
-// ranks. So a list is a table of columns, not of objects: FQNs in one run of text, facts that many
-// tensors share kept once, boxes in one pool of numbers. plan_wire.h sends it, global_plan.h plans.
+// A planner lists a hundred thousand items, and the coordinator receives the lists of thousands of
+// ranks. A list is therefore a table of columns, not of objects. FQNs share one text buffer, equal
+// facts are stored once, and boxes share one pool of numbers. plan_wire.h encodes the table,
+// global_plan.h plans with it.
 
 #include <cstdint>
 #include <string>
@@ -18,28 +19,28 @@
 
 namespace torch_ckpt {
 
-inline constexpr int64_t kMaxNdim = 64;        // Dimensions of a tensor.
-inline constexpr int64_t kMaxWordNbytes = 64;  // Of the name of a dtype or of a memory format.
+inline constexpr int64_t kMaxNdim = 64;        // Maximum number of tensor dimensions.
+inline constexpr int64_t kMaxWordNbytes = 64;  // Maximum length of a dtype or memory format name.
 
-// DCP's WriteItemType: BYTE_IO, TENSOR and SHARD.
+// Same as DCP's WriteItemType: BYTE_IO, TENSOR and SHARD.
 enum class ItemKind : uint8_t { kObject, kTensor, kShard };
 
-// What is known of an FQN wherever it is stored. Of an object nothing is: all fields are as here.
+// The global properties of an FQN, equal on all ranks. An object has the default values.
 struct Facts {
   bool is_tensor = false;
-  std::string dtype;  // As torch names it: "bfloat16".
+  std::string dtype;  // Name in torch: "bfloat16".
   int64_t itemsize = 0;
-  std::string memory_format;  // As torch names it: "contiguous_format".
+  std::string memory_format;  // Name in torch: "contiguous_format".
   bool requires_grad = false;
   bool pin_memory = false;
-  bool is_opaque = false;  // Only torch knows how to store it: it is never cut.
-  Dims sizes;              // Of the whole tensor, of all ranks.
+  bool is_opaque = false;  // Only torch can serialize this tensor: never split.
+  Dims sizes;              // Global sizes of the tensor.
 
   bool operator==(const Facts&) const = default;
 };
 
-// Whether ranks that say this of an FQN can store parts of one tensor, or the same object. The rest
-// only describes what the tensor was, and the first rank's word stands, as in DCP.
+// Returns whether two ranks' facts of one FQN describe the same object or shards of the same
+// tensor. The other fields are descriptive: as in DCP, those of the first rank are stored.
 inline bool agree(const Facts& a, const Facts& b) {
   return a.is_tensor == b.is_tensor && a.dtype == b.dtype && a.itemsize == b.itemsize &&
          a.sizes == b.sizes;
@@ -48,8 +49,7 @@ inline bool agree(const Facts& a, const Facts& b) {
 // "bfloat16 (2 bytes an element) of sizes [2, 3], contiguous_format", or "an object".
 std::string to_string(const Facts& facts);
 
-// FQNs and their facts, numbered in the order in which they were added. Not for several threads
-// while it changes.
+// FQNs and their facts, numbered in insertion order. Not thread-safe during changes.
 class EntryTable {
  public:
   int64_t size() const { return fqns_.size(); }
@@ -60,59 +60,59 @@ class EntryTable {
     return facts_[static_cast<size_t>(facts_of_[static_cast<size_t>(entry)])];
   }
 
-  // The number of an FQN, or -1.
+  // Returns the number of an FQN, or -1.
   int64_t find(std::string_view fqn) const { return fqns_.find(fqn); }
 
-  // The number of these facts, all different ones being numbered. Requires: they are sound.
+  // Returns the number of these facts. Distinct facts have distinct numbers. Requires: check_facts
+  // is OK.
   int64_t intern(const Facts& facts);
 
-  // The number of an FQN, which is added with these facts where it is not there: then it is what
-  // size() was before.
+  // Returns the number of an FQN. A new FQN gets these facts and the number size().
   int64_t find_or_add(std::string_view fqn, int64_t facts_number);
 
-  // From now on the tensor is opaque. Requires: 0 <= entry < size(), and it is a tensor.
+  // Marks a tensor as opaque. Requires: 0 <= entry < size(), and the entry is a tensor.
   void mark_opaque(int64_t entry);
 
-  // Makes room for as many entries.
+  // Reserves memory for this many entries.
   void reserve(int64_t entries);
   int64_t facts_number(int64_t entry) const { return facts_of_[static_cast<size_t>(entry)]; }
 
-  // All different facts, in order of their numbers, and the bytes of all FQNs.
+  // All distinct facts by number, and the total length of all FQNs.
   const std::vector<Facts>& all_facts() const { return facts_; }
   int64_t fqn_nbytes() const { return fqns_.text_nbytes(); }
 
  private:
   Names fqns_;
   std::vector<int32_t> facts_of_;
-  Names facts_keys_;  // Facts as bytes, to find the same ones again.
+  Names facts_keys_;  // Maps facts, encoded as bytes, to their numbers.
   std::vector<Facts> facts_;
 };
 
-// Whether facts can be those of a tensor or object: kInvalidArgument with a reason that names
-// `fqn`.
+// Checks that facts are valid. kInvalidArgument with a message that names `fqn` otherwise.
 Status check_facts(std::string_view fqn, const Facts& facts);
 
-// The items of one rank in plan order. Entries are numbered by their first items.
+// The items of one rank in plan order. Entries are numbered by first appearance.
 class ItemTable {
  public:
-  // `nbytes`: of the pickled object, as near as the caller knows.
+  // `nbytes` estimates the size of the pickled object.
   Status add_object(std::string_view fqn, int64_t nbytes);
 
-  // `kind`: kTensor or kShard. The box may reach beyond the tensor: that is for the coordinator to
-  // report, who sees all ranks. An error leaves the table as it was and is kInvalidArgument.
+  // `kind` is kTensor or kShard. The box may reach beyond the tensor: the coordinator checks
+  // bounds, since its error can name all ranks.
+  // Errors: kInvalidArgument; the table is then unchanged.
   Status add_tensor(std::string_view fqn, const Facts& facts, ItemKind kind, const Box& box);
 
   int64_t size() const { return static_cast<int64_t>(entries_of_.size()); }
   const EntryTable& entries() const { return entries_; }
 
-  // Of an item. Requires: 0 <= item < size().
+  // Properties of one item. Requires: 0 <= item < size().
   int64_t entry(int64_t item) const { return entries_of_[static_cast<size_t>(item)]; }
   std::string_view fqn(int64_t item) const { return entries_.fqn(entry(item)); }
   const Facts& facts(int64_t item) const { return entries_.facts(entry(item)); }
   ItemKind kind(int64_t item) const { return kinds_[static_cast<size_t>(item)]; }
   int64_t nbytes(int64_t item) const { return nbytes_[static_cast<size_t>(item)]; }
 
-  // Valid until an item is added; without dimensions for an object.
+  // Returns a view that is valid until the next insertion. An object's box has no dimensions.
   BoxView box(int64_t item) const;
 
  private:
@@ -124,7 +124,7 @@ class ItemTable {
   std::vector<int32_t> entries_of_;
   std::vector<ItemKind> kinds_;
   std::vector<int64_t> nbytes_;
-  std::vector<int64_t> first_dims_;  // Where an item's box begins in `dims_`: offsets, then sizes.
+  std::vector<int64_t> first_dims_;  // Start of each item's box in `dims_`: offsets, then sizes.
   std::vector<int64_t> dims_;
 };
 

@@ -14,7 +14,7 @@ constexpr int64_t kEndOfAll = int64_t{1} << 61;
 
 bool read_extents(WireReader* reader, std::vector<ItemExtent>* out) {
   int64_t count;
-  // An extent has at least three bytes.
+  // An extent has at least three bytes: larger counts are malformed.
   if (!reader->varint(&count) || count > reader->left() / 3) return false;
   out->reserve(static_cast<size_t>(count));
   int64_t next = 0;
@@ -27,7 +27,7 @@ bool read_extents(WireReader* reader, std::vector<ItemExtent>* out) {
       return false;
     }
     ItemExtent extent;
-    // All three are below 2^63, so that nothing here overflows.
+    // All three are below 2^63, so the arithmetic below cannot overflow.
     if (skipped >= kEndOfAll - next) return false;
     extent.item = next + skipped;
     extent.offset = distance % 2 == 0 ? end + distance / 2 : end - (distance / 2 + 1);

@@ -1,7 +1,7 @@
 #pragma once
 
-// Layout: where every byte of one data file will lie, decided before any of it is written and from
-// sizes alone. The result is the image of the file: staging fills it, writing copies it out.
+// The layout of one data file: the position of every byte, computed from sizes alone before
+// anything is written. Staging and writing both use this layout of the file's image.
 
 #include <cstdint>
 #include <span>
@@ -9,21 +9,21 @@
 
 namespace torch_ckpt {
 
-// Payloads of at least kLargePayload bytes begin at a multiple of kLargeAlignment of the file, so
-// that they can be read directly into aligned memory; it costs a gap before the slice. All other
-// slices begin at a multiple of kSmallAlignment.
+// A payload of at least kLargePayload bytes starts at a multiple of kLargeAlignment in the file.
+// Direct I/O can then read it straight into aligned memory. The cost is a gap before the slice. All
+// other slices start at a multiple of kSmallAlignment.
 inline constexpr int64_t kSmallAlignment = 64;
 inline constexpr int64_t kLargeAlignment = 4096;
 inline constexpr int64_t kLargePayload = int64_t{1} << 20;
 
 // The lengths of one item's slice, in bytes.
 struct SliceNbytes {
-  int64_t head = 0;  // A multiple of kSmallAlignment.
+  int64_t head = 0;  // Multiple of kSmallAlignment.
   int64_t payload = 0;
   int64_t tail = 0;
 };
 
-// One item's slice in the file. Gaps between slices are zero and belong to no slice.
+// The slice of one item in the file. Gaps between slices are zero and belong to no slice.
 struct Slice {
   int64_t offset = 0;
   SliceNbytes nbytes;
@@ -34,18 +34,18 @@ struct Slice {
   int64_t total_nbytes() const { return nbytes.head + nbytes.payload + nbytes.tail; }
 };
 
-// Slices in the order of the items, ascending and without overlap; `nbytes` is where the last ends.
+// Slices in item order, ascending and without overlap. `nbytes` is the end of the last slice.
 struct Layout {
   std::vector<Slice> slices;
   int64_t nbytes = 0;
 };
 
 // Places slices one after another.
-// Requires: every length is at least 0, heads are multiples of kSmallAlignment, and their sum with
-// kLargeAlignment bytes each fits an int64_t.
+// Requires: no length is negative, heads are multiples of kSmallAlignment, and the sum of all
+// lengths plus kLargeAlignment per slice fits an int64_t.
 Layout lay_out(std::span<const SliceNbytes> items);
 
-// Where a slice goes that is added behind `end`.
+// Returns the offset of a slice that is appended after `end`.
 int64_t next_slice_offset(int64_t end, const SliceNbytes& item);
 
 }  // namespace torch_ckpt

@@ -24,7 +24,7 @@ void add_run(int64_t item, Assignment* to) {
 ItemTable tensors_of(const ItemTable& table) {
   ItemTable out;
   for (int64_t item = 0; item < table.size(); ++item) {
-    // What one table has taken, another takes.
+    // Cannot fail: the item is already valid in `table`.
     if (table.kind(item) != ItemKind::kObject) (void)add_item(table, item, &out);
   }
   return out;

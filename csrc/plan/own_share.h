@@ -1,10 +1,11 @@
 #pragma once
 
-// What a rank copies of all that it holds, where other ranks of its machine hold the same.
+// The share of its items that one rank copies, if other ranks of its machine have replicas of them.
 //
-// Each rank that has a replica would copy it, and it would be in memory as many times. So ranks
-// share tensors out as for a save (GlobalPlan), and each copies its share. Objects are not shared
-// out: each rank copies its own, for those of one FQN need not be the same.
+// Without sharing, each rank with a replica would copy the tensor, and shared memory would store
+// several copies. The ranks therefore distribute tensors as a save does (GlobalPlan), and each rank
+// copies its share. Objects are not distributed: objects with the same FQN may differ between
+// ranks.
 
 #include "base/status.h"
 #include "plan/assignment.h"
@@ -12,14 +13,15 @@
 
 namespace torch_ckpt {
 
-// The tensors of a table, in its order.
+// Returns the tensors of a table, in the same order.
 ItemTable tensors_of(const ItemTable& table);
 
-// All objects of `table`, and of its tensors those that are assigned: `of_tensors` is for
-// tensors_of(table). kCorruption where it is for other items.
+// Returns an assignment of all objects of `table` and of the assigned tensors. `of_tensors` is an
+// assignment for tensors_of(table); kCorruption if it is for another table.
 Result<Assignment> own_share(const ItemTable& table, const Assignment& of_tensors);
 
-// What is assigned, as items of its own: what is cut is a shard. Errors: as of check_assignment.
+// Returns the assigned items as a table of their own. Cut items become shards.
+// Errors: those of check_assignment.
 Result<ItemTable> assigned_items(const ItemTable& table, const Assignment& assignment);
 
 }  // namespace torch_ckpt

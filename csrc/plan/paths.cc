@@ -12,27 +12,27 @@ namespace {
 
 constexpr std::string_view kMagic = "TCPP";
 constexpr uint32_t kVersion = 1;
-constexpr int64_t kMaxPosition = (int64_t{1} << 62) - 1;  // Doubled, it is still a varint.
+constexpr int64_t kMaxPosition = (int64_t{1} << 62) - 1;  // Twice this value is still a varint.
 
-// Takes `word` off the beginning of `text`; false where it does not stand there.
-bool take(std::string_view word, std::string_view* text) {
-  if (!text->starts_with(word)) return false;
-  text->remove_prefix(word.size());
+// Removes `prefix` from the start of `text`. Returns false if `text` starts differently.
+bool consume(std::string_view prefix, std::string_view* text) {
+  if (!text->starts_with(prefix)) return false;
+  text->remove_prefix(prefix.size());
   return true;
 }
 
-// Whether these are the keys that the path's name is made of, as far as they can be written.
+// Returns whether the keys make up the path's FQN and can be encoded.
 bool is_sound(const StatePath& path) {
   std::string_view rest = path.fqn;
   for (const auto& key : path.keys) {
-    if (&key != path.keys.data() && !take(".", &rest)) return false;
+    if (&key != path.keys.data() && !consume(".", &rest)) return false;
     if (const auto* text = std::get_if<std::string>(&key)) {
-      if (!take(*text, &rest)) return false;
+      if (!consume(*text, &rest)) return false;
       continue;
     }
     const int64_t position = std::get<int64_t>(key);
     if (position < 0 || position > kMaxPosition) return false;
-    if (!take(std::to_string(position), &rest)) return false;
+    if (!consume(std::to_string(position), &rest)) return false;
   }
   return !path.keys.empty() && rest.empty();
 }
@@ -55,13 +55,13 @@ bool read_keys(WireReader* reader, StatePath* path) {
   for (int64_t i = 0; i < count; ++i) {
     int64_t key;
     if (!reader->varint(&key)) return false;
-    if (i > 0 && !take(".", &rest)) return false;
+    if (i > 0 && !consume(".", &rest)) return false;
     if (key % 2 == 0) {
       if (key / 2 > std::ssize(rest)) return false;
       path->keys.emplace_back(std::string(rest.substr(0, static_cast<size_t>(key / 2))));
       rest.remove_prefix(static_cast<size_t>(key / 2));
     } else {
-      if (!take(std::to_string(key / 2), &rest)) return false;
+      if (!consume(std::to_string(key / 2), &rest)) return false;
       path->keys.emplace_back(key / 2);
     }
   }
@@ -70,7 +70,7 @@ bool read_keys(WireReader* reader, StatePath* path) {
 
 bool read_paths(WireReader* reader, int64_t nbytes, std::vector<StatePath>* out) {
   int64_t count;
-  // A path has at least four bytes.
+  // A path has at least four bytes: larger counts are malformed.
   if (!reader->varint(&count) || count > reader->left() / 4) return false;
   out->reserve(static_cast<size_t>(count));
   int64_t text = 0;

@@ -1,17 +1,18 @@
 #pragma once
 
-// Where the values of a rank's state dict stood, as bytes: DCP's planner_data, which every rank
-// sends to the coordinator beside its plan, and which is mostly the same on all ranks.
+// The wire encoding of state dict paths (DCP's planner_data). Every rank sends its paths to the
+// coordinator beside its plan. Most ranks send the same paths.
 //
-// The body of a frame of wire.h (magic "TCPP", version 1) is a varint, the count of paths, and then
-// for each:
-//   varint    how many bytes the FQN shares with the beginning of the former FQN
+// The body is in a frame of wire.h (magic "TCPP", version 1). It is a varint with the number of
+// paths, then for each:
+//   varint    length of the prefix that the FQN shares with the previous FQN
 //   word      the rest of the FQN
-//   varint    count of keys; not 0
-//   ...       for each key, a varint: twice its position in a list, plus 1; or else twice the
-//             length of its text, which stands in the FQN: there the keys are joined by dots
+//   varint    number of keys; not 0
+//   ...       for each key, a varint: 2 * position + 1 for a list position, 2 * length for a dict
+//             key. The text of dict keys is in the FQN, which joins all keys with dots
 //
-// The FQNs together are at most kMaxTextGrowth times as long as the bytes up to the end of each.
+// The total length of all FQNs up to a path is at most kMaxTextGrowth times the encoded length up
+// to the end of its FQN. Few bytes thus cannot demand much memory.
 
 #include <vector>
 
@@ -21,12 +22,13 @@
 
 namespace torch_ckpt {
 
-// Errors: kInvalidArgument for a path whose keys, joined by dots, are not its FQN, or that has a
-// negative position in a list, or one of 2^62 and more.
+// Encodes paths.
+// Errors: kInvalidArgument if a path's keys, joined by dots, are not its FQN, or if a list position
+// is negative or at least 2^62.
 Result<std::vector<std::byte>> encode(const std::vector<StatePath>& paths);
 
-// The paths, or kCorruption, or kUnsupported for another version. Any bytes do; the memory that
-// they make it take is in proportion to their length.
+// Decodes paths. Accepts arbitrary bytes; memory use is proportional to their number.
+// Errors: kCorruption; kUnsupported for another version.
 Result<std::vector<StatePath>> decode_paths(Bytes bytes);
 
 }  // namespace torch_ckpt

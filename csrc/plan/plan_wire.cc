@@ -16,7 +16,7 @@ enum EntryForm : uint8_t { kNextEntry, kFormerEntry, kNumberedEntry };
 constexpr uint8_t kWholeBox = 0;
 constexpr uint8_t kMaskedBox = 15;
 
-// The checksum holds, so this was written wrong, or to do harm.
+// The checksum is valid, so a faulty or hostile writer produced these bytes.
 Status unsound_entries(std::string_view why) {
   return corruption("the entries of a plan are unsound: ", why);
 }
@@ -129,16 +129,16 @@ std::vector<std::byte> encode(const ItemTable& table) {
   return out.finish(kMagic, kVersion);
 }
 
-Result<PlanParts> open_plan(Bytes bytes) {
+Result<PlanSections> open_plan(Bytes bytes) {
   ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "a plan"));
   WireReader reader(body);
   int64_t nbytes;
-  PlanParts parts;
-  if (!reader.varint(&nbytes) || !reader.bytes(nbytes, &parts.entries) ||
-      !reader.bytes(reader.left(), &parts.items)) {
+  PlanSections sections;
+  if (!reader.varint(&nbytes) || !reader.bytes(nbytes, &sections.entries) ||
+      !reader.bytes(reader.left(), &sections.items)) {
     return unsound_entries("they are cut off");
   }
-  return parts;
+  return sections;
 }
 
 Result<EntryTable> parse_entries(Bytes bytes) {
@@ -187,7 +187,7 @@ Status ItemStream::unsound() const {
 }
 
 Status ItemStream::begin(int64_t* count) {
-  // An item has at least one byte.
+  // An item has at least one byte: larger counts are malformed.
   if (!reader_.varint(count) || *count > reader_.left()) return unsound();
   return ok_status();
 }
@@ -253,15 +253,15 @@ Status ItemStream::finish() const {
   return corruption("a plan has bytes or entries left over behind ", read_, " items");
 }
 
-// Fills a table from a plan; a friend of it.
+// Builds an ItemTable from an encoded plan. Friend of ItemTable.
 class ItemTableParser {
  public:
-  static Result<ItemTable> parse(const PlanParts& parts) {
+  static Result<ItemTable> parse(const PlanSections& sections) {
     ItemTable table;
-    ASSIGN_OR_RETURN(table.entries_, parse_entries(parts.entries));
+    ASSIGN_OR_RETURN(table.entries_, parse_entries(sections.entries));
     std::vector<int32_t> numbers(static_cast<size_t>(table.entries_.size()));
     std::iota(numbers.begin(), numbers.end(), 0);
-    ItemStream stream(parts.items, table.entries_, numbers);
+    ItemStream stream(sections.items, table.entries_, numbers);
     int64_t count;
     RETURN_IF_ERROR(stream.begin(&count));
     const auto items = static_cast<size_t>(count);
@@ -280,8 +280,8 @@ class ItemTableParser {
 };
 
 Result<ItemTable> decode(Bytes bytes) {
-  ASSIGN_OR_RETURN(const PlanParts parts, open_plan(bytes));
-  return ItemTableParser::parse(parts);
+  ASSIGN_OR_RETURN(const PlanSections sections, open_plan(bytes));
+  return ItemTableParser::parse(sections);
 }
 
 }  // namespace torch_ckpt

@@ -1,43 +1,43 @@
 #pragma once
 
-// An ItemTable as bytes, which every rank sends to the coordinator.
+// The wire encoding of an ItemTable. Every rank sends its table to the coordinator.
 //
-// The body of a frame of wire.h (magic "TCPL", version 1) is
+// The body is in a frame of wire.h with magic "TCPL" and version 1:
 //
-//   varint    nbytes of the entries
-//   ...       entries: the same bytes on every rank that has the same FQNs and facts, so that the
-//             coordinator compares them and parses them once
+//   varint    length of the entries in bytes
+//   ...       entries: identical bytes on all ranks with the same FQNs and facts, so the
+//             coordinator parses them once
 //   ...       items
 //
 // Entries:
-//   varint    count of different facts, then each:
-//     1 byte    bit 0: a tensor, bit 1: requires_grad, bit 2: pin_memory, bit 3: opaque; no other
-//               bit; of an object, none and nothing more
+//   varint    number of distinct facts, then for each:
+//     1 byte    bit 0: is a tensor, bit 1: requires_grad, bit 2: pin_memory, bit 3: opaque; no
+//               other bit is set. An object has 0 here and no further fields
 //     varint    itemsize
 //     2 words   dtype, memory format
-//     varint    number of dimensions, then a varint for each: the sizes
-//   varint    count of entries, then each:
-//     varint    how many bytes the FQN shares with the beginning of the former FQN
+//     varint    number of dimensions, then a varint with the size of each
+//   varint    number of entries, then for each:
+//     varint    length of the prefix that the FQN shares with the previous FQN
 //     word      the rest of the FQN
-//     varint    number of its facts
+//     varint    index of its facts
 //
-// The FQNs together are at most kMaxTextGrowth times as long as the bytes of the entries up to the
-// end of each, so that few bytes cannot ask for much memory. A writer shares less where they would
-// be longer.
+// The total length of all FQNs is limited, so that few bytes cannot demand much memory. An entry
+// may share a prefix only if the FQNs up to and including its own have at most kMaxTextGrowth times
+// the encoded length of the entries before it.
 //
 // Items:
-//   varint    count of items, then each:
+//   varint    number of items, then for each:
 //     1 byte    bits 0-1: ItemKind
-//               bits 2-3: its entry. 0: the first that has had no item yet; 1: that of the former
-//                 item; 2: a varint follows, the number of one that has had an item
-//               bits 4-7: its box. 0: the whole tensor, or none at all; 1 to 14: partial in this
-//                 dimension alone (1 for the first) and whole in all others; 15: a mask follows
-//     varint    the number of the entry, where it follows
-//     mask      where it follows: a byte for each 8 dimensions or part of them; bit d % 8 of byte
-//               d / 8 says that dimension d is partial
-//     varints   of an object: its nbytes. Of a tensor: for each partial dimension offset and size
+//               bits 2-3: entry. 0: the first entry without an item so far; 1: the entry of the
+//                 previous item; 2: an earlier entry, whose index follows
+//               bits 4-7: box. 0: the whole tensor, or an object; 1 to 14: partial in this one
+//                 dimension (1 is the first) and whole in all others; 15: a mask follows
+//     varint    entry index, if the tag requires it
+//     mask      if the tag requires it: one bit per dimension, padded to whole bytes; bit d % 8 of
+//               byte d / 8 is set if dimension d is partial
+//     varints   for an object: nbytes. For a tensor: offset and size of each partial dimension
 //
-// Every entry has an item, and nothing is left over.
+// Every entry has at least one item, and no bytes follow the last item.
 
 #include <array>
 #include <cstdint>
@@ -55,24 +55,24 @@ inline constexpr int64_t kMaxTextGrowth = 16;
 
 std::vector<std::byte> encode(const ItemTable& table);
 
-// The table, or kCorruption, or kUnsupported for another version. Any bytes do; the memory that
-// they make it take is in proportion to their length.
+// Decodes a table. Accepts arbitrary bytes; memory use is proportional to their number.
+// Errors: kCorruption; kUnsupported for another version.
 Result<ItemTable> decode(Bytes bytes);
 
-// The parts of a frame whose checksum holds; views into it.
-struct PlanParts {
+// The two sections of a frame with a valid checksum, as views into the frame.
+struct PlanSections {
   Bytes entries;
   Bytes items;
 };
-Result<PlanParts> open_plan(Bytes bytes);
+Result<PlanSections> open_plan(Bytes bytes);
 
-// The entries of one rank.
+// Parses the entries section of one rank.
 Result<EntryTable> parse_entries(Bytes entries);
 
-// Reads items one by one, for who does not want a table of them.
+// Reads items one by one, without building a table.
 class ItemStream {
  public:
-  // One item; the box is valid until the next is read.
+  // One item. `box` is valid until the next item is read.
   struct Item {
     int64_t entry = 0;
     ItemKind kind = ItemKind::kObject;
@@ -80,19 +80,20 @@ class ItemStream {
     int64_t nbytes = 0;
   };
 
-  // `entries` are those of the same plan, or others, where entry i of the plan has the number
-  // `numbers[i]`, with the same kind, itemsize and sizes. They outlive the stream.
+  // Entry i of the plan corresponds to entry `numbers[i]` of `entries`. Both have the same kind,
+  // itemsize and sizes. `entries` and `numbers` outlive the stream.
   ItemStream(Bytes items, const EntryTable& entries, std::span<const int32_t> numbers);
 
-  // The count of items, to be read first.
+  // Reads the number of items. Must be called first.
   Status begin(int64_t* count);
 
-  // Reads the next item; false where there is none, which `unsound` then tells. Not a Status, as
-  // this is done millions of times. Requires: fewer than `count` were read.
+  // Reads the next item. Returns false on malformed bytes; `unsound` then returns the error. The
+  // result is not a Status because this function runs millions of times.
+  // Requires: fewer than `count` items were read.
   bool next(Item* out);
   Status unsound() const;
 
-  // Whether nothing is left over, after all items were read.
+  // Checks that no bytes or entries remain after the last item.
   Status finish() const;
 
  private:
@@ -103,9 +104,9 @@ class ItemStream {
   WireReader reader_;
   const EntryTable& entries_;
   const std::span<const int32_t> numbers_;
-  int64_t read_ = 0;   // Items so far.
-  int64_t seen_ = 0;   // Entries that have had an item.
-  int64_t last_ = -1;  // The entry of the former item, as the plan numbers it.
+  int64_t read_ = 0;   // Number of items read.
+  int64_t seen_ = 0;   // Number of entries with an item so far.
+  int64_t last_ = -1;  // Entry of the previous item, by the plan's own numbering.
   std::array<int64_t, kMaxNdim> offsets_ = {};
   std::array<int64_t, kMaxNdim> sizes_ = {};
 };

@@ -1,7 +1,7 @@
 #pragma once
 
-// Which bytes a rank wants to read, on their way to the rank that shares out the reading
-// (plan/exchange.h).
+// The byte ranges that one rank wants to read. Each rank sends them to the rank that distributes
+// the reads (plan/exchange.h).
 
 #include <string>
 #include <string_view>
@@ -23,11 +23,11 @@ class WantedBytes {
   // Adds a range of a file. Requires: 0 <= begin < end.
   void add(std::string_view file, const ByteRange& range);
 
-  // As they were added; of what was decoded each once, ascending by name.
+  // Returns the files in insertion order. After `decode`, files are unique and ascending by name.
   const std::vector<File>& files() const { return files_; }
 
   std::vector<std::byte> encode();
-  // Errors: kCorruption for bytes that encode did not return; kUnsupported for a newer release's.
+  // Errors: kCorruption for malformed bytes; kUnsupported for another version.
   static Result<WantedBytes> decode(Bytes bytes);
 
  private:

@@ -30,7 +30,7 @@ Result<Bytes> open_wire(Bytes bytes, std::string_view magic, uint32_t version,
     return corruption(what, " of ", bytes.size(), " bytes is cut off");
   }
   if (as_text(bytes.first(kMagicNbytes)) != magic) {
-    return corruption("these ", bytes.size(), " bytes do not begin like ", what);
+    return corruption("cannot read ", what, " from ", bytes.size(), " bytes: the magic is wrong");
   }
   const size_t end = bytes.size() - kSumNbytes;
   if (load_le<uint64_t>(bytes.data() + end) != xxh3(bytes.first(end))) {

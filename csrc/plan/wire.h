@@ -1,16 +1,17 @@
 #pragma once
 
-// The least that plans need to travel between ranks: numbers and words one after another, in a
-// frame with a magic, a version and a checksum.
+// The wire encoding of plans that travel between ranks. A frame surrounds a body of varints and
+// words:
 //
 //   4 bytes   magic
 //   4 bytes   version, little-endian
 //   ...       body
 //   8 bytes   XXH3-64 of all bytes before, little-endian
 //
-// Every version keeps this frame, so that an older build can tell a newer plan from a damaged one.
-// A *varint* is 7 bits a byte, the lowest first, the top bit set in all bytes but the last; it is
-// below 2^63. A *word* is a varint, its length, and then as many bytes.
+// The frame is the same in every version, so an older build can distinguish a newer plan from a
+// damaged one. A *varint* has 7 bits per byte, lowest bits first; the top bit is set in all bytes
+// but the last. Its value is below 2^63. A *word* is a varint with the length, followed by that
+// many bytes.
 
 #include <cstdint>
 #include <string_view>
@@ -42,15 +43,15 @@ class WireWriter {
   int64_t size() const { return static_cast<int64_t>(bytes_.size()); }
   Bytes bytes() const { return bytes_; }
 
-  // What was written, in its frame. `magic`: 4 characters.
+  // Returns all written bytes in a frame. `magic` has 4 characters.
   std::vector<std::byte> finish(std::string_view magic, uint32_t version) const;
 
  private:
   std::vector<std::byte> bytes_;
 };
 
-// Reads what WireWriter wrote, or anything else. Each function returns false where the bytes do not
-// hold what it is to read; the reader is then of no more use.
+// Decodes bytes that WireWriter wrote; accepts arbitrary bytes. Each function returns false if the
+// next bytes are not a value of its type. After a failure the reader must not be used again.
 class WireReader {
  public:
   explicit WireReader(Bytes bytes) : next_(bytes.data()), end_(bytes.data() + bytes.size()) {}
@@ -71,7 +72,7 @@ class WireReader {
     return long_varint(out);
   }
 
-  // A view into the bytes read.
+  // Sets `out` to a view of the next `nbytes` bytes.
   bool bytes(int64_t nbytes, Bytes* out) {
     if (nbytes < 0 || nbytes > left()) return false;
     *out = {next_, static_cast<size_t>(nbytes)};
@@ -91,9 +92,9 @@ class WireReader {
   bool long_varint(int64_t* out) {
     uint64_t value = 0;
     for (int shift = 0; shift < 63 && next_ != end_; shift += 7) {
-      const auto part = static_cast<uint64_t>(*next_++);
-      value |= (part & 0x7F) << shift;
-      if (part < 0x80) {
+      const auto next_byte = static_cast<uint64_t>(*next_++);
+      value |= (next_byte & 0x7F) << shift;
+      if (next_byte < 0x80) {
         *out = static_cast<int64_t>(value);
         return true;
       }
@@ -105,8 +106,8 @@ class WireReader {
   const std::byte* end_;
 };
 
-// The body of a frame. kCorruption where magic or checksum are wrong, kUnsupported for another
-// version; `what` is the subject of the message, as in "a plan".
+// Checks a frame and returns its body. kCorruption if the magic or the checksum is wrong,
+// kUnsupported for another version. `what` is the subject of the error message, e.g. "a plan".
 Result<Bytes> open_wire(Bytes bytes, std::string_view magic, uint32_t version,
                         std::string_view what);
 

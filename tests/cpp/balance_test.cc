@@ -23,8 +23,8 @@ std::vector<int32_t> ranks_from(int32_t first, int32_t count, int32_t step = 1) 
   return ranks;
 }
 
-BalanceGroup rows_of(int32_t holders, int64_t rows, int64_t row_nbytes) {
-  return {rows * row_nbytes, holders, rows, row_nbytes};
+BalanceGroup rows_of(int32_t replica_set, int64_t rows, int64_t row_nbytes) {
+  return {rows * row_nbytes, replica_set, rows, row_nbytes};
 }
 
 int64_t pieces_of(const Balanced& balanced, size_t group) {
@@ -37,14 +37,14 @@ void expect_sound(const BalanceInput& input, const Balanced& balanced) {
   ASSERT_EQ(balanced.first_piece.size(), input.groups.size() + 1);
   for (size_t i = 0; i < input.groups.size(); ++i) {
     const BalanceGroup& group = input.groups[i];
-    const auto& holders = input.holders[static_cast<size_t>(group.holders)];
+    const auto& replica_set = input.replica_sets[static_cast<size_t>(group.replica_set)];
     const int64_t count = pieces_of(balanced, i);
     ASSERT_GE(count, 1);
     int64_t next_row = 0;
     int32_t last_rank = -1;
     for (int64_t k = 0; k < count; ++k) {
       const Piece& piece = balanced.pieces[static_cast<size_t>(balanced.first_piece[i] + k)];
-      ASSERT_TRUE(std::binary_search(holders.begin(), holders.end(), piece.rank));
+      ASSERT_TRUE(std::binary_search(replica_set.begin(), replica_set.end(), piece.rank));
       ASSERT_GT(piece.rank, last_rank);
       ASSERT_EQ(piece.first_row, next_row);
       last_rank = piece.rank;
@@ -83,9 +83,9 @@ double least_busiest(const BalanceInput& input) {
   double least = 0;
   const size_t ranks = input.load.size();
   std::vector<uint32_t> masks;
-  for (const auto& holders : input.holders) {
+  for (const auto& replica_set : input.replica_sets) {
     uint32_t mask = 0;
-    for (const int32_t rank : holders) mask |= uint32_t{1} << rank;
+    for (const int32_t rank : replica_set) mask |= uint32_t{1} << rank;
     masks.push_back(mask);
   }
   for (uint32_t set = 1; set < uint32_t{1} << ranks; ++set) {
@@ -94,7 +94,7 @@ double least_busiest(const BalanceInput& input) {
       if ((set >> rank & 1) != 0) nbytes += input.load[rank];
     }
     for (const BalanceGroup& group : input.groups) {
-      if ((masks[static_cast<size_t>(group.holders)] & ~set) == 0) nbytes += group.nbytes;
+      if ((masks[static_cast<size_t>(group.replica_set)] & ~set) == 0) nbytes += group.nbytes;
     }
     least = std::max(least, static_cast<double>(nbytes) / __builtin_popcount(set));
   }
@@ -117,9 +117,9 @@ BalanceInput random_input(std::mt19937& random, bool cuttable) {
     if (!set.empty()) sets.insert(set);
   }
   if (sets.empty()) sets.insert({0});
-  input.holders.assign(sets.begin(), sets.end());
+  input.replica_sets.assign(sets.begin(), sets.end());
   for (int64_t i = pick(random, 60); i > 0; --i) {
-    const auto set = static_cast<int32_t>(pick(random, std::ssize(input.holders)));
+    const auto set = static_cast<int32_t>(pick(random, std::ssize(input.replica_sets)));
     const int64_t scale = pick(random, 10) == 0 ? 500 * kMiB : 10 * kMiB;
     const int64_t row_nbytes = 1 + pick(random, 8192);
     const int64_t rows = 2 + pick(random, scale) / row_nbytes;
@@ -162,7 +162,7 @@ TEST(BalanceTest, WhatCannotBeCutIsWrittenWholeAndTheResultIsAlwaysTheSame) {
 
 TEST(BalanceTest, NothingToShareLeavesLoadsAsTheyAre) {
   const Balanced balanced =
-      balance({.ranks_per_node = 8, .load = {5, 0, 7}, .holders = {}, .groups = {}});
+      balance({.ranks_per_node = 8, .load = {5, 0, 7}, .replica_sets = {}, .groups = {}});
   EXPECT_TRUE(balanced.pieces.empty());
   EXPECT_EQ(balanced.load, (std::vector<int64_t>{5, 0, 7}));
   EXPECT_EQ(balance({}).first_piece, std::vector<int64_t>{0});
@@ -172,7 +172,7 @@ TEST(BalanceTest, NothingToShareLeavesLoadsAsTheyAre) {
 TEST(BalanceTest, OneHugeReplicatedTensorIsCutAndTheRestStaysWhole) {
   BalanceInput input = {.ranks_per_node = 8,
                         .load = std::vector<int64_t>(16),
-                        .holders = {ranks_from(0, 16)},
+                        .replica_sets = {ranks_from(0, 16)},
                         .groups = {}};
   for (int i = 0; i < 400; ++i) input.groups.push_back(rows_of(0, 1024, 4096));
   input.groups.push_back(rows_of(0, 600 * 1024, 4096));
@@ -184,9 +184,9 @@ TEST(BalanceTest, OneHugeReplicatedTensorIsCutAndTheRestStaysWhole) {
 
 TEST(BalanceTest, ReplicasOfShardsAreSharedOutWithinTheirColumns) {
   BalanceInput input = {
-      .ranks_per_node = 8, .load = std::vector<int64_t>(32), .holders = {}, .groups = {}};
+      .ranks_per_node = 8, .load = std::vector<int64_t>(32), .replica_sets = {}, .groups = {}};
   for (int32_t column = 0; column < 8; ++column) {
-    input.holders.push_back(ranks_from(column, 4, 8));
+    input.replica_sets.push_back(ranks_from(column, 4, 8));
     for (int i = 0; i < 100; ++i) input.groups.push_back(rows_of(column, 100 + 7 * i, 16384));
   }
   const Balanced balanced = balance(input);
@@ -197,12 +197,12 @@ TEST(BalanceTest, ReplicasOfShardsAreSharedOutWithinTheirColumns) {
 // FSDP and TP: unique shards everywhere, norms replicated among the ranks of a TP group.
 TEST(BalanceTest, ReplicatedNormsFillUpWhatUniqueShardsLeave) {
   std::mt19937 random(7);
-  BalanceInput input = {.ranks_per_node = 8, .load = {}, .holders = {}, .groups = {}};
+  BalanceInput input = {.ranks_per_node = 8, .load = {}, .replica_sets = {}, .groups = {}};
   for (int32_t rank = 0; rank < 32; ++rank) input.load.push_back(100 * kMiB + pick(random, kMiB));
   for (int32_t first = 0; first < 32; first += 4) {
-    input.holders.push_back(ranks_from(first, 4));
+    input.replica_sets.push_back(ranks_from(first, 4));
     for (int i = 0; i < 200; ++i) {
-      input.groups.push_back(rows_of(static_cast<int32_t>(input.holders.size() - 1), 4096, 2));
+      input.groups.push_back(rows_of(static_cast<int32_t>(input.replica_sets.size() - 1), 4096, 2));
     }
   }
   const Balanced balanced = balance(input);
@@ -215,10 +215,10 @@ TEST(BalanceTest, ReplicatedNormsFillUpWhatUniqueShardsLeave) {
 TEST(BalanceTest, DensePartsEvenOutWhatExpertsLeave) {
   std::mt19937 random(11);
   BalanceInput input = {
-      .ranks_per_node = 4, .load = {}, .holders = {ranks_from(0, 16)}, .groups = {}};
+      .ranks_per_node = 4, .load = {}, .replica_sets = {ranks_from(0, 16)}, .groups = {}};
   for (int32_t rank = 0; rank < 16; ++rank) input.load.push_back(pick(random, 300 * kMiB));
   for (int32_t rank = 0; rank < 8; ++rank) {
-    input.holders.push_back({rank, rank + 8});
+    input.replica_sets.push_back({rank, rank + 8});
     for (int i = 0; i < 8; ++i) {
       input.groups.push_back(rows_of(rank + 1, 2 + pick(random, 4096), 8192));
     }
@@ -233,7 +233,7 @@ TEST(BalanceTest, ThousandsOfSmallTensorsAreSharedOutUncut) {
   std::mt19937 random(3);
   BalanceInput input = {.ranks_per_node = 8,
                         .load = std::vector<int64_t>(64),
-                        .holders = {ranks_from(0, 64)},
+                        .replica_sets = {ranks_from(0, 64)},
                         .groups = {}};
   for (int i = 0; i < 20000; ++i) input.groups.push_back(rows_of(0, 2 + pick(random, 64), 128));
   const Balanced balanced = balance(input);
@@ -243,8 +243,8 @@ TEST(BalanceTest, ThousandsOfSmallTensorsAreSharedOutUncut) {
 
 TEST(BalanceTest, AChainOfOverlappingSetsEvensOutEndToEnd) {
   BalanceInput input = {
-      .ranks_per_node = 8, .load = std::vector<int64_t>(9), .holders = {}, .groups = {}};
-  for (int32_t rank = 0; rank < 8; ++rank) input.holders.push_back({rank, rank + 1});
+      .ranks_per_node = 8, .load = std::vector<int64_t>(9), .replica_sets = {}, .groups = {}};
+  for (int32_t rank = 0; rank < 8; ++rank) input.replica_sets.push_back({rank, rank + 1});
   input.groups = {rows_of(0, 100000, 4096)};
   for (int32_t i = 1; i < 8; ++i) input.groups.push_back(rows_of(i, 10000, 4096));
   const Balanced balanced = balance(input);
@@ -256,7 +256,7 @@ TEST(BalanceTest, AChainOfOverlappingSetsEvensOutEndToEnd) {
 TEST(BalanceTest, TiesGoToTheNodeWithTheLeastLoadAndThenToTheLowestRank) {
   BalanceInput input = {.ranks_per_node = 2,
                         .load = {0, 10, 0, 0},
-                        .holders = {ranks_from(0, 4)},
+                        .replica_sets = {ranks_from(0, 4)},
                         .groups = {{100, 0}, {100, 0}, {100, 0}}};
   const Balanced balanced = balance(input);
   const std::vector<Piece> expected = {{2, 0, 0}, {0, 0, 0}, {3, 0, 0}};
@@ -266,7 +266,7 @@ TEST(BalanceTest, TiesGoToTheNodeWithTheLeastLoadAndThenToTheLowestRank) {
 TEST(BalanceTest, NothingIsCutThatTheBusiestRankOutlasts) {
   BalanceInput input = {.ranks_per_node = 1,
                         .load = {1000 * kMiB, 0, 0},
-                        .holders = {{1, 2}},
+                        .replica_sets = {{1, 2}},
                         .groups = {rows_of(0, 900, kMiB), {1000 * kMiB, 0}}};
   EXPECT_EQ(balance(input).pieces.size(), 2u);
 }
@@ -274,7 +274,7 @@ TEST(BalanceTest, NothingIsCutThatTheBusiestRankOutlasts) {
 TEST(BalanceTest, LargeRowsAreSharedOutOneByOne) {
   BalanceInput input = {.ranks_per_node = 8,
                         .load = {1, 0, 0, 5, 0, 0, 0, 2},
-                        .holders = {ranks_from(0, 8)},
+                        .replica_sets = {ranks_from(0, 8)},
                         .groups = {rows_of(0, 8, 32 * kMiB)}};
   const Balanced balanced = balance(input);
   ASSERT_NO_FATAL_FAILURE(expect_sound(input, balanced));

@@ -12,8 +12,8 @@
 #include "format/index_records.h"
 #include "support/example_index.h"
 #include "support/golden.h"
+#include "support/index_sums.h"
 #include "support/opened_index.h"
-#include "support/sealed_index.h"
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
@@ -145,7 +145,7 @@ TEST(IndexFileTest, ANewerVersionIsUnsupported) {
   std::vector<std::byte> bytes = written(sample());
   const uint32_t version = records::kVersion + 1;
   std::memcpy(bytes.data() + offsetof(records::Header, version), &version, sizeof(version));
-  reseal(bytes);
+  fix_sums(bytes);
   EXPECT_CODE(parse_index(bytes), StatusCode::kUnsupported);
 }
 
@@ -158,7 +158,7 @@ TEST(IndexFileTest, AHeaderAloneIsAnIndexOfNothing) {
   header.top = header.table = {sizeof(header), 0};
   std::vector<std::byte> bytes(sizeof(header));
   std::memcpy(bytes.data(), &header, sizeof(header));
-  reseal(bytes);
+  fix_sums(bytes);
   ASSERT_OK_AND_ASSIGN(const Index index, parse_index(bytes));
   EXPECT_TRUE(index.files.empty());
 }
@@ -175,7 +175,7 @@ TEST(IndexFileTest, NoSealedNonsenseIsBelieved) {
       constexpr uint8_t kBytes[] = {0x00, 0x01, 0x7F, 0x80, 0xFF};
       odd[at] = static_cast<std::byte>(kBytes[random() % 5]);
     }
-    reseal(odd);
+    fix_sums(odd);
     const auto parsed = parse_index(odd);
     if (!parsed.ok()) {
       ++refused;

@@ -30,7 +30,7 @@ Result<std::shared_ptr<MetadataFile>> opened_file(MemoryFileSystem& fs, const st
 TEST(MetadataFileTest, TheTrailerTellsWhatThePickleIsWithoutReadingIt) {
   MemoryFileSystem fs;
   const std::string pickle = pickle_of(3 << 20);
-  ASSERT_OK_AND_ASSIGN(const auto file, opened_file(fs, sealed_metadata(pickle, kId)));
+  ASSERT_OK_AND_ASSIGN(const auto file, opened_file(fs, metadata_with_trailer(pickle, kId)));
   int64_t read_nbytes = 0;
   for (const Operation& operation : fs.operations()) read_nbytes += operation.nbytes;
   EXPECT_EQ(read_nbytes, kMetadataTrailerNbytes);
@@ -53,7 +53,7 @@ TEST(MetadataFileTest, WhatStockHasWrittenIsReadWhole) {
 TEST(MetadataFileTest, AnyFlippedBitOfTheTrailerLeavesNone) {
   MemoryFileSystem fs;
   const std::string pickle = pickle_of(200);
-  const std::string whole = sealed_metadata(pickle, kId);
+  const std::string whole = metadata_with_trailer(pickle, kId);
   for (size_t bit = 0; bit < 8 * kMetadataTrailerNbytes; ++bit) {
     std::string damaged = whole;
     damaged[pickle.size() + bit / 8] ^= static_cast<char>(1 << bit % 8);
@@ -65,7 +65,7 @@ TEST(MetadataFileTest, AnyFlippedBitOfTheTrailerLeavesNone) {
 
 TEST(MetadataFileTest, ATrailerOfAnotherLengthIsNone) {
   MemoryFileSystem fs;
-  const std::string whole = sealed_metadata(pickle_of(200), kId);
+  const std::string whole = metadata_with_trailer(pickle_of(200), kId);
   for (const std::string& text : {whole.substr(1), "x" + whole, whole + "x",
                                   whole.substr(0, whole.size() - 1), whole.substr(201)}) {
     ASSERT_OK_AND_ASSIGN(const auto file, opened_file(fs, text));
@@ -75,7 +75,7 @@ TEST(MetadataFileTest, ATrailerOfAnotherLengthIsNone) {
 }
 
 TEST(MetadataFileTest, ANewerTrailerIsUnsupported) {
-  std::string whole = sealed_metadata(pickle_of(200), kId);
+  std::string whole = metadata_with_trailer(pickle_of(200), kId);
   const size_t begin = whole.size() - kMetadataTrailerNbytes;
   whole[begin + 8] = 2;
   const uint64_t sum = xxh3(as_bytes(whole).subspan(begin, kMetadataTrailerNbytes - 8));
@@ -89,7 +89,7 @@ TEST(MetadataFileTest, AFlippedBitOfThePickleIsFoundByWhoeverReadsIt) {
   MemoryFileSystem fs;
   const std::string pickle = pickle_of(3 << 20);
   for (const size_t at : {size_t{0}, size_t{1} << 20, pickle.size() - 1}) {
-    std::string damaged = sealed_metadata(pickle, kId);
+    std::string damaged = metadata_with_trailer(pickle, kId);
     damaged[at] ^= 1;
     ASSERT_OK_AND_ASSIGN(const auto file, opened_file(fs, damaged));
     ASSERT_TRUE(file->trailer().has_value());
@@ -102,7 +102,7 @@ TEST(MetadataFileTest, AFlippedBitOfThePickleIsFoundByWhoeverReadsIt) {
 
 TEST(MetadataFileTest, AFileThatCannotBeReadIsNoFileWithoutATrailer) {
   MemoryFileSystem fs;
-  fs.put("c/.metadata", sealed_metadata(pickle_of(200), kId));
+  fs.put("c/.metadata", metadata_with_trailer(pickle_of(200), kId));
   for (int64_t n = 0; n < 3; ++n) {
     fs.fail_operation(n, errno_status(EIO, "cannot go on"));
     EXPECT_CODE(MetadataFile::open(fs, "c/.metadata"), StatusCode::kStorage) << n;

@@ -30,8 +30,8 @@ struct Pair {
   Pair(int64_t pid_of_1, int64_t pid_of_0) {
     peers[0] = make_node_peers(network.peers_of(0), {{1, pid_of_1}});
     peers[1] = make_node_peers(network.peers_of(1), {{0, pid_of_0}});
-    std::thread other([this] { met[1] = peers[1]->meet(std::array{0}); });
-    met[0] = peers[0]->meet(std::array{1});
+    std::thread other([this] { met[1] = peers[1]->connect(std::array{0}); });
+    met[0] = peers[0]->connect(std::array{1});
     other.join();
   }
 
@@ -123,7 +123,7 @@ TEST(NodePeersTest, AnAbortEndsAMeetingToWhichTheOtherDoesNotCome) {
   PeerNetwork network;
   const auto peers = make_node_peers(network.peers_of(0), {{1, getpid()}});
   Status status;
-  std::thread meeting([&] { status = peers->meet(std::array{1}); });
+  std::thread meeting([&] { status = peers->connect(std::array{1}); });
   peers->abort();
   meeting.join();
   EXPECT_CODE(status, StatusCode::kCancelled);
@@ -133,7 +133,7 @@ TEST(NodePeersTest, ARankThatHangsUpWhileTheyMeetIsAnError) {
   PeerNetwork network;
   network.hang_up(1);
   const auto peers = make_node_peers(network.peers_of(0), {{1, getpid()}});
-  EXPECT_CODE(peers->meet(std::array{1}), StatusCode::kCancelled);
+  EXPECT_CODE(peers->connect(std::array{1}), StatusCode::kCancelled);
 }
 
 TEST(NodePeersTest, APeerThatOffersAnotherLengthIsAnError) {

@@ -26,7 +26,7 @@ std::string index_of(const std::string& metadata, const std::string& save_id = k
 }
 
 std::string metadata_of(const std::string& pickle, const std::string& save_id = kId) {
-  return sealed_metadata(pickle, save_id);
+  return metadata_with_trailer(pickle, save_id);
 }
 
 TEST(OpenCheckpointTest, TakesTheIndexThatWasCommittedWithTheMetadataAndNoOther) {

@@ -300,7 +300,7 @@ TEST(PackPlanTest, TwoCopiesToOnePlaceAreRefused) {
                                           {address(8192), contiguous(100, 4, 396)}};
   const auto plan = plan_pack(PackDirection::kPack, copies, {.staging_nbytes = 1000});
   EXPECT_EQ(plan.status().code(), StatusCode::kInvalidArgument);
-  EXPECT_EQ(plan.status().message(), "two copies meet at 396 of the staging buffer");
+  EXPECT_EQ(plan.status().message(), "two copies overlap at 396 of the staging buffer");
 }
 
 // Against the processor's own division, at both ends of every power and at random.

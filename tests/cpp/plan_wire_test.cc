@@ -48,8 +48,8 @@ TEST(PlanWireTest, TheSameEntriesAreTheSameBytesWhateverTheBoxes) {
         {float_shard("a", {8, 6}, {4 * rank, 0}, {4, 6}), float_shard("b", {8}, {4 * rank}, {4})}));
   };
   const auto bytes = std::vector{of_rank(0), of_rank(1)};
-  ASSERT_OK_AND_ASSIGN(const PlanParts a, open_plan(bytes[0]));
-  ASSERT_OK_AND_ASSIGN(const PlanParts b, open_plan(bytes[1]));
+  ASSERT_OK_AND_ASSIGN(const PlanSections a, open_plan(bytes[0]));
+  ASSERT_OK_AND_ASSIGN(const PlanSections b, open_plan(bytes[1]));
   EXPECT_EQ(as_text(a.entries), as_text(b.entries));
   EXPECT_NE(as_text(a.items), as_text(b.items));
 }
@@ -62,7 +62,7 @@ TEST(PlanWireTest, AShardedMatrixTakesAtMostTwelveBytesBesidesItsName) {
                        &table));
   }
   const std::vector<std::byte> bytes = encode(table);
-  ASSERT_OK_AND_ASSIGN(const PlanParts parts, open_plan(bytes));
+  ASSERT_OK_AND_ASSIGN(const PlanSections parts, open_plan(bytes));
   EXPECT_LE(parts.items.size(), 12u * 1000);
   EXPECT_LE(parts.entries.size(), 16u * 1000);
 }

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "plan/item_extents.h"
+#include "support/frame_sum.h"
 #include "support/opened_index.h"
 #include "support/plan_items.h"
-#include "support/sealed_frame.h"
 #include "support/status_matchers.h"
 #include "support/worlds.h"
 
@@ -239,7 +239,7 @@ TEST_F(PlannedIndexErrorTest, AReportThatCannotBeReadIsNamed) {
   EXPECT_CODE(refused, StatusCode::kCorruption);
   EXPECT_THAT(refused.status().message(), HasSubstr("rank 1, __1_0.distcp: a list of extents of "));
   odd[4] = std::byte{2};
-  reseal(&odd);
+  fix_sums(&odd);
   EXPECT_CODE(planned_index(global_.stored(), {bad}), StatusCode::kUnsupported);
 }
 

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "support/index_sums.h"
 #include "support/opened_index.h"
-#include "support/sealed_index.h"
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
@@ -341,7 +341,7 @@ TEST(StoredIndexTest, NoSealedNonsenseIsBelieved) {
       odd[static_cast<size_t>(pick(random, ssize(odd)))] =
           static_cast<std::byte>(kBytes[random() % 5]);
     }
-    reseal(odd);
+    fix_sums(odd);
     const auto stored = opened(odd);
     if (!stored.ok()) continue;
     for (int64_t i = 0; i < 40; i += 7) {
@@ -377,7 +377,7 @@ TEST(StoredIndexTest, ANameThatIsThereTwiceIsRefusedByItself) {
     const records::Name name = {hash, i, 0};
     std::memcpy(at(records::kEntryNameSection) + i * sizeof(name), &name, sizeof(name));
   }
-  reseal(bytes);
+  fix_sums(bytes);
   ASSERT_OK_AND_ASSIGN(const auto stored, opened(bytes));
   EXPECT_THAT(stored->find_entry("this..name.as.long.weight").status().message(),
               HasSubstr("twice"));

@@ -315,7 +315,7 @@ def _train_until_told(pipe: connection.Connection, directory: Path, say: Any) ->
             say("persisted", staged.header.step)
         except CheckpointError as error:
             # Of a rank that is gone: this one will be killed, too.
-            if "has ended" not in str(error):
+            if "a rank ended" not in str(error):
                 say("failed", f"{type(error).__name__}: {error}")
 
     while not pipe.poll():

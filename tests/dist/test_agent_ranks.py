@@ -180,7 +180,7 @@ def fail_on_one_rank(run: Path) -> None:
         if staged is None:
             continue
         if ranks == [0]:
-            with pytest.raises(CancelledError, match="before its part"):
+            with pytest.raises(CancelledError, match="before it filled a slot"):
                 agent.persist(staged)
         else:
             agent.persist(staged)

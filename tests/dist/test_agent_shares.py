@@ -209,7 +209,7 @@ def lose_slots(run: Path) -> None:
 
 
 def stage_with_what_is_lost(run: Path, step: int) -> None:
-    with pytest.raises(CheckpointError, match="have copied last is gone"):
+    with pytest.raises(CheckpointError, match="slots of the previous save are gone"):
         agent_of(run).stage(state_of(step), run / str(step), step=step, persist=False)
 
 

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+import torch_ckpt
 from torch_ckpt import FastReader, FastWriter
-from torch_ckpt.errors import StorageError
+from torch_ckpt.errors import RankTimeoutError, StorageError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -122,3 +123,33 @@ def test_async_save_that_fails_on_one_rank_fails_its_future_on_every_rank(path: 
     assert isinstance(error, CheckpointException)
     assert {rank: type(cause) for rank, (cause, _) in error.failures.items()} == {1: StorageError}
     assert not (path / ".metadata").exists()
+
+
+class Unpicklable(FastWriter):
+    def __reduce__(self) -> Any:
+        raise TypeError("this writer does not pickle")
+
+
+@pytest.mark.slow
+@on_ranks(3, timeout_s=120)
+def test_a_rank_whose_process_gets_no_order_fails_the_save_on_every_rank_at_once(
+    path: Path,
+) -> None:
+    group = dist.new_group(backend="gloo")
+    options: dict[str, Any] = {
+        "process_group": group,
+        "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
+        "timeout_s": 1000,
+    }
+    for step, kind in enumerate((FastWriter, Unpicklable, FastWriter)):
+        writer = (kind if dist.get_rank() == 1 else FastWriter)(path / f"{step}")
+        future = torch_ckpt.async_save(state_at(step), storage_writer=writer, **options)
+        error = future.exception(SAVE_TIMEOUT_S)
+        if kind is FastWriter:
+            assert error is None
+            assert_saved(path / f"{step}", step)
+        elif dist.get_rank() == 1:
+            assert "does not pickle" in str(error)
+        else:
+            assert isinstance(error, RankTimeoutError)
+            assert "rank 1 failed" in str(error)

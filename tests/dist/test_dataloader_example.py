@@ -3,51 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from example_runs import ROOT, output_of
 
 pytestmark = pytest.mark.timeout(300)
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "resume_dataloader.py"
-RUN_TIMEOUT_S = 140
-
-
-def run(folder: Path, *, ranks: int, options: str) -> str:
-    """Runs the example, leaves no process behind, and returns what it printed."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(EXAMPLE.parents[1])]))
-    process = subprocess.Popen(
-        [sys.executable, *launcher, str(EXAMPLE), "--dir", str(folder), *options.split()],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
-    except BaseException:
-        process.send_signal(signal.SIGTERM)  # For torchrun to end the ranks that it has started.
-        process.communicate()
-        raise
-    assert process.returncode == 0, output
-    return output
+EXAMPLE = ROOT / "examples" / "resume_dataloader.py"
 
 
 @pytest.mark.slow
 def test_each_sample_is_consumed_once_over_two_and_then_three_ranks(tmp_path: Path) -> None:
     # 13 steps, of which the last 3 are lost.
-    run(tmp_path, ranks=2, options="--samples 600 --save-every 5 --stop-after 13")
-    output = run(tmp_path, ranks=3, options="--samples 600 --save-every 5")
+    options = "--samples 600 --save-every 5"
+    output_of("resume_dataloader.py", f"{options} --stop-after 13", ranks=2, folder=tmp_path)
+    output = output_of("resume_dataloader.py", options, ranks=3, folder=tmp_path)
     resumed = re.search(
-        r"resumed from step-00000010: (\d+) consumed, .* = (\d+) left$", output, re.MULTILINE
+        r"resumed from step 10: (\d+) consumed, .* = (\d+) left$", output, re.MULTILINE
     )
     assert resumed, output
     consumed, left = map(int, resumed.groups())

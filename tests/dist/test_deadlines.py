@@ -435,7 +435,7 @@ def test_value_that_does_not_pickle_fails_the_call_on_all_at_once_and_training_g
     seen = worlds.agree(3, function, path, call, where, rank, timeout_s=LIMIT_S)
     assert seen.keys() == {rank}
     assert f"rank {rank} cannot pickle" in seen[rank]
-    assert seen[rank].endswith("what was to be committed is") == (version == "new")
+    assert seen[rank].endswith("the checkpoint is committed") == (version == "new")
     worlds.run(3, assert_holds, path, version)
 
 

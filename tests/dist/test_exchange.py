@@ -523,7 +523,8 @@ def test_a_rank_that_cannot_connect_says_what_may_help(monkeypatch: pytest.Monke
         exchange._connect(exchange.Assigned(b"", "token", 0, (0,), {}), LONG_TIMEOUT_S)
     assert str(caught.value) == (
         "cannot connect to the other ranks: connectFullMesh failed with no route; "
-        'GLOO_SOCKET_IFNAME names the network to use, FastReader(exchange="off") does without'
+        'set GLOO_SOCKET_IFNAME to the network to use, or pass FastReader(exchange="off") to load '
+        "without connections"
     )
 
 

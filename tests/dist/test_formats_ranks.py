@@ -129,7 +129,7 @@ def test_files_of_dcps_safetensors_writer_load_on_fewer_ranks(
     (tmp_path / "shard-00002-model-00001-of-00001.safetensors").unlink()
     for error in worlds.run(2, load_error, tmp_path):
         assert error.kind == "CorruptionError"
-        assert "do not hold all of" in error.message
+        assert "do not contain every element of" in error.message
 
 
 class Mlp(nn.Module):

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Worlds
+from ranks import Worlds, on_ranks
 from states import assert_same, full_value
 from test_deadlines import (
     AMPLE_S,
@@ -42,7 +42,7 @@ from torch_ckpt.coordination.group import Group, group_of, time_limit_s
 from torch_ckpt.coordination.node import _Loop
 from torch_ckpt.coordination.peer import Peer
 from torch_ckpt.coordination.tree import Tree
-from torch_ckpt.errors import RankTimeoutError
+from torch_ckpt.errors import CheckpointError, RankTimeoutError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -427,7 +427,7 @@ def call_interrupted(fifo: Path) -> Failure | None:
     call = group.call(AMPLE_S)
     if rank == 4:
         hold(fifo)
-    with pytest.raises(expected) as caught:
+    with pytest.raises(expected) as caught, call:
         call.barrier("planning")
     if rank == 0:
         release(fifo)
@@ -525,7 +525,7 @@ def test_a_rank_that_raises_before_others_have_come_does_not_wait_for_them(
     os.mkfifo(fifo)
     (_, seconds), (message, _) = worlds.run(2, fail_before_all_are_here, fifo, timeout_s=LIMIT_S)
     assert seconds < MARGIN_S
-    assert "rank 0 has left while beginning: LookupError: this rank alone" in message
+    assert "rank 0 failed while beginning: LookupError: this rank alone" in message
 
 
 def make_many_calls() -> None:
@@ -550,3 +550,61 @@ def make_more_calls_than_are_remembered() -> None:
 
 def test_an_open_call_is_remembered_however_many_others_there_are(worlds: Worlds) -> None:
     worlds.run(2, make_more_calls_than_are_remembered)
+
+
+@on_ranks(3)
+def test_too_few_results_of_a_coordinator_fail_the_call_on_all_ranks(path: Path) -> None:
+    group = group_of(dist.new_group(backend="gloo"))
+    for results in ([], [1, 2], [1, 2, 3, 4]):
+        with (
+            pytest.raises(CheckpointException, match="results of plan for 3 ranks"),
+            group.call(AMPLE_S) as call,
+        ):
+            call.reduce_scatter("plan", lambda: None, lambda _, r=results: r)
+    group.call(AMPLE_S).barrier("planning")  # The group remains usable.
+
+
+@on_ranks(3)
+def test_ranks_that_make_different_calls_learn_which(path: Path) -> None:
+    group = group_of(dist.new_group(backend="gloo"))
+    phase = "reading" if dist.get_rank() == 2 else "planning"
+    with pytest.raises(RankTimeoutError, match="ranks make different calls"):
+        group.call(AMPLE_S).barrier(phase)
+
+
+@on_ranks(2)
+def test_an_error_of_another_call_fails_this_one_on_all_ranks(path: Path) -> None:
+    """As from a ``Stateful`` that loads a checkpoint of its own and fails."""
+    group = group_of(dist.new_group(backend="gloo"))
+
+    def work() -> None:
+        with group.call(AMPLE_S) as call:
+            if dist.get_rank() == 0:
+                torch_ckpt.load({"w": torch.zeros(1)}, checkpoint_id=path / "none", no_dist=True)
+            call.barrier("planning")
+
+    with pytest.raises(CheckpointException if dist.get_rank() == 0 else RankTimeoutError):
+        work()
+
+
+@on_ranks(2)
+def test_a_process_that_is_not_in_the_process_group_is_refused(path: Path) -> None:
+    group = dist.new_group([1], backend="gloo")
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="rank 0 is not in the process group"):
+            group_of(group)
+
+
+@on_ranks(2)
+def test_a_forked_child_is_refused_at_once(path: Path) -> None:
+    group = group_of(dist.new_group(backend="gloo"))
+    group.call(AMPLE_S).barrier("planning")
+    child = os.fork()
+    if child == 0:
+        try:
+            group.call(AMPLE_S).barrier("planning")
+        except CheckpointError as error:
+            os._exit(0 if "a forked process is not a rank" in str(error) else 2)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    group.call(AMPLE_S).barrier("planning")

@@ -216,7 +216,7 @@ def test_on_other_ranks_the_default_is_an_error_and_nothing_loaded(
     path, _ = saved_by(2, load_way)
     for errors, left in worlds.run(3, refusal, load_way, path):
         assert [type(error) for error in errors] == [MismatchError] * 3
-        assert "'data' was saved by 2 ranks and is to be loaded by 3" in str(errors[2])
+        assert "cannot load 'data' on 3 ranks: it was saved by 2 ranks" in str(errors[2])
         assert left == ("as it was", [0.0] * 12)
 
 

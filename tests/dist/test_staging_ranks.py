@@ -241,3 +241,25 @@ def test_all_ranks_skip_a_save_where_one_of_them_is_busy(path: Path) -> None:
     assert stager.skips == 3
     assert not (path / "0").exists()
     assert (path / "3" / ".metadata").exists()
+
+
+@on_ranks(3)
+def test_other_ranks_than_those_of_the_save_before_stage_everything(path: Path) -> None:
+    saves = Saves(path)
+    saves.save(0)
+    saves.save(1)
+    options: dict[str, Any] = {"timeout_s": SAVE_TIMEOUT_S}
+    some, state = dist.new_group([0, 1], backend="gloo"), {"model": state_at(2)["model"]}
+    del state["model"]["sharded"]
+    writer = FastWriter(path / f"alone-{dist.get_rank()}", stager=saves.stager)
+    torch_ckpt.async_save(state, storage_writer=writer, no_dist=True, **options).result()
+    saves.save(3)
+    saves.save(4)
+    if dist.get_rank() < 2:
+        writer = FastWriter(path / "some", stager=saves.stager)
+        torch_ckpt.async_save(state, storage_writer=writer, process_group=some, **options).result()
+        for saved in (path / "some", path / f"alone-{dist.get_rank()}"):
+            found = {"model": {name: torch.zeros_like(t) for name, t in state["model"].items()}}
+            torch_ckpt.load(found, checkpoint_id=saved, no_dist=True)
+            assert_same(found, state)
+    assert are_whole(saves.staged) == [True, False, True, False]

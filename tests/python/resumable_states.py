@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "defaultdict": (lambda: (collections.defaultdict(list),), "collections.defaultdict"),
     "NumPy's Generator": (lambda: np.random.default_rng(1), "numpy.random._pcg64.PCG64"),
     "masked array": (lambda: np.ma.array([1.0]), "numpy.ma.core._mareconstruct"),
-    "recursive tuple": (lambda: _recursive(), "a tuple that is part of itself"),
+    "recursive tuple": (lambda: _recursive(), "contains itself"),
     "function": (lambda: math.floor, "math.floor"),
 }
 

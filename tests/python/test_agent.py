@@ -357,7 +357,7 @@ def test_a_save_that_finds_all_slots_in_use(
     elif on_busy == "skip":
         assert agent.stage(state_of(3), run / "3", step=3) is None
     else:
-        with pytest.raises(CheckpointError, match="keep all slots"):
+        with pytest.raises(CheckpointError, match="occupy all slots"):
             agent.stage(state_of(3), run / "3", step=3)
     counted = (agent.waited, agent.skipped, agent.refused)
     assert counted == tuple(int(on_busy == kind) for kind in ("wait", "skip", "error"))
@@ -404,7 +404,7 @@ def test_a_save_that_has_lost_a_file_is_not_committed(agent: SnapshotAgent, run:
             path.unlink()
         return True
 
-    with pytest.raises(CheckpointError, match=r"distcp is not there as it was written"):
+    with pytest.raises(CheckpointError, match=r"distcp is missing or has another length"):
         persist([snapshot], io=IoOptions(), threads=1, is_current=lose)
     assert not (run / "1" / ".metadata").exists()
 
@@ -455,7 +455,7 @@ def test_what_was_for_memory_alone_is_not_on_disk_because_a_later_one_is(
     agent.persist(staged[2])
     kill_agent(run)
     agent.persist(staged[2])
-    with pytest.raises(CancelledError, match="in memory no more"):
+    with pytest.raises(CancelledError, match="no longer in memory"):
         agent.persist(staged[0])
     assert not (run / "1").exists()
 
@@ -545,7 +545,7 @@ def test_a_folder_that_others_may_enter_is_not_used(run: Path, memory: Path) -> 
     folder.mkdir(parents=True, mode=0o755)
     folder.parent.chmod(0o700)
     folder.chmod(0o755)
-    with pytest.raises(CheckpointError, match="not this user's alone"):
+    with pytest.raises(CheckpointError, match="not a private directory"):
         SnapshotAgent(run)
 
 

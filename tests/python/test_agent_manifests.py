@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torch_ckpt import CheckpointError
-from torch_ckpt.agent.manifests import Manifests, What, decode, encode
+from torch_ckpt.agent.manifests import FileKind, Manifests, decode, encode
 from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.snapshot import holes
@@ -37,7 +37,7 @@ def test_what_is_damaged_or_not_there_is_nothing(tmp_path: Path) -> None:
     files.put("epoch", {"epoch": "ab"})
     other = manifests_in(tmp_path, 1)
     assert other.get(0, "epoch") == ({"epoch": "ab"}, [])
-    assert other.there() == {"epoch": {0}, "lists": set(), "manifest": set(), "failed": set()}
+    assert other.published() == {"epoch": {0}, "lists": set(), "manifest": set(), "failed": set()}
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
     assert other.get(0, "epoch") is None
@@ -46,7 +46,7 @@ def test_what_is_damaged_or_not_there_is_nothing(tmp_path: Path) -> None:
 
 def test_what_a_save_recognises_as_left_over_is_every_file_of_agents(tmp_path: Path) -> None:
     files = manifests_in(tmp_path)
-    for what in get_args(What):
+    for what in get_args(FileKind):
         files.put(what, {})
     names = {path.name for path in tmp_path.iterdir()}
     names |= {f"{name}.tmp" for name in names}
@@ -58,7 +58,7 @@ def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> 
     files = manifests_in(tmp_path / "none")
     with pytest.raises(NotFoundError, match="No such file"):
         files.put("epoch", {})
-    assert not files.is_attended()
+    assert not files.has_files()
     with pytest.raises(CheckpointError):
         files.abort("of no room")
 

@@ -174,7 +174,7 @@ def test_missing_empty_and_replaced_files_are_listed_with_all_they_held(saved: P
     [
         (".index", "missing", "the index of {path}/.metadata is missing or damaged"),
         (".index", "flipped", "the header of the index fails its checksum"),
-        (".metadata", "missing", "has lost its metadata: .index is there"),
+        (".metadata", "missing", ".index exists, but .metadata is missing"),
         (".metadata", "flipped", "{path}/.metadata and its index contradict each other"),
     ],
 )
@@ -215,7 +215,7 @@ def test_damage_inside_an_index_is_listed_by_verify(at: float, saved: Path) -> N
     if "cannot read" not in printed:
         (line,) = lines
         assert line.startswith("damaged: .index [")
-        assert f", {nbytes}): it fails its checksum" in line
+        assert f", {nbytes}): its checksum differs" in line
 
 
 def test_a_stock_checkpoint_exits_2_as_long_as_nothing_contradicts_it(
@@ -224,7 +224,7 @@ def test_a_stock_checkpoint_exits_2_as_long_as_nothing_contradicts_it(
     save(state, FileSystemWriter(tmp_path))
     status, printed = run("verify", tmp_path)
     assert status == UNKNOWN
-    assert f"cannot tell: {tmp_path / '.metadata'} has no index" in printed
+    assert f"cannot verify: {tmp_path / '.metadata'} has no index" in printed
     assert "no damage found" in printed
 
     (file,) = data_files(tmp_path)

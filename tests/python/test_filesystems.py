@@ -178,7 +178,7 @@ def test_a_location_reaches_its_file(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="exists"):
         file.write(b"", sync=False)
     assert (file.is_file(), folder.is_file(), file.nbytes()) == (True, False, 10)
-    assert (file.read(), file.read_part(8, 5)) == (b"0123456789", (10, b"89"))
+    assert (file.read(), file.read_range(8, 5)) == (b"0123456789", (10, b"89"))
     with file.open() as stream:
         stream.seek(-4, io.SEEK_END)
         assert stream.read(2) == b"67"

@@ -239,5 +239,5 @@ def test_ranks_that_have_opened_different_checkpoints_do_not_mix_them(tmp_path: 
         plans.append(reader.prepare_local_plan(LoadPlan([])))
     shared = readers[0].prepare_global_plan([plans[0], plans[0]])
     assert [plan.storage_data for plan in shared] == [None, None]
-    with pytest.raises(CheckpointError, match=r"rank 1 has opened save [0-9a-f]+, rank 0 save"):
+    with pytest.raises(CheckpointError, match=r"rank 1 has opened save [0-9a-f]+, and rank 0 save"):
         readers[0].prepare_global_plan(plans)

@@ -59,7 +59,7 @@ def rebuild(tree: dict[str, bytes], path: Path) -> None:
         (path / Path(name).name).write_bytes(contents)
 
 
-def read_part(tree: dict[str, bytes], path: Path) -> tuple[tuple[str, bytes], ...]:
+def read_range(tree: dict[str, bytes], path: Path) -> tuple[tuple[str, bytes], ...]:
     """What a load can see of a tree: its metadata, indexes, and the files that metadata name."""
     metadata = tree.get(f"{path}/.metadata", b"")
     return tuple(
@@ -98,7 +98,7 @@ def test_power_cut_at_any_instant_leaves_one_whole_checkpoint(
     writer = FastWriter(path, thread_count=2)
     for tree, done, where in trees_of_a_save(recorder, path, writer, versions["new"]):
         states += 1
-        part = read_part(tree, path)
+        part = read_range(tree, path)
         if part not in verdicts:
             rebuild(tree, rebuilt)
             ours = found_by(FastReader, rebuilt, versions)

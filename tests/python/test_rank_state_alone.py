@@ -99,7 +99,7 @@ def test_states_of_which_some_are_missing_are_not_merged(tmp_path: Path) -> None
     names = [f"rank_0000{rank}_of_00004" for rank in (0, 2)]
     dcp.save({"data": {name: (0,) for name in names}}, storage_writer=FileSystemWriter(tmp_path))
     state = {"data": RankState(dict, refuse_to_set, on_resize=lambda states, *_: states)}
-    message = r"'data' was saved by 4 ranks, of which 2 are missing .*\[1, 3\]"
+    message = r"'data': it was saved by 4 ranks, .* 2 are missing: ranks \[1, 3\]"
     with pytest.raises(CheckpointException, match=message):
         dcp.load(state, storage_reader=FileSystemReader(tmp_path), planner=FastLoadPlanner())
 
@@ -108,7 +108,7 @@ def test_states_of_two_numbers_of_ranks_are_nobodys(tmp_path: Path) -> None:
     names = ["rank_00000_of_00004", "rank_00001_of_00003"]
     dcp.save({"data": {name: (0,) for name in names}}, storage_writer=FileSystemWriter(tmp_path))
     state = {"data": RankState(dict, refuse_to_set, on_resize="by_rank")}
-    with pytest.raises(CheckpointException, match="'data' was saved by 3 and 4 ranks"):
+    with pytest.raises(CheckpointException, match="'data': it was saved by 3 and 4 ranks"):
         torch_ckpt.load(state, checkpoint_id=tmp_path)
 
 
@@ -145,7 +145,7 @@ def test_what_was_converted_by_dcp_is_set_by_hand(tmp_path: Path) -> None:
     samples = Samples([])
     RankState(samples, on_resize=lambda states, *_: [*states[0], *states[1]]).load_state_dict(saved)
     assert samples.left == [1, 2, 1, 2]
-    with pytest.raises(MismatchError, match="saved by 2 ranks and is to be loaded by 1"):
+    with pytest.raises(MismatchError, match="on 1 ranks: it was saved by 2 ranks"):
         RankState(samples).load_state_dict(saved)
 
 

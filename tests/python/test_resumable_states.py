@@ -211,7 +211,7 @@ def test_a_dtype_that_torch_cannot_pickle_is_refused_by_name(
         save_as(how, state, tmp_path, planner)
     error = caught.value.failures[0][0]
     assert isinstance(error, UnsupportedError)
-    assert f"'model.packed': torch.save has no form for {dtype}" in str(error)
+    assert f"'model.packed': torch.save does not support {dtype}" in str(error)
     assert not list(tmp_path.glob("*"))
 
 

@@ -154,7 +154,7 @@ def test_training_does_not_begin_anew_where_all_steps_are_damaged(tmp_path: Path
         assert Run(tmp_path).latest_step() is None
     with (
         pytest.warns(UserWarning, match="passed over"),
-        pytest.raises(CorruptionError, match="2 were committed, step 2 the last"),
+        pytest.raises(CorruptionError, match="2 are damaged, the newest is step 2"),
     ):
         Run(tmp_path).restore(state_of(-1))
 
@@ -379,7 +379,7 @@ def test_a_busy_run_skips_a_save_and_counts_it_or_raises(tmp_path: Path, on_busy
         if on_busy == "skip":
             assert not run.save(2, state_of(2))
         else:
-            with pytest.raises(CheckpointError, match="step 2 was not saved: the save before"):
+            with pytest.raises(CheckpointError, match="step 2 was not saved: the previous save"):
                 run.save(2, state_of(2))
     run.wait()
     assert run.save(3, state_of(3))
@@ -526,14 +526,14 @@ def test_saving_takes_the_stated_share_of_time_and_no_longer_than_it_must(
     step_s, save_s, saves, since = 0.05, 0.4, 0, 0.0
     for step in range(1, 20_000):
         clock.now += step_s
-        if not schedule.is_due(step, beside_a_save=False):
+        if not schedule.is_due(step, during_save=False):
             continue
         if saves:
             steps_s = clock.now - since
             assert save_s <= share * (steps_s + save_s) * (1 + 1e-6)
             assert save_s >= share * (steps_s - step_s + save_s) * (1 - 1e-6) or steps_s < 0.06
         save_s *= rng.uniform(0.7, 1.4)
-        schedule.tried(step)
+        schedule.attempted(step)
         clock.now += save_s
         schedule.agreed(step, schedule.own_interval(step, save_s))
         since = clock.now
@@ -546,12 +546,12 @@ def test_the_interval_allows_for_steps_that_a_background_save_slows_down_and_for
 ) -> None:
     clock = Clock(monkeypatch)
     measured = save_interval.CostClock()
-    measured.step_ends(0, beside_a_save=False)
+    measured.step_ended(0, during_save=False)
     for step in range(1, 21):
         beside = step <= 8
         clock.now += 0.15 if beside else 0.1
-        measured.step_ends(step, beside_a_save=beside)
-    measured.ended_in_background(1.2)
+        measured.step_ended(step, during_save=beside)
+    measured.background_save_ended(1.2)
 
     cost = measured.saved(20, 0.02)
 
@@ -642,7 +642,7 @@ def test_the_last_whole_step_is_saved_when_training_raises(tmp_path: Path) -> No
     ("raise_in", "save_at", "said"),
     [
         ("optimizer", -1, "begun another step after step 4"),
-        ("forward", 4, "step 4, the last one, had been saved"),
+        ("forward", 4, "step 4, the last completed step, was saved"),
         ("in the way", -1, "step 4 was not saved after it: rank 0: "),
     ],
 )

@@ -309,7 +309,7 @@ def test_a_save_that_would_wait_is_skipped_or_refused_and_counted(
         if on_busy == "skip":
             assert saved() is None
         else:
-            with pytest.raises(CheckpointError, match="still goes on"):
+            with pytest.raises(CheckpointError, match="still in progress"):
                 saved()
     assert same(held, state_of(1))
     assert (stager.waits, stager.skips, stager.refusals) == (

@@ -141,5 +141,5 @@ def test_fan_out_below_2_is_refused(fan_out: int) -> None:
 
 
 def test_root_that_is_no_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="no rank of 2"):
+    with pytest.raises(ValueError, match="not a rank of a group of 2"):
         Tree.over([0, 0], root=2, fan_out=2)

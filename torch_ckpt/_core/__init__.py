@@ -1,1 +1,1 @@
-"""The native modules, their stubs, and what Python needs to hand tensors to them."""
+"""The native modules, their type stubs, and the functions that pass tensors to them."""

@@ -1,4 +1,4 @@
-"""Types of the native engine (csrc/bindings/module.cc). Private: use the package's own classes."""
+"""Types of the native engine (csrc/bindings/module.cc). Private: use the package's classes."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,10 +10,10 @@ _Path = str | bytes | os.PathLike[str]
 DTYPE_NAMES: list[str]
 
 IndexBox = tuple[Sequence[int], Sequence[int], int, int, int, bool, Sequence[str]]
-"""Offsets, sizes, number of the file, offset and length there, whether plain, transforms."""
+"""Offsets, sizes, file number, offset and length in the file, whether plain, transforms."""
 
 IndexEntry = tuple[str, tuple[str, str, bool, bool, Sequence[int]] | None, Sequence[IndexBox]]
-"""FQN; dtype, memory format, requires_grad, pin_memory and sizes of a tensor; boxes."""
+"""FQN; dtype, memory format, requires_grad, pin_memory and sizes (tensors only); boxes."""
 
 IndexPath = tuple[str, Sequence[str | int]]
 """FQN; keys from the root of the nested state dict."""
@@ -24,7 +24,7 @@ class TensorView:
 
 SlotHeader = tuple[bytes, bytes, int, int, int, int, int, int, int, int, bytes, bytes]
 """Run, session, sequence, step, rank, world size, node, node count, ranks of this machine, whether
-it is to be brought to disk, tensors_id, share."""
+to persist the snapshot, tensors_id, share."""
 
 class Devices: ...
 
@@ -119,7 +119,7 @@ class FileSystem:
     def write_file(self, path: _Path, contents: bytes, sync: bool) -> None: ...
     def list_directory(self, path: _Path) -> list[str]: ...
     def exists(self, path: _Path) -> bool: ...
-    def read_part(self, path: _Path, offset: int, nbytes: int) -> tuple[int, bytes]: ...
+    def read_range(self, path: _Path, offset: int, nbytes: int) -> tuple[int, bytes]: ...
     def read_archive(self, path: _Path) -> tuple[int, list[tuple[str, int, int, int]]]: ...
     def commit(
         self,
@@ -141,7 +141,7 @@ def unpickle_metadata(
 def pickle_globals(pickle: Buffer) -> list[tuple[str, str]]: ...
 
 class MetadataFile:
-    """An open ``.metadata``: its pickle, and the trailer that says what the pickle must be."""
+    """An open ``.metadata``: its pickle, and a trailer with the pickle's length and checksum."""
 
     @property
     def has_trailer(self) -> bool: ...
@@ -151,7 +151,7 @@ class MetadataFile:
     def check(self) -> None: ...
 
 class Index:
-    """An open ``.index``, of which what is asked for is read."""
+    """An open ``.index``, which is read on demand."""
 
     @property
     def save_id(self) -> str: ...
@@ -260,7 +260,7 @@ class SharedFileJob(FileJob):
         niceness: int = 0,
     ) -> None: ...
     def write(self, items: Sequence[tuple[TensorView, int, Sequence[int], Sequence[int]]]) -> None:
-        """Each with where its tensor begins in the file, the tensor's sizes, the box's offsets."""
+        """Writes boxes, each with its tensor's file offset, the tensor's sizes, and its offsets."""
     def put(self, offset: int, data: Buffer) -> None: ...
 
 class LoadedBytes(Buffer): ...
@@ -356,7 +356,7 @@ TensorFacts = tuple[str, str, bool, bool, Sequence[int]]
 WorkItem = tuple[
     str, TensorFacts | None, bool, Sequence[int], Sequence[int], tuple[int, int] | None
 ]
-"""FQN; facts of a tensor; whether a shard; offsets, sizes; first row and count of what is cut."""
+"""FQN; facts of a tensor; whether a shard; offsets; sizes; first row and row count if cut."""
 
 class Work:
     def __init__(self, table: ItemTable, assignment: bytes | None = None) -> None: ...

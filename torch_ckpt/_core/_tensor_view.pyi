@@ -1,4 +1,4 @@
-"""What the engine needs to know of a torch.Tensor (csrc/bindings/tensor_view.cc). Private."""
+"""Access of the engine to torch.Tensor (csrc/bindings/tensor_view.cc). Private."""
 
 import enum
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Mappings that are filled when they are looked at."""
+"""Read-only mappings that create their values on access."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ _V = TypeVar("_V")
 
 
 class LazyMapping(Mapping[_K, _V], Generic[_K, _V]):
-    """A read-only mapping that stands for a dict, which it equals, and as which it is pickled."""
+    """A read-only mapping that creates its values on access.
+
+    It compares equal to a dict of the same items, and pickles as one.
+    """
 
     @abstractmethod
     def __getitem__(self, key: _K) -> _V: ...
 
     def pairs(self) -> Iterator[tuple[_K, _V]]:
-        """What ``items`` iterates over."""
+        """Yields the pairs of ``items``."""
         return ((key, self[key]) for key in self)
 
     def items(self) -> ItemsView[_K, _V]:
-        """As a dict's."""
+        """Returns a view of the items, like ``dict.items``."""
         return _Items(self)
 
     def values(self) -> ValuesView[_V]:
-        """As a dict's."""
+        """Returns a view of the values, like ``dict.values``."""
         return _Values(self)
 
     def copy(self) -> dict[_K, _V]:
-        """A dict of its own."""
+        """Returns a dict with all items."""
         return dict(self.pairs())
 
     def __reduce__(self) -> tuple[Any, ...]:

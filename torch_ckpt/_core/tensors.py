@@ -1,4 +1,4 @@
-"""What the engine and torch say to each other about tensors."""
+"""Conversions between torch's description of tensors and the engine's."""
 
 from __future__ import annotations
 
@@ -30,30 +30,32 @@ DTYPE_CODES: dict[torch.dtype, int] = {
     for code, name in enumerate(_native.DTYPE_NAMES)
     if hasattr(torch, name)
 }
-"""The engine's number of every dtype that it stores; all others are torch's to write and read."""
-
+"""The engine's code of each dtype that it stores. Torch serializes tensors of other dtypes."""
 
 MEMORY_FORMATS = {
     "contiguous_format": torch.contiguous_format,
     "channels_last": torch.channels_last,
     "preserve_format": torch.preserve_format,
 }
-"""The engine's name of every memory format that DCP knows."""
+"""The memory formats of DCP's metadata, by the engine's name."""
 
 
 def to_properties(
     dtype: str, memory_format: str, requires_grad: bool, pin_memory: bool
 ) -> TensorProperties:
-    """DCP's properties of a tensor, from the engine's words for them.
+    """Returns DCP's properties of a tensor, given the engine's names of dtype and memory format.
 
     Raises:
-        CorruptionError: Torch does not know the dtype or memory format.
+        CorruptionError: Torch has no such dtype or memory format.
     """
-    known = getattr(torch, dtype, None)
-    if not isinstance(known, torch.dtype) or memory_format not in MEMORY_FORMATS:
-        raise CorruptionError(f"the index names a tensor of {dtype}, {memory_format}")
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype) or memory_format not in MEMORY_FORMATS:
+        raise CorruptionError(
+            f"cannot read the index: a tensor has dtype {dtype!r} and memory format "
+            f"{memory_format!r}, and torch lacks one of these"
+        )
     return TensorProperties(
-        dtype=known,
+        dtype=torch_dtype,
         requires_grad=requires_grad,
         memory_format=MEMORY_FORMATS[memory_format],
         pin_memory=pin_memory,
@@ -61,12 +63,15 @@ def to_properties(
 
 
 def printable(fqn: str) -> str:
-    """The name for messages of the engine: lone surrogates, which have no UTF-8, as escapes."""
+    """Returns an FQN for the engine's messages, with lone surrogates escaped.
+
+    Lone surrogates have no UTF-8 encoding, which the engine requires.
+    """
     return fqn if fqn.isascii() else fqn.encode(errors="backslashreplace").decode()
 
 
 def to_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor of the same values whose memory holds them as they are."""
+    """Returns a CPU tensor of the same values, without lazy conjugation or negation."""
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
@@ -79,28 +84,33 @@ def _count_references_of_fresh_tensor() -> int:
     return _count_references(tensor)
 
 
-# How many references there are where a caller's variable is the only one; Python's versions differ.
-_ALONE = _count_references_of_fresh_tensor()
+# Reference count of a tensor with one variable. It differs between versions of Python.
+_SINGLE_REFERENCE_COUNT = _count_references_of_fresh_tensor()
 
 
 def is_temporary(tensor: torch.Tensor) -> bool:
-    """Whether nobody but the caller, through one variable, holds the tensor and its memory."""
-    return sys.getrefcount(tensor) <= _ALONE and _tensor_view.has_own_storage(tensor)
+    """Returns whether one variable of the caller is the only reference to the tensor's memory."""
+    has_one_reference = sys.getrefcount(tensor) <= _SINGLE_REFERENCE_COUNT
+    return has_one_reference and _tensor_view.has_own_storage(tensor)
 
 
 class Destinations:
-    """The memory that a batch of reads goes to, to find reads that would meet in it.
+    """The destination memory of a batch of reads. It detects reads that would overlap there.
 
-    State dicts may name the same memory twice, and a planner may hand out one scratch tensor again
-    and again, expecting it to be read and committed before it is asked for the next.
+    A state dict may refer to the same memory twice. A planner may return one scratch tensor for
+    several items, and rely on each item being read and committed before the next is resolved.
     """
 
     def __init__(self) -> None:
-        # By storage: where in it a tensor begins, where it ends, its FQN; in ascending order.
+        # By storage: the byte range [begin, end) and FQN of each tensor, in ascending order.
         self._extents: dict[int, list[tuple[int, int, str]]] = {}
 
-    def meets(self, tensor: torch.Tensor, fqn: str) -> bool:
-        """Whether memory of this tensor is taken: by another FQN, or by the same box of its own."""
+    def overlaps(self, tensor: torch.Tensor, fqn: str) -> bool:
+        """Returns whether the tensor overlaps a destination that was added before.
+
+        Destinations of the same FQN are disjoint boxes of one tensor. They overlap only if they
+        begin at the same address.
+        """
         storage, begin, end = _tensor_view.extent(tensor)
         if begin == end:
             return False
@@ -116,7 +126,7 @@ class Destinations:
         return False
 
     def add(self, tensor: torch.Tensor, fqn: str) -> None:
-        """Takes the memory of a tensor."""
+        """Adds the memory of a tensor."""
         storage, begin, end = _tensor_view.extent(tensor)
         if begin < end:
             bisect.insort(self._extents.setdefault(storage, []), (begin, end, fqn))
@@ -124,7 +134,7 @@ class Destinations:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Keeps the garbage collector from scanning the objects of a plan again and again."""
+    """Disables the garbage collector, which would scan the many objects of a plan repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""The process that keeps snapshots in shared memory and writes them to disk, and its clients.
+"""The agent process, which writes snapshots from shared memory to disk, and its clients.
 
-Public names load lazily: the process imports this package, and must not import torch.
+Public names load lazily: the agent process imports this package and must not import torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch_ckpt.agent.reader import SnapshotReader
     from torch_ckpt.agent.trainer import MemoryCheckpoint, SnapshotAgent
 
-_HOMES = {
+_MODULES = {
     "AgentOptions": "options",
     "MemoryCheckpoint": "trainer",
     "SnapshotAgent": "trainer",
@@ -24,9 +24,9 @@ __all__ = ["AgentOptions", "MemoryCheckpoint", "SnapshotAgent", "SnapshotReader"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Saves that this machine will never have, for those that wait for them elsewhere."""
+"""Aborts of saves that this machine will never complete, for the machines that wait for it."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ __all__ = ["PendingAborts"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
-_KEPT = 16
-"""Others are never so far behind."""
+_MAX_PENDING = 16
+"""Other machines are never this many saves behind."""
 
 _POLL_S = 0.5
 
 
 class PendingAborts:
-    """Tells other machines that they wait in vain, where they do; all threads may use it.
+    """Publishes aborts for saves that other machines have begun. Thread-safe.
 
-    Nothing is written where nobody waits: what all machines skip leaves no trace.
+    An abort is published only once another machine has files for the save, so a save that all
+    machines skip leaves no files.
 
     Args:
-        timeout_s: Seconds for which others may come.
+        timeout_s: Seconds within which other machines may begin an aborted save.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._saves: dict[str, tuple[Manifests, str, float]] = {}  # Why, and until when.
+        self._saves: dict[str, tuple[Manifests, str, float]] = {}  # By tag: reason and deadline.
 
     def add(self, manifests: Manifests, why: str) -> None:
-        """Declines a save."""
+        """Aborts a save."""
         with self._lock:
             is_watched = bool(self._saves)
-            until = time.monotonic() + self._timeout_s
-            self._saves.setdefault(manifests.tag, (manifests, why, until))
-            while len(self._saves) > _KEPT:
+            deadline = time.monotonic() + self._timeout_s
+            self._saves.setdefault(manifests.tag, (manifests, why, deadline))
+            while len(self._saves) > _MAX_PENDING:
                 del self._saves[next(iter(self._saves))]
         if not is_watched:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def close(self) -> None:
-        """Returns when those that wait by now were told: nobody will be any more."""
+        """Waits for the aborts of saves that other machines wait for now, for a second at most."""
         end = time.monotonic() + 2 * _POLL_S
         while self._saves and time.monotonic() < end:
             time.sleep(_POLL_S / 10)
@@ -54,13 +55,13 @@ class PendingAborts:
         while True:
             with self._lock:
                 saves = list(self._saves.values())
-            for manifests, why, until in saves:
-                if manifests.is_attended():
+            for manifests, why, deadline in saves:
+                if manifests.has_files():
                     try:
                         manifests.abort(why)
                     except CheckpointError as error:
-                        _log.warning("other machines wait in vain: %s", error)
-                elif time.monotonic() < until:
+                        _log.warning("cannot abort a save that other machines wait for: %s", error)
+                elif time.monotonic() < deadline:
                     continue
                 with self._lock:
                     self._saves.pop(manifests.tag, None)

@@ -1,4 +1,4 @@
-"""A rank's side of the talk with its agent, which it starts where there is none."""
+"""The client of the agent: a rank's connection, which starts the agent if none runs."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ __all__ = ["AcquiredSlot", "AgentClient", "Place"]
 _log = logging.getLogger("torch_ckpt.agent")
 
 _START_S = 30.0
-"""Within which an agent that was started answers."""
+"""Time within which a started agent must answer."""
 
 _FIRST_WITHIN_S = 10.0
-"""For how long it waits for a rank: several are started where several ranks find none."""
+"""Time that a started agent waits for a first rank. Several ranks may start one each."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank of which run this is.
+    """The identity of a rank within a run.
 
     Attributes:
-        run: 16 bytes.
-        session: 16 bytes that all ranks have in common; greater than those of earlier lives.
-        rank: Of ``world_size``.
-        world_size: How many there are.
-        node: The machine, by number.
-        node_count: How many the ranks are on.
+        run: 16 bytes that identify the run.
+        session: 16 bytes that identify the ranks that started together; later sessions are greater.
+        rank: This rank.
+        world_size: Number of ranks.
+        node: Number of this machine.
+        node_count: Number of machines.
         ranks_here: All ranks of this machine.
     """
 
@@ -56,7 +56,7 @@ class Place:
     ranks_here: Sequence[int]
 
     def header(self, sequence: int, step: int, *, persist: bool) -> SlotHeader:
-        """That of a snapshot of this rank."""
+        """Returns the slot header of a snapshot of this rank."""
         return SlotHeader(
             self.session,
             sequence,
@@ -73,11 +73,11 @@ class Place:
 
 @dataclass(frozen=True)
 class AcquiredSlot:
-    """A slot that is to be filled.
+    """A slot for this rank to fill.
 
     Attributes:
-        path: Its file.
-        has_waited: Whether there was none at first.
+        path: File of the slot.
+        has_waited: Whether the request waited for a free slot.
     """
 
     path: Path
@@ -85,27 +85,27 @@ class AcquiredSlot:
 
 
 class AgentClient:
-    """Asks the agent of this machine, one question at a time; a thread that waits has its own.
+    """Sends requests to the agent of this machine, one at a time. Owned by one thread.
 
-    Where the agent has died, another is started, which finds in the slots all that it must know.
+    If the agent has died, the client starts another, which recovers its state from the slots.
 
     Args:
-        run: What names the run.
-        place: Of this rank.
-        options: Of the agent, if this rank starts it.
+        run: Name of the run.
+        place: Identity of this rank.
+        options: Options of the agent, if this rank starts it.
 
     Attributes:
-        folder: Where the memory of the run lies.
-        is_lost: Whether there was no agent, and none could be started.
+        folder: Folder of the run's shared memory.
+        is_lost: Whether the agent is gone and no other could be started.
 
     Raises:
-        CheckpointError: It is the agent of others.
+        CheckpointError: The agent rejected this rank.
         StorageError: No agent answers.
     """
 
     def __init__(self, run: str | os.PathLike[str], place: Place, options: AgentOptions) -> None:
         self.place = place
-        self._run = os.path.realpath(run)  # Now: the process may go elsewhere.
+        self._run = os.path.realpath(run)  # Resolved now: the process may change its directory.
         self._options = options
         self.folder = open_folder(place.run)
         self.is_lost = False
@@ -114,128 +114,133 @@ class AgentClient:
         self._connect()
 
     def reserve(self, nbytes: int) -> None:
-        """Has memory made for snapshots of so many bytes.
-
-        Raises:
-            StorageError: There is not as much.
-        """
-        self._ask(Kind.RESERVE, nbytes)
-
-    def acquire(self, sequence: int, nbytes: int, timeout_s: float) -> AcquiredSlot | None:
-        """A slot to fill; ``None`` where none is free in time.
+        """Has the agent allocate both slots of this rank.
 
         Args:
-            sequence: Of the save.
-            nbytes: Room that all would take that the rank holds.
-            timeout_s: Seconds to wait.
+            nbytes: Size of each slot.
 
         Raises:
-            StorageError: There is not as much memory.
+            StorageError: The tmpfs has too little space.
         """
-        answer = self._ask(Kind.ACQUIRE, sequence, nbytes, int(timeout_s * 1000))
+        self._request(Kind.RESERVE, nbytes)
+
+    def acquire(self, sequence: int, nbytes: int, timeout_s: float) -> AcquiredSlot | None:
+        """Returns a slot to fill; ``None`` if no slot becomes free in time.
+
+        Args:
+            sequence: Number of the save.
+            nbytes: Size of a slot with all items of the rank.
+            timeout_s: Seconds to wait for a free slot.
+
+        Raises:
+            StorageError: The tmpfs has too little space.
+        """
+        answer = self._request(Kind.ACQUIRE, sequence, nbytes, int(timeout_s * 1000))
         if answer.kind == Kind.BUSY:
             return None
         return AcquiredSlot(Path(os.fsdecode(answer.data(0))), bool(answer.integer(1)))
 
     def filled(self, path: Path, sequence: int) -> None:
-        """Says that a snapshot is complete."""
-        self._ask(Kind.FILLED, os.fsencode(path), sequence)
+        """Reports a complete snapshot."""
+        self._request(Kind.FILLED, os.fsencode(path), sequence)
 
     def abort(self, sequence: int, directory: Location) -> None:
-        """Says that there will be no snapshot for this save, as far as anybody can be told."""
+        """Reports that this rank will fill no slot for a save; ignores a lost agent."""
         if self.is_lost:
             return
         place = self.place
         with contextlib.suppress(OSError, CheckpointError):
-            self._ask(
+            self._request(
                 *(Kind.ABORT, sequence, place.node, place.node_count, os.fsencode(str(directory)))
             )
 
     def persist(self, sequence: int) -> None:
-        """Waits until a save of this session is committed, which need not be wanted on disk yet.
+        """Requests that a save of this session is persisted, and waits for its commit.
 
         Raises:
-            CheckpointError: It has failed.
+            CheckpointError: The save failed.
         """
-        self._ask(Kind.PERSIST, self.place.session, sequence)
+        self._request(Kind.PERSIST, self.place.session, sequence)
 
     def detach(self, *, drop: bool) -> None:
-        """Ends in good order.
+        """Reports the orderly end of this rank, and closes the connection.
 
         Args:
-            drop: Whether what is in memory, and not on disk, is of no more use.
+            drop: Whether the agent discards snapshots that are not on disk.
         """
         try:
             if not self.is_lost:
-                self._ask(Kind.DETACH, int(drop))
+                self._request(Kind.DETACH, int(drop))
         except (OSError, CheckpointError) as error:
-            _log.warning("the agent of this machine could not be told of a good end: %s", error)
+            _log.warning("cannot detach from the agent of this machine: %s", error)
         self.close()
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
-    def another(self) -> AgentClient:
-        """The same rank again, for another thread."""
+    def clone(self) -> AgentClient:
+        """Returns another client of this rank, for another thread."""
         return AgentClient(self._run, self.place, self._options)
 
-    def _ask(self, kind: Kind, *fields: int | bytes) -> Message:
+    def _request(self, kind: Kind, *fields: int | bytes) -> Message:
         deadline = time.monotonic() + _START_S
         while True:
             try:
                 if self._connection is None:
                     self._connect()
                 assert self._connection is not None
-                return self._talk(self._connection, kind, *fields)
+                return self._exchange(self._connection, kind, *fields)
             except OSError as error:
                 if isinstance(error, CheckpointError):
                     raise
                 self.close()
                 if time.monotonic() > deadline:
                     self.is_lost = True
-                    raise StorageError(f"the agent of this machine is gone: {error}") from error
-                _log.warning("the agent of this machine is gone (%s): starting another", error)
+                    raise StorageError(
+                        f"cannot reach the agent of this machine: {error}"
+                    ) from error
+                _log.warning("cannot reach the agent of this machine (%s): starting another", error)
 
-    def _talk(self, connection: socket.socket, kind: Kind, *fields: int | bytes) -> Message:
+    def _exchange(self, connection: socket.socket, kind: Kind, *fields: int | bytes) -> Message:
         send(connection, kind, *fields)
         answer = receive(connection)
         if answer is None:
-            raise ConnectionResetError("it has hung up")
+            raise ConnectionResetError("the agent closed the connection")
         raise_error(answer)
         return answer
 
     def _connect(self) -> None:
-        """Finds the agent or starts one."""
+        """Connects to the agent; starts an agent if none runs."""
         deadline = time.monotonic() + _START_S
         while True:
-            open_folder(self.place.run)  # An agent that ends takes it along.
+            open_folder(self.place.run)  # An ending agent removes the folder.
             with contextlib.suppress(ConnectionError, FileNotFoundError):
-                self._connection = self._greet()
+                self._connection = self._register()
                 self.is_lost = False
                 return
-            if has_agent(self.folder):  # One that ends may have much to write first.
+            if has_agent(self.folder):  # An ending agent may still write for long.
                 deadline = time.monotonic() + _START_S
             elif time.monotonic() > deadline:
                 self.is_lost = True
                 raise StorageError(
-                    f"no agent answers in {self.folder}, and none could be started; agent.log "
-                    "there may say why"
+                    f"cannot start an agent for {self.folder}: none answered; agent.log there may "
+                    "have the reason"
                 )
             if self._child is None or self._child.poll() is not None:
                 self._start()
             time.sleep(0.02)
 
-    def _greet(self) -> socket.socket:
+    def _register(self) -> socket.socket:
         place = self.place
         ranks = b"".join(struct.pack("<q", rank) for rank in place.ranks_here)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with short_path(self.folder) as folder:
                 connection.connect(f"{folder}/agent.socket")
-            self._talk(connection, Kind.HELLO, place.run, place.session, place.rank, ranks)
+            self._exchange(connection, Kind.HELLO, place.run, place.session, place.rank, ranks)
         except BaseException:
             connection.close()
             raise

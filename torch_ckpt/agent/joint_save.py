@@ -1,13 +1,18 @@
-"""Brings a save to disk whose ranks are on several machines: what each agent does.
+"""JointSave: the protocol by which the agents of several machines persist one save.
 
-Each agent publishes what its ranks hold; the first machine's names the try by an id of its own.
-Once all lists are there, every agent makes the same plan of them, writes its part, and publishes a
-manifest of what it has written in that try. When all manifests are there, the first machine
-commits. An agent that was started anew goes on with the try where the files say that it is.
+An epoch is one attempt of all machines to complete the save. Machine 0 chooses a random id for it.
 
-A try ends by the commit, or by the failure that the first machine publishes; another machine's
-failure has it do so. So whoever has published a manifest keeps its files until it reads of that
-failure, or of another try: what is committed is never removed.
+1. Each agent publishes the item lists of its ranks; machine 0 also publishes the epoch.
+2. Once all lists are published, each agent computes the same plan and writes the shares of its
+   ranks. It then publishes a manifest of these files and the epoch.
+3. Once all manifests are published, machine 0 commits.
+
+An epoch ends with the commit or with a failure that machine 0 publishes. If another machine
+publishes a failure, machine 0 publishes it too. A restarted agent resumes the epoch from the
+published files.
+
+An agent that has published a manifest retains its data files until it reads the failure of machine
+0 or another epoch. Committed files are therefore never removed.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from dataclasses import dataclass
 from torch_ckpt._core import _native
 from torch_ckpt.agent.manifests import Failure, Manifests, failure_of, raise_failure
 from torch_ckpt.agent.memory import SlotHeader
-from torch_ckpt.agent.persist import Report, commit_files, directory_of, publish, write_parts
+from torch_ckpt.agent.persist import Report, commit_files, directory_of, publish, write_shares
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.options import IoOptions
@@ -30,49 +35,46 @@ from torch_ckpt.storage.gc import remove_files
 __all__ = ["JointSave"]
 
 _GRACE_S = 5.0
-"""By how much the others wait longer for the first machine, which knows better what is wrong."""
+"""Extra time that other machines wait for machine 0, whose error names the missing machine."""
 
-HURRY_S = 30.0
-"""For how long an agent that has to go on waits for others."""
+SHUTDOWN_WAIT_S = 30.0
+"""Longest wait for other machines while the agent ends, or once the ranks have restarted."""
 
 
 class _RemoteError(Exception):
-    """Another machine has failed.
+    """A failure that another machine published.
 
     Args:
-        failure: Why.
-        unsure: Whether the save may be committed all the same.
+        failure: The published failure.
+        may_be_committed: Whether the save may be committed nevertheless.
     """
 
-    def __init__(self, failure: Failure, unsure: bool) -> None:
+    def __init__(self, failure: Failure, may_be_committed: bool) -> None:
         super().__init__(failure)
         self.failure = failure
-        self.unsure = unsure
+        self.may_be_committed = may_be_committed
 
 
 @dataclass
 class _Plan:
-    """What all ranks hold, and who of them writes what."""
+    """The plan of all ranks, and the paths of their items in the nested state dicts."""
 
     plan: _native.GlobalPlan
     paths: list[bytes | None]
 
 
 class JointSave:
-    """One save, on this machine. Owned by one thread, without the agent's lock.
+    """One save of several machines, on this machine. Owned by one thread, without the agent's lock.
 
     Args:
-        memories: The slots of this machine, by rank.
-        io: Tuning.
-        threads: Files that are written at a time.
+        memories: The slots of this machine, in order of rank.
+        io: I/O tuning.
+        threads: Number of files to write at a time.
         timeout_s: Seconds to wait for other machines.
-        is_hurried: Whether to wait for a moment only.
-
-    Attributes:
-        has_written: Whether this machine has written its part, and waits for the others.
+        is_shutting_down: Returns whether to wait for ``SHUTDOWN_WAIT_S`` at most.
 
     Raises:
-        CheckpointError: A slot holds no snapshot, or one that has no directory to come to.
+        CheckpointError: A slot contains no snapshot, or the snapshot has no directory.
     """
 
     def __init__(
@@ -82,14 +84,14 @@ class JointSave:
         io: IoOptions,
         threads: int,
         timeout_s: float,
-        is_hurried: Callable[[], bool],
+        is_shutting_down: Callable[[], bool],
     ) -> None:
         self._memories = memories
         self._snapshots = [memory.read() for memory in memories]
         self._headers = [SlotHeader.of(memory) for memory in memories]
         self._first = self._snapshots[0]
         if not self._first.directory:
-            raise CheckpointError("the save has no directory to come to")
+            raise CheckpointError("cannot persist the save: it has no directory")
         self._directory = directory_of(self._first)
         self._io = io
         self._threads = threads
@@ -98,140 +100,144 @@ class JointSave:
             *(header.run, header.session, header.sequence, header.node, header.node_count),
             self._directory,
         )
-        self._leads = header.node == 0
-        wait_s = timeout_s if self._leads else timeout_s + min(_GRACE_S, timeout_s / 4)
+        self._is_coordinator = header.node == 0
+        wait_s = timeout_s if self._is_coordinator else timeout_s + min(_GRACE_S, timeout_s / 4)
         self._timeout_s = wait_s
-        self._is_hurried = is_hurried
-        self._wait_anew()
-        self._epoch = ""  # That which goes on, as far as this machine knows.
-        self._former_failure: str | None = ""  # Which try had failed when this machine came.
+        self._is_shutting_down = is_shutting_down
+        self._reset_deadline()
+        self._epoch = ""  # The current epoch; empty until this machine reads it.
+        self._failed_before: str | None = ""  # Epoch of machine 0 that failed before `begin`.
         self._plan: _Plan | None = None
         self._written: list[str] = []
-        self._reports: list[Report] | None = None  # Of this machine, once it has written.
-        self._before: tuple[list[str], str | None] = [], None  # In the directory.
-        self._is_unsure = False  # Whether the commit was begun.
+        self._reports: list[Report] | None = None  # This machine's; `None` until written.
+        self._before: tuple[list[str], str | None] = [], None  # Names and save id before writing.
+        self._may_be_committed = False  # Whether the commit has begun.
 
     @property
     def has_written(self) -> bool:
-        """Whether this machine has written its part."""
+        """Whether this machine has written its share, and waits for the manifests of the others."""
         return self._reports is not None
 
-    def come(self) -> None:
-        """Publishes what the ranks of this machine hold.
+    def begin(self) -> None:
+        """Publishes the item lists of this machine's ranks.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: A file cannot be written.
         """
         self._directory.create_directories()
-        self._former_failure = self._failed_epoch(0)
+        self._failed_before = self._failed_epoch(0)
         self._files.remove("failed")
-        if self._leads:
-            self._epoch = self._first_epoch()  # Of an agent that was here before.
-            if self._epoch in ("", self._former_failure):
+        if self._is_coordinator:
+            self._epoch = self._published_epoch()  # An earlier agent may have published it.
+            if self._epoch in ("", self._failed_before):
                 self._epoch = secrets.token_hex(8)
-        self._publish({what: set() for what in ("epoch", "lists", "manifest")})
+        self._publish({kind: set() for kind in ("epoch", "lists", "manifest")})
 
     def advance(self) -> bool:
-        """Does all that can be done without waiting for other machines.
+        """Advances the save without waiting for other machines.
 
         Returns:
-            Whether the save is on disk.
+            Whether the save is committed.
 
         Raises:
-            CheckpointError: It failed, on this machine or another: that has said why. Or another
-                has not come in time.
+            CheckpointError: The save failed on some machine, or the deadline passed.
         """
         try:
             return self._advance()
-        except _RemoteError as told:
-            failure, unsure = told.failure, told.unsure
-            self._leave_epoch(failure if self._leads else None, keep=unsure)
+        except _RemoteError as error:
+            failure, may_be_committed = error.failure, error.may_be_committed
+            self._end_epoch(
+                failure if self._is_coordinator else None, retain_files=may_be_committed
+            )
         except Exception as error:
             failure = failure_of(self._files.node, error)
-            # Of what this machine has published a manifest, only the first may say that it failed.
-            is_bound = self.has_written and not self._leads
-            self._leave_epoch(None if is_bound else failure, keep=is_bound or self._is_unsure)
+            # Once this machine has published a manifest, only machine 0 may fail the epoch.
+            is_bound = self.has_written and not self._is_coordinator
+            self._end_epoch(
+                None if is_bound else failure, retain_files=is_bound or self._may_be_committed
+            )
         raise_failure(failure)
 
-    def leave(self) -> None:
-        """Takes part no more."""
-        self._leave_epoch(None, keep=not self._leads)
+    def withdraw(self) -> None:
+        """Removes this machine from the save."""
+        self._end_epoch(None, retain_files=not self._is_coordinator)
 
     def _advance(self) -> bool:
         files = self._files
-        there = files.there()
-        if files.committed():
-            if self._leads:
+        published = files.published()
+        if files.is_committed():
+            if self._is_coordinator:
                 if self._first.sync:
                     self._directory.sync()
                 files.clear()
             else:
                 files.remove("lists", "manifest", "failed")
             return True
-        self._raise_failed(there["failed"].intersection(files.others))
-        if not self._leads:
-            self._follow()
-        if not self.has_written and self._epoch and len(there["lists"]) == files.node_count:
+        self._raise_failed(published["failed"].intersection(files.others))
+        if not self._is_coordinator:
+            self._adopt_epoch()
+        if not self.has_written and self._epoch and len(published["lists"]) == files.node_count:
             self._write()
-            there = files.there()
-        if self._leads and self.has_written and len(there["manifest"]) == files.node_count:
+            published = files.published()
+        has_all_manifests = len(published["manifest"]) == files.node_count
+        if self._is_coordinator and self.has_written and has_all_manifests:
             reports = self._all_reports()
             if reports is not None:
                 self._commit(reports)
                 return True
-        what = "manifest" if self.has_written else "lists"
-        if self._is_late():
-            absent = sorted(set(files.others) - there[what]) or [0]
-            raise self._timed_out(absent)
-        self._publish(there)
+        awaited = "manifest" if self.has_written else "lists"
+        if self._is_past_deadline():
+            missing = sorted(set(files.others) - published[awaited]) or [0]
+            raise self._timeout_error(missing)
+        self._publish(published)
         return False
 
-    # ---- The steps ----
+    # ---- Steps of an epoch ----
 
     def _raise_failed(self, nodes: set[int]) -> None:
-        """Raises what another machine says that ends this try, or the save once and for all."""
+        """Raises the failure of another machine that ends this epoch or the whole save."""
         for node in sorted(nodes):
             got = self._files.get(node, "failed")
             if got is None:
                 continue
-            of_epoch = got[0]["epoch"]
-            is_new = not self._epoch and of_epoch != self._former_failure
-            ends = (self._leads or node == 0) and (of_epoch == self._epoch or is_new)
-            if of_epoch is None or ends:
+            failed_epoch = got[0]["epoch"]
+            is_new = not self._epoch and failed_epoch != self._failed_before
+            ends = (self._is_coordinator or node == 0) and (failed_epoch == self._epoch or is_new)
+            if failed_epoch is None or ends:
                 raise _RemoteError(tuple(got[0]["failure"]), got[0].get("unsure", False))
 
     def _failed_epoch(self, node: int) -> str | None:
-        """The try that a machine says has failed; empty if it says nothing."""
+        """Returns the epoch that a machine published as failed; empty if none."""
         got = self._files.get(node, "failed")
         return "" if got is None else got[0]["epoch"]
 
-    def _first_epoch(self) -> str:
-        """The try that goes on; empty if there is none."""
+    def _published_epoch(self) -> str:
+        """Returns the epoch that machine 0 published; empty if none."""
         got = self._files.get(0, "epoch")
         return "" if got is None else str(got[0]["epoch"])
 
-    def _follow(self) -> None:
-        """Finds out which try goes on."""
-        goes_on = self._first_epoch()
-        if goes_on in ("", self._epoch):
+    def _adopt_epoch(self) -> None:
+        """Changes to the epoch that machine 0 published."""
+        epoch = self._published_epoch()
+        if epoch in ("", self._epoch):
             return
-        if self._epoch:  # That one is over, for there is another.
+        if self._epoch:  # A new epoch ends the previous one.
             self._files.remove("manifest")
-            self._drop()
-        self._epoch = goes_on
-        self._wait_anew()
+            self._remove_written()
+        self._epoch = epoch
+        self._reset_deadline()
 
     def _write(self) -> None:
-        """Writes the part of each rank of this machine, and says so; or finds that it was done."""
+        """Writes the shares of this machine and publishes the manifest, unless both exist."""
         files = self._files
         self._plan = self._planned()
         if self._plan is None:
             return
         self._before = self._directory.names(), committed_id(self._directory)
-        reports = self._reports_of(files.node)  # Of an agent that was here before.
+        reports = self._reports_of(files.node)  # An earlier agent may have written them.
         if reports is None:
             assigned = [self._plan.plan.assignment(header.rank) for header in self._headers]
-            reports = write_parts(
+            reports = write_shares(
                 *(list(zip(self._snapshots, assigned, strict=True)), self._directory),
                 *(secrets.token_hex(8), self._written),
                 io=self._io,
@@ -239,15 +245,15 @@ class JointSave:
             )
             if [SlotHeader.of(memory) for memory in self._memories] != self._headers:
                 raise CheckpointError(
-                    f"cannot commit {self._directory}: a slot was filled anew meanwhile"
+                    f"cannot commit {self._directory}: a slot was refilled meanwhile"
                 )
             self._publish_manifest(reports)
         self._written = [name for _, (name, _, _), _ in reports]
         self._reports = reports
-        self._wait_anew()
+        self._reset_deadline()
 
     def _planned(self) -> _Plan | None:
-        """The plan of all ranks, which every machine makes alike; ``None`` if a list is gone."""
+        """Returns the plan of all ranks, equal on all machines; ``None`` if a list is gone."""
         items: dict[int, bytes] = {}
         paths: dict[int, bytes | None] = {}
         ranks_per_node = 0
@@ -258,15 +264,15 @@ class JointSave:
             facts, blobs = got
             if facts["save"] != self._save_facts():
                 raise CheckpointError(
-                    f"cannot save {self._directory}: machine {node} has another save there, "
-                    f"{facts['save']} and not {self._save_facts()}"
+                    f"cannot save {self._directory}: machine {node} has a different save, "
+                    f"{facts['save']} instead of {self._save_facts()}"
                 )
             ranks_per_node = ranks_per_node or len(facts["ranks"])
             items.update(zip(facts["ranks"], blobs[::2], strict=True))
-            for rank, has_paths, of_rank in zip(
+            for rank, has_paths, rank_paths in zip(
                 facts["ranks"], facts["has_paths"], blobs[1::2], strict=True
             ):
-                paths[rank] = of_rank if has_paths else None
+                paths[rank] = rank_paths if has_paths else None
         ranks = sorted(items)
         if ranks != list(range(self._headers[0].world_size)):
             raise CheckpointError(
@@ -279,7 +285,7 @@ class JointSave:
         return _Plan(plan, [paths[rank] for rank in ranks])
 
     def _all_reports(self) -> list[Report] | None:
-        """What all machines have written in this try; ``None`` where one has not."""
+        """Returns the reports of all machines in this epoch; ``None`` if any is missing."""
         found: list[Report] = []
         for node in range(self._files.node_count):
             reports = self._reports_of(node)
@@ -289,7 +295,7 @@ class JointSave:
         return found
 
     def _reports_of(self, node: int) -> list[Report] | None:
-        """What a machine has written in this try; ``None`` where it has not said so."""
+        """Returns the reports in a machine's manifest of this epoch; ``None`` if it has none."""
         got = self._files.get(node, "manifest")
         if got is None or got[0]["epoch"] != self._epoch:
             return None
@@ -302,53 +308,53 @@ class JointSave:
         ]
 
     def _commit(self, reports: list[Report]) -> None:
-        """Commits; on the first machine."""
+        """Commits the save; called on machine 0."""
         assert self._plan is not None
         save_id = self._files.save_id(self._epoch)
         files = commit_files(self._plan.plan, reports, save_id, self._first, self._plan.paths)
         written = {name: nbytes for _, (name, nbytes, _), _ in reports}
-        self._is_unsure = True  # If this fails, it may be there all the same.
+        self._may_be_committed = True  # Even if `publish` fails.
         publish(files, written, save_id, self._first, *self._before)
         self._files.clear()
 
-    def _leave_epoch(self, failure: Failure | None, *, keep: bool) -> None:
-        """Ends this machine's part.
+    def _end_epoch(self, failure: Failure | None, *, retain_files: bool) -> None:
+        """Ends this machine's participation in the epoch.
 
         Args:
-            failure: What the other machines are to know.
-            keep: Whether what is written stays, for it may be committed.
+            failure: Failure to publish.
+            retain_files: Whether the data files remain, because they may be committed.
         """
         if failure is not None:
-            facts = {"epoch": self._epoch, "failure": failure, "unsure": self._is_unsure}
-            with contextlib.suppress(CheckpointError):  # What has failed first is raised.
+            facts = {"epoch": self._epoch, "failure": failure, "unsure": self._may_be_committed}
+            with contextlib.suppress(CheckpointError):  # The caller raises the first failure.
                 self._files.put("failed", facts)
         self._files.remove("epoch", "lists")
-        if not keep:
+        if not retain_files:
             self._files.remove("manifest")
-            self._drop()
+            self._remove_written()
 
-    def _drop(self) -> None:
-        """Removes what this machine has written."""
+    def _remove_written(self) -> None:
+        """Removes the data files of this machine."""
         remove_files(self._directory, self._written)
         self._written = []
         self._reports = None
 
-    # ---- What is published ----
+    # ---- Published files ----
 
-    def _publish(self, there: dict[str, set[int]]) -> None:
-        """Publishes what is not there: somebody may have taken it for left over."""
+    def _publish(self, published: dict[str, set[int]]) -> None:
+        """Publishes the missing files of this machine: another save may have removed them."""
         node = self._files.node
-        if node not in there["lists"]:
+        if node not in published["lists"]:
             facts = {
                 "save": self._save_facts(),
                 "ranks": [header.rank for header in self._headers],
                 "has_paths": [snapshot.paths is not None for snapshot in self._snapshots],
             }
-            blobs = [blob for one in self._snapshots for blob in (one.items, one.paths or b"")]
+            blobs = [blob for s in self._snapshots for blob in (s.items, s.paths or b"")]
             self._files.put("lists", facts, blobs)
-        if self._leads and node not in there["epoch"]:
+        if self._is_coordinator and node not in published["epoch"]:
             self._files.put("epoch", {"epoch": self._epoch})
-        if self._reports is not None and node not in there["manifest"]:
+        if self._reports is not None and node not in published["manifest"]:
             self._publish_manifest(self._reports)
 
     def _publish_manifest(self, reports: list[Report]) -> None:
@@ -357,26 +363,26 @@ class JointSave:
         self._files.put("manifest", {"epoch": self._epoch, "files": files}, blobs)
 
     def _save_facts(self) -> list[object]:
-        """What all machines must agree on."""
+        """Returns the facts of the save that must be equal on all machines."""
         header = self._headers[0]
         return [header.step, header.world_size, self._first.version, self._first.sync]
 
-    # ---- Waiting ----
+    # ---- Deadline ----
 
-    def _wait_anew(self) -> None:
-        self._since = time.monotonic()
-        self._until = self._since + self._timeout_s
+    def _reset_deadline(self) -> None:
+        self._waiting_since = time.monotonic()
+        self._deadline = self._waiting_since + self._timeout_s
 
-    def _is_late(self) -> bool:
-        """Whether it has been long enough."""
+    def _is_past_deadline(self) -> bool:
+        """Returns whether the deadline has passed. A shutdown shortens the wait."""
         now = time.monotonic()
-        if self._until > now + HURRY_S and self._is_hurried():
-            self._until = now + HURRY_S
-        return now > self._until
+        if self._deadline > now + SHUTDOWN_WAIT_S and self._is_shutting_down():
+            self._deadline = now + SHUTDOWN_WAIT_S
+        return now > self._deadline
 
-    def _timed_out(self, nodes: Sequence[int]) -> CheckpointError:
+    def _timeout_error(self, nodes: Sequence[int]) -> CheckpointError:
         machines = f"machine{'s' if len(nodes) > 1 else ''} {' and '.join(map(str, nodes))}"
         return CheckpointError(
-            f"cannot save {self._directory}: nothing is heard of {machines} of "
-            f"{self._files.node_count} for {time.monotonic() - self._since:.0f} s"
+            f"cannot save {self._directory}: no response from {machines} of "
+            f"{self._files.node_count} for {time.monotonic() - self._waiting_since:.0f} s"
         )

@@ -1,4 +1,4 @@
-"""A rank's share of the replicas on its machine, from save to save."""
+"""A rank's share of the replicas on its machine, across saves."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["MachineShare"]
 
 
 class MachineShare:
-    """A rank's share of what the ranks of its machine hold alike, from save to save.
+    """A rank's share of the replicas on its machine, across saves.
 
-    While all ranks hold the same tensors as in the save before, each copies its share of them.
-    Otherwise each copies all that it holds. So ranks agree in each save.
+    If every rank has the same tensors as in the previous save, each copies only its share of the
+    replicas. Otherwise every rank copies all of its items. The ranks decide this in each save.
 
     Args:
-        folder: Of the run's memory.
-        run: Its 16 bytes.
-        rank: Whose share it is.
+        folder: Folder of the run's shared memory.
+        run: 16 bytes that identify the run.
+        rank: This rank.
 
     Attributes:
-        tensors: Stands for the tensors that the rank held last: 16 bytes.
-        sharing: Stands for how the ranks of the machine share them out; ``NOT_SHARED`` where each
-            copies all.
+        tensors: 16 bytes that identify the tensors of the rank in its last save.
+        sharing: 16 bytes that identify how the ranks of the machine divide their replicas;
+            ``NOT_SHARED`` if each copies all of its items.
     """
 
     def __init__(self, folder: Path, run: bytes, rank: int) -> None:
@@ -43,38 +43,38 @@ class MachineShare:
         self._rank = rank
         self.tensors = b""
         self.sharing = NOT_SHARED
-        self._assigned = b""  # Of the tensors, if they are shared out.
-        self._listed = b""  # What was listed last, objects and all.
-        self._selection: Selection | None = None  # Of that; made when it is needed.
-        self._copied_all: Save = b"", -1  # The save in which this rank has done so last.
+        self._assigned = b""  # Encoded assignment, if the replicas are shared.
+        self._listed = b""  # Digest of the last item list, objects included.
+        self._selection: Selection | None = None  # For that list; computed on first use.
+        self._copied_all: Save = b"", -1  # Last save in which all items were copied.
 
-    def is_known(self, contents: SlotContents, save: Save) -> bool:
-        """Whether this rank can copy its share, if all others can."""
+    def can_share(self, contents: SlotContents, save: Save) -> bool:
+        """Returns whether this rank can copy its share in a save, if all other ranks can."""
         if self._listed != contents.digest:
             self._listed, self._selection = contents.digest, None
             tensors = digest_of(contents.items.tensors().encode())
             if tensors != self.tensors:
                 self.tensors = tensors
-                self.forget()
+                self.reset()
         is_next = self._copied_all == (save[0], save[1] - 1)
         return self.sharing != NOT_SHARED or is_next
 
-    def forget(self) -> None:
-        """From now on this rank does not know its share."""
+    def reset(self) -> None:
+        """Discards the share, so that the rank copies all of its items."""
         self.sharing, self._selection, self._copied_all = NOT_SHARED, None, (b"", -1)
 
-    def all_copied(self, save: Save) -> None:
-        """This rank has copied all that it holds."""
+    def set_copied_all(self, save: Save) -> None:
+        """Records a save in which this rank copied all of its items."""
         self._copied_all = save
 
-    def of(self, contents: SlotContents) -> SlotContents:
-        """What this rank copies, where all know their shares.
+    def select(self, contents: SlotContents) -> SlotContents:
+        """Returns the contents that this rank copies when all ranks copy shares.
 
         Raises:
-            CheckpointError: What ranks have copied in the save before is gone.
+            CheckpointError: The slots of the previous save are gone.
         """
         if self.sharing == NOT_SHARED:
-            self._share_out()
+            self._assign_shares()
         if self._selection is None:
             assignment, items = contents.items.share(self._assigned)
             work = _native.Work(contents.items, assignment)
@@ -83,15 +83,17 @@ class MachineShare:
             self._selection = Selection(work.items, rows, items)
         return contents.select(self._selection)
 
-    def _share_out(self) -> None:
-        """Shares out what all ranks have listed in the save in which they copied everything."""
-        of_save = whole_saves(complete_slots(self._folder, self._run)).get(self._copied_all, [])
-        if not of_save:
-            raise CheckpointError("what the ranks of this machine have copied last is gone")
-        headers = [header for header, _ in of_save]
-        found = [_native.Slot.open(os.fsencode(path), False).read() for _, path in of_save]
-        tables = [_native.ItemTable.decode(one.items).tensors().encode() for one in found]
-        # Other machines would cut a tensor elsewhere, and pieces overlap.
+    def _assign_shares(self) -> None:
+        """Assigns shares from the item lists of the save in which all ranks copied everything."""
+        slots = whole_saves(complete_slots(self._folder, self._run)).get(self._copied_all, [])
+        if not slots:
+            raise CheckpointError(
+                "cannot assign shares on this machine: the slots of the previous save are gone"
+            )
+        headers = [header for header, _ in slots]
+        snapshots = [_native.Slot.open(os.fsencode(path), False).read() for _, path in slots]
+        tables = [_native.ItemTable.decode(s.items).tensors().encode() for s in snapshots]
+        # Another machine may split a tensor at other rows, so that the boxes would overlap.
         split = headers[0].node_count == 1
         plan = _native.GlobalPlan(tables, len(tables), split=split, whole=False)
         self._assigned = plan.assignment([header.rank for header in headers].index(self._rank))

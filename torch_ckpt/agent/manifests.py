@@ -1,8 +1,8 @@
-"""The files through which the agents of several machines bring one save to disk.
+"""The files through which the agents of several machines complete one save.
 
-The file system of the checkpoints is all that machines are known to share. So each agent publishes
-what the others need of it as small files in the checkpoint's directory, each by a rename.
-:mod:`torch_ckpt.agent.joint_save` says who publishes what when.
+Machines are certain to share only the file system of the checkpoints. Each agent therefore
+publishes its state as small files in the checkpoint's directory, each with an atomic rename.
+:mod:`torch_ckpt.agent.joint_save` describes the order of these files.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.storage.gc import remove_files
 
-__all__ = ["Failure", "Manifests", "decode", "encode", "failure_of", "raise_failure"]
+__all__ = ["Failure", "FileKind", "Manifests", "decode", "encode", "failure_of", "raise_failure"]
 
-What = Literal["epoch", "lists", "manifest", "failed"]
+FileKind = Literal["epoch", "lists", "manifest", "failed"]
 
 _UNPUBLISHED = ".tmp"
 _MAGIC = b"TCAGENT\n"
 _HEAD = struct.Struct("<8sII")
 _TAG_DIGITS = 16
-_OF_ID = 10  # Of those, that begin the id of the save; the other six digits are those of a try.
+_TAG_DIGITS_IN_ID = 10  # A save id begins with digits of the tag; the other 6 are of the epoch.
 
 Failure = tuple[str, str, int]
 """Class of an error, its message, and errno."""
 
 
 class Manifests:
-    """The files of one save, as one of the machines sees them.
+    """The files of one save, from the perspective of one machine.
 
     Args:
-        run: 16 bytes.
-        session: 16 bytes.
-        sequence: Which save of the session.
-        node: This machine, by number.
-        node_count: How many there are.
-        directory: Of the checkpoint.
+        run: 16 bytes that identify the run.
+        session: 16 bytes that identify the session.
+        sequence: Number of the save in its session.
+        node: Number of this machine.
+        node_count: Number of machines.
+        directory: Directory of the checkpoint.
 
     Attributes:
-        node: This machine, by number.
-        node_count: How many there are.
-        tag: Names the save.
+        node: Number of this machine.
+        node_count: Number of machines.
+        tag: Hexadecimal digits that identify the save in file names.
     """
 
     def __init__(
@@ -76,28 +76,28 @@ class Manifests:
         return [node for node in range(self.node_count) if node != self.node]
 
     def save_id(self, epoch: str) -> str:
-        """The id of the save, if this try of it is committed."""
-        return self.tag[:_OF_ID] + epoch[: _TAG_DIGITS - _OF_ID]
+        """Returns the save id of the checkpoint that this epoch commits."""
+        return self.tag[:_TAG_DIGITS_IN_ID] + epoch[: _TAG_DIGITS - _TAG_DIGITS_IN_ID]
 
-    def committed(self) -> bool:
-        """Whether this save is committed.
+    def is_committed(self) -> bool:
+        """Returns whether an epoch of this save is committed.
 
         Raises:
-            StorageError: Nobody can tell.
+            StorageError: The directory cannot be read.
         """
         found = committed_id(self.directory)
-        return found is not None and found[:_OF_ID] == self.tag[:_OF_ID]
+        return found is not None and found[:_TAG_DIGITS_IN_ID] == self.tag[:_TAG_DIGITS_IN_ID]
 
-    def put(self, what: What, facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-        """Publishes something of this machine, in place of what it has published before.
+    def put(self, kind: FileKind, facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        """Publishes a file of this machine; replaces an earlier file of this kind.
 
         Raises:
-            NotFoundError: The directory is gone.
-            StorageError: It cannot be written.
+            NotFoundError: The directory does not exist.
+            StorageError: The file cannot be written.
         """
-        path = self._path(self.node, what)
+        path = self._path(self.node, kind)
         temporary = path.with_name(f"{path.name}{_UNPUBLISHED}")
-        temporary.discard()  # Of an agent that was killed.
+        temporary.discard()  # A killed agent may have left one.
         try:
             temporary.write(encode(facts, blobs), sync=False)
             temporary.rename(path)
@@ -105,37 +105,37 @@ class Manifests:
             temporary.discard()
             raise
 
-    def get(self, node: int, what: What) -> tuple[dict[str, Any], list[bytes]] | None:
-        """What a machine has published; ``None`` if that is nothing whole."""
+    def get(self, node: int, kind: FileKind) -> tuple[dict[str, Any], list[bytes]] | None:
+        """Returns the content of a machine's file; ``None`` if it is absent or damaged."""
         with contextlib.suppress(StorageError, NotFoundError, CorruptionError):
-            return decode(self._path(node, what).read())
+            return decode(self._path(node, kind).read())
         return None
 
-    def there(self) -> dict[str, set[int]]:
-        """The machines that have published something, by what it is."""
-        found: dict[str, set[int]] = {what: set() for what in get_args(What)}
+    def published(self) -> dict[str, set[int]]:
+        """Returns, for each kind of file, the machines that have published one."""
+        found: dict[str, set[int]] = {kind: set() for kind in get_args(FileKind)}
         for match in self._files():
             if not match[3] and match[2] in found:
                 found[match[2]].add(int(match[1]))
         return found
 
-    def remove(self, *whats: What) -> None:
-        """Removes files of this machine, as far as they are there."""
-        self._remove(self._path(self.node, what).name for what in whats)
+    def remove(self, *kinds: FileKind) -> None:
+        """Removes files of this machine; absent files are ignored."""
+        self._remove(self._path(self.node, kind).name for kind in kinds)
 
     def clear(self) -> None:
-        """Removes the files of all machines, but those which one is about to publish."""
+        """Removes the published files of all machines."""
         self._remove(match[0] for match in self._files() if not match[3])
 
-    def is_attended(self) -> bool:
-        """Whether any machine has come for this save."""
+    def has_files(self) -> bool:
+        """Returns whether any machine has files for this save."""
         return bool(self._files())
 
     def abort(self, why: str) -> None:
-        """Says that this machine will never have the save.
+        """Publishes that this machine will never complete the save.
 
         Raises:
-            StorageError: It cannot be said.
+            StorageError: The file cannot be written.
         """
         failure = failure_of(self.node, CheckpointError(why))
         self.put("failed", {"epoch": None, "failure": failure})
@@ -148,12 +148,12 @@ class Manifests:
     def _remove(self, names: Iterable[str]) -> None:
         remove_files(self.directory, names)
 
-    def _path(self, node: int, what: What) -> Location:
-        return self.directory / f".agents-{self.tag}-{node}.{what}"
+    def _path(self, node: int, kind: FileKind) -> Location:
+        return self.directory / f".agents-{self.tag}-{node}.{kind}"
 
 
 def failure_of(node: int, error: BaseException) -> Failure:
-    """What all machines are told of an error on one of them."""
+    """Returns the description of a machine's error that is published to all machines."""
     kind, text, errno = error_message(error)
     assert isinstance(kind, bytes)
     assert isinstance(text, bytes)
@@ -162,18 +162,21 @@ def failure_of(node: int, error: BaseException) -> Failure:
 
 
 def raise_failure(failure: Failure | None) -> NoReturn:
-    """Raises what was told.
+    """Raises the error that a machine published.
 
     Raises:
         CheckpointError: Always.
     """
     kind, text, errno = failure or ("CheckpointError", "another machine has failed", 0)
     raise_error(Message(Kind.ERROR, (kind.encode(), text.encode(), errno)))
-    raise AssertionError("an error message raises")
+    raise AssertionError("raise_error raises for every ERROR message")
 
 
 def encode(facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
-    """A file: magic, length of the facts, CRC-32 of all that follows; facts as JSON, and bytes.
+    """Returns the bytes of a file.
+
+    A file has a magic number, the length of its JSON text, the CRC-32 of all bytes that follow, the
+    JSON text, and the blobs.
 
     Example::
 
@@ -185,23 +188,23 @@ def encode(facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
 
 
 def decode(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """What :func:`encode` was given.
+    """Returns the facts and blobs of a file that :func:`encode` made.
 
     Raises:
-        CorruptionError: It is something else.
+        CorruptionError: The bytes are not such a file.
     """
     try:
         magic, nbytes, crc = _HEAD.unpack_from(data)
         body = data[_HEAD.size :]
         if magic != _MAGIC or zlib.crc32(body) != crc:
-            raise ValueError("its bytes are not those that were written")
+            raise ValueError("its magic number or CRC-32 does not match")
         facts, lengths = json.loads(body[:nbytes])
         blobs = []
         for length in lengths:
             blobs.append(body[nbytes : nbytes + length])
             nbytes += length
         if nbytes != len(body) or not isinstance(facts, dict):
-            raise ValueError("it has another length")
+            raise ValueError("its length does not match")
         return facts, blobs
     except (struct.error, TypeError, ValueError) as error:
-        raise CorruptionError(f"this is no file of an agent: {error}") from error
+        raise CorruptionError(f"cannot decode a file of an agent: {error}") from error

@@ -1,8 +1,8 @@
-"""Where the shared memory of a run lies, and what is found there.
+"""The shared memory of a run: its folder, its slots, and the lock of its agent.
 
-Each run has a folder in tmpfs, which only its user may enter: its slots, two for each rank of this
-machine, and what its agent needs. All of it goes with the agent when the run has ended; what is
-left of a run that nobody goes on with is removed by whoever comes next.
+Each run has a folder in tmpfs that only its user may enter. The folder contains two slots for each
+rank of this machine and the files of the agent. The agent removes the folder when the run ends. The
+next agent of the user removes the folders of abandoned runs.
 """
 
 from __future__ import annotations
@@ -46,43 +46,44 @@ __all__ = [
 T = TypeVar("T")
 
 Save = tuple[bytes, int]
-"""Session and sequence: what the slots of all ranks of one save have in common."""
+"""Session and sequence, which identify a save: the slots of all its ranks share them."""
 
 SLOTS_PER_RANK = 2
 
 NOT_SHARED = bytes(16)
-"""Of ranks each of which copies all that it holds."""
+"""The share id of a save in which each rank copies all of its items."""
 
 LOCK_NAME = "agent.lock"
-"""The file whose lock the agent of a run holds."""
+"""The file that the agent of a run locks."""
 
 _LOCK_WAIT_S = 0.2
-"""Whoever looks whether there is an agent (:func:`has_agent`) holds its lock for a moment."""
+"""Time to wait for the lock, because :func:`has_agent` acquires it briefly."""
 
 _ABANDONED_S = 24 * 3600.0
-"""Memory of a run without an agent is removed when nobody has touched it for so long."""
+"""Age after which the memory of a run without an agent is removed."""
 
 _SLOT = re.compile(r"rank-(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True, order=True)
 class SlotHeader:
-    """What a slot holds. Later snapshots of a run compare as greater.
+    """The header of a slot. Later snapshots of a run compare as greater.
 
     Attributes:
-        session: 16 bytes of the processes that have started together; later ones are greater.
-        sequence: Which save of the session.
-        step: What the user calls it.
-        rank: Whose it is.
-        world_size: How many ranks there are.
-        node: The machine, by number.
-        node_count: How many the ranks are on.
-        ranks_here: How many of the ranks are on this one.
-        persist: Whether it is to be brought to disk without being asked again: 0 or 1.
-        run: 16 bytes.
+        session: 16 bytes that identify the ranks that started together; later sessions are greater.
+        sequence: Number of the save in its session.
+        step: Step that the user gave the save.
+        rank: Rank that filled the slot.
+        world_size: Number of ranks.
+        node: Number of this machine.
+        node_count: Number of machines.
+        ranks_here: Number of ranks on this machine.
+        persist: Whether the agent persists the save without a further request: 0 or 1.
+        run: 16 bytes that identify the run.
         tensors_id: 16 bytes that identify the tensors of the rank.
-        share: 16 bytes that stand for how the ranks of the machine shared these out: the slots of
-            one save belong together only if they are the same. ``NOT_SHARED``: each has all.
+        share: 16 bytes that identify how the ranks of the machine divided their replicas. The slots
+            of one save form a snapshot only if their ``share`` is equal. ``NOT_SHARED`` if each
+            rank copied all of its items.
     """
 
     session: bytes
@@ -100,12 +101,12 @@ class SlotHeader:
 
     @classmethod
     def of(cls, slot: _native.Slot) -> SlotHeader:
-        """That of a slot.
+        """Returns the header of a slot.
 
         Raises:
-            NotFoundError: Nothing complete is in it.
-            CorruptionError: It is damaged.
-            UnsupportedError: It is of another version.
+            NotFoundError: The slot contains no complete snapshot.
+            CorruptionError: The slot is damaged.
+            UnsupportedError: The slot has another version.
         """
         run, session, sequence, step, rank, world_size, node, node_count, here, persist, *shared = (
             slot.header()
@@ -117,11 +118,11 @@ class SlotHeader:
 
     @property
     def save(self) -> Save:
-        """What the slots of all ranks of one save have in common."""
+        """The session and sequence of the save."""
         return self.session, self.sequence
 
     def to_native(self) -> _native.SlotHeader:
-        """In the engine's order."""
+        """Returns the fields in the order of the native engine."""
         return (
             *(self.run, self.session, self.sequence, self.step, self.rank, self.world_size),
             *(
@@ -136,12 +137,12 @@ class SlotHeader:
 
 
 def run_of(name: str | os.PathLike[str]) -> bytes:
-    """The 16 bytes that stand for a run of this name."""
+    """Returns the 16 bytes that identify a run."""
     return hashlib.sha256(os.fsencode(os.path.realpath(name))).digest()[:16]
 
 
 def folder_of(run: bytes) -> Path:
-    """The folder of a run.
+    """Returns the folder of a run.
 
     ``TORCH_CKPT_MEMORY`` may name a tmpfs other than ``/dev/shm``.
     """
@@ -150,11 +151,11 @@ def folder_of(run: bytes) -> Path:
 
 
 def open_folder(run: bytes) -> Path:
-    """The folder of a run, which is created if there is none.
+    """Returns the folder of a run; creates it if it does not exist.
 
     Raises:
-        StorageError: It cannot be created.
-        CheckpointError: Another user has one of that name.
+        StorageError: The folder cannot be created.
+        CheckpointError: The path belongs to another user, or other users can access it.
     """
     folder = folder_of(run)
     for path in (folder.parent, folder):
@@ -165,13 +166,15 @@ def open_folder(run: bytes) -> Path:
         except OSError as error:
             raise StorageError(f"cannot create {path}: {error.strerror}", error.errno) from error
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-            raise CheckpointError(f"{path} is not this user's alone: no memory is shared there")
+            raise CheckpointError(
+                f"cannot share memory in {path}: it is not a private directory of this user"
+            )
     return folder
 
 
 @contextlib.contextmanager
 def short_path(folder: Path) -> Iterator[str]:
-    """Another name of a folder, for sockets: the names of these have at most 108 bytes."""
+    """Yields a short name of a folder, because the name of a socket has at most 108 bytes."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}"
@@ -180,12 +183,12 @@ def short_path(folder: Path) -> Iterator[str]:
 
 
 def slot_path(folder: Path, rank: int, number: int) -> Path:
-    """The file of a rank's slot."""
+    """Returns the file of a rank's slot."""
     return folder / f"rank-{rank}.{number}"
 
 
 def found_slots(folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """Rank, number and file of every slot in a folder, in order."""
+    """Yields the rank, number and file of every slot in a folder, in order."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     for name in names:
         match = _SLOT.fullmatch(name)
@@ -196,28 +199,28 @@ def found_slots(folder: Path) -> Iterator[tuple[int, int, Path]]:
 def whole_saves(
     found: Iterable[tuple[SlotHeader, T]],
 ) -> dict[Save, list[tuple[SlotHeader, T]]]:
-    """What was found of each save that all ranks of this machine have completed, by rank.
+    """Returns the slots of each save that all ranks of this machine have completed.
 
-    The newest save comes last.
+    The saves are in order, the newest last; the slots of a save are in order of rank.
     """
     saves: dict[Save, list[tuple[SlotHeader, T]]] = {}
-    for header, what in found:
-        saves.setdefault(header.save, []).append((header, what))
+    for header, slot in found:
+        saves.setdefault(header.save, []).append((header, slot))
     whole = {}
-    for save, of_save in sorted(saves.items(), key=lambda one: one[0]):
-        of_save.sort(key=lambda one: one[0].rank)
-        ranks = {header.rank for header, _ in of_save}
-        alike = {(header.step, header.share) for header, _ in of_save}
-        if len(ranks) == of_save[0][0].ranks_here and len(alike) == 1:
-            whole[save] = of_save
+    for save, slots in sorted(saves.items(), key=lambda item: item[0]):
+        slots.sort(key=lambda item: item[0].rank)
+        ranks = {header.rank for header, _ in slots}
+        variants = {(header.step, header.share) for header, _ in slots}
+        if len(ranks) == slots[0][0].ranks_here and len(variants) == 1:
+            whole[save] = slots
     return whole
 
 
 def sharing_of(headers: Sequence[SlotHeader]) -> bytes:
-    """Stands for how ranks share out what they hold alike.
+    """Returns 16 bytes that identify how the ranks of a machine divide their replicas.
 
     Args:
-        headers: Of all ranks of a machine, in their order.
+        headers: Slot headers of all ranks of the machine, in order of rank.
     """
     digest = hashlib.blake2b(digest_size=16)
     for header in headers:
@@ -226,7 +229,7 @@ def sharing_of(headers: Sequence[SlotHeader]) -> bytes:
 
 
 def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[SlotHeader, Path]]:
-    """Every slot of a run that holds a complete snapshot."""
+    """Yields the header and file of every slot of a run with a complete snapshot."""
     for _, _, path in found_slots(folder):
         with contextlib.suppress(CheckpointError):
             slot = _native.Slot.open(os.fsencode(path), False)
@@ -238,7 +241,7 @@ def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[SlotHeader, Path]
 
 @contextlib.contextmanager
 def agent_lock(folder: Path) -> Iterator[bool]:
-    """Holds the lock of a run's agent; gives whether it could be had."""
+    """Acquires the lock of a run's agent for a block; yields whether that succeeded."""
     descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + _LOCK_WAIT_S
@@ -248,15 +251,15 @@ def agent_lock(folder: Path) -> Iterator[bool]:
                 return
             time.sleep(_LOCK_WAIT_S / 20)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)  # For people.
-        # Its folder may have been removed by the agent that has just ended.
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)  # For users to read.
+        # The agent that released the lock may have removed the folder.
         yield os.fstat(descriptor).st_nlink > 0
     finally:
         os.close(descriptor)
 
 
 def has_agent(folder: Path) -> bool:
-    """Whether a process holds the lock of a run's agent, be it that it ends."""
+    """Returns whether a process holds the lock of a run's agent; the process may be ending."""
     try:
         descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -276,16 +279,19 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 
 def remove_abandoned(own: Path) -> list[Path]:
-    """Removes the memory of other runs of this user that nobody has gone on with for a day.
+    """Removes the memory of this user's other runs that no process has used for a day.
+
+    Args:
+        own: Folder of this run.
 
     Returns:
-        The folders.
+        The removed folders.
     """
     removed = []
     for folder in sorted(own.parent.iterdir()):
         with contextlib.suppress(OSError):
-            touched = max((p.stat().st_mtime for p in folder.iterdir()), default=0.0)
-            if folder == own or time.time() - touched < _ABANDONED_S:
+            last_use = max((p.stat().st_mtime for p in folder.iterdir()), default=0.0)
+            if folder == own or time.time() - last_use < _ABANDONED_S:
                 continue
             with agent_lock(folder) as is_ours:
                 if is_ours:

@@ -1,8 +1,9 @@
-"""What trainers and the agent say to each other: fixed messages in binary, never pickles.
+"""Messages between trainers and the agent: fixed binary records, never pickles.
 
-A message is a header of 16 bytes, little-endian (``TCAG``, version, kind, two bytes of zero, length
-of the body), and its fields one after another: an integer takes 8 bytes, and bytes take 4 for
-their length before them. Every kind has its own fields, in one order.
+A message is a header of 16 bytes and a body. The header is little-endian: ``TCAG``, version, kind
+(2 bytes each) and the length of the body (8 bytes). The body is the message's fields in a fixed
+order: an integer has 8 bytes; a byte string has a length of 4 bytes before its bytes. Each kind of
+message has its own list of fields.
 """
 
 from __future__ import annotations
@@ -27,34 +28,34 @@ _MAGIC = b"TCAG"
 _VERSION = 4
 _HEADER = struct.Struct("<4sHHQ")
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
-_MOST_NBYTES = 1 << 20  # Of a body: whoever claims more is not one of ours.
+_MAX_BODY_NBYTES = 1 << 20  # A longer body is not from this package.
 
 
 class Kind(enum.IntEnum):
-    """What a message says, and what follows."""
+    """The kind of a message, which determines its fields."""
 
     HELLO = 1
-    """A rank begins: run, session, rank, all ranks of this machine as 8 bytes each."""
+    """Registers a rank: run, session, rank, all ranks of this machine as 8 bytes each."""
     OK = 2
     ERROR = 3
-    """Class of the error, message, errno."""
+    """Reports an error: class, message, errno."""
     RESERVE = 4
-    """Asks for slots: nbytes of each."""
+    """Requests memory for a rank's slots: bytes per slot."""
     ACQUIRE = 5
-    """Asks for a slot to fill: sequence, nbytes, milliseconds to wait for one."""
+    """Requests a slot to fill: sequence, nbytes, milliseconds to wait for a free slot."""
     SLOT = 6
-    """Answers: file of the slot, whether that had to wait."""
+    """Answers ``ACQUIRE``: file of the slot, whether the request waited."""
     BUSY = 7
-    """Answers: all slots are in use."""
+    """Answers ``ACQUIRE``: all slots are in use."""
     FILLED = 8
-    """A snapshot is complete: file of the slot, sequence."""
+    """Reports a complete snapshot: file of the slot, sequence."""
     PERSIST = 9
     """Waits until a save is on disk: session, sequence."""
     DETACH = 10
-    """A rank ends in good order: whether its snapshots are of no more use."""
+    """Reports the orderly end of a rank: whether to discard its snapshots."""
 
     ABORT = 11
-    """A rank will not fill a slot for a save: sequence, node, node count, directory."""
+    """Reports that a rank will fill no slot for a save: sequence, node, node count, directory."""
 
 
 _FIELDS: dict[Kind, str] = {
@@ -74,25 +75,25 @@ _FIELDS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Message:
-    """One message: its kind, and its fields in order."""
+    """One message: its kind and its fields in order."""
 
     kind: Kind
     fields: tuple[int | bytes, ...] = ()
 
     def integer(self, at: int) -> int:
-        """A field that is an integer."""
+        """Returns the integer field at a position."""
         value = self.fields[at]
         assert isinstance(value, int)
         return value
 
     def data(self, at: int) -> bytes:
-        """A field that is bytes."""
+        """Returns the bytes field at a position."""
         value = self.fields[at]
         assert isinstance(value, bytes)
         return value
 
     def pack(self) -> bytes:
-        """All its bytes."""
+        """Returns the encoded message."""
         body = b""
         for field in self.fields:
             if isinstance(field, bytes):
@@ -106,37 +107,39 @@ def send(connection: socket.socket, kind: Kind, *fields: int | bytes) -> None:
     """Sends a message.
 
     Raises:
-        OSError: The other side is gone.
+        OSError: The peer closed the connection.
     """
     connection.sendall(Message(kind, fields).pack())
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """The next message; ``None`` when the other side has ended.
+    """Returns the next message; ``None`` when the peer closed the connection.
 
     Raises:
-        OSError: The other side is gone.
-        CheckpointError: It sends something else.
-        UnsupportedError: It is of another version.
+        OSError: The connection broke.
+        CheckpointError: The bytes are not a message.
+        UnsupportedError: The message has another version.
     """
     header = _read(connection, _HEADER.size)
     if header is None:
         return None
     magic, version, kind, nbytes = _HEADER.unpack(header)
     if magic != _MAGIC:
-        raise CheckpointError("this is no message of an agent or its trainers")
+        raise CheckpointError("cannot read a message: it does not begin with TCAG")
     if version != _VERSION:
         raise UnsupportedError(
-            f"the other side speaks version {version}, and this is version {_VERSION}"
+            f"cannot read a message of version {version}: this process uses version {_VERSION}"
         )
-    if kind not in set(Kind) or nbytes > _MOST_NBYTES:
-        raise CheckpointError(f"there is no message of kind {kind} with {nbytes} bytes")
+    if kind not in set(Kind) or nbytes > _MAX_BODY_NBYTES:
+        raise CheckpointError(
+            f"cannot read a message of kind {kind} with {nbytes} bytes: unknown kind or too long"
+        )
     body = _read(connection, nbytes)
     return None if body is None else Message(Kind(kind), _unpack(Kind(kind), body))
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end."""
+    """Returns the process id and the user id of the peer."""
     pid, user, _ = _PEER.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     )
@@ -144,14 +147,14 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def error_message(error: BaseException) -> tuple[int | bytes, ...]:
-    """The fields of an ``ERROR`` for it."""
+    """Returns the fields of an ``ERROR`` message that describes an exception."""
     kind = type(error).__name__ if isinstance(error, CheckpointError) else "CheckpointError"
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     return kind.encode(), text.encode(), getattr(error, "errno", None) or 0
 
 
 def raise_error(message: Message) -> None:
-    """Raises what an ``ERROR`` says, and nothing for other messages."""
+    """Raises the exception that an ``ERROR`` message describes; ignores other kinds."""
     if message.kind != Kind.ERROR:
         return
     name, text = message.data(0).decode(), message.data(1).decode()
@@ -173,22 +176,22 @@ def _unpack(kind: Kind, body: bytes) -> tuple[int | bytes, ...]:
             (nbytes,) = struct.unpack_from("<I", body, at)
             at += 4
             if nbytes > len(body) - at:
-                raise struct.error("cut off")
+                raise struct.error("truncated")
             fields.append(body[at : at + nbytes])
             at += nbytes
     except struct.error as error:
-        raise CheckpointError(f"a message of kind {kind.name} is cut off") from error
+        raise CheckpointError(f"cannot read a message of kind {kind.name}: truncated") from error
     if at != len(body):
-        raise CheckpointError(f"a message of kind {kind.name} is too long")
+        raise CheckpointError(f"cannot read a message of kind {kind.name}: trailing bytes")
     return tuple(fields)
 
 
 def _read(connection: socket.socket, nbytes: int) -> bytes | None:
-    """Exactly so many bytes; ``None`` where the other side has ended before."""
-    parts = bytearray()
-    while len(parts) < nbytes:
-        part = connection.recv(nbytes - len(parts))
-        if not part:
+    """Reads exactly this many bytes; returns ``None`` if the connection closes earlier."""
+    received = bytearray()
+    while len(received) < nbytes:
+        chunk = connection.recv(nbytes - len(received))
+        if not chunk:
             return None
-        parts += part
-    return bytes(parts)
+        received += chunk
+    return bytes(received)

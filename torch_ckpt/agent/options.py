@@ -1,4 +1,4 @@
-"""How an agent behaves."""
+"""Options of the agent process."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ __all__ = ["AgentOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions:
-    """How an agent behaves.
+    """Options of the agent process.
 
     Attributes:
-        persist_on_failure: Whether the newest complete snapshot is brought to disk when trainers
-            end without saying so.
-        linger_s: Seconds that memory is kept for trainers to come back, once they have died.
-        threads: Files that are written at a time.
-        peers_timeout_s: Seconds that an agent waits for those of other machines, whose ranks have
-            saved with its own; more than one may take longer to write than another. One that has to
-            go on (it was told to end, or ranks have started anew) waits for half a minute at most.
-        io: Tuning. ``background_nice`` is the niceness of the whole process.
+        persist_on_failure: Whether the agent writes the newest complete snapshot to disk after a
+            trainer dies without detaching, and when the agent receives SIGTERM.
+        linger_s: Seconds that the agent retains the snapshots after the last trainer has died, so
+            that restarted trainers can load them.
+        threads: Number of files that the agent writes at a time.
+        peers_timeout_s: Seconds that an agent waits for the agents of other machines, where the
+            ranks of a save are on several machines. Must exceed the largest difference between
+            the write times of two machines. The agent waits at most 30 s after SIGTERM, or once
+            the ranks have restarted.
+        io: I/O tuning. ``background_nice`` is the niceness of the whole agent process.
     """
 
     persist_on_failure: bool = True

@@ -1,8 +1,8 @@
-"""Brings the snapshots of all ranks to disk, as one checkpoint that any reader of DCP's loads.
+"""Writes the snapshots of all ranks to disk, as one checkpoint that any DCP reader loads.
 
-No rank takes part: what each of them holds stands in its slot, so whoever has all slots can plan
-the save and commit it. It is the same plan that ranks would make together, by the same code, and
-the files are those of :class:`torch_ckpt.FastWriter`.
+The trainers are not involved: each slot contains the item list of its rank, so a process with all
+slots can plan and commit the save. The plan and the files are those of
+:class:`torch_ckpt.FastWriter`, made by the same code.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.file_jobs import write_planned
 from torch_ckpt.storage.gc import remove_files, stale_files
 
-__all__ = ["Report", "commit_files", "directory_of", "persist", "publish", "write_parts"]
+__all__ = ["Report", "commit_files", "directory_of", "persist", "publish", "write_shares"]
 
 Report = tuple[int, tuple[str, int, bytes], bytes]
-"""Rank, its file with the sums of that, where its items lie."""
+"""Rank; name, length and checksums of its file; encoded extents of its items."""
 
 
 def persist(
@@ -37,44 +37,44 @@ def persist(
     """Writes and commits a checkpoint of one snapshot of every rank.
 
     Args:
-        snapshots: In order of the ranks, of one save.
-        io: Tuning; its buffers are shared by all threads.
-        threads: Files that are written at a time.
-        is_current: Whether the slots still hold what they were found to hold; asked before the
+        snapshots: The snapshots of one save, in order of rank.
+        io: I/O tuning; all threads share its buffers.
+        threads: Number of files to write at a time.
+        is_current: Returns whether the slots still contain these snapshots; called before the
             commit.
 
     Raises:
-        StorageError: The disk failed. What was written is removed, and what was committed before
-            stands.
-        CheckpointError: The snapshots are not those of one save, or do not hold whole tensors.
+        StorageError: A write failed. The new data files are removed, and the previous checkpoint
+            is unchanged.
+        CheckpointError: The snapshots do not form one save, or do not cover whole tensors.
     """
     _check_one_save(snapshots)
     first = snapshots[0]
     directory = directory_of(first)
     directory.create_directories()
-    found = frozenset(directory.names())
-    former = committed_id(directory)
+    names_before = frozenset(directory.names())
+    id_before = committed_id(directory)
     plan = _native.GlobalPlan(
         [snapshot.items for snapshot in snapshots], len(snapshots), split=True, dedup=True
     )
     save_id = secrets.token_hex(8)
     written: list[str] = []
     try:
-        parts = [(snapshot, plan.assignment(n)) for n, snapshot in enumerate(snapshots)]
-        reports = write_parts(parts, directory, save_id, written, io=io, threads=threads)
+        shares = [(snapshot, plan.assignment(n)) for n, snapshot in enumerate(snapshots)]
+        reports = write_shares(shares, directory, save_id, written, io=io, threads=threads)
         paths = [snapshot.paths for snapshot in snapshots]
         files = commit_files(plan, reports, save_id, first, paths)
         if not is_current():
-            raise CheckpointError(f"cannot commit {directory}: a slot was filled anew meanwhile")
+            raise CheckpointError(f"cannot commit {directory}: a slot was refilled meanwhile")
     except BaseException:
         remove_files(directory, written)
         raise
     sizes = {name: nbytes for _, (name, nbytes, _), _ in reports}
-    publish(files, sizes, save_id, first, found, former)
+    publish(files, sizes, save_id, first, names_before, id_before)
 
 
-def write_parts(
-    parts: Sequence[tuple[_native.StoredSnapshot, bytes]],
+def write_shares(
+    shares: Sequence[tuple[_native.StoredSnapshot, bytes]],
     directory: Location,
     save_id: str,
     written: list[str],
@@ -82,35 +82,36 @@ def write_parts(
     io: IoOptions,
     threads: int,
 ) -> list[Report]:
-    """Writes the part of each rank, and has the names of the files survive, too.
+    """Writes the share of each rank, and syncs the directory if the save requests it.
 
     Args:
-        parts: Snapshots, and what of each is to be written.
-        directory: Of the checkpoint.
-        save_id: Of the save.
-        written: Gets the name of each file that is whole.
-        io: Tuning; its buffers are shared by all threads.
-        threads: Files that are written at a time.
+        shares: Snapshot of each rank, and its encoded assignment.
+        directory: Directory of the checkpoint.
+        save_id: Id of the save.
+        written: Receives the name of each complete file.
+        io: I/O tuning; all threads share its buffers.
+        threads: Number of files to write at a time.
 
     Raises:
-        StorageError: The disk failed. What is in ``written`` is for the caller to remove.
+        StorageError: A write failed. The caller removes the files in ``written``.
     """
-    threads = max(1, min(threads, len(parts)))
+    threads = max(1, min(threads, len(shares)))
     pool_nbytes = max(2 * io.block_nbytes, io.buffer_nbytes // threads)
 
     def write_every(first: int) -> list[Report]:
         pool = _native.BufferPool(pool_nbytes, io.block_nbytes)
         reports = []
-        for number in range(first, len(parts), threads):
-            report = _write(*parts[number], directory, save_id, pool, io)
+        for number in range(first, len(shares), threads):
+            report = _write(*shares[number], directory, save_id, pool, io)
             if report is not None:
                 written.append(report[1][0])
                 reports.append(report)
         return reports
 
     with ThreadPoolExecutor(threads, "torch_ckpt-write") as executor:
-        reports = [report for some in executor.map(write_every, range(threads)) for report in some]
-    if written and parts[0][0].sync:
+        batches = executor.map(write_every, range(threads))
+        reports = [report for batch in batches for report in batch]
+    if written and shares[0][0].sync:
         directory.sync()
     return reports
 
@@ -122,22 +123,24 @@ def commit_files(
     first: _native.StoredSnapshot,
     paths: Iterable[bytes | None],
 ) -> tuple[bytes, bytes]:
-    """The metadata and the index of what all ranks have written.
+    """Returns the metadata and the index of the files that all ranks have written.
 
     Args:
-        plan: Of all ranks.
-        reports: Of all ranks.
-        save_id: Of the save.
-        first: One of the snapshots: what it says of the save is what all say.
-        paths: Of all snapshots.
+        plan: Plan of all ranks.
+        reports: Reports of all ranks.
+        save_id: Id of the save.
+        first: Any snapshot of the save; the facts about the save are equal in all of them.
+        paths: Paths of all snapshots in the nested state dicts.
 
     Raises:
-        CheckpointError: They do not make up whole tensors.
+        CheckpointError: The files do not cover whole tensors.
     """
     directory = str(directory_of(first))
-    once = None if first.paths is None else _once(paths)
+    unique_paths = None if first.paths is None else _unique(paths)
     storage_meta = (directory, True, save_id, None, [INDEX_MARK])
-    return _native.planned_commit_files(plan, save_id, reports, first.version, once, storage_meta)
+    return _native.planned_commit_files(
+        plan, save_id, reports, first.version, unique_paths, storage_meta
+    )
 
 
 def publish(
@@ -145,26 +148,27 @@ def publish(
     written: Mapping[str, int],
     save_id: str,
     first: _native.StoredSnapshot,
-    found: Collection[str],
-    former: str | None,
+    names_before: Collection[str],
+    id_before: str | None,
 ) -> None:
-    """Commits what is written, and removes what that has replaced.
+    """Commits the written files, and removes the files that they replace.
 
     Args:
-        files: As :func:`commit_files` has made it.
-        written: The names of all data files, and their lengths.
-        save_id: Of the save.
-        first: One of the snapshots.
-        found: What was in the directory before.
-        former: Which save was committed there before.
+        files: Metadata and index, from :func:`commit_files`.
+        written: Name and length of each data file.
+        save_id: Id of the save.
+        first: Any snapshot of the save.
+        names_before: Names in the directory before the save.
+        id_before: Id of the save that was committed in the directory before.
 
     Raises:
-        CheckpointError: Somebody else has saved there meanwhile. What was written is removed.
-        StorageError: It failed. Whether the checkpoint is there now is not known.
+        CheckpointError: Another save was committed in the directory meanwhile. The written files
+            are removed.
+        StorageError: The commit failed; whether the checkpoint is committed is unknown.
     """
     directory = directory_of(first)
     try:
-        _check_alone(directory, written, former)
+        _check_not_superseded(directory, written, id_before)
     except BaseException:
         remove_files(directory, written)
         raise
@@ -172,17 +176,18 @@ def publish(
         *(directory.path, ".metadata", ".index", *files, save_id),
         *(sorted(written), first.sync),
     )
-    remove_files(directory, stale_files(found, written, None))
+    remove_files(directory, stale_files(names_before, written, None))
 
 
-def _check_alone(directory: Location, written: Mapping[str, int], former: str | None) -> None:
-    """Raises where another save has been committed meanwhile: it may have taken files of this one.
+def _check_not_superseded(
+    directory: Location, written: Mapping[str, int], id_before: str | None
+) -> None:
+    """Raises if another save was committed meanwhile, which may have removed files of this save.
 
-    Whoever stands still between this and the commit, for as long as another save takes, is not
-    found out.
+    A save that is committed after this check and before the commit of this save is not detected.
     """
     now = committed_id(directory)
-    if now != former:
+    if now != id_before:
         raise CheckpointError(
             f"cannot commit {directory}: another save, {now}, was committed there meanwhile"
         )
@@ -190,15 +195,15 @@ def _check_alone(directory: Location, written: Mapping[str, int], former: str | 
         with contextlib.suppress(NotFoundError):
             if (directory / name).nbytes() == nbytes:
                 continue
-        raise CheckpointError(f"cannot commit {directory}: {name} is not there as it was written")
+        raise CheckpointError(f"cannot commit {directory}: {name} is missing or has another length")
 
 
 def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:
-    """Raises unless there is one of every rank of one save, in order."""
+    """Raises unless the snapshots are of all ranks of one save, in order of rank."""
     saves = {(*s.header[:4], *s.header[5:6], s.directory, s.version, s.sync) for s in snapshots}
     ranks = [s.header[4] for s in snapshots]
     if len(saves) != 1 or ranks != list(range(snapshots[0].header[5])):
-        raise CheckpointError(f"these snapshots, of ranks {ranks}, are not those of one save")
+        raise CheckpointError(f"cannot persist snapshots of ranks {ranks}: they are not one save")
 
 
 def _write(
@@ -209,7 +214,7 @@ def _write(
     pool: _native.BufferPool,
     io: IoOptions,
 ) -> Report | None:
-    """Writes what a rank is to write; ``None`` where that is nothing."""
+    """Writes the share of one rank; returns ``None`` if the share is empty."""
     rank = snapshot.header[4]
     work = _native.Work(_native.ItemTable.decode(snapshot.items), assignment)
     if not len(work):
@@ -230,10 +235,10 @@ def _write(
 
 
 def directory_of(snapshot: _native.StoredSnapshot) -> Location:
-    """Where the checkpoint goes that a snapshot is to become."""
+    """Returns the checkpoint directory that a snapshot is to be written to."""
     return Location(os.fsdecode(snapshot.directory))
 
 
-def _once(paths: Iterable[bytes | None]) -> list[bytes]:
-    """Each different one, in order."""
-    return list(dict.fromkeys(some for some in paths if some is not None))
+def _unique(paths: Iterable[bytes | None]) -> list[bytes]:
+    """Returns the distinct paths, in order."""
+    return list(dict.fromkeys(path for path in paths if path is not None))

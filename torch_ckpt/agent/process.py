@@ -1,7 +1,7 @@
-"""The agent: a process on each machine that outlives trainers, and saves what they have staged.
+"""The agent: a process on each machine that outlives trainers and persists their snapshots.
 
-It imports no torch and knows no tensors. Whatever it must know to go on after its own death stands
-in the slots and beside them, or is what trainers say anew: a new agent is where the old one was.
+The process imports no torch. A restarted agent recovers its state from the slots, from the files
+beside them, and from the trainers, which register again.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ __all__ = ["Agent", "run_agent"]
 _log = logging.getLogger("torch_ckpt.agent")
 
 _SETTLE_S = 1.0
-"""After a trainer has died: the others of its kind mostly die as well."""
+"""Time to wait after a trainer has died, because the other trainers usually die too."""
 
 _POLL_S = 0.5
 
-_GREET_S = 10.0
-"""Within which trainers come to a new agent, once there is one."""
+_REGISTER_S = 10.0
+"""Time within which trainers register with a restarted agent."""
 
-_ADMITTED = 64  # Decisions that are kept: ranks are never so far apart.
+_MAX_ADMITTED = 64  # Retained decisions; ranks are never this many saves apart.
 
 T = TypeVar("T")
 
 
 class Agent:
-    """What the process does.
+    """The server of one run on this machine.
 
     Args:
-        run: 16 bytes.
-        folder: The run's.
-        options: How.
-        first_within_s: Seconds for which the first trainer may come, if there is nothing in memory.
-        signals: Those that have told the process to end: it then does so soon, with the newest
-            complete snapshot on disk.
+        run: 16 bytes that identify the run.
+        folder: Folder of the run's shared memory.
+        options: Options of the agent.
+        first_within_s: Seconds to wait for a first trainer, if the memory contains no snapshot.
+        signals: Termination signals received so far. Once there is one, the agent persists the
+            newest complete snapshot and ends.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Agent:
         self.run = run
         self.folder = folder
         self.options = options
-        self._signals = signals  # Looked at again and again: a handler cannot take the condition.
+        self._signals = signals  # Polled: a signal handler cannot acquire the condition.
         self._changed = threading.Condition()
         self._slots = Slots(folder, run)
         self._saves = Saves(
@@ -87,7 +87,7 @@ class Agent:
             io=options.io,
             threads=options.threads,
             peers_timeout_s=options.peers_timeout_s,
-            is_hurried=self._is_hurried,
+            is_shutting_down=self._is_shutting_down,
         )
         self._first_within_s = options.linger_s
         is_first = not any(p.name.startswith(("rank-", "done-")) for p in folder.iterdir())
@@ -95,19 +95,19 @@ class Agent:
             self._first_within_s = min(first_within_s, options.linger_s)
         self._aborts = PendingAborts(options.peers_timeout_s)
         self._trainers: dict[int, RankProcess] = {}
-        self._ranks: list[int] = []  # Of this machine, in the session that goes on.
-        self._idle_since = time.monotonic()  # Since when there has been nobody.
+        self._ranks: list[int] = []  # Ranks of this machine in the present session.
+        self._idle_since = time.monotonic()  # Last time that a trainer was alive.
         self._lost_since: float | None = None
         self._admitted: dict[Save, bool] = {}
         self._retried: set[Save] = set()
         self._began = time.monotonic()
-        self._is_dropped = False  # Whether trainers have said that they want nothing of it.
+        self._is_dropped = False  # Whether the trainers discarded their snapshots.
 
     def serve(self) -> bool:
-        """Answers until all trainers have ended in good order, or have been gone for long.
+        """Serves trainers until all have detached, or none has been alive for ``linger_s``.
 
         Returns:
-            Whether the memory is of no more use: what it held is on disk, or was not wanted there.
+            Whether the memory can be removed: its snapshots are on disk or were discarded.
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path = self.folder / "agent.socket"
@@ -118,21 +118,21 @@ class Agent:
         listener.listen(256)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         with self._changed, contextlib.closing(self._aborts):
-            self._saves.begin_next()  # What a former agent has left.
-            while not self._has_ended():
+            self._saves.begin_next()  # An earlier agent may have left pending saves.
+            while not self._can_end():
                 self._changed.wait(_POLL_S)
-                self._look_after_trainers()
+                self._check_trainers()
             listener.close()
             path.unlink(missing_ok=True)
             if any(not t.has_detached and t.is_alive for t in self._trainers.values()):
-                return False  # They go on, with the next agent.
+                return False  # Live trainers start another agent.
             newest = self._slots.scan().newest
             if self._is_dropped or newest is None or self._saves.is_done(newest.save):
                 return True
             return self._all_detached and self._saves.error_of(newest.save) is None
 
-    def _has_ended(self) -> bool:
-        """Whether nothing is left to do. Until then, trainers may come that start again."""
+    def _can_end(self) -> bool:
+        """Returns whether the agent can end, once it has persisted the newest snapshot."""
         if not self._signals and not self._is_over():
             return False
         if not self._is_dropped:
@@ -155,21 +155,21 @@ class Agent:
     def _all_detached(self) -> bool:
         return bool(self._trainers) and all(t.has_detached for t in self._trainers.values())
 
-    def _look_after_trainers(self) -> None:
-        """Brings the newest snapshot to disk when a trainer has died."""
-        self._saves.begin_next()  # It may have died before it could say that a slot is filled.
+    def _check_trainers(self) -> None:
+        """Persists the newest snapshot after a trainer has died."""
+        self._saves.begin_next()  # A trainer may die before it reports a complete slot.
         lost = [trainer for trainer in self._trainers.values() if trainer.is_lost]
         if not lost:
             self._lost_since = None
             return
         if self._lost_since is None:
             self._lost_since = time.monotonic()
-            _log.info("rank %d, process %d, is gone", lost[0].rank, lost[0].pid)
+            _log.info("rank %d (process %d) died", lost[0].rank, lost[0].pid)
         if self.options.persist_on_failure and time.monotonic() - self._lost_since >= _SETTLE_S:
             self._persist_newest()
 
-    def _is_hurried(self, save: Save) -> bool:
-        """Whether a save must not wait for other machines as long as it may."""
+    def _is_shutting_down(self, save: Save) -> bool:
+        """Returns whether the agent is ending, or the ranks of a save have restarted."""
         with self._changed:
             trainers = self._trainers.values()
             return bool(self._signals) or any(t.session > save[0] and t.is_alive for t in trainers)
@@ -179,17 +179,17 @@ class Agent:
         if scan.newest is None:
             return
         if scan.newest.node_count == 1:
-            self._persist_anyhow(scan.newest, scan, self._saves.ask)
+            self._persist_unrequested(scan.newest, scan, self._saves.request)
             return
-        for of_save in reversed(scan.complete.values()):  # What is newest others may not have.
-            if self._saves.is_done(of_save[0][0].save):
+        for slots in reversed(scan.complete.values()):  # Other machines may lack the newest save.
+            if self._saves.is_done(slots[0][0].save):
                 return
-            self._persist_anyhow(of_save[0][0], scan, self._saves.offer)
+            self._persist_unrequested(slots[0][0], scan, self._saves.offer)
 
-    def _persist_anyhow(
-        self, header: SlotHeader, scan: SlotScan, want: Callable[[Save], None]
+    def _persist_unrequested(
+        self, header: SlotHeader, scan: SlotScan, request: Callable[[Save], None]
     ) -> None:
-        """Has a save come to disk, though trainers have not said that it should."""
+        """Requests a save that the trainers did not request; retries a failed save once."""
         save = header.save
         if self._saves.is_done(save) or self._saves.is_pending(save, scan):
             return
@@ -197,8 +197,8 @@ class Agent:
         if not has_failed or save not in self._retried:
             if has_failed:
                 self._retried.add(save)
-            _log.info("step %d is to come to disk, as its trainers are gone", header.step)
-            want(save)
+            _log.info("persisting step %d without its trainers", header.step)
+            request(save)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -207,20 +207,22 @@ class Agent:
             except OSError:
                 return
             try:
-                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
-            except RuntimeError as error:  # There are too many threads. Whoever called tries again.
-                _log.warning("a trainer is not answered: %s", error)
+                threading.Thread(
+                    target=self._serve_connection, args=(connection,), daemon=True
+                ).start()
+            except RuntimeError as error:  # Too many threads; the trainer connects again.
+                _log.warning("cannot serve a trainer: %s", error)
                 connection.close()
 
-    def _talk(self, connection: socket.socket) -> None:
-        """Answers one connection, until it ends."""
+    def _serve_connection(self, connection: socket.socket) -> None:
+        """Answers the requests of one connection until the connection ends."""
         pid, user = peer_of(connection)
         with connection, contextlib.suppress(OSError):
             try:
                 message = receive(connection)
                 if user != os.getuid() or message is None or message.kind != Kind.HELLO:
                     return
-                trainer = self._greet(message, pid)
+                trainer = self._register(message, pid)
                 try:
                     send(connection, Kind.OK)
                     while (message := receive(connection)) is not None:
@@ -235,63 +237,64 @@ class Agent:
     def _answer(self, trainer: RankProcess, message: Message) -> Message:
         answers: dict[Kind, Callable[[RankProcess, Message], Message]] = {
             Kind.RESERVE: self._reserve,
-            Kind.ACQUIRE: self._take,
+            Kind.ACQUIRE: self._acquire,
             Kind.FILLED: self._filled,
             Kind.PERSIST: self._persist,
-            Kind.DETACH: self._bye,
+            Kind.DETACH: self._detach,
             Kind.ABORT: self._abort,
         }
         try:
             if message.kind not in answers:
-                raise CheckpointError(f"an agent is not told {message.kind.name}")
+                raise CheckpointError(f"cannot answer a message of kind {message.kind.name}")
             with self._changed:
                 return answers[message.kind](trainer, message)
         except Exception as error:
             return Message(Kind.ERROR, error_message(error))
 
-    def _greet(self, message: Message, pid: int) -> RankProcess:
+    def _register(self, message: Message, pid: int) -> RankProcess:
         run, session, rank = message.data(0), message.data(1), message.integer(2)
         if run != self.run:
-            raise CheckpointError("this is the agent of another run")
+            raise CheckpointError(f"cannot register rank {rank}: this agent is of another run")
         with self._changed:
-            known = self._trainers.get(rank)
-            if known is None or known.pid != pid or known.session != session:
-                is_taken = known is not None and not known.has_detached
-                if known is not None and known.pid == pid:  # As one that has left.
-                    is_taken = is_taken and known.connections > 0
-                if known is not None and is_taken and known.is_alive:
+            trainer = self._trainers.get(rank)
+            if trainer is None or trainer.pid != pid or trainer.session != session:
+                is_active = trainer is not None and not trainer.has_detached
+                # A process that has left may begin a new session.
+                if trainer is not None and trainer.pid == pid:
+                    is_active = is_active and trainer.connections > 0
+                if trainer is not None and is_active and trainer.is_alive:
                     raise CheckpointError(
-                        f"rank {rank} of this run is process {known.pid} already: only one can be"
+                        f"cannot register rank {rank}: process {trainer.pid} already has this rank"
                     )
                 try:
-                    known = self._trainers[rank] = RankProcess(rank, session, pid)
+                    trainer = self._trainers[rank] = RankProcess(rank, session, pid)
                 except OSError as error:
                     raise CheckpointError(
-                        f"the agent does not see process {pid}: {error.strerror}"
+                        f"cannot register rank {rank}: cannot open process {pid}: {error.strerror}"
                     ) from error
             self._ranks = [r for (r,) in struct.iter_unpack("<q", message.data(3))]
             self._is_dropped = False
             for other in set(self._trainers).difference(self._ranks):
                 if not self._trainers[other].is_alive:
-                    del self._trainers[other]  # Of a life with other ranks.
-            known.connections += 1
+                    del self._trainers[other]  # A rank of an earlier session.
+            trainer.connections += 1
             self._changed.notify_all()
-            return known
+            return trainer
 
     def _reserve(self, trainer: RankProcess, message: Message) -> Message:
-        self._with_room(lambda: self._slots.reserve(trainer.rank, message.integer(0)))
+        self._with_memory(lambda: self._slots.reserve(trainer.rank, message.integer(0)))
         return Message(Kind.OK)
 
-    def _with_room(self, make: Callable[[], T]) -> T:
-        """What makes memory; once more where former ranks had some that is on disk."""
+    def _with_memory(self, allocate: Callable[[], T]) -> T:
+        """Allocates memory; on failure releases slots of former ranks and retries once."""
         try:
-            return make()
+            return allocate()
         except StorageError:
             if not self._slots.release(self._ranks, self._saves.is_done):
                 raise
-            return make()
+            return allocate()
 
-    def _take(self, trainer: RankProcess, message: Message) -> Message:
+    def _acquire(self, trainer: RankProcess, message: Message) -> Message:
         sequence, nbytes, wait_ms = (message.integer(at) for at in range(3))
         if not wait_ms and not self._is_admitted((trainer.session, sequence)):
             return Message(Kind.BUSY)
@@ -300,7 +303,7 @@ class Agent:
         trainer.reached = sequence
         self._changed.notify_all()
         while True:
-            slot = self._with_room(
+            slot = self._with_memory(
                 lambda: self._slots.acquire(
                     trainer.rank, nbytes, self._saves.is_pending, self._is_awaited
                 )
@@ -313,23 +316,24 @@ class Agent:
             has_waited = True
             self._changed.wait(min(left, _POLL_S))
             if not trainer.is_alive:
-                raise CancelledError("the trainer is gone")
+                raise CancelledError(f"cannot wait for rank {trainer.rank}: its process died")
 
     def _is_admitted(self, save: Save) -> bool:
-        """Whether no rank would have to wait for a slot; the first that asks decides for all."""
+        """Returns whether every rank has a free slot; the first request decides for all ranks."""
         if save not in self._admitted:
             self._admitted[save] = all(
                 self._slots.has_free(rank, self._saves.is_pending, self._is_awaited)
                 for rank in self._ranks
             )
-        while len(self._admitted) > _ADMITTED:
+        while len(self._admitted) > _MAX_ADMITTED:
             del self._admitted[next(iter(self._admitted))]
         return self._admitted[save]
 
     def _filled(self, trainer: RankProcess, message: Message) -> Message:
         path = Path(os.fsdecode(message.data(0)))
         self._slots.check_filled(trainer.rank, trainer.session, path)
-        os.utime(path)  # Which writing to mapped memory does not: the run is not abandoned.
+        # Writes to mapped memory do not update the time that `remove_abandoned` checks.
+        os.utime(path)
         trainer.reached = max(trainer.reached, message.integer(1) + 1)
         self._saves.begin_next()
         newest = self._slots.scan().newest
@@ -346,28 +350,29 @@ class Agent:
             directory = Location(os.fsdecode(message.data(3)))
             self._aborts.add(
                 Manifests(self.run, trainer.session, sequence, node, node_count, directory),
-                f"rank {trainer.rank} has failed, or skipped, before its part of {directory}",
+                f"cannot save {directory}: rank {trainer.rank} failed or skipped before it filled "
+                "a slot",
             )
         return Message(Kind.OK)
 
     def _is_awaited(self, save: Save, scan: SlotScan) -> bool:
-        """Whether ranks that had not completed a save may still do so."""
+        """Returns whether the ranks that have not completed a save may still complete it."""
         missing = set(self._ranks).difference(scan.ranks_of(save))
-        if missing & scan.ranks_beyond(save):  # Of which they need not have told this agent.
+        if missing & scan.ranks_beyond(save):  # A restarted agent lacks their reports.
             return False
         return bool(missing) and all(self._may_complete(rank, save) for rank in missing)
 
     def _may_complete(self, rank: int, save: Save) -> bool:
         trainer = self._trainers.get(rank)
         if trainer is None:
-            return time.monotonic() - self._began < _GREET_S
+            return time.monotonic() - self._began < _REGISTER_S
         if trainer.session != save[0] or trainer.has_detached or not trainer.is_alive:
             return False
         return trainer.reached <= save[1]
 
     def _persist(self, trainer: RankProcess, message: Message) -> Message:
         save = message.data(0), message.integer(1)
-        asked = False
+        has_requested = False
         while not self._saves.is_done(save):
             error = self._saves.error_of(save)
             if error is not None:
@@ -375,23 +380,27 @@ class Agent:
             scan = self._slots.scan()
             if save not in scan.complete:
                 self._raise_if_lost(save, scan)
-            elif not asked:
-                self._saves.ask(save)
-                asked = True
+            elif not has_requested:
+                self._saves.request(save)
+                has_requested = True
             if not trainer.is_alive:
-                raise CancelledError("the trainer is gone")
+                raise CancelledError(f"cannot wait for rank {trainer.rank}: its process died")
             self._changed.wait(_POLL_S)
         return Message(Kind.OK)
 
     def _raise_if_lost(self, save: Save, scan: SlotScan) -> None:
-        """Raises where a save that was not complete never will be."""
+        """Raises if an incomplete save can no longer complete."""
         newest = scan.newest
         if newest is not None and newest.save > save:
-            raise CancelledError(f"save {save[1]} is in memory no more, and did not come to disk")
+            raise CancelledError(
+                f"cannot persist save {save[1]}: it is no longer in memory, and not on disk"
+            )
         if not self._is_awaited(save, scan):
-            raise CancelledError(f"a rank has ended, or failed, before its part of save {save[1]}")
+            raise CancelledError(
+                f"cannot persist save {save[1]}: a rank ended or failed before it filled a slot"
+            )
 
-    def _bye(self, trainer: RankProcess, message: Message) -> Message:
+    def _detach(self, trainer: RankProcess, message: Message) -> Message:
         trainer.has_detached = True
         self._is_dropped = bool(message.integer(0))
         self._changed.notify_all()
@@ -399,21 +408,21 @@ class Agent:
 
 
 def run_agent(run: bytes, options: AgentOptions, *, first_within_s: float | None = None) -> int:
-    """Is the agent of a run, unless there is one.
+    """Runs the agent of a run in this process, unless the run has an agent on this machine.
 
     Args:
-        run: 16 bytes.
-        options: How.
-        first_within_s: Seconds for which the first trainer may come, if there is nothing in memory;
-            ``None`` for as long as memory is kept.
+        run: 16 bytes that identify the run.
+        options: Options of the agent.
+        first_within_s: Seconds to wait for a first trainer, if the memory contains no snapshot;
+            ``None`` for ``options.linger_s``.
 
     Returns:
-        How the process should exit.
+        The exit status of the process.
     """
     signals: list[int] = []
-    # Before there is a folder, which it takes along.
+    # Installed before the folder exists: a default handler would leave the folder behind.
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to everybody.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends SIGINT to all its processes.
     folder = open_folder(run)
     with agent_lock(folder) as is_ours:
         if not is_ours:
@@ -423,13 +432,14 @@ def run_agent(run: bytes, options: AgentOptions, *, first_within_s: float | None
         )
         os.nice(options.io.background_nice)
         for removed in remove_abandoned(folder):
-            _log.info("removed %s, which nobody has gone on with", removed)
+            _log.info("removed %s, the memory of an abandoned run", removed)
         if Agent(run, folder, options, first_within_s=first_within_s, signals=signals).serve():
-            for path in folder.iterdir():  # The lock last: the next agent finds all or nothing.
+            # The lock is removed last, so that no other agent begins in a partly deleted folder.
+            for path in folder.iterdir():
                 if path.name != LOCK_NAME:
                     path.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
-    if signals:  # Ends as the signal would have ended it.
+    if signals:  # End by the signal, so that the exit status reports it.
         signal.signal(signals[0], signal.SIG_DFL)
         os.kill(os.getpid(), signals[0])
     return 0

@@ -1,4 +1,4 @@
-"""The process of a rank, as the agent sees it."""
+"""The trainer process of one rank, as the agent observes it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ __all__ = ["RankProcess"]
 
 
 class RankProcess:
-    """A process that saves by way of the agent.
+    """A trainer process that saves through the agent.
 
     Args:
-        rank: Its rank.
-        session: 16 bytes, of all ranks that have started together.
-        pid: Its id.
+        rank: Rank of the process.
+        session: 16 bytes that identify the ranks that started together.
+        pid: Process id.
 
     Raises:
-        OSError: There is none.
+        OSError: No process has this id.
 
     Attributes:
-        has_detached: Whether it has ended in good order, or is about to.
-        reached: Its next save, or the one that it is filling a slot for.
-        connections: How many it has.
+        has_detached: Whether the process has ended in good order, or is about to.
+        reached: Sequence of the save that the rank fills a slot for, or of its next save.
+        connections: Number of open connections.
     """
 
     def __init__(self, rank: int, session: bytes, pid: int) -> None:
@@ -39,7 +39,7 @@ class RankProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there. Its connections may be silent for long."""
+        """Whether the process exists; its connections may be idle for long."""
         if not self._died and self._poll.poll(0):
             self._died = True
             os.close(self._descriptor)
@@ -47,5 +47,5 @@ class RankProcess:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has ended without saying so."""
+        """Whether the process died without detaching."""
         return not self.has_detached and not self.is_alive

@@ -1,4 +1,4 @@
-"""SnapshotReader: loads what ranks have left in memory."""
+"""SnapshotReader: loads a checkpoint from the snapshots in memory."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ __all__ = ["SnapshotReader"]
 
 
 class SnapshotReader(FastReader):
-    """Loads a save that is still in memory, into any layout, by the plans that load files.
+    """Loads a save from memory, into any parallel layout.
 
-    What several ranks have left is read by each from where it is: nothing is exchanged. So where
-    ranks are on several machines, each loads what the ranks of its own machine had. If one wants
-    more than that, the load fails on all ranks before any of it is loaded: the disk has it all.
+    Each rank reads the slots of its machine directly; ranks exchange no data. If the ranks of the
+    save were on several machines, a rank can load only shards that ranks of its own machine saved.
+    If any rank needs other data, the load fails on all ranks before any tensor changes; load the
+    step from disk instead.
 
     Args:
-        checkpoint: As :meth:`SnapshotAgent.newest` finds it.
-        **options: As for :class:`FastReader`.
+        checkpoint: Checkpoint to load, from :meth:`SnapshotAgent.newest`.
+        **options: Options of :class:`FastReader`.
 
     Attributes:
-        has_begun: Whether something may have been loaded.
+        has_begun: Whether tensors may have been changed by the load.
 
     Raises:
-        NotFoundError: A slot holds no complete snapshot any more. Or this machine does not have
-            what this rank wants.
-        MismatchError: The slots are not those of one save any more.
+        NotFoundError: A slot no longer contains a complete snapshot, or this machine does not have
+            the data that this rank needs.
+        MismatchError: The slots no longer belong to one save.
 
     Example::
 
@@ -48,24 +49,24 @@ class SnapshotReader(FastReader):
         self.has_begun = False
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Looks whether all that is wanted is here."""
-        elsewhere = self._elsewhere()
-        for item in plan.items if elsewhere else ():
+        """Checks that this machine has all data of the plan."""
+        missing = self._missing()
+        for item in plan.items if missing else ():
             offsets = item.storage_index.offset
-            if (item.storage_index.fqn, tuple(offsets or ())) in elsewhere:
+            if (item.storage_index.fqn, tuple(offsets or ())) in missing:
                 raise NotFoundError(
-                    f"cannot load {item.storage_index.fqn!r} from memory: what is at "
-                    f"{list(offsets or ())} of it is on another machine"
+                    f"cannot load {item.storage_index.fqn!r} from memory: its box at "
+                    f"{list(offsets or ())} is on another machine"
                 )
         return super().prepare_local_plan(plan)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads every item of the plan into place."""
+        """Reads every item of the plan into the tensors of the state dict."""
         self.has_begun = True
         return super().read_data(plan, planner)
 
-    def _elsewhere(self) -> set[tuple[str, tuple[int, ...]]]:
-        """FQNs and offsets of the boxes that are not here."""
+    def _missing(self) -> set[tuple[str, tuple[int, ...]]]:
+        """Returns the FQNs and offsets of the boxes that only other machines have."""
         files = [] if self._index is None else [name for name, _ in self._index.files]
         if self._index is None or ELSEWHERE not in files:
             return set()
@@ -79,6 +80,8 @@ class SnapshotReader(FastReader):
 
     def _open(self, prefix: str) -> Opened:
         if prefix:
-            raise NotFoundError("in memory no rank has saved alone")
+            raise NotFoundError(
+                f"cannot open {prefix!r} in memory: no rank has a checkpoint of its own there"
+            )
         slots = self.checkpoint.slots
         return open_snapshot(self.checkpoint.folder, slots, trust_pickle=self.trust_pickle)

@@ -1,4 +1,4 @@
-"""Which saves an agent brings to disk, one after another, and how that went."""
+"""Saves: the queue of saves that an agent persists, and their outcomes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Saves"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
-_KEPT = 16
-"""Marks of saves that are on disk: nobody asks for those before."""
+_MAX_MARKS = 16
+"""Number of saves on disk with a mark; no trainer asks for older saves."""
 
 _MIN_POLL_S, _MAX_POLL_S = 0.05, 1.0
-"""How often is looked whether other machines have come: ever less often, of a busy file server."""
+"""Poll interval for files of other machines; grows, to spare a busy file server."""
 
 _DONE = re.compile(r"done-([0-9a-f]{32})-(\d+)")
 
 
 @dataclass
-class _Waiting:
-    """A save that other machines must come for."""
+class _PendingSave:
+    """A save of several machines that is not committed yet."""
 
     slots: list[SlotFile]
     joint: JointSave | None = None
@@ -42,19 +42,22 @@ class _Waiting:
 
 
 class Saves:
-    """Brings complete saves to disk in their order, in a thread, and tells how each went.
+    """Persists complete saves in order, in a thread, and records the outcome of each.
 
-    What it must know after its own end stands in the slots and in two kinds of small files beside
-    them. For whoever holds the lock of ``changed``, unless a method says otherwise.
+    A restarted agent recovers the state from the slots and from two kinds of small files beside
+    them: marks of saves on disk, and errors of failed saves.
+
+    Requires: the caller holds the lock of ``changed``, unless a method states otherwise.
 
     Args:
-        folder: The run's.
-        slots: What there is.
-        changed: Notified whenever a save has ended.
-        io: Tuning.
-        threads: Files that are written at a time.
+        folder: Folder of the run.
+        slots: Slots of the run.
+        changed: Notified when a save has ended.
+        io: I/O tuning.
+        threads: Number of files to write at a time.
         peers_timeout_s: Seconds that a save waits for other machines.
-        is_hurried: Whether it waits for a moment only; asked without the lock.
+        is_shutting_down: Returns whether a save waits for a short time only; called without the
+            lock.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Saves:
         io: IoOptions,
         threads: int,
         peers_timeout_s: float,
-        is_hurried: Callable[[Save], bool],
+        is_shutting_down: Callable[[Save], bool],
     ) -> None:
         self._folder = folder
         self._slots = slots
@@ -74,170 +77,174 @@ class Saves:
         self._io = io
         self._threads = threads
         self._peers_timeout_s = peers_timeout_s
-        self._is_hurried = is_hurried
-        self._asked: set[Save] = set()
+        self._is_shutting_down = is_shutting_down
+        self._requested: set[Save] = set()
         self._offered: set[Save] = set()
+        self._errors: dict[Save, str] = {}  # Also where a file of the failure cannot be written.
         self.is_running = False
-        """Whether one is on its way."""
+        """Whether a save is in progress."""
         matches = filter(None, map(_DONE.fullmatch, os.listdir(folder)))
         self._done = {(bytes.fromhex(match[1]), int(match[2])) for match in matches}
 
     def is_pending(self, save: Save, scan: SlotScan) -> bool:
-        """Whether a save that was complete is to come to disk, and has not, nor has failed."""
-        of_save = scan.complete.get(save)
-        if of_save is None or save in self._done or self.error_of(save) is not None:
+        """Returns whether a complete save is still to be persisted, and has not failed."""
+        slots = scan.complete.get(save)
+        if slots is None or save in self._done or self.error_of(save) is not None:
             return False
-        # What is older than what is on disk is wanted there only if somebody says so.
+        # A save older than the newest save on disk is persisted only on request.
         is_newer = save > max(self._done, default=(b"", -1))
-        is_wanted = bool(of_save[0][0].persist) or save in self._offered
-        return save in self._asked or (is_wanted and is_newer)
+        is_wanted = bool(slots[0][0].persist) or save in self._offered
+        return save in self._requested or (is_wanted and is_newer)
 
     def is_done(self, save: Save) -> bool:
-        """Whether a save is on disk."""
+        """Returns whether a save is on disk."""
         return save in self._done
 
     def error_of(self, save: Save) -> str | None:
-        """Why a save could not be brought to disk; ``None`` if that is not so."""
+        """Returns the error of a failed save; ``None`` if the save has not failed."""
         try:
             return self._failure(save).read_text()
         except OSError:
-            return None
+            return self._errors.get(save)
 
-    def ask(self, save: Save) -> None:
-        """Wants a save on disk, again if that has failed."""
-        self._asked.add(save)
-        self._failure(save).unlink(missing_ok=True)
+    def request(self, save: Save) -> None:
+        """Requests that a save is persisted; retries a failed save."""
+        self._requested.add(save)
+        self._forget_failure(save)
         self.begin_next()
 
     def offer(self, save: Save) -> None:
-        """Wants a save on disk unless a newer one comes there, which may need other machines."""
+        """Requests that a save is persisted, unless a newer save reaches the disk first."""
         self._offered.add(save)
-        self._failure(save).unlink(missing_ok=True)
+        self._forget_failure(save)
         self.begin_next()
 
     def begin_next(self) -> None:
-        """Begins with the oldest save that is to come to disk, unless one is on its way."""
+        """Starts to persist the oldest pending save, unless a save is in progress."""
         if self.is_running:
             return
         scan = self._slots.scan()
-        for save, of_save in scan.complete.items():
+        for save, slots in scan.complete.items():
             if self.is_pending(save, scan):
                 self.is_running = True
-                is_joint = of_save[0][0].node_count > 1
-                work = self._work_together if is_joint else self._work
+                is_joint = slots[0][0].node_count > 1
+                work = self._run_joint if is_joint else self._run_local
                 threading.Thread(
-                    target=work, args=(save, _hold(of_save)), name="torch_ckpt-persist"
+                    target=work, args=(save, _acquire_slots(slots)), name="torch_ckpt-persist"
                 ).start()
                 return
 
-    def _work(self, save: Save, slots: list[SlotFile]) -> None:
-        """Brings one save to disk. In a thread of its own, without the lock."""
+    def _run_local(self, save: Save, slots: list[SlotFile]) -> None:
+        """Persists one save of this machine. Runs in its own thread, without the lock."""
         error: BaseException | None = None
         try:
-            self._bring_to_disk(slots)
+            self._persist(slots)
         except BaseException as problem:
             error = problem
         with self._changed:
-            self._ended(save, slots, error)
+            self._set_ended(save, slots, error)
             self.is_running = False
             self.begin_next()
 
-    def _work_together(self, save: Save, slots: list[SlotFile]) -> None:
-        """Brings to disk what is to come there with other machines. Likewise.
+    def _run_joint(self, save: Save, slots: list[SlotFile]) -> None:
+        """Persists saves of several machines. Runs in its own thread, without the lock.
 
-        Which save that is nobody knows before: of all that are wanted here, those that all machines
-        come for.
+        No agent knows which saves the other machines have. So each agent begins all saves that are
+        pending on its machine, and the saves that all machines begin complete.
         """
-        waiting = {save: _Waiting(slots)}
+        pending = {save: _PendingSave(slots)}
         pause_s = _MIN_POLL_S
-        while waiting:
-            known = _progress(waiting)
-            ended = self._await_one(waiting)
+        while pending:
+            progress = _progress(pending)
+            ended = self._advance_all(pending)
             if ended is None:
                 time.sleep(pause_s)
             with self._changed:
                 if ended is not None:
-                    self._ended(ended[0], waiting.pop(ended[0]).slots, ended[1])
-                withdrawn = self._choose(waiting)
-                self.is_running = bool(waiting)
+                    self._set_ended(ended[0], pending.pop(ended[0]).slots, ended[1])
+                withdrawn = self._update_pending(pending)
+                self.is_running = bool(pending)
                 self.begin_next()
                 self._changed.notify_all()
             for joint in withdrawn:
-                joint.leave()
-            is_new = ended is not None or known != _progress(waiting)
+                joint.withdraw()
+            is_new = ended is not None or progress != _progress(pending)
             pause_s = _MIN_POLL_S if is_new else min(1.5 * pause_s, _MAX_POLL_S)
 
-    def _await_one(self, waiting: dict[Save, _Waiting]) -> tuple[Save, BaseException | None] | None:
-        """Goes on with all; returns one that has come to its end, and how; ``None`` if none has."""
-        for step in (self._come, self._go_on):  # First all, so that others can choose.
+    def _advance_all(
+        self, pending: dict[Save, _PendingSave]
+    ) -> tuple[Save, BaseException | None] | None:
+        """Advances all saves; returns the first that ended and its error, ``None`` if none did."""
+        for step in (self._begin, self._advance):  # All begin first, so that others see them.
             has_offer = False
-            for save, one in waiting.items():
+            for save, entry in pending.items():
                 try:
-                    # Of what is offered, the newest that all machines have will do.
-                    if not (one.is_offered and has_offer) and step(save, one):
+                    # One offered save suffices: the newest that all machines have.
+                    if not (entry.is_offered and has_offer) and step(save, entry):
                         return save, None
                 except BaseException as problem:
                     return save, problem
-                is_written = one.joint is not None and one.joint.has_written
-                has_offer = has_offer or (one.is_offered and is_written)
+                is_written = entry.joint is not None and entry.joint.has_written
+                has_offer = has_offer or (entry.is_offered and is_written)
         return None
 
-    def _come(self, save: Save, one: _Waiting) -> bool:
-        if one.joint is None:
-            one.joint = JointSave(
-                [slot.memory for slot in one.slots if slot.memory is not None],
+    def _begin(self, save: Save, entry: _PendingSave) -> bool:
+        if entry.joint is None:
+            entry.joint = JointSave(
+                [slot.memory for slot in entry.slots if slot.memory is not None],
                 io=self._io,
                 threads=self._threads,
                 timeout_s=self._peers_timeout_s,
-                is_hurried=lambda: self._is_hurried(save),
+                is_shutting_down=lambda: self._is_shutting_down(save),
             )
-            one.joint.come()
+            entry.joint.begin()
         return False
 
-    def _go_on(self, save: Save, one: _Waiting) -> bool:
-        return one.joint is not None and one.joint.advance()
+    def _advance(self, save: Save, entry: _PendingSave) -> bool:
+        return entry.joint is not None and entry.joint.advance()
 
-    def _choose(self, waiting: dict[Save, _Waiting]) -> list[JointSave]:
-        """Adds what is wanted now, in its order, and takes out what is no more."""
+    def _update_pending(self, pending: dict[Save, _PendingSave]) -> list[JointSave]:
+        """Adds and orders pending saves; removes and returns the saves no longer pending."""
         withdrawn = []
         scan = self._slots.scan()
         complete = scan.complete
-        for save in [save for save in waiting if not self.is_pending(save, scan)]:
-            one = waiting.pop(save)
-            for slot in one.slots:
+        for save in [save for save in pending if not self.is_pending(save, scan)]:
+            entry = pending.pop(save)
+            for slot in entry.slots:
                 slot.readers -= 1
-            withdrawn += [] if one.joint is None else [one.joint]
-        for save, of_save in complete.items():
-            if save not in waiting and of_save[0][0].node_count > 1 and self.is_pending(save, scan):
-                waiting[save] = _Waiting(_hold(of_save))
-        # Of what is offered, the newest will do; all else comes to disk in order.
-        offered = [s for s in waiting if s not in self._asked and not complete[s][0][0].persist]
-        for save in [*sorted(set(waiting).difference(offered)), *sorted(offered, reverse=True)]:
-            waiting[save] = waiting.pop(save)
-            waiting[save].is_offered = save in offered
+            withdrawn += [] if entry.joint is None else [entry.joint]
+        for save, slots in complete.items():
+            if save not in pending and slots[0][0].node_count > 1 and self.is_pending(save, scan):
+                pending[save] = _PendingSave(_acquire_slots(slots))
+        # Requested saves are persisted in order; of the offered saves, the newest is first.
+        offered = [s for s in pending if s not in self._requested and not complete[s][0][0].persist]
+        for save in [*sorted(set(pending).difference(offered)), *sorted(offered, reverse=True)]:
+            pending[save] = pending.pop(save)
+            pending[save].is_offered = save in offered
         return withdrawn
 
-    def _ended(self, save: Save, slots: list[SlotFile], error: BaseException | None) -> None:
-        """Notes how a save has gone."""
+    def _set_ended(self, save: Save, slots: list[SlotFile], error: BaseException | None) -> None:
+        """Records the outcome of a save."""
         if error is not None:
-            _log.warning("save %d has failed: %s", save[1], error)
+            _log.warning("cannot persist save %d: %s", save[1], error)
         for slot in slots:
             slot.readers -= 1
-        self._asked.discard(save)
+        self._requested.discard(save)
         self._offered.discard(save)
         with contextlib.suppress(OSError):
             if error is None:
                 self._mark_done(save)
             else:
-                self._failure(save).write_text(f"{type(error).__name__}: {error}")
+                self._errors[save] = f"{type(error).__name__}: {error}"
+                self._failure(save).write_text(self._errors[save])
         self._changed.notify_all()
 
-    def _bring_to_disk(self, slots: list[SlotFile]) -> None:
+    def _persist(self, slots: list[SlotFile]) -> None:
         memories = [slot.memory for slot in slots if slot.memory is not None]
         snapshots = [memory.read() for memory in memories]
         headers = [SlotHeader.of(memory) for memory in memories]
         if not snapshots[0].directory:
-            raise CheckpointError("the save has no directory to come to")
+            raise CheckpointError("cannot persist the save: it has no directory")
         persist(
             snapshots,
             io=self._io,
@@ -246,13 +253,17 @@ class Saves:
         )
         _log.info("step %d is on disk", headers[0].step)
 
+    def _forget_failure(self, save: Save) -> None:
+        self._errors.pop(save, None)
+        self._failure(save).unlink(missing_ok=True)
+
     def _failure(self, save: Save) -> Path:
         return self._folder / f"failed-{save[0].hex()}-{save[1]}"
 
     def _mark_done(self, save: Save) -> None:
         self._done.add(save)
         self._mark(save).touch()
-        for old in sorted(self._done)[:-_KEPT]:
+        for old in sorted(self._done)[:-_MAX_MARKS]:
             self._done.discard(old)
             self._mark(old).unlink(missing_ok=True)
 
@@ -260,14 +271,17 @@ class Saves:
         return self._folder / f"done-{save[0].hex()}-{save[1]}"
 
 
-def _progress(waiting: dict[Save, _Waiting]) -> list[tuple[Save, bool]]:
-    """How far each of them is."""
-    return [(s, one.joint is not None and one.joint.has_written) for s, one in waiting.items()]
+def _progress(pending: dict[Save, _PendingSave]) -> list[tuple[Save, bool]]:
+    """Returns whether this machine has written its share of each save."""
+    return [
+        (save, entry.joint is not None and entry.joint.has_written)
+        for save, entry in pending.items()
+    ]
 
 
-def _hold(of_save: list[tuple[SlotHeader, SlotFile]]) -> list[SlotFile]:
-    """The slots of a save, which nobody may fill until they are read."""
-    slots = [slot for _, slot in of_save]
-    for slot in slots:
-        slot.readers += 1
-    return slots
+def _acquire_slots(slots: list[tuple[SlotHeader, SlotFile]]) -> list[SlotFile]:
+    """Returns the slots of a save, and prevents ranks from filling them until they are read."""
+    files = [file for _, file in slots]
+    for file in files:
+        file.readers += 1
+    return files

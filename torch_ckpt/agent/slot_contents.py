@@ -1,4 +1,4 @@
-"""The items of a rank's state dict, and their places in a slot."""
+"""The items of a rank's state dict, and their offsets in a slot."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _THREADS = min(4, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class Selection:
-    """What a rank copies of what it holds.
+    """The share of a rank's items that the rank copies.
 
     Attributes:
-        numbers: Of the items.
-        rows: Of those that are cut, by position in ``numbers``: the first, and how many.
-        items: What that is.
+        numbers: Numbers of the items in the rank's full list.
+        rows: First row and number of rows of each split item, by position in ``numbers``.
+        items: The selected items.
     """
 
     numbers: Sequence[int]
@@ -40,20 +40,21 @@ class Selection:
 
 
 class SlotContents:
-    """Some of what a rank holds of a state dict, and where it goes in a slot.
+    """Items of a rank's state dict, and their offsets in a slot.
 
     Args:
-        planner: Which has listed it.
-        listed: As what; of this here may be a part.
-        items: What of it is here.
-        sources: The tensor of each; ``None`` for objects, and where only DCP can tell.
-        pickled: What was pickled already, by item.
+        planner: Planner that listed the items.
+        listed: All items that the planner listed; ``items`` may be a subset.
+        items: Items to store in the slot.
+        sources: The tensor of each item; ``None`` for an object, and for a tensor that only DCP
+            can resolve.
+        pickled: Bytes of the items that are already pickled, by number.
 
     Attributes:
-        items: As given.
-        digest: Of all that was listed.
-        nbytes: That it takes in a slot.
-        batch: Its tensors.
+        items: Items to store in the slot.
+        digest: Digest of all listed items.
+        nbytes: Bytes of all items in the slot, padding included.
+        batch: The tensors.
     """
 
     def __init__(
@@ -78,39 +79,41 @@ class SlotContents:
         for number in planned.own:
             if number not in pickled:
                 item = to_write_item(work.describe(number))
-                one = pickle_item(item, planner, _StorageWriterTransforms(None))
-                self._pickled[number] = one.data
-                if one.refused:
-                    refused[item.index.fqn] = one.refused
+                result = pickle_item(item, planner, _StorageWriterTransforms(None))
+                self._pickled[number] = result.data
+                if result.refused:
+                    refused[item.index.fqn] = result.refused
             nbytes[number] = len(self._pickled[number])
         warn_of_refused(refused)
         self._copied = [planned.position(number) for number in planned.copied]
         self._nbytes = nbytes
         self._offsets = []
         self.nbytes = 0
-        for each in nbytes:
-            self._offsets.append(_native.place_in_snapshot(self.nbytes, each))
-            self.nbytes = self._offsets[-1] + each
+        for item_nbytes in nbytes:
+            self._offsets.append(_native.place_in_snapshot(self.nbytes, item_nbytes))
+            self.nbytes = self._offsets[-1] + item_nbytes
 
     @classmethod
     def of(cls, state_dict: dict[str, Any]) -> SlotContents:
-        """All of a state dict.
+        """Returns all items of a state dict.
 
         Raises:
-            UnsupportedError: It has no form in columns.
+            UnsupportedError: The state dict has no columnar form.
         """
         planner = FastSavePlanner(enable_plan_caching=False)
         planner.set_up_planner(_without_stateful(state_dict))
         listed: Any = planner.create_local_plan().items
         if not isinstance(listed, ColumnItems) or listed.encoded is None:
-            raise UnsupportedError("this state dict has no form in columns: save it without agent")
+            raise UnsupportedError(
+                "cannot stage this state dict: it has no columnar form, so save it without an agent"
+            )
         items = _native.ItemTable.decode(listed.encoded)
         sources = planner.sources(range(len(items)))
         assert sources is not None
         return cls(planner, listed, items, sources, {})
 
     def select(self, selection: Selection) -> SlotContents:
-        """What of it is selection."""
+        """Returns the contents of a selection."""
         sources = [self._sources[number] for number in selection.numbers]
         for at, (first_row, rows) in selection.rows.items():
             sources[at] = sources[at].detach().narrow(0, first_row, rows)
@@ -122,7 +125,7 @@ class SlotContents:
         return SlotContents(self._planner, self._listed, selection.items, sources, pickled)
 
     def table(self, directory: str, *, sync: bool) -> bytes:
-        """What the slot says of it."""
+        """Returns the encoded table of the slot."""
         extents = [
             (number, offset, nbytes, number not in self._pickled)
             for number, (offset, nbytes) in enumerate(zip(self._offsets, self._nbytes, strict=True))
@@ -137,10 +140,10 @@ class SlotContents:
         )
 
     def copy_to(self, slot: _native.Slot, devices: _native.Devices) -> None:
-        """Copies everything."""
-        elsewhere = {*self._copied, *self._pickled}
-        here = [number for number in range(len(self._offsets)) if number not in elsewhere]
-        slot.copy(self.batch, here, [self._offsets[n] for n in here], _THREADS, devices)
+        """Copies all items to the slot."""
+        others = {*self._copied, *self._pickled}
+        direct = [number for number in range(len(self._offsets)) if number not in others]
+        slot.copy(self.batch, direct, [self._offsets[n] for n in direct], _THREADS, devices)
         for number in self._copied:
             plain = to_plain(self._sources[number])
             batch = _tensor_view.inspect([plain], writable=False)
@@ -150,7 +153,7 @@ class SlotContents:
 
 
 def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """As DCP does (``_stateful_to_state_dict``), which for each tensor takes 25 microseconds."""
+    """Does what DCP's ``_stateful_to_state_dict`` does, without its 25 us for each tensor."""
     return {
         key: value.state_dict()
         if not isinstance(value, torch.Tensor) and isinstance(value, Stateful)

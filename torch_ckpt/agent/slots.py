@@ -1,4 +1,4 @@
-"""The slots of one machine, and which of them is whose: who may fill one, and what is complete."""
+"""The slots of one machine: which are complete, and which a rank may fill."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class SlotFile:
     """A slot of this machine.
 
     Attributes:
-        path: Its file.
-        memory: Mapped; ``None`` where there is none yet.
-        readers: How many are bringing it to disk.
+        path: File of the slot.
+        memory: The mapped file; ``None`` if it does not exist yet.
+        readers: Number of saves in progress that read the slot.
     """
 
     path: Path
@@ -38,7 +38,7 @@ class SlotFile:
 
     @property
     def header(self) -> SlotHeader | None:
-        """What it holds, as it says itself; ``None`` if that is nothing complete and sound."""
+        """The header of the slot; ``None`` if the slot contains no complete, sound snapshot."""
         if self.memory is None:
             return None
         try:
@@ -48,14 +48,14 @@ class SlotFile:
 
 
 class SlotScan:
-    """What slots held at one moment, as ranks go on completing them.
+    """The state of all slots at one moment; ranks may complete further slots meanwhile.
 
     Args:
-        found: Those that are complete.
+        found: Headers and files of all complete slots.
 
     Attributes:
-        complete: The slots of each save that all ranks of this machine have completed, by rank. The
-            newest save comes last.
+        complete: The slots of each save that all ranks of this machine have completed, in order of
+            rank. The saves are in order, the newest last.
     """
 
     def __init__(self, found: Iterable[tuple[SlotHeader, SlotFile]]) -> None:
@@ -64,30 +64,30 @@ class SlotScan:
 
     @property
     def newest(self) -> SlotHeader | None:
-        """The newest save that is complete."""
+        """A header of the newest complete save; ``None`` if no save is complete."""
         return self.complete[max(self.complete)][0][0] if self.complete else None
 
     def ranks_of(self, save: Save) -> set[int]:
-        """Those that had completed their part of a save."""
+        """Returns the ranks that had completed their slots of a save."""
         return {header.rank for header, _ in self._found if header.save == save}
 
     def ranks_beyond(self, save: Save) -> set[int]:
-        """Those that had completed their part of a later one."""
+        """Returns the ranks that had completed their slots of a later save."""
         return {header.rank for header, _ in self._found if header.save > save}
 
 
-OfSave = Callable[[Save, SlotScan], bool]
-"""Tells something of a save, as slots were in that scan."""
+SavePredicate = Callable[[Save, SlotScan], bool]
+"""A property of a save, given the slots of a scan."""
 
 
 class Slots:
-    """All slots of a run on this machine. For whoever holds the agent's lock.
+    """All slots of a run on this machine. Requires: the caller holds the agent's lock.
 
-    Slots say themselves what they hold, so there is nothing here that a new agent does not find.
+    Each slot's header describes its snapshot, so a restarted agent recovers all state from files.
 
     Args:
-        folder: The run's.
-        run: Its 16 bytes: slots of any other are ignored.
+        folder: Folder of the run.
+        run: 16 bytes that identify the run; slots of other runs are ignored.
     """
 
     def __init__(self, folder: Path, run: bytes) -> None:
@@ -97,15 +97,15 @@ class Slots:
         for rank, number, path in found_slots(folder):
             if number < SLOTS_PER_RANK:
                 with contextlib.suppress(CheckpointError):
-                    self._of(rank)[number].memory = _native.Slot.open(os.fsencode(path), True)
+                    self._slots_of(rank)[number].memory = _native.Slot.open(os.fsencode(path), True)
 
-    def _of(self, rank: int) -> list[SlotFile]:
+    def _slots_of(self, rank: int) -> list[SlotFile]:
         return self._slots.setdefault(
             rank, [SlotFile(slot_path(self._folder, rank, n)) for n in range(SLOTS_PER_RANK)]
         )
 
     def scan(self) -> SlotScan:
-        """What is complete now."""
+        """Returns the slots that are complete now."""
         return SlotScan(
             (header, slot)
             for slots in self._slots.values()
@@ -114,34 +114,42 @@ class Slots:
         )
 
     def check_filled(self, rank: int, session: bytes, path: Path) -> None:
-        """Looks at a slot that a rank says it has filled.
+        """Checks a slot that a rank has reported as filled.
 
         Raises:
-            CheckpointError: It is not the rank's, or holds no complete snapshot.
+            CheckpointError: The slot is not the rank's, or contains no complete snapshot.
         """
-        slot = next((slot for slot in self._of(rank) if slot.path == path), None)
+        slot = next((slot for slot in self._slots_of(rank) if slot.path == path), None)
         header = None if slot is None else slot.header
         if slot is None or slot.memory is None or header is None:
-            raise CheckpointError(f"rank {rank} has left no complete snapshot in {path}")
+            raise CheckpointError(
+                f"cannot accept slot {path} of rank {rank}: it contains no complete snapshot"
+            )
         if (header.run, header.session, header.rank) != (self._run, session, rank):
-            raise CheckpointError(f"the snapshot in {path} is not of rank {rank} of this session")
+            raise CheckpointError(
+                f"cannot accept slot {path} of rank {rank}: its header has another rank or session"
+            )
         slot.memory.read()
 
     def reserve(self, rank: int, nbytes: int) -> None:
-        """Makes both slots of a rank, so that no save will wait for memory.
+        """Allocates both slots of a rank, so that no save waits for memory.
 
         Raises:
-            StorageError: There is not as much. What one of them holds stays.
+            StorageError: The tmpfs has too little space. Complete snapshots remain.
         """
-        for slot in self._of(rank):
+        for slot in self._slots_of(rank):
             if slot.header is None and not slot.readers:
-                self._make(slot, nbytes)
+                self._allocate(slot, nbytes)
 
     def release(self, ranks: Collection[int], is_done: Callable[[Save], bool]) -> bool:
-        """Removes slots of ranks that are no more and hold nothing that is not on disk.
+        """Removes the slots of former ranks whose snapshots are all on disk.
+
+        Args:
+            ranks: The present ranks.
+            is_done: Whether a save is on disk.
 
         Returns:
-            Whether there were any.
+            Whether any slots were removed.
         """
         gone = []
         for rank in set(self._slots).difference(ranks):
@@ -159,45 +167,45 @@ class Slots:
             for slot in self._slots.pop(rank):
                 slot.path.unlink(missing_ok=True)
 
-    def retain(self, ranks: Collection[int], is_pending: OfSave) -> None:
-        """Removes the slots of ranks that are no more, unless something of them is still needed."""
+    def retain(self, ranks: Collection[int], is_pending: SavePredicate) -> None:
+        """Removes the slots of former ranks, except slots that a save still needs."""
         scan = self.scan()
         newest = max(scan.complete, default=None)
         for rank in set(self._slots).difference(ranks):
             headers = [slot.header for slot in self._slots[rank]]
-            needed = any(slot.readers for slot in self._slots[rank]) or any(
+            is_needed = any(slot.readers for slot in self._slots[rank]) or any(
                 h is not None and (h.save == newest or is_pending(h.save, scan)) for h in headers
             )
-            if not needed:
+            if not is_needed:
                 self._remove([rank])
 
     def acquire(
         self,
         rank: int,
         nbytes: int,
-        is_pending: OfSave,
-        is_awaited: OfSave,
+        is_pending: SavePredicate,
+        is_awaited: SavePredicate,
     ) -> SlotFile | None:
-        """A slot of a rank that it may fill, and that holds nothing from now on.
+        """Clears a slot of a rank and returns it, for the rank to fill.
 
-        It is never of the newest save that is complete, nor of one that waits for other ranks to
-        complete theirs, nor of one that has still to come to disk.
+        The slots of three saves are never free: the newest complete save, a save that other ranks
+        may still complete, and a save that is still to be persisted.
 
         Args:
-            rank: The rank.
-            nbytes: Room that it needs.
-            is_pending: Whether a save has still to come to disk.
-            is_awaited: Whether other ranks may still complete a save that was not complete.
+            rank: Rank of the slot.
+            nbytes: Required size of the slot.
+            is_pending: Whether a complete save is still to be persisted.
+            is_awaited: Whether other ranks may still complete an incomplete save.
 
         Returns:
-            The slot; ``None`` where none is free.
+            The slot; ``None`` if no slot is free.
 
         Raises:
-            StorageError: There is not as much memory.
+            StorageError: The tmpfs has too little space.
         """
-        slot = self._free(rank, is_pending, is_awaited)
+        slot = self._find_free(rank, is_pending, is_awaited)
         if slot is not None:
-            self._make(slot, nbytes)
+            self._allocate(slot, nbytes)
             if slot.memory is not None:
                 slot.memory.clear()
         return slot
@@ -205,34 +213,34 @@ class Slots:
     def has_free(
         self,
         rank: int,
-        is_pending: OfSave,
-        is_awaited: OfSave,
+        is_pending: SavePredicate,
+        is_awaited: SavePredicate,
     ) -> bool:
-        """Whether :meth:`acquire` would find a slot."""
-        return self._free(rank, is_pending, is_awaited) is not None
+        """Returns whether :meth:`acquire` would find a free slot."""
+        return self._find_free(rank, is_pending, is_awaited) is not None
 
-    def _free(
+    def _find_free(
         self,
         rank: int,
-        is_pending: OfSave,
-        is_awaited: OfSave,
+        is_pending: SavePredicate,
+        is_awaited: SavePredicate,
     ) -> SlotFile | None:
         scan = self.scan()
         newest = max(scan.complete, default=None)
-        for slot in self._of(rank):
+        for slot in self._slots_of(rank):
             if slot.readers:
                 continue
             header = slot.header
             if header is None:
                 return slot
             save = header.save
-            is_wanted = is_pending(save, scan) if save in scan.complete else is_awaited(save, scan)
-            if save != newest and not is_wanted:
+            is_needed = is_pending(save, scan) if save in scan.complete else is_awaited(save, scan)
+            if save != newest and not is_needed:
                 return slot
         return None
 
-    def _make(self, slot: SlotFile, nbytes: int) -> None:
-        """Sees to it that a slot that is free has room."""
+    def _allocate(self, slot: SlotFile, nbytes: int) -> None:
+        """Replaces the memory of a free slot if it is too small."""
         if slot.memory is not None and slot.memory.nbytes >= nbytes:
             return
         slot.memory = None
@@ -240,9 +248,9 @@ class Slots:
         try:
             slot.memory = _native.Slot.create(os.fsencode(slot.path), nbytes)
         except CheckpointError as error:
-            room = os.statvfs(self._folder)
+            space = os.statvfs(self._folder)
             error.args = (
-                f"{error.args[0]}; {self._folder} has {room.f_bavail * room.f_frsize} bytes left, "
+                f"{error.args[0]}; {self._folder} has {space.f_bavail * space.f_frsize} bytes left "
                 f"and each rank needs {SLOTS_PER_RANK} slots",
                 *error.args[1:],
             )

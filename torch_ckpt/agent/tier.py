@@ -1,4 +1,4 @@
-"""SnapshotTier: the steps of a run that are in memory."""
+"""SnapshotTier: the steps of a run that are in the agent's memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["SnapshotTier"]
 
 
 class SnapshotTier:
-    """What the agent of a run remembers, as a place where its steps are.
+    """The steps of a run in the memory of its agent, as a storage tier.
 
     Args:
-        agent: That of this machine.
+        agent: Agent of this machine.
         reader: Arguments for each :class:`SnapshotReader`.
     """
 
@@ -33,23 +33,23 @@ class SnapshotTier:
         self._reader = reader or {}
 
     def end(self) -> None:
-        """Has no steps from now on: the agent ends, and what it has comes to disk."""
+        """Makes the tier empty: the agent ends, and first writes its steps to disk."""
         self._has_ended = True
 
-    def here(self) -> dict[int, Save]:
-        """What this rank's machine has of each step: of several saves, the newest."""
+    def report(self) -> dict[int, Save]:
+        """Returns the newest save of each step in the memory of this machine."""
         if self._has_ended:
             return {}
         found = reversed(self._agent.memory_checkpoints())
         return {checkpoint.step: checkpoint.save for checkpoint in found}
 
-    def steps(self, said: Sequence[dict[int, Save]]) -> Iterator[int]:
-        """Steps that are whole there, the newest first: those of which all have the same save."""
-        common = set.intersection(*(set(of_rank.items()) for of_rank in said))
+    def steps(self, reports: Sequence[dict[int, Save]]) -> Iterator[int]:
+        """Returns the steps of which all ranks report the same save, the newest first."""
+        common = set.intersection(*(set(report.items()) for report in reports))
         return iter(sorted((step for step, _ in common), reverse=True))
 
     def damaged(self) -> list[int]:
-        """Nothing: what is not whole in memory never was a step."""
+        """Returns no steps: an incomplete snapshot was never a step."""
         return []
 
     def load(
@@ -64,13 +64,13 @@ class SnapshotTier:
         """Loads a step in place.
 
         Raises:
-            NotFoundError: It is in memory no more. On this rank alone.
-            CheckpointException: A rank raised. Where ranks are on several machines, and one of them
-                wants what its machine does not have, these are :class:`NotFoundError`, on all.
+            NotFoundError: The step is no longer in memory. Raised on this rank alone.
+            CheckpointException: A rank raised. If a rank needs data that only another machine has,
+                every rank's error is a :class:`NotFoundError`.
         """
-        found = [one for one in self._agent.memory_checkpoints() if one.step == step]
+        found = [c for c in self._agent.memory_checkpoints() if c.step == step]
         if not found:
-            raise NotFoundError(f"step {step} is in memory no more")
+            raise NotFoundError(f"cannot load step {step}: it is no longer in memory")
         reader = SnapshotReader(found[0], **self._reader)
         try:
             load(
@@ -83,8 +83,8 @@ class SnapshotTier:
         except CheckpointException as error:
             if reader.has_begun or not self._agent.is_on_several_machines:
                 raise
-            # Names, too, may be only on another machine: the disk tells what there is.
-            absent = NotFoundError(f"step {step} cannot be planned from memory: {why(error)}")
+            # An FQN may exist on another machine only, so the caller falls back to the disk.
+            absent = NotFoundError(f"cannot load step {step} from memory: {why(error)}")
             failures: dict[int, tuple[BaseException, StackSummary]] = dict.fromkeys(
                 error.failures, (absent, StackSummary())
             )

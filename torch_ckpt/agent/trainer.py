@@ -1,4 +1,4 @@
-"""What a training process has of the agent: it fills slots, and everything else is the agent's."""
+"""SnapshotAgent: the trainer's interface to the agent. A trainer only fills slots."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from torch_ckpt.filesystems.location import Location
 __all__ = ["MemoryCheckpoint", "OnBusy", "SnapshotAgent", "StagedSave"]
 
 OnBusy = Literal["wait", "skip", "error"]
-"""What a save does while former ones keep all slots: waits, is not done, or fails."""
+"""Behavior of a save while earlier saves occupy all slots: wait, skip the save, or raise."""
 
 
 @dataclass(frozen=True)
 class StagedSave:
-    """A save that is complete in memory on this rank.
+    """A save whose slot this rank has filled.
 
     Attributes:
-        header: What the slot says of it.
-        directory: What it is to become.
+        header: Header of the slot.
+        directory: Directory of the future checkpoint.
     """
 
     header: SlotHeader
@@ -60,14 +60,14 @@ class StagedSave:
 
 @dataclass(frozen=True)
 class MemoryCheckpoint:
-    """A save that is in memory.
+    """A complete save in memory, to load with :class:`SnapshotReader`.
 
     Attributes:
-        save: Session and sequence; greater than those of earlier ones.
-        step: What the user has called it.
-        folder: Where its slots lie.
-        slots: Of all ranks that made it, or of those of this machine; that of this rank's own
-            number first.
+        save: Session and sequence of the save; later saves compare as greater.
+        step: Step that the user gave the save.
+        folder: Folder of the slots.
+        slots: Files of the slots of the save on this machine. The slot of this rank's number is
+            first.
     """
 
     save: Save
@@ -77,31 +77,35 @@ class MemoryCheckpoint:
 
 
 class SnapshotAgent:
-    """The agent of this machine, as a rank sees it; it is started where there is none.
+    """A rank's interface to the agent of its machine, which it starts if none runs.
 
-    A process of its own keeps, in shared memory, two snapshots of each rank: while one is filled,
-    the other stays. It brings them to disk without the trainers, and goes on when these die. Where
-    ranks are on several machines, agents publish files in the checkpoint's directory: a save
-    counts if all of them have it.
+    The agent is a separate process. Each rank has two slots in shared memory, so one snapshot
+    remains while the rank fills the other slot. The agent writes complete snapshots to disk without
+    the trainers, also after the trainers have died. If the ranks are on several machines, the
+    agents coordinate through files in the checkpoint's directory; a save is committed only if all
+    machines complete it.
 
-    All ranks make one at the same time. It ends with the process in good order, when the agent has
-    brought to disk what it was asked to; a process that an exception ends leaves its snapshots.
+    All ranks construct a ``SnapshotAgent`` at the same time. When all trainers exit normally, the
+    agent writes the requested saves and the newest snapshot to disk, and ends. When an exception
+    ends a trainer, the snapshots also remain in memory for the next process.
 
     Args:
-        run: Names the training that goes on from restart to restart: by convention the directory
-            of its checkpoints.
-        process_group: Of all ranks.
-        options: Of the process.
-        on_busy: What a save does while former ones keep all slots.
-        timeout_s: Seconds that it waits then, and for other ranks.
+        run: Name of the training run, the same after each restart. By convention the directory of
+            its checkpoints.
+        process_group: The ranks; all if ``None``.
+        options: Options of the agent, if this rank starts it.
+        on_busy: Behavior of a save while earlier saves occupy all slots: ``"wait"`` for a slot,
+            ``"skip"`` the save, or raise an ``"error"``.
+        timeout_s: Seconds that a save waits for a slot, and that this rank waits for other ranks.
 
     Attributes:
-        waited: Saves that waited for a slot.
-        skipped: Saves that were not done because of ``on_busy="skip"``.
-        refused: Saves that failed because of ``on_busy="error"``.
+        waited: Number of saves that waited for a slot.
+        skipped: Number of saves skipped because of ``on_busy="skip"``.
+        refused: Number of saves that raised because of ``on_busy="error"``.
 
     Raises:
-        CheckpointError: The agent cannot be started, or the run is another live process's.
+        CheckpointError: The agent cannot be started, another live process has this rank of the run,
+            or the ranks name different runs.
 
     Example::
 
@@ -126,26 +130,30 @@ class SnapshotAgent:
         self._place = _find_place(run, self._group, timeout_s)
         self._client = AgentClient(run, self._place, options or AgentOptions())
         self._sequence = 0
-        self._newest: Path | None = None  # What was staged last, if that has succeeded.
-        self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # With its inode.
+        self._newest: Path | None = None  # Slot of the last save, if it was staged.
+        self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # Inode and mapped slot by path.
         self._share = MachineShare(self._client.folder, self._place.run, self._place.rank)
         self._devices = _native.Devices()
         self._lock = threading.Lock()
-        self._is_left = False
+        self._has_left = False
         self._pid = os.getpid()
         self._waiting = ThreadPoolExecutor(SLOTS_PER_RANK, "torch_ckpt-wait")
         atexit.register(self._at_exit)
 
     @property
     def is_on_several_machines(self) -> bool:
-        """Whether the ranks are."""
+        """Whether the ranks are on more than one machine."""
         return self._place.node_count > 1
 
     def reserve(self, state_dict: dict[str, Any]) -> None:
-        """Has memory made for a state like this, so that the first save is as fast as the tenth.
+        """Allocates shared memory in advance, so that the first save is as fast as later saves.
+
+        Args:
+            state_dict: A state dict with the same tensors as the states to save.
 
         Raises:
-            StorageError: There is not as much.
+            StorageError: The tmpfs has too little space.
+            UnsupportedError: The state dict has no columnar form.
         """
         contents = SlotContents.of(state_dict)
         self._client.reserve(
@@ -164,35 +172,36 @@ class SnapshotAgent:
         sync: bool = True,
         persist: bool = True,
     ) -> StagedSave | None:
-        """Copies what this rank holds into a slot. Training stops for this alone.
+        """Copies the state of this rank to a slot. Training stops for this copy alone.
 
-        All ranks call it, in the same order of saves. Each copies all that it holds in the first
-        save. As long as no rank holds other tensors than in the save before, each copies its share
-        of those that ranks of its machine hold alike.
+        All ranks call this method, with the saves in the same order. In the first save, each rank
+        copies all of its items. Later, while all ranks have the same tensors as in the previous
+        save, each rank copies only its share of the replicas on its machine.
 
         Args:
-            state_dict: As DCP takes it.
-            directory: The checkpoint that it is to become.
-            step: What the user calls it.
-            sync: Whether the checkpoint is to survive a power cut.
-            persist: Whether it is to be brought to disk. Otherwise it is there for ranks that start
-                again, and goes to disk if they do not, or if :meth:`persist` asks for it.
+            state_dict: State dict of this rank, as for ``dcp.save``.
+            directory: Directory of the future checkpoint.
+            step: Step of the save.
+            sync: Whether the checkpoint must survive a power cut.
+            persist: Whether the agent writes the save to disk. With ``False``, the save remains in
+                memory for restarted ranks. The agent then writes it to disk only after
+                :meth:`persist`, or if it is the newest when the trainers end or die.
 
         Returns:
-            The save; ``None`` where it was skipped, on this rank at least.
+            The staged save; ``None`` if this rank skipped it.
 
         Raises:
-            CheckpointError: All slots were in use for ``timeout_s``, or at all with
+            CheckpointError: All slots were in use for ``timeout_s``, or in use at all with
                 ``on_busy="error"``.
             RankTimeoutError: A rank was late or gone.
-            StorageError: There is not as much memory.
-            UnsupportedError: The state of a rank has no form in columns.
+            StorageError: The tmpfs has too little space.
+            UnsupportedError: The state dict of a rank has no columnar form.
         """
         location: Location | None = None
 
-        def listed() -> tuple[Location, SlotContents]:
+        def list_items() -> tuple[Location, SlotContents]:
             nonlocal location
-            location = _reached(directory)
+            location = _absolute_location(directory)
             return location, SlotContents.of(state_dict)
 
         with self._lock, gc_paused():
@@ -200,14 +209,14 @@ class SnapshotAgent:
             self._newest = None
             header = self._place.header(sequence, step, persist=persist)
             try:
-                filled = self._fill(header, listed, sync=sync)
+                filled = self._fill(header, list_items, sync=sync)
             except BaseException:
-                if location is not None:  # Or the other ranks' slots would wait for it.
+                if location is not None:  # Otherwise the slots of other ranks would remain in use.
                     self._client.abort(sequence, location)
                 raise
             assert location is not None
             if filled is None:
-                if self._place.node_count > 1:  # Others may not have.
+                if self._place.node_count > 1:  # Other machines may not have skipped.
                     self._client.abort(sequence, location)
                 return None
             self._newest, header = filled
@@ -215,17 +224,18 @@ class SnapshotAgent:
             return StagedSave(header, location)
 
     def _fill(
-        self, header: SlotHeader, listed: Callable[[], tuple[Location, SlotContents]], *, sync: bool
+        self,
+        header: SlotHeader,
+        list_items: Callable[[], tuple[Location, SlotContents]],
+        *,
+        sync: bool,
     ) -> tuple[Path, SlotHeader] | None:
-        """Fills a slot; returns its file, and what it says of itself.
-
-        Returns ``None`` where no slot is free and the save is to be skipped.
-        """
-        directory, contents, is_shared = self._agree(header.save, listed)
+        """Fills a slot; returns its file and header, or ``None`` if the save is skipped."""
+        directory, contents, is_shared = self._decide_shares(header.save, list_items)
         table = contents.table(str(directory), sync=sync)
         nbytes = _native.slot_nbytes(len(table), contents.nbytes)
-        # What is too small will be made anew, and cannot be as long as it is mapped here.
-        self._slots = {p: one for p, one in self._slots.items() if one[1].nbytes >= nbytes}
+        # The agent replaces slots that are too small; unmap them here to free their memory.
+        self._slots = {p: s for p, s in self._slots.items() if s[1].nbytes >= nbytes}
         wait_s = self.timeout_s if self.on_busy == "wait" else 0.0
         acquired = self._client.acquire(header.sequence, nbytes, wait_s)
         if acquired is None:
@@ -233,10 +243,10 @@ class SnapshotAgent:
                 self.skipped += 1
                 return None
             self.refused += self.on_busy == "error"
-            raise CheckpointError(f"cannot save {directory}: former saves keep all slots")
+            raise CheckpointError(f"cannot save {directory}: earlier saves occupy all slots")
         self.waited += acquired.has_waited
         if is_shared:
-            contents = self._share.of(contents)
+            contents = self._share.select(contents)
             table = contents.table(str(directory), sync=sync)
         slot = self._slot(acquired.path)
         header = dataclasses.replace(
@@ -246,41 +256,44 @@ class SnapshotAgent:
         contents.copy_to(slot, self._devices)
         slot.complete()
         if not is_shared:
-            self._share.all_copied(header.save)
+            self._share.set_copied_all(header.save)
         return acquired.path, header
 
-    def _agree(
-        self, save: Save, listed: Callable[[], tuple[Location, SlotContents]]
+    def _decide_shares(
+        self, save: Save, list_items: Callable[[], tuple[Location, SlotContents]]
     ) -> tuple[Location, SlotContents, bool]:
-        """What is saved where, and whether all ranks copy their shares of it.
+        """Returns directory and items of the save, and whether all ranks copy only their shares.
 
-        An error of one rank is that of all.
+        An error on one rank is raised on all ranks.
         """
         found: list[tuple[Location, SlotContents]] = []
 
         def own() -> bool:
-            found.append(listed())
-            return self._share.is_known(found[0][1], save)
+            found.append(list_items())
+            return self._share.can_share(found[0][1], save)
 
         is_shared = self._stages.decide("staging", own, all, timeout_s=self.timeout_s)
         if not is_shared:
-            self._share.forget()
+            self._share.reset()
         return *found[0], is_shared
 
     def withdraw(self) -> None:
-        """Takes back what was staged last."""
+        """Discards the save that was staged last."""
         if self._newest is not None:
             self._slots[self._newest][1].clear()
             self._newest = None
-            self._share.forget()
+            self._share.reset()
 
     def persist(self, staged: StagedSave) -> None:
-        """Waits until the agent has committed a save.
+        """Waits until the agent has committed a save; requests the save if necessary.
+
+        Args:
+            staged: A save from :meth:`stage`.
 
         Raises:
-            CheckpointError: It has failed.
+            CheckpointError: The save failed.
         """
-        client = self._client.another()
+        client = self._client.clone()
         try:
             client.persist(staged.header.sequence)
         finally:
@@ -295,21 +308,21 @@ class SnapshotAgent:
         sync: bool = True,
         persist: bool = True,
     ) -> Future[None] | None:
-        """Saves a state as it is now; returns when it has been copied.
+        """Saves the present state in the background; returns once the state has been copied.
 
         Args:
-            state_dict: As for :meth:`stage`, like all others.
-            directory: The checkpoint that it is to become.
-            step: What the user calls it.
-            sync: Whether the checkpoint is to survive a power cut.
-            persist: Whether it is to be brought to disk.
+            state_dict: State dict of this rank; see :meth:`stage`.
+            directory: Directory of the future checkpoint.
+            step: Step of the save.
+            sync: Whether the checkpoint must survive a power cut.
+            persist: Whether the agent writes the save to disk; see :meth:`stage`.
 
         Returns:
-            A future that is done when the checkpoint is committed, or at once without ``persist``;
-            ``None`` where the save was skipped.
+            A future that completes when the checkpoint is committed, or at once without
+            ``persist``; its error is that of the failed save. ``None`` if the save was skipped.
 
         Raises:
-            CheckpointError: As :meth:`stage`. The future: the save has failed.
+            CheckpointError: The state could not be staged; see :meth:`stage` for the other errors.
         """
         staged = self.stage(state_dict, directory, step=step, sync=sync, persist=persist)
         if staged is None:
@@ -321,46 +334,50 @@ class SnapshotAgent:
         return future
 
     def newest(self) -> MemoryCheckpoint | None:
-        """The newest snapshot that is complete on all ranks that made it; ``None`` if none is.
+        """Returns the newest save in memory that is complete on all ranks; ``None`` if none is.
 
-        Every rank must call it, before the first save: they agree. Of one that was made on several
-        machines, each must have what its own ranks have left; a rank that wants more than that
-        learns it when it loads (:class:`SnapshotReader`).
+        All ranks must call this method, before the first save, and all return the same save. A save
+        of several machines counts only if every machine still has the slots of its own ranks. A
+        rank that needs shards of another machine gets an error when it loads
+        (:class:`SnapshotReader`).
+
+        Raises:
+            RankTimeoutError: A rank was late or gone.
         """
-        here = {(found.save, found.step): found for found in self.memory_checkpoints()}
+        found = {(c.save, c.step): c for c in self.memory_checkpoints()}
         common = self._group.decide(
-            "comparing what is in memory",
-            lambda: set(here),
-            lambda of_all: of_all[0].intersection(*of_all),
+            "comparing snapshots in memory",
+            lambda: set(found),
+            lambda sets: sets[0].intersection(*sets),
             timeout_s=self.timeout_s,
         )
         newest = max(common, default=None)
-        return None if newest is None else here[newest]
+        return None if newest is None else found[newest]
 
     def memory_checkpoints(self) -> list[MemoryCheckpoint]:
-        """All saves that this machine has in memory whole, the newest first.
+        """Returns all complete saves in the memory of this machine, the newest first.
 
-        Of those that were made on several machines, what is of any use to this rank: its own slot
-        is there, and there were as many ranks as there are now.
+        A save of several machines is included only if this rank's slot is on this machine and the
+        number of ranks is the same as now.
         """
         found = complete_slots(self._client.folder, self._place.run)
         whole = []
-        for save, of_save in reversed(whole_saves(found).items()):
-            of_save.sort(key=lambda one: one[0].rank != self._place.rank)  # Its own comes first.
-            first = of_save[0][0]
-            mine = self._place.rank, self._place.world_size
-            if first.node_count == 1 or (first.rank, first.world_size) == mine:
-                slots = [path for _, path in of_save]
-                whole.append(MemoryCheckpoint(save, first.step, self._client.folder, slots))
+        for save, slots in reversed(whole_saves(found).items()):
+            slots.sort(key=lambda item: item[0].rank != self._place.rank)  # Own slot first.
+            first = slots[0][0]
+            own = self._place.rank, self._place.world_size
+            if first.node_count == 1 or (first.rank, first.world_size) == own:
+                paths = [path for _, path in slots]
+                whole.append(MemoryCheckpoint(save, first.step, self._client.folder, paths))
         return whole
 
     def close(self, *, drop: bool = False) -> None:
-        """Ends in good order.
+        """Ends this rank in good order, once the futures of all its saves have completed.
 
         Args:
-            drop: Whether what is in memory, and not on disk, is of no more use.
+            drop: Whether the agent discards snapshots that are not on disk.
         """
-        if self._is_left or os.getpid() != self._pid:
+        if self._has_left or os.getpid() != self._pid:
             return
         atexit.unregister(self._at_exit)
         self._waiting.shutdown()
@@ -368,51 +385,53 @@ class SnapshotAgent:
         self._slots.clear()
 
     def leave(self) -> None:
-        """Leaves what is in memory to a process that starts again: this one is to end."""
-        self._is_left = True
+        """Closes the connection, and leaves the snapshots in memory for the next process."""
+        self._has_left = True
         atexit.unregister(self._at_exit)
         self._client.close()
 
     def _at_exit(self) -> None:
-        # Of a process that an exception ends, memory is what the next one goes on from.
+        # After an exception, the snapshots remain for the next process.
         if getattr(sys, "last_type", None) is None and os.getpid() == self._pid:
             self._client.detach(drop=False)
 
     def _slot(self, path: Path) -> _native.Slot:
-        """A slot, mapped; it may have been made anew, and larger, under the same name."""
+        """Returns a mapped slot; maps it again if the agent has replaced the file."""
         inode = path.stat().st_ino
-        known = self._slots.get(path)
-        if known is None or known[0] != inode:
-            known = self._slots[path] = inode, _native.Slot.open(os.fsencode(path), True, True)
-        return known[1]
+        mapped = self._slots.get(path)
+        if mapped is None or mapped[0] != inode:
+            mapped = self._slots[path] = inode, _native.Slot.open(os.fsencode(path), True, True)
+        return mapped[1]
 
 
-def _reached(directory: str | os.PathLike[str]) -> Location:
-    """A directory, as the agent is told it."""
+def _absolute_location(directory: str | os.PathLike[str]) -> Location:
+    """Returns the directory as the agent receives it."""
     location = Location(directory).absolute()
     try:
         str(location).encode()
     except UnicodeEncodeError:
-        raise UnsupportedError(f"cannot save to {location!r}: it is no UTF-8") from None
+        raise UnsupportedError(f"cannot save to {location!r}: the name is not UTF-8") from None
     return location
 
 
 def _find_place(run: str | os.PathLike[str], group: Group, timeout_s: float) -> Place:
-    """Which rank of which run this is; all ranks call it."""
+    """Returns the identity of this rank; all ranks call this function."""
     name, rank = run_of(run), group.rank
     if group.size == 1:
         return Place(name, _new_session(name), 0, 1, 0, 1, [0])
 
     def own() -> tuple[bytes, bytes, str]:
-        # Containers of one machine may have memory of their own each. Not the run's folder: an
-        # agent that ends removes that.
+        # Containers on one machine may have separate tmpfs. The parent folder identifies the tmpfs,
+        # because an ending agent removes the folder of the run.
         memory = open_folder(name).parent.stat()
         return name, _new_session(name), f"{this_machine()} {memory.st_dev} {memory.st_ino}"
 
-    of_all = group.decide("starting the agent", own, list, timeout_s=timeout_s)
-    names, sessions, machines = zip(*of_all, strict=True)
+    facts = group.decide("starting the agent", own, list, timeout_s=timeout_s)
+    names, sessions, machines = zip(*facts, strict=True)
     if len(set(names)) != 1:
-        raise CheckpointError(f"ranks name different runs, {os.fspath(run)!r} among them")
+        raise CheckpointError(
+            f"cannot start the agent: ranks name different runs, {os.fspath(run)!r} on this rank"
+        )
     nodes = list(dict.fromkeys(machines))
     here = [other for other in range(group.size) if machines[other] == machines[rank]]
     node = nodes.index(machines[rank])
@@ -420,7 +439,7 @@ def _find_place(run: str | os.PathLike[str], group: Group, timeout_s: float) -> 
 
 
 def _new_session(run: bytes) -> bytes:
-    """Later than any that is remembered, whatever clocks say."""
-    known = [header.session for header, _ in complete_slots(folder_of(run), run)]
-    since = int.from_bytes(max(known, default=b"")[:8], "big") + 1
+    """Returns a session later than all sessions in memory, whatever the clocks are."""
+    sessions = [header.session for header, _ in complete_slots(folder_of(run), run)]
+    since = int.from_bytes(max(sessions, default=b"")[:8], "big") + 1
     return max(time.time_ns(), since).to_bytes(8, "big") + secrets.token_bytes(8)

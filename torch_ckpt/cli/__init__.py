@@ -1,1 +1,1 @@
-"""What the command ``torch-ckpt`` can do: a module for each of its commands."""
+"""The command ``torch-ckpt``: a module for each subcommand."""

@@ -1,4 +1,4 @@
-"""``torch-ckpt agent``: is the process that keeps the snapshots of a run in memory."""
+"""``torch-ckpt agent``: runs the agent of a run, which writes snapshots in memory to disk."""
 
 from __future__ import annotations
 
@@ -16,52 +16,52 @@ __all__ = ["add_to"]
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to a parser's."""
+    """Adds the command to the parser."""
     defaults = AgentOptions()
     parser = commands.add_parser(
         "agent",
-        help="keep the snapshots of a run in memory, and bring them to disk",
-        description="Is the agent of a run on this machine, until the run ends. Trainers start it "
-        "by themselves; where there is one already, the command ends at once.",
+        help="run the agent of a run, which writes snapshots in memory to disk",
+        description="Runs the agent of a training run on this machine until the run ends. Trainers "
+        "start the agent themselves. If the run has an agent already, the command exits at once.",
     )
-    parser.add_argument("run", type=Path, help="what names the run: the directory of its steps")
+    parser.add_argument("run", type=Path, help="name of the run: the directory of its steps")
     parser.add_argument(
         "--linger",
         type=float,
         default=defaults.linger_s,
         metavar="SECONDS",
-        help="how long memory is kept for trainers that have died (default: %(default)g)",
+        help="time to retain the snapshots after all trainers have died (default: %(default)g)",
     )
     parser.add_argument(
         "--first-within",
         type=float,
         metavar="SECONDS",
-        help="for how long the first trainer may come (default: as long as memory is kept)",
+        help="time to wait for the first trainer (default: as --linger)",
     )
     parser.add_argument(
         "--threads",
         type=int,
         default=defaults.threads,
-        help="files that are written at a time (default: %(default)d)",
+        help="number of files to write at a time (default: %(default)d)",
     )
     parser.add_argument(
         "--peers-timeout",
         type=float,
         default=defaults.peers_timeout_s,
         metavar="SECONDS",
-        help="how long a save waits for the agents of other machines (default: %(default)g)",
+        help="time that a save waits for the agents of other machines (default: %(default)g)",
     )
     parser.add_argument(
         "--io",
         type=_io,
         default=defaults.io,
         metavar="JSON",
-        help="fields of IoOptions, as an object of JSON",
+        help="fields of IoOptions, as a JSON object",
     )
     parser.add_argument(
         "--no-persist-on-failure",
         action="store_true",
-        help="leave in memory what is newest there when trainers die",
+        help="do not write the newest snapshot to disk when trainers die",
     )
     parser.set_defaults(command=_agent)
 
@@ -81,7 +81,7 @@ def _agent(options: argparse.Namespace) -> int:
 
 
 def _io(text: str) -> IoOptions:
-    """Raises what argparse makes a usage error of."""
+    """Returns the parsed options; argparse reports a ``ValueError`` as a usage error."""
     try:
         return IoOptions(**json.loads(text))
     except TypeError as error:

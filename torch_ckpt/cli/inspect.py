@@ -1,4 +1,4 @@
-"""``torch-ckpt inspect``: lists what is in a checkpoint."""
+"""``torch-ckpt inspect``: lists the tensors, objects and files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _RANK = re.compile(r"__(\d+)_\d+")
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to a parser's."""
+    """Adds the command to the parser."""
     parser = commands.add_parser(
         "inspect",
-        help="list what is in a checkpoint",
+        help="list the tensors, objects and files of a checkpoint",
         description="Lists the tensors and objects of a checkpoint: names, dtypes, shapes, boxes, "
-        "files, sizes, and how evenly the ranks have written.",
+        "files, sizes, and the bytes that each rank has written.",
     )
     parser.add_argument("path", type=Location, help="directory of the checkpoint")
-    parser.add_argument("--json", action="store_true", help="as JSON, with every box")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every box")
     parser.set_defaults(command=_inspect)
 
 

@@ -1,6 +1,6 @@
-"""The command ``torch-ckpt``: looks into checkpoints, checks them, and is the agent of a run.
+"""The command ``torch-ckpt``: inspects and verifies checkpoints, and runs the agent of a run.
 
-Where a checkpoint has an index, nothing imports torch or unpickles anything.
+For a checkpoint with an index, the command neither imports torch nor unpickles data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns how it should exit."""
+    """Runs the command; returns its exit status."""
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"torch-ckpt: {error}", file=sys.stderr)
         return DAMAGED if isinstance(error, CorruptionError) else FAILED
-    except BrokenPipeError:  # The reader of a long list has seen enough.
+    except BrokenPipeError:  # The reader closed the pipe, for example `head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return SOUND
 
@@ -39,7 +39,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="torch-ckpt", description="Looks into checkpoints, and keeps them.")
+    parser = _Parser(
+        prog="torch-ckpt",
+        description="Inspects and verifies checkpoints, and runs the agent of a training run.",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     verify.add_to(commands)
     inspect.add_to(commands)

@@ -1,13 +1,13 @@
-"""What all commands share: exit statuses, and names made safe to print."""
+"""Exit statuses of all commands, and the escaping of names for a terminal."""
 
 from __future__ import annotations
 
 __all__ = ["DAMAGED", "FAILED", "SOUND", "UNKNOWN", "printable"]
 
 SOUND, DAMAGED, UNKNOWN, FAILED = 0, 1, 2, 3
-"""How a command exits."""
+"""Exit statuses."""
 
 
 def printable(name: str) -> str:
-    """A name from a file, without what a terminal would act on."""
+    """Returns a name with its unprintable characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)

@@ -15,14 +15,14 @@ __all__ = ["add_to"]
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to a parser's."""
+    """Adds the command to the parser."""
     parser = commands.add_parser(
         "verify",
         help="check every byte of a checkpoint",
-        description="Checks every byte of a checkpoint against its index. Exits 0 where all are "
-        "sound; 1 where some are damaged, which it lists; 2 where that cannot be told, because a "
-        "checkpoint of stock DCP has only the CRCs of its zip archives, and those match; 3 where "
-        "there is no checkpoint or it cannot be read.",
+        description="Checks every byte of a checkpoint against its index and lists damaged ranges. "
+        "Exit status: 0 if all bytes are sound; 1 if some are damaged; 2 if not all bytes can be "
+        "verified, because a checkpoint of stock DCP has only the CRCs of its zip archives, and "
+        "these match; 3 if there is no checkpoint or it cannot be read.",
     )
     parser.add_argument("path", type=Location, help="directory of the checkpoint")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -49,13 +49,13 @@ def _verify(options: argparse.Namespace) -> int:
         print(f"damaged ({speed})")
         return DAMAGED
     for line in report.doubts:
-        print(printable(f"cannot tell: {line}"))
+        print(printable(f"cannot verify: {line}"))
     print(f"{'no damage found' if report.doubts else 'sound'} ({speed})")
     return UNKNOWN if report.doubts else SOUND
 
 
 class _Progress:
-    """A bar on the terminal."""
+    """A progress bar on the terminal."""
 
     _WIDTH = 30
 
@@ -63,10 +63,10 @@ class _Progress:
         self._begin = time.monotonic()
 
     def __call__(self, done: int, total: int, name: str) -> None:
-        part = min(done / max(total, 1), 1.0)
-        bar = "#" * round(part * self._WIDTH)
+        fraction = min(done / max(total, 1), 1.0)
+        bar = "#" * round(fraction * self._WIDTH)
         speed = done / max(time.monotonic() - self._begin, 1e-9) / 1e9
-        sys.stderr.write(f"\r[{bar:{self._WIDTH}}] {part:4.0%} {speed:6.2f} GB/s  {name}\x1b[K")
+        sys.stderr.write(f"\r[{bar:{self._WIDTH}}] {fraction:4.0%} {speed:6.2f} GB/s  {name}\x1b[K")
         sys.stderr.flush()
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""Ranks agree on the steps of a save or load, within a deadline."""
+"""Coordination of the ranks of a save or load, within a deadline."""

@@ -1,13 +1,15 @@
-"""Saves that go on in the background: in a thread, or in a process of their own."""
+"""Background saves, in a thread or in a separate process."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch.distributed as dist
@@ -33,7 +35,14 @@ _STARTING = "starting processes"
 
 @dataclass(frozen=True)
 class Order:
-    """What is saved, where, and how."""
+    """The arguments of one save.
+
+    Attributes:
+        checkpoint_id: Directory of the checkpoint; ``None`` if the writer determines it.
+        writer: The storage writer; DCP chooses one if ``None``.
+        planner: The save planner.
+        use_collectives: Whether the ranks plan and commit one checkpoint together.
+    """
 
     checkpoint_id: str | os.PathLike[str] | None
     writer: StorageWriter | None
@@ -41,7 +50,7 @@ class Order:
     use_collectives: bool
 
     def carry_out(self, state: Any, call: Call) -> Metadata:
-        """Saves this state; fails on all ranks if it fails here."""
+        """Saves a state dict, or the result of a future. An error fails the save on all ranks."""
         with call:
             if isinstance(state, Future):
                 state = state.result()
@@ -56,23 +65,31 @@ class Order:
 
 
 def save_in_thread(order: Order, state: Any, call: Call) -> Future[Metadata]:
-    """Saves in a thread; the interpreter waits for it when it exits.
+    """Saves in a thread. The interpreter waits for the thread on exit.
 
     Args:
-        order: What to do.
+        order: The arguments of the save.
         state: The staged state dict, or a future of it.
-        call: The ranks.
+        call: The call of the group that saves.
+
+    Returns:
+        A future of the metadata.
     """
     return _submitted(order.carry_out, state, call)
 
 
 def save_in_process(order: Order, state: Any, call: Call) -> Future[Metadata]:
-    """Saves in a process of this rank's own, which the first save starts.
+    """Saves in a separate process of this rank, which the first save starts.
+
+    The processes of all ranks form a process group of their own, of the same size.
 
     Args:
-        order: What to do.
+        order: The arguments of the save.
         state: The staged state dict, or a future of it.
-        call: The ranks: the processes save in a group of their own, of as many.
+        call: The call of the group that saves.
+
+    Returns:
+        A future of the metadata.
 
     Raises:
         RankTimeoutError: A rank was late, stuck or gone.
@@ -80,16 +97,22 @@ def save_in_process(order: Order, state: Any, call: Call) -> Future[Metadata]:
     """
     process: _SaveProcess | None = PROCESS.save_process
     if call.any_rank(process is None or not process.is_alive, _STARTING) or process is None:
-        address = call.all_reduce(_STARTING, _own_address, lambda found: found[0])
+        address = call.all_reduce(_STARTING, _own_address, lambda addresses: addresses[0])
         if process is not None:
             process.end()
         process = PROCESS.save_process = _SaveProcess(address, call)
 
-    def carry_out() -> Metadata:
+    def carry_out(state: Any) -> Metadata:
         with call:
-            return process.save(order, state, call)
+            try:
+                return process.save(order, state, call)
+            except BaseException as error:
+                # References in its traceback would keep the staging memory in use.
+                traceback.clear_frames(error.__traceback__)
+                del state
+                raise
 
-    return _submitted(carry_out)
+    return _submitted(carry_out, state)
 
 
 def _submitted(function: Callable[..., Metadata], *arguments: Any) -> Future[Metadata]:
@@ -106,23 +129,23 @@ def _own_address() -> tuple[str, int]:
 
 
 class _SaveProcess:
-    """A process that saves what it is sent. It ends with this one.
+    """A process that writes saves of this rank. It ends when this process ends.
 
     Args:
-        address: Where its group meets.
-        call: The ranks.
+        address: Host and port of the store of the new process group.
+        call: The call of the group that saves.
     """
 
     def __init__(self, address: tuple[str, int], call: Call) -> None:
         context = mp.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        arguments = theirs, address, call.group.rank, call.group.size
+        self._connection, remote_end = context.Pipe()
+        arguments = remote_end, address, call.group.rank, call.group.size
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
-        theirs.close()
+        remote_end.close()
         if not self._connection.poll(call.timeout_s):
             self.end()
-            raise CheckpointError(f"the process that saves has not started in {call.timeout_s:g} s")
+            raise CheckpointError(f"the save process did not start within {call.timeout_s:g} s")
         self._reply()
 
     @property
@@ -134,9 +157,17 @@ class _SaveProcess:
         self._connection.close()
 
     def save(self, order: Order, state: Any, call: Call) -> Metadata:
-        if isinstance(state, Future):
-            state = state.result()
-        self._connection.send((order, state, call.number, call.timeout_s))
+        try:
+            if isinstance(state, Future):
+                state = state.result()
+            message = ForkingPickler.dumps((order, state, call.number, call.timeout_s))
+        except BaseException as error:
+            # The process must fail the call in its own group: the others wait for it there.
+            failed = None, portable(error), call.number, call.timeout_s
+            self._connection.send(failed)
+            self._reply()
+            raise
+        self._connection.send_bytes(message)
         metadata: Metadata = self._reply()
         return metadata
 
@@ -146,14 +177,14 @@ class _SaveProcess:
         except (EOFError, OSError):
             self._process.join(1)
             code = self._process.exitcode
-            raise CheckpointError(f"the process that saves has ended, with code {code}") from None
+            raise CheckpointError(f"the save process ended with exit code {code}") from None
         if not succeeded:
             raise value
         return value
 
 
 def _serve(connection: Connection, address: tuple[str, int], rank: int, size: int) -> None:
-    """What the process does."""
+    """Runs saves in the process until the connection closes."""
     os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{size}")
     try:
         store = TCPStore(*address, size, is_master=rank == 0)
@@ -169,7 +200,7 @@ def _serve(connection: Connection, address: tuple[str, int], rank: int, size: in
             return
         call = Call(group_of(None), number, timeout_s)
         try:
-            metadata = order.carry_out(state, call)
+            metadata = call.fail(state) if order is None else order.carry_out(state, call)
         except BaseException as error:
             _send(connection, False, error)
         else:
@@ -183,5 +214,5 @@ def _send(connection: Connection, succeeded: bool, value: Any) -> None:
     try:
         pickled = pickle.dumps((succeeded, value))
     except Exception as error:
-        pickled = pickle.dumps((False, CheckpointError(f"the result does not pickle: {error}")))
+        pickled = pickle.dumps((False, CheckpointError(f"cannot pickle the result: {error}")))
     connection.send_bytes(pickled)

@@ -1,11 +1,11 @@
-"""How the ranks of a group connect to each other: each to its parent in a tree.
+"""Connects each rank of a group to its parent in a tree.
 
-The store of the process group is used for this alone. Each rank leaves its address there; the
-coordinator draws the tree and leaves each rank its place in it.
+The store of the process group is used for nothing else. Each rank writes its address to the store.
+The coordinator builds the tree, and writes each rank's place in the tree to the store.
 
-``torch.distributed.elastic.utils.store`` has barriers that name missing ranks. They do not serve
-here: a rank waits in the store without handling signals, for its whole timeout when another rank
-has given up, and what each rank brings is read by every other, N times N values.
+``torch.distributed.elastic.utils.store`` has barriers that name missing ranks. They are unsuitable
+here for three reasons. A rank waits in the store without handling signals. It waits for its whole
+timeout even if another rank has failed. And every rank reads the values of all ranks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from torch_ckpt.errors import RankTimeoutError, listed_ranks
 
 __all__ = ["Neighbours", "connect", "own_addresses", "this_machine"]
 
-_GRACE_S = 2.0  # For the coordinator to say which rank is late, once the time is over.
+_GRACE_S = 2.0  # Extra time after the deadline, in which the coordinator names the late ranks.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.2
-_DIAL_S = 5.0  # For one address of the parent to answer.
+_DIAL_S = 5.0  # Connection timeout of one address of the parent.
 _PLACED = "placed"
-_HELLO = struct.Struct("<16sI")  # The parent's secret, and the rank that connects.
+_HELLO = struct.Struct("<16sI")  # The parent's secret, the rank that connects.
 
-# A machine that is switched off sends nothing: the kernel notices after about nine seconds.
+# The kernel detects a machine without power after about nine seconds.
 _KEEPALIVE = {
     socket.SO_KEEPALIVE: (socket.SOL_SOCKET, 1),
     socket.TCP_KEEPIDLE: (socket.IPPROTO_TCP, 3),
@@ -53,10 +53,10 @@ class Neighbours:
     """The connections of a rank. Ranks are numbered as in the group.
 
     Attributes:
-        parent: The rank above this one, and the connection to it; ``None`` for the coordinator.
-        children: The connections to the ranks below this one.
-        below: For each child, it and all ranks below it.
-        tree: Of the whole group; on the coordinator alone.
+        parent: The parent's rank and the connection to it; ``None`` on the coordinator.
+        children: The connection to each child, by rank.
+        below: All ranks of each child's subtree, by the child's rank.
+        tree: The tree of the group; ``None`` except on the coordinator.
     """
 
     parent: tuple[int, socket.socket] | None
@@ -73,18 +73,19 @@ def connect(
     timeout_s: float,
     is_aborted: Callable[[], bool],
 ) -> Neighbours:
-    """Connects this rank of a group to its neighbours. Every rank of the group calls it.
+    """Connects this rank to its neighbours in the tree. Every rank of the group calls it.
 
     Args:
-        store: For this alone.
-        rank: This one. Rank 0 is the coordinator.
-        names: The ranks of the group as the whole job numbers them, for messages.
-        phase: What a rank has finished when it comes here, for messages.
+        store: A store that nothing else uses.
+        rank: This rank, as the group numbers it. Rank 0 is the coordinator.
+        names: Global rank of each rank of the group, for messages.
+        phase: The phase that a rank must finish before it connects, for messages.
         timeout_s: Seconds that this rank waits for the others.
-        is_aborted: Whether this rank waits no more: the store did not answer in time.
+        is_aborted: Returns whether this rank has stopped waiting because the store did not answer
+            in time.
 
     Raises:
-        RankTimeoutError: A rank did not come in time. It is raised on all of them.
+        RankTimeoutError: A rank did not connect in time. Raised on all ranks.
         RuntimeError: The store does not answer.
     """
     waiting = _Waiting(store, names, rank, phase, time.monotonic() + timeout_s, timeout_s)
@@ -98,7 +99,7 @@ def connect(
         }
         store.set(f"{rank}", json.dumps(address))
         if is_aborted():
-            text = f"rank {names[rank]} has lost the store of its process group while {phase}"
+            text = f"rank {names[rank]} lost the store of its process group while {phase}"
             waiting.fail(RankTimeoutError(text, phase=phase))
         store.add("count", 1)
         tree = _place_all(store, len(names), waiting) if rank == 0 else None
@@ -121,7 +122,7 @@ def connect(
 
 
 class _Waiting:
-    """A rank that waits for others in the store."""
+    """Waits for other ranks in the store, with a deadline."""
 
     def __init__(
         self,
@@ -138,8 +139,8 @@ class _Waiting:
         self._began = time.monotonic()
 
     def for_count(self, size: int) -> None:
-        """Waits for so many ranks to have come."""
-        for _ in self._until(self.deadline):
+        """Waits until ``size`` ranks have written their addresses."""
+        for _ in self._polls_until(self.deadline):
             if self._is_decided() or self._store.add("count", 0) >= size:
                 return
         late = self._missing(range(size))
@@ -148,7 +149,7 @@ class _Waiting:
 
     def for_place(self) -> dict[str, Any]:
         """Waits for this rank's place in the tree."""
-        for _ in self._until(self.deadline + _GRACE_S):
+        for _ in self._polls_until(self.deadline + _GRACE_S):
             if self._is_decided():
                 break
         else:
@@ -157,7 +158,7 @@ class _Waiting:
         return place
 
     def _is_decided(self) -> bool:
-        """Whether all have a place. Raises what a rank has failed with."""
+        """Returns whether every rank has its place; raises the error if a rank has failed."""
         if not self._store.check(["outcome"]):
             return False
         outcome = self._store.get("outcome").decode()
@@ -165,18 +166,19 @@ class _Waiting:
             raise RankTimeoutError(*json.loads(outcome))
         return True
 
-    def _until(self, deadline: float) -> Iterator[None]:
+    def _polls_until(self, deadline: float) -> Iterator[None]:
+        """Yields at increasing intervals until the deadline."""
         pause = _SHORTEST_PAUSE_S
         while True:
             yield
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, remaining))
             pause = min(1.2 * pause, _LONGEST_PAUSE_S)
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
-        """By halves: of thousands, most often few are missing."""
+        """Returns the ranks without an address, by bisection, because usually few are missing."""
         if not ranks or self._store.check([f"{rank}" for rank in ranks]):
             return []
         if len(ranks) == 1:
@@ -188,13 +190,13 @@ class _Waiting:
         waited = time.monotonic() - self._began
         names = [self._names[rank] for rank in late]
         text = (
-            f"{listed_ranks(names)} slow, stuck or gone: not done {self.phase} {waited:.1f} s "
-            f"after rank {self._names[self._rank]}, which waits for {self._timeout_s:g} s at most"
+            f"{listed_ranks(names)} slow, stuck or gone: {self.phase} not finished {waited:.1f} s "
+            f"after rank {self._names[self._rank]}, whose timeout is {self._timeout_s:g} s"
         )
         self.fail(RankTimeoutError(text, names, self.phase, waited))
 
     def fail(self, error: RankTimeoutError) -> None:
-        """Raises the same error on all ranks, unless the coordinator has placed them by now."""
+        """Raises the same error on all ranks, unless every rank has its place already."""
         text = json.dumps(error.__reduce__()[1])
         outcome = self._store.compare_set("outcome", "", text).decode()
         if outcome != _PLACED:
@@ -202,7 +204,7 @@ class _Waiting:
 
 
 def _place_all(store: Store, size: int, waiting: _Waiting) -> Tree | None:
-    """Draws the tree, and leaves each rank its place in it."""
+    """Builds the tree, and writes each rank's place in the tree to the store."""
     waiting.for_count(size)
     addresses = [json.loads(value) for value in store.multi_get([f"{r}" for r in range(size)])]
     tree = Tree.over([address["node"] for address in addresses], root=0, fan_out=FAN_OUT)
@@ -222,20 +224,20 @@ def _listener() -> socket.socket:
         listener = socket.create_server(
             ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2 * FAN_OUT
         )
-    except (OSError, ValueError):  # There is no IPv6 here.
+    except (OSError, ValueError):  # The machine has no IPv6.
         listener = socket.create_server(("", 0), backlog=2 * FAN_OUT)
     return listener
 
 
 def own_addresses(store: Store | None) -> list[str]:
-    """Addresses of this machine: first the one that the store is reached from."""
+    """Returns the addresses of this machine, first the one with a route to the store."""
     hosts = []
     while store is not None and hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = getattr(store, "host", None), getattr(store, "port", None)
     if host and port:
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((host, port))  # Sends nothing: the kernel chooses a route.
+            s.connect((host, port))  # Sends nothing, but makes the kernel choose a route.
             hosts.append(s.getsockname()[0])
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -244,7 +246,7 @@ def own_addresses(store: Store | None) -> list[str]:
 
 
 def _dial(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting) -> socket.socket:
-    """Connects to the parent: whichever of its addresses knows its secret."""
+    """Connects to the parent, at the first of its addresses that confirms the secret."""
     hello = _HELLO.pack(bytes.fromhex(address["secret"]), rank)
     failures = []
     for host in address["hosts"]:
@@ -258,7 +260,7 @@ def _dial(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting) ->
             dialled.sendall(hello)
             if dialled.recv(1) == b"\1":
                 return _prepared(dialled)
-            failures.append(f"{host}: another program listens there")
+            failures.append(f"{host}: another program listens at this address")
         except OSError as error:
             failures.append(f"{host}: {error}")
         dialled.close()
@@ -275,7 +277,7 @@ def _accept(
     names: Sequence[int],
     rank: int,
 ) -> dict[int, socket.socket]:
-    """Lets the children connect, and nobody else."""
+    """Accepts the connections of the children, and refuses all others."""
     children: dict[int, socket.socket] = {}
     while expected - children.keys():
         listener.settimeout(max(waiting.deadline + _GRACE_S - time.monotonic(), 0.01))
@@ -286,15 +288,15 @@ def _accept(
                 connection.close()
             late = [names[child] for child in sorted(expected - children.keys())]
             raise RankTimeoutError(
-                f"{listed_ranks(late)} gone or out of reach: not connected to rank {names[rank]}",
+                f"{listed_ranks(late)} gone or unreachable: not connected to rank {names[rank]}",
                 late,
                 waiting.phase,
             ) from None
         try:
             accepted.settimeout(_GRACE_S)
-            shown, child = _HELLO.unpack(_exactly(accepted, _HELLO.size))
-            if not hmac.compare_digest(shown, secret) or child not in expected:
-                raise OSError("it is no rank of this group")
+            received, child = _HELLO.unpack(_exactly(accepted, _HELLO.size))
+            if not hmac.compare_digest(received, secret) or child not in expected:
+                raise OSError("the connecting process is not a rank of this group")
             accepted.sendall(b"\1")
             children[child] = _prepared(accepted)
         except OSError:
@@ -307,7 +309,7 @@ def _exactly(source: socket.socket, nbytes: int) -> bytes:
     while len(data) < nbytes:
         more = source.recv(nbytes - len(data))
         if not more:
-            raise OSError("the connection has ended")
+            raise OSError("the connection is closed")
         data += more
     return data
 
@@ -320,10 +322,10 @@ def _prepared(connection: socket.socket) -> socket.socket:
 
 
 def _node_id() -> int:
-    """Tells this node from others: containers of one machine are as near as its processes.
+    """Returns an identifier of this node. Containers on one machine have the same identifier.
 
-    Asked of each rank, and not reckoned from ``LOCAL_WORLD_SIZE``: nodes may be uneven, and the
-    ranks of a group scattered over them.
+    Each rank sends its identifier, because ``LOCAL_WORLD_SIZE`` is not enough: nodes may have
+    different numbers of ranks, and a group may have ranks scattered over nodes.
     """
     name = this_machine().encode()
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little", signed=True)
@@ -331,7 +333,7 @@ def _node_id() -> int:
 
 @functools.cache
 def this_machine() -> str:
-    """A name that processes have in common if they share the memory of a machine."""
+    """Returns a name of this machine, the same for all processes that share its memory."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,8 +1,9 @@
-"""The ranks that save, load or decide together: every one has the outcome, in time.
+"""Groups of ranks that save, load or decide together, within a deadline.
 
-Ranks meet in exchanges: each sends a part to the coordinator, which is the group's first rank, and
-gets an answer. All of them go along a tree of connections (``connect``, ``node``), beside the
-collectives of training: a rank that is late or gone does not leave others in one of these.
+A call consists of exchanges. In an exchange, each rank sends a contribution to the coordinator,
+which is the group's first rank, and receives an answer. Messages use a tree of connections
+(``connect``, ``node``) and not the collectives of training. So a late or lost rank never leaves
+another rank in a collective.
 """
 
 from __future__ import annotations
@@ -54,27 +55,28 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""As long as torch's own process groups wait by default."""
+"""Default deadline in seconds, the same as that of gloo process groups."""
 
 _PHASES = {"plan": "planning", "write": WRITING, "read": "reading"}
-_GRACE_S = 5.0  # For the thread to say what is wrong, rather than that it says nothing.
+_GRACE_S = 5.0  # Extra time after the deadline, in which the thread reports a specific error.
 
 
 class Group:
-    """Ranks that make calls together, each call on all of them and in the same order.
+    """Ranks that make the same calls in the same order.
 
-    Its connections are its own, and calls are told apart by their numbers. So a save in the
-    background goes on beside training, and beside other calls. The first call connects.
+    A group has connections of its own, which the first call opens. Messages have the number of
+    their call. So a background save can run at the same time as training and other calls.
 
     Args:
-        process_group: The ranks; ``None`` for a process that is alone.
+        process_group: The ranks; ``None`` for a single process.
 
     Attributes:
-        rank: This one, as the group numbers it. Rank 0 is the coordinator.
-        size: How many there are.
+        rank: This rank, as the group numbers it. Rank 0 is the coordinator.
+        size: The number of ranks.
+        names: Global rank of each rank of the group.
 
     Raises:
-        ValueError: This process is none of the ranks.
+        ValueError: This process is not a rank of the process group.
 
     Example::
 
@@ -87,22 +89,20 @@ class Group:
         if process_group is not None:
             self.names = dist.get_process_group_ranks(process_group)
             self.rank, self.size = dist.get_rank(process_group), len(self.names)
-            if self.rank < 0:
-                raise ValueError(f"rank {dist.get_rank()} is not in the process group")
             store = _store_of(process_group)
             self._connections = _Connections(store, self.rank, self.names)
         self._calls = itertools.count()
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this rank decides for all."""
+        """Whether this rank is the coordinator."""
         return self.rank == 0
 
     def call(self, timeout_s: float) -> Call:
-        """Begins a call: all ranks begin the same ones in the same order.
+        """Begins a call. All ranks must begin the same calls in the same order.
 
         Raises:
-            ValueError: ``timeout_s`` is no positive number of seconds.
+            ValueError: ``timeout_s`` is not a positive number.
         """
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"{timeout_s=} is no positive number of seconds")
@@ -110,89 +110,96 @@ class Group:
 
     def decide(
         self,
-        what: str,
+        activity: str,
         own: Callable[[], T],
         decide: Callable[[list[T]], R],
         *,
         timeout_s: float,
     ) -> R:
-        """Returns on every rank what the coordinator has decided.
+        """Computes a value on the coordinator from the values of all ranks.
 
         Args:
-            what: What the ranks do here, for messages.
-            own: Called on every rank.
-            decide: Called on the coordinator, with what all ranks have returned.
+            activity: Name of the activity, such as ``"measuring"``, for messages.
+            own: Returns this rank's value. Called on every rank.
+            decide: Computes the result from the list of all values. Called on the coordinator.
             timeout_s: Seconds that this rank waits for the others.
 
+        Returns:
+            The result of ``decide``, on every rank.
+
         Raises:
-            RankTimeoutError: A rank did not come.
-            BaseException: What ``own`` or ``decide`` has raised, on every rank.
+            RankTimeoutError: A rank did not arrive in time.
+            BaseException: The error of ``own`` or ``decide``, on every rank.
         """
         if self.size == 1:
             return decide([own()])
         with self.call(timeout_s) as call:
             try:
-                return call.all_reduce(what, own, decide)
+                return call.all_reduce(activity, own, decide)
             except CheckpointException as error:
                 rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-                cause.add_note(f"raised on rank {rank} of the group, when {what}")
+                cause.add_note(f"raised on rank {rank} of the group, while {activity}")
                 raise cause from None
 
     def series(self) -> Group:
-        """The same ranks, for calls that are counted apart; all ranks call it.
+        """Returns a group of the same ranks that numbers its calls separately. All ranks call it.
 
-        A call that only some of them make puts nothing out of step but this series.
+        If only some ranks make a call of this series, other series remain usable.
         """
         series = copy.copy(self)
         series._calls = itertools.count((next(self._calls) + 1) << 32)
         return series
 
     def node(self, phase: str, timeout_s: float) -> Node:
-        """The connections of this rank; the first call makes them, in this phase and time.
+        """Returns the connections of this rank, after it has connected.
+
+        Args:
+            phase: The current phase, for messages.
+            timeout_s: Seconds that this rank waits for the others to connect.
 
         Raises:
-            RankTimeoutError: A rank has not come, or the store does not answer.
+            RankTimeoutError: A rank did not connect in time, or the store does not answer.
         """
         return self._connections.node(phase, timeout_s)
 
     def started(self, phase: str, timeout_s: float) -> Node:
-        """The connections of this rank, which may not be made yet."""
+        """Returns the connections of this rank, and begins to connect if necessary."""
         return self._connections.started(phase, timeout_s)
 
     @property
     def connected(self) -> Node | None:
-        """The connections of this rank if they were begun."""
-        return None if self.size == 1 else self._connections.made
+        """The connections of this rank; ``None`` before it began to connect."""
+        return None if self.size == 1 else self._connections.current
 
 
 class _Connections:
-    """The connections of a rank, once they are needed.
+    """The connections of a rank, opened by the first call.
 
     Args:
-        store: Where the ranks find each other.
-        rank: This one, as the group numbers it.
-        names: The ranks as the whole job numbers them.
+        store: Returns the store in which the ranks exchange their addresses.
+        rank: This rank, as the group numbers it.
+        names: Global rank of each rank of the group.
     """
 
     def __init__(self, store: Callable[[], Store], rank: int, names: list[int]) -> None:
         self._store, self._rank, self._names = store, rank, names
         self._attempts = itertools.count()
         self._lock = threading.Lock()
-        self.made: Node | None = None
+        self.current: Node | None = None
 
     def started(self, phase: str, timeout_s: float) -> Node:
         with self._lock:
-            if self.made is None:
+            if self.current is None:
                 attempt = next(self._attempts)
                 store = self._store
-                self.made = Node(
+                self.current = Node(
                     lambda: PrefixStore(f"{attempt}", store()),
                     self._rank,
                     self._names,
                     phase,
                     timeout_s,
                 )
-            return self.made
+            return self.current
 
     def node(self, phase: str, timeout_s: float) -> Node:
         node = self.started(phase, timeout_s)
@@ -200,15 +207,15 @@ class _Connections:
             node.connected.result(timeout_s + _GRACE_S)
         except Exception as error:
             with self._lock:
-                if self.made is node:
-                    self.made = None  # The next call tries again.
+                if self.current is node:
+                    self.current = None  # The next call retries.
                     node.abort()
             if isinstance(error, RankTimeoutError):
                 raise
             reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)
             raise RankTimeoutError(
-                f"rank {self._names[self._rank]} cannot use the store of its process group to find "
-                f"the other ranks: {reason}",
+                f"rank {self._names[self._rank]} cannot find the other ranks in the store of its "
+                f"process group: {reason}",
                 phase=phase,
             ) from error
         return node
@@ -217,15 +224,14 @@ class _Connections:
 class Call:
     """One save, load or decision of a group, on one rank.
 
-    As a context it fails on all ranks if it raises on this one.
+    As a context manager, it fails the call on all ranks if the block raises on this rank. If a
+    rank is lost or misses the deadline, every exchange raises the same
+    :class:`~torch_ckpt.errors.RankTimeoutError` on all ranks.
 
     Args:
         group: The ranks.
-        number: Which call of the group it is.
+        number: Number of the call within the group.
         timeout_s: Seconds that this rank waits for others in each exchange.
-
-    Every exchange raises :class:`~torch_ckpt.errors.RankTimeoutError`, the same on all ranks, if a
-    rank is gone or later than ``timeout_s``.
     """
 
     def __init__(self, group: Group, number: int, timeout_s: float) -> None:
@@ -233,93 +239,113 @@ class Call:
         self.number = number
         self._exchanges = itertools.count()
         self._is_deciding = False
+        self._shared_error: BaseException | None = None  # Every rank raises this one or its equal.
 
     def __enter__(self) -> Call:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, (CheckpointException, RankTimeoutError)):
-            self.fail(error)  # The others do not know of it.
+        if error is not None and error is not self._shared_error:
+            self.fail(error)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Within the block, :func:`current_call` is this."""
+        """Makes :func:`current_call` return this call within the block."""
         token = _current.set(self)
         try:
             yield
         finally:
             _current.reset(token)
 
-    # ---- As DCP has them ----
+    # ---- DCP's collectives ----
 
     def reduce_scatter(
         self, step: str, own: Callable[[], T], reduce: Callable[[list[T]], Sequence[R]]
     ) -> R:
-        """``own`` on every rank, ``reduce`` of all on the coordinator; to each rank its own part.
+        """Calls ``own`` on every rank, and ``reduce`` with all results on the coordinator.
+
+        Returns:
+            This rank's element of the result of ``reduce``.
 
         Raises:
-            CheckpointException: ``own`` or ``reduce`` has raised; maps ranks to their errors.
+            CheckpointException: ``own`` or ``reduce`` raised an error. ``failures`` maps ranks to
+                their errors.
         """
         return cast(R, self._reduced(step, own, reduce, scatters=True))
 
     def all_reduce(self, step: str, own: Callable[[], T], reduce: Callable[[list[T]], R]) -> R:
-        """As :meth:`reduce_scatter`; what ``reduce`` returns goes to all ranks."""
+        """Like :meth:`reduce_scatter`, but returns the whole result of ``reduce`` on every rank."""
         return cast(R, self._reduced(step, own, reduce, scatters=False))
 
     def barrier(self, phase: str) -> None:
-        """Returns when all ranks are here."""
+        """Waits until all ranks have called it."""
         self._exchange(phase, b"", lambda _: b"")
 
-    # ---- What ranks agree on ----
+    # ---- Decisions ----
 
     def any_rank(self, answer: bool, phase: str) -> bool:
-        """Whether any rank says so."""
-        return bool(
-            self._exchange(phase, bytes([answer]), lambda parts: bytes([any(p[0] for p in parts)]))[
-                0
-            ]
-        )
+        """Returns whether ``answer`` is true on any rank."""
+
+        def decide(answers: Sequence[Any]) -> bytes:
+            return bytes([any(answer[0] for answer in answers)])
+
+        return bool(self._exchange(phase, bytes([answer]), decide)[0])
 
     def all_equal(self, answer: bytes, phase: str) -> bool:
-        """Whether all ranks say the same."""
+        """Returns whether ``answer`` is the same on all ranks."""
 
-        def decide(parts: Sequence[Any]) -> bytes:
-            return bytes([len({bytes(part) for part in parts}) == 1])
+        def decide(answers: Sequence[Any]) -> bytes:
+            return bytes([len({bytes(answer) for answer in answers}) == 1])
 
         return bool(self._exchange(phase, answer, decide)[0])
 
     def claim_commit(self) -> None:
-        """Called by the coordinator before it publishes: from now on nobody gives up for good.
+        """Acquires the right to publish the checkpoint. Called by the coordinator.
+
+        From then on, a rank that fails the call reports that the checkpoint may be committed.
 
         Raises:
-            RankTimeoutError: A rank has given the call up, is gone or does not answer. The
+            RankTimeoutError: A rank has failed the call, is lost or does not answer. The
                 checkpoint must not be published.
         """
         if not self._is_deciding or self.group.size == 1:
-            return  # What a rank commits by itself is nobody else's.
+            return  # A rank that saves alone needs no permission to commit.
         node = self.group.node(COMMITTING, self.timeout_s)
         claim = node.claim(self.number)
         try:
             claim.result(self.timeout_s)
-        except TimeoutError as error:
-            if isinstance(error, RankTimeoutError):
-                raise
-            raise self.fail(error) from None
+        except Exception as error:
+            self._shared_error = error if isinstance(error, RankTimeoutError) else self.fail(error)
+            raise self._shared_error from None
+
+    def raise_if_failed(self) -> None:
+        """Raises the error of the call if a rank has failed it, or is gone.
+
+        For code that waits for other ranks without an exchange of this call.
+
+        Raises:
+            RankTimeoutError: The error that every rank raises.
+        """
+        node = self.group.connected
+        error = None if node is None else node.error(self.number)
+        if error is not None:
+            self._shared_error = error
+            raise error
 
     def fail(self, cause: BaseException) -> RankTimeoutError:
-        """Fails the call on the other ranks; returns their error."""
+        """Fails the call on the other ranks, and returns their error."""
         if self.group.size == 1:
             return RankTimeoutError(str(cause))
         rank = self.group.names[self.group.rank]
         node = self.group.connected
         phase, promised = ("beginning", False) if node is None else node.phase(self.number)
         error = RankTimeoutError(
-            f"rank {rank} has left while {phase}: {type(cause).__qualname__}: {cause}",
+            f"rank {rank} failed while {phase}: {type(cause).__qualname__}: {cause}",
             [rank],
             phase,
             may_be_committed=promised,
         )
-        # Others may not have come yet, or never come: this rank does not wait for them.
+        # Some ranks may never connect, so this rank waits for a short time only.
         node = self.group.started(phase, self.timeout_s)
         node.fail(self.number, error)
         futures.wait([node.connected], min(self.timeout_s, _GRACE_S))
@@ -327,25 +353,37 @@ class Call:
 
     # ---- Exchanges ----
 
-    def _exchange(self, phase: str, part: bytes, decide: Callable[[Sequence[Any]], Values]) -> Any:
-        """Sends a part to the coordinator, which decides; returns this rank's answer."""
+    def _exchange(
+        self, phase: str, contribution: bytes, decide: Callable[[Sequence[Any]], Values]
+    ) -> Any:
+        """Sends a contribution to the coordinator, which calls ``decide`` with all contributions.
+
+        Returns:
+            This rank's answer.
+        """
         group, number = self.group, next(self._exchanges)
         if group.size == 1:
-            answer = decide([part])
+            answer = decide([contribution])
             return answer if isinstance(answer, bytes) else answer[0]
-        try:
+        with self._sharing_errors():
             node = group.node(phase, self.timeout_s)
-            received = node.exchange(self.number, number, phase, part, self.timeout_s).result()
-            if not group.is_coordinator:
-                return received
-            values = decide(received)
+            future = node.exchange(self.number, number, phase, contribution, self.timeout_s)
+            received = future.result()
+        if not group.is_coordinator:
+            return received
+        values = decide(received)
+        with self._sharing_errors():
             node.answer(self.number, number, values).result()
-        except Exception:
-            raise
-        except BaseException as error:  # An interrupt.
-            self.fail(error)
-            raise
         return values if isinstance(values, bytes) else values[0]
+
+    @contextlib.contextmanager
+    def _sharing_errors(self) -> Iterator[None]:
+        """Records an error of the connections, which the other ranks raise as well."""
+        try:
+            yield
+        except Exception as error:
+            self._shared_error = error
+            raise
 
     def _reduced(
         self,
@@ -358,56 +396,64 @@ class Call:
         phase = _PHASES.get(step, step)
         if self.group.connected is not None:
             self.group.connected.enter(self.number, phase)
-        sent: Any = _attempted(own)
+        own_value: Any = _attempted(own)
         if self.group.size == 1:
-            found = self._outcome(step, [sent], reduce)
-            if isinstance(found, CheckpointException):
-                raise found
-            return found[0] if scatters else found
-        kept: list[Any] = []  # What goes to all is not sent to the coordinator itself.
+            outcome = self._outcome(step, [own_value], reduce, scatters)
+            if isinstance(outcome, CheckpointException):
+                raise outcome
+            return outcome[0] if scatters else outcome
+        retained: list[Any] = []  # The coordinator uses a common outcome without pickling.
 
-        def decide(parts: Sequence[Any]) -> Values:
-            found = self._outcome(step, [pickle.loads(part) for part in parts], reduce)
-            each = scatters and not isinstance(found, CheckpointException)
-            kept[:] = [] if each else [_portable(found)]
+        def decide(contributions: Sequence[Any]) -> Values:
+            values = [pickle.loads(contribution) for contribution in contributions]
+            outcome = self._outcome(step, values, reduce, scatters)
+            each = scatters and not isinstance(outcome, CheckpointException)
+            retained[:] = [] if each else [_portable(outcome)]
             try:
-                return _pickled_parts(found) if each else _pickled(found)
+                return _pickled_values(outcome) if each else _pickled(outcome)
             except Exception as error:
-                note = "; what was to be committed is" if phase == WRITING else ""
+                note = "; the checkpoint is committed" if phase == WRITING else ""
                 failures = {0: self._unpicklable(phase, error, note)}
-                kept[:] = [CheckpointException(step, failures)]
-                return _pickled(kept[0])
+                retained[:] = [CheckpointException(step, failures)]
+                return _pickled(retained[0])
 
         try:
-            part = _pickled(sent)
+            contribution = _pickled(own_value)
         except Exception as error:
-            part = _pickled(self._unpicklable(phase, error))
-        answer = self._exchange(phase, part, decide)
-        received = kept[0] if kept else pickle.loads(answer)
+            contribution = _pickled(self._unpicklable(phase, error))
+        answer = self._exchange(phase, contribution, decide)
+        received = retained[0] if retained else pickle.loads(answer)
         if isinstance(received, CheckpointException):
+            self._shared_error = received
             raise received
         return received
 
-    def _outcome(self, step: str, values: list[Any], reduce: Callable[[list[Any]], Any]) -> Any:
-        """What the coordinator makes of what all ranks have found, or the error of all."""
+    def _outcome(
+        self, step: str, values: list[Any], reduce: Callable[[list[Any]], Any], scatters: bool
+    ) -> Any:
+        """Returns the result of ``reduce`` on the coordinator, or the error for all ranks."""
         failures = {r: value for r, value in enumerate(values) if _is_wrapped_exception(value)}
         if not failures:
             self._is_deciding = True
             with self.current():
-                found = _attempted(lambda: reduce(values))
+                result = _attempted(lambda: reduce(values))
             self._is_deciding = False
-            if not _is_wrapped_exception(found):
-                return found
-            if isinstance(found[0], RankTimeoutError):
-                raise found[0]  # Known to all.
-            failures = {0: found}
+            if not _is_wrapped_exception(result):
+                if not scatters or len(result) == self.group.size:
+                    return result
+                result = _wrap_exception(
+                    CheckpointError(f"{len(result)} results of {step} for {self.group.size} ranks")
+                )
+            elif result[0] is self._shared_error:
+                raise cast(BaseException, result[0])
+            failures = {0: result}
         return CheckpointException(step, cast(Any, failures))
 
     def _unpicklable(self, phase: str, cause: Exception, note: str = "") -> WRAPPED_EXCEPTION:
-        """Takes the place of a value that does not pickle."""
+        """Returns an error to send in place of a value that does not pickle."""
         error = CheckpointError(
-            f"rank {self.group.names[self.group.rank]} cannot pickle what it sends to the others "
-            f"after {phase}: {type(cause).__qualname__}: {cause}{note}"
+            f"rank {self.group.names[self.group.rank]} cannot pickle its result of {phase}: "
+            f"{type(cause).__qualname__}: {cause}{note}"
         )
         return _wrap_exception(error)
 
@@ -416,21 +462,21 @@ _current: ContextVar[Call | None] = ContextVar("torch_ckpt_call", default=None)
 
 
 def current_call() -> Call | None:
-    """The call that this thread is in; ``None`` within DCP's own functions."""
+    """Returns the call that runs in this thread; ``None`` within DCP's own functions."""
     return _current.get()
 
 
 def time_limit_s() -> float:
-    """Seconds that one rank waits for another in the call that this thread is in."""
+    """Returns the deadline of an exchange, in seconds, of the call that runs in this thread."""
     call = _current.get()
     return DEFAULT_TIMEOUT_S if call is None else call.timeout_s
 
 
 def claim_commit() -> None:
-    """Called by a writer at the last moment before it publishes a checkpoint.
+    """Acquires the right to publish a checkpoint. A writer calls it just before it publishes.
 
     Raises:
-        RankTimeoutError: The other ranks have given this save up, and must not see it succeed.
+        RankTimeoutError: The save has failed on the other ranks, so it must not be published.
 
     Example::
 
@@ -443,18 +489,21 @@ def claim_commit() -> None:
 
 
 def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool = False) -> Group:
-    """The group of a process group: one, as long as that is.
+    """Returns the group of a process group. The same process group always has the same group.
 
     Args:
-        process_group: The ranks; all if ``None``.
-        no_dist: Whether this process is alone all the same, as it is without ``torch.distributed``.
+        process_group: The ranks; all ranks if ``None``.
+        no_dist: Whether this process is a group of its own, as it is without
+            ``torch.distributed``.
 
     Raises:
-        ValueError: This process is none of the ranks.
+        ValueError: This process is not a rank of the process group.
     """
     if no_dist or not (dist.is_available() and dist.is_initialized()):
         return Group(None)
     key = process_group or _get_default_group()
+    if cast(object, key) is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"rank {dist.get_rank()} is not in the process group")
     group: Group | None = PROCESS.groups.get(key)
     if group is None:
         group = PROCESS.groups[key] = Group(key)
@@ -462,15 +511,18 @@ def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool = False) 
 
 
 def _store_of(group: dist.ProcessGroup) -> Callable[[], Store]:
-    """Connects to the group's store anew: another thread may wait on the connection it has."""
-    served: Any = _get_process_group_store(group)
-    # A launcher may keep one store over all of its attempts.
+    """Returns a function that opens a connection to the group's store.
+
+    The existing connection may be blocked by another thread.
+    """
+    store: Any = _get_process_group_store(group)
+    # A launcher may use one store for all of its restarts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return lambda: PrefixStore(f"torch_ckpt/{attempt}", served.clone())
+    return lambda: PrefixStore(f"torch_ckpt/{attempt}", store.clone())
 
 
 def _attempted(function: Callable[[], Any]) -> Any:
-    """What it returns, or its error as DCP sends it."""
+    """Returns the function's result, or its error in the form in which DCP sends errors."""
     try:
         return function()
     except BaseException as error:
@@ -481,31 +533,31 @@ def _pickled(value: object) -> bytes:
     return pickle.dumps(_portable(value))
 
 
-def _pickled_parts(values: Sequence[object]) -> list[bytes]:
-    """One object for several ranks is pickled once."""
+def _pickled_values(values: Sequence[object]) -> list[bytes]:
+    """Returns the pickle of each value. An object that occurs several times is pickled once."""
     distinct = {id(value): _pickled(value) for value in values}
     return [distinct[id(value)] for value in values]
 
 
 def _portable(value: T) -> T:
-    """The value, with an exception that cannot travel between ranks replaced by one that can."""
+    """Returns the value, with errors that do not pickle replaced by errors that do."""
     if isinstance(value, CheckpointException):
         failures = {rank: _portable(failure) for rank, failure in value.failures.items()}
         return cast(T, CheckpointException(value.args[0], failures))
     if not _is_wrapped_exception(value):
         return value
     error, trace = cast(tuple[BaseException, StackSummary], value)
-    return cast(T, (portable(error), trace if _travels(trace) else StackSummary()))
+    return cast(T, (portable(error), trace if _pickles(trace) else StackSummary()))
 
 
 def portable(error: BaseException) -> BaseException:
-    """The error, or one that says the same where it does not pickle."""
+    """Returns the error, or a :class:`CheckpointError` with its message if it does not pickle."""
     if isinstance(error, CheckpointException):
         return _portable(error)
-    return error if _travels(error) else CheckpointError(f"{type(error).__qualname__}: {error}")
+    return error if _pickles(error) else CheckpointError(f"{type(error).__qualname__}: {error}")
 
 
-def _travels(value: object) -> bool:
+def _pickles(value: object) -> bool:
     try:
         pickle.loads(pickle.dumps(value))
     except Exception:
@@ -514,7 +566,7 @@ def _travels(value: object) -> bool:
 
 
 def why(error: BaseException) -> str:
-    """An error in one line, with those of all ranks if it is DCP's.
+    """Returns an error in one line. For a ``CheckpointException``, lists the errors of all ranks.
 
     Example::
 

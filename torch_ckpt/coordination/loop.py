@@ -1,4 +1,4 @@
-"""The thread that serves the connections of a rank, and what other threads order of it."""
+"""The event loop that serves the connections of a rank, and runs functions of other threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import selectors
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -20,14 +20,14 @@ __all__ = ["Loop", "settle"]
 
 
 class Loop(ABC):
-    """Reads and writes messages, and does what is posted. One thread calls :meth:`run`.
+    """Reads and writes messages, and runs posted functions, in the thread that calls :meth:`run`.
 
-    Other threads call :meth:`post` and :meth:`stop` alone.
+    Other threads call only :meth:`post` and :meth:`stop`.
 
     Attributes:
-        peers: Those that it is connected to.
-        stopped: Whether it is to end.
-        lost: Why nothing that is posted can succeed any more.
+        peers: The connected neighbours.
+        stopped: Whether the loop must end.
+        lost: The error of all posted functions after a connection was lost; ``None`` before.
     """
 
     def __init__(self) -> None:
@@ -44,81 +44,93 @@ class Loop(ABC):
 
     @abstractmethod
     def due(self) -> float | None:
-        """Does what is due; returns for how many seconds nothing is, ``None`` for ever."""
+        """Runs the timers that are due.
+
+        Returns:
+            Seconds until the next timer; ``None`` if there is none.
+        """
 
     @abstractmethod
-    def take(self, peer: Peer, message: Message) -> None:
-        """A message has come."""
+    def receive(self, peer: Peer, message: Message) -> None:
+        """Processes a message."""
 
     @abstractmethod
-    def lose(self, peer: Peer) -> None:
-        """A connection has ended."""
+    def disconnect(self, peer: Peer) -> None:
+        """Processes the loss of a connection."""
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Has the thread call a function; a future among the arguments ends in any case."""
+        """Calls a function in the loop's thread.
+
+        If the loop ends first, a future among the arguments fails.
+        """
         self._posted.append((function, arguments))
-        try:
+        with contextlib.suppress(OSError):  # The thread is awake already, or has ended.
             self._wake.send(b"\0")
-        except OSError:  # It is awake, or has ended.
-            if self.stopped:
-                self._refuse()
+        if self.stopped:
+            self._fail_posted()
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """Stops the loop."""
         self.stopped = True
         self.post(lambda: None)
 
     def add(self, peer: Peer) -> None:
-        """Serves another connection."""
+        """Adds a connection."""
         self.peers.append(peer)
         self._selector.register(peer.connection, selectors.EVENT_READ, peer)
 
     def remove(self, peer: Peer) -> None:
-        """Ends a connection."""
+        """Closes a connection."""
         self.peers.remove(peer)
         self._selector.unregister(peer.connection)
         peer.connection.close()
 
     def send(self, peer: Peer, kind: int, call: int = 0, number: int = 0, *body: Any) -> None:
-        """Sends a message as soon as there is room."""
+        """Sends a message without blocking; the loop sends the rest later."""
         if not peer.is_open:
             return
         is_busy = peer.has_outgoing
         peer.queue(kind, call, number, body)
         if not is_busy:
-            with contextlib.suppress(OSError):  # Whoever reads from it finds that out.
+            with contextlib.suppress(OSError):  # The next read reports the lost connection.
                 peer.write()
             if peer.has_outgoing:
                 events = selectors.EVENT_READ | selectors.EVENT_WRITE
                 self._selector.modify(peer.connection, events, peer)
 
     def run(self) -> None:
-        """Goes on until it is stopped."""
+        """Serves connections and posted functions until :meth:`stop`."""
         while not self.stopped:
             for key, events in self._selector.select(self.due()):
                 peer = key.data
                 if peer is None:
-                    self._do_posted()
+                    self._run_posted()
                 elif peer.is_open:
                     self._serve(peer, events)
 
     def close(self) -> None:
-        """Ends all connections, and what was posted since it has ended."""
+        """Closes all connections, and fails the functions that were posted but not called."""
         self.stopped = True
         for peer in self.peers:
             peer.connection.close()
         self._selector.close()
         self._wake.close()
         self._woken.close()
-        self._refuse()
+        self._fail_posted()
 
     def after_fork(self) -> None:
-        """A child's copies of the connections would hide that this process has ended."""
+        """Closes a forked child's copies of the connections.
+
+        Open copies would hide the end of the parent process from its neighbours.
+        """
         self.stopped = True
-        self.lost = CheckpointError("a process that was forked is no rank of its parent's group")
+        self.lost = CheckpointError("a forked process is not a rank of its parent's group")
         for peer in self.peers:
             if peer.is_open:
                 os.close(peer.connection.detach())
+        self._selector.close()
+        self._wake.close()
+        self._woken.close()
 
     def _serve(self, peer: Peer, events: int) -> None:
         try:
@@ -127,30 +139,41 @@ class Loop(ABC):
                 if not peer.has_outgoing:
                     self._selector.modify(peer.connection, selectors.EVENT_READ, peer)
             if events & selectors.EVENT_READ and (message := peer.read()):
-                self.take(peer, message)
+                self.receive(peer, message)
         except OSError:
             self.remove(peer)
-            self.lose(peer)
+            self.disconnect(peer)
 
-    def _do_posted(self) -> None:
+    def _run_posted(self) -> None:
         self._woken.recv(4096)
         while self._posted:
             function, arguments = self._posted.popleft()
-            function(*arguments)
+            try:
+                function(*arguments)
+            except BaseException as error:
+                _settle_all(arguments, error)
+                raise
 
-    def _refuse(self) -> None:
-        error = self.lost or CheckpointError("the connections of this group were closed")
-        while self._posted:
-            for argument in self._posted.popleft()[1]:
-                if isinstance(argument, Future):
-                    settle(argument, error=error)
+    def _fail_posted(self) -> None:
+        """Fails the futures of functions that were posted but not called."""
+        error = self.lost or CheckpointError("the connections of this group are closed")
+        with contextlib.suppress(IndexError):  # Another thread may empty the queue meanwhile.
+            while True:
+                _settle_all(self._posted.popleft()[1], error)
+
+
+def _settle_all(arguments: Sequence[Any], error: BaseException) -> None:
+    """Fails the futures among the arguments of a posted function."""
+    for argument in arguments:
+        if isinstance(argument, Future):
+            settle(argument, error=error)
 
 
 def settle(future: Future[Any] | None, value: Any = None, *, error: Any = None) -> None:
-    """Ends a future that somebody may wait for, unless it has ended."""
+    """Sets the result or error of a future, unless it has one."""
     if future is None:
         return
-    with contextlib.suppress(InvalidStateError):  # Whoever waited was interrupted.
+    with contextlib.suppress(InvalidStateError):  # The waiting thread was interrupted.
         if error is None:
             future.set_result(value)
         else:

@@ -1,15 +1,14 @@
-"""A rank's place in the tree of its group: one thread that passes messages on.
+"""A rank's node in the tree of its group: one thread that forwards messages.
 
-The thread owns the connections, and passes parts up and answers down whatever the rank itself does
-meanwhile. So a rank that is late is told apart from one that is gone:
+In an exchange, each rank sends a contribution to the coordinator, and the coordinator sends an
+answer to each rank. The thread owns the connections. It forwards contributions up and answers down
+even while the rank itself is busy. So the group distinguishes three failures:
 
-- A process that has ended closes its connections. Its neighbours notice at once, and every open
-  call fails on all ranks. A machine that is switched off is noticed by TCP's keepalive, after about
-  nine seconds.
-- A rank that lives and does not come in time has a deadline. The coordinator knows which parts have
-  come and names those that have not.
-- A process that is frozen answers no ping. Then it is named, and not those below it in the tree,
-  whose parts it has not passed on.
+- A process ends. Its connections close, its neighbours notice at once, and every open call fails
+  on all ranks. TCP keepalive detects a machine without power after about nine seconds.
+- A live rank misses the deadline. The coordinator names the ranks whose contributions are missing.
+- A process is frozen, so it does not answer pings. The coordinator names this rank, but not the
+  ranks below it in the tree, whose contributions it did not forward.
 """
 
 from __future__ import annotations
@@ -38,74 +37,75 @@ from torch_ckpt.errors import CheckpointError, RankTimeoutError, listed_ranks
 __all__ = ["COMMITTING", "WRITING", "Node", "Values"]
 
 WRITING, COMMITTING = "writing", "committing"
-"""The phases in which all ranks write, and then wait for the coordinator to commit."""
+"""The phases in which all ranks write, and in which they wait for the coordinator's commit."""
 
 Values = Sequence[bytes] | bytes
-"""An answer: one value for each rank, or one for all. The same object is sent once."""
+"""An answer: one value per rank, or one value for all ranks. Each object is sent only once."""
 
-_PART = struct.Struct("<IddQ")  # Rank; its timeout; how long ago it came; bytes that follow.
-_SCATTERED = struct.Struct("<QQ")  # How many ranks an answer is for, and how many values it has.
+_CONTRIBUTION = struct.Struct("<IddQ")  # Rank, timeout, age in seconds, length of the bytes.
+_ANSWER_HEAD = struct.Struct("<QQ")  # Number of ranks, number of distinct values.
 
-_PARTS, _ANSWER, _FAILED, _GONE, _PROMISE, _PROMISED, _PING, _PONG = range(8)
+_CONTRIBUTIONS, _ANSWER, _FAILED, _GONE, _PROMISE, _PROMISED, _PING, _PONG = range(8)
 
-_PING_S = 1.0  # Between pings.
-_PASS_ON_S = 0.05  # After so long parts are passed on although some are missing.
-_CALLS = 4096  # So many calls are remembered, for ranks that come late to one that has failed.
+_PING_S = 1.0  # Interval of pings.
+_FORWARD_S = 0.05  # Longest time that contributions wait for those of other ranks below.
+_CALLS = 4096  # Most calls that are retained, for ranks that are late for a failed call.
 
 
 @dataclass
 class _Exchange:
-    """One exchange of a call, as far as it has come to this rank."""
+    """This rank's state of one exchange of a call. Times are of the monotonic clock."""
 
     phase: str = ""
-    parts: dict[int, tuple[float, float, Any]] = field(default_factory=dict)
-    """Of this rank and those below: timeout, time of coming, bytes. Those not passed on yet."""
+    contributions: dict[int, tuple[float, float, Any]] = field(default_factory=dict)
+    """Timeout, arrival time and bytes, by rank in this subtree. Cleared when sent to the parent."""
     count: int = 0
-    """How many parts have come."""
+    """Number of contributions that have arrived."""
     future: Future[Any] | None = None
-    """What this rank waits for."""
-    came: float = 0.0
+    """The answer for this rank; on the coordinator, the contributions of all ranks."""
+    began: float = 0.0
+    """Time at which this rank began the exchange."""
     timeout_s: float = 0.0
-    passed: float = 0.0
-    """When parts were passed on last."""
+    forwarded: float = 0.0
+    """Time at which contributions were last sent to the parent."""
     complete: float = 0.0
-    """When all parts were there, on the coordinator."""
+    """Time at which the coordinator had all contributions; 0 before."""
     deadline: float = math.inf
-    """When the coordinator ends the call: somebody has waited for all of its timeout then."""
+    """Time at which the coordinator fails the call: the earliest end of a rank's timeout."""
     shortest_s: float = math.inf
-    """The shortest timeout of those that have come."""
+    """The shortest timeout of the contributions that have arrived."""
 
-    def add(self, parts: dict[int, tuple[float, float, Any]]) -> None:
-        """Takes parts of other ranks, or of this one."""
-        self.parts.update(parts)
-        self.count += len(parts)
-        for timeout_s, came, _ in parts.values():
-            self.deadline = min(self.deadline, came + timeout_s)
+    def add(self, contributions: dict[int, tuple[float, float, Any]]) -> None:
+        """Adds contributions of this rank or of ranks below it."""
+        self.contributions.update(contributions)
+        self.count += len(contributions)
+        for timeout_s, arrived, _ in contributions.values():
+            self.deadline = min(self.deadline, arrived + timeout_s)
             self.shortest_s = min(self.shortest_s, timeout_s)
 
 
 class _Call:
-    """What this rank knows of a call."""
+    """This rank's state of a call."""
 
     def __init__(self) -> None:
         self.exchanges: dict[int, _Exchange] = {}
         self.phase = "beginning"
         self.error: RankTimeoutError | None = None
         self.promised = False
-        """Whether the coordinator may commit without asking again."""
+        """Whether the coordinator may commit without another message."""
         self.claim: Future[None] | None = None
         self.awaited: set[int] = set()
         """The children that have not promised yet."""
 
 
 class Node:
-    """The thread of a rank of a group. It ends when nobody else refers to this object.
+    """The communication thread of one rank. It ends when this object has no references left.
 
     Args:
-        store: Where the ranks find each other.
-        rank: This one, as the group numbers it. Rank 0 is the coordinator.
-        names: The ranks of the group as the whole job numbers them.
-        phase: What a rank has finished when it comes to connect, for messages.
+        store: Returns the store in which the ranks exchange their addresses.
+        rank: This rank, as the group numbers it. Rank 0 is the coordinator.
+        names: Global rank of each rank of the group.
+        phase: The phase that a rank must finish before it connects, for messages.
         timeout_s: Seconds that this rank waits for the others to connect.
     """
 
@@ -119,7 +119,7 @@ class Node:
     ) -> None:
         self._loop = _Loop(rank, names)
         self.connected: Future[None] = Future()
-        """Done when all neighbours are connected."""
+        """Completes when all neighbours are connected."""
         threading.Thread(
             target=_run,
             args=(self._loop, store, phase, timeout_s, self.connected),
@@ -129,47 +129,61 @@ class Node:
         weakref.finalize(self, self._loop.stop)
 
     def exchange(
-        self, call: int, number: int, phase: str, part: bytes, timeout_s: float
+        self, call: int, number: int, phase: str, contribution: bytes, timeout_s: float
     ) -> Future[Any]:
-        """Sends this rank's part up. Returns the answer; on the coordinator the parts of all."""
+        """Sends this rank's contribution to the coordinator.
+
+        Returns:
+            A future of the answer; on the coordinator, of the contributions of all ranks.
+        """
         future: Future[Any] = Future()
-        self._loop.post(self._loop.begin, call, number, phase, part, timeout_s, future)
+        self._loop.post(self._loop.begin, call, number, phase, contribution, timeout_s, future)
         return future
 
     def answer(self, call: int, number: int, values: Values) -> Future[None]:
-        """Called by the coordinator: sends an answer down, unless the call has failed meanwhile."""
+        """Sends an answer to all ranks, unless the call has failed. Called by the coordinator."""
         future: Future[None] = Future()
-        self._loop.post(self._loop.pass_down, call, number, values, future)
+        self._loop.post(self._loop.answer, call, number, values, future)
         return future
 
     def claim(self, call: int) -> Future[None]:
-        """Called by the coordinator: done when every rank has promised not to give up for good."""
+        """Requests the right to commit. Called by the coordinator.
+
+        Returns:
+            A future that completes when every rank has promised. From then on, a rank that fails
+            the call reports that the checkpoint may be committed.
+        """
         future: Future[None] = Future()
         self._loop.post(self._loop.claim, call, future)
         return future
 
     def fail(self, call: int, error: RankTimeoutError) -> None:
-        """Fails a call on all ranks, unless it has failed before."""
+        """Fails a call on all ranks, unless it has failed already."""
         self._loop.post(self._loop.fail, call, error)
 
+    def error(self, call: int) -> Exception | None:
+        """Returns the error of a failed call; ``None`` if it has not failed."""
+        state = self._loop.calls.get(call)
+        return self._loop.lost if state is None or state.error is None else state.error
+
     def abort(self) -> None:
-        """Ends it, although it may not be connected yet."""
+        """Ends the thread, even before it is connected."""
         self._loop.stop()
 
     def enter(self, call: int, phase: str) -> None:
-        """Says what this rank does from now on, for messages."""
+        """Sets the current phase of this rank, for messages."""
         self._loop.post(self._loop.enter, call, phase)
 
     def phase(self, call: int) -> tuple[str, bool]:
-        """What this rank does in a call, and whether it has promised that it may be committed."""
-        known = self._loop.calls.get(call)
-        return ("beginning", False) if known is None else (known.phase, known.promised)
+        """Returns this rank's phase in a call, and whether it has promised to allow the commit."""
+        state = self._loop.calls.get(call)
+        return ("beginning", False) if state is None else (state.phase, state.promised)
 
 
 def _run(
     loop: _Loop, store: Callable[[], Store], phase: str, timeout_s: float, connected: Future[None]
 ) -> None:
-    """The thread, which does not know the :class:`Node`: that would never end then."""
+    """Runs the thread. A reference to the :class:`Node` would make the thread run forever."""
     try:
         neighbours = connect(store(), loop.rank, loop.names, phase, timeout_s, lambda: loop.stopped)
         loop.join(neighbours)
@@ -181,14 +195,14 @@ def _run(
     try:
         loop.run()
     except BaseException as error:
-        loop.fail_all(CheckpointError(f"the thread of a group has failed: {error!r}"))
+        loop.fail_all(CheckpointError(f"the communication thread failed: {error!r}"))
         raise
     finally:
         loop.close()
 
 
 class _Loop(Loop):
-    """What the thread does."""
+    """The state of the communication thread, and the processing of messages."""
 
     def __init__(self, rank: int, names: Sequence[int]) -> None:
         super().__init__()
@@ -199,7 +213,7 @@ class _Loop(Loop):
         self._children: dict[int, Peer] = {}
 
     def join(self, neighbours: Neighbours) -> None:
-        """Takes the connections over."""
+        """Starts to serve the connections."""
         self._tree, self._below = neighbours.tree, neighbours.below
         self._size_below = 1 + sum(map(len, neighbours.below.values()))
         if neighbours.parent is not None:
@@ -210,7 +224,7 @@ class _Loop(Loop):
                 self.add(peer)
 
     def due(self) -> float | None:
-        """Pings, passes on what has come, and ends what is late."""
+        """Sends pings, forwards contributions, and fails calls after their deadlines."""
         now = time.monotonic()
         if not any(call.exchanges or call.claim for call in self.calls.values()):
             for peer in self.peers:
@@ -224,31 +238,32 @@ class _Loop(Loop):
                 self.send(peer, _PING)
         due = self._pinged + _PING_S
         for number, call in list(self.calls.items()):
-            for exchange, found in list(call.exchanges.items()):
+            for exchange, state in list(call.exchanges.items()):
                 if self._parent is None:
-                    due = min(due, self._end_if_late(number, call, found, now))
+                    due = min(due, self._fail_if_late(number, call, state, now))
                 else:
-                    if found.parts and now - found.passed >= _PASS_ON_S:
-                        self._pass_up(number, exchange, found)
-                    if found.parts:
-                        due = min(due, found.passed + _PASS_ON_S)
-                    self._end_if_silent(number, call, found, now)
+                    if state.contributions and now - state.forwarded >= _FORWARD_S:
+                        self._pass_up(number, exchange, state)
+                    if state.contributions:
+                        due = min(due, state.forwarded + _FORWARD_S)
+                    self._fail_if_silent(number, call, state, now)
         return max(due - time.monotonic(), 0.0)
 
     def fail_all(self, error: Exception) -> None:
+        """Fails all exchanges and claims of this rank."""
         self.lost = error
         for call in self.calls.values():
             for exchange in call.exchanges.values():
                 settle(exchange.future, error=error)
             settle(call.claim, error=error)
 
-    def take(self, peer: Peer, message: Message) -> None:
-        """A message has come."""
+    def receive(self, peer: Peer, message: Message) -> None:
+        """Processes a message."""
         kind, call, number, body = message
-        if kind == _PARTS:
-            self._take_parts(call, number, body)
+        if kind == _CONTRIBUTIONS:
+            self._receive_contributions(call, number, body)
         elif kind == _ANSWER:
-            self._take_answer(call, number, body)
+            self._receive_answer(call, number, body)
         elif kind == _FAILED:
             self.fail(call, _error_of(body), peer)
         elif kind == _GONE:
@@ -267,14 +282,14 @@ class _Loop(Loop):
         else:
             peer.silent_beyond = dict(json.loads(bytes(body)))
 
-    def lose(self, peer: Peer) -> None:
-        """A neighbour is gone."""
+    def disconnect(self, peer: Peer) -> None:
+        """Fails every call, because a neighbour is gone."""
         name = self.names[peer.rank]
-        text = f"rank {name} is gone: its process has ended, or its machine is out of reach"
+        text = f"rank {name} is gone: its process has ended, or its machine is unreachable"
         self._abort_group(RankTimeoutError(text, [name]))
 
     def _abort_group(self, error: RankTimeoutError, source: Peer | None = None) -> None:
-        """Fails every call, now and later: a process group that has lost a rank stays without."""
+        """Fails all present and future calls, because a lost rank never returns to its group."""
         if self.lost is None:
             self.lost = error
             for peer in self.peers:
@@ -296,7 +311,7 @@ class _Loop(Loop):
         return call
 
     def enter(self, number: int, phase: str) -> None:
-        """This rank begins to do something."""
+        """Sets the current phase of this rank."""
         self._call(number).phase = phase
 
     def begin(
@@ -304,11 +319,11 @@ class _Loop(Loop):
         number: int,
         exchange: int,
         phase: str,
-        part: bytes,
+        contribution: bytes,
         timeout_s: float,
         future: Future[Any],
     ) -> None:
-        """This rank has come to an exchange."""
+        """Begins an exchange on this rank."""
         call = self._call(number)
         call.phase = phase
         if self.lost is not None and call.error is None:
@@ -318,52 +333,72 @@ class _Loop(Loop):
         elif call.error is not None:
             settle(future, error=call.error)
         else:
-            found = call.exchanges.setdefault(exchange, _Exchange())
-            found.phase, found.future = phase, future
-            found.came, found.timeout_s = time.monotonic(), timeout_s
-            found.passed = found.passed or found.came
-            self._add(number, exchange, found, {self.rank: (timeout_s, found.came, part)})
+            state = call.exchanges.setdefault(exchange, _Exchange())
+            state.future = future
+            if not self._has_phase(number, state, phase, self.rank):
+                return
+            state.began, state.timeout_s = time.monotonic(), timeout_s
+            state.forwarded = state.forwarded or state.began
+            self._add(number, exchange, state, {self.rank: (timeout_s, state.began, contribution)})
 
-    def _take_parts(self, number: int, exchange: int, body: bytearray) -> None:
+    def _receive_contributions(self, number: int, exchange: int, body: bytearray) -> None:
         call = self._call(number)
         if call.error is not None or self.lost is not None:
-            return  # Whoever has sent it knows, or will soon.
-        found = call.exchanges.setdefault(exchange, _Exchange())
+            return  # The error also reaches the sender.
+        state = call.exchanges.setdefault(exchange, _Exchange())
         view, now = memoryview(body), time.monotonic()
         length = int.from_bytes(view[:2], "little")
-        found.phase = found.phase or bytes(view[2 : 2 + length]).decode()
-        found.passed = found.passed or now
+        state.forwarded = state.forwarded or now
         at = 2 + length
-        parts = {}
+        phase, (sender, *_) = bytes(view[2:at]).decode(), _CONTRIBUTION.unpack_from(view, at)
+        if not self._has_phase(number, state, phase, sender):
+            return
+        contributions = {}
         while at < len(view):
-            rank, timeout_s, age_s, nbytes = _PART.unpack_from(view, at)
-            at += _PART.size
-            parts[rank] = timeout_s, now - age_s, view[at : at + nbytes]
+            rank, timeout_s, age_s, nbytes = _CONTRIBUTION.unpack_from(view, at)
+            at += _CONTRIBUTION.size
+            contributions[rank] = timeout_s, now - age_s, view[at : at + nbytes]
             at += nbytes
-        self._add(number, exchange, found, parts)
+        self._add(number, exchange, state, contributions)
 
-    def _add(self, number: int, exchange: int, found: _Exchange, parts: dict[int, Any]) -> None:
-        found.add(parts)
-        if found.count < self._size_below:
+    def _has_phase(self, number: int, state: _Exchange, phase: str, rank: int) -> bool:
+        """Returns whether a contribution has the phase of the others, and else fails the call."""
+        state.phase = state.phase or phase
+        if state.phase == phase:
+            return True
+        other = next(iter(state.contributions), self.rank)
+        text = (
+            f"ranks make different calls: rank {self.names[rank]} is {phase}, rank "
+            f"{self.names[other]} is {state.phase}; all ranks must make the same calls in the same "
+            "order"
+        )
+        self.fail(number, RankTimeoutError(text, [self.names[rank]], phase))
+        return False
+
+    def _add(
+        self, number: int, exchange: int, state: _Exchange, contributions: dict[int, Any]
+    ) -> None:
+        state.add(contributions)
+        if state.count < self._size_below:
             return
         if self._parent is not None:
-            self._pass_up(number, exchange, found)
+            self._pass_up(number, exchange, state)
         else:
-            found.complete = time.monotonic()
-            found.deadline = found.complete + found.shortest_s
-            settle(found.future, [found.parts[rank][2] for rank in range(found.count)])
+            state.complete = time.monotonic()
+            state.deadline = state.complete + state.shortest_s
+            settle(state.future, [state.contributions[rank][2] for rank in range(state.count)])
 
-    def _pass_up(self, number: int, exchange: int, found: _Exchange) -> None:
+    def _pass_up(self, number: int, exchange: int, state: _Exchange) -> None:
         assert self._parent is not None
-        phase, now = found.phase.encode(), time.monotonic()
+        phase, now = state.phase.encode(), time.monotonic()
         body: list[Any] = [len(phase).to_bytes(2, "little") + phase]
-        for rank, (timeout_s, came, part) in found.parts.items():
-            body += [_PART.pack(rank, timeout_s, now - came, len(part)), part]
-        found.parts, found.passed = {}, now
-        self.send(self._parent, _PARTS, number, exchange, *body)
+        for rank, (timeout_s, arrived, data) in state.contributions.items():
+            body += [_CONTRIBUTION.pack(rank, timeout_s, now - arrived, len(data)), data]
+        state.contributions, state.forwarded = {}, now
+        self.send(self._parent, _CONTRIBUTIONS, number, exchange, *body)
 
-    def pass_down(self, number: int, exchange: int, values: Values, future: Future[None]) -> None:
-        """The coordinator's answer. Values that are one object travel once."""
+    def answer(self, number: int, exchange: int, values: Values, future: Future[None]) -> None:
+        """Sends the coordinator's answer. An object that is several ranks' value is sent once."""
         call = self._call(number)
         if call.exchanges.pop(exchange, None) is None:
             settle(future, error=call.error or self.lost)
@@ -376,12 +411,12 @@ class _Loop(Loop):
         self._send_down(number, exchange, distinct, numbers)
         settle(future, None)
 
-    def _take_answer(self, number: int, exchange: int, body: bytearray) -> None:
+    def _receive_answer(self, number: int, exchange: int, body: bytearray) -> None:
         values, numbers = _unpacked(body)
         self._send_down(number, exchange, values, numbers)
-        found = self._call(number).exchanges.pop(exchange, None)
-        if found is not None:
-            settle(found.future, values[numbers[0]])
+        state = self._call(number).exchanges.pop(exchange, None)
+        if state is not None:
+            settle(state.future, values[numbers[0]])
 
     def _send_down(
         self, number: int, exchange: int, values: Sequence[memoryview], numbers: array[int]
@@ -396,6 +431,7 @@ class _Loop(Loop):
     # ---- Commits ----
 
     def claim(self, number: int, future: Future[None]) -> None:
+        """Begins to collect the promises of all ranks."""
         call = self._call(number)
         if call.error is not None or self.lost is not None:
             settle(future, error=call.error or self.lost)
@@ -404,10 +440,10 @@ class _Loop(Loop):
         self._promise(number)
 
     def _promise(self, number: int) -> None:
-        """From now on, whoever gives the call up says that it may be committed."""
+        """Promises to allow the commit: a later error reports that it may have happened."""
         call = self._call(number)
         if call.error is not None:
-            return  # The coordinator learns of that, and not of a promise.
+            return  # The coordinator receives the error, and no promise.
         call.promised, call.phase = self._parent is not None, COMMITTING
         call.awaited = set(self._children)
         for child in self._children.values():
@@ -426,9 +462,10 @@ class _Loop(Loop):
             settle(call.claim, None)
             call.claim = None
 
-    # ---- What goes wrong ----
+    # ---- Failures ----
 
     def fail(self, number: int, error: RankTimeoutError, source: Peer | None = None) -> None:
+        """Fails a call on all ranks; the error was received from ``source``, if any."""
         call = self._call(number)
         if call.error is not None:
             return
@@ -445,37 +482,42 @@ class _Loop(Loop):
             settle(call.claim, error=error)
             call.exchanges, call.claim = {}, None
 
-    def _end_if_late(self, number: int, call: _Call, found: _Exchange, now: float) -> float:
-        """Called on the coordinator, which knows who has come; returns when to look again."""
+    def _fail_if_late(self, number: int, call: _Call, state: _Exchange, now: float) -> float:
+        """Fails a call after its deadline, on the coordinator.
+
+        Returns:
+            The time of the next check.
+        """
         assert self._tree is not None
-        deadline = found.deadline + self._tree.height * _PASS_ON_S  # What has come is here then.
+        # Contributions sent before the deadline arrive by then.
+        deadline = state.deadline + self._tree.height * _FORWARD_S
         if now < deadline:
             return deadline
-        phase, late = found.phase, self._late(found, now)
-        if found.complete:
+        phase, late = state.phase, self._late(state, now)
+        if state.complete:
             phase, late = COMMITTING if phase == WRITING else phase, [0]
-            first = next((rank for rank in found.parts if rank), 0)
-            since, timeout_s = found.complete, found.parts[first][0]
+            first = next((rank for rank in state.contributions if rank), 0)
+            since, timeout_s = state.complete, state.contributions[first][0]
         else:
-            first = min(found.parts, key=lambda rank: sum(found.parts[rank][:2]))
-            timeout_s, since, _ = found.parts[first]
+            first = min(state.contributions, key=lambda rank: sum(state.contributions[rank][:2]))
+            timeout_s, since, _ = state.contributions[first]
         names = [self.names[rank] for rank in late]
         message = (
-            f"{listed_ranks(names)} slow, stuck or gone: not done {phase} {now - since:.1f} s "
-            f"after rank {self.names[first]}, which waits for {timeout_s:g} s at most"
+            f"{listed_ranks(names)} slow, stuck or gone: {phase} not finished {now - since:.1f} s "
+            f"after rank {self.names[first]}, whose timeout is {timeout_s:g} s"
         )
         self.fail(number, _timeout_error(message, names, phase, now - since, call.promised))
         return deadline
 
-    def _late(self, found: _Exchange, now: float) -> list[int]:
-        """Those whose parts have not come; not those below one that is silent."""
+    def _late(self, state: _Exchange, now: float) -> list[int]:
+        """Returns the ranks without a contribution, except those below a silent rank."""
         silent: set[int] = set()
         for child in self._children.values():
             silent.update(child.silent(now))
         assert self._tree is not None
         parents, late = self._tree.parents, []
         for rank in range(len(self.names)):
-            if rank in found.parts:
+            if rank in state.contributions:
                 continue
             above = parents[rank]
             while above > 0 and above not in silent:
@@ -484,13 +526,13 @@ class _Loop(Loop):
                 late.append(rank)
         return late or sorted(silent)
 
-    def _end_if_silent(self, number: int, call: _Call, found: _Exchange, now: float) -> None:
-        """A rank gives up by itself only where those above it are frozen."""
-        if found.future is None or self._parent is None:
+    def _fail_if_silent(self, number: int, call: _Call, state: _Exchange, now: float) -> None:
+        """Fails a call if a rank above this one is frozen, so that no answer can arrive."""
+        if state.future is None or self._parent is None:
             return
         for rank, silent_s in self._parent.silent(now).items():
-            waited = min(silent_s, now - found.came)
-            if waited >= found.timeout_s:
+            waited = min(silent_s, now - state.began)
+            if waited >= state.timeout_s:
                 name, phase = self.names[rank], call.phase
                 message = (
                     f"rank {name} is stuck or gone: no message from it for {waited:.1f} s while "
@@ -504,13 +546,13 @@ def _timeout_error(
     message: str, names: list[int], phase: str, waited_s: float, promised: bool
 ) -> RankTimeoutError:
     if promised:
-        message += ". It had begun to publish the checkpoint, which may yet appear"
+        message += ". The coordinator had begun to publish the checkpoint, which may yet appear"
     return RankTimeoutError(message, names, phase, waited_s, promised)
 
 
 def _as_seen_in(call: _Call, error: RankTimeoutError) -> RankTimeoutError:
-    """The error of a rank that is gone, in this call."""
-    message = f"{error.args[0]}. It was not done {call.phase}"
+    """Returns the error of a call, given the error of a lost rank."""
+    message = f"{error.args[0]}. It had not finished {call.phase}"
     return _timeout_error(message, list(error.ranks), call.phase, error.seconds, call.promised)
 
 
@@ -523,11 +565,11 @@ def _error_of(text: bytearray) -> RankTimeoutError:
 
 
 def _packed(values: Sequence[memoryview], numbers: array[int]) -> list[Any]:
-    """An answer: which value each rank gets, and the values that any gets, once each."""
+    """Encodes an answer: the number of each rank's value, and each distinct value once."""
     new_number = {old: new for new, old in enumerate(dict.fromkeys(numbers))}
     used = [values[old] for old in new_number]
     return [
-        _SCATTERED.pack(len(numbers), len(used)),
+        _ANSWER_HEAD.pack(len(numbers), len(used)),
         array("Q", (new_number[old] for old in numbers)).tobytes(),
         array("Q", map(len, used)).tobytes(),
         *used,
@@ -535,8 +577,9 @@ def _packed(values: Sequence[memoryview], numbers: array[int]) -> list[Any]:
 
 
 def _unpacked(body: bytearray) -> tuple[list[memoryview], array[int]]:
-    view, at = memoryview(body), _SCATTERED.size
-    ranks, count = _SCATTERED.unpack_from(view)
+    """Decodes an answer: the distinct values, and the number of each rank's value."""
+    view, at = memoryview(body), _ANSWER_HEAD.size
+    ranks, count = _ANSWER_HEAD.unpack_from(view)
     numbers, sizes = array("Q"), array("Q")
     for row, length in ((numbers, ranks), (sizes, count)):
         row.frombytes(view[at : at + length * row.itemsize])

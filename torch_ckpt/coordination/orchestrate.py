@@ -1,7 +1,7 @@
-"""DCP's save and load, between the ranks of a :class:`Group`.
+"""DCP's save and load for the ranks of a :class:`~torch_ckpt.coordination.group.Group`.
 
-What DCP's own functions do, for any of its writers, readers and planners, with exchanges that end
-in time on every rank.
+These functions do the same as DCP's own, with any of its writers, readers and planners. But every
+exchange has a deadline.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["PlanUnknownError", "is_replanning", "load", "save", "state_dicts_of"
 
 
 class PlanUnknownError(CheckpointError):
-    """Ranks refer to a plan that the coordinator does not have; all ranks must plan again."""
+    """Ranks refer to a cached plan that the coordinator does not have. All ranks must replan."""
 
 
 _replanning: ContextVar[bool] = ContextVar("torch_ckpt_replanning", default=False)
 
 
 def is_replanning() -> bool:
-    """Whether no cached plan may be used now, in this thread."""
+    """Returns whether this thread is replanning, so that it must not use cached plans."""
     return _replanning.get()
 
 
@@ -45,20 +45,23 @@ def save(
     *,
     use_collectives: bool = True,
 ) -> Metadata:
-    """Saves a state dict, as ``state_dict_saver._save_state_dict`` of torch.
+    """Saves a state dict, like DCP's ``state_dict_saver._save_state_dict``.
+
+    If any rank refers to a plan that the coordinator does not have, all ranks replan.
 
     Args:
-        state_dict: Without ``Stateful`` objects.
-        writer: Where to.
-        planner: A ``DefaultSavePlanner`` if ``None``.
-        call: The ranks, and how long they wait for each other.
-        use_collectives: Whether ranks coordinate what they write.
+        state_dict: A state dict without ``Stateful`` objects.
+        writer: The storage writer.
+        planner: The save planner; a ``DefaultSavePlanner`` if ``None``.
+        call: The call of the group that saves.
+        use_collectives: Whether the ranks plan and commit one checkpoint together.
 
     Returns:
         The metadata of the checkpoint.
 
     Raises:
-        CheckpointException: A rank raised; maps ranks to their errors. No ``Exception``.
+        CheckpointException: A rank raised an error. ``failures`` maps ranks to their errors. The
+            class derives from ``BaseException``, not from ``Exception``.
         RankTimeoutError: A rank was late, stuck or gone.
     """
     chosen = planner or DefaultSavePlanner()
@@ -108,16 +111,17 @@ def save(
 def load(
     state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner | None, call: Call
 ) -> None:
-    """Loads a state dict in place, as ``state_dict_loader._load_state_dict`` of torch.
+    """Loads a state dict in place, like DCP's ``state_dict_loader._load_state_dict``.
 
     Args:
-        state_dict: Without ``Stateful`` objects.
-        reader: Where from.
-        planner: A ``DefaultLoadPlanner`` if ``None``.
-        call: The ranks, and how long they wait for each other.
+        state_dict: A state dict without ``Stateful`` objects.
+        reader: The storage reader.
+        planner: The load planner; a ``DefaultLoadPlanner`` if ``None``.
+        call: The call of the group that loads.
 
     Raises:
-        CheckpointException: A rank raised; maps ranks to their errors. No ``Exception``.
+        CheckpointException: A rank raised an error. ``failures`` maps ranks to their errors. The
+            class derives from ``BaseException``, not from ``Exception``.
         RankTimeoutError: A rank was late, stuck or gone.
     """
     chosen = planner or DefaultLoadPlanner()
@@ -146,7 +150,12 @@ def load(
 
 
 def _metadata_of(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
-    """The checkpoint's metadata, or this rank's own where each has saved by itself."""
+    """Reads the metadata of the checkpoint.
+
+    Returns:
+        The metadata, and whether it is of a checkpoint that all ranks saved together. If not, it
+        is the metadata of this rank's own save.
+    """
     try:
         return reader.read_metadata(), True
     except Exception as error:
@@ -158,14 +167,14 @@ def _metadata_of(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
         raise error from None
 
 
-def _set_up(function: Callable[..., None], *arguments: Any, **of_ranks: Any) -> None:
-    """Tells a writer or a reader about ranks if it wants to know."""
-    known = "kwargs" in inspect.signature(function).parameters
-    function(*arguments, **(of_ranks if known else {}))
+def _set_up(function: Callable[..., None], *arguments: Any, **optional: Any) -> None:
+    """Sets up a writer or reader, with the optional arguments only if it accepts them."""
+    accepts = "kwargs" in inspect.signature(function).parameters
+    function(*arguments, **(optional if accepts else {}))
 
 
 def state_dicts_of(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with those of ``Stateful`` objects in their places."""
+    """Returns a state dict in which ``Stateful`` objects are replaced by their state dicts."""
     return {
         key: value.state_dict() if isinstance(value, Stateful) else value
         for key, value in state_dict.items()

@@ -1,4 +1,4 @@
-"""Messages over one connection of a rank, sent and received without waiting."""
+"""Non-blocking messages over one connection of a rank."""
 
 from __future__ import annotations
 
@@ -11,71 +11,74 @@ from typing import Any
 __all__ = ["Message", "Peer"]
 
 Message = tuple[int, int, int, bytearray]
-"""Its kind, the call and the exchange that it is of, and its body."""
+"""Kind, number of the call, number of the exchange within the call, body."""
 
-_HEAD = struct.Struct("<BQIQ")  # Kind; call; exchange; bytes that follow.
-_MOST_VIEWS = 64  # In one system call.
-_SILENT_S = 3.0  # A neighbour that has not answered for so long is frozen, or holds Python's lock.
+_HEAD = struct.Struct("<BQIQ")  # Kind, call, exchange, length of the body in bytes.
+_MAX_VIEWS = 64  # Buffers per system call.
+_SILENT_S = 3.0  # A neighbour without an answer for this long is frozen, or does not get the GIL.
 
 
 class Peer:
-    """A neighbour in the tree, and the connection to it. One thread uses it.
+    """The connection to a neighbour in the tree. Only one thread uses it.
 
     Args:
-        rank: The neighbour.
-        connection: To it; does not block.
+        rank: The neighbour's rank.
+        connection: A non-blocking socket to the neighbour.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank = rank
         self.connection = connection
         self.is_pinged = False
-        """Whether it is to answer from now on."""
+        """Whether the neighbour is being pinged, so that its silence counts."""
         self.silent_beyond: dict[int, float] = {}
-        """Ranks beyond this neighbour that are silent, as it says, and for how many seconds."""
+        """Seconds of silence of ranks beyond this neighbour, as the neighbour reports them."""
         self._outgoing: deque[memoryview] = deque()
         self._head = bytearray(_HEAD.size)
         self._body: bytearray | None = None
         self._filled = 0
-        self._heard = time.monotonic()
+        self._last_received = time.monotonic()
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a connection."""
+        """Whether the connection is open."""
         return self.connection.fileno() >= 0
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether something is left to be written."""
+        """Whether unsent bytes remain."""
         return bool(self._outgoing)
 
     def expect_answers(self) -> None:
-        """Begins to count for how long it is silent."""
-        self.is_pinged, self._heard = True, time.monotonic()
+        """Starts to measure the neighbour's silence."""
+        self.is_pinged, self._last_received = True, time.monotonic()
 
     def silent(self, now: float) -> dict[int, float]:
-        """Who is silent on this side, and for how many seconds: this neighbour, or some beyond."""
-        waited = now - self._heard
+        """Returns the silent ranks on this side of the tree, with their seconds of silence.
+
+        If this neighbour is silent, it is the only one. Otherwise these are ranks beyond it.
+        """
+        waited = now - self._last_received
         if self.is_pinged and waited > _SILENT_S:
             return {self.rank: waited}
         return self.silent_beyond
 
     def queue(self, kind: int, call: int, number: int, body: tuple[Any, ...]) -> None:
-        """Has a message written when there is room."""
-        views = [memoryview(part).cast("B") for part in body if len(part)]
+        """Appends a message to the unsent bytes."""
+        views = [memoryview(buffer).cast("B") for buffer in body if len(buffer)]
         head = _HEAD.pack(kind, call, number, sum(map(len, views)))
         self._outgoing += [memoryview(head), *views]
 
     def write(self) -> None:
-        """Writes what there is room for.
+        """Sends as many bytes as the socket accepts without blocking.
 
         Raises:
-            OSError: The connection has ended.
+            OSError: The connection is lost.
         """
         while self._outgoing:
-            some = [self._outgoing[i] for i in range(min(_MOST_VIEWS, len(self._outgoing)))]
+            views = [self._outgoing[i] for i in range(min(_MAX_VIEWS, len(self._outgoing)))]
             try:
-                sent = self.connection.sendmsg(some)
+                sent = self.connection.sendmsg(views)
             except BlockingIOError:
                 return
             while sent:
@@ -86,22 +89,25 @@ class Peer:
                 sent -= len(first)
 
     def read(self) -> Message | None:
-        """Reads what is there; returns a message if it is there whole.
+        """Reads the bytes that have arrived.
+
+        Returns:
+            The next message once it is complete; ``None`` before.
 
         Raises:
-            OSError: The connection has ended.
+            OSError: The connection is lost.
         """
         while True:
             into = self._head if self._body is None else self._body
             if self._filled < len(into):
                 try:
-                    got = self.connection.recv_into(memoryview(into)[self._filled :])
+                    received = self.connection.recv_into(memoryview(into)[self._filled :])
                 except BlockingIOError:
                     return None
-                if not got:
+                if not received:
                     raise ConnectionResetError
-                self._filled += got
-                self._heard = time.monotonic()
+                self._filled += received
+                self._last_received = time.monotonic()
             if self._filled < len(into):
                 continue
             self._filled = 0

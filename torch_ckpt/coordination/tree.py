@@ -1,8 +1,8 @@
-"""The tree along which the ranks of a group pass what they gather, scatter and broadcast.
+"""The tree along which the ranks of a group gather, scatter and broadcast.
 
-A rank meets its parent and its children alone, so no rank has more than a few peers, however large
-the group is. The ranks of one node hang below that node's leader, and the leaders below each
-other: what a node has to say leaves it once. Knows nothing of torch; ``tree_exchange`` uses it.
+A rank exchanges messages only with its parent and its children. So the number of connections per
+rank is bounded, whatever the size of the group. All ranks of a node are below the leader of that
+node, so only leaders exchange messages between nodes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from functools import cached_property
 __all__ = ["FAN_OUT", "Tree"]
 
 FAN_OUT = 16
-"""Where the cost model of benchmarks/README.md is flat: bytes ask for more, messages for less."""
+"""Children per rank. The cost model of benchmarks/README.md is flat around this value."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Who passes to whom in a group of ranks. Ranks are numbered as in the group.
+    """The parents and children of the ranks of a group. Ranks are numbered as in the group.
 
     Args:
-        root: The rank at the top: the coordinator.
-        parents: For each rank the one above it; -1 for the root.
+        root: The rank at the top of the tree, which is the coordinator.
+        parents: The parent of each rank; -1 for the root.
 
     Example::
 
@@ -36,87 +36,87 @@ class Tree:
 
     @classmethod
     def over(cls, nodes: Sequence[Hashable], *, root: int = 0, fan_out: int) -> Tree:
-        """The tree of a group.
+        """Builds the tree of a group.
 
-        A rank has at most ``fan_out`` children on its own node, and a node's leader (the root, or
-        else its lowest rank) as many more that lead other nodes. What is below a rank is shared out
-        evenly among its children, in runs of ranks: neighbours by number are so by wire, most
-        often.
+        The leader of a node is the root, or the lowest rank of the node. A rank has at most
+        ``fan_out`` children on its own node. A leader has at most ``fan_out`` more children, which
+        are leaders of other nodes. The ranks below a rank are split evenly among its children, in
+        runs of consecutive ranks, because consecutive ranks are usually close in the network.
 
         Args:
-            nodes: For each rank what tells its node from others.
-            root: The rank at the top.
-            fan_out: At least 2.
+            nodes: An identifier of each rank's node.
+            root: The rank at the top of the tree.
+            fan_out: Most children of a rank on its own node; at least 2.
 
         Raises:
-            ValueError: ``fan_out`` is less than 2, or ``root`` is no rank.
+            ValueError: ``fan_out`` is less than 2, or ``root`` is not a rank of the group.
         """
         if fan_out < 2:
             raise ValueError(f"{fan_out=} is less than 2")
         if not 0 <= root < len(nodes):
-            raise ValueError(f"{root=} is no rank of {len(nodes)}")
+            raise ValueError(f"{root=} is not a rank of a group of {len(nodes)}")
         on_node: dict[Hashable, list[int]] = {nodes[root]: [root]}
         for rank, node in enumerate(nodes):
             if rank != root:
                 on_node.setdefault(node, []).append(rank)
         parents = [-1] * len(nodes)
         leaders = [ranks[0] for ranks in on_node.values()]
-        waiting = [leaders, *on_node.values()]
-        while waiting:
-            top, *below = waiting.pop()
-            begin, pieces = 0, min(fan_out, len(below))
-            for piece in range(pieces):
-                end = begin - (begin - len(below)) // (pieces - piece)
+        pending = [leaders, *on_node.values()]
+        while pending:
+            top, *below = pending.pop()
+            begin, count = 0, min(fan_out, len(below))
+            for child in range(count):
+                end = begin - (begin - len(below)) // (count - child)
                 parents[below[begin]] = top
-                waiting.append(below[begin:end])
+                pending.append(below[begin:end])
                 begin = end
         return cls(root, tuple(parents))
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.parents)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank those below it. Those with most ranks below them come first."""
-        found: list[list[int]] = [[] for _ in self.parents]
+        """The children of each rank, in descending order of the size of their subtrees."""
+        children: list[list[int]] = [[] for _ in self.parents]
         for rank, parent in enumerate(self.parents):
             if parent >= 0:
-                found[parent].append(rank)
+                children[parent].append(rank)
         sizes = [1] * self.size
-        below = sorted(range(self.size), key=self.depths.__getitem__, reverse=True)
-        for rank in below:
+        deepest_first = sorted(range(self.size), key=self.depths.__getitem__, reverse=True)
+        for rank in deepest_first:
             if self.parents[rank] >= 0:
                 sizes[self.parents[rank]] += sizes[rank]
-        return tuple(tuple(sorted(row, key=lambda rank: -sizes[rank])) for row in found)
+        return tuple(tuple(sorted(row, key=lambda rank: -sizes[rank])) for row in children)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """For each rank how far it is from the root."""
+        """The distance of each rank from the root, in edges."""
         depths = [-1] * self.size
         depths[self.root] = 0
         for rank in range(self.size):
-            way = []
+            path = []
             while depths[rank] < 0:
-                way.append(rank)
+                path.append(rank)
                 rank = self.parents[rank]
-            for step, passed in enumerate(reversed(way), 1):
-                depths[passed] = depths[rank] + step
+            for step, descendant in enumerate(reversed(path), 1):
+                depths[descendant] = depths[rank] + step
         return tuple(depths)
 
     @cached_property
     def height(self) -> int:
-        """How far the farthest rank is from the root."""
+        """The largest distance of a rank from the root, in edges."""
         return max(self.depths)
 
     def subtree(self, rank: int) -> Iterator[int]:
-        """A rank and all below it: each before those below it, child after child."""
-        waiting = [rank]
-        while waiting:
-            rank = waiting.pop()
+        """Yields a rank and all ranks below it, in depth-first order."""
+        pending = [rank]
+        while pending:
+            rank = pending.pop()
             yield rank
-            waiting.extend(reversed(self.children[rank]))
+            pending.extend(reversed(self.children[rank]))
 
     def __str__(self) -> str:
         def drawn(rank: int) -> str:

@@ -1,1 +1,1 @@
-"""The one door to files: where a checkpoint lies, by path or URL."""
+"""Access to the files of checkpoints and runs, by path or URL."""

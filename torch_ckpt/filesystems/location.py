@@ -1,8 +1,8 @@
 """Locations: files and directories of any file system, named by a path or a URL.
 
-Whoever is given a path by a user makes a location of it, and hands that down. A path without a
-scheme, and ``file://``, are those of this machine. Other schemes are served by whoever has
-registered one: ``register("s3", file_system)``.
+A public function that accepts a path converts it into a :class:`Location`, and passes the location
+on. Paths without a scheme and ``file://`` URLs name files of this machine. ``register`` adds a file
+system for another scheme.
 
 Importing this module does not import torch.
 """
@@ -25,15 +25,15 @@ __all__ = ["Location", "can_reach", "register"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
-_BUFFER_NBYTES = 16 << 10  # Of an open file, of which a few records here and there are read.
+_BUFFER_NBYTES = 16 << 10  # Buffer size of an open file. Callers read few, scattered records.
 
 
 def register(scheme: str, file_system: _native.FileSystem) -> None:
-    """Serves the URLs of a scheme by a file system, in this process.
+    """Registers the file system for a URL scheme in this process.
 
     Args:
-        scheme: What stands before ``://``.
-        file_system: Gets what follows it as a path.
+        scheme: The text before ``://``.
+        file_system: The file system. It receives the text after ``://`` as a path.
 
     Example::
 
@@ -44,10 +44,10 @@ def register(scheme: str, file_system: _native.FileSystem) -> None:
 
 
 def can_reach(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is one of this machine, or a URL whose scheme is served.
+    """Returns whether a path has no scheme, or is a URL of a registered scheme.
 
     Args:
-        path: As for :class:`Location`.
+        path: A path of this machine or a URL.
     """
     try:
         Location(path)
@@ -57,20 +57,20 @@ def can_reach(path: str | os.PathLike[str]) -> bool:
 
 
 class Location:
-    """A file or a directory.
+    """The name of a file or directory, together with its file system.
 
-    What the engine opens gets :attr:`file_system` and :attr:`path`. There is no other access to the
-    files of a checkpoint: a location is no ``os.PathLike``.
+    The engine opens a location by its :attr:`file_system` and :attr:`path`. A location is not an
+    ``os.PathLike``, so that no code bypasses the file system.
 
     Args:
         path: A path of this machine, or a URL of a registered scheme.
 
     Attributes:
-        file_system: Has the file.
-        path: Within the file system; a :class:`pathlib.Path` if that is this machine's.
+        file_system: The file system of the file.
+        path: Path within the file system; a :class:`pathlib.Path` for files of this machine.
 
     Raises:
-        UnsupportedError: The scheme of the URL is not registered.
+        UnsupportedError: The URL's scheme is not registered.
 
     Example::
 
@@ -92,8 +92,8 @@ class Location:
         self.path = path
         if scheme and scheme not in PROCESS.file_systems:
             raise UnsupportedError(
-                f"cannot reach {self}: no file system is registered for {scheme}://; paths of this "
-                "machine and file:// are served"
+                f"cannot reach {self}: no file system is registered for {scheme}://; register one "
+                "with torch_ckpt.filesystems.location.register"
             )
         self.file_system = PROCESS.file_systems[scheme] if scheme else _native.local_file_system()
 
@@ -109,30 +109,30 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """The last component of the path."""
         return self.path.name
 
     @property
     def parent(self) -> Location:
-        """The directory that this lies in."""
+        """The directory that contains the location."""
         return self._with(self.path.parent)
 
     @property
     def parents(self) -> list[Location]:
-        """All directories above, from the nearest on."""
+        """All parent directories, the nearest first."""
         return [self._with(folder) for folder in self.absolute().path.parents]
 
     def with_name(self, name: str) -> Location:
-        """Another name in the same directory."""
+        """Returns the location of another name in the same directory."""
         return self._with(self.path.with_name(name))
 
     def absolute(self) -> Location:
-        """The same, wherever this process goes."""
+        """Returns the location with an absolute path."""
         return self._with(Path(os.path.abspath(self.path))) if isinstance(self.path, Path) else self
 
     @property
     def checkpoint_id(self) -> str | PurePath:
-        """What DCP calls it: a path of this machine, or else the URL."""
+        """The location as DCP's ``checkpoint_id``: a path of this machine, or a URL."""
         return str(self) if self._scheme else self.path
 
     def __str__(self) -> str:
@@ -155,130 +155,134 @@ class Location:
     # ---- Files ----
 
     def exists(self) -> bool:
-        """Whether there is a file.
+        """Returns whether the file exists.
 
         Raises:
-            StorageError: It cannot be told, as of a directory.
+            StorageError: The check failed, or the location is a directory.
         """
         return self.file_system.exists(self.path)
 
     def is_file(self) -> bool:
-        """Whether there is something, and it is no directory."""
+        """Returns whether the location exists and is not a directory."""
         try:
             return self.exists()
         except StorageError as error:
             return error.errno != errno.EISDIR
 
     def nbytes(self) -> int:
-        """The length of a file.
+        """Returns the length of the file, in bytes.
 
         Raises:
-            NotFoundError: There is none.
-            StorageError: It cannot be opened.
+            NotFoundError: The file does not exist.
+            StorageError: The file cannot be opened.
         """
-        return self.file_system.read_part(self.path, 0, 0)[0]
+        return self.file_system.read_range(self.path, 0, 0)[0]
 
-    def read_part(self, offset: int, nbytes: int) -> tuple[int, bytes]:
-        """The length of a file, and those of these bytes that it has.
+    def read_range(self, offset: int, nbytes: int) -> tuple[int, bytes]:
+        """Reads a range of the file.
+
+        Returns:
+            The length of the file, and the bytes of the range up to the end of the file.
 
         Raises:
-            NotFoundError: There is none.
-            StorageError: It cannot be read.
+            NotFoundError: The file does not exist.
+            StorageError: The file cannot be read.
         """
-        return self.file_system.read_part(self.path, offset, nbytes)
+        return self.file_system.read_range(self.path, offset, nbytes)
 
     def read(self) -> bytes:
-        """All of a file that is small.
+        """Reads the whole file into memory. Suitable for small files.
 
         Raises:
-            NotFoundError: There is none.
-            StorageError: It cannot be read.
+            NotFoundError: The file does not exist.
+            StorageError: The file cannot be read.
         """
-        return self.read_part(0, 1 << 62)[1]
+        return self.read_range(0, 1 << 62)[1]
 
     def open(self) -> io.BufferedReader:
-        """The file, to be read as if it were open here.
+        """Opens the file for reading, as a seekable binary stream.
 
         Raises:
-            NotFoundError: There is none.
-            StorageError: It cannot be opened.
+            NotFoundError: The file does not exist.
+            StorageError: The file cannot be opened.
         """
         return io.BufferedReader(_Stream(self), _BUFFER_NBYTES)
 
     @property
     def local_path(self) -> Path | None:
-        """Where a file is that this process can map into memory; ``None`` if it cannot."""
+        """The path if this process can map the file into memory; ``None`` otherwise."""
         return self.path if isinstance(self.path, Path) else None
 
     def write(self, contents: bytes, *, sync: bool) -> None:
         """Writes a new file.
 
         Raises:
-            StorageError: It cannot be written, or there is one. There may be a part of it.
+            StorageError: The file exists already, or the write failed. A failed write may leave
+                an incomplete file.
         """
         self.file_system.write_file(self.path, contents, sync)
 
     def rename(self, to: Location) -> None:
-        """Gives it another name in the same file system, in place of what has that name.
+        """Renames the location within its file system, and replaces the target if it exists.
 
         Raises:
-            NotFoundError: There is nothing to rename.
-            StorageError: It cannot be renamed.
+            NotFoundError: The location does not exist.
+            StorageError: The rename failed.
         """
         self.file_system.rename(self.path, to.path)
 
     def remove(self) -> None:
-        """Removes a file, or an empty directory.
+        """Removes a file or an empty directory.
 
         Raises:
-            NotFoundError: There is none.
-            StorageError: It cannot be removed.
+            NotFoundError: The location does not exist.
+            StorageError: The removal failed.
         """
         self.file_system.remove(self.path)
 
     def discard(self) -> None:
-        """Removes a file if that is possible."""
+        """Removes a file or an empty directory, and ignores errors."""
         with contextlib.suppress(CheckpointError):
             self.remove()
 
     # ---- Directories ----
 
     def create_directories(self) -> None:
-        """Creates the directory and whatever is missing above it.
+        """Creates the directory and its missing parents.
 
         Raises:
-            StorageError: It cannot be created.
+            StorageError: A directory cannot be created.
         """
         self.file_system.create_directories(self.path)
 
     def names(self) -> list[str]:
-        """The names in the directory, sorted.
+        """Returns the names in the directory, sorted.
 
         Raises:
-            NotFoundError: There is none.
-            StorageError: It cannot be listed.
+            NotFoundError: The directory does not exist.
+            StorageError: The directory cannot be listed.
         """
         return self.file_system.list_directory(self.path)
 
     def sync(self) -> None:
-        """Has the names in the directory survive a power cut.
+        """Syncs the directory, so that its names survive a power cut.
 
         Raises:
-            StorageError: It cannot be synced.
+            StorageError: The sync failed.
         """
         self.file_system.sync_directory(self.path)
 
     def remove_all(self) -> None:
-        """Removes a file, or a directory with all that is in it; others may do so at the same time.
+        """Removes a file, or a directory and its contents. Safe if several processes do it at once.
 
         Raises:
-            StorageError: Something cannot be removed.
+            StorageError: A file or directory cannot be removed.
         """
         try:
             self.remove()
         except NotFoundError:
             return
-        except StorageError:  # A directory that is not empty, perhaps.
+        except StorageError:  # Probably a directory that is not empty.
             with contextlib.suppress(NotFoundError):
                 for name in self.names():
                     (self / name).remove_all()
@@ -286,12 +290,12 @@ class Location:
 
 
 class _Stream(io.RawIOBase):
-    """Reads a file where it is told to."""
+    """A seekable stream over a file."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
         self._nbytes = location.nbytes()
-        self._at = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -300,11 +304,11 @@ class _Stream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._nbytes)[whence]
-        return self._at
+        self._position = offset + (0, self._position, self._nbytes)[whence]
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        _, data = self._location.read_part(self._at, len(buffer))
+        _, data = self._location.read_range(self._position, len(buffer))
         buffer[: len(data)] = data
-        self._at += len(data)
+        self._position += len(data)
         return len(data)

@@ -1,1 +1,1 @@
-"""A module for each format of files: where the bytes of tensors lie in them."""
+"""One module per file format: each locates the bytes of tensors in the files."""

@@ -1,11 +1,11 @@
-"""Opens the committed metadata of a checkpoint, and the index that is sealed to them.
+"""Opens the committed metadata of a checkpoint, and the index that belongs to it.
 
-Two witnesses say that metadata have an index: the trailer that follows the pickle, and a mark
-inside it, which is looked for where there is no trailer, so that damage to that is not taken for
-metadata of stock DCP.
+Metadata that was committed with an index has two marks: a trailer behind the pickle, and a string
+inside the pickle. If the trailer is missing, the string distinguishes damaged metadata from
+metadata of stock DCP, which has neither.
 
-Importing this module does not import torch, and nothing here unpickles: a damaged pickle may ask
-for any amount of memory.
+This module does not import torch, and it unpickles nothing: a damaged pickle can request any amount
+of memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch_ckpt.filesystems.location import Location
 __all__ = ["INDEX_MARK", "committed_id", "open_committed"]
 
 INDEX_MARK = "torch_ckpt: sealed by an index"
-"""Stands in ``storage_meta.modules`` of metadata that were committed with an index."""
+"""An entry of ``storage_meta.modules`` in metadata that was committed with an index."""
 
-_NAMES_TRIED = 8  # Against damage to the name itself.
+_MAX_NAMES_TRIED = 8  # More than one: a name itself may be damaged.
 
-# As pickle writes it, whole: with its length, in one byte or four.
+# The mark as a whole pickled string: an opcode, a length of one byte or four, and the text.
 _PICKLED_MARK = re.compile(
     rb"(\x8c%c|X%c\0\0\0)%s" % (len(INDEX_MARK), len(INDEX_MARK), re.escape(INDEX_MARK.encode()))
 )
@@ -34,25 +34,25 @@ _PICKLED_MARK = re.compile(
 def open_committed(
     directory: Location, prefix: str, *, verify: bool = True
 ) -> tuple[_native.MetadataFile, _native.Index | None]:
-    """Opens the metadata of this prefix: none, or ``__0`` for those that rank 0 saved alone.
+    """Opens the metadata file and the index file of a checkpoint.
 
     Args:
-        directory: The checkpoint.
-        prefix: What the names of the metadata and of their index begin with.
-        verify: Whether metadata that have lost their index are refused.
+        directory: Directory of the checkpoint.
+        prefix: Prefix of both file names: empty, or ``__0`` for a checkpoint of rank 0 alone.
+        verify: Whether to refuse metadata whose index is missing or damaged.
 
     Returns:
-        The metadata, of which little has been read, and the index that is sealed to them, if there
-        is one.
+        The metadata file, whose pickle is not read yet, and the index that belongs to it. The index
+        is ``None`` if there is none.
 
     Raises:
-        NotFoundError: Nothing is committed there.
-        CorruptionError: The metadata or their index are damaged, or one of them is gone.
-        UnsupportedError: Their index is of a newer version of this package.
+        NotFoundError: The directory has no committed checkpoint of this prefix.
+        CorruptionError: The metadata or the index is damaged, or one of the two is missing.
+        UnsupportedError: A newer version of this package wrote the index.
     """
     path = directory / f"{prefix}.metadata"
 
-    def open_them() -> tuple[
+    def open_both() -> tuple[
         _native.MetadataFile, _native.Index | None, _native.Index | None, bool, str
     ]:
         return _native.open_checkpoint(
@@ -60,31 +60,33 @@ def open_committed(
         )
 
     try:
-        opened = open_them()
+        opened = open_both()
     except NotFoundError as error:
         if not (directory / f"{prefix}.index").exists():
             raise NotFoundError(
                 f"no checkpoint is committed in {directory}: there is no {path.name}"
             ) from error
-        # A commit gives it that name after that of the metadata, perhaps only just now.
+        # A commit renames the index after the metadata, and may have finished since the first try.
         try:
-            opened = open_them()
+            opened = open_both()
         except NotFoundError:
             raise CorruptionError(
-                f"the checkpoint in {directory} has lost its metadata: {prefix}.index is there, "
-                f"{path.name} is not"
+                f"cannot open the checkpoint in {directory}: {prefix}.index exists, but "
+                f"{path.name} is missing"
             ) from error
     metadata, index, other, newer, why = opened
     if index is None and verify:
-        _check_unsealed(metadata, other, newer=newer, why=why, where=str(path))
+        _check_never_indexed(metadata, other, newer=newer, why=why, where=str(path))
     return metadata, index
 
 
 def committed_id(directory: Location) -> str | None:
-    """The save id of what is committed; ``None`` where that is nothing of this package's.
+    """Returns the save id of the committed checkpoint.
+
+    Returns ``None`` if there is no checkpoint, or no index that this package can read.
 
     Raises:
-        StorageError: It cannot be read.
+        StorageError: The metadata or the index cannot be read.
     """
     with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
         _, index = open_committed(directory, "", verify=False)
@@ -92,7 +94,7 @@ def committed_id(directory: Location) -> str | None:
     return None
 
 
-def _check_unsealed(
+def _check_never_indexed(
     metadata: _native.MetadataFile,
     other: _native.Index | None,
     *,
@@ -100,20 +102,20 @@ def _check_unsealed(
     why: str,
     where: str,
 ) -> None:
-    """Tells metadata that never had an index from those whose index is damaged or gone.
+    """Raises an error if metadata without a usable index was committed with one.
 
     Args:
-        metadata: Those which no index is sealed to.
-        other: An index found in its place, sealed to other metadata.
-        newer: Whether the index there is of a version that this build does not read.
-        why: Why no index can be read, for the message.
-        where: The metadata's path, for the message.
+        metadata: The metadata, which no readable index matches.
+        other: An index under the expected file name that belongs to other metadata.
+        newer: Whether the index file has a version that this build does not read.
+        why: Why the index cannot be read, for the message.
+        where: Path of the metadata, for the message.
 
     Raises:
-        CorruptionError: They had one, so that bytes could not be checked as they should be.
-        UnsupportedError: They have one that a newer version of this package has written.
+        CorruptionError: The index is missing or damaged, so the data cannot be verified.
+        UnsupportedError: A newer version of this package wrote the index.
     """
-    way_out = "FastReader(verify=False) loads what metadata alone can tell, unchecked"
+    way_out = "FastReader(verify=False) loads from the metadata alone, without verification"
     if metadata.has_trailer:
         pickled = None
         marked = True
@@ -122,15 +124,15 @@ def _check_unsealed(
         marked = _PICKLED_MARK.search(pickled) is not None
         newer = newer and marked
     if other is not None:
-        # A data file's name never recurs: the metadata of a newer save have none of an older one's,
-        # and those of the same save have all.
-        names = (other.file_name(n) for n in range(min(len(other.files), _NAMES_TRIED)))
+        # Each save uses new names for its data files. So metadata that contains a name from this
+        # index is of the same save, and one of the two is damaged.
+        names = (other.file_name(n) for n in range(min(len(other.files), _MAX_NAMES_TRIED)))
         if pickled is not None and any(os.fsencode(name) in pickled for name in names):
             raise CorruptionError(
                 f"{where} and its index contradict each other: {metadata.trailer_problem}; "
                 f"{way_out}"
             )
-        why = f"the one in its place is of another save, {other.save_id}"
+        why = f"the index file belongs to another save, {other.save_id}"
     if marked and not metadata.has_trailer:
         why = why or metadata.trailer_problem
     if marked:

@@ -1,4 +1,4 @@
-"""Checkpoints of DCP's directories: those of ``FastWriter``, and of stock ``FileSystemWriter``."""
+"""Opens DCP checkpoint directories, written by ``FastWriter`` or stock ``FileSystemWriter``."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["open_dcp"]
 
 
 def open_dcp(directory: Location, prefix: str, *, verify: bool, trust_pickle: bool) -> Opened:
-    """Opens what was committed, from the index wherever there is one.
+    """Opens a committed checkpoint, by its index if it has one and else by its metadata.
 
     Args:
-        directory: The checkpoint.
-        prefix: What the name of its metadata begins with: none, or ``__0`` for those that rank 0
-            saved alone.
-        verify: Whether damage is looked for.
-        trust_pickle: Whether ``.metadata`` may ask for anything.
+        directory: Directory of the checkpoint.
+        prefix: Prefix of the metadata's file name: empty, or ``__0`` for a checkpoint of rank 0
+            alone.
+        verify: Whether to check for damage.
+        trust_pickle: Whether ``.metadata`` may contain any class and run any code.
 
     Raises:
-        NotFoundError: Nothing is committed there.
-        CorruptionError: The metadata or their index are damaged.
-        UnsupportedError: The index is of a newer version, or the metadata ask for more than they
-            may have.
+        NotFoundError: The directory has no committed checkpoint of this prefix.
+        CorruptionError: The metadata or the index is damaged.
+        UnsupportedError: A newer version of this package wrote the index, or the metadata requests
+            a forbidden class or function.
     """
     committed, index = open_committed(directory, prefix, verify=verify)
     if index is not None and index.has_entries:

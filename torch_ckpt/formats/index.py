@@ -1,4 +1,4 @@
-"""DCP's ``Metadata`` as the engine's index, and back."""
+"""Converts DCP's ``Metadata`` to the engine's index, and back."""
 
 from __future__ import annotations
 
@@ -34,26 +34,30 @@ __all__ = [
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
-_KNOWN_FIELDS = frozenset(Metadata.__dataclass_fields__)
+_METADATA_FIELDS = frozenset(Metadata.__dataclass_fields__)
 
 _MEMORY_FORMAT_NAMES = {value: name for name, value in MEMORY_FORMATS.items()}
 
 
 def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) -> Metadata:
-    """What was committed with ``index``, which has entries.
+    """Returns the metadata that an index describes.
 
-    Its mappings are read-only views of the index: nothing is read of it but for what is asked of
-    them. They are pickled and copied as plain dicts.
+    The mappings of the metadata are read-only views of the index. Each access reads only the
+    records that it needs. Views of an index file pickle and copy as plain dicts.
+
+    Args:
+        index: An index with entries.
+        checkpoint_id: Directory of the checkpoint, for ``storage_meta``.
 
     Raises:
-        CorruptionError: The index is damaged, or names a dtype or memory format that torch does
-            not know; also on a look into the mappings.
+        CorruptionError: The index is damaged, or torch has no dtype or memory format of a name in
+            the index. An access to the mappings may raise it as well.
     """
-    stored: Any = _Stored(index)
+    stored: Any = _StateDictMetadata(index)
     return Metadata(
         state_dict_metadata=stored,
-        planner_data=_Paths(index) if index.has_paths else None,
-        storage_data=_Places(index),
+        planner_data=_PlannerData(index) if index.has_paths else None,
+        storage_data=_StorageData(index),
         storage_meta=StorageMeta(
             checkpoint_id=checkpoint_id, save_id=index.save_id, modules=[INDEX_MARK]
         ),
@@ -62,40 +66,41 @@ def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) 
 
 
 def index_of(metadata: Metadata | None) -> _native.Index | None:
-    """The index that :func:`to_metadata` has made these of."""
+    """Returns the index of metadata that :func:`to_metadata` made; ``None`` for other metadata."""
     stored = None if metadata is None else metadata.state_dict_metadata
-    return stored.index if isinstance(stored, _Stored) else None
+    return stored.index if isinstance(stored, _StateDictMetadata) else None
 
 
 def to_entries(
     metadata: Metadata, files: Sequence[str], dtypes: Sequence[Mapping[int, str]] | None = None
 ) -> list[_native.IndexEntry] | None:
-    """What metadata say is stored, in the index's terms.
+    """Converts metadata to entries of an index.
 
     Args:
-        metadata: As committed, or about to be.
-        files: Names of the data files, which the entries refer to by number.
-        dtypes: For each file, by offset, the dtypes of the slices that are frames of the engine;
-            none where omitted.
+        metadata: Complete metadata, before or after the commit.
+        files: Names of the data files. Entries refer to them by number.
+        dtypes: For each file, offset -> dtype of the slices that the engine framed. If omitted, no
+            box is marked as plain.
 
     Returns:
-        One entry for each FQN, or ``None`` where a planner has put in what has no form there.
+        One entry for each FQN, or ``None`` if the metadata contains values that an index cannot
+        represent.
     """
     numbers = {name: number for number, name in enumerate(files)}
     entries: list[_native.IndexEntry] = []
-    boxes_in_all = 0
+    box_count = 0
 
     def box(
         info: _StorageInfo, dtype: str, offsets: Sequence[int], sizes: Sequence[int]
     ) -> _native.IndexBox:
         number = numbers[info.relative_path]
-        # Ranks may have written parts of one tensor in dtypes of their own.
+        # Ranks may have written boxes of one tensor with different dtypes.
         plain = dtypes is not None and dtypes[number].get(info.offset) == dtype
         transforms = list(getattr(info, "transform_descriptors", None) or ())
         return (offsets, sizes, number, info.offset, info.length, plain, transforms)
 
-    if not _KNOWN_FIELDS.issuperset(k for k, v in vars(metadata).items() if v is not None):
-        return None  # As Megatron's plans: they would be lost.
+    if not _METADATA_FIELDS.issuperset(k for k, v in vars(metadata).items() if v is not None):
+        return None  # Additional fields, such as Megatron's plans, have no place in an index.
     try:
         for fqn, stored in metadata.state_dict_metadata.items():
             if type(stored) is BytesStorageMetadata:
@@ -115,15 +120,15 @@ def to_entries(
                 entries.append((fqn, properties, boxes))
             else:
                 return None
-            boxes_in_all += len(boxes)
+            box_count += len(boxes)
     except (KeyError, AttributeError, TypeError):
-        return None  # A planner's own idea of metadata.
-    # Else it would lose some.
-    return entries if boxes_in_all == len(metadata.storage_data) else None
+        return None  # A planner's custom metadata.
+    # Entries of storage_data without a chunk have no place in an index.
+    return entries if box_count == len(metadata.storage_data) else None
 
 
 def to_paths(metadata: Metadata) -> list[tuple[str, list[str | int]]] | None:
-    """A planner's data in the index's terms; ``None`` where they are not a dict of paths."""
+    """Returns ``planner_data`` as paths of an index; ``None`` if it is not a dict of paths."""
     if not isinstance(metadata.planner_data, dict):
         return None
     paths: list[tuple[str, list[str | int]]] = []
@@ -137,7 +142,7 @@ def to_paths(metadata: Metadata) -> list[tuple[str, list[str | int]]] | None:
 def _properties(stored: TensorStorageMetadata) -> tuple[str, str, bool, bool, Sequence[int]]:
     properties = stored.properties
     if properties.layout != torch.strided:
-        raise TypeError(f"{properties.layout} has no form in an index")
+        raise TypeError(f"an index cannot represent {properties.layout}")
     return (
         str(properties.dtype).removeprefix("torch."),
         _MEMORY_FORMAT_NAMES[properties.memory_format],
@@ -147,11 +152,11 @@ def _properties(stored: TensorStorageMetadata) -> tuple[str, str, bool, bool, Se
     )
 
 
-class _OfIndex(LazyMapping[_K, _V]):
-    """A view of an index: of a file it is pickled as a dict, of one in memory with that.
+class _IndexView(LazyMapping[_K, _V]):
+    """A view of an index. It pickles as a dict, or with its index if that is in memory.
 
-    The first is for whoever wants to keep it. The second travels between the ranks of a save, to
-    which a million objects are of no use.
+    A dict is readable without this package. Views of an index in memory travel between the ranks of
+    a save, where a dict of a million objects would be slow to pickle.
     """
 
     def __init__(self, index: _native.Index) -> None:
@@ -163,8 +168,8 @@ class _OfIndex(LazyMapping[_K, _V]):
         return super().__reduce__()
 
 
-class _Stored(_OfIndex[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """``Metadata.state_dict_metadata``: what is built once is kept."""
+class _StateDictMetadata(_IndexView[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """``Metadata.state_dict_metadata``, which caches the values that it builds."""
 
     def __init__(self, index: _native.Index) -> None:
         super().__init__(index)
@@ -207,12 +212,12 @@ class _Stored(_OfIndex[str, TensorStorageMetadata | BytesStorageMetadata]):
         return TensorStorageMetadata(self._properties[properties], torch.Size(size), chunks)
 
 
-class _Places(_OfIndex[MetadataIndex, _StorageInfo]):
+class _StorageData(_IndexView[MetadataIndex, _StorageInfo]):
     """``Metadata.storage_data``."""
 
     def __init__(self, index: _native.Index) -> None:
         super().__init__(index)
-        self._names: dict[int, str] = {}  # Of files.
+        self._names: dict[int, str] = {}  # File number -> file name.
 
     def __getitem__(self, key: MetadataIndex) -> _StorageInfo:
         found = self._find(key)
@@ -237,7 +242,7 @@ class _Places(_OfIndex[MetadataIndex, _StorageInfo]):
             return None
         try:
             return self.index.find_box(key.fqn, key.offset, key.index)
-        except TypeError:  # An offset that none of ours can be.
+        except TypeError:  # No index contains an offset of this type.
             return None
 
     def _boxes(self) -> Iterator[tuple[MetadataIndex, _native.IndexBox]]:
@@ -257,8 +262,8 @@ class _Places(_OfIndex[MetadataIndex, _StorageInfo]):
         return dataclasses.replace(info, transform_descriptors=transforms) if transforms else info
 
 
-class _Paths(_OfIndex[str, tuple[str | int, ...]]):
-    """``Metadata.planner_data``: read whole when it is first looked at."""
+class _PlannerData(_IndexView[str, tuple[str | int, ...]]):
+    """``Metadata.planner_data``, which the first access reads completely."""
 
     def __init__(self, index: _native.Index) -> None:
         super().__init__(index)

@@ -39,18 +39,19 @@ _INT64_MAX = torch.iinfo(torch.int64).max
 
 
 def dump_metadata(metadata: Metadata) -> bytes:
-    """Pickles metadata, of stock classes only if it holds no others.
+    """Pickles metadata, with stock classes in place of classes of this package.
 
-    Equal sizes, offsets and properties in ``metadata`` become the same objects first, which changes
-    no value: pickle then writes each once, at half the time and two thirds of the bytes.
+    The function first makes equal sizes, offsets and properties in ``metadata`` the same objects.
+    Pickle then writes each of them once, in half the time and two thirds of the bytes. No value
+    changes.
     """
     with gc_paused():
-        with contextlib.suppress(TypeError):  # A planner's own idea of sizes: lists, say.
-            _share_equal_parts(metadata)
-        # A planner may keep the plans that it is given in the metadata, as Megatron's does.
+        with contextlib.suppress(TypeError):  # A custom planner may have sizes such as lists.
+            _intern_equal_values(metadata)
+        # A planner may store plans in the metadata, as Megatron's does.
         for name, value in vars(metadata).items():
-            if isinstance(value, list) and any(isinstance(one, SavePlan) for one in value):
-                setattr(metadata, name, [_in_stocks_terms(one) for one in value])
+            if isinstance(value, list) and any(isinstance(element, SavePlan) for element in value):
+                setattr(metadata, name, [_to_stock_plan(element) for element in value])
         pickled = io.BytesIO()
         pickler = pickle.Pickler(pickled)
         pickler.dispatch_table = {**copyreg.dispatch_table, _StoragePrefix: _reduce_prefix}
@@ -58,8 +59,8 @@ def dump_metadata(metadata: Metadata) -> bytes:
         return pickled.getvalue()
 
 
-def _in_stocks_terms(plan: Any) -> Any:
-    """The plan with stock's classes in place of this package's."""
+def _to_stock_plan(plan: Any) -> Any:
+    """Returns the plan with stock classes in place of classes of this package."""
     if not isinstance(plan, SavePlan):
         return plan
     paths, prefix = plan.planner_data, plan.storage_data
@@ -80,22 +81,23 @@ _ITEM = [field.name for field in dataclasses.fields(WriteItem)]
 
 
 def _reduce_prefix(prefix: _StoragePrefix) -> Any:
-    """Reduces it without the item list that travels in it to the coordinator."""
+    """Reduces a prefix without the item list that it carries to the coordinator."""
     return _StoragePrefix(prefix.prefix).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
 
 
 def load_metadata(pickled: bytes, *, trust_pickle: bool = False) -> Metadata:
-    """Unpickles metadata, and checks that it is sound.
+    """Unpickles metadata and checks that it is consistent.
 
     Args:
-        pickled: What was committed.
-        trust_pickle: Unpickle whatever it asks for, which may run any code, and check only that a
-            ``Metadata`` comes out.
+        pickled: The pickle of ``.metadata``.
+        trust_pickle: Whether the pickle may contain any class and run any code. If so, the function
+            checks only that the value is a ``Metadata``.
 
     Raises:
-        ValueError: The bytes are no pickle of a ``Metadata`` with ``storage_data``, or it
-            contradicts itself.
-        ForbiddenPickleError: It asks for more than stock DCP's metadata needs.
+        ValueError: The bytes are not a pickle of a ``Metadata`` with ``storage_data``, or the
+            metadata is inconsistent.
+        ForbiddenPickleError: The pickle requests a class or function that stock DCP's metadata does
+            not need.
     """
     with gc_paused():
         if not trust_pickle:
@@ -105,49 +107,57 @@ def load_metadata(pickled: bytes, *, trust_pickle: bool = False) -> Metadata:
         except Exception as error:
             raise ValueError(f"it cannot be unpickled: {error}") from error
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise ValueError("it does not hold DCP's Metadata")
+            raise ValueError("its value is not a DCP Metadata")
         return metadata
 
 
 def load_committed(pickled: bytes, *, where: str, trust_pickle: bool = False) -> Metadata:
-    """As :func:`load_metadata`, of the file ``where``, with the errors that users see.
+    """Calls :func:`load_metadata` and converts its errors to errors for users.
+
+    Args:
+        pickled: The pickle of ``.metadata``.
+        where: Path of the file, for messages.
+        trust_pickle: As for :func:`load_metadata`.
 
     Raises:
-        CorruptionError: The bytes are no sound metadata.
-        UnsupportedError: They ask for more than stock DCP's metadata needs.
+        CorruptionError: The bytes are not a pickle of consistent metadata.
+        UnsupportedError: The pickle requests a class or function that stock DCP's metadata does not
+            need.
     """
     try:
         return load_metadata(pickled, trust_pickle=trust_pickle)
     except ForbiddenPickleError as error:
         raise UnsupportedError(
-            f"cannot read {where}: {error}. It may run code; if you trust who wrote it, "
-            "FastReader(trust_pickle=True) lets it"
+            f"cannot read {where}: {error}. It may run code; if you trust its author, "
+            "FastReader(trust_pickle=True) allows it"
         ) from error
     except ValueError as error:
         raise CorruptionError(f"cannot read {where}: {error}") from error
 
 
 def check_metadata(value: object) -> Metadata:
-    """The value, if it is metadata in which every part is of its type and inside the whole.
+    """Checks that a value is consistent metadata, and returns it.
 
-    Whether the data files are as long as they must be is not checked.
+    Every field must have its type, every chunk must lie within its tensor, and every file within
+    the checkpoint. The lengths of the data files are not checked.
 
     Raises:
-        ValueError: It is not. Names the FQN.
+        ValueError: The value is not a ``Metadata``, or it is inconsistent. The message names the
+            FQN.
     """
     if type(value) is not Metadata or type(value.storage_data) is not dict:
-        raise ValueError("it does not hold DCP's Metadata")
+        raise ValueError("its value is not a DCP Metadata")
     for fqn, stored in value.state_dict_metadata.items():
         if type(fqn) is not str:
-            raise ValueError(f"the name {fqn!r} is no text")
+            raise ValueError(f"the FQN {fqn!r} is not a str")
         if type(stored) is TensorStorageMetadata:
             _check_tensor(fqn, stored)
         elif type(stored) is not BytesStorageMetadata:
-            raise ValueError(f"{fqn!r} is a {type(stored).__name__}")
+            raise ValueError(f"the metadata of {fqn!r} is a {type(stored).__name__}")
     files: set[str] = set()
     for index, info in value.storage_data.items():
         if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
-            raise ValueError(f"where {index!r} is stored is a {type(info).__name__}")
+            raise ValueError(f"the storage info of {index!r} is a {type(info).__name__}")
         if info.offset < 0 or info.length < 0 or info.offset + info.length > _INT64_MAX:
             raise ValueError(f"{index.fqn!r} is stored in {info.length} bytes at {info.offset}")
         if info.relative_path not in files:
@@ -156,14 +166,15 @@ def check_metadata(value: object) -> Metadata:
         if info.transform_descriptors is not None and not all(
             type(name) is str for name in info.transform_descriptors
         ):
-            raise ValueError(f"the transforms of {index.fqn!r} are not named by text")
+            raise ValueError(f"the transforms of {index.fqn!r} are not a list of str")
     return value
 
 
 class UnreadableMetadata(Metadata):
-    """Stands for metadata that cannot be read, and raises why when it is looked at."""
+    """A placeholder for unreadable metadata: any access raises the original error.
 
-    # DCP drops what read_metadata raises, and raises an AssertionError of its own.
+    DCP discards errors that ``read_metadata`` raises, and raises an ``AssertionError`` instead.
+    """
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -179,7 +190,7 @@ def _check_tensor(fqn: str, stored: TensorStorageMetadata) -> None:
     if type(size) is not torch.Size:
         _check_numbers(fqn, size)
     if math.prod(size) * stored.properties.dtype.itemsize > _INT64_MAX:
-        raise ValueError(f"{fqn!r} has the size {list(size)}")
+        raise ValueError(f"the size of {fqn!r} is {list(size)}")
     rank = len(size)
     for chunk in stored.chunks:
         if type(chunk) is not ChunkStorageMetadata:
@@ -189,7 +200,7 @@ def _check_tensor(fqn: str, stored: TensorStorageMetadata) -> None:
             _check_numbers(fqn, offsets)
             _check_numbers(fqn, sizes)
         if sizes == size and not any(offsets) and len(offsets) == rank:
-            continue  # The whole tensor: most are.
+            continue  # The whole tensor, which is the most frequent case.
         if not len(offsets) == len(sizes) == rank or any(
             begin + length > limit
             for begin, length, limit in zip(offsets, sizes, size, strict=True)
@@ -201,18 +212,18 @@ def _check_tensor(fqn: str, stored: TensorStorageMetadata) -> None:
 
 
 def _check_numbers(fqn: str, numbers: Any) -> None:
-    """For sizes that are no ``torch.Size``, of which the unpickler makes only sound ones."""
+    """Checks sizes of other types than ``torch.Size``, which the unpickler has checked itself."""
     if not all(type(number) is int and 0 <= number <= _INT64_MAX for number in numbers):
         raise ValueError(f"{fqn!r} has the sizes or offsets {numbers!r}")
 
 
 def _check_file(fqn: str, path: str) -> None:
-    # The engine opens no such path either; here the error comes before anything is read.
+    # The engine opens no such path either. This check raises before anything is read.
     if not path or path.startswith("/") or "\0" in path or ".." in path.split("/"):
-        raise ValueError(f"{fqn!r} is stored in {path!r}, which is not in the checkpoint")
+        raise ValueError(f"{fqn!r} is stored in {path!r}, which is outside the checkpoint")
 
 
-def _share_equal_parts(metadata: Metadata) -> None:
+def _intern_equal_values(metadata: Metadata) -> None:
     sizes: dict[torch.Size, torch.Size] = {}
     properties: dict[tuple[Any, ...], TensorProperties] = {}
     for stored in metadata.state_dict_metadata.values():
@@ -226,5 +237,5 @@ def _share_equal_parts(metadata: Metadata) -> None:
             chunk.sizes = sizes.setdefault(chunk.sizes, chunk.sizes)
     for index in metadata.storage_data:
         if index.offset is not None:
-            # The class is frozen, as a key must be; an equal offset leaves the key what it was.
+            # The class is frozen, since it is a key. An equal offset does not change the key.
             object.__setattr__(index, "offset", sizes.setdefault(index.offset, index.offset))

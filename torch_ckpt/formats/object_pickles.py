@@ -1,8 +1,8 @@
-"""Unpickles what ``torch.save`` has pickled, without running anything that the pickle asks for.
+"""Unpickles files of ``torch.save`` without running code that the pickle requests.
 
-Torch reads the archive, and the unpickler here its pickle. It allows what
-``torch.load(weights_only=True)`` allows, the classes of ``torch.serialization.add_safe_globals``
-included, and classes of plain data (``data_classes``) besides.
+Torch reads the archive, and the unpickler in this module reads its pickle. The unpickler allows the
+globals of ``torch.load(weights_only=True)``, including ``torch.serialization.add_safe_globals``. It
+also allows plain data classes (``data_classes``).
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ def load_object(
     map_location: str | None = None,
     mapped: pathlib.Path | None = None,
 ) -> object:
-    """Unpickles what ``torch.save`` has written.
+    """Unpickles an archive of ``torch.save``.
 
     Args:
-        source: The bytes.
-        trust_pickle: Whether to unpickle anything, which may run any code.
+        source: The archive.
+        trust_pickle: Whether the pickle may contain any class and run any code.
         map_location: As for ``torch.load``.
-        mapped: The file that they are read from, if its storages are to be mapped into memory.
+        mapped: Path of the archive, if its storages are to be mapped into memory.
 
     Raises:
-        ForbiddenPickleError: It asks for more than it may have. Names all classes and functions
-            that are refused.
-        Exception: Whatever else ``torch.load`` raises on damage.
+        ForbiddenPickleError: The pickle requests forbidden classes or functions. The message names
+            all of them.
+        Exception: Any error that ``torch.load`` raises on damage.
     """
     if trust_pickle:
         file = source if mapped is None else mapped
-        how: Any = {"map_location": map_location, "mmap": mapped is not None}
-        return torch.load(file, weights_only=False, **how)
+        options: Any = {"map_location": map_location, "mmap": mapped is not None}
+        return torch.load(file, weights_only=False, **options)
     storage: Any = None
     if mapped is not None:
         nbytes = source.seek(0, io.SEEK_END)
@@ -73,12 +73,12 @@ def load_object(
 def _load_stream(
     stream: IO[bytes], map_location: str | None, storage: torch.UntypedStorage | None = None
 ) -> object:
-    """What torch.load does once it has seen what a stream is.
+    """Loads an archive as ``torch.load`` loads one.
 
-    It is not called itself, for it hands TorchScript and files of torch before 1.6 over to others.
+    ``torch.load`` itself would pass TorchScript files and legacy files to other unpicklers.
     """
     if stream.read(len(_ARCHIVE)) != _ARCHIVE:
-        raise pickle.UnpicklingError("it is no archive of torch.save")
+        raise pickle.UnpicklingError("it is not an archive of torch.save")
     stream.seek(0)
     load: Any = torch.serialization._load
     with torch.serialization._open_zipfile_reader(stream) as archive:
@@ -93,21 +93,24 @@ def _load_stream(
                 raise ForbiddenPickleError(str(why)) from error
             if not refused:
                 raise
-            named = ", ".join(f"GLOBAL {name}" for name in refused)
-            raise ForbiddenPickleError(named) from error
+            names = ", ".join(f"GLOBAL {name}" for name in refused)
+            raise ForbiddenPickleError(names) from error
 
 
 _ARCHIVE = b"PK\3\4"
 
-_MOST_NAMED = 20  # FQNs in a warning.
+_MAX_FQNS_NAMED = 20  # In one warning.
 
 
 def refused_classes(archive: Buffer) -> list[str]:
-    """What :func:`load_object` would refuse of an archive that ``torch.save`` has just written.
+    """Lists the classes and functions in an archive that :func:`load_object` would refuse.
+
+    Args:
+        archive: Bytes that ``torch.save`` has just written, or bytes of a custom planner.
 
     Returns:
-        Names of classes and functions, with their modules; none if it would load. None either for
-        bytes that are no such archive: a planner's own, which its ``load_bytes`` is to read.
+        Full names of classes and functions. The list is empty if the archive would load, and also
+        if the bytes are not such an archive. The planner's ``load_bytes`` reads other bytes.
     """
     data = memoryview(archive)
     if len(data) < 30 or bytes(data[:4]) != _ARCHIVE:
@@ -123,16 +126,16 @@ def refused_classes(archive: Buffer) -> list[str]:
 
 
 def warn_of_refused(refused: Mapping[str, Sequence[str]]) -> None:
-    """Warns of all values of a save that a load will refuse, in one warning.
+    """Issues one warning for all values of a save that a load will refuse.
 
     Args:
-        refused: By FQN what :func:`refused_classes` returned.
+        refused: FQN -> result of :func:`refused_classes`.
     """
     if not refused:
         return
     fqns = [f"{fqn!r} ({', '.join(names)})" for fqn, names in refused.items()]
-    if len(fqns) > _MOST_NAMED:
-        fqns[_MOST_NAMED:] = [f"and {len(fqns) - _MOST_NAMED} more"]
+    if len(fqns) > _MAX_FQNS_NAMED:
+        fqns[_MAX_FQNS_NAMED:] = [f"and {len(fqns) - _MAX_FQNS_NAMED} more"]
     classes = sorted({name for names in refused.values() for name in names})
     warnings.warn(
         f"torch_ckpt saves {len(refused)} values that a load will refuse, because unpickling them "
@@ -151,39 +154,41 @@ def _refused(pickled: Buffer) -> list[str]:
 
 
 def _is_blocked(name: str) -> bool:
-    """Whether torch refuses the module whatever a user allows."""
+    """Returns whether torch refuses the module even if a user allows it."""
     return name.rpartition(".")[0] in ("sys", "os", "posix", "nt")
 
 
 def _current_name(module: str, name: str) -> str:
-    """The full name in Python 3; protocol 2 stores names of Python 2."""
+    """Returns the full name in Python 3; protocol 2 stores names of Python 2."""
     module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
     return f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
 
 
 def _allowed_by_user() -> dict[str, Any]:
-    """What ``torch.serialization.add_safe_globals`` was given, by name."""
-    named = {}
+    """Returns name -> value of the globals from ``torch.serialization.add_safe_globals``."""
+    allowed = {}
     for entry in torch.serialization.get_safe_globals():
         value, name = (
             entry
             if isinstance(entry, tuple)
             else (entry, f"{entry.__module__}.{entry.__qualname__}")
         )
-        named[name] = value
-    return named
+        allowed[name] = value
+    return allowed
 
 
-_TORCHS = {
+_TORCH_GLOBALS = {
     name: value for name, value in _get_allowed_globals().items() if name not in DATA_CLASSES
 }
-_ALLOWED = _TORCHS.keys() | DATA_CLASSES.keys()
+_ALLOWED = _TORCH_GLOBALS.keys() | DATA_CLASSES.keys()
 
-# What torch.save has a pickle call. Other names of torch's list are values: dtypes, and classes of
-# tensors and storages, whose constructors allocate what a number says.
-_REBUILDS = frozenset(id(v) for n, v in _TORCHS.items() if n.startswith("torch._utils._rebuild_"))
-_CALLED = _REBUILDS | {
-    id(_TORCHS[name])
+# Ids of the functions that pickles of torch.save call. The other globals of torch are values, such
+# as dtypes and classes of storages, whose constructors would allocate any number of bytes.
+_REBUILDS = frozenset(
+    id(value) for name, value in _TORCH_GLOBALS.items() if name.startswith("torch._utils._rebuild_")
+)
+_CALLABLE = _REBUILDS | {
+    id(_TORCH_GLOBALS[name])
     for name in (
         *("torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter"),
         *("torch.Size", "torch.device", "torch.serialization._get_layout", "builtins.complex"),
@@ -192,71 +197,76 @@ _CALLED = _REBUILDS | {
 
 _MAX_DEPTH = 100
 _BUDGET_PER_BYTE = 64
-_LEAST_BUDGET = 1 << 20
+_MIN_BUDGET = 1 << 20
 
 _Base: Any = pickle._Unpickler
 
 
 class _DataUnpickler(_Base):  # type: ignore[misc]
-    """Python's unpickler, restricted as torch's weights-only unpickler is. Knows data classes too.
+    """Python's unpickler, restricted to data classes and to torch's weights-only globals.
 
-    Values that Python hashes or frees by recursion are nested to a bounded depth. Their sizes, as
-    often as a walk would visit them, and the bytes that are made, are linear in the pickle.
-    Torch gives it ``persistent_load``, which makes the storages of tensors.
+    Torch sets ``persistent_load``, which makes the storages of tensors.
+
+    The nesting of values that Python hashes or frees by recursion is bounded. The number of values
+    that a walk visits, and the number of bytes allocated, are linear in the length of the pickle.
     """
 
-    def __init__(self, file: io.BytesIO, **how: Any) -> None:
-        super().__init__(file, **how)
-        self._data_classes: dict[int, str] = {}  # Names, by id of what they name.
-        self._without_state = 0  # How many objects still lack their state.
-        self._budget = _LEAST_BUDGET + _BUDGET_PER_BYTE * len(file.getbuffer())
-        # Depth and weight of tuples and their like, by id; the value keeps the id.
+    def __init__(self, file: io.BytesIO, **options: Any) -> None:
+        super().__init__(file, **options)
+        self._data_classes: dict[int, str] = {}  # Id of a class or function -> its name.
+        self._without_state = 0  # Number of objects whose state has not arrived yet.
+        self._budget = _MIN_BUDGET + _BUDGET_PER_BYTE * len(file.getbuffer())
+        # Id -> depth and weight of a value, and the value itself, so that the id stays in use.
         self._measured: dict[int, tuple[int, int, object]] = {}
-        self._closed: set[int] = set()  # Ids of deques that may be part of others.
+        self._fixed_deques: set[int] = set()  # Ids of deques that other values may contain.
 
     def load(self) -> object:
-        """The object that is pickled."""
+        """Returns the unpickled object."""
         value = super().load()
         if self._without_state:
             raise ForbiddenPickleError("an object without its state")
         return value
 
     def find_class(self, module: str, name: str) -> object:
-        """What a name stands for, if it is allowed."""
+        """Returns the class or function of a name.
+
+        Raises:
+            ForbiddenPickleError: The name is not allowed.
+        """
         full_name = _current_name(module, name)
         if full_name in DATA_CLASSES:
             value = class_named(full_name)
             self._data_classes[id(value)] = full_name
             return value
-        if full_name in _TORCHS:
-            return _TORCHS[full_name]
-        if not _is_blocked(full_name) and full_name in self._users:
-            return self._users[full_name]
+        if full_name in _TORCH_GLOBALS:
+            return _TORCH_GLOBALS[full_name]
+        if not _is_blocked(full_name) and full_name in self._user_globals:
+            return self._user_globals[full_name]
         raise ForbiddenPickleError(f"GLOBAL {full_name}")
 
     @functools.cached_property
-    def _users(self) -> dict[str, Any]:
-        named = _allowed_by_user()
-        return {name: value for name, value in named.items() if name not in DATA_CLASSES}
+    def _user_globals(self) -> dict[str, Any]:
+        allowed = _allowed_by_user()
+        return {name: value for name, value in allowed.items() if name not in DATA_CLASSES}
 
-    def _is_users(self, value: Any) -> bool:
+    def _is_user_global(self, value: Any) -> bool:
         return id(value) not in self._data_classes and any(
-            value is one for one in self._users.values()
+            value is allowed for allowed in self._user_globals.values()
         )
 
     def _load_reduce(self) -> None:
         arguments, function = self._pop_call()
         if self._make_data(function, arguments):
             return
-        is_allowed = id(function) in _CALLED or self._is_users(function)
-        if not is_allowed or function is DeviceMesh:  # Which would start a process group.
+        is_allowed = id(function) in _CALLABLE or self._is_user_global(function)
+        if not is_allowed or function is DeviceMesh:  # A mesh starts a process group.
             raise ForbiddenPickleError(f"Trying to call {_name_of(function)}")
         if function is torch._tensor._rebuild_from_type_v2:
             self._check_rebuild(*arguments)
         self.append(function(*arguments))
 
     def _check_rebuild(self, function: Any, kind: Any, arguments: Any, _: Any) -> None:
-        """Checks the function that ``_rebuild_from_type_v2`` calls, and the class that it makes."""
+        """Checks the function that ``_rebuild_from_type_v2`` calls, and the class of the result."""
         is_tensor = isinstance(kind, type) and issubclass(kind, torch.Tensor)
         if id(function) not in _REBUILDS or not is_tensor or type(arguments) is not tuple:
             raise ForbiddenPickleError(f"Trying to call {_name_of(function)}")
@@ -267,7 +277,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             return
         if kind is torch.nn.Parameter:
             self.append(kind(*arguments))
-        elif self._is_users(kind):
+        elif self._is_user_global(kind):
             self.append(kind.__new__(kind, *arguments))
         else:
             raise ForbiddenPickleError(f"Trying to make a {_name_of(kind)}")
@@ -279,7 +289,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         return arguments, function
 
     def _make_data(self, function: Any, arguments: tuple[Any, ...]) -> bool:
-        """Makes an object if the function is a data class; returns whether it is one."""
+        """Pushes a new object if the function is a data class, and returns whether it is one."""
         name = self._data_classes.get(id(function))
         if name is None:
             return False
@@ -299,67 +309,67 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         state, value = self.stack.pop(), self.stack[-1]
         if type(value) is NeedsState:
             made = _make(value.name, value.make, (state,))
-            self._measure(made, _parts_of(state))
+            self._measure(made, _elements_of(state))
             self.stack[-1] = made
             self._without_state -= 1
             if value.key is not None:
                 self.memo[value.key] = made
         elif type(value) is collections.OrderedDict and type(state) is dict:
             vars(value).update(state)
-        elif type(value) is torch.nn.Parameter or self._is_users(type(value)):
+        elif type(value) is torch.nn.Parameter or self._is_user_global(type(value)):
             self.append(state)
             self.load_build()
         else:
-            raise ForbiddenPickleError(f"Can only build what is allowed, not a {type(value)}")
+            raise ForbiddenPickleError(f"Can only build allowed classes, not a {type(value)}")
 
     def _charge(self, cost: int) -> None:
         self._budget -= cost
         if self._budget < 0:
-            raise ForbiddenPickleError("few bytes that stand for very many")
+            raise ForbiddenPickleError("values far larger than the pickle")
 
-    def _charge_walk(self, parts: Iterable[Any]) -> None:
-        for part in parts:
-            known = self._measured.get(id(part))
-            self._charge(1 if known is None else known[1])
+    def _charge_walk(self, elements: Iterable[Any]) -> None:
+        for element in elements:
+            measured = self._measured.get(id(element))
+            self._charge(1 if measured is None else measured[1])
 
-    def _measure(self, value: Any, parts: Iterable[Any]) -> None:
-        """Notes how deep a value is, and how many values a walk of it visits."""
-        depth, weight, _ = self._measured.get(id(value), (1, 1, None))  # A deque grows.
-        for part in parts:
-            known = self._measured.get(id(part))
-            if known is not None:
-                depth = max(depth, known[0] + 1)
-                weight += known[1]
+    def _measure(self, value: Any, elements: Iterable[Any]) -> None:
+        """Records the depth of a value, and its weight: the number of values that a walk visits."""
+        depth, weight, _ = self._measured.get(id(value), (1, 1, None))  # A deque may grow.
+        for element in elements:
+            measured = self._measured.get(id(element))
+            if measured is not None:
+                depth = max(depth, measured[0] + 1)
+                weight += measured[1]
             else:
                 weight += 1
         if depth > _MAX_DEPTH:
-            raise ForbiddenPickleError("values that are nested too deeply")
-        if weight > _LEAST_BUDGET + self._budget:
-            raise ForbiddenPickleError("few bytes that stand for very many")
+            raise ForbiddenPickleError("values nested too deeply")
+        if weight > _MIN_BUDGET + self._budget:
+            raise ForbiddenPickleError("values far larger than the pickle")
         if isinstance(value, bytes | bytearray):
             self._charge(len(value))
         elif not isinstance(value, torch.Tensor):
-            self._charge(int(getattr(value, "nbytes", 0)))  # An array has some.
+            self._charge(int(getattr(value, "nbytes", 0)))  # Arrays have this attribute.
         if depth > 1 or weight > 1:
             self._measured[id(value)] = depth, weight, value
 
-    def _make_tuple(self, parts: list[Any]) -> None:
-        value = tuple(parts)
+    def _make_tuple(self, elements: list[Any]) -> None:
+        value = tuple(elements)
         self._measure(value, value)
         self.append(value)
 
     def _load_short_tuple(self, length: int) -> None:
-        parts = self.stack[-length:]
+        elements = self.stack[-length:]
         del self.stack[-length:]
-        self._make_tuple(parts)
+        self._make_tuple(elements)
 
     def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         kind = type(target)
         is_dict = kind in (dict, collections.OrderedDict, collections.Counter)
-        if not is_dict and not self._is_users(kind):
+        if not is_dict and not self._is_user_global(kind):
             raise ForbiddenPickleError(f"Can only set items of dicts, not of a {kind}")
-        self._charge_walk(items[::2])  # To hash them.
+        self._charge_walk(items[::2])  # The dict hashes its keys.
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[key] = value
 
@@ -373,9 +383,9 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
     def _extend(self, elements: list[Any]) -> None:
         target = self.stack[-1]
         kind = type(target)
-        if kind is collections.deque and id(target) not in self._closed:
+        if kind is collections.deque and id(target) not in self._fixed_deques:
             self._measure(target, elements)
-        elif kind is not list and not self._is_users(kind):
+        elif kind is not list and not self._is_user_global(kind):
             raise ForbiddenPickleError(f"Can only append to lists, not to a {kind}")
         target.extend(elements)
 
@@ -385,18 +395,18 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
     def _load_appends(self) -> None:
         self._extend(self.pop_mark())
 
-    def _remember(self, nbytes: int) -> None:
+    def _memoize(self, nbytes: int) -> None:
         key, value = int.from_bytes(self.read(nbytes), "little"), self.stack[-1]
         if type(value) is NeedsState:
             value.key = key
         self.memo[key] = value
 
-    def _recall(self, nbytes: int) -> None:
+    def _push_memoized(self, nbytes: int) -> None:
         value = self.memo[int.from_bytes(self.read(nbytes), "little")]
         if type(value) is NeedsState:
-            raise ForbiddenPickleError("an object that is part of its own state")
+            raise ForbiddenPickleError("an object within its own state")
         if type(value) is collections.deque:
-            self._closed.add(id(value))
+            self._fixed_deques.add(id(value))
         self.append(value)
 
     def _refuse(self) -> None:
@@ -424,10 +434,10 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         pickle.SETITEMS[0]: _load_setitems,
         pickle.APPEND[0]: _load_append,
         pickle.APPENDS[0]: _load_appends,
-        pickle.BINPUT[0]: lambda self: self._remember(1),
-        pickle.LONG_BINPUT[0]: lambda self: self._remember(4),
-        pickle.BINGET[0]: lambda self: self._recall(1),
-        pickle.LONG_BINGET[0]: lambda self: self._recall(4),
+        pickle.BINPUT[0]: lambda self: self._memoize(1),
+        pickle.LONG_BINPUT[0]: lambda self: self._memoize(4),
+        pickle.BINGET[0]: lambda self: self._push_memoized(1),
+        pickle.LONG_BINGET[0]: lambda self: self._push_memoized(4),
     }
 
 
@@ -435,14 +445,16 @@ def _name_of(value: Any) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def _parts_of(state: Any) -> Iterable[Any]:
-    """What a state holds, that an array or dtype made of it holds too."""
-    for part in state if isinstance(state, tuple) else ():
-        yield part
-        if isinstance(part, dict):
-            yield from (one for field in part.values() if type(field) is tuple for one in field)
-        elif isinstance(part, list | tuple):
-            yield from part
+def _elements_of(state: Any) -> Iterable[Any]:
+    """Yields the elements of a state that an array or dtype built from it may reference."""
+    for element in state if isinstance(state, tuple) else ():
+        yield element
+        if isinstance(element, dict):
+            for field in element.values():
+                if type(field) is tuple:
+                    yield from field
+        elif isinstance(element, list | tuple):
+            yield from element
 
 
 def _make(name: str, make: Callable[..., Any], arguments: Any) -> Any:

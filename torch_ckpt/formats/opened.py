@@ -1,7 +1,7 @@
-"""What every format becomes when it is opened: DCP's metadata, and an index over extents.
+"""The common form of an opened checkpoint of any format: DCP's metadata and an index of extents.
 
-Files that the engine has not written get an index when they are opened, in memory: it says which
-FQN lies where, and all that plans and loads works by that as by one of our own.
+Files of other formats get a *foreign index* in memory when they are opened. It maps each FQN to its
+extents, so planning and loading work as they do for checkpoints of this package.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ __all__ = ["Contents", "ForeignFiles", "Opened"]
 
 
 class Contents(Protocol):
-    """What files hold besides plain tensors."""
+    """The values of a checkpoint other than plain tensors."""
 
     def value(self, fqn: str) -> object:
-        """An object, or a tensor that only torch can read.
+        """Returns an object, or a tensor that only torch can read.
 
         Raises:
-            UnsupportedError: Torch cannot read it either.
+            UnsupportedError: Torch cannot read the value either.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint that was opened.
+    """An open checkpoint.
 
     Attributes:
-        metadata: What is stored, in DCP's terms.
-        directory: Where the files lie that the metadata name.
-        index: Where the engine finds what is stored; ``None`` if the metadata alone say it.
-        contents: What is not in slices of its own; ``None`` if everything is.
+        metadata: DCP's metadata of the checkpoint.
+        directory: Directory of the files that the metadata names.
+        index: The engine's index; ``None`` if there is only the metadata.
+        contents: The values that have no slice of their own; ``None`` if all values have one.
     """
 
     metadata: Metadata
@@ -52,17 +52,17 @@ class Opened:
 
 @dataclass
 class ForeignFiles:
-    """Files that were not written by a storage writer, and what was found in them.
+    """Files that no storage writer of DCP wrote, and the tensors and objects found in them.
 
     Attributes:
-        path: What was opened, for messages and as checkpoint id.
-        directory: Where the files lie.
-        files: Names in the directory, and lengths in bytes.
-        entries: FQNs and where their boxes lie, as the engine's index has them: a plain box is the
-            elements of a tensor.
-        views: By number of the entry: strides and offset in elements, and CRC-32 of the extent,
-            where the elements are not all of it in row-major order.
-        paths: Of each FQN the keys from the root of the nested state dict.
+        path: The opened file or directory, for messages and as the checkpoint id.
+        directory: Directory of the files.
+        files: Name in the directory and length in bytes of each file.
+        entries: Entries of the engine's index: FQNs and the extents of their boxes. The extent of a
+            plain box consists of the tensor's elements.
+        views: Entry number -> strides and offset in elements, and CRC-32 of the extent. Needed
+            where the extent is not exactly the tensor in row-major order.
+        paths: FQN -> keys from the root of the nested state dict.
     """
 
     path: Location
@@ -73,24 +73,24 @@ class ForeignFiles:
     paths: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
 
     def opened(self, contents: Contents, version: bytes, *, names_files: bool = True) -> Opened:
-        """The checkpoint that they are.
+        """Returns the files as an open checkpoint.
 
         Args:
-            contents: What is not plain in them.
-            version: Tells these files from others in their place: ranks that have opened different
-                ones must not load together.
-            names_files: Whether the names and lengths of the files tell so, too.
+            contents: The values other than plain tensors.
+            version: Identifies the contents of the files. Ranks that opened different contents
+                under the same path must not load together.
+            names_files: Whether the names and lengths of the files identify the contents as well.
 
         Raises:
-            CorruptionError: Names or numbers are such as no file can have.
-            UnsupportedError: The name of a file is no UTF-8.
+            CorruptionError: A name or a number in the files is invalid.
+            UnsupportedError: A file name is not valid UTF-8.
         """
         for name, _ in self.files:
             if not _is_text(name):
-                raise UnsupportedError(f"cannot load {name!r}: the name of the file is no UTF-8")
+                raise UnsupportedError(f"cannot load {name!r}: the file name is not valid UTF-8")
         for fqn in self.paths:
             if not _is_text(fqn):
-                raise CorruptionError(f"cannot read {self.path}: {fqn!r} is no text")
+                raise CorruptionError(f"cannot read {self.path}: {fqn!r} is not valid UTF-8")
         files = repr(sorted(self.files)).encode() if names_files else b""
         identity = hashlib.sha256(files + version).hexdigest()[:16]
         paths = [(fqn, list(keys)) for fqn, keys in self.paths.items()]
@@ -100,13 +100,13 @@ class ForeignFiles:
             raise CorruptionError(f"cannot read {self.path}: {error}") from error
         metadata = to_metadata(index, checkpoint_id=str(self.path))
         assert metadata.storage_meta is not None
-        metadata.storage_meta.modules = []  # Nothing seals them.
+        metadata.storage_meta.modules = []  # No index file belongs to this metadata.
         return Opened(metadata, self.directory, index, contents)
 
 
 def _is_text(name: str) -> bool:
     try:
         name.encode()
-    except UnicodeEncodeError:  # Half of a surrogate pair.
+    except UnicodeEncodeError:  # A lone surrogate.
         return False
     return True

@@ -1,8 +1,9 @@
-"""Reads the pickle of ``.metadata`` without running what it asks for.
+"""Reads the pickle of ``.metadata`` without running code that the pickle requests.
 
-A pickle is a program: it may import any module and call any function. Whoever can write to the
-directory of a checkpoint could run code in every job that loads it. So metadata is built by an
-unpickler of our own, to which DCP's classes are plain records. ``object_pickles`` reads objects.
+A pickle is a program: it can import any module and call any function. With Python's unpickler, a
+person with write access to a checkpoint could run code in every job that loads it. So the engine's
+own unpickler builds the metadata, and treats DCP's classes as plain records. ``object_pickles``
+reads the objects of a checkpoint.
 """
 
 from __future__ import annotations
@@ -40,21 +41,20 @@ __all__ = ["ForbiddenPickleError", "load_allowed"]
 
 
 class ForbiddenPickleError(pickle.UnpicklingError):
-    """A pickle asks for more than it may have. Names the global, where it asks for one."""
+    """A pickle requests something forbidden. The message names the class or function, if any."""
 
 
 def load_allowed(pickled: bytes) -> object:
-    """Unpickles what stock DCP writes into ``.metadata``, and plain data.
+    """Unpickles plain data and the classes that stock DCP writes into ``.metadata``.
 
-    Nothing is imported, and no code of the value's classes runs on the way but the hash of a
-    ``MetadataIndex``. Time and memory are linear in ``len(pickled)``, whatever lengths it states.
-    The value is a tree: it holds no cycle, nests to a bounded depth, and a walk of it is linear
-    too, whatever it shares.
+    The function imports nothing. The only method of these classes that it runs is the hash of
+    ``MetadataIndex``. Time and memory are linear in ``len(pickled)``, even if the pickle states
+    larger lengths. The value has no cycle and a bounded depth, and a walk of it takes linear time.
 
     Raises:
-        ForbiddenPickleError: It asks for anything else.
-        ValueError: The bytes are no pickle, or a record in it lacks a field or has one of another
-            type.
+        ForbiddenPickleError: The pickle requests any other class or function.
+        ValueError: The bytes are not a pickle, or a record has a missing field or a field of a
+            wrong type.
     """
     try:
         return _native.unpickle_metadata(pickled, _VOCABULARY)
@@ -64,13 +64,13 @@ def load_allowed(pickled: bytes) -> object:
         raise ValueError(str(error)) from None
 
 
-# The vocabulary of ``_native.unpickle_metadata``, whose header explains the entries.
+# The vocabulary of ``_native.unpickle_metadata``. Its C++ header documents the entries.
 
 _Types = tuple[type, ...]
 _Entry = tuple[object, ...]
 
 _ANY: _Types = ()
-_SIZES: _Types = (torch.Size, tuple, list)  # A planner may have stored any of them.
+_SIZES: _Types = (torch.Size, tuple, list)  # Planners use any of these.
 
 
 def _record(
@@ -91,7 +91,7 @@ def _properties(cls: type) -> tuple[type, _Entry]:
 
 
 def _formats(encoding: type[Enum]) -> tuple[type, _Entry]:
-    """The memory format for each number, as ``TensorProperties.__setstate__`` would decode it."""
+    """Returns the memory format of each number, as ``TensorProperties.__setstate__`` decodes it."""
     formats = {
         "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
         "TORCH_CHANNELS_LAST": torch.channels_last,
@@ -105,7 +105,7 @@ def _named(entries: Iterable[tuple[type, _Entry]]) -> dict[tuple[str, str], _Ent
 
 
 def _torch_values(kind: type) -> dict[str, object]:
-    """By the names that pickle uses; ``torch`` has others besides, as ``half``."""
+    """Returns pickled name -> value. Aliases in ``torch``, such as ``half``, are left out."""
     values = {value for value in vars(torch).values() if type(value) is kind}
     return {str(value).removeprefix("torch."): value for value in values}
 
@@ -113,7 +113,7 @@ def _torch_values(kind: type) -> dict[str, object]:
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     "PosixPath": pathlib.PosixPath,
     "PurePosixPath": pathlib.PurePosixPath,
-    "WindowsPath": pathlib.PureWindowsPath,  # Of a job on Windows: here it names nothing.
+    "WindowsPath": pathlib.PureWindowsPath,  # From a job on Windows.
     "PureWindowsPath": pathlib.PureWindowsPath,
 }
 
@@ -128,7 +128,7 @@ _VOCABULARY: dict[tuple[str, str], _Entry] = {
                     "storage_data": _ANY,
                     "storage_meta": (StorageMeta, NoneType),
                     "version": (str, NoneType),
-                    # Megatron keeps its plans there, to use them again after a restart.
+                    # Megatron stores its plans there and reuses them after a restart.
                     "all_local_plans": (list, NoneType),
                 },
                 required=1,
@@ -152,7 +152,7 @@ _VOCABULARY: dict[tuple[str, str], _Entry] = {
             _record(BytesStorageMetadata, {}, required=0),
             _properties(TensorProperties),
             _formats(_MEM_FORMAT_ENCODING),
-            # Where both were before torch 2.3.
+            # The module of both classes before torch 2.3.
             _properties(old.TensorProperties),
             _formats(old.MEM_FORMAT_ENCODING),
             _record(
@@ -175,7 +175,7 @@ _VOCABULARY: dict[tuple[str, str], _Entry] = {
                 },
                 required=3,
             ),
-            # Of plans.
+            # The classes of plans.
             _record(
                 SavePlan,
                 {
@@ -217,7 +217,7 @@ _VOCABULARY: dict[tuple[str, str], _Entry] = {
     **{("torch", name): ("value", dtype) for name, dtype in _torch_values(torch.dtype).items()},
     **{
         (module, name): ("text", cls)
-        for module in ("pathlib", "pathlib._local")  # The latter on Python 3.13.
+        for module in ("pathlib", "pathlib._local")  # "pathlib._local" on Python 3.13.
         for name, cls in _PATHS.items()
     },
 }

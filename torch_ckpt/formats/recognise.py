@@ -1,4 +1,4 @@
-"""Finds out which format a checkpoint has."""
+"""Detects the format of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ def open_stored(path: Location, prefix: str = "", *, verify: bool, trust_pickle:
 
     Args:
         path: The directory or file.
-        prefix: What the name of DCP's metadata begins with.
-        verify: Whether damage is looked for.
-        trust_pickle: Whether pickles may ask for anything.
+        prefix: Prefix of the file name of DCP's metadata.
+        verify: Whether to check for damage.
+        trust_pickle: Whether pickles may contain any class and run any code.
 
     Raises:
-        NotFoundError: There is no checkpoint.
-        CorruptionError: It is damaged.
-        UnsupportedError: It is of another format, or asks for more than it may have.
+        NotFoundError: There is no checkpoint at ``path``.
+        CorruptionError: The checkpoint is damaged.
+        UnsupportedError: The format is not supported, or a pickle requests a forbidden class or
+            function.
     """
     if path.is_file():
-        if prefix:  # Which only ranks of DCP have.
-            raise NotFoundError(f"{path} is a file: no rank has saved alone there")
+        if prefix:  # Only a DCP directory can have metadata of single ranks.
+            raise NotFoundError(f"cannot load the checkpoint of one rank from {path}: it is a file")
         return _open_file(path, verify=verify, trust_pickle=trust_pickle)
     try:
         return open_dcp(path, prefix, verify=verify, trust_pickle=trust_pickle)
@@ -44,25 +45,25 @@ def open_stored(path: Location, prefix: str = "", *, verify: bool, trust_pickle:
 
 
 def _open_file(path: Location, *, verify: bool, trust_pickle: bool) -> Opened:
-    nbytes, start = path.read_part(0, 512)
+    nbytes, start = path.read_range(0, 512)
     if is_archive(start):
         return open_torch_save(path, verify=verify, trust_pickle=trust_pickle)
     if is_safetensors(start) or path.name.endswith(".safetensors"):
         return open_safetensors(path)
     if is_legacy(start):
         raise UnsupportedError(
-            f"cannot load {path}: it has the legacy format of torch.save, which is no zip archive; "
-            "torch.save(torch.load(path), path) writes it anew"
+            f"cannot load {path}: it has the legacy format of torch.save, not a zip archive; "
+            "convert it with torch.save(torch.load(path), path)"
         )
     if not nbytes:
         raise CorruptionError(f"cannot load {path}: it is empty")
     raise UnsupportedError(
-        f"cannot load {path}: it is no safetensors file, and none that torch.save has written"
+        f"cannot load {path}: it is neither a safetensors file nor a file of torch.save"
     )
 
 
 def _safetensors_in(directory: Location) -> list[str]:
-    """The names of all safetensors files and their indexes, sorted."""
+    """Returns the names of all safetensors files and their indexes, sorted."""
     try:
         names = directory.names()
     except NotFoundError:

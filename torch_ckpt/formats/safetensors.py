@@ -1,11 +1,11 @@
-"""Safetensors: single files, Hugging Face's directories of shards, and those of DCP's own writer.
+"""Opens safetensors: single files, Hugging Face's sharded models, and directories of DCP's writer.
 
-A file is eight bytes that say how long its header is, the header, which is JSON, and the elements
-of all tensors without gaps between them. It has no checksums. Whatever a header says is checked
-before anything is made of it, as the ``safetensors`` library does.
+A file consists of the length of its header in eight bytes, the header in JSON, and the elements of
+all tensors without gaps. It has no checksums. Like the ``safetensors`` library, this module
+validates a header before it uses any value from it.
 
-``torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`` has each rank write
-a file of its own, and says in its header where in the tensors its boxes begin.
+With ``torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)``, each rank
+writes its own file. Its header states the offsets of its boxes in the whole tensors.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["is_safetensors", "open_safetensors", "open_safetensors_directory"]
 
 _MAX_NBYTES = 2**63 - 1
 _MAX_NDIM = 64
-_START_NBYTES = 64 << 10  # Read at once: all of most headers.
+_START_NBYTES = 64 << 10  # Length of the first read, which covers most headers.
 _SAMPLE_NBYTES = 4 << 10
 _LENGTH_NBYTES = 8
 _INDEX_SUFFIX = ".safetensors.index.json"
 
-# Torch's name of each dtype, and bits an element.
+# Safetensors dtype -> torch dtype, and bits per element.
 _DTYPES = {
     **{word: (name, 8 * itemsize) for name, (word, itemsize) in DTYPES.items()},
-    "F8_E8M0": ("float8_e8m0fnu", 8),  # Which the library does not load.
-    # Of several elements in a byte, which no tensor of torch is.
+    "F8_E8M0": ("float8_e8m0fnu", 8),  # The library does not load this dtype.
+    # Packed elements, for which torch has no dtype.
     "F4": ("", 4),
     "F6_E2M3": ("", 6),
     "F6_E3M2": ("", 6),
@@ -45,7 +45,7 @@ _DTYPES = {
 
 
 class _Tensor(NamedTuple):
-    """A tensor as a header has it; ``begin`` and ``end`` are bytes of the file."""
+    """A tensor in a header; its elements are bytes ``[begin, end)`` of the file."""
 
     dtype: str
     sizes: list[int]
@@ -57,12 +57,12 @@ class _Tensor(NamedTuple):
 class _Header:
     file_nbytes: int
     tensors: dict[str, _Tensor]
-    box_offsets: dict[str, list[int]]  # Of those that are boxes of a larger tensor.
-    digest: bytes  # Of it, and of samples of the data.
+    box_offsets: dict[str, list[int]]  # FQN -> offsets in the whole tensor, if the file has a box.
+    digest: bytes  # Hash of the header and of samples of the data.
 
 
 class _Unreadable:
-    """Tensors of dtypes that torch has not."""
+    """Raises an error for tensors whose dtype torch does not have."""
 
     def __init__(self, path: Location) -> None:
         self.path = path
@@ -74,7 +74,7 @@ class _Unreadable:
 
 
 def is_safetensors(start: bytes) -> bool:
-    """Whether a file that begins so may be one."""
+    """Returns whether ``start`` may be the start of a safetensors file."""
     return start[_LENGTH_NBYTES : _LENGTH_NBYTES + 1] == b"{"
 
 
@@ -82,8 +82,9 @@ def open_safetensors(path: Location) -> Opened:
     """Opens a single file.
 
     Raises:
-        CorruptionError: Its header is damaged or contradicts itself. Names the file and the tensor.
-        StorageError: It cannot be read.
+        CorruptionError: The header is damaged or inconsistent. The message names the file and the
+            tensor.
+        StorageError: The file cannot be read.
     """
     merged = _Merged(ForeignFiles(path, path.parent))
     with gc_paused():
@@ -92,16 +93,17 @@ def open_safetensors(path: Location) -> Opened:
 
 
 def open_safetensors_directory(directory: Location, names: Sequence[str]) -> Opened:
-    """Opens a directory of files: those that Hugging Face's index names, or else all.
+    """Opens a directory: the files that Hugging Face's index names, or all files without an index.
 
     Args:
         directory: The directory.
-        names: Its safetensors files and their indexes.
+        names: Names of its safetensors files and their indexes.
 
     Raises:
         NotFoundError: A file that the index names is missing.
-        CorruptionError: A header or the index is damaged, or the files do not hold whole tensors.
-        MismatchError: Files without an index hold a tensor twice.
+        CorruptionError: A header or the index is damaged, or the boxes do not cover a tensor.
+        MismatchError: There is no index, and several files contain the same tensor.
+        UnsupportedError: The directory has several indexes.
     """
     indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
     merged = _Merged(ForeignFiles(directory, directory))
@@ -123,8 +125,8 @@ def open_safetensors_directory(directory: Location, names: Sequence[str]) -> Ope
                 header = _read_header(directory / name)
             except NotFoundError as error:
                 raise NotFoundError(
-                    f"cannot load {fqns[0]!r}: {indexes[0]} says that it is in {name}, which is "
-                    f"not in {directory}"
+                    f"cannot load {fqns[0]!r}: {indexes[0]} assigns it to {name}, which is missing "
+                    f"in {directory}"
                 ) from error
             merged.add(name, header, fqns)
         return merged.opened()
@@ -132,7 +134,7 @@ def open_safetensors_directory(directory: Location, names: Sequence[str]) -> Ope
 
 @dataclass
 class _Merged:
-    """Boxes of the same tensors in several files, brought together."""
+    """The tensors of several files, with the boxes of each tensor collected."""
 
     foreign: ForeignFiles
     boxes: dict[str, list[_native.IndexBox]] = field(default_factory=dict)
@@ -140,7 +142,7 @@ class _Merged:
     digest: Any = field(default_factory=hashlib.sha256)
 
     def add(self, name: str, header: _Header, fqns: Iterable[str] | None = None) -> None:
-        """Adds the tensors of a file, all or only these."""
+        """Adds the tensors of a file: those of ``fqns``, or all."""
         number = len(self.foreign.files)
         self.foreign.files.append((name, header.file_nbytes))
         self.digest.update(header.digest)
@@ -148,14 +150,14 @@ class _Merged:
             tensor = header.tensors.get(fqn)
             if tensor is None:
                 raise CorruptionError(
-                    f"cannot load {self.foreign.path}: its index says that {fqn!r} is in {name}, "
-                    "which does not have it"
+                    f"cannot load {self.foreign.path}: its index assigns {fqn!r} to {name}, "
+                    "which does not contain it"
                 )
             dtype, sizes, begin, end = tensor
             if self.dtypes.setdefault(fqn, dtype) != dtype:
                 raise CorruptionError(
-                    f"cannot load {self.foreign.path}: {fqn!r} is of {dtype} in {name}, elsewhere "
-                    f"of {self.dtypes[fqn]}"
+                    f"cannot load {self.foreign.path}: {fqn!r} has dtype {dtype} in {name}, and "
+                    f"{self.dtypes[fqn]} in another file"
                 )
             offsets = header.box_offsets.get(fqn) or [0] * len(sizes)
             box = (offsets, sizes, number, begin, end - begin, True, ())
@@ -165,7 +167,9 @@ class _Merged:
         foreign = self.foreign
         for fqn, boxes in self.boxes.items():
             dtype = _DTYPES[self.dtypes[fqn]][0]
-            sizes = boxes[0][1] if len(boxes) == 1 and not any(boxes[0][0]) else self._whole(fqn)
+            sizes = (
+                boxes[0][1] if len(boxes) == 1 and not any(boxes[0][0]) else self._whole_sizes(fqn)
+            )
             if dtype:
                 properties = (dtype, "contiguous_format", False, False, sizes)
                 foreign.entries.append((fqn, properties, boxes))
@@ -175,8 +179,13 @@ class _Merged:
         foreign.paths = {fqn: (fqn,) for fqn in self.boxes}
         return foreign.opened(_Unreadable(foreign.path), self.digest.digest())
 
-    def _whole(self, fqn: str) -> list[int]:
-        """The sizes of a tensor of several boxes, which must be all of it."""
+    def _whole_sizes(self, fqn: str) -> list[int]:
+        """Returns the sizes of a tensor from its boxes.
+
+        Raises:
+            CorruptionError: The boxes do not cover the tensor exactly once.
+            MismatchError: Several files contain the same box.
+        """
         boxes = self.boxes[fqn]
         ndim = len(boxes[0][0])
         if any(len(offsets) != ndim for offsets, *_ in boxes):
@@ -185,30 +194,30 @@ class _Merged:
             )
         sizes = [max(box[0][d] + box[1][d] for box in boxes) for d in range(ndim)]
         seen: dict[tuple[int, ...], str] = {}
-        for offsets, of_box, number, *_ in boxes:
+        for offsets, box_sizes, number, *_ in boxes:
             name = self.foreign.files[number][0]
-            if math.prod(of_box) and seen.setdefault(tuple(offsets), name) != name:
+            if math.prod(box_sizes) and seen.setdefault(tuple(offsets), name) != name:
                 raise MismatchError(
                     f"cannot load {self.foreign.path}: {fqn!r} is in {seen[tuple(offsets)]} and in "
-                    f"{name}; load one of the files, or have a model{_INDEX_SUFFIX} say which"
+                    f"{name}; load one of the files, or add a model{_INDEX_SUFFIX}"
                 )
-        if sum(math.prod(of_box) for _, of_box, *_ in boxes) != math.prod(sizes):
+        if sum(math.prod(box_sizes) for _, box_sizes, *_ in boxes) != math.prod(sizes):
             raise CorruptionError(
-                f"cannot load {self.foreign.path}: its files do not hold all of {fqn!r} of sizes "
-                f"{sizes}, or parts of it twice; is one missing?"
+                f"cannot load {self.foreign.path}: its files do not contain every element of "
+                f"{fqn!r} of sizes {sizes} exactly once; is a file missing?"
             )
         return sizes
 
 
 def _read_weight_map(path: Location) -> dict[str, str]:
-    """Hugging Face's index: FQN to file.
+    """Reads Hugging Face's index and returns FQN -> file name.
 
     Raises:
-        CorruptionError: It is none, or names a file outside its directory.
+        CorruptionError: The file is not an index, or names a file outside its directory.
     """
-    nbytes, data = path.read_part(0, MAX_HEADER_NBYTES)
+    nbytes, data = path.read_range(0, MAX_HEADER_NBYTES)
     if nbytes > len(data):
-        raise CorruptionError(f"cannot read {path}: it is {nbytes} bytes long")
+        raise CorruptionError(f"cannot read {path}: its {nbytes} bytes exceed {MAX_HEADER_NBYTES}")
     index = _parse_json(data, str(path))
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
@@ -216,39 +225,40 @@ def _read_weight_map(path: Location) -> dict[str, str]:
     for fqn, name in weight_map.items():
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
             raise CorruptionError(
-                f"cannot read {path}: it says that {fqn!r} is in {name!r}, which is no file of its "
-                "directory"
+                f"cannot read {path}: it assigns {fqn!r} to {name!r}, which is not a file name"
             )
     return weight_map
 
 
 def _read_header(path: Location) -> _Header:
-    """Reads and checks the header of a file.
+    """Reads and validates the header of a file.
 
     Raises:
-        CorruptionError: It is damaged or contradicts itself.
+        CorruptionError: The header is damaged or inconsistent.
     """
-    file_nbytes, start = path.read_part(0, _START_NBYTES)
+    file_nbytes, start = path.read_range(0, _START_NBYTES)
     if len(start) < _LENGTH_NBYTES:
-        raise CorruptionError(f"cannot read {path}: {file_nbytes} bytes are no safetensors file")
+        raise CorruptionError(
+            f"cannot read {path}: it has {file_nbytes} bytes, too few for a header"
+        )
     header_nbytes = int.from_bytes(start[:_LENGTH_NBYTES], "little")
     data_begin = _LENGTH_NBYTES + header_nbytes
     if header_nbytes > MAX_HEADER_NBYTES or data_begin > file_nbytes:
         raise CorruptionError(
-            f"cannot read {path}: its header would be {header_nbytes} bytes long, in a file of "
+            f"cannot read {path}: it states a header of {header_nbytes} bytes, and the file has "
             f"{file_nbytes}"
         )
     if data_begin > len(start):
-        start += path.read_part(len(start), data_begin - len(start))[1]
+        start += path.read_range(len(start), data_begin - len(start))[1]
     header = start[_LENGTH_NBYTES:data_begin]
     if len(header) < header_nbytes:
-        raise CorruptionError(f"cannot read {path}: it was cut off just now")
+        raise CorruptionError(f"cannot read {path}: it was truncated during the read")
     tensors = _parse_json(header, str(path))
     if not isinstance(tensors, dict):
-        raise CorruptionError(f"cannot read {path}: its header is no JSON object")
+        raise CorruptionError(f"cannot read {path}: its header is not a JSON object")
     free_text = tensors.pop("__metadata__", {})
     if not isinstance(free_text, dict):
-        raise CorruptionError(f"cannot read {path}: __metadata__ is no JSON object")
+        raise CorruptionError(f"cannot read {path}: __metadata__ is not a JSON object")
     checked = {
         fqn: _check_tensor(facts, data_begin, file_nbytes, f"{fqn!r} of {path}")
         for fqn, facts in tensors.items()
@@ -256,46 +266,47 @@ def _read_header(path: Location) -> _Header:
     _check_extents(checked, data_begin, file_nbytes, path)
     offsets = _box_offsets(free_text, checked, path)
     digest = hashlib.sha256(header)
-    # Files of two trainings have equal headers. Not by their times: honest copies differ there.
+    # Two models of one architecture have equal headers, so the hash includes samples of the data.
+    # It includes no modification times, since those of copies differ.
     last = max(data_begin, file_nbytes - _SAMPLE_NBYTES)
     for offset in (data_begin, (data_begin + last) // 2, last):
         sample = start[offset : offset + _SAMPLE_NBYTES]
         if len(sample) < min(_SAMPLE_NBYTES, file_nbytes - offset):
-            sample = path.read_part(offset, _SAMPLE_NBYTES)[1]
+            sample = path.read_range(offset, _SAMPLE_NBYTES)[1]
         digest.update(sample)
     return _Header(file_nbytes, checked, offsets, digest.digest())
 
 
 def _parse_json(data: bytes, where: str) -> object:
-    """Parses JSON that may hold anything.
+    """Parses JSON from an untrusted file.
 
     Raises:
-        CorruptionError: It is no JSON, is nested too deep, or has a key twice.
+        CorruptionError: The bytes are not JSON, are nested too deeply, or repeat a key.
     """
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         out = dict(pairs)
         if len(out) != len(pairs):
             names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"it has {twice!r} twice")
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"the key {repeated!r} is repeated")
         return out
 
     try:
         return json.loads(data.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"cannot read {where}: no JSON as it should be: {error}") from error
+        raise CorruptionError(f"cannot read {where}: invalid JSON: {error}") from error
 
 
 def _check_tensor(facts: Any, data_begin: int, file_nbytes: int, where: str) -> _Tensor:
-    """Checks what a header says of one tensor."""
+    """Validates the entry of one tensor in a header."""
     if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptionError(f"cannot read {where}: it lacks dtype, shape or data_offsets")
     dtype, sizes, ends = facts["dtype"], facts["shape"], facts["data_offsets"]
     if not isinstance(dtype, str):
         raise CorruptionError(f"cannot read {where}: its dtype is {str(dtype)[:200]}")
     if dtype not in _DTYPES:
-        raise UnsupportedError(f"cannot read {where}: no dtype {dtype!r} is known")
+        raise UnsupportedError(f"cannot read {where}: unknown dtype {dtype!r}")
     if not _are_lengths(sizes) or len(sizes) > _MAX_NDIM:
         raise CorruptionError(f"cannot read {where}: its shape is {str(sizes)[:200]}")
     if not _are_lengths(ends) or len(ends) != 2:
@@ -303,11 +314,11 @@ def _check_tensor(facts: Any, data_begin: int, file_nbytes: int, where: str) -> 
     begin, end = ends
     if begin > end or end > file_nbytes - data_begin:
         raise CorruptionError(
-            f"cannot read {where}: it would be at [{begin}, {end}) of "
+            f"cannot read {where}: its data_offsets [{begin}, {end}) are not within "
             f"{file_nbytes - data_begin} bytes of data"
         )
     bits = _DTYPES[dtype][1]
-    # Sizes beside a 0, too, must make sense.
+    # Even if one size is 0, the others must not overflow.
     numel, extent = 1, bits
     for size in sizes:
         numel *= size
@@ -316,7 +327,7 @@ def _check_tensor(facts: Any, data_begin: int, file_nbytes: int, where: str) -> 
             raise CorruptionError(f"cannot read {where}: its shape is {sizes}")
     if 8 * (end - begin) != numel * bits:
         raise CorruptionError(
-            f"cannot read {where}: {dtype} {sizes} are not the {end - begin} bytes that it has"
+            f"cannot read {where}: {dtype} of shape {sizes} does not have {end - begin} bytes"
         )
     return _Tensor(dtype, sizes, data_begin + begin, data_begin + end)
 
@@ -330,23 +341,23 @@ def _are_lengths(numbers: object) -> bool:
 def _check_extents(
     tensors: Mapping[str, _Tensor], data_begin: int, file_nbytes: int, path: Location
 ) -> None:
-    """Tensors follow one another without gaps and fill the file."""
-    at, before = data_begin, None
+    """Checks that the tensors fill the file without gaps or overlaps."""
+    position, before = data_begin, "the header"
     for begin, end, fqn in sorted((t.begin, t.end, fqn) for fqn, t in tensors.items()):
-        if begin != at:
-            what = "overlaps" if begin < at else "leaves a gap behind"
-            raise CorruptionError(f"cannot read {fqn!r} of {path}: it {what} {before or 'header'}")
-        at, before = end, repr(fqn)
-    if at != file_nbytes:
+        if begin != position:
+            what = "overlaps" if begin < position else "leaves a gap after"
+            raise CorruptionError(f"cannot read {fqn!r} of {path}: it {what} {before}")
+        position, before = end, repr(fqn)
+    if position != file_nbytes:
         raise CorruptionError(
-            f"cannot read {path}: it is {file_nbytes} bytes long, and its tensors end at {at}"
+            f"cannot read {path}: it has {file_nbytes} bytes, and its tensors end at {position}"
         )
 
 
 def _box_offsets(
     free_text: Mapping[str, object], tensors: Mapping[str, _Tensor], path: Location
 ) -> dict[str, list[int]]:
-    """Where in the whole tensors the boxes of a file begin, where DCP's writer says so."""
+    """Returns FQN -> offsets of its box in the whole tensor, from the metadata of DCP's writer."""
     text = free_text.get("DCP_SHARDING_INFO")
     if text is None:
         return {}
@@ -362,7 +373,7 @@ def _box_offsets(
             or any(o + s > _MAX_NBYTES for o, s in zip(offsets, tensor.sizes, strict=True))
         ):
             raise CorruptionError(
-                f"cannot read {fqn!r} of {path}: DCP_SHARDING_INFO does not say where it begins"
+                f"cannot read {fqn!r} of {path}: DCP_SHARDING_INFO has no valid offsets for it"
             )
         out[fqn] = offsets
     return out

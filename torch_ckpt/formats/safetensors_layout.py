@@ -1,12 +1,13 @@
-"""Where every byte of a model lies in safetensors files: a plain value, the same on every rank.
+"""The layout of a model in safetensors files, as a plain value that is equal on every rank.
 
-A file is 8 bytes that say how long its header is, the header (JSON, padded with spaces), and the
-tensors, each whole and row-major, one behind the other. So names, dtypes and sizes decide where all
-of them lie, and any rank can write its part of a tensor without asking the others.
+A file consists of the header's length in 8 bytes, the header (JSON, padded with spaces), and the
+tensors, whole and row-major, without gaps. So names, dtypes and sizes determine the offset of every
+tensor, and each rank can write its boxes without communication.
 
-Within a file tensors are in the order of the library's own writer, by dtype and name, so that each
-begins at a multiple of its items' size although there are no gaps. The header is padded until the
-first of them begins at a page: then most tensors of a model do, and go past the page cache.
+Tensors of a file have the order of the library's own writer: by dtype, then by name. So the offset
+of each tensor is a multiple of its element size, although there are no gaps. The padded header ends
+at a page boundary. Most tensors of a model then begin at one, so their writes can bypass the page
+cache.
 """
 
 from __future__ import annotations
@@ -42,28 +43,28 @@ DTYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
-"""Dtypes that ``safetensors.torch`` loads, by torch's word: its own word, and bytes of an item.
+"""Torch dtype -> safetensors dtype and bytes per element, for all that ``safetensors.torch`` loads.
 
-In the order in which its writer puts tensors into a file.
+The order is that of tensors in a file of the library's writer.
 """
 
 PAGE_NBYTES = 4096
 MAX_HEADER_NBYTES = 100_000_000
-"""A longer header is refused by the library."""
+"""Maximum length of a header that the library accepts."""
 
 _METADATA = {"__metadata__": {"format": "pt"}}
 _ORDER = {dtype: number for number, dtype in enumerate(DTYPES)}
-_OFFSETS_NBYTES = 2 * 20  # Of the two numbers of an entry, at most.
+_OFFSETS_NBYTES = 2 * 20  # Upper bound for the two decimal numbers of data_offsets.
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What decides on the place of a tensor.
+    """The facts that determine the place of a tensor.
 
     Attributes:
-        fqn: Its name.
-        dtype: In torch's word, such as ``"bfloat16"``.
-        sizes: Of all of it.
+        fqn: Name of the tensor.
+        dtype: Torch's name of the dtype, such as ``"bfloat16"``.
+        sizes: Sizes of the whole tensor.
     """
 
     fqn: str
@@ -72,18 +73,18 @@ class TensorFacts:
 
     @property
     def nbytes(self) -> int:
-        """Of all of it."""
+        """Bytes of the whole tensor."""
         return math.prod(self.sizes) * DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True)
 class FilePlace:
-    """Where a tensor lies.
+    """The place of a tensor.
 
     Attributes:
         file: Number of its file, from 0.
-        offset: Of its first byte in the file.
-        facts: What it is.
+        offset: Offset of its first byte in the file.
+        facts: Name, dtype and sizes of the tensor.
     """
 
     file: int
@@ -93,12 +94,12 @@ class FilePlace:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One file.
+    """One file of a model.
 
     Attributes:
-        header: All bytes before those of the tensors.
-        nbytes: Length of the file.
-        fqns: Of its tensors, in the order in which they lie.
+        header: All bytes before the first tensor.
+        nbytes: Length of the file in bytes.
+        fqns: Names of its tensors, in order of their offsets.
     """
 
     header: bytes
@@ -108,11 +109,11 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """All files of a model.
+    """The files of a model.
 
     Attributes:
-        files: In order.
-        places: Those of all tensors, by FQN.
+        files: The files, in order of their numbers.
+        places: FQN -> place of the tensor.
 
     Example::
 
@@ -127,12 +128,12 @@ class ModelLayout:
 
     @classmethod
     def of(cls, tensors: Iterable[TensorFacts], *, max_shard_nbytes: int) -> ModelLayout:
-        """Lays out tensors, in the given order, in files of at most ``max_shard_nbytes`` each.
+        """Assigns tensors, in the given order, to files of at most ``max_shard_nbytes`` each.
 
-        A tensor that is larger has a file to itself. There is one file at least.
+        A larger tensor gets its own file. There is always at least one file.
 
         Raises:
-            UnsupportedError: The format has no such dtype or name.
+            UnsupportedError: The format does not support the dtype or name of a tensor.
         """
         tensors = list(tensors)
         for facts in tensors:
@@ -152,18 +153,18 @@ class ModelLayout:
         return cls(tuple(files), places, _encode(tensors, max_shard_nbytes))
 
     def encode(self) -> bytes:
-        """As it travels: what it was made of, compressed, since names of tensors repeat."""
+        """Returns the arguments of :meth:`of` in compressed form, to send to other ranks."""
         return self._encoded
 
     @classmethod
     def decode(cls, encoded: bytes) -> ModelLayout:
-        """The layout that was encoded."""
+        """Returns the layout of which :meth:`encode` returned ``encoded``."""
         max_shard_nbytes, tensors = json.loads(zlib.decompress(encoded))
         facts = [TensorFacts(fqn, dtype, tuple(sizes)) for fqn, dtype, sizes in tensors]
         return cls.of(facts, max_shard_nbytes=max_shard_nbytes)
 
     def index(self, names: Sequence[str]) -> bytes:
-        """The index of the files, which have these names: JSON, as Hugging Face's loaders want."""
+        """Returns the JSON index for Hugging Face's loaders, for files of the given names."""
         weight_map = {fqn: names[place.file] for fqn, place in self.places.items()}
         total = sum(place.facts.nbytes for place in self.places.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -173,7 +174,7 @@ class ModelLayout:
 def _check(facts: TensorFacts) -> None:
     if facts.dtype not in DTYPES:
         raise UnsupportedError(
-            f"cannot store {facts.fqn!r} as safetensors: that has no dtype for {facts.dtype}"
+            f"cannot store {facts.fqn!r} as safetensors: the format does not support {facts.dtype}"
         )
     if facts.fqn in _METADATA:
         raise UnsupportedError(f"cannot store {facts.fqn!r} as safetensors: the name is reserved")
@@ -193,7 +194,7 @@ def _padded_nbytes(header_nbytes: int) -> int:
 
 
 def _header(tensors: Sequence[TensorFacts]) -> tuple[bytes, int]:
-    """The header of a file, and the bytes of all tensors in it."""
+    """Returns the header of a file, and the total bytes of its tensors."""
     entries: dict[str, Any] = {**_METADATA}
     end = 0
     for facts in tensors:
@@ -205,19 +206,19 @@ def _header(tensors: Sequence[TensorFacts]) -> tuple[bytes, int]:
 
 
 def _shards(tensors: Sequence[TensorFacts], max_shard_nbytes: int) -> list[list[TensorFacts]]:
-    """Splits tensors, in their order, over as few files as that needs."""
+    """Splits tensors, in the given order, into as few files as possible."""
     shards: list[list[TensorFacts]] = [[]]
     empty_nbytes = len(_dump(_METADATA))
     header_nbytes, payload_nbytes = empty_nbytes, 0
     for facts in tensors:
-        more = len(_dump({facts.fqn: _entry(facts, 0)})) + _OFFSETS_NBYTES
-        file_nbytes = _padded_nbytes(header_nbytes + more) + payload_nbytes + facts.nbytes
-        is_full = file_nbytes > max_shard_nbytes or header_nbytes + more > MAX_HEADER_NBYTES
+        entry_nbytes = len(_dump({facts.fqn: _entry(facts, 0)})) + _OFFSETS_NBYTES
+        file_nbytes = _padded_nbytes(header_nbytes + entry_nbytes) + payload_nbytes + facts.nbytes
+        is_full = file_nbytes > max_shard_nbytes or header_nbytes + entry_nbytes > MAX_HEADER_NBYTES
         if is_full and shards[-1]:
             shards.append([])
             header_nbytes, payload_nbytes = empty_nbytes, 0
         shards[-1].append(facts)
-        header_nbytes += more
+        header_nbytes += entry_nbytes
         payload_nbytes += facts.nbytes
     return shards
 

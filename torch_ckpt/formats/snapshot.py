@@ -1,12 +1,12 @@
-"""Snapshots in shared memory: the slots of all ranks of one save, as one checkpoint.
+"""Opens the snapshots of one save in shared memory as a checkpoint.
 
-Of ranks that are on several machines, each machine has the slots of its own. Then the checkpoint
-has holes, which are boxes in a file that is not there: who plans to read from it wants what only
-another machine has, and learns it before anything is loaded.
+A slot is a file of tmpfs, and its table lists the extent of each item. So a load from memory uses
+the same plans as a load from disk, and works with another number of ranks or other shards. The
+tables have checksums; the payloads do not.
 
-A slot is a file of tmpfs, and its table says where in it each item lies. So what ranks have left in
-memory is loaded by the same plan as what they have left on disk, and by ranks that are fewer, or
-more, or hold other shards. Nothing in memory has checksums but the tables.
+If the ranks are on several machines, the slots of one machine cover only the shards of its ranks.
+The checkpoint then has *holes*: boxes in a file that does not exist. A plan that reads a hole fails
+before anything is loaded.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from torch_ckpt.formats.pickles import ForbiddenPickleError
 __all__ = ["ELSEWHERE", "holes", "open_snapshot"]
 
 ELSEWHERE = "another machine"
-"""Instead of the name of a file: what is stored there is not in the memory of this machine."""
+"""Stands for the file name of boxes that are not in the memory of this machine."""
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
-_Place = tuple[_native.StoredSnapshot, int]  # The number of the item.
+_Place = tuple[_native.StoredSnapshot, int]  # Snapshot and number of the item.
 
 
 def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) -> Opened:
     """Opens the slots of one save as a checkpoint.
 
     Args:
-        folder: Where they lie.
-        slots: Of all ranks, or, of those on several machines, of all of one. Of what several hold,
-            the first counts: that of the machine's own rank had better be first.
-        trust_pickle: Whether objects may be unpickled whatever they ask for.
+        folder: Directory of the slots.
+        slots: Slots of all ranks on this machine. Of several replicas, a load uses the one in the
+            first slot, so the caller's own slot should come first.
+        trust_pickle: Whether objects may contain any class and run any code.
 
     Raises:
-        NotFoundError: One of them holds no complete snapshot.
-        CorruptionError: One is damaged.
-        MismatchError: They are not those of one save.
+        NotFoundError: A slot has no complete snapshot.
+        CorruptionError: A slot is damaged.
+        MismatchError: The slots are not all slots of one save on this machine.
     """
     merged = _Merged(ForeignFiles(Location(folder), Location(folder)), _Objects(trust_pickle))
     found = [(path, _native.Slot.open(path, False).read()) for path in slots]
@@ -58,7 +58,8 @@ def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) ->
     is_whole = ranks == set(range(world_size)) if node_count == 1 else len(ranks) == ranks_here
     if len(saves) != 1 or not is_whole:
         raise MismatchError(
-            f"the snapshots in {folder}, of ranks {sorted(ranks)}, are not those of one save"
+            f"cannot load the snapshots of ranks {sorted(ranks)} in {folder}: they are not from "
+            "one save"
         )
     for path, snapshot in found:
         merged.add(path, snapshot)
@@ -68,7 +69,7 @@ def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) ->
 
 
 class _Objects:
-    """What is not plain: objects, and tensors that only torch can read."""
+    """Objects, and tensors that only torch can read."""
 
     def __init__(self, trust_pickle: bool) -> None:
         self._trust_pickle = trust_pickle
@@ -81,8 +82,8 @@ class _Objects:
         places = self._places[fqn]
         if len(places) > 1:
             raise UnsupportedError(
-                f"cannot load {fqn!r} from memory: it is in {len(places)} parts that only torch "
-                "can read"
+                f"cannot load {fqn!r} from memory: it has {len(places)} boxes that only torch can "
+                "read"
             )
         snapshot, number = places[0]
         stream = io.BytesIO(snapshot.object_bytes(number))
@@ -96,7 +97,7 @@ class _Objects:
 
 @dataclass
 class _Merged:
-    """What slots hold, put together."""
+    """The items of several slots, with the boxes of each tensor collected."""
 
     foreign: ForeignFiles
     objects: _Objects
@@ -114,13 +115,16 @@ class _Merged:
         work = _native.Work(_native.ItemTable.decode(snapshot.items))
         for item, offset, nbytes, plain in snapshot.extents:
             fqn, facts, _, offsets, sizes, _ = work.describe(item)
-            of_fqn = self.boxes.setdefault(fqn, {})
+            boxes = self.boxes.setdefault(fqn, {})
             if not _agree(self.facts.setdefault(fqn, facts), facts):
-                raise CorruptionError(f"ranks disagree on what {fqn!r} is in {self.foreign.path}")
+                raise CorruptionError(
+                    f"cannot load {fqn!r} of {self.foreign.path}: ranks disagree on its dtype or "
+                    "sizes"
+                )
             key = tuple(offsets)
-            if key in of_fqn:
+            if key in boxes:
                 continue
-            of_fqn[key] = (offsets, sizes, number, offset, nbytes, plain, ())
+            boxes[key] = (offsets, sizes, number, offset, nbytes, plain, ())
             if not plain:
                 self.objects.add(fqn, (snapshot, item))
         if snapshot.paths is not None:
@@ -128,9 +132,12 @@ class _Merged:
                 self.paths.setdefault(fqn, keys)
 
     def add_holes(self) -> None:
-        """Adds what only other machines have of the tensors that are here in part."""
+        """Adds a hole for each box that only other machines have.
+
+        Tensors of which this machine has no box at all are not in the metadata.
+        """
         number = len(self.foreign.files)
-        most_nbytes = 0
+        file_nbytes = 0
         for fqn, facts in self.facts.items():
             boxes = self.boxes[fqn]
             if facts is None or sum(math.prod(box[1]) for box in boxes.values()) == math.prod(
@@ -141,9 +148,9 @@ class _Merged:
             for offsets, sizes in holes(facts[4], [box[:2] for box in boxes.values()]):
                 nbytes = math.prod(sizes) * element_nbytes
                 boxes[offsets] = (offsets, sizes, number, 0, nbytes, True, ())
-                most_nbytes = max(most_nbytes, nbytes)
-        if most_nbytes:
-            self.foreign.files.append((ELSEWHERE, most_nbytes))
+                file_nbytes = max(file_nbytes, nbytes)
+        if file_nbytes:
+            self.foreign.files.append((ELSEWHERE, file_nbytes))
 
     def opened(self, *, names_files: bool) -> Opened:
         for fqn, boxes in self.boxes.items():
@@ -152,28 +159,38 @@ class _Merged:
         return self.foreign.opened(self.objects, self.identity, names_files=names_files)
 
 
-def _agree(one: _native.TensorFacts | None, other: _native.TensorFacts | None) -> bool:
-    """Whether ranks that say this of an FQN mean the same: the first describes it, as in DCP."""
-    if one is None or other is None:
-        return one is other
-    return one[0] == other[0] and list(one[4]) == list(other[4])
+def _agree(first: _native.TensorFacts | None, second: _native.TensorFacts | None) -> bool:
+    """Returns whether two ranks' facts about an FQN agree in dtype and sizes.
+
+    Other properties may differ. As in DCP, those of the first rank apply.
+    """
+    if first is None or second is None:
+        return first is second
+    return first[0] == second[0] and list(first[4]) == list(second[4])
 
 
 def holes(whole: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[_Box]:
-    """What boxes leave of a tensor, as boxes: offsets and sizes.
+    """Returns the region of a tensor that no box covers, as disjoint boxes.
+
+    Args:
+        whole: Sizes of the tensor.
+        boxes: Offsets and sizes of each box.
+
+    Returns:
+        Offsets and sizes of each hole.
 
     Example::
 
         assert holes([4, 2], [([1, 0], [2, 2])]) == [((0, 0), (1, 2)), ((3, 0), (1, 2))]
     """
-    left: list[_Box] = [((0,) * len(whole), tuple(whole))]
+    remaining: list[_Box] = [((0,) * len(whole), tuple(whole))]
     for offsets, sizes in boxes:
-        left = [part for hole in left for part in _without(hole, offsets, sizes)]
-    return left
+        remaining = [rest for hole in remaining for rest in _subtract(hole, offsets, sizes)]
+    return remaining
 
 
-def _without(hole: _Box, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[_Box]:
-    """What a box leaves of a hole."""
+def _subtract(hole: _Box, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[_Box]:
+    """Yields the region of a hole outside a box, as disjoint boxes."""
     lows, highs = list(hole[0]), [o + n for o, n in zip(*hole, strict=True)]
     if any(
         not size or offset >= high or offset + size <= low

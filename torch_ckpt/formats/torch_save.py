@@ -1,8 +1,8 @@
-"""Files that ``torch.save`` has written: a zip archive of one pickle and the storages of tensors.
+"""Opens files of ``torch.save``: a zip archive of one pickle and of the tensors' storages.
 
-The pickle is read as ``torch.load(weights_only=True)`` reads it, but without any storage: that
-tells which tensor is where in which record of the archive. The records' extents are those of the
-zip directory.
+The pickle is read as ``torch.load(weights_only=True)`` reads it, but without any storage. The
+result shows which record and which elements of it each tensor uses. The zip directory lists the
+extents of the records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_ckpt.formats.pickles import ForbiddenPickleError
 __all__ = ["is_archive", "is_legacy", "open_torch_save"]
 
 _MAX_DEPTH = 500
-_LEAST_TEXT_NBYTES = 16 << 20
+_MIN_NAMES_NBYTES = 16 << 20
 _LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
@@ -34,29 +34,29 @@ _PLAIN = frozenset(
 
 
 def is_archive(start: bytes) -> bool:
-    """Whether a file that begins so is a zip archive."""
+    """Returns whether ``start`` is the start of a zip archive."""
     return start.startswith(b"PK\3\4")
 
 
 def is_legacy(start: bytes) -> bool:
-    """Whether ``torch.save`` has written a file that begins so before it wrote zip archives."""
+    """Returns whether ``start`` is the start of a file in a legacy format of ``torch.save``."""
     tar = start[257:262] == b"ustar" or start.startswith((b"sys_info", b"storages"))
     return tar or _LEGACY_MAGIC in start[:32]
 
 
 def open_torch_save(path: Location, *, verify: bool, trust_pickle: bool) -> Opened:
-    """Opens a file that holds a state dict: nested dicts and lists of tensors and anything else.
+    """Opens a file with a state dict: nested dicts and lists of tensors and other objects.
 
     Args:
         path: The file.
-        verify: Whether its pickle is checked against its CRC-32, as torch does not.
-        trust_pickle: Whether its pickle may ask for anything.
+        verify: Whether to check the pickle against its CRC-32, which torch does not check.
+        trust_pickle: Whether the pickle may contain any class and run any code.
 
     Raises:
-        CorruptionError: It is damaged, or its pickle asks for what its records are not.
-        UnsupportedError: It holds something other than a state dict, or its pickle asks for more
-            than it may have. Names the global.
-        StorageError: It cannot be read.
+        CorruptionError: The file is damaged, or its pickle does not match its records.
+        UnsupportedError: The value is not a state dict, or the pickle requests a forbidden class or
+            function. The message names the class or function.
+        StorageError: The file cannot be read.
     """
     nbytes, records = path.file_system.read_archive(path.path)
     archive = _Archive(path, records)
@@ -82,17 +82,17 @@ class _Archive:
     def __init__(self, path: Location, records: list[tuple[str, int, int, int]]) -> None:
         self.path = path
         root = records[0][0].partition("/")[0] if records else ""
-        by_name = {name.removeprefix(f"{root}/"): place for name, *place in records}
+        by_name = {name.removeprefix(f"{root}/"): extent for name, *extent in records}
         if "data.pkl" not in by_name:
-            raise UnsupportedError(f"cannot load {path}: torch.save has not written that archive")
+            raise UnsupportedError(f"cannot load {path}: the archive is not from torch.save")
         self.pickle_offset, self.pickle_nbytes, self.pickle_crc = by_name["data.pkl"]
         if "byteorder" in by_name:
             offset, nbytes, crc = by_name["byteorder"]
-            order = path.read_part(offset, min(nbytes, 16))[1]
+            order = path.read_range(offset, min(nbytes, 16))[1]
             if order == b"big":
-                raise UnsupportedError(f"cannot load {path}: it is in big-endian byte order")
+                raise UnsupportedError(f"cannot load {path}: its byte order is big-endian")
             if order != b"little" or (crc and zlib.crc32(order) != crc):
-                raise CorruptionError(f"cannot load {path}: it has an unknown byte order")
+                raise CorruptionError(f"cannot load {path}: its byte order is unknown")
         self.storages = {
             offset: (nbytes, crc)
             for name, (offset, nbytes, crc) in by_name.items()
@@ -101,13 +101,20 @@ class _Archive:
         }
 
     def check_pickle(self) -> None:
-        """Raises CorruptionError where the pickle is not what was written."""
-        _, pickled = self.path.read_part(self.pickle_offset, self.pickle_nbytes)
+        """Checks the pickle against its CRC-32.
+
+        Raises:
+            CorruptionError: The checksum differs.
+        """
+        _, pickled = self.path.read_range(self.pickle_offset, self.pickle_nbytes)
         if self.pickle_crc and zlib.crc32(pickled) != self.pickle_crc:
             raise CorruptionError(f"cannot load {self.path}: its pickle fails its checksum")
 
     def read_state(self, *, trust_pickle: bool) -> tuple[Any, _Objects]:
-        """What the file holds, with tensors whose storages are not there but know their offsets."""
+        """Returns the unpickled state dict, and the contents that only torch can read.
+
+        The storages of its tensors have no memory, but record their offsets in the file.
+        """
         contents = _Objects(self.path, trust_pickle)
         try:
             return _load(self.path, trust_pickle, map_location="meta"), contents
@@ -116,11 +123,11 @@ class _Archive:
         except Exception as error:
             if "PytorchStreamReader" in str(error):
                 raise CorruptionError(f"cannot load {self.path}: {error}") from error
-        # Some kinds of tensors (quantised, nested) are not made without their storages.
+        # Some kinds of tensors (quantised, nested) cannot be built without their storages.
         return contents.mapped_state(), contents
 
     def add_tensor(self, foreign: ForeignFiles, fqn: str, tensor: torch.Tensor) -> None:
-        """Adds a tensor to what was found."""
+        """Adds the entry of a tensor to ``foreign``."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         sizes = list(tensor.shape)
         properties = (dtype, "contiguous_format", tensor.requires_grad, False, sizes)
@@ -150,14 +157,14 @@ class _Archive:
     def box(
         self, sizes: Any, *, plain: bool, offset: int | None = None, nbytes: int = 0
     ) -> _native.IndexBox:
-        """A box that is a whole tensor or object; in the pickle, unless it is somewhere else."""
+        """Returns a box of a whole tensor or object. By default, its extent is the pickle."""
         if offset is None:
             offset, nbytes = self.pickle_offset, self.pickle_nbytes
         return ([0] * len(sizes), sizes, 0, offset, nbytes, plain, ())
 
 
 class _Objects:
-    """What the pickle holds itself, and tensors that only torch can read."""
+    """The objects of the pickle, and tensors that only torch can read."""
 
     def __init__(self, path: Location, trust_pickle: bool) -> None:
         self.path = path
@@ -175,7 +182,10 @@ class _Objects:
         return self._mapped[fqn]
 
     def mapped_state(self) -> Any:
-        """What the file holds, its storages mapped if that can be: only what is touched is read."""
+        """Returns the state dict, with storages mapped into memory where possible.
+
+        Only the mapped pages that are accessed are read.
+        """
         if self._mapped_state is None:
             try:
                 self._mapped_state = _load(
@@ -188,28 +198,28 @@ class _Objects:
         return self._mapped_state
 
 
-def _load(path: Location, trust_pickle: bool, **how: Any) -> Any:
+def _load(path: Location, trust_pickle: bool, **options: Any) -> Any:
     """Unpickles a file.
 
     Raises:
-        UnsupportedError: It asks for more than it may have.
-        Exception: Whatever else ``torch.load`` raises on damage.
+        UnsupportedError: The pickle requests a forbidden class or function.
+        Exception: Any error that ``torch.load`` raises on damage.
     """
     try:
         with path.open() as stream:
-            return load_object(stream, trust_pickle=trust_pickle, **how)
+            return load_object(stream, trust_pickle=trust_pickle, **options)
     except ForbiddenPickleError as error:
         raise UnsupportedError(
-            f"cannot load {path}, because unpickling it may run code: {error}. If you trust who "
-            f"wrote it, {HOW_TO_ALLOW}"
+            f"cannot load {path}, because unpickling it may run code: {error}. If you trust its "
+            f"author, {HOW_TO_ALLOW}"
         ) from error
 
 
 def _flatten(state: Any, archive: _Archive) -> tuple[dict[str, Any], Any]:
-    """The FQNs that DCP gives to what is in a nested state dict, and their paths."""
+    """Flattens a nested state dict as DCP does; returns the values and the paths by FQN."""
     if not isinstance(state, Mapping):
         raise UnsupportedError(
-            f"cannot load {archive.path}: it holds a {type(state).__qualname__}, not a dict"
+            f"cannot load {archive.path}: its value is a {type(state).__qualname__}, not a dict"
         )
     _check_tree(state, archive)
     try:
@@ -219,30 +229,33 @@ def _flatten(state: Any, archive: _Archive) -> tuple[dict[str, Any], Any]:
 
 
 def _check_tree(state: Any, archive: _Archive) -> None:
-    """Sees to it that a walk of a state dict ends, and soon.
+    """Checks that a walk of a state dict ends after a reasonable time.
 
-    A pickle may have a list hold itself, or a few dicts stand for billions of paths.
+    In a crafted pickle, a list may contain itself, or a few dicts may have billions of paths.
 
     Raises:
-        CorruptionError: It does.
+        CorruptionError: The state dict is nested too deeply or has too many paths.
     """
-    # A value takes a byte of the pickle or more, unless it is there twice; names add up.
-    left = _LEAST_TEXT_NBYTES + 16 * archive.pickle_nbytes
-    stack: list[tuple[Any, int, int]] = [(state, 0, 0)]  # How deep, and the length of its name.
+    # The budget is linear in the pickle, where each value occupies at least one byte. Each path
+    # costs the length of its FQN.
+    budget = _MIN_NAMES_NBYTES + 16 * archive.pickle_nbytes
+    stack: list[tuple[Any, int, int]] = [(state, 0, 0)]  # Value, depth, and length of its FQN.
     while stack:
         value, depth, length = stack.pop()
         keyed = value.items() if isinstance(value, Mapping) else (("", v) for v in value)
         for key, v in keyed:
             name_length = length + 1 + len(str(key))
-            left -= name_length
-            if left < 0 or depth > _MAX_DEPTH:
-                raise CorruptionError(f"cannot load {archive.path}: its pickle has no end")
+            budget -= name_length
+            if budget < 0 or depth > _MAX_DEPTH:
+                raise CorruptionError(
+                    f"cannot load {archive.path}: its pickle is nested without end"
+                )
             if isinstance(v, Mapping | list | tuple | set | frozenset):
                 stack.append((v, depth + 1, name_length))
 
 
 def _is_tensor(value: object) -> bool:
-    """Whether DCP can load parts of it; others are objects to it."""
+    """Returns whether DCP can load boxes of the value; DCP treats other values as objects."""
     return (
         isinstance(value, torch.Tensor)
         and value.layout == torch.strided
@@ -252,7 +265,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its elements are those of its storage."""
+    """Returns whether the tensor's elements are stored as they are in its storage."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.dtype in DTYPE_CODES
@@ -262,7 +275,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_plain_data(value: object) -> bool:
-    """Whether it holds no tensor. Requires: a walk of it ends."""
+    """Returns whether the value contains only plain data, and no tensor.
+
+    Requires: a walk of the value ends.
+    """
     if type(value) not in _PLAIN:
         return False
     if isinstance(value, dict):

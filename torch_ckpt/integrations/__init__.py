@@ -1,1 +1,1 @@
-"""What other training loops need to save through this package: one module for each."""
+"""Integrations with other training loops: one module for each."""

@@ -1,4 +1,4 @@
-"""Has Lightning's ``Trainer`` write and read its checkpoints through this package."""
+"""FastCheckpointIO: saves and loads the checkpoints of Lightning's ``Trainer``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_ckpt.runs.step_directories import remove_directory
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter
 
-# Lightning comes as two packages, of which each knows its own classes only.
+# Lightning has two packages, and each accepts only its own classes.
 if TYPE_CHECKING or not ("pytorch_lightning" in sys.modules and "lightning" not in sys.modules):
     from lightning.fabric.plugins import CheckpointIO
 else:
@@ -34,22 +34,22 @@ _TIMEOUT_S = 1800.0
 
 
 class FastCheckpointIO(CheckpointIO):
-    """Lightning's checkpoints as directories of this package: a plugin for any of its strategies.
+    """A Lightning plugin that saves checkpoints as directories of this package.
 
-    ``ModelCheckpoint`` and ``ckpt_path`` decide what is saved, kept and resumed, as ever. Where a
-    strategy has one rank save all that there is (a single device, DDP, FSDP with full state
-    dicts), this plugin writes it. Where a strategy saves sharded, it calls DCP by itself and asks
-    no plugin: ``with torch_ckpt.installed(): trainer.fit(...)`` serves those.
+    ``ModelCheckpoint`` and ``ckpt_path`` still determine which checkpoints are saved, retained and
+    resumed. The plugin works with every strategy in which one rank saves the full state: a single
+    device, DDP, FSDP with full state dicts. A strategy that saves sharded calls DCP directly and
+    uses no plugin; use ``with torch_ckpt.installed(): trainer.fit(...)`` instead.
 
-    A tensor is stored under the names of its place in the checkpoint, such as
-    ``state_dict.layer.weight``; all else in one object. What is loaded comes as it was saved, to
-    the types of the keys of an optimizer's state, but only what ``torch.load(weights_only=True)``
-    allows, unless the trainer is told ``weights_only=False``.
+    A tensor is stored under its path in the checkpoint, such as ``state_dict.layer.weight``. All
+    other values are stored in one object. A loaded checkpoint equals the saved one, including the
+    types of the keys of an optimizer's state. Only types that ``torch.load(weights_only=True)``
+    allows can be loaded, unless the trainer passes ``weights_only=False``.
 
     Args:
-        asynchronous: Whether training goes on as soon as the checkpoint is copied. One save follows
-            another; a checkpoint is removed when the one that replaces it is complete. An error
-            is raised at the next call, or when training ends.
+        asynchronous: Whether training continues as soon as the checkpoint is copied. Saves do not
+            overlap. A checkpoint that Lightning removes during a save is removed when that save is
+            complete. An error is raised at the next call, or when training ends.
         writer: Arguments for the :class:`FastWriter` of all saves.
         reader: Arguments for each :class:`FastReader`.
 
@@ -70,21 +70,26 @@ class FastCheckpointIO(CheckpointIO):
         self._writer_options, self._reader_options = dict(writer or {}), dict(reader or {})
         self._writer: FastWriter | None = None
         self._pending: BackgroundSave | None = None
-        self._doomed: list[Any] = []  # Paths to remove when the save in the background is complete.
+        self._to_remove: list[Any] = []  # Paths to remove after the background save.
         self._saves = 0
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Saves what a strategy has gathered, on the rank that calls this.
+        """Saves the checkpoint that a strategy has gathered on the calling rank.
+
+        Args:
+            checkpoint: Content of the checkpoint.
+            path: Directory of the checkpoint.
+            storage_options: Must be ``None``.
 
         Raises:
-            CheckpointError: The save before, in the background, has failed.
-            CheckpointException: This one has. No ``Exception``.
-            TypeError: There are ``storage_options``.
+            CheckpointError: The previous background save failed.
+            CheckpointException: This save failed. It does not derive from ``Exception``.
+            TypeError: ``storage_options`` is given.
         """
         if storage_options is not None:
-            raise TypeError("FastCheckpointIO has no storage_options: see its writer argument")
+            raise TypeError("FastCheckpointIO accepts no storage_options: use its writer argument")
         self._settle()
         tensors: dict[str, Any] = {}
         skeleton = _split(checkpoint, "", tensors)
@@ -107,20 +112,26 @@ class FastCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a whole checkpoint on the rank that calls this, into memory of the CPU.
+        """Loads a whole checkpoint on the calling rank.
 
         Args:
             path: Directory of the checkpoint.
-            map_location: A device, where tensors are to be; anything else is the CPU.
-            weights_only: ``False`` to unpickle whatever it asks for.
+            map_location: Device of the loaded tensors; any other value means the CPU.
+            weights_only: ``False`` to unpickle objects of any type.
+
+        Returns:
+            The content of the checkpoint.
 
         Raises:
-            CheckpointException: It cannot be loaded. No ``Exception``.
-            NotFoundError: There is none.
+            CheckpointException: The checkpoint cannot be loaded. It does not derive from
+                ``Exception``.
+            NotFoundError: No checkpoint exists at ``path``.
         """
         self._settle()
         if Location(path).is_file():
-            raise NotFoundError(f"no checkpoint of FastCheckpointIO is in {path}")
+            raise NotFoundError(
+                f"cannot load {path}: it is a file, not a checkpoint of FastCheckpointIO"
+            )
         options = {**self._reader_options}
         if weights_only is False:
             options["trust_pickle"] = True
@@ -136,27 +147,33 @@ class FastCheckpointIO(CheckpointIO):
         (skeleton,) = state.pop(_SKELETON)
         if isinstance(map_location, str | torch.device):
             state = {fqn: tensor.to(map_location) for fqn, tensor in state.items()}
-        loaded = _put_together(skeleton, state)
+        loaded = _assemble(skeleton, state)
         assert isinstance(loaded, dict)
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes a checkpoint, so that nobody ever finds half of it."""
+        """Removes a checkpoint, so that no reader ever finds a partly deleted one.
+
+        During a background save, the checkpoint is removed when that save is complete.
+
+        Args:
+            path: Directory of the checkpoint, or a file that Lightning itself saved.
+        """
         if self._pending is not None:
-            self._doomed.append(path)
+            self._to_remove.append(path)
             return
         location = Location(path)
-        if location.is_file():  # Of Lightning's own, from before.
+        if location.is_file():  # A checkpoint that Lightning itself saved.
             location.remove()
         else:
             with contextlib.suppress(NotFoundError):
                 remove_directory(location)
 
     def teardown(self) -> None:
-        """Waits for the save in the background.
+        """Waits for the background save.
 
         Raises:
-            CheckpointError: It has failed.
+            CheckpointError: The save failed.
         """
         self._settle()
 
@@ -164,36 +181,36 @@ class FastCheckpointIO(CheckpointIO):
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        doomed, self._doomed = self._doomed, []
+        to_remove, self._to_remove = self._to_remove, []
         pending.settle(_TIMEOUT_S)
-        for path in doomed:  # Not if that failed: they may be all that there is.
+        for path in to_remove:  # Not after a failed save: they may be the only checkpoints.
             self.remove_checkpoint(path)
 
 
 def _split(value: Any, name: str, tensors: dict[str, Any]) -> Any:
-    """The value with a name in the place of each tensor, which goes to ``tensors``."""
+    """Returns the value with tensors replaced by names; adds the tensors to ``tensors``."""
     if isinstance(value, torch.Tensor):
         fqn = name
         while fqn in tensors or fqn == _SKELETON:
             fqn += "'"
         tensors[fqn] = value
         return _TENSOR + fqn
-    # Only of plain types: others, such as named tuples, are pickled with what is in them.
+    # Only plain containers: others, such as named tuples, are pickled with their content.
     start = f"{name}." if name else ""
     if type(value) is dict or type(value).__name__ == "OrderedDict":
-        parts = {key: _split(part, f"{start}{key}", tensors) for key, part in value.items()}
-        return type(value)(parts)
+        items = {key: _split(item, f"{start}{key}", tensors) for key, item in value.items()}
+        return type(value)(items)
     if type(value) in (list, tuple):
-        parts_in_order = enumerate(value)
-        return type(value)([_split(part, f"{start}{at}", tensors) for at, part in parts_in_order])
+        numbered = enumerate(value)
+        return type(value)([_split(item, f"{start}{at}", tensors) for at, item in numbered])
     return value
 
 
-def _put_together(value: Any, tensors: dict[str, Any]) -> Any:
+def _assemble(value: Any, tensors: dict[str, Any]) -> Any:
     if isinstance(value, str) and value.startswith(_TENSOR):
         return tensors[value.removeprefix(_TENSOR)]
     if type(value) is dict or type(value).__name__ == "OrderedDict":
-        return type(value)((key, _put_together(part, tensors)) for key, part in value.items())
+        return type(value)((key, _assemble(item, tensors)) for key, item in value.items())
     if type(value) in (list, tuple):
-        return type(value)([_put_together(part, tensors) for part in value])
+        return type(value)([_assemble(item, tensors) for item in value])
     return value

@@ -1,4 +1,4 @@
-"""Has a Hugging Face ``Trainer`` save and resume through a run."""
+"""RunCallback: saves and resumes a Hugging Face ``Trainer`` through a run."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ __all__ = ["RunCallback"]
 
 
 class RunCallback(TrainerCallback):
-    """Saves a ``Trainer``'s training in a :class:`Run`, and goes on from there.
+    """Saves the training of a ``Trainer`` in a :class:`Run`, and resumes from it.
 
-    What is saved is what ``Trainer`` itself would: model, optimizer, schedule, scaler, random
-    states and ``TrainerState``. It is saved sharded, by all ranks, and loads on any number of them.
-    Steps are saved when ``save_strategy`` says so, and when :meth:`Run.should_save` does; the run
-    decides what is kept, so ``save_total_limit`` counts for nothing.
+    A step contains what ``Trainer`` itself would save: model, optimizer, schedule, scaler, random
+    states and ``TrainerState``. All ranks save it sharded, and any number of ranks can load it. A
+    step is saved when ``save_strategy`` requires it, and when :meth:`Run.should_save` returns
+    ``True``. The run removes old steps; ``save_total_limit`` has no effect.
 
-    A callback alone cannot resume: before the first of its events ``Trainer`` has decided where in
-    the data to go on. So :meth:`train` takes the place of ``trainer.train()``, and of five
-    methods of the trainer while it trains: those that write and read a checkpoint's files.
+    A callback alone cannot resume, because ``Trainer`` chooses its position in the data before the
+    first event of a callback. Call :meth:`train` instead of ``trainer.train()``. While it trains,
+    it replaces the five methods of the trainer that write and read the files of a checkpoint.
 
     Args:
-        run: Where steps are saved.
+        run: Run that saves the steps.
 
     Example::
 
@@ -54,64 +54,65 @@ class RunCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
-        """Has the trainer save if the run says so."""
+        """Requests a save from the trainer if the run's next save is due."""
         if self.run.should_save(state.global_step):
             control.should_save = True
         return control
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Waits for the save in the background."""
+        """Waits for the background save."""
         self.run.wait()
 
     def train(self, trainer: Trainer, **options: Any) -> Any:
         """Trains from the newest step of the run, or from the beginning.
 
         Args:
-            trainer: One that has this callback.
-            **options: Those of ``trainer.train``, except ``resume_from_checkpoint``.
+            trainer: Trainer with this callback.
+            **options: Options of ``trainer.train``, except ``resume_from_checkpoint``.
 
         Returns:
-            What ``trainer.train`` does.
+            The result of ``trainer.train``.
 
         Raises:
-            UnsupportedError: It trains with DeepSpeed, or is to load the best model at the end.
-            ValueError: It does not have this callback.
+            UnsupportedError: The trainer uses DeepSpeed or ``load_best_model_at_end``.
+            ValueError: The trainer does not have this callback.
         """
         if self not in trainer.callback_handler.callbacks:
             raise ValueError("the trainer does not have this callback: pass it as callbacks=[...]")
         if trainer.args.load_best_model_at_end or trainer.is_deepspeed_enabled:
             raise UnsupportedError(
-                "a run saves neither DeepSpeed's engine nor files that load_best_model_at_end reads"
+                "cannot train with DeepSpeed or load_best_model_at_end: a run saves neither "
+                "DeepSpeed's engine nor the best model's files"
             )
-        stored = _Stored(trainer, self.run)
+        storage = _TrainerStorage(trainer, self.run)
         step = self.run.latest_step()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(stored.in_place_of_files())
+            stack.enter_context(storage.replacing_files())
             if step is None:
                 return trainer.train(**options)
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            stored.write_trainer_state(step, Path(folder))
+            storage.write_trainer_state(step, Path(folder))
             return trainer.train(resume_from_checkpoint=folder, **options)
 
 
-class _Stored:
-    """What of a trainer is stored, and how it comes back, in the order that it asks for it."""
+class _TrainerStorage:
+    """Saves the state of a trainer, and loads it in the order that the trainer requires."""
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
-        self._trainer: Any = trainer  # Much of it is optional to its types, but not in training.
+        self._trainer: Any = trainer  # Attributes that are optional in its types exist.
         self._run = run
         self._step: int | None = None
         self._random: dict[str, Any] | None = None
 
     @contextlib.contextmanager
-    def in_place_of_files(self) -> Iterator[None]:
-        """Has the trainer save to the run and load from it."""
+    def replacing_files(self) -> Iterator[None]:
+        """Replaces the trainer's file methods within a block, so that it uses the run."""
 
         def nothing(*_: Any, **__: Any) -> None: ...
 
         methods = {
             "_save_checkpoint": self.save,
-            "_load_from_checkpoint": nothing,  # Comes too early: there is no optimizer yet.
+            "_load_from_checkpoint": nothing,  # There is no optimizer yet; `load` follows.
             "_load_optimizer_and_scheduler": self.load,
             "_load_scaler": nothing,
             "_load_rng_state": self.set_random_state,
@@ -122,14 +123,14 @@ class _Stored:
             yield
 
     def write_trainer_state(self, step: int, folder: Path) -> None:
-        """Puts ``TrainerState`` where the trainer reads it, to find its place in the data."""
+        """Writes ``TrainerState`` to a file, where the trainer reads its position in the data."""
         self._step = step
         state = {"trainer": ""}
         self._run.restore(state, step=step)
         (folder / TRAINER_STATE_NAME).write_text(state["trainer"])
 
     def save(self, model: Any, trial: Any) -> None:
-        """Saves the step that the trainer has done."""
+        """Saves the last completed step of the trainer."""
         trainer = self._trainer
         trainer.store_flos()
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
@@ -138,7 +139,7 @@ class _Stored:
         self._run.save(trainer.state.global_step, self._state_dict())
 
     def load(self, checkpoint: str | None) -> None:
-        """Loads the step that ``TrainerState`` is of, when all that it concerns is there."""
+        """Loads the step of ``TrainerState``, once model, optimizer and schedule exist."""
         if checkpoint is None:
             return
         state = self._state_dict()
@@ -155,7 +156,7 @@ class _Stored:
             trainer.accelerator.scaler.load_state_dict(state["scaler"][0])
 
     def set_random_state(self, checkpoint: str | None) -> None:
-        """Sets what dropout draws from, when the trainer has found its place in the data."""
+        """Sets the random states, once the trainer has reached its position in the data."""
         if checkpoint is not None and self._random is not None:
             _set_random_state(self._random)
 
@@ -166,22 +167,22 @@ class _Stored:
         return {
             "model": model,
             "optimizer": optimizer,
-            # In tuples, which no planner takes apart: what is in them may change its shape.
+            # A planner stores a tuple as one object, so its content may change shape.
             "scheduler": (trainer.lr_scheduler.state_dict(),),
             "scaler": (scaler.state_dict() if scaler is not None else {},),
             "trainer": _text_of(trainer.state),
-            "random": RankState(_random_state, self._keep_random_state, on_resize="drop"),
+            "random": RankState(_random_state, self._store_random_state, on_resize="drop"),
         }
 
-    def _keep_random_state(self, state: dict[str, Any]) -> None:
+    def _store_random_state(self, state: dict[str, Any]) -> None:
         self._random = state
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """Without Accelerate's wrapper, of which DCP knows nothing."""
-    found = getattr(optimizer, "optimizer", optimizer)
-    assert isinstance(found, torch.optim.Optimizer)
-    return found
+    """Returns the optimizer without Accelerate's wrapper, which DCP does not support."""
+    plain = getattr(optimizer, "optimizer", optimizer)
+    assert isinstance(plain, torch.optim.Optimizer)
+    return plain
 
 
 def _text_of(state: TrainerState) -> str:

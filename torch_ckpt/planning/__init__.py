@@ -1,1 +1,1 @@
-"""Planners, and the tables of items that the engine plans with."""
+"""Save and load planners, and the native item tables that they use."""

@@ -1,4 +1,4 @@
-"""Lists what a rank's state dict holds as a table of the engine's."""
+"""Lists the tensors and objects of a rank's state dict in a native item table."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["has_sharded_tensors", "overrides", "table_of"]
 
 
 def overrides(planner: object, kind: type, names: Iterable[str]) -> bool:
-    """Whether a planner has methods of its own in place of those that ``kind`` has."""
-    mine = type(planner)
-    return any(getattr(mine, n) is not getattr(kind, n) or n in vars(planner) for n in names)
+    """Returns whether a planner overrides any of these methods of ``kind``."""
+    cls = type(planner)
+    return any(getattr(cls, n) is not getattr(kind, n) or n in vars(planner) for n in names)
 
 
 def has_sharded_tensors(state_dict: dict[str, Any]) -> bool:
-    """Whether a flat state dict has a value that DCP would flatten.
+    """Returns whether a flat state dict has a ``ShardedTensor``, which DCP would flatten.
 
     Example::
 
@@ -38,20 +38,20 @@ def has_sharded_tensors(state_dict: dict[str, Any]) -> bool:
 def table_of(
     state_dict: dict[str, Any], *, for_load: bool = False
 ) -> tuple[_native.ItemTable, list[Any]]:
-    """Lists a flat state dict.
+    """Lists the items of a flat state dict.
 
     Args:
-        state_dict: Names and values.
-        for_load: Whether to list what a rank wants to have, and not what it would write: an object
-            of DCP's contract tells these apart.
+        state_dict: Values by FQN.
+        for_load: Whether to list the boxes that the rank loads, rather than the items that it
+            writes. They differ for values with DCP's ``__create_write_items__``.
 
     Returns:
-        The items, and for each the tensor that holds it; ``None`` for an object, and where only DCP
-        can tell.
+        The table of items, and the source tensor of each item. A source is ``None`` for an object,
+        and for a tensor that only DCP can resolve.
 
     Raises:
-        ValueError: Something in it has no form in a table.
-        TypeError: Likewise.
+        ValueError: A table cannot represent a value.
+        TypeError: A table cannot represent a value.
 
     Example::
 
@@ -61,7 +61,7 @@ def table_of(
     sources = _tensor_view.list_tensors(
         state_dict,
         table,
-        # For this call alone: a mesh may be equal to that of a former group, of other ranks.
+        # Cached for this call only: a mesh may be equal to one of an earlier group of other ranks.
         _tensor_view.ShardBoxes(DTensor, Shard, Replicate, _box_of),
         lambda fqn, value: _list(table, fqn, value, for_load),
     )
@@ -69,17 +69,17 @@ def table_of(
 
 
 def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> list[Any]:
-    """Lists what is no plain tensor, and no DTensor of one."""
+    """Lists a value that is neither a plain tensor nor a DTensor of a plain tensor."""
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
-            return []  # This rank holds nothing of it.
+            return []  # This rank is not in the mesh.
     elif not isinstance(value, torch.Tensor) and not hasattr(value, "__create_write_items__"):
         table.add_object(fqn, OBJECT_NBYTES)
         return [None]
     if for_load:
         chunks = _create_chunk_list(value)
         for chunk in chunks:
-            # Of what is wanted, only the sizes and the box count.
+            # A load uses only the sizes and the box. The other properties are placeholders.
             table.add_tensor(
                 fqn,
                 "uint8",
@@ -104,10 +104,10 @@ def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> lis
 
 
 def _box_of(tensor: DTensor) -> _tensor_view.ShardBox | None:
-    """Where the local part of a DTensor lies; ``None`` where there is none.
+    """Returns the box of a DTensor's local shard; ``None`` if this rank is not in its mesh.
 
     Raises:
-        ValueError: It is a partial sum.
+        ValueError: The DTensor is a partial sum.
     """
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError("a partial DTensor has no box")
@@ -120,7 +120,7 @@ def _box_of(tensor: DTensor) -> _tensor_view.ShardBox | None:
 
 
 def _shard_of(value: Any, item: WriteItem) -> torch.Tensor | None:
-    """The tensor that holds a shard of a ShardedTensor; ``None`` where only DCP can tell."""
+    """Returns the tensor of a ``ShardedTensor``'s item; ``None`` if only DCP can resolve it."""
     data = item.tensor_data
     if not isinstance(value, ShardedTensor) or data is None or data.chunk is None:
         return None

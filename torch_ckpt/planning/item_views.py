@@ -1,4 +1,7 @@
-"""A save as it was planned by the engine: columns, and DCP's objects where somebody looks."""
+"""Views of the engine's plans as DCP's plans, items and metadata.
+
+The engine plans in columns. The views create DCP's objects on access.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GlobalPlanEntry:
-    """What the coordinator has planned.
+    """A global plan, as the coordinator caches it.
 
     Attributes:
-        plan: Who writes what.
-        paths: ``planner_data`` of all ranks, encoded, each different one once.
-        generation: Names this plan: 16 bytes at random.
-        listed: What the ranks have listed, by digest.
+        plan: The global plan: the items that each rank writes.
+        paths: The distinct ``planner_data`` of the ranks, encoded.
+        generation: Identifier of this plan: 16 random bytes.
+        listed: The item lists of the ranks, by digest.
     """
 
     plan: _native.GlobalPlan
@@ -51,14 +54,14 @@ class GlobalPlanEntry:
 class PlannedItems(Sequence[WriteItem]):
     """``SavePlan.items`` of one rank.
 
-    What travels of them is bytes: to the coordinator the engine's encoding of all that the rank
-    holds, or in its place a token, and back what the rank is to write of that, by number. In
-    between they cannot be looked at.
+    A rank sends its items to the coordinator in the engine's encoding, or sends a token in place
+    of them. The coordinator returns an assignment: the numbers of the items that the rank writes.
+    Without the encoded items, the individual items are not accessible.
 
     Args:
-        encoded: All items of the rank; ``None`` where they stayed with the rank.
-        assignment: Which of them it writes; ``None`` for all.
-        work: The same for the engine, if it is known.
+        encoded: All items of the rank, encoded; ``None`` if only the rank itself has them.
+        assignment: The items that the rank writes, encoded; ``None`` for all.
+        work: The native equivalent, if it exists already.
     """
 
     def __init__(
@@ -74,16 +77,18 @@ class PlannedItems(Sequence[WriteItem]):
 
     @property
     def work(self) -> _native.Work:
-        """The items as the engine has them.
+        """The items as a native table.
 
         Raises:
-            CorruptionError: The assignment is for another list.
+            CorruptionError: The assignment is for another list of items.
+            RuntimeError: The items are on another rank, or ``finish_plan`` was not called.
         """
         if self._work is None:
             if self.encoded is None:
                 raise RuntimeError(
-                    "this plan says by number what to write, and what of is with the rank: there a "
-                    "subclass of FastSavePlanner must call finish_plan before it looks at items"
+                    "cannot access the items of this plan: they are on the rank that listed them; "
+                    "a subclass of FastSavePlanner must call finish_plan there before it accesses "
+                    "items"
                 )
             self._work = _native.Work(_native.ItemTable.decode(self.encoded), self.assignment)
         return self._work
@@ -109,14 +114,17 @@ class PlannedItems(Sequence[WriteItem]):
 
 
 class ColumnItems(PlannedItems):
-    """All that a rank holds, on its way to the coordinator.
+    """All items of a rank, as the rank sends them to the coordinator.
 
     Args:
-        encoded: The items.
-        paths: Where their values stood in the nested state dict, encoded.
-        digest: Of all that decides on the plan: 16 bytes.
-        token: What the rank did with this list before. It travels with the digest in place of all
-            else once somebody has set ``by_token``, who knows that nobody there looks at items.
+        encoded: The items, encoded.
+        paths: The paths of their values in the nested state dict, encoded.
+        digest: Digest of all inputs of the plan: 16 bytes.
+        token: The rank's token from an earlier save of the same list; ``None`` if there is none.
+
+    Attributes:
+        by_token: Whether the rank sends only the digest and the token. The writer sets it if the
+            coordinator does not access individual items.
     """
 
     def __init__(
@@ -139,13 +147,13 @@ class ColumnItems(PlannedItems):
 
 
 class AssignedItems(PlannedItems):
-    """What a rank is to write, on its way back.
+    """The items that a rank writes, as the coordinator returns them.
 
     Args:
-        encoded: All that it listed, as the coordinator knows.
-        assignment: Which of that; ``None`` to do again what it did under the token that it sent.
-        token: What it may send the next time.
-        plan: That of all ranks. Stays with the coordinator.
+        encoded: All items that the rank listed, encoded. Not sent to the rank.
+        assignment: The items to write, encoded; ``None`` if the rank's cached work is valid.
+        token: The token that the rank sends in the next save of the same list.
+        plan: The global plan. Not sent to the rank.
     """
 
     def __init__(
@@ -164,7 +172,7 @@ class AssignedItems(PlannedItems):
 
 
 def to_write_item(described: _native.WorkItem) -> WriteItem:
-    """An item as DCP's planners make it."""
+    """Returns an item in the form that DCP's planners create."""
     fqn, facts, is_shard, offsets, sizes, rows = described
     if facts is None:
         return WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)
@@ -180,10 +188,10 @@ def to_write_item(described: _native.WorkItem) -> WriteItem:
 
 
 class PlannedMetadata(LazyMapping[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """``Metadata.state_dict_metadata`` of what ``plan`` has planned.
+    """``Metadata.state_dict_metadata`` of a global plan.
 
     Args:
-        plan: That of all ranks.
+        plan: The global plan.
     """
 
     def __init__(self, plan: _native.GlobalPlan) -> None:
@@ -216,26 +224,26 @@ class PlannedMetadata(LazyMapping[str, TensorStorageMetadata | BytesStorageMetad
 
 
 class PlannedPaths(LazyMapping[str, tuple[str | int, ...]]):
-    """``planner_data`` of one rank, or of several: where values stood in the nested state dict.
+    """``planner_data`` of one or several ranks: the paths of values in the nested state dict.
 
     Args:
-        encoded: As :func:`_native.encode_paths` gives them. The first that has an FQN counts.
+        encoded: Results of :func:`_native.encode_paths`. The first one with an FQN has priority.
     """
 
     def __init__(self, encoded: Sequence[bytes]) -> None:
         self.encoded = list(dict.fromkeys(encoded))
-        self._read: dict[str, tuple[str | int, ...]] | None = None
+        self._decoded: dict[str, tuple[str | int, ...]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannedPaths, (self.encoded,)
 
     def _all(self) -> dict[str, tuple[str | int, ...]]:
-        if self._read is None:
-            self._read = {}
+        if self._decoded is None:
+            self._decoded = {}
             for encoded in self.encoded:
                 for fqn, keys in _native.decode_paths(encoded):
-                    self._read.setdefault(fqn, tuple(keys))
-        return self._read
+                    self._decoded.setdefault(fqn, tuple(keys))
+        return self._decoded
 
     def __getitem__(self, fqn: str) -> tuple[str | int, ...]:
         return self._all()[fqn]

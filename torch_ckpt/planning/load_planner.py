@@ -1,4 +1,4 @@
-"""FastLoadPlanner: stock DCP's default load planner, which has the engine search the index."""
+"""FastLoadPlanner: DCP's default load planner, with the native engine's index search."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "TravellingReads"]
 
 
 class PlannedReads(Sequence[ReadItem]):
-    """``LoadPlan.items`` of one rank, as columns; pickled as DCP's items."""
+    """``LoadPlan.items`` of one rank, as native columns. Pickles as a list of DCP's items."""
 
     def __init__(self, reads: _native.Reads, sources: list[Any]) -> None:
         self.reads = reads
         self.sources = sources
-        """What each item that the rank has listed is loaded into; ``None`` if only DCP can tell."""
+        """The destination of each item that the rank listed; ``None`` if only DCP resolves it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
@@ -53,7 +53,10 @@ class PlannedReads(Sequence[ReadItem]):
 
 
 class LocalReads(Sequence[ReadItem]):
-    """Stands for the reads of a rank, which has kept them, while its plan travels."""
+    """A placeholder for a rank's reads in the plan that the rank sends to the coordinator.
+
+    The reads themselves remain on the rank.
+    """
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -62,13 +65,17 @@ class LocalReads(Sequence[ReadItem]):
         return self._length
 
     def __getitem__(self, at: int | slice) -> Any:
-        raise RuntimeError("only the reader that planned these reads has them, and for one load")
+        raise RuntimeError(
+            "cannot access the reads of this plan: only the reader that planned them has them, "
+            "for one load"
+        )
 
 
 class TravellingReads(UserList[ReadItem]):
-    """Any other reads of a rank, while its plan travels: who does not look at them unpickles none.
+    """A rank's reads, pickled, in the plan that the rank sends to the coordinator.
 
-    The coordinator has the plans of all ranks, and stock's planners pass them on as they are.
+    They are unpickled on the first access. The coordinator receives the plans of all ranks, and
+    DCP's planners return them unchanged, so most reads are never unpickled there.
     """
 
     def __init__(self, items: Iterable[ReadItem] = ()) -> None:
@@ -78,7 +85,7 @@ class TravellingReads(UserList[ReadItem]):
 
     @classmethod
     def of(cls, items: Sequence[ReadItem]) -> TravellingReads:
-        """Packs reads; what comes back equals ``list(items)``."""
+        """Pickles reads. The result is equal to ``list(items)``, also after a round trip."""
         return cls._packed(pickle.dumps(list(items)), len(items))
 
     @classmethod
@@ -88,12 +95,12 @@ class TravellingReads(UserList[ReadItem]):
         return reads
 
     def are(self, sent: TravellingReads) -> bool:
-        """Whether they are those that were sent, and nobody has looked at them on their way."""
+        """Returns whether these are the reads that were sent, never unpickled since."""
         return self._items is None and self._pickled == sent._pickled
 
     @property
     def data(self) -> list[ReadItem]:
-        """The reads themselves, which ``UserList`` does everything else with."""
+        """The reads, unpickled. ``UserList`` implements all list operations on them."""
         if self._items is None:
             self._items = pickle.loads(self._pickled)
         return self._items
@@ -139,17 +146,21 @@ _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan")
 
 
 class FastLoadPlanner(DefaultLoadPlanner):
-    """Plans what ``DefaultLoadPlanner`` plans, many times faster, where there is an index.
+    """Makes the same plans as DCP's ``DefaultLoadPlanner``, many times faster.
 
-    The engine looks up what this rank wants, so that the time and the memory depend on that and not
-    on all that is stored. Of a checkpoint of stock DCP it plans as ``DefaultLoadPlanner`` does, and
-    wherever something is wrong it raises what that raises. What a subclass overrides is called; one
-    that overrides a method which makes plans gets DCP's own items.
+    If the checkpoint has an index, the engine finds the requested tensors in the index. Time and
+    memory then depend on the rank's state dict, and not on the size of the checkpoint. Without an
+    index, or if the state dict does not match the checkpoint, ``DefaultLoadPlanner`` plans instead,
+    and raises its own errors.
+
+    A subclass can override any method of ``DefaultLoadPlanner``. If it overrides
+    ``create_local_plan``, ``create_global_plan`` or ``finish_plan``, plans have DCP's own items.
 
     Args:
-        flatten_state_dict: As in DCP.
-        flatten_sharded_tensors: As in DCP.
-        allow_partial_load: As in DCP: whether what is not stored stays as it is.
+        flatten_state_dict: Whether to flatten nested dicts and lists, as in DCP.
+        flatten_sharded_tensors: Whether to flatten nested sharded tensors, as in DCP.
+        allow_partial_load: Whether values that the checkpoint lacks stay unchanged, as in DCP.
+            Otherwise they are an error.
 
     Example::
 
@@ -163,7 +174,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Flattens the state dict, and has each `RankState` in it look up what there is."""
+        """Flattens the state dict, and finds the stored states of each ``RankState`` in it."""
         with gc_paused():
             find_rank_states(state_dict, metadata, is_flattened=self.flatten_state_dict)
             _init_state_dict(state_dict)
@@ -179,10 +190,10 @@ class FastLoadPlanner(DefaultLoadPlanner):
         self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
-        self._reads: PlannedReads | None = None  # What this rank has planned.
+        self._reads: PlannedReads | None = None  # The reads of this rank.
 
     def create_local_plan(self) -> LoadPlan:
-        """Finds what this rank wants among what is stored."""
+        """Returns the reads of this rank."""
         index = index_of(self.metadata)
         if index is not None:
             try:
@@ -195,17 +206,17 @@ class FastLoadPlanner(DefaultLoadPlanner):
                 self._reads = planned
                 return LoadPlan(cast(list[ReadItem], planned))
             except (ValueError, TypeError, AttributeError, MismatchError, NotFoundError):
-                pass  # DCP's planner knows what to raise, or what to make of it.
+                pass  # DCP's planner raises the error, or supports what the engine does not.
         return super().create_local_plan()
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Takes the plan that has come back from the coordinator."""
+        """Restores this rank's reads in the plan that the coordinator returned."""
         items: Any = new_plan.items
         if isinstance(items, LocalReads) and self._reads is not None:
             new_plan = dataclasses.replace(new_plan, items=cast(list[ReadItem], self._reads))
         return super().finish_plan(new_plan)
 
     def loads_plainly(self) -> bool:
-        """Whether nobody has another idea of where what is read goes, and what is done with it."""
+        """Returns whether no subclass overrides how tensors are resolved and committed."""
         names = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
         return not overrides(self, DefaultLoadPlanner, names)

@@ -1,13 +1,13 @@
-"""Plans of former saves, to be used again when the same is saved again.
+"""A cache of the plans of earlier saves, for saves of the same tensors.
 
-A rank that has listed the same before sends 36 bytes in place of its list: a digest of the list,
-and a token of what it did with it. The coordinator keeps the lists of the ranks by their digests,
-beside the plans that were made of them, so ranks that send their lists and ranks that do not are
-planned at once. Where it knows the plan of just these lists, each rank whose token is of that plan
-does again what it did then; any other is told anew.
+If a rank lists the same items as in an earlier save, it sends 36 bytes instead of the list. These
+are a digest of the list, and a token of the earlier plan. The coordinator stores the lists of the
+ranks by digest, together with the global plans. So one save can combine ranks that send a list and
+ranks that send a digest. If the coordinator has a global plan of exactly these lists, it assigns no
+new work to a rank whose token names this plan. Every other rank receives an assignment.
 
-What a rank has found here is gone until its save has a plan: whatever is wrong with it, it is wrong
-once.
+A lookup removes the rank's entry from the cache, and a successful plan adds it again. So an invalid
+entry can fail at most one save.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ __all__ = [
     "token_of",
 ]
 
-_PLANS = 8  # Of so many different saves; a training run saves a few.
-_BOXES = 32 << 20  # Of all global plans but the last: about 2 GiB.
+_MAX_PLANS = 8  # Different saves; a training run has few.
+_MAX_BOXES = 32 << 20  # About 2 GiB of global plans. The newest plan may exceed the limit.
 
 _V = TypeVar("_V")
 
 
 @dataclass(frozen=True)
 class RankPlanEntry:
-    """What a rank keeps of a save.
+    """A rank's cached work of an earlier save.
 
     Attributes:
-        token: Names the global plan, and the rank's place in it.
-        work: What it wrote.
+        token: Identifies the global plan and the rank within it.
+        work: The items that the rank wrote.
     """
 
     token: bytes
@@ -54,7 +54,7 @@ class RankPlanEntry:
 
 
 class _Recent(Generic[_V]):
-    """The values that were used last, by key."""
+    """The most recently used values, by key."""
 
     def __init__(self) -> None:
         self._values: OrderedDict[bytes, _V] = OrderedDict()
@@ -68,10 +68,10 @@ class _Recent(Generic[_V]):
             self._values.move_to_end(key)
         return value
 
-    def keep(self, key: bytes, value: _V) -> None:
+    def add(self, key: bytes, value: _V) -> None:
         self._values[key] = value
         self._values.move_to_end(key)
-        if len(self._values) > _PLANS:
+        if len(self._values) > _MAX_PLANS:
             self.drop_oldest()
 
     def pop(self, key: bytes) -> _V | None:
@@ -85,17 +85,17 @@ class _Recent(Generic[_V]):
 
 
 class PlanCache:
-    """The plans of this process's last saves: of whatever else it saves, and of every group.
+    """The plans of this process's most recent saves, for all state dicts and process groups.
 
     Attributes:
-        hits: Saves of which this process's part was planned before.
-        misses: Saves of which it was not.
+        hits: Number of saves in which this rank used a cached plan.
+        misses: Number of saves in which this rank received a new plan.
 
     Example::
 
         planner = FastSavePlanner()
         torch_ckpt.save(state, checkpoint_id="run/step-200", planner=planner)
-        print(planner.plan_cache.hits, "saves were planned before")
+        print(planner.plan_cache.hits, "saves used a cached plan")
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class PlanCache:
         self.misses = 0
         self._of_rank: _Recent[RankPlanEntry] = _Recent()
         self._global: _Recent[GlobalPlanEntry] = _Recent()
-        self._lock = threading.Lock()  # Saves go on in threads.
+        self._lock = threading.Lock()  # Saves run in several threads.
 
     def forget(self) -> None:
         """Drops all plans."""
@@ -112,10 +112,10 @@ class PlanCache:
             self._global.clear()
 
     def find(self, digest: bytes) -> RankPlanEntry | None:
-        """This rank's part of the last save in which its list had this digest, as far as it knows.
+        """Removes and returns this rank's entry of a list; ``None`` if there is none.
 
         Args:
-            digest: Of all that decides on the plan.
+            digest: Digest of all inputs of the plan.
         """
         if is_replanning():
             return None
@@ -123,65 +123,70 @@ class PlanCache:
             return self._of_rank.pop(digest)
 
     def token(self, digest: bytes) -> bytes | None:
-        """This rank's token of the last save in which its list had this digest."""
+        """Returns this rank's token of a list; ``None`` if there is none."""
         with self._lock:
             entry = self._of_rank.find(digest)
         return None if entry is None else entry.token
 
-    def keep(self, digest: bytes, entry: RankPlanEntry) -> None:
-        """Keeps this rank's part, once there is a global plan."""
+    def add(self, digest: bytes, entry: RankPlanEntry) -> None:
+        """Adds this rank's entry. Called after the coordinator has returned the rank's plan."""
         with self._lock:
-            self._of_rank.keep(digest, entry)
+            self._of_rank.add(digest, entry)
 
     def listed(self, digest: bytes) -> ColumnItems | None:
-        """What a rank has listed before, by its digest."""
+        """Returns the item list with this digest, of any rank; ``None`` if there is none."""
         with self._lock:
-            known = self._global.newest_first()
-        return next((entry.listed[digest] for entry in known if digest in entry.listed), None)
+            entries = self._global.newest_first()
+        return next((entry.listed[digest] for entry in entries if digest in entry.listed), None)
 
     def find_global(self, digests: Sequence[bytes]) -> GlobalPlanEntry | None:
-        """The plan of the ranks whose lists, in this order, have these digests."""
+        """Returns the global plan of lists with these digests, in rank order."""
         with self._lock:
             return self._global.find(digest_of(*digests))
 
-    def keep_global(self, digests: Sequence[bytes], entry: GlobalPlanEntry) -> None:
-        """Keeps the plan of lists that have these digests."""
+    def add_global(self, digests: Sequence[bytes], entry: GlobalPlanEntry) -> None:
+        """Adds the global plan of lists with these digests, in rank order."""
         with self._lock:
-            self._global.keep(digest_of(*digests), entry)
-            known = self._global.newest_first()
-            while len(known) > 1 and sum(e.plan.box_count for e in known) > _BOXES:
+            self._global.add(digest_of(*digests), entry)
+            entries = self._global.newest_first()
+            while len(entries) > 1 and sum(e.plan.box_count for e in entries) > _MAX_BOXES:
                 self._global.drop_oldest()
-                known.pop()
+                entries.pop()
 
     def count(self, *, is_hit: bool) -> None:
-        """Counts a save, of which all ranks have their plans now."""
+        """Counts a save, after this rank has received its plan."""
         with self._lock:
             self.hits += is_hit
             self.misses += not is_hit
 
 
 def new_entry(plan: _native.GlobalPlan, listed: Sequence[ColumnItems]) -> GlobalPlanEntry:
-    """A global plan that was just made of these lists."""
+    """Returns the cache entry of a global plan, with a new identifier.
+
+    Args:
+        plan: The global plan.
+        listed: The item lists of all ranks, from which the plan was made.
+    """
     paths = list(dict.fromkeys(items.paths for items in listed if items.paths is not None))
     return GlobalPlanEntry(plan, paths, os.urandom(16), {items.digest: items for items in listed})
 
 
 def token_of(entry: GlobalPlanEntry, rank: int) -> bytes:
-    """What a rank did by a global plan: 20 bytes, of which the first 16 name the plan.
+    """Returns the token of a rank's work: 20 bytes, of which the first 16 identify the plan.
 
     Args:
         entry: The global plan.
-        rank: Its place among the ranks.
+        rank: The rank.
     """
     return entry.generation + rank.to_bytes(4, "little")
 
 
-def digest_of(*parts: bytes) -> bytes:
-    """16 bytes that only these parts, in this order, have."""
+def digest_of(*strings: bytes) -> bytes:
+    """Returns a 16-byte digest of these byte strings, their lengths and their order."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
+    for data in strings:
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
     return digest.digest()
 
 
@@ -189,6 +194,6 @@ PROCESS.plan_cache = PlanCache()
 
 
 def plan_cache() -> PlanCache:
-    """That of this process: planners are made for a save and dropped."""
+    """Returns the plan cache of this process, because planners usually exist for one save only."""
     cache: PlanCache = PROCESS.plan_cache
     return cache

@@ -1,9 +1,9 @@
-"""RankState: state that each rank has of its own, and what becomes of it on other ranks.
+"""RankState: state that differs between ranks, and its loading on another number of ranks.
 
-DCP takes objects of the same name on several ranks for replicas and stores one of them. So what a
-rank has of its own (a random state, a position in the data) needs a name of its own, and a loader
-has to know which of these names a checkpoint holds. Here the names say by how many ranks they were
-saved, and the load planner, which sees all names of the checkpoint, looks them up before it plans.
+DCP treats objects with the same FQN on several ranks as replicas, and stores one of them. So state
+that differs between ranks, such as a random state or a position in the data, needs an FQN per rank.
+These FQNs contain the rank and the number of ranks that saved. Before it plans, the load planner
+finds in the checkpoint's metadata the FQNs that this rank must load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["OnResize", "RankState", "check_rank_states", "find_rank_states"]
 _KEY = re.compile(r"rank_(\d{5,})_of_(\d{5,})")
 
 Merge = Callable[[list[Any], int, int], Any]
-"""Makes a rank's state of those of all saved ranks, its own rank, and how many ranks there are."""
+"""Computes a rank's state from the states of all saved ranks, its rank, and the world size."""
 
 OnResize = Literal["error", "drop", "by_rank"] | Merge
 
@@ -33,50 +33,58 @@ class _HasState(Protocol):
 
 
 class RankState:
-    """State of which each rank has its own, at the top of a state dict for DCP.
+    """A value of a state dict that differs between ranks, such as a random state.
 
-    Each rank's state is saved as one object, tensors in it included, named
-    ``<key>.rank_00003_of_00008``. Loaded on as many ranks as saved it, each gets its own back, as
-    ``get_state`` gave it. On another number of ranks ``on_resize`` says what happens:
+    Each rank saves its state as one object, including any tensors, with the FQN
+    ``<key>.rank_00003_of_00008``. On the same number of ranks, each rank loads its own state. On
+    another number of ranks, ``on_resize`` decides:
 
-    - ``"error"``: a :class:`MismatchError` on every rank, before anything is loaded;
-    - ``"drop"``: nothing is read, and ``set_state`` is not called;
-    - ``"by_rank"``: a rank whose number saved takes that state; the others as with ``"drop"``;
-    - ``merge(states, rank, world_size)``: its result is set. Each rank reads the states of all
-      ranks that saved, in their order, so these should be small.
+    - ``"error"``: every rank raises a :class:`MismatchError` before it loads any value.
+    - ``"drop"``: nothing is loaded, and ``set_state`` is not called.
+    - ``"by_rank"``: a rank loads the state of the same rank number. Without such a state, it
+      behaves as with ``"drop"``.
+    - ``merge(states, rank, world_size)``: a function that computes the state of this rank. Each
+      rank loads the states of all saved ranks, in rank order, so the states should be small.
 
-    It is saved by any planner derived from DCP's default ones, and loaded by such a planner on as
-    many ranks. On another number only :class:`FastLoadPlanner` finds what there is, which
-    :func:`torch_ckpt.load` uses by default; DCP's own planner raises ``Missing key in checkpoint``
-    with the name of this rank's state. Planners must flatten state dicts, as they do by default;
-    DCP's own do not say so where they do not. DCP asks only what is at the top of a state dict for
-    its state: a ``Stateful`` of yours that holds a ``RankState`` passes its ``state_dict()`` on,
-    and gives it what is loaded there. What is loaded is set in the order of the keys at the top.
+    Requirements:
+
+    - Put a ``RankState`` at the top level of the state dict, because DCP calls ``state_dict()``
+      only there. A ``Stateful`` that contains a ``RankState`` must return the ``state_dict()`` of
+      the ``RankState`` as part of its own, and pass the loaded value to its ``load_state_dict()``.
+    - Use planners that flatten state dicts, as all do by default. DCP's own planners do not report
+      an error if they do not.
+    - To load on another number of ranks, use :class:`FastLoadPlanner`, as
+      :func:`torch_ckpt.load` does by default. DCP's own planner raises ``Missing key in
+      checkpoint``. All other saves and loads work with any planner derived from DCP's defaults.
+
+    States are set in the order of the keys at the top level.
 
     Args:
-        get_state: Returns what to save, or an object with ``state_dict`` and ``load_state_dict``.
-        set_state: Takes over what was loaded. Not to be given with such an object.
-        on_resize: What happens on another number of ranks.
-        group: The ranks that are counted; all if ``None``. Where ranks of several groups have the
-            same number in groups of the same size, what they save is one state, and one of them
-            saves it. Without ``torch.distributed`` there is one rank.
+        get_state: Function that returns the state to save. Or an object with ``state_dict`` and
+            ``load_state_dict``.
+        set_state: Function that receives the loaded state. Omit it if ``get_state`` is an object.
+        on_resize: Action on another number of ranks, as listed above.
+        group: The ranks that are counted. Defaults to all ranks. If several groups have the same
+            size, ranks with the same number share one state, and one of them saves it. Without
+            ``torch.distributed`` there is one rank.
 
     Raises:
-        ValueError: ``on_resize`` is none of these, or this rank is not in ``group``.
-        TypeError: ``get_state`` and ``set_state`` do not go together.
+        ValueError: ``on_resize`` is not one of these, or this rank is not in ``group``.
+        TypeError: ``get_state`` is an object without ``state_dict`` and ``load_state_dict``, or is
+            not callable although ``set_state`` is given.
 
     Example::
 
-        def deal_again(states: list[list[int]], rank: int, world_size: int) -> list[int]:
-            left = sorted(sample for samples in states for sample in samples)
-            return left[rank::world_size]
+        def redistribute(states: list[list[int]], rank: int, world_size: int) -> list[int]:
+            samples = sorted(sample for state in states for sample in state)
+            return samples[rank::world_size]
 
         state = {
             "rng": RankState(torch.get_rng_state, torch.set_rng_state, on_resize="drop"),
-            "data": RankState(loader, on_resize=deal_again),  # Its state: the samples left.
+            "data": RankState(loader, on_resize=redistribute),  # Its state: remaining samples.
         }
         dcp.save(state, checkpoint_id=path)
-        dcp.load(state, checkpoint_id=path)  # Or later, on another number of ranks.
+        dcp.load(state, checkpoint_id=path)  # On another number of ranks: torch_ckpt.load.
     """
 
     @overload
@@ -111,52 +119,54 @@ class RankState:
                 raise TypeError(f"{get_state!r} has no state_dict and load_state_dict")
             get_state, set_state = get_state.state_dict, get_state.load_state_dict
         elif not callable(get_state):
-            raise TypeError(f"{get_state!r} is no function that returns a state")
+            raise TypeError(f"{get_state!r} is not a function that returns a state")
         self._get_state: Callable[[], Any] = get_state
         self._set_state = set_state
         self.on_resize = on_resize
         self.group = group
-        self._given: tuple[Any] | None = None
-        self._place()  # Raises where this rank has none.
+        self._current: tuple[Any] | None = None
+        self._rank_and_world_size()  # Raises if this rank is not in the group.
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state under its name; of a planner, what of the checkpoint it is to load."""
-        rank, world_size = self._place()
+        """Returns this rank's state, by its key.
+
+        In a load, the planner replaces the keys by those of the stored states to load.
+        """
+        rank, world_size = self._rank_and_world_size()
         resize = "merge" if callable(self.on_resize) else self.on_resize
-        # In a tuple, which no planner takes apart, or tensors in it would be saved by themselves.
-        self._given = (self._get_state(),)
-        return _Entries({_key(rank, world_size): self._given}, rank, world_size, resize)
+        # No planner flattens a tuple, so tensors in the state are not saved separately.
+        self._current = (self._get_state(),)
+        return _Entries({_key(rank, world_size): self._current}, rank, world_size, resize)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets what was loaded, or what becomes of it.
+        """Sets the loaded state of this rank, after ``on_resize`` where necessary.
 
         Args:
-            state_dict: What ``state_dict`` returned, loaded; or all that was saved of this.
+            state_dict: The loaded result of ``state_dict``, or the stored states of all ranks.
 
         Raises:
-            MismatchError: It was saved by another number of ranks, and ``on_resize="error"``, or by
-                ranks of which some are missing.
+            MismatchError: Another number of ranks saved the states, and ``on_resize="error"``. Or
+                the states of some ranks are missing.
         """
-        rank, world_size = self._place()
+        rank, world_size = self._rank_and_world_size()
         entries = {key: entry for key, entry in state_dict.items() if entry is not None}
         own = entries.get(_key(rank, world_size))
         if own is None:
             if not entries:
-                return  # Dropped; or not in the checkpoint, and the planner was content with that.
+                return  # Dropped, or missing in a partial load.
             resize = "merge" if callable(self.on_resize) else self.on_resize
-            keys = _wanted("a state of each rank", entries, rank, world_size, resize)
+            keys = _keys_to_load("a RankState", entries, rank, world_size, resize)
             if callable(self.on_resize):
                 states = [entries[key][0] for key in keys]
                 own = (self.on_resize(states, rank, world_size),)
             elif keys:
                 own = entries[keys[0]]
-        # A planner that found nothing, and was content with that, has left what was given.
-        if own is not None and not (self._given and own[0] is self._given[0]):
+        # A partial load leaves the current state unchanged if the checkpoint lacks it.
+        if own is not None and not (self._current and own[0] is self._current[0]):
             self._set_state(own[0])
-        self._given = None
+        self._current = None
 
-    def _place(self) -> tuple[int, int]:
-        """This rank, and how many there are."""
+    def _rank_and_world_size(self) -> tuple[int, int]:
         if not (dist.is_available() and dist.is_initialized()):
             return 0, 1
         rank = dist.get_rank(self.group)
@@ -165,15 +175,16 @@ class RankState:
         return rank, dist.get_world_size(self.group)
 
     def __create_write_items__(self, fqn: str, _: object) -> Any:
-        """For DCP to say so where it would save this as an object like any other."""
+        """Raises an error where DCP would save the ``RankState`` itself as an object."""
         raise ValueError(
-            f"{fqn!r} is a RankState below the top of the state dict, where DCP asks nothing for "
-            "its state: put it at the top, or pass on its state_dict() from a Stateful there"
+            f"{fqn!r} is a RankState below the top level of the state dict, where DCP does not "
+            "call its state_dict(): move it to the top level, or return its state_dict() from the "
+            "state_dict() of a Stateful there"
         )
 
 
 class _Entries(dict[str, Any]):
-    """What a rank saves, or is to load: names below that of the `RankState`, and 1-tuples."""
+    """The entries of a ``RankState`` that a rank saves or loads: 1-tuples by key."""
 
     def __init__(self, entries: Mapping[str, Any], rank: int, world_size: int, resize: str) -> None:
         super().__init__(entries)
@@ -182,15 +193,20 @@ class _Entries(dict[str, Any]):
         self.resize = resize
 
     def find(self, fqn: str, stored: Collection[str]) -> None:
-        """Asks for that of the checkpoint that this rank needs."""
+        """Replaces the entries by the stored entries that this rank must load.
+
+        Args:
+            fqn: FQN of the ``RankState``.
+            stored: All FQNs of the checkpoint.
+        """
         own = _key(self.rank, self.world_size)
         keys = [own]
         if f"{fqn}.{own}" not in stored:
-            start = f"{fqn}."
-            there = [name[len(start) :] for name in stored if name.startswith(start)]
-            # Without any, the planner says that its key is missing, or is content.
-            if any(_KEY.fullmatch(key) for key in there):
-                keys = _wanted(repr(fqn), there, self.rank, self.world_size, self.resize)
+            prefix = f"{fqn}."
+            found = [name[len(prefix) :] for name in stored if name.startswith(prefix)]
+            # If there is none, the planner reports the missing key, unless the load is partial.
+            if any(_KEY.fullmatch(key) for key in found):
+                keys = _keys_to_load(repr(fqn), found, self.rank, self.world_size, self.resize)
         self.clear()
         self.update(dict.fromkeys(keys))
 
@@ -199,27 +215,33 @@ def _key(rank: int, world_size: int) -> str:
     return f"rank_{rank:05}_of_{world_size:05}"
 
 
-def _wanted(what: str, keys: Collection[str], rank: int, world_size: int, resize: str) -> list[str]:
-    """Which of the entries that there are a rank needs, where its own is not among them.
+def _keys_to_load(
+    name: str, keys: Collection[str], rank: int, world_size: int, resize: str
+) -> list[str]:
+    """Returns the stored keys that a rank loads if its own key is not stored.
 
     Raises:
-        MismatchError: They are not to be used on another number of ranks, or not all there.
+        MismatchError: ``resize`` forbids a load on another number of ranks, or keys are missing.
     """
-    found = [_KEY.fullmatch(key) for key in keys]
     ranks_of: dict[int, set[int]] = {}
-    for match in found:
+    for match in map(_KEY.fullmatch, keys):
         if match is not None:
             ranks_of.setdefault(int(match[2]), set()).add(int(match[1]))
     if len(ranks_of) != 1:
         sizes = " and ".join(str(size) for size in sorted(ranks_of)) or "no"
-        raise MismatchError(f"{what} was saved by {sizes} ranks: there is no telling whose it is")
+        raise MismatchError(
+            f"cannot load {name}: it was saved by {sizes} ranks, expected one number of ranks"
+        )
     [(saved, ranks)] = ranks_of.items()
     if saved == world_size:
-        raise MismatchError(f"{what} was saved by {saved} ranks, but not by rank {rank} of these")
+        raise MismatchError(
+            f"cannot load {name}: it was saved by {saved} ranks, but the state of rank {rank} is "
+            "missing"
+        )
     if resize == "error":
         raise MismatchError(
-            f"{what} was saved by {saved} ranks and is to be loaded by {world_size}: "
-            "RankState(on_resize=...) says what is to happen then"
+            f"cannot load {name} on {world_size} ranks: it was saved by {saved} ranks; "
+            "RankState(on_resize=...) selects what to do in this case"
         )
     if resize == "by_rank":
         return [_key(rank, saved)] if rank in ranks else []
@@ -228,8 +250,8 @@ def _wanted(what: str, keys: Collection[str], rank: int, world_size: int, resize
     if len(ranks) != saved:
         missing = sorted(set(range(saved)) - ranks)
         raise MismatchError(
-            f"{what} was saved by {saved} ranks, of which {len(missing)} are missing and cannot "
-            f"be merged: ranks {missing[:8]}"
+            f"cannot merge {name}: it was saved by {saved} ranks, and the states of "
+            f"{len(missing)} are missing: ranks {missing[:8]}"
         )
     return [_key(each, saved) for each in range(saved)]
 
@@ -237,16 +259,16 @@ def _wanted(what: str, keys: Collection[str], rank: int, world_size: int, resize
 def find_rank_states(
     state_dict: dict[str, Any], metadata: Metadata | None, *, is_flattened: bool
 ) -> None:
-    """Has each `RankState` of a state dict that is to be loaded ask for what there is.
+    """Selects the stored states that each ``RankState`` of a state dict loads on this rank.
 
     Args:
-        state_dict: What DCP gives the planner; changed in place.
-        metadata: Of the checkpoint.
+        state_dict: The state dict that DCP passes to the planner; changed in place.
+        metadata: Metadata of the checkpoint.
         is_flattened: Whether the planner flattens state dicts.
 
     Raises:
-        MismatchError: What is there is no use on as many ranks as there are.
-        ValueError: The planner does not flatten state dicts.
+        MismatchError: The stored states cannot be loaded on this number of ranks.
+        ValueError: There is a ``RankState``, and the planner does not flatten state dicts.
 
     Example::
 
@@ -259,14 +281,16 @@ def find_rank_states(
 
 
 def check_rank_states(state_dict: dict[str, Any], *, is_flattened: bool) -> None:
-    """Refuses a `RankState` where a planner would save it as one object, the same on all ranks.
+    """Refuses a ``RankState`` if the planner does not flatten state dicts.
+
+    Such a planner would save it as one object, as if all ranks had the same state.
 
     Args:
-        state_dict: What DCP gives the planner.
+        state_dict: The state dict that DCP passes to the planner.
         is_flattened: Whether the planner flattens state dicts.
 
     Raises:
-        ValueError: It does not, and there is one.
+        ValueError: There is a ``RankState``, and the planner does not flatten state dicts.
 
     Example::
 
@@ -276,14 +300,14 @@ def check_rank_states(state_dict: dict[str, Any], *, is_flattened: bool) -> None
         for fqn, _ in _entries_in(state_dict, ""):
             raise ValueError(
                 f"{fqn!r} is a RankState: it needs a planner with flatten_state_dict=True, "
-                "or ranks would be taken for replicas"
+                "otherwise the states of the ranks would be treated as replicas"
             )
 
 
-def _entries_in(container: Any, start: str) -> Iterator[tuple[str, _Entries]]:
+def _entries_in(container: Any, prefix: str) -> Iterator[tuple[str, _Entries]]:
     pairs = container.items() if isinstance(container, dict) else enumerate(container)
     for key, value in pairs:
         if isinstance(value, _Entries):
-            yield f"{start}{key}", value
+            yield f"{prefix}{key}", value
         elif isinstance(value, dict | list):
-            yield from _entries_in(value, f"{start}{key}.")
+            yield from _entries_in(value, f"{prefix}{key}.")

@@ -1,9 +1,9 @@
-"""Shares out what several ranks hold, so that all ranks write about as much.
+"""Assigns replicas to ranks so that all ranks write about the same number of bytes.
 
-The planner, stock's or anybody's, lists what each rank holds and gives each replica to one rank.
-From the full lists, which travel beside the plans, the engine then decides anew which rank writes
-what, by bytes, and cuts large tensors by rows. The plans stay as the planner has made them, for it
-may keep them: what is to be done otherwise stands beside them, in ``SavePlan.storage_data``.
+A save planner lists the items of each rank, and assigns each set of replicas to one rank. The
+writer sends the full lists with the plans. The engine then reassigns the replicas by size, and cuts
+large tensors by rows. The planner may cache its plans, so they are not modified. The differences
+are stored in ``SavePlan.storage_data``.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ __all__ = [
 ]
 
 OBJECT_NBYTES = 2048
-"""Bytes of an object until it is pickled: what torch.save makes of a number or a short text."""
-_WAY_OUT = "FastWriter(share_replicas=False) leaves it to the planner who writes what"
+"""Assumed size of an object before it is pickled: that of a number or short text in torch.save."""
+_WORKAROUND = "FastWriter(share_replicas=False) uses the planner's own assignment"
 
 
 @dataclass(frozen=True)
 class CutItem(WriteItem):
-    """Some rows of a tensor that several ranks hold, each of which writes others.
+    """Some rows of a replicated tensor. Other ranks write the other rows.
 
     Attributes:
-        whole: The item that the planner knows.
-        first_row: Where the rows of this one begin in it, along its first dimension.
-        is_listed: Whether the metadata list these rows already, and not the whole.
+        whole: The planner's item, with all rows.
+        first_row: Index of the first row of this item within ``whole``.
+        is_listed: Whether the metadata already lists these rows, rather than ``whole``.
     """
 
     whole: WriteItem | None = None
@@ -73,18 +73,18 @@ class CutItem(WriteItem):
 
     @property
     def piece(self) -> CutPiece:
-        """Which box of which this is."""
+        """The boxes of this item and of ``whole``."""
         assert self.whole is not None
         return CutPiece(self.index.fqn, _chunk_of(self.whole), _chunk_of(self))
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This item's rows of what the planner has resolved ``whole`` to."""
+        """Returns the rows of this item in a tensor, to which the planner resolved ``whole``."""
         return tensor.detach().narrow(0, self.first_row, _chunk_of(self).sizes[0])
 
 
 @dataclass(frozen=True)
 class CutPiece:
-    """A box that was stored, of a tensor that was cut, and the box that the planner knows."""
+    """A stored box with some rows of a tensor, and the planner's box with all rows."""
 
     fqn: str
     whole: ChunkStorageMetadata
@@ -93,16 +93,16 @@ class CutPiece:
 
 @dataclass(frozen=True)
 class RankItems:
-    """All that a rank holds, on its way to the coordinator.
+    """All items of a rank, as the rank sends them to the coordinator.
 
-    It travels as plain values within stock's ``SavePlan.storage_data``: a planner may keep, and
-    pickle, the plans that it is given.
+    They are stored as plain values in DCP's ``SavePlan.storage_data``, because a planner may cache
+    and pickle the plans.
 
     Attributes:
-        rank: Which one.
-        ranks_per_node: How many ranks share a machine, as the rank knows.
-        encoded: As :meth:`_native.ItemTable.encode` gives it.
-        count: How many items that is.
+        rank: The rank.
+        ranks_per_node: The number of ranks on the rank's machine.
+        encoded: The items, encoded by :meth:`_native.ItemTable.encode`.
+        count: The number of items.
     """
 
     rank: int
@@ -111,14 +111,14 @@ class RankItems:
     count: int
 
     def as_storage_data(self) -> _StoragePrefix:
-        """Stock's ``storage_data``, with these items."""
+        """Returns DCP's ``storage_data`` with these items attached."""
         prefix = _StoragePrefix(f"__{self.rank}_")
         setattr(prefix, _ITEMS_ATTRIBUTE, dataclasses.astuple(self))
         return prefix
 
     @staticmethod
     def beside(plan: SavePlan) -> RankItems | None:
-        """The items that a plan came with."""
+        """Returns the items in a plan's ``storage_data``; ``None`` if there are none."""
         values = getattr(plan.storage_data, _ITEMS_ATTRIBUTE, None)
         return None if values is None else RankItems(*values)
 
@@ -128,12 +128,12 @@ _ITEMS_ATTRIBUTE = "torch_ckpt_items"
 
 @dataclass
 class Share(_StoragePrefix):
-    """What a rank is to write otherwise than its plan says.
+    """The differences between a rank's plan and the items that it writes.
 
     Attributes:
-        item_count: How many items the plan has.
-        dropped: Positions of those that others write, or that are written in part.
-        added: What is written in their place.
+        item_count: The number of items of the plan.
+        dropped: Positions of items that this rank does not write, or not with all rows.
+        added: Items that the rank writes in addition to the remaining ones.
     """
 
     item_count: int
@@ -142,7 +142,7 @@ class Share(_StoragePrefix):
 
 
 def list_rank_items(items: Sequence[WriteItem], rank: int) -> RankItems | None:
-    """Lists what a rank holds; nothing where an item describes no tensor that could be."""
+    """Lists a rank's items; ``None`` if a table cannot represent one of them."""
     table = _native.ItemTable()
     try:
         for item in items:
@@ -153,7 +153,7 @@ def list_rank_items(items: Sequence[WriteItem], rank: int) -> RankItems | None:
 
 
 def ranks_per_node() -> int:
-    """How many ranks share this machine, as far as torchrun has said."""
+    """Returns the number of ranks on this machine according to torchrun; 1 without torchrun."""
     try:
         return max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
     except ValueError:
@@ -164,12 +164,12 @@ def list_item(table: _native.ItemTable, item: WriteItem, *, is_opaque: bool = Fa
     """Adds an item to a table.
 
     Args:
-        table: Of what a rank holds.
-        item: As a planner of DCP has made it.
-        is_opaque: Whether only torch can store the tensor, so that it must not be cut.
+        table: The items of a rank.
+        item: An item of a DCP planner.
+        is_opaque: Whether only torch can serialize the tensor, so that it must not be cut.
 
     Raises:
-        ValueError: It cannot be in a table.
+        ValueError: A table cannot represent the item.
     """
     data = item.tensor_data
     if data is None or data.chunk is None:
@@ -177,12 +177,14 @@ def list_item(table: _native.ItemTable, item: WriteItem, *, is_opaque: bool = Fa
         return
     properties = data.properties
     if properties.layout != torch.strided:
-        raise ValueError(f"{properties.layout} has no form in a table")
+        raise ValueError(
+            f"cannot list {item.index.fqn!r}: a table cannot represent {properties.layout} tensors"
+        )
     table.add_tensor(
         item.index.fqn,
-        _word(properties.dtype),
+        _name(properties.dtype),
         properties.dtype.itemsize,
-        _word(properties.memory_format),
+        _name(properties.memory_format),
         properties.requires_grad,
         properties.pin_memory,
         data.size,
@@ -199,53 +201,55 @@ PICKLED_DTYPES = frozenset(
 
 
 def check_dtype(item: WriteItem) -> None:
-    """Raises UnsupportedError for a tensor that ``torch.save`` has no form for, as ``torch.int4``.
+    """Refuses a tensor whose dtype ``torch.save`` does not support, such as ``torch.int4``.
 
-    Stock DCP's files hold every tensor as ``torch.save`` writes it.
+    DCP's files store each tensor in the format of ``torch.save``.
+
+    Raises:
+        UnsupportedError: ``torch.save`` does not support the dtype.
     """
     data = item.tensor_data
     if data is not None and data.properties.dtype not in PICKLED_DTYPES:
         raise UnsupportedError(
-            f"cannot save {item.index.fqn!r}: torch.save has no form for {data.properties.dtype}; "
-            "save tensor.view(torch.uint8)"
+            f"cannot save {item.index.fqn!r}: torch.save does not support "
+            f"{data.properties.dtype}; save tensor.view(torch.uint8)"
         )
 
 
 @functools.cache
-def _word(value: torch.dtype | torch.memory_format) -> str:
+def _name(value: torch.dtype | torch.memory_format) -> str:
     return str(value).removeprefix("torch.")
 
 
 def share_out(plans: list[SavePlan]) -> list[SavePlan]:
-    """Decides which rank writes what of these plans, which the planner has made.
+    """Reassigns the replicas in a planner's plans, so that all ranks write about as much.
 
-    Where DCP's plan caching is in use, ranks may write by plans that they have kept, of which
-    nobody here knows: then the planner's choice stands.
+    Returns the plans unchanged if DCP's plan caching is in use, because a rank may then write by a
+    cached plan that the coordinator did not receive.
 
     Returns:
-        The plans, with a :class:`Share` for each rank that is to write otherwise. Objects, what the
-        planner has made of items that were not listed so, and what it has left out stay as they
-        are.
+        The plans, with a :class:`Share` as ``storage_data``. Only tensors that the ranks listed
+        are reassigned. Objects, and items that the planner changed or omitted, stay unchanged.
 
     Raises:
         MismatchError: Ranks disagree on the dtype or sizes of a tensor.
     """
-    held = [items for plan in plans if (items := RankItems.beside(plan)) is not None]
+    lists = [items for plan in plans if (items := RankItems.beside(plan)) is not None]
     if (
         len(plans) < 2
-        or [one.rank for one in held] != list(range(len(plans)))
-        or sum(len(plan.items) for plan in plans) == sum(one.count for one in held)
+        or [items.rank for items in lists] != list(range(len(plans)))
+        or sum(len(plan.items) for plan in plans) == sum(items.count for items in lists)
         or not all(plan.usable for plan in plans)
         or SavePlanner._cached_global_plan
     ):
         return plans
     try:
-        shared = _native.GlobalPlan([one.encoded for one in held], held[0].ranks_per_node)
+        balanced = _native.GlobalPlan([items.encoded for items in lists], lists[0].ranks_per_node)
     except ValueError:
-        return plans  # Boxes that overlap, or holes: the planner has let them pass.
+        return plans  # The planner accepted overlapping boxes or holes.
     writers: dict[_Box, list[_Writer]] = {}
-    for rank, one in enumerate(held):
-        for fqn, box, rows in shared.written(rank, one.encoded):
+    for rank, items in enumerate(lists):
+        for fqn, box, rows in balanced.written(rank, items.encoded):
             if box is not None:
                 key = fqn, torch.Size(box[0]), torch.Size(box[1])
                 writers.setdefault(key, []).append((rank, rows))
@@ -266,7 +270,7 @@ def share_out(plans: list[SavePlan]) -> list[SavePlan]:
     ]
 
 
-_Writer = tuple[int, tuple[int, int] | None]  # Rank; first row and count of rows, or all.
+_Writer = tuple[int, tuple[int, int] | None]  # Rank; first row and number of rows, or all rows.
 _Box = tuple[str, torch.Size, torch.Size]  # FQN, offsets, sizes.
 
 
@@ -275,25 +279,25 @@ def _box(fqn: str, chunk: ChunkStorageMetadata) -> _Box:
 
 
 def work_of(plan: SavePlan) -> list[WriteItem]:
-    """What a rank is to write by its final plan.
+    """Returns the items that a rank writes according to its final plan.
 
     Raises:
-        CheckpointError: The planner has changed the plan after it was shared out.
+        CheckpointError: The planner changed the plan after the replicas were reassigned.
     """
     share = plan.storage_data
     if not isinstance(share, Share):
         return plan.items
     if share.item_count != len(plan.items):
         raise CheckpointError(
-            f"cannot write a plan of {len(plan.items)} items that had {share.item_count} when "
-            f"replicas were shared out: its planner has changed it since; {_WAY_OUT}"
+            f"cannot write a plan of {len(plan.items)} items: it had {share.item_count} items when "
+            f"replicas were assigned to ranks, and its planner has changed it since; {_WORKAROUND}"
         )
-    kept = [item for at, item in enumerate(plan.items) if at not in share.dropped]
-    return kept + share.added
+    unchanged = [item for at, item in enumerate(plan.items) if at not in share.dropped]
+    return unchanged + share.added
 
 
 def item_nbytes(item: WriteItem) -> int:
-    """Bytes of the item on this rank; 0 for an object, whose size only pickling tells."""
+    """Returns the size of an item in bytes; 0 for an object, which is not pickled yet."""
     data = item.tensor_data
     if data is None:
         return 0
@@ -302,10 +306,10 @@ def item_nbytes(item: WriteItem) -> int:
 
 
 def merge_cuts(metadata: Metadata, cuts: Sequence[CutPiece]) -> None:
-    """Has metadata list the boxes that were stored in place of those that the planner knows.
+    """Replaces the planner's boxes in the metadata by the stored boxes, for tensors that were cut.
 
     Raises:
-        CheckpointError: What was stored of a box that was cut does not make it up.
+        CheckpointError: The stored rows of a tensor do not cover its box exactly once.
     """
     pieces: dict[_Box, list[ChunkStorageMetadata]] = {}
     for cut in cuts:
@@ -320,8 +324,8 @@ def merge_cuts(metadata: Metadata, cuts: Sequence[CutPiece]) -> None:
         complete = [*begins, offsets[0] + sizes[0]] == [offsets[0], *ends]
         if not complete or not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(
-                f"cannot commit {fqn!r}: ranks have resolved it to tensors of different kinds or "
-                f"sizes, so that the rows that each has written do not make it up; {_WAY_OUT}"
+                f"cannot commit {fqn!r}: the rows that the ranks wrote do not cover the tensor, "
+                f"because they resolved it to tensors of different kinds or sizes; {_WORKAROUND}"
             )
         chunks = [chunk for chunk in entry.chunks if chunk != whole]
         entries[fqn] = dataclasses.replace(entry, chunks=[*chunks, *stored])
@@ -329,7 +333,7 @@ def merge_cuts(metadata: Metadata, cuts: Sequence[CutPiece]) -> None:
 
 
 def cut_item(item: WriteItem, first_row: int, rows: int, *, is_listed: bool = False) -> CutItem:
-    """Some rows of an item."""
+    """Returns an item with some rows of another item."""
     data = item.tensor_data
     assert data is not None
     whole = _chunk_of(item)

@@ -1,4 +1,4 @@
-"""FastSavePlanner: stock DCP's default save planner, in columns and in C++."""
+"""FastSavePlanner: DCP's default save planner, implemented in the native engine."""
 
 from __future__ import annotations
 
@@ -42,38 +42,39 @@ from torch_ckpt.planning.replicas import CutItem, ranks_per_node
 
 __all__ = ["FastSavePlanner"]
 
-_RULES = 1  # By which plans are made: those made by others are not used again.
+_RULES_VERSION = 1  # Version of the planning rules. Cached plans of other versions are invalid.
 
 
 class FastSavePlanner(DefaultSavePlanner):
-    """Plans what ``DefaultSavePlanner`` plans, many times faster, and shares it out better.
+    """Plans like DCP's ``DefaultSavePlanner``, many times faster and with better load balance.
 
-    What ranks send and get are columns of numbers, made, checked and shared out by the engine. Of
-    what several ranks hold, each tensor goes to the rank that has the least to write, and one
-    beyond a rank's fair share is cut by rows. The checkpoint is DCP's, and has the same values.
+    The engine lists, checks and assigns the items in columns, without a Python object per tensor.
+    Each replicated tensor is assigned to the rank with the least data to write. A tensor that
+    exceeds the fair share of a rank is cut by rows. The result is a DCP checkpoint with the same
+    values. Writers other than :class:`FastWriter` receive DCP's items.
 
-    With :class:`FastWriter` no object of Python is made for a tensor on the whole way; other
-    writers see the items as DCP's. What a subclass overrides is called, tensor by tensor. A
-    subclass that overrides a method which makes plans gets DCP's own items, to change as it likes,
-    and the metadata say what it makes of them. Then, and where a rank's state has no form in
-    columns (a tensor that is not strided), all ranks plan as ``DefaultSavePlanner`` does.
+    A subclass can override any method of ``DefaultSavePlanner``. If it overrides
+    ``create_local_plan``, ``create_global_plan`` or ``finish_plan``, plans have DCP's own items,
+    which it may change. In this case all ranks plan as ``DefaultSavePlanner`` does. The same
+    applies if a rank's state has a tensor that is not strided.
 
     Args:
-        flatten_state_dict: As in DCP.
-        flatten_sharded_tensors: As in DCP.
-        dedup_replicated_tensors: Of no effect, as in DCP.
-        dedup_save_to_lowest_rank: Whether the lowest rank writes what several hold, uncut.
-        enable_plan_caching: Whether a plan is used again where all ranks save the same names,
-            shapes, dtypes and placements; each then sends 36 bytes, except under DCP's own
-            functions. DCP's own cache is not used.
+        flatten_state_dict: Whether to flatten nested dicts and lists, as in DCP.
+        flatten_sharded_tensors: Whether to flatten nested sharded tensors, as in DCP.
+        dedup_replicated_tensors: No effect, as in DCP.
+        dedup_save_to_lowest_rank: Whether the lowest rank writes all replicated tensors, uncut.
+        enable_plan_caching: Whether to reuse a plan if all ranks save the same names, shapes,
+            dtypes and placements. Each rank then sends 36 bytes, except within DCP's own
+            functions. DCP's own plan cache is not used.
 
     Attributes:
-        plan_cache: That of the process, which counts.
+        plan_cache: The plan cache of this process. It counts hits and misses.
 
     Raises:
-        ValueError: Boxes overlap, lie outside of their tensor, are there twice, or leave a hole;
-            names FQNs, ranks and boxes. In the ``CheckpointException`` of every rank.
-        MismatchError: Ranks disagree on the dtype or the sizes of a tensor. Likewise.
+        ValueError: Boxes of a tensor overlap, are listed twice, are outside the tensor, or do not
+            cover it. The message names FQNs, ranks and boxes. Raised by a save, in the
+            ``CheckpointException`` of every rank.
+        MismatchError: Ranks disagree on the dtype or sizes of a tensor. Raised in the same way.
 
     Example::
 
@@ -98,15 +99,15 @@ class FastSavePlanner(DefaultSavePlanner):
         self.enable_plan_caching = enable_plan_caching
         self.plan_cache = plan_cache()
         self._listed: ColumnItems | None = None
-        self._known: RankPlanEntry | None = None  # What it was planned to be before.
-        self._sources: list[Any] = []  # What each item of it is stored from.
+        self._cached: RankPlanEntry | None = None  # This rank's entry for the list, if any.
+        self._sources: list[Any] = []  # The source tensor of each listed item.
         self._lazy = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # To the process that saves in the background, without what it knows of a former save.
+        # Pickled for the save process, without the state of an earlier save.
         of_save = {"state_dict", "plan", "global_plan", "metadata"}
         state = {name: value for name, value in self.__dict__.items() if name not in of_save}
-        return {**state, "plan_cache": None, "_listed": None, "_known": None, "_sources": []}
+        return {**state, "plan_cache": None, "_listed": None, "_cached": None, "_sources": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, plan_cache=plan_cache())
@@ -117,12 +118,16 @@ class FastSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Flattens the state dict."""
+        """Flattens the state dict.
+
+        Raises:
+            ValueError: There is a :class:`RankState`, and the planner does not flatten state dicts.
+        """
         check_rank_states(state_dict, is_flattened=self.flatten_state_dict)
         with gc_paused():
             if self.flatten_state_dict:
                 state_dict, self.mappings = _tensor_view.flatten(state_dict)
-            # Its copy of what is not flat differs: keys are text, and empty dicts are gone.
+            # DCP's function changes nested values: keys become text, and empty dicts are dropped.
             if self.flatten_sharded_tensors and (
                 not self.flatten_state_dict or has_sharded_tensors(state_dict)
             ):
@@ -130,69 +135,75 @@ class FastSavePlanner(DefaultSavePlanner):
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
         self._listed = None
-        # Other writers pickle the metadata themselves, as objects of DCP and plain dicts only.
+        # Other writers pickle the metadata, which must then consist of DCP's objects and dicts.
         self._lazy = isinstance(storage_meta, StorageMeta) and INDEX_MARK in storage_meta.modules
 
     def create_local_plan(self) -> SavePlan:
-        """Lists what this rank holds."""
-        if self._is_changed():
+        """Lists the items of this rank."""
+        if self._overrides_planning():
             return super().create_local_plan()
         try:
             with gc_paused():
                 plan = self._plan_in_columns()
-        except _NoColumns:
+        except _NoColumnsError:
             return super().create_local_plan()
         self.plan = plan
         return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Checks what ranks hold, and decides who writes what of it."""
+        """Checks the items of all ranks, and assigns each item to a rank that writes it."""
         listed: list[Any] = [plan.items for plan in all_plans]
         if not all(isinstance(items, ColumnItems) for items in listed):
-            return super().create_global_plan(self._in_dcps_terms(all_plans))
+            return super().create_global_plan(self._with_dcp_items(all_plans))
         tokens = [items.token for items in listed]
         listed = self._complete(listed)
         digests = [items.digest for items in listed]
-        known = self.plan_cache.find_global(digests) if self.enable_plan_caching else None
-        if known is None:
-            share = not self.dedup_save_to_lowest_rank
+        entry = self.plan_cache.find_global(digests) if self.enable_plan_caching else None
+        if entry is None:
+            balance = not self.dedup_save_to_lowest_rank
             encoded = [items.encoded or b"" for items in listed]
-            made = _native.GlobalPlan(encoded, ranks_per_node(), split=share, dedup=share)
-            known = new_entry(made, listed)
+            made = _native.GlobalPlan(encoded, ranks_per_node(), split=balance, dedup=balance)
+            entry = new_entry(made, listed)
             if self.enable_plan_caching:
-                self.plan_cache.keep_global(digests, known)
+                self.plan_cache.add_global(digests, entry)
         answers = []
         for rank, items in enumerate(listed):
-            token = token_of(known, rank)
-            assignment = None if token == tokens[rank] else known.plan.assignment(rank)
-            answers.append(_as_list(AssignedItems(items.encoded, assignment, token, known)))
+            token = token_of(entry, rank)
+            assignment = None if token == tokens[rank] else entry.plan.assignment(rank)
+            answers.append(_as_list(AssignedItems(items.encoded, assignment, token, entry)))
         self.global_plan = [
             dataclasses.replace(plan, items=answer, planner_data=None)
             for plan, answer in zip(all_plans, answers, strict=True)
         ]
-        stored: Any = PlannedMetadata(known.plan)
+        stored: Any = PlannedMetadata(entry.plan)
         paths: Any = None
         if self.flatten_state_dict:
-            paths = _merged([plan.planner_data for plan in all_plans], known)
+            paths = _merged_paths([plan.planner_data for plan in all_plans], entry)
         if not self._lazy:
             stored, paths = stored.copy(), None if paths is None else paths.copy()
         self.metadata = Metadata(stored, planner_data=paths)
         return self.global_plan, self.metadata
 
     def _complete(self, listed: Sequence[ColumnItems]) -> list[ColumnItems]:
-        """The lists of all ranks, with those that have come as digests."""
+        """Returns the lists of all ranks, with digests replaced by the cached lists.
+
+        Raises:
+            PlanUnknownError: A list is not in the cache.
+        """
         complete = [
             items if items.encoded is not None else self.plan_cache.listed(items.digest)
             for items in listed
         ]
         unknown = [rank for rank, items in enumerate(complete) if items is None]
         if unknown:
-            raise PlanUnknownError(f"ranks {unknown[:8]} refer to lists that are not known here")
+            raise PlanUnknownError(
+                f"cannot plan: ranks {unknown[:8]} refer to lists that the coordinator lacks"
+            )
         return [items for items in complete if items is not None]
 
-    def _in_dcps_terms(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
-        """Plans whose items are objects of DCP."""
-        found = []
+    def _with_dcp_items(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        """Returns plans with lists of DCP's items."""
+        converted = []
         for plan in plans:
             items: Any = plan.items
             if isinstance(items, ColumnItems):
@@ -201,31 +212,38 @@ class FastSavePlanner(DefaultSavePlanner):
                 if items.paths is not None and (data is None or isinstance(data, PlannedPaths)):
                     data = dict(PlannedPaths([items.paths]))
                 plan = dataclasses.replace(plan, items=list(items), planner_data=data)
-            found.append(plan)
-        return found
+            converted.append(plan)
+        return converted
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Takes the plan that the coordinator has made for this rank."""
+        """Applies the coordinator's assignment to the items that this rank listed.
+
+        Raises:
+            CheckpointError: The coordinator refers to a cached plan that this rank does not have.
+        """
         answer = new_plan.items
         if not isinstance(answer, AssignedItems) or self._listed is None:
             return super().finish_plan(new_plan)
-        known = self._known
+        cached = self._cached
         if answer.assignment is not None:
-            bound = PlannedItems(self._listed.encoded, answer.assignment)
+            items = PlannedItems(self._listed.encoded, answer.assignment)
             if self.enable_plan_caching:
-                entry = RankPlanEntry(answer.token, bound.work)
-                self.plan_cache.keep(self._listed.digest, entry)
-        elif known is not None and known.token == answer.token:
-            bound = PlannedItems(self._listed.encoded, work=known.work)
-            self.plan_cache.keep(self._listed.digest, known)
+                entry = RankPlanEntry(answer.token, items.work)
+                self.plan_cache.add(self._listed.digest, entry)
+        elif cached is not None and cached.token == answer.token:
+            items = PlannedItems(self._listed.encoded, work=cached.work)
+            self.plan_cache.add(self._listed.digest, cached)
         else:
-            raise CheckpointError("the coordinator refers to a plan that this rank does not have")
+            raise CheckpointError(
+                "cannot finish the plan: the coordinator refers to a cached plan that this rank "
+                "does not have"
+            )
         if self.enable_plan_caching:
             self.plan_cache.count(is_hit=answer.assignment is None)
-        return super().finish_plan(dataclasses.replace(new_plan, items=_as_list(bound)))
+        return super().finish_plan(dataclasses.replace(new_plan, items=_as_list(items)))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The tensor or the bytes of an item; of one that was cut, its rows."""
+        """Returns the tensor or bytes of an item. For a cut item, returns its rows."""
         if isinstance(write_item, CutItem) and write_item.whole is not None:
             whole = super().resolve_data(write_item.whole)
             return write_item.rows_of(cast(torch.Tensor, whole))
@@ -233,25 +251,29 @@ class FastSavePlanner(DefaultSavePlanner):
 
     @property
     def digest(self) -> bytes | None:
-        """Of all that decides on the plan of what this rank has listed; ``None`` before that."""
+        """Digest of all inputs of this rank's plan; ``None`` before the items are listed."""
         return None if self._listed is None else self._listed.digest
 
     @property
     def item_count(self) -> int:
-        """How many items this rank has listed in columns."""
+        """Number of items that this rank has listed in columns."""
         return len(self._sources)
 
     def sources(self, items: Sequence[int]) -> list[Any] | None:
-        """What the items of these numbers are stored from, as :meth:`resolve_data` would find it.
+        """Returns the source tensors of items, as :meth:`resolve_data` would return them.
 
-        ``None`` where a subclass has its own idea of that.
+        Args:
+            items: Numbers of the items, in the order in which they were listed.
+
+        Returns:
+            The sources; ``None`` if a subclass overrides how items are resolved.
         """
         if overrides(self, FastSavePlanner, ("resolve_data", "lookup_object", "transform_object")):
             return None
         return [self._sources[item] for item in items]
 
-    def _is_changed(self) -> bool:
-        """Whether a subclass may look at plans, or change them."""
+    def _overrides_planning(self) -> bool:
+        """Returns whether a subclass overrides a method that makes plans."""
         names = ("create_local_plan", "create_global_plan", "finish_plan")
         return overrides(self, FastSavePlanner, names)
 
@@ -260,31 +282,33 @@ class FastSavePlanner(DefaultSavePlanner):
             table, self._sources = table_of(self.state_dict)
             paths = _native.encode_paths(self.mappings) if self.flatten_state_dict else None
         except (ValueError, TypeError) as error:
-            raise _NoColumns from error
+            raise _NoColumnsError from error
         encoded = table.encode()
-        options = f"{_RULES} {self.dedup_save_to_lowest_rank} {ranks_per_node()}"
+        options = f"{_RULES_VERSION} {self.dedup_save_to_lowest_rank} {ranks_per_node()}"
         digest = digest_of(encoded, paths or b"", options.encode())
-        self._known = None
-        # DCP's own functions do not say which coordinator they plan with.
+        self._cached = None
+        # Within DCP's own functions, the coordinator is unknown, so its cache may lack the list.
         if self.enable_plan_caching and (current_call() is not None or not dist.is_initialized()):
-            self._known = self.plan_cache.find(digest)
-        token = None if self._known is None else self._known.token
+            self._cached = self.plan_cache.find(digest)
+        token = None if self._cached is None else self._cached.token
         self._listed = ColumnItems(encoded, paths, digest, token)
         planner_data = None if paths is None else PlannedPaths([paths])
         return SavePlan(_as_list(self._listed), planner_data=planner_data)
 
 
-class _NoColumns(Exception):
-    """A state dict is to be planned as DCP does."""
+class _NoColumnsError(Exception):
+    """A table cannot represent the state dict, so DCP's planner must plan it."""
 
 
 def _as_list(items: PlannedItems) -> list[WriteItem]:
-    """For DCP, which asks for a list and is content with a sequence."""
+    """Casts items for DCP, which declares lists but accepts any sequence."""
     return cast(list[WriteItem], items)
 
 
-def _merged(paths: Sequence[Any], known: GlobalPlanEntry) -> Any:
-    """What ``DefaultSavePlanner`` makes of ``planner_data``, or of what is known of it."""
-    given = [some for some in paths if some is not None and not isinstance(some, PlannedPaths)]
-    of_all = PlannedPaths(known.paths)
-    return dict(ChainMap(*given, of_all.copy())) if given else of_all
+def _merged_paths(planner_data: Sequence[Any], entry: GlobalPlanEntry) -> Any:
+    """Returns the union of the ranks' ``planner_data``, as ``DefaultSavePlanner`` does."""
+    others = [
+        data for data in planner_data if data is not None and not isinstance(data, PlannedPaths)
+    ]
+    planned = PlannedPaths(entry.paths)
+    return dict(ChainMap(*others, planned.copy())) if others else planned

@@ -1,4 +1,4 @@
-"""Run: the directory of a training run, with its steps: when to save them, which to keep."""
+"""Run: the directory of a training run: saves, restores and retains its steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import StepDirectories, Verify
-from torch_ckpt.runs.step_tiers import StepTiers, the_same
+from torch_ckpt.runs.step_tiers import StepTiers, common_step
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["OnBusy", "Run"]
@@ -35,42 +35,45 @@ OnBusy = Literal["wait", "skip", "error"]
 
 
 class Run:
-    """A directory of checkpoints, one for each step that was saved, and the ranks that save them.
+    """A directory of checkpoints, one for each saved step of a training run.
 
-    Step 100 is in ``<directory>/step-100``: a checkpoint like any other, for ``dcp.load`` too.
-    There is no file that names the latest one, which a crash could tear or leave behind: which
-    steps are whole, the steps themselves say. Names have no leading zeros, so that each
-    step has one name.
+    Step 100 is the checkpoint ``<directory>/step-100``, which ``dcp.load`` can load too. Names have
+    no leading zeros, so each step has one name. No separate file names the latest step: a crash
+    could tear such a file or leave it stale. A step's own files determine whether it is whole.
 
-    Every rank makes the same ``Run`` and calls the same methods in the same order, ``should_save``
-    and ``wait`` aside, which concern this rank alone. Whatever the ranks decide is decided once,
-    for all of them, over gloo groups of the run's own; no rank waits for another for longer than
-    ``timeout_s``, and if one fails, so do the others. One thread may use a run.
+    Every rank makes the same ``Run`` and calls the same methods in the same order, except
+    :meth:`should_save` and :meth:`wait`, which are local to a rank. The ranks make each decision
+    together, over connections of the run's own. No rank waits for another longer than
+    ``timeout_s``. If one rank fails, all fail. Only one thread may use a run.
 
     Args:
-        directory: Where the steps are, on storage every rank can reach. Made by the first save.
-        every: Save each step that is a multiple of it. Otherwise ``max_overhead`` decides.
-        max_overhead: Share of training time that saving may take: see :meth:`should_save`.
-        keep_last: How many of the newest whole steps to keep; all if ``None``. What is older is
-            removed after a save, also what saves that failed have left.
-        keep_every: Besides, keep the steps that are multiples of it.
+        directory: Directory of the steps, on storage that every rank can access. The first save
+            creates it.
+        every: Save each step that is a multiple of this number. If ``None``, ``max_overhead``
+            determines the interval.
+        max_overhead: Largest share of training time that saving may cost; see :meth:`should_save`.
+        keep_last: Number of newest whole steps to retain; all if ``None``. After each save, older
+            steps and the remains of failed saves are removed.
+        keep_every: Also retain the steps that are multiples of this number.
         asynchronous: Whether :meth:`save` returns as soon as the state is copied.
-        on_busy: What a save does while the one before goes on in the background: ``"wait"`` for it,
-            ``"skip"`` this one, or raise an ``"error"``.
-        verify: Whether a step is whole if it opens and its files are as long as they were
-            (``"quick"``), or only if all of its bytes are sound (``"full"``). The first rank reads
-            them all then, so ``timeout_s`` must allow for that.
+        on_busy: Behavior of a save while the previous save is in progress in the background:
+            ``"wait"`` for it, ``"skip"`` the new save, or raise an ``"error"``.
+        verify: Condition for a whole step. ``"quick"``: it opens, and its files have the right
+            lengths. ``"full"``: all of its bytes are also sound. With ``"full"`` the first rank
+            reads all bytes, so ``timeout_s`` must be long enough.
         process_group: The ranks; all if ``None``.
         timeout_s: Seconds that one rank waits for another.
         agent: Whether the agent of this machine saves in the background (:class:`SnapshotAgent`),
-            and ranks that start again find steps in memory, too. If it cannot, all go on without.
-        writer: Arguments for the :class:`FastWriter` of all saves; for an agent ``sync_files``.
+            so that restarted ranks also find steps in memory; or the options of the agent. If the
+            agent has too little memory or cannot save a state, all ranks continue without it.
+        writer: Arguments for the :class:`FastWriter` of all saves. An agent uses only
+            ``sync_files``.
         reader: Arguments for each :class:`FastReader`.
 
     Raises:
-        CheckpointError: There is to be an agent, and :class:`SnapshotAgent` says why not.
-        ValueError: A number is out of range, or this rank not in the group; or there is to be an
-            agent, and saves are not ``asynchronous``.
+        CheckpointError: The agent cannot be started; see :class:`SnapshotAgent`.
+        ValueError: A number is out of range, this rank is not in the group, or ``agent`` is given
+            and saves are not ``asynchronous``.
 
     Example::
 
@@ -103,13 +106,13 @@ class Run:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} is not positive")
         if not 0 < max_overhead < 1:
-            raise ValueError(f"{max_overhead=} is no share between 0 and 1")
+            raise ValueError(f"{max_overhead=} is not between 0 and 1")
         if on_busy not in get_args(OnBusy):
-            raise ValueError(f"{on_busy=} is none of {', '.join(get_args(OnBusy))}")
+            raise ValueError(f"{on_busy=} is not one of {', '.join(get_args(OnBusy))}")
         if verify not in get_args(Verify):
-            raise ValueError(f"{verify=} is none of {', '.join(get_args(Verify))}")
+            raise ValueError(f"{verify=} is not one of {', '.join(get_args(Verify))}")
         if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ValueError(f"{timeout_s=} is no positive number of seconds")
+            raise ValueError(f"{timeout_s=} is not a positive number of seconds")
         self._location = Location(directory)
         self.keep_last = keep_last
         self.keep_every = keep_every
@@ -117,9 +120,9 @@ class Run:
         self.on_busy: OnBusy = on_busy
         self.timeout_s = timeout_s
         self.saved = 0
-        """Steps that were committed by this run in this process."""
+        """Number of steps that this run committed in this process."""
         self.skipped = 0
-        """Steps that were not saved because the save before them went on."""
+        """Number of steps that were skipped because the previous save was in progress."""
         self._disk = StepDirectories(self._location, verify=verify, reader=reader)
         self._process_group, self._group = process_group, group_of(process_group).series()
         self._closed = False
@@ -144,71 +147,85 @@ class Run:
 
     @property
     def directory(self) -> str | os.PathLike[str]:
-        """Where the steps are: a path of this machine, or else a URL."""
+        """The directory of the steps: a path on this machine, or a URL."""
         return self._location.checkpoint_id
 
     # ---- Saving ----
 
     def should_save(self, step: int) -> bool:
-        """Whether it is time to save; call it after every step.
+        """Returns whether to save now; call it after every step.
 
-        With ``every``, steps that are multiples of it are saved. Otherwise, as in CheckFreq (FAST
-        '21), steps are saved as often as ``max_overhead`` allows: the interval after a save is so
-        long that what it costs is at most that share of the time until the next. What counts are
-        the seconds in which training stands still, waiting for the save before included,
-        and by how much steps were slower beside the last save in the background; and the
-        interval is never shorter than that one took. The first save comes after 10 steps, since
-        only saving tells what saving costs, and each one tunes the interval anew.
+        With ``every``, a save is due at each multiple. Otherwise the interval follows CheckFreq
+        (FAST '21): it is the shortest for which saving costs at most ``max_overhead`` of the time.
+        The cost of a save is the time for which training stops plus the slowdown of steps during a
+        background save. Waiting for the previous save counts as stopped time. The interval is never
+        shorter than the last background save. The first save is due after 10 steps, because only a
+        save can measure the cost. Each save adjusts the interval.
 
-        This costs no exchange between ranks: each measures for itself, all agree on the next step
-        within :meth:`save`, on the longest interval that one of them needs, and until then
-        every rank compares numbers.
+        The method needs no communication. Each rank measures its own cost, and the ranks agree on
+        the longest interval within :meth:`save`.
 
         Args:
-            step: How many steps are done. All ranks count alike.
+            step: Number of completed steps, equal on all ranks.
 
         Returns:
-            The same on every rank. It stays true until a save is tried.
+            The same value on every rank; remains ``True`` until the next call of :meth:`save`.
         """
-        self._boundary.passed(step)
-        return self._schedule.is_due(step, beside_a_save=self._is_busy)
+        self._boundary.step_ended(step)
+        return self._schedule.is_due(step, during_save=self._is_busy)
 
     def reserve(self, state: dict[str, Any]) -> None:
-        """Has agents make memory for states like this, so that the first save is fast, too."""
+        """Allocates the agent's memory in advance, so that the first save is fast too.
+
+        Without an agent, the method does nothing. All ranks call it.
+
+        Args:
+            state: A state with the same tensors as the states to save.
+
+        Raises:
+            Exception: The agent cannot save the state of a rank; raised on all ranks.
+            RankTimeoutError: A rank was late, stuck or gone.
+        """
         if self._backend is not None:
             self._backend.reserve(state)
 
     def save(self, step: int, state: dict[str, Any], *, persist: bool = True) -> bool:
-        """Saves a step, and removes those that are not to be kept.
+        """Saves a step, and removes the steps that are not to be retained.
 
         Args:
-            step: How many steps are done. The step's former checkpoint, if there is one, is
-                replaced when this one is complete.
-            state: What :func:`torch_ckpt.save` takes.
-            persist: Whether it is to come to disk. Otherwise the agent keeps it in memory, for
-                ranks that start again, and brings it to disk if they do not, or if it can no more.
+            step: Number of completed steps. An earlier checkpoint of the same step is replaced
+                once the new one is complete.
+            state: State dict, as for :func:`torch_ckpt.save`.
+            persist: Whether to write the step to disk. With ``False``, the agent retains the step
+                in memory for restarted ranks. The agent writes the newest step to disk when the
+                ranks end or die, or when the run falls back to saving without the agent.
 
         Returns:
-            Whether it was saved, or begun to be in the background; otherwise it was skipped.
+            ``True`` if the step was saved, or its save began in the background; ``False`` if the
+            step was skipped.
 
         Raises:
-            CheckpointError: The save before, in the background, has failed: the message names its
-                step. This one was not begun. Or it goes on, and ``on_busy`` is ``"error"``.
-            CheckpointException: A rank raised; maps ranks to their errors. No ``Exception``.
+            CheckpointError: The previous background save failed; the message names its step. The
+                new save did not begin. Or the previous save is still in progress, and ``on_busy``
+                is ``"error"``.
+            CheckpointException: A rank raised; maps ranks to their errors. It does not derive from
+                ``Exception``.
             RankTimeoutError: A rank was late, stuck or gone.
-            ValueError: ``step`` is negative, or the ranks are at different steps; or it is for
-                memory alone, and there is no agent.
+            ValueError: ``step`` is negative, the ranks are at different steps, or ``persist`` is
+                ``False`` and the run has no agent.
         """
         if step < 0:
             raise ValueError(f"{step=} is negative")
         if not persist and not self._is_for_agent:
-            raise ValueError("only an agent keeps a step in memory alone")
+            raise ValueError("persist=False: only an agent can retain a step in memory alone")
         begin = time.monotonic()
-        self._boundary.passed(step)
-        self._schedule.tried(step)
-        if self.asynchronous and self.on_busy != "wait" and self._others_busy():
+        self._boundary.step_ended(step)
+        self._schedule.attempted(step)
+        if self.asynchronous and self.on_busy != "wait" and self._is_coordinator_busy():
             if self.on_busy == "error":
-                raise CheckpointError(f"step {step} was not saved: the save before it goes on")
+                raise CheckpointError(
+                    f"step {step} was not saved: the previous save is in progress"
+                )
             self.skipped += 1
             return False
         self._begin(step, self.timeout_s)
@@ -216,7 +233,7 @@ class Run:
         if self.asynchronous:
             try:
                 self._save_in_background(step, state, persist=persist)
-            except Exception as error:  # Some ranks may not know of it yet.
+            except Exception as error:  # `_tune` reports it to the other ranks.
                 failure = error
         else:
             self._save_now(step, state, self.timeout_s)
@@ -224,11 +241,11 @@ class Run:
         return True
 
     def wait(self) -> None:
-        """Returns when no save goes on in the background any more.
+        """Waits for the background save.
 
         Raises:
-            CheckpointError: It has failed, or goes on for longer than ``timeout_s``: the message
-                names its step.
+            CheckpointError: The save failed, or is still in progress after ``timeout_s``; the
+                message names its step.
         """
         self._settle(self.timeout_s)
 
@@ -236,21 +253,21 @@ class Run:
     def saving_on_exception(
         self, state: Callable[[], dict[str, Any]], *, timeout_s: float = 30.0
     ) -> Iterator[None]:
-        """Saves the last whole step when training raises.
+        """Saves the last completed step if the block raises.
 
-        The last whole step is that of the last call of :meth:`should_save` or :meth:`save`. It is
-        saved unless it was already, or an optimizer of this process has begun a step since then:
-        the parameters are of no step in that case, and nothing is saved. What changes within a step
-        before the optimizer does (random states, a place in the data, running means) is saved as it
-        is then.
+        The last completed step is that of the last call of :meth:`should_save` or :meth:`save`.
+        Nothing is saved if that step is already saved, or if the error is from a save or load.
+        Nothing is saved either if an optimizer of this process has begun another step, because the
+        parameters may then belong to neither step. State that changes before the optimizer does
+        (random states, data position, running means) is saved as it is when the block raises.
 
-        One rank cannot save alone. The others must raise too, as they do when a collective of
-        training fails on all of them; if they do not within ``timeout_s``, nothing is saved. In any
-        case what was raised is raised, and a note on it says what became of the step. Of what a
-        save has raised, nothing is tried again.
+        One rank cannot save alone. All ranks must raise, as they do when a collective of training
+        fails on all of them. If another rank does not raise within ``timeout_s``, nothing is saved.
+        The exception of the block is always raised, with a note about the outcome of the save.
+        ``SystemExit`` and ``GeneratorExit`` save nothing and get no note.
 
         Args:
-            state: Returns what to save.
+            state: Returns the state to save.
             timeout_s: Seconds that this rank waits for the others.
 
         Example::
@@ -271,17 +288,17 @@ class Run:
     # ---- Loading ----
 
     def latest_step(self) -> int | None:
-        """The newest step that is complete and verifies; ``None`` if there is none.
+        """Returns the newest whole step; ``None`` if there is none.
 
-        The newest is looked at first, and the search ends with the first that is whole: a quick
-        look at one opens it and asks for the lengths of its files. Of each that was committed
-        and is damaged, the first rank warns. A save in the background is waited for.
+        The method first waits for the background save. The first rank then checks the steps from
+        the newest to the oldest, as ``verify`` requires, until one is whole. It warns of each
+        committed step that is damaged.
 
         Returns:
-            The same on every rank.
+            The same step on every rank.
 
         Raises:
-            CheckpointError: The save in the background has failed: the message names its step.
+            CheckpointError: The background save failed; the message names its step.
             StorageError: The directory cannot be read.
             RankTimeoutError: A rank was late, stuck or gone.
         """
@@ -289,24 +306,25 @@ class Run:
         return self._tiers.latest(first=self.wait)
 
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int | None:
-        """Loads the latest step in place.
+        """Loads the newest whole step, or a given step, in place.
 
-        If it turns out to be damaged while it is loaded, or is removed just then, all ranks fall
-        back to the one before, with a warning.
+        If the newest step proves damaged during the load, or is removed meanwhile, all ranks fall
+        back to the next older step, with a warning.
 
         Args:
-            state: What :func:`torch_ckpt.load` takes.
-            step: This one and no other.
+            state: State dict, as for :func:`torch_ckpt.load`.
+            step: Step to load; the newest whole step if ``None``.
 
         Returns:
-            The step that was loaded; ``None`` if none was ever committed, and ``state`` is
-            as it was. The same on every rank.
+            The loaded step, the same on every rank; ``None`` if no step was ever committed, in
+            which case ``state`` is unchanged.
 
         Raises:
-            CheckpointException: A rank raised; maps ranks to their errors. No ``Exception``.
-                ``state`` may be loaded in part.
-            CorruptionError: Steps were committed, and none of them is whole: training should not
-                begin anew without a word.
+            CheckpointError: The background save failed; the message names its step.
+            CheckpointException: A rank raised; maps ranks to their errors. It does not derive from
+                ``Exception``. ``state`` may be partly loaded.
+            CorruptionError: Steps were committed, but none is whole. Training must not silently
+                start over.
             RankTimeoutError: A rank was late, stuck or gone.
         """
         self._check_open()
@@ -316,24 +334,24 @@ class Run:
             self._tiers.restore_step(step, state, first=lambda: self._settled(step))
             found = step
         if found is not None:
-            self._boundary.at_stored(found)
+            self._boundary.restored(found)
             self._schedule.restored(found)
         return found
 
-    # ---- The end ----
+    # ---- Ending ----
 
     def close(self) -> None:
-        """Waits for the save in the background, and gives up the groups of the run, and so its use.
+        """Waits for the background save and ends the run; the run cannot be used afterwards.
 
         Raises:
-            CheckpointError: As :meth:`wait`.
+            CheckpointError: The background save failed; see :meth:`wait`.
         """
         try:
             self.wait()
         finally:
-            saver, self._backend = self._backend, None
-            if saver is not None:
-                saver.close()
+            backend, self._backend = self._backend, None
+            if backend is not None:
+                backend.close()
             self._closed = True
 
     def __enter__(self) -> Run:
@@ -346,15 +364,15 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         if error is not None and self._backend is not None:
-            self._backend.leave()  # What is in memory is what the next process goes on from.
+            self._backend.leave()  # The snapshots remain for the next process.
         try:
             self.close()
-        except CheckpointError as of_save:
+        except CheckpointError as save_error:
             if error is None:
                 raise
-            error.add_note(str(of_save))
+            error.add_note(str(save_error))
 
-    # ---- What ranks do, and what one does for all ----
+    # ---- Decisions of all ranks ----
 
     def _check_open(self) -> None:
         if self._closed:
@@ -367,18 +385,18 @@ class Run:
         decide: Callable[[list[T]], R],
         timeout_s: float | None = None,
     ) -> R:
-        """As :meth:`Group.decide`."""
+        """Returns the coordinator's decision on every rank; see :meth:`Group.decide`."""
         self._check_open()
         return self._group.decide(what, own, decide, timeout_s=timeout_s or self.timeout_s)
 
     @property
     def _is_busy(self) -> bool:
-        return self._pending is not None and self._pending.is_going_on
+        return self._pending is not None and self._pending.is_in_progress
 
-    def _others_busy(self) -> bool:
-        """Whether the save before goes on: on the coordinator, which is the last to be done."""
+    def _is_coordinator_busy(self) -> bool:
+        """Returns whether the previous save is in progress on the coordinator, the last to end."""
         return self._decide(
-            "looking for the save before", lambda: self._is_busy, lambda busy: busy[0]
+            "checking the previous save", lambda: self._is_busy, lambda busy: busy[0]
         )
 
     def _settle(self, timeout_s: float) -> None:
@@ -386,12 +404,12 @@ class Run:
         if pending is None:
             return
         try:
-            self._schedule.clock.ended_in_background(pending.settle(timeout_s))
+            self._schedule.clock.background_save_ended(pending.settle(timeout_s))
         except CheckpointError:
             self._boundary.stored = None
             raise
         finally:
-            if not pending.is_going_on:
+            if not pending.is_in_progress:
                 self._pending = None
 
     def _settled(self, step: int, timeout_s: float | None = None) -> int:
@@ -399,11 +417,11 @@ class Run:
         return step
 
     def _begin(self, step: int, timeout_s: float) -> None:
-        """All ranks are at this step, and the save before is over and has succeeded."""
+        """Checks that all ranks are at this step, and that the previous save succeeded."""
         self._decide(
             "beginning to save",
             lambda: self._settled(step, timeout_s),
-            the_same,
+            common_step,
             timeout_s=timeout_s,
         )
 
@@ -431,7 +449,7 @@ class Run:
         self._boundary.stored = step
 
     def _committed(self, step: int) -> None:
-        """Counts a step; on the coordinator, removes what is not to be kept."""
+        """Counts a committed step; on the coordinator, removes the steps not to be retained."""
         self.saved += 1
         if not self._group.is_coordinator:
             return
@@ -443,7 +461,7 @@ class Run:
             warnings.warn(f"old steps were not removed: {error}", stacklevel=2)
 
     def _tune(self, step: int, stopped_s: float, failure: Exception | None) -> None:
-        """Agrees on the next step to save, or on the failure of this save."""
+        """Agrees with all ranks on the next step to save, or raises the failure of this save."""
         interval = self._schedule.own_interval(step, stopped_s)
 
         def own() -> int:
@@ -456,7 +474,7 @@ class Run:
                 "agreeing on the next save", own, lambda intervals: max(intervals)
             )
         except BaseException:
-            with contextlib.suppress(CheckpointError):  # That failed for the same reason.
+            with contextlib.suppress(CheckpointError):  # It failed for the same reason.
                 self._settle(self.timeout_s)
             raise
         self._schedule.agreed(step, agreed)
@@ -464,8 +482,8 @@ class Run:
     def _save_after(
         self, error: BaseException, state: Callable[[], dict[str, Any]], timeout_s: float
     ) -> str:
-        """Saves the last step if that is possible; says what became of it."""
-        with contextlib.suppress(CheckpointError):  # Then it is not stored, and saved now.
+        """Saves the last completed step if possible; returns the outcome as text."""
+        with contextlib.suppress(CheckpointError):  # Then the step is not stored, and is saved now.
             self._settle(timeout_s)
         reason, step = self._boundary.reason_not_to_save(error), self._boundary.step
         if reason is not None or step is None:
@@ -473,6 +491,6 @@ class Run:
         try:
             self._begin(step, timeout_s)
             self._save_now(step, state(), timeout_s)
-        except BaseException as of_save:  # Even an interrupt: what training raised is what counts.
-            return f"step {step} was not saved after it: {why(of_save)}"
+        except BaseException as save_error:  # Even an interrupt: the error of training is raised.
+            return f"step {step} was not saved after it: {why(save_error)}"
         return f"step {step} was saved after it"

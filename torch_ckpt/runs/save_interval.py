@@ -1,7 +1,7 @@
-"""How often to save: as often as a stated share of training time allows.
+"""The save interval: as short as a given share of training time allows.
 
-After CheckFreq (Mohan, Phanishayee, Chidambaram, FAST '21): what a save costs is measured while
-training goes on, the interval follows from that, and each further save tunes it anew.
+After CheckFreq (Mohan, Phanishayee, Chidambaram, FAST '21): each save measures the cost of saving
+during training, and the next interval follows from that cost.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from dataclasses import dataclass
 __all__ = ["CostClock", "SaveCost", "SaveSchedule"]
 
 _PROFILED_STEPS = 10
-"""Steps before the first save, whose cost nobody knows: so many tell how long a step takes."""
+"""Number of steps before the first save; they measure the duration of a step."""
 
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What one save costs a rank, and what it is measured by.
+    """The measured cost of one save on one rank.
 
     Attributes:
-        stopped_s: For how long training stood still, in seconds: a synchronous save from its
-            beginning to its end, the copy of an asynchronous one, and waiting for the one before.
-        slowed_s: By how much the steps beside an asynchronous save were slower than others, in
-            seconds, all of them together.
-        busy_s: How long an asynchronous save went on in the background, in seconds.
-        step_s: How long a step takes beside which nothing is saved, in seconds.
+        stopped_s: Time for which training stopped, in seconds: a whole synchronous save, or the
+            copy of an asynchronous save, plus the wait for the previous save.
+        slowed_s: Total slowdown of the steps during an asynchronous save, in seconds.
+        busy_s: Duration of the asynchronous save in the background, in seconds.
+        step_s: Duration of a step with no save in progress, in seconds.
     """
 
     stopped_s: float
@@ -35,13 +34,16 @@ class SaveCost:
     step_s: float
 
     def interval(self, share: float) -> int:
-        """After how many steps the next save costs no more than a share of the time.
+        """Returns the number of steps after which the next save stays within a share of the time.
 
-        ``k`` steps and a save take ``k * step_s + cost``, of which ``cost`` is to be at most
-        ``share``. A save in the background is to be over when the next one begins.
+        ``k`` steps and a save last ``k * step_s + cost``; ``cost`` may be at most ``share`` of that
+        sum. The interval is also long enough for the background save to end before the next.
 
         Args:
-            share: Of the time of training and saving together; within (0, 1).
+            share: Share of the time of training and saving together; within (0, 1).
+
+        Returns:
+            At least 1.
 
         Example::
 
@@ -50,25 +52,25 @@ class SaveCost:
         step_s = max(self.step_s, 1e-6)
         cost_s = self.stopped_s + self.slowed_s
         steps = cost_s * (1 - share) / (share * step_s)
-        # The product of rounded numbers may exceed a whole one by nothing.
+        # Rounding errors must not raise an exact whole number to the next.
         return max(1, math.ceil(steps - 1e-9), math.ceil(self.busy_s / step_s - 1e-9))
 
 
 class SaveSchedule:
-    """The step to save next, which is the same on all ranks without a word between them.
+    """The next step to save, equal on all ranks without communication.
 
-    What changes it is known to all of them: which steps were tried to be saved, and the intervals
-    that they have agreed on.
+    The schedule depends only on facts that are equal on all ranks: the steps at which saves were
+    attempted, and the intervals that the ranks agreed on.
 
     Args:
-        every: Save each step that is a multiple of it, whatever saves cost.
-        share: Of the time of training and saving together, for the cost of saves; within (0, 1).
+        every: Save each step that is a multiple of this number, whatever saves cost.
+        share: Share of the time of training and saving together that saves may cost; within (0, 1).
 
     Example::
 
         schedule = SaveSchedule(None, 0.035)
-        if schedule.is_due(step, beside_a_save=False):
-            schedule.tried(step)
+        if schedule.is_due(step, during_save=False):
+            schedule.attempted(step)
     """
 
     def __init__(self, every: int | None, share: float) -> None:
@@ -76,91 +78,91 @@ class SaveSchedule:
         self._every, self._share = every, share
         self._interval = _PROFILED_STEPS
         self._next: int | None = None
-        self._tried: int | None = None
+        self._attempted: int | None = None
 
-    def is_due(self, step: int, *, beside_a_save: bool) -> bool:
-        """Called once when a step is done; says whether it is to be saved."""
-        self.clock.step_ends(step, beside_a_save=beside_a_save)
+    def is_due(self, step: int, *, during_save: bool) -> bool:
+        """Returns whether a step is to be saved; called once at the end of each step."""
+        self.clock.step_ended(step, during_save=during_save)
         if self._every is not None:
-            return step % self._every == 0 and step != self._tried
+            return step % self._every == 0 and step != self._attempted
         if self._next is None:
             self._next = step + self._interval
         return step >= self._next
 
-    def tried(self, step: int) -> None:
-        """Called when a save of a step begins or is skipped: the next comes an interval later."""
-        self._tried, self._next = step, step + self._interval
+    def attempted(self, step: int) -> None:
+        """Schedules the next save one interval later; called when a save begins or is skipped."""
+        self._attempted, self._next = step, step + self._interval
 
     def own_interval(self, step: int, stopped_s: float) -> int:
-        """The interval that this rank needs, called when training goes on after a save."""
+        """Returns the interval that this rank needs; called when training resumes after a save."""
         return self.clock.saved(step, stopped_s).interval(self._share)
 
     def agreed(self, step: int, interval: int) -> None:
-        """Called with what all ranks have agreed on after the save of a step."""
+        """Sets the interval that all ranks agreed on after the save of a step."""
         self._interval, self._next = interval, step + interval
 
     def restored(self, step: int) -> None:
-        """Called when training goes on from a checkpoint."""
-        self._tried, self._next = step, step + self._interval
+        """Schedules the next save after the state of a step was restored."""
+        self._attempted, self._next = step, step + self._interval
 
 
 class CostClock:
     """Measures steps and saves on one rank. Owned by the thread that trains.
 
-    A step lasts from one call of :meth:`step_ends` to the next, without the time of a save between
-    them. Evaluation and logging are part of the step that they belong to.
+    A step lasts from one call of :meth:`step_ended` to the next, without the time of a save between
+    the two. Evaluation and logging count as time of their step.
 
     Example::
 
-        clock.step_ends(7, beside_a_save=False)
-        with_saving = clock.saved(0.3)
+        clock.step_ended(7, during_save=False)
+        cost = clock.saved(7, 0.3)
     """
 
     def __init__(self) -> None:
         self._last: tuple[int, float] | None = None
-        self._free_s = self._beside_s = 0.0
-        self._free_steps = self._beside_steps = 0
+        self._free_s = self._during_save_s = 0.0
+        self._free_steps = self._steps_during_save = 0
         self._step_s = 0.0
         self._busy_s = 0.0
 
-    def step_ends(self, step: int, *, beside_a_save: bool) -> None:
-        """Called once when a step is done.
+    def step_ended(self, step: int, *, during_save: bool) -> None:
+        """Records the end of a step.
 
         Args:
-            step: How many are done.
-            beside_a_save: Whether a save goes on in the background.
+            step: Number of completed steps.
+            during_save: Whether a background save is in progress.
         """
         now = time.monotonic()
         if self._last is not None and step > self._last[0]:
             steps, seconds = step - self._last[0], now - self._last[1]
-            if beside_a_save:
-                self._beside_steps += steps
-                self._beside_s += seconds
+            if during_save:
+                self._steps_during_save += steps
+                self._during_save_s += seconds
             else:
                 self._free_steps += steps
                 self._free_s += seconds
         self._last = step, now
 
-    def ended_in_background(self, busy_s: float) -> None:
-        """Called when a save in the background is over, which took so long."""
+    def background_save_ended(self, busy_s: float) -> None:
+        """Records the duration of a background save."""
         self._busy_s = busy_s
 
     def saved(self, step: int, stopped_s: float) -> SaveCost:
-        """Called when training goes on after a save; begins to measure anew.
+        """Returns the cost of a save and restarts the measurement; called when training resumes.
 
         Args:
-            step: How many steps are done.
-            stopped_s: For how long training stood still.
+            step: Number of completed steps.
+            stopped_s: Time for which training stopped, in seconds.
 
         Returns:
-            The cost of a save by this one and, of one in the background, the one before.
+            The cost of this save; the background times are those of the previous save.
         """
         if self._free_steps:
             self._step_s = self._free_s / self._free_steps
-        elif self._beside_steps:  # All of them: how fast they would be otherwise, nobody knows.
-            self._step_s = self._beside_s / self._beside_steps
-        slowed_s = max(0.0, self._beside_s - self._beside_steps * self._step_s)
-        self._free_s = self._beside_s = 0.0
-        self._free_steps = self._beside_steps = 0
+        elif self._steps_during_save:  # A save was in progress during every step.
+            self._step_s = self._during_save_s / self._steps_during_save
+        slowed_s = max(0.0, self._during_save_s - self._steps_during_save * self._step_s)
+        self._free_s = self._during_save_s = 0.0
+        self._free_steps = self._steps_during_save = 0
         self._last = step, time.monotonic()
         return SaveCost(stopped_s, slowed_s, self._busy_s, self._step_s)

@@ -1,4 +1,4 @@
-"""Whether what is in memory is the state of a whole step, and may be saved when training raises."""
+"""StepBoundary: whether the state in memory is of a whole step, so that it can be saved."""
 
 from __future__ import annotations
 
@@ -14,56 +14,56 @@ __all__ = ["StepBoundary"]
 
 
 class StepBoundary:
-    """The end of the last step, and whether an optimizer has begun another since.
+    """The last completed step, and whether an optimizer has begun another step since.
 
     Example::
 
         boundary = StepBoundary()
         with boundary.watching_optimizers():
             train_step()
-            boundary.passed(1)
+            boundary.step_ended(1)
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
-        """That which has ended last."""
+        """The last completed step."""
         self.stored: int | None = None
-        """The one that this process has saved, begun to save or loaded last."""
+        """The step that this process saved, began to save or loaded last."""
         self._begun = False
 
-    def passed(self, step: int) -> None:
-        """Called when a step has ended."""
+    def step_ended(self, step: int) -> None:
+        """Records the end of a step."""
         self.step, self._begun = step, False
 
-    def at_stored(self, step: int) -> None:
-        """Called when the state in memory is that of a checkpoint."""
-        self.passed(step)
+    def restored(self, step: int) -> None:
+        """Records that the state in memory is that of a checkpoint."""
+        self.step_ended(step)
         self.stored = step
 
     @contextlib.contextmanager
     def watching_optimizers(self) -> Iterator[None]:
-        """Notes when any optimizer of this process begins a step."""
+        """Records when any optimizer of this process begins a step."""
 
-        def begins(*_: object) -> None:
+        def begin(*_: object) -> None:
             self._begun = True
 
-        hook = register_optimizer_step_pre_hook(begins)
+        hook = register_optimizer_step_pre_hook(begin)
         try:
             yield
         finally:
             hook.remove()
 
     def reason_not_to_save(self, error: BaseException) -> str | None:
-        """Why nothing should be saved after an error; ``None`` if the step should be."""
+        """Returns why nothing should be saved after an error; ``None`` if the step should be."""
         if isinstance(error, CheckpointException | CheckpointError):
-            return "nothing was saved after it: it came from a save or load"
+            return "nothing was saved after it: the error is from a save or load"
         if self.step is None:
             return "nothing was saved after it: no step had ended"
         if self._begun:
             return (
                 f"nothing was saved after it: an optimizer had begun another step after step "
-                f"{self.step}, so the parameters may be of neither"
+                f"{self.step}, so the parameters may belong to neither"
             )
         if self.step == self.stored:
-            return f"step {self.step}, the last one, had been saved before"
+            return f"step {self.step}, the last completed step, was saved before"
         return None

@@ -1,7 +1,7 @@
-"""The steps of a run on disk: which there are, which of them are whole, and how one is removed.
+"""StepDirectories: the steps of a run on disk: listing, verification, retention and removal.
 
-A step is a directory ``step-<n>``. Its name alone says what it is, so that no file beside it can be
-torn, or name a step that is not there; whether it is a checkpoint, its own metadata say.
+A step is a directory ``step-<n>``. Only its name identifies the step, so no separate file can be
+torn or name a missing step. Only its own metadata determines whether it is a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ _REMOVED = ".removed-"
 
 
 class StepDirectories:
-    """The tier of a run that is on disk.
+    """The steps of a run on disk, as a storage tier.
 
-    Every method but :meth:`load` concerns one process: ranks agree on what one of them has found.
+    :meth:`load` is called on all ranks, every other method on one rank, whose result the ranks
+    share.
 
     Args:
-        directory: That of the run.
-        verify: How :meth:`steps` looks whether a step is whole.
+        directory: Directory of the run.
+        verify: How :meth:`steps` verifies a step: ``"quick"`` opens the step and checks the lengths
+            of its files; ``"full"`` also checks all bytes.
         reader: Arguments for each :class:`FastReader`.
 
     Example::
@@ -52,11 +54,11 @@ class StepDirectories:
         self._reader = dict(reader or {})
 
     def path(self, step: int) -> Location:
-        """Where a step is."""
+        """Returns the directory of a step."""
         return self.directory / f"step-{step}"
 
     def listed(self) -> list[int]:
-        """All that is named as a step, whole or not, the newest first.
+        """Returns all directories with the name of a step, whole or not, the newest first.
 
         Raises:
             StorageError: The directory of the run cannot be read.
@@ -68,26 +70,26 @@ class StepDirectories:
         found = (_STEP.fullmatch(name) for name in names)
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
-    def here(self) -> None:
-        """Nothing: all ranks reach the same disk."""
+    def report(self) -> None:
+        """Returns ``None``: all ranks have the same disk."""
 
-    def steps(self, said: Sequence[None] = ()) -> Iterator[int]:
-        """Steps that are whole, the newest first; each is looked at when it is asked for.
+    def steps(self, reports: Sequence[None] = ()) -> Iterator[int]:
+        """Yields the whole steps, the newest first; verifies each step as it is requested.
 
-        Warns of those that were committed and are not whole any more.
+        Warns of steps that were committed and are damaged.
         """
         for step in self.listed():
             try:
                 self._check(self.path(step))
             except NotFoundError:
-                continue  # Never committed, or removed just now.
+                continue  # Never committed, or removed meanwhile.
             except CheckpointError as error:
                 warnings.warn(f"step {step} is passed over: {error}", stacklevel=2)
             else:
                 yield step
 
     def damaged(self) -> list[int]:
-        """Steps that were committed and are not whole any more, the newest first."""
+        """Returns the steps that were committed and are damaged, the newest first."""
         found = []
         for step in self.listed():
             try:
@@ -117,19 +119,18 @@ class StepDirectories:
         )
 
     def retain(self, saved: int, *, last: int, every: int | None) -> None:
-        """Removes what is neither among the newest steps nor one of every so many.
+        """Removes steps except the newest ``last`` and the multiples of ``every``.
 
-        What is kept whatever the arguments are: the step that was saved just now and the newest
-        whole one; and of what is newer than the oldest of the last ones, all that was committed,
-        also where it is damaged.
+        The step that was just saved and the newest whole step always remain. So do damaged steps
+        that are newer than the oldest of the newest ``last``.
 
         Args:
-            saved: The step that was saved just now.
-            last: How many of the newest whole steps to keep.
-            every: Steps that are multiples of it are kept, where they were committed.
+            saved: The step that was just saved.
+            last: Number of newest whole steps to retain.
+            every: Committed steps that are multiples of this number remain.
 
         Raises:
-            StorageError: The directory of the run cannot be read, or a step not be removed.
+            StorageError: The directory of the run cannot be read, or a step cannot be removed.
         """
         newest: list[int] = []
         for step in self.listed():
@@ -146,14 +147,14 @@ class StepDirectories:
                 committed = (self.path(step) / ".metadata").exists()
             if step == saved or (committed and every is not None and step % every == 0):
                 continue
-            if newest:  # What is newer than all that is whole may be a save that goes on.
+            if newest:  # A step newer than all whole steps may be a save in progress.
                 remove_directory(self.path(step))
 
     def sweep(self) -> None:
-        """Deletes what removals that were killed have left.
+        """Deletes the remains of interrupted removals.
 
         Raises:
-            StorageError: Something cannot be deleted.
+            StorageError: A file cannot be deleted.
         """
         with contextlib.suppress(NotFoundError):
             for name in self.directory.names():
@@ -162,18 +163,18 @@ class StepDirectories:
 
 
 def remove_directory(path: Location) -> None:
-    """Removes a checkpoint, so that nobody ever finds half of it under its name.
+    """Removes a checkpoint, so that no reader ever finds a partly deleted one under its name.
 
-    A reader that has opened the checkpoint finishes, or gets a
+    A reader that has already opened the checkpoint either finishes or raises
     :class:`~torch_ckpt.errors.NotFoundError`.
 
     Args:
         path: Directory of the checkpoint.
 
     Raises:
-        NotFoundError: There is none.
-        StorageError: It cannot be renamed, and is as it was. Or something in it cannot be deleted;
-            :meth:`StepDirectories.sweep` tries again.
+        NotFoundError: The checkpoint does not exist.
+        StorageError: The directory cannot be renamed, and is unchanged. Or a file in the renamed
+            directory cannot be deleted; :meth:`StepDirectories.sweep` retries that.
 
     Example::
 

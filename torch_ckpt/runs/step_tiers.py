@@ -1,6 +1,7 @@
-"""The places where steps of a run are, as one: the newest whole step is loaded from wherever it is.
+"""StepTiers: the storage tiers of a run's steps, such as memory and disk, combined.
 
-The coordinator looks, and all ranks load what it has found; so they fall back together, too.
+The coordinator chooses the newest whole step, and all ranks load it from the same tier. If the step
+is damaged, all ranks fall back to the same older step.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ __all__ = ["StepTiers", "Tier"]
 T = TypeVar("T")
 
 _GRACE_S = 60.0
-"""For how long a rank that has failed by itself waits for others, to tell them."""
+"""Longest time that a failed rank waits for the other ranks, to report its error."""
 
 
 class Tier(Protocol):
-    """A place where steps of a run are."""
+    """A storage of steps of a run."""
 
-    def here(self) -> Any:
-        """What this rank has to say on steps. Asked on every rank."""
+    def report(self) -> Any:
+        """Returns this rank's report about its steps. Called on every rank."""
         ...
 
-    def steps(self, said: Sequence[Any]) -> Iterator[int]:
-        """Steps that are whole there, the newest first. Asked on one rank, for all.
+    def steps(self, reports: Sequence[Any]) -> Iterator[int]:
+        """Returns the whole steps of the tier, the newest first. Called on one rank, for all.
 
         Args:
-            said: What each rank has said.
+            reports: The reports of all ranks.
         """
         ...
 
     def damaged(self) -> list[int]:
-        """Steps that were committed there and are not whole any more. Asked on one rank."""
+        """Returns steps that were committed and are damaged. Called on one rank."""
         ...
 
     def load(
@@ -60,7 +61,7 @@ class Tier(Protocol):
         no_dist: bool,
         timeout_s: float,
     ) -> None:
-        """Loads a step in place. Called on all ranks at once; raises what DCP's load does."""
+        """Loads a step in place. Called on all ranks at once; raises what ``dcp.load`` raises."""
         ...
 
 
@@ -68,11 +69,11 @@ class StepTiers:
     """Several tiers of one run. All ranks call its methods together.
 
     Args:
-        tiers: Of several that have the same step, the first counts.
+        tiers: The tiers. If several have the same step, the first counts.
         group: The ranks.
-        process_group: The same, as DCP takes them.
+        process_group: The same ranks, for DCP; all if ``None``.
         timeout_s: Seconds that one rank waits for another.
-        directory: That of the run, for messages.
+        directory: Directory of the run, for messages.
 
     Example::
 
@@ -92,24 +93,24 @@ class StepTiers:
         self._timeout_s, self._directory = timeout_s, directory
 
     def latest(self, *, first: Callable[[], None]) -> int | None:
-        """The newest whole step on all ranks.
+        """Returns the newest whole step, equal on all ranks; ``None`` if there is none.
 
         Args:
-            first: What each rank does before.
+            first: Called on each rank before.
         """
         found = self._group.decide(
-            "looking for the latest step",
-            lambda: self._here(first),
-            lambda said: self._newest(None, [here for _, here in said]),
+            "finding the latest step",
+            lambda: self._own_reports(first),
+            lambda answers: self._newest(None, [reports for _, reports in answers]),
             timeout_s=self._timeout_s,
         )
         return None if found is None else found[0]
 
     def restore(self, state: dict[str, Any], *, first: Callable[[], None]) -> int | None:
-        """Loads the newest step that turns out to be sound; ``None`` if none was committed."""
+        """Loads the newest sound step and returns it; ``None`` if no step was committed."""
         before: tuple[int, int] | None = None
         failure: CheckpointException | None = None
-        while found := self._choose(before, first):
+        while found := self._choose_older(before, first):
             step, number = before = found
             try:
                 self._load(self._tiers[number], step, state)
@@ -121,22 +122,22 @@ class StepTiers:
             else:
                 return step
         if failure is not None:
-            failure.add_note("no older step is whole; the state may be loaded in part")
+            failure.add_note("no older step is whole; the state may be partly loaded")
             raise failure
         return None
 
     def restore_step(self, step: int, state: dict[str, Any], *, first: Callable[[], int]) -> None:
-        """Loads this step, from the first tier that has it whole, or else from the last."""
+        """Loads a step from the first tier that has the whole step, or else from the last."""
 
-        def choose(said: list[tuple[int, list[Any]]]) -> int:
-            the_same([steps for steps, _ in said])
+        def choose(answers: list[tuple[int, list[Any]]]) -> int:
+            common_step([rank_step for rank_step, _ in answers])
             for number, tier in enumerate(self._tiers[:-1]):
-                if step in tier.steps([here[number] for _, here in said]):
+                if step in tier.steps([reports[number] for _, reports in answers]):
                     return number
             return len(self._tiers) - 1
 
         number = self._group.decide(
-            "choosing a step", lambda: self._here(first), choose, timeout_s=self._timeout_s
+            "choosing a step", lambda: self._own_reports(first), choose, timeout_s=self._timeout_s
         )
         while True:
             try:
@@ -148,16 +149,19 @@ class StepTiers:
             else:
                 return
 
-    def _here(self, first: Callable[[], T]) -> tuple[T, list[Any]]:
-        """What a rank does first, and what it has to say to each tier."""
-        return first(), [tier.here() for tier in self._tiers]
+    def _own_reports(self, first: Callable[[], T]) -> tuple[T, list[Any]]:
+        """Returns the result of ``first``, and this rank's report for each tier."""
+        return first(), [tier.report() for tier in self._tiers]
 
     def _newest(
-        self, before: tuple[int, int] | None, said: Sequence[list[Any]]
+        self, before: tuple[int, int] | None, reports: Sequence[list[Any]]
     ) -> tuple[int, int] | None:
-        """The newest whole step, and the number of its tier: the one before may be in the next."""
+        """Returns the newest whole step after ``before``, and the number of its tier.
+
+        ``before`` is a step and the number of its tier. The same step in a later tier follows it.
+        """
         tiers = [
-            _numbered(tier.steps([here[number] for here in said]), number)
+            _numbered(tier.steps([rank_reports[number] for rank_reports in reports]), number)
             for number, tier in enumerate(self._tiers)
         ]
         for step, number in heapq.merge(*tiers, key=lambda found: -found[0]):
@@ -165,23 +169,23 @@ class StepTiers:
                 return step, number
         return None
 
-    def _choose(
+    def _choose_older(
         self, before: tuple[int, int] | None, first: Callable[[], None]
     ) -> tuple[int, int] | None:
-        def choose(said: list[tuple[None, list[Any]]]) -> tuple[int, int] | None:
-            found = self._newest(before, [here for _, here in said])
+        def choose(answers: list[tuple[None, list[Any]]]) -> tuple[int, int] | None:
+            found = self._newest(before, [reports for _, reports in answers])
             if found is None and before is None:
                 damaged = [step for tier in self._tiers for step in tier.damaged()]
                 if damaged:
                     raise CorruptionError(
-                        f"no step in {self._directory} is whole, though {len(damaged)} were "
-                        f"committed, step {max(damaged)} the last of them: to begin anew, use "
-                        "another directory"
+                        f"cannot restore from {self._directory}: no committed step is whole "
+                        f"({len(damaged)} are damaged, the newest is step {max(damaged)}); to "
+                        "start over, use another directory"
                     )
             return found
 
         return self._group.decide(
-            "choosing a step", lambda: self._here(first), choose, timeout_s=self._timeout_s
+            "choosing a step", lambda: self._own_reports(first), choose, timeout_s=self._timeout_s
         )
 
     def _load(self, tier: Tier, step: int, state: dict[str, Any]) -> None:
@@ -196,7 +200,7 @@ class StepTiers:
             )
         except RankTimeoutError:
             raise
-        except Exception as error:  # Of this rank alone, such as of a load_state_dict.
+        except Exception as error:  # Raised on this rank alone, for example by a load_state_dict.
             failure = error
 
         def own() -> None:
@@ -214,15 +218,18 @@ class StepTiers:
             raise
 
 
-def the_same(steps: list[int]) -> int:
-    """The step that all ranks are at.
+def common_step(steps: list[int]) -> int:
+    """Returns the step of all ranks.
+
+    Args:
+        steps: The step of each rank.
 
     Raises:
-        ValueError: They are at different ones.
+        ValueError: The ranks are at different steps.
 
     Example::
 
-        assert the_same([7, 7]) == 7
+        assert common_step([7, 7]) == 7
     """
     if len(set(steps)) > 1:
         other = next(rank for rank, step in enumerate(steps) if step != steps[0])
@@ -238,7 +245,7 @@ def _numbered(steps: Iterator[int], number: int) -> Iterator[tuple[int, int]]:
 
 
 def _is_damage(error: CheckpointException) -> bool:
-    """Whether a load has failed for what is stored, so that an older step may do."""
+    """Returns whether a load failed because of stored data, so that an older step may load."""
     causes = [cause for cause, _ in error.failures.values()]
     damage = [
         cause

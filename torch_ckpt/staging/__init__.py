@@ -1,1 +1,1 @@
-"""Copies of a state dict's tensors in reusable memory."""
+"""Staging: copies of a state dict's tensors in reusable host memory."""

@@ -1,4 +1,4 @@
-"""Copies a state dict's structure and objects; what its tensors hold is for others to copy."""
+"""Copies of a state dict's structure and objects, with tensors that do not have memory yet."""
 
 from __future__ import annotations
 
@@ -26,34 +26,37 @@ _LONGEST_ELEMENT_NBYTES = 16
 
 
 class CopiedTensor(NamedTuple):
-    """A tensor of the training process, and the one that takes its place, of no memory yet."""
+    """A tensor of the training process, and its copy, which initially has no memory."""
 
     live: torch.Tensor
     copy: torch.Tensor
 
 
 class CopiedState(StateDictStager):
-    """A copy of a state dict: all of it but the memory of its tensors.
+    """A copy of a state dict, except for the memory of its tensors.
 
-    Tensors become plain CPU tensors, DTensors DTensors of such, and wrapper subclasses wrap copies
-    of their inner tensors. What only torch can copy (other subclasses, quantised and sparse
-    tensors, lazily conjugated ones) and what objects hold, which may look at it as they are put
-    together, is copied at once.
+    Copies of tensors are plain CPU tensors. Copies of DTensors are DTensors of CPU tensors. Copies
+    of wrapper subclasses wrap copies of their inner tensors. Two kinds of tensors are copied
+    immediately, with their values:
+
+    - Tensors that only torch can copy: other subclasses, quantized, sparse and lazily conjugated
+      tensors.
+    - Tensors inside objects, because the constructors of the objects may read them.
 
     Attributes:
-        state: The copy, whole once :meth:`put_together` was called.
-        tensors: Those that lack memory.
+        state: The copy. Complete after :meth:`build_wrappers`.
+        tensors: The tensors whose copies lack memory.
 
     Raises:
-        Exception: Whatever an object raises that cannot be copied.
+        Exception: The error of an object that cannot be copied.
     """
 
     def __init__(self, state_dict: dict[str, Any]) -> None:
         super().__init__()
         self.tensors: list[CopiedTensor] = []
-        # Objects see no tensor that still lacks its values.
+        # Separate from the memo of tensors, since objects must not contain tensors without values.
         self._memo_of_objects: dict[int, Any] = {}
-        self._later: list[tuple[Any, Any, _Later]] = []  # Container, key, value.
+        self._deferred: list[tuple[Any, Any, _Deferred]] = []  # Container, key, value.
         try:
             with torch.no_grad():
                 self.state: dict[str, Any] = self.deepcopy_with_tensor_offload(state_dict)
@@ -63,7 +66,7 @@ class CopiedState(StateDictStager):
     def deepcopy_with_tensor_offload(
         self, x: Any, memo: Any = None, _nil: Any = None, non_blocking: bool = False
     ) -> Any:
-        """Copies a value of the state dict; stock's calls this for what a value refers to."""
+        """Copies a value of the state dict. Torch's stager calls it for nested values, too."""
         kind = type(x)
         if kind in _ATOMS:
             return x
@@ -73,15 +76,15 @@ class CopiedState(StateDictStager):
         if y is not _UNKNOWN:
             return y
         if is_tensor:
-            copied = self._copied_for_object if memo is self._memo_of_objects else self._copied
-            y = memo[id(x)] = copied(x, memo)
+            copy = self._copy_for_object if memo is self._memo_of_objects else self._copy
+            y = memo[id(x)] = copy(x, memo)
         elif kind is dict or kind is OrderedDict:
             y = memo[id(x)] = kind()
-            again = self.deepcopy_with_tensor_offload
+            recurse = self.deepcopy_with_tensor_offload
             for key, value in x.items():
-                self._put(y, again(key, memo), again(value, memo))
-            if kind is OrderedDict:  # Of a module, with versions of what is in it.
-                vars(y).update(again(vars(x), self._memo_of_objects))
+                self._put(y, recurse(key, memo), recurse(value, memo))
+            if kind is OrderedDict:  # A module's state dict has version numbers as attributes.
+                vars(y).update(recurse(vars(x), self._memo_of_objects))
         elif kind is list:
             y = memo[id(x)] = [None] * len(x)
             for at, value in enumerate(x):
@@ -92,23 +95,23 @@ class CopiedState(StateDictStager):
         self._keep_alive(x, memo)  # type: ignore[no-untyped-call]
         return y
 
-    def put_together(self) -> None:
-        """Makes the wrapper subclasses, once their inner tensors have their values."""
-        later, self._later = self._later, []
+    def build_wrappers(self) -> None:
+        """Creates wrapper subclasses. Call it after their inner tensors have values."""
+        deferred, self._deferred = self._deferred, []
         with torch.no_grad():
-            for container, key, value in later:
+            for container, key, value in deferred:
                 container[key] = value.get()
 
     def _put(self, container: Any, key: Any, value: Any) -> None:
         container[key] = value
-        if type(value) is _Later:
-            self._later.append((container, key, value))
+        if type(value) is _Deferred:
+            self._deferred.append((container, key, value))
 
-    def _copied_for_object(self, x: torch.Tensor, memo: Any) -> torch.Tensor:
+    def _copy_for_object(self, x: torch.Tensor, memo: Any) -> torch.Tensor:
         is_plain = _tensor_view.tensor_kind(x) != _tensor_view.TensorKind.TORCHS_OWN
         if not is_plain or x.is_conj() or x.is_neg():
-            return _copied_at_once(x)
-        # Stock keeps attributes, and views of one storage together.
+            return _full_copy(x)
+        # Torch's method preserves attributes, and storage shared by views.
         y: torch.Tensor = self._offload_tensor(x, memo)  # type: ignore[no-untyped-call]
         if isinstance(x, torch.nn.Parameter):
             attributes = vars(y)
@@ -117,52 +120,52 @@ class CopiedState(StateDictStager):
             return y
         return y.requires_grad_(x.requires_grad)
 
-    def _copied(self, x: torch.Tensor, memo: Any) -> torch.Tensor | _Later:
+    def _copy(self, x: torch.Tensor, memo: Any) -> torch.Tensor | _Deferred:
         if type(x) is DTensor:
             local = self.deepcopy_with_tensor_offload(x._local_tensor, memo)
-            # Its __init__ does nothing, and imports all of torch's compiler for that.
+            # DTensor.__init__ does nothing, but it imports all of torch's compiler.
             make = functools.partial(
                 DTensor.__new__, DTensor, spec=x._spec, requires_grad=x.requires_grad
             )
-            return _Later(lambda: make(local.get())) if type(local) is _Later else make(local)
+            return _Deferred(lambda: make(local.get())) if type(local) is _Deferred else make(local)
         if type(x) is AsyncCollectiveTensor:
-            return self._copied(x.wait(), memo)
+            return self._copy(x.wait(), memo)
         if is_traceable_wrapper_subclass(x):
-            return self._wrapped_again(x, memo)
+            return self._deferred_wrapper(x, memo)
         if _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCHS_OWN:
-            return _copied_at_once(x)
+            return _full_copy(x)
         if x.is_conj() or x.is_neg():
             return to_plain(x)
         y = torch.empty(0, dtype=x.dtype)
         self.tensors.append(CopiedTensor(x, y))
         return y
 
-    def _wrapped_again(self, x: Any, memo: Any) -> _Later:
+    def _deferred_wrapper(self, x: Any, memo: Any) -> _Deferred:
         names, context = x.__tensor_flatten__()
-        # Aliases: others may hold an inner tensor itself, and be left out of what is staged.
+        # Detach, because the inner tensor itself may be a value that is left out of staging.
         inner = {
             name: self.deepcopy_with_tensor_offload(getattr(x, name).detach(), memo)
             for name in names
         }
 
         def make() -> torch.Tensor:
-            copies = {n: y.get() if type(y) is _Later else y for n, y in inner.items()}
+            copies = {n: y.get() if type(y) is _Deferred else y for n, y in inner.items()}
             return _wrapper_like(x, copies, context)
 
-        return _Later(make)
+        return _Deferred(make)
 
 
-class _Later:
-    """A tensor that is made once others have their values, which its class may look at."""
+class _Deferred:
+    """A tensor to create after its inner tensors have values, which its class may read."""
 
     def __init__(self, make: Callable[[], torch.Tensor]) -> None:
         self._make = make
-        self._made: torch.Tensor | None = None
+        self._tensor: torch.Tensor | None = None
 
     def get(self) -> torch.Tensor:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+        if self._tensor is None:
+            self._tensor = self._make()
+        return self._tensor
 
 
 def _wrapper_like(x: Any, inner: dict[str, torch.Tensor], context: Any) -> torch.Tensor:
@@ -170,26 +173,26 @@ def _wrapper_like(x: Any, inner: dict[str, torch.Tensor], context: Any) -> torch
     return y.requires_grad_(x.requires_grad)
 
 
-def _copied_at_once(x: torch.Tensor) -> torch.Tensor:
-    """A copy with memory of its own, on the CPU."""
+def _full_copy(x: torch.Tensor) -> torch.Tensor:
+    """Returns a copy with its own memory and values, on the CPU."""
     if x.dtype not in PICKLED_DTYPES:
-        return x.detach()  # Torch cannot copy it either; the save refuses it, by name.
-    if is_traceable_wrapper_subclass(x):  # Many have no clone of their own.
+        return x.detach()  # Torch cannot copy it. The save refuses it with its FQN.
+    if is_traceable_wrapper_subclass(x):  # Many of these classes do not implement clone.
         names, context = x.__tensor_flatten__()
-        return _wrapper_like(x, {n: _copied_at_once(getattr(x, n)) for n in names}, context)
+        return _wrapper_like(x, {n: _full_copy(getattr(x, n)) for n in names}, context)
     copied = x.detach().clone() if x.device.type == "cpu" else x.detach().cpu()
     return copied.requires_grad_(x.requires_grad)
 
 
 @dataclass
 class MemoryRun:
-    """A run of the training process's memory that is copied as one: what tensors share it.
+    """A contiguous range of the training process's memory, copied at once for all its tensors.
 
     Attributes:
-        begin: In their storage, in bytes.
-        end: Likewise, exclusive.
-        number: Of its first tensor among all.
-        tensors: Those that lie in it, and where each begins.
+        begin: First byte of the range, as an offset in the tensors' storage.
+        end: End of the range (exclusive), as an offset in the storage, in bytes.
+        number: Lowest position of its tensors in the list of all tensors.
+        tensors: The tensors in the range, each with its offset in the storage, in bytes.
     """
 
     begin: int
@@ -199,11 +202,11 @@ class MemoryRun:
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Length of the range, in bytes."""
         return self.end - self.begin
 
     def live_bytes(self) -> torch.Tensor:
-        """A contiguous tensor that it is the memory of."""
+        """Returns a contiguous tensor over the range."""
         live = self.tensors[0][0].live
         if len(self.tensors) == 1 and live.is_contiguous():
             return live
@@ -211,7 +214,7 @@ class MemoryRun:
         return flat.set_(live.untyped_storage(), self.begin, (self.nbytes,), (1,))
 
     def set_memory(self, memory: torch.Tensor) -> None:
-        """Has the copies lie in these bytes as the tensors do in the run."""
+        """Places the copies in ``memory``, at the same offsets as the tensors in the range."""
         storage = memory.untyped_storage()
         for (live, copy), begin in self.tensors:
             offset = (begin - self.begin) // live.itemsize
@@ -220,7 +223,7 @@ class MemoryRun:
                 copy.requires_grad_()
 
     def use_live_memory(self) -> None:
-        """Has the copies be views of the tensors themselves."""
+        """Makes the copies views of the live tensors."""
         for (live, copy), _ in self.tensors:
             copy.data = live.detach()
             if live.requires_grad:
@@ -228,7 +231,7 @@ class MemoryRun:
 
 
 def drop_memory(tensors: Iterable[CopiedTensor]) -> None:
-    """Has copies be like their tensors in all but memory: whoever reads one raises."""
+    """Gives copies the sizes and strides of their tensors, but no memory. Reading one raises."""
     for live, copy in tensors:
         copy.data = torch.empty_strided(live.size(), live.stride(), dtype=live.dtype)
         copy.untyped_storage().resize_(0)
@@ -237,16 +240,15 @@ def drop_memory(tensors: Iterable[CopiedTensor]) -> None:
 
 
 def runs_of(tensors: Iterable[CopiedTensor]) -> list[MemoryRun]:
-    """The memory of tensors, in runs that do not meet: views that overlap share one.
+    """Returns the memory of tensors as disjoint ranges. Overlapping views share a range.
 
-    In the order of the tensors, which is the same from save to save.
-
-    Tensors without elements are in none, and have what memory they need after this.
+    The ranges are in the order of the tensors, which is the same in every save. Copies of tensors
+    without elements need no range; they are ready after this call.
 
     Raises:
-        ValueError: A tensor has no memory.
+        ValueError: The storage of a tensor is too small for the tensor.
     """
-    placed: list[tuple[int, int, int, int, CopiedTensor]] = []
+    extents: list[tuple[int, int, int, int, CopiedTensor]] = []
     for number, tensor in enumerate(tensors):
         storage, begin, end = _tensor_view.extent(tensor.live)
         if begin == end:
@@ -257,16 +259,16 @@ def runs_of(tensors: Iterable[CopiedTensor]) -> list[MemoryRun]:
                 f"cannot stage a {tensor.live.dtype} tensor of sizes {tuple(tensor.live.size())}: "
                 f"its storage has {tensor.live.untyped_storage().nbytes()} bytes of {end}"
             )
-        placed.append((storage, begin, end, number, tensor))
-    placed.sort(key=lambda place: place[:2])
+        extents.append((storage, begin, end, number, tensor))
+    extents.sort(key=lambda extent: extent[:2])
     runs: list[MemoryRun] = []
-    former = 0
-    for storage, begin, end, number, tensor in placed:
-        if not runs or storage != former or begin >= runs[-1].end:
+    previous = 0
+    for storage, begin, end, number, tensor in extents:
+        if not runs or storage != previous or begin >= runs[-1].end:
             runs.append(MemoryRun(begin, end, number))
-        run, former = runs[-1], storage
+        run, previous = runs[-1], storage
         run.number = min(run.number, number)
-        if run.tensors:  # Elements of another length are to be whole numbers of them apart.
+        if run.tensors:  # Offsets must be multiples of the size of every dtype in the range.
             run.begin -= run.begin % _LONGEST_ELEMENT_NBYTES
         run.end = max(run.end, end)
         run.tensors.append((tensor, begin))

@@ -1,10 +1,10 @@
-"""Which tensors a rank need not stage: those that others write."""
+"""Determines which replicated tensors a rank need not stage, because other ranks write them."""
 
 from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,46 +21,54 @@ __all__ = ["Share", "Sharing", "share_of"]
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's share of what the ranks of a save hold: what it has written in the last one.
+    """The items that a rank wrote in the last save.
 
     Attributes:
-        digest: Of all that it listed.
-        plan: Names the global plan that gave it to the rank: 16 bytes.
-        work: What the rank has written.
+        digest: Digest of all items that the rank listed.
+        plan: Identifier of the global plan: 16 bytes.
+        work: The items that the rank wrote.
+        ranks: The ranks that saved.
     """
 
     digest: bytes
     plan: bytes
     work: _native.Work
+    ranks: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """A save in which each rank stages its share alone, if all ranks agree.
+    """A save in which each rank stages only its share, if the shares of all ranks are still valid.
 
     Attributes:
-        planner: That of the save.
-        all_equal: Returns whether all ranks have called it with the same bytes. Each calls it once.
+        planner: The planner of the save.
+        all_equal: Returns whether all ranks called it with the same bytes. Every rank calls it
+            once.
+        ranks: The ranks that save.
     """
 
     planner: FastSavePlanner
     all_equal: Callable[[bytes], bool]
+    ranks: Sequence[int]
 
     def left_out(self, state_dict: dict[str, Any], share: Share | None) -> set[int]:
-        """``id`` of the tensors that this rank will not write.
+        """Returns the ``id`` of each tensor that this rank does not write in this save.
 
-        Planning the same lists again gives the same plan. So what a rank wrote in the last save it
-        writes again if every rank lists the same as then. If one rank does not, all stage all.
+        Planning is deterministic. If every rank lists the same items as in the last save, every
+        rank writes its last share again. If any rank lists other items, all ranks stage everything.
         """
-        others = None if share is None else _not_written(state_dict, share, self.planner)
-        answer = secrets.token_bytes(16) if share is None or others is None else share.plan
-        return others or set() if self.all_equal(answer) else set()
+        if share is not None and share.ranks != self.ranks:
+            share = None  # Ranks that do not take part now wrote some of the tensors.
+        unwritten = None if share is None else _unwritten(state_dict, share, self.planner)
+        answer = secrets.token_bytes(16) if share is None or unwritten is None else share.plan
+        return unwritten or set() if self.all_equal(answer) else set()
 
 
-def share_of(plan: SavePlan, planner: SavePlanner) -> Share | None:
-    """What a rank writes by a final plan; ``None`` if the next save may have another.
+def share_of(plan: SavePlan, planner: SavePlanner, ranks: Sequence[int]) -> Share | None:
+    """Returns a rank's share in a final plan; ``None`` if the next save cannot reuse it.
 
-    Only of :class:`FastSavePlanner` itself: a subclass may store an item from any tensor.
+    Subclasses of :class:`FastSavePlanner` have no reusable share, because they may resolve an item
+    to any tensor.
     """
     items: Any = plan.items
     if type(planner) is not FastSavePlanner or not isinstance(items, PlannedItems):
@@ -68,13 +76,13 @@ def share_of(plan: SavePlan, planner: SavePlanner) -> Share | None:
     token = None if planner.digest is None else plan_cache().token(planner.digest)
     if planner.digest is None or token is None:
         return None
-    return Share(planner.digest, token[:16], items.work)
+    return Share(planner.digest, token[:16], items.work, ranks)
 
 
-def _not_written(
+def _unwritten(
     state_dict: dict[str, Any], share: Share, planner: FastSavePlanner
 ) -> set[int] | None:
-    """``id`` of the tensors that are not in this share; ``None`` if the state is another."""
+    """Returns the ``id`` of each tensor outside the share; ``None`` if the rank's list changed."""
     probe = copy.copy(planner)
     probe.enable_plan_caching = False
     probe.set_up_planner(state_dict)

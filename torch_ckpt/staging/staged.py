@@ -1,4 +1,4 @@
-"""What was staged for one save, and how long its memory is in use."""
+"""The staged tensors of one save, and the lifetime of their memory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from torch_ckpt.errors import CheckpointError, UnsupportedError
 __all__ = ["POLL_S", "PartlyStaged", "Staged"]
 
 POLL_S = 0.01
-"""How often somebody who waits for a save looks whether it has ended."""
+"""Poll interval of threads that wait for a save, in seconds."""
 
 
 class Staged:
-    """The memory of one save.
+    """The snapshot of one save.
+
+    If ``max_host_nbytes`` is too small for all tensors, the snapshot has unstaged tensors: they are
+    written first, directly from the memory of training.
 
     Args:
-        address: Of its snapshot.
-        nbytes: Of that.
-        name: What it holds, for messages.
-        has_left: Whether tensors were left where they are, to be written from there first.
-        release: Gives the snapshot back.
+        address: Address of the snapshot.
+        nbytes: Size of the snapshot, in bytes.
+        name: Name of the snapshot, for messages.
+        has_unstaged: Whether there are unstaged tensors.
+        release: Returns the snapshot to its stager.
     """
 
     def __init__(
@@ -35,25 +38,26 @@ class Staged:
         nbytes: int,
         *,
         name: str,
-        has_left: bool,
+        has_unstaged: bool,
         release: Callable[[Staged], None],
     ) -> None:
-        self.has_left = has_left
+        self.has_unstaged = has_unstaged
         self._name = name
         self._address, self._nbytes = address, nbytes
         self._release = release
-        self._deciding = threading.Lock()
+        self._thread_lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._first_written = threading.Event()
+        self._unstaged_written = threading.Event()
         self._aborted = False
 
     def begin_save(self) -> bool:
-        """Called by the thread that saves what was staged.
+        """Registers the current thread as the one that writes the snapshot.
 
         Returns:
-            Whether it is that thread, and not one that saves something else later.
+            Whether the current thread is that thread. Another thread may call it later, to save
+            something else.
         """
-        with self._deciding:
+        with self._thread_lock:
             if self._thread is None:
                 self._thread = threading.current_thread()
         return self._thread is threading.current_thread()
@@ -61,53 +65,58 @@ class Staged:
     def __str__(self) -> str:
         if self._thread is None:
             return (
-                f"{self._name}: no thread saves it, but something refers to what stage() returned"
+                f"{self._name}: no thread writes it, but something refers to what stage() returned"
             )
-        return f"{self._name}: thread {self._thread.name!r} is saving it"
+        return f"{self._name}: thread {self._thread.name!r} is writing it"
 
     @property
     def is_over(self) -> bool:
-        """Whether the save has certainly ended."""
+        """Whether the thread that writes the snapshot has ended."""
         return self._thread is not None and not self._thread.is_alive()
 
     def release(self) -> None:
-        """Gives the snapshot back; once."""
+        """Returns the snapshot to its stager. Further calls have no effect."""
         self._release(self)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where in the snapshot a tensor of the copy begins, in bytes; ``None`` if not in there."""
+        """Returns a tensor's offset in the snapshot, in bytes; ``None`` if it is not in there."""
         offset = tensor.data_ptr() - self._address
         return offset if 0 <= offset < self._nbytes else None
 
     def can_wait(self, source: torch.Tensor | None) -> bool:
-        """Whether what is stored from a tensor, or an object, need not be written first."""
+        """Returns whether an item with this source may be written after the unstaged tensors.
+
+        Args:
+            source: The source tensor of the item; ``None`` for an object.
+        """
         return source is not None and (not source.numel() or self.offset_of(source) is not None)
 
-    def first_are_written(self) -> None:
-        """Called when all that was left where it is has been written.
+    def unstaged_are_written(self) -> None:
+        """Marks the unstaged tensors as written.
 
         Raises:
-            CheckpointError: It may have changed meanwhile, since nobody has waited for this.
+            CheckpointError: The tensors may have changed, because the wait for them was aborted.
         """
-        self._first_written.set()
+        self._unstaged_written.set()
         if self._aborted:
             raise CheckpointError(
-                "what max_host_nbytes has left may have changed before it was written: the call of "
-                "async_save did not wait for it to the end"
+                "cannot save: tensors beyond max_host_nbytes may have changed before they were "
+                "written, because async_save did not wait until then"
             )
 
-    def wait_for_first(self, timeout_s: float) -> None:
-        """Waits for :meth:`first_are_written`, or for the end of the save.
+    def wait_for_unstaged(self, timeout_s: float) -> None:
+        """Waits until the unstaged tensors are written, or the save has ended.
 
         Raises:
-            CheckpointError: It has not come within the time.
+            CheckpointError: Neither happened within ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
         try:
-            while not (self._first_written.wait(POLL_S) or self.is_over):
+            while not (self._unstaged_written.wait(POLL_S) or self.is_over):
                 if time.monotonic() > deadline:
                     raise CheckpointError(
-                        f"what max_host_nbytes has left was not written within {timeout_s:g} s"
+                        "cannot save: tensors beyond max_host_nbytes were not written within "
+                        f"{timeout_s:g} s"
                     )
         except BaseException:
             self._aborted = True
@@ -115,17 +124,16 @@ class Staged:
 
 
 class PartlyStaged(dict[str, Any]):
-    """A state dict some of whose tensors are the training process's own."""
+    """A staged state dict in which unstaged tensors are those of training."""
 
     def __init__(self, staged: Staged, state: dict[str, Any]) -> None:
         super().__init__(state)
         self._staged = staged
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For another process that saves, which needs all of it staged."""
+        """Refuses to pickle the state dict for a save process, which needs all tensors staged."""
         with contextlib.suppress(CheckpointError):
-            self._staged.first_are_written()  # Nothing is going to be.
+            self._staged.unstaged_are_written()  # Ends the wait, because no save follows.
         raise UnsupportedError(
-            "a save by another process needs all of the state staged, and max_host_nbytes does "
-            "not hold it"
+            "cannot save in another process: max_host_nbytes is too small to stage all tensors"
         )

@@ -1,4 +1,4 @@
-"""Staging: training stops for one copy into host memory, which is written while it goes on."""
+"""SnapshotStager: copies a state dict into reusable host memory for asynchronous saves."""
 
 from __future__ import annotations
 
@@ -31,45 +31,48 @@ from torch_ckpt.staging.staged import POLL_S, PartlyStaged, Staged
 __all__ = ["TIMEOUT_S", "SnapshotStager"]
 
 _SMALLEST_NBYTES = 4096
-"""Of a snapshot, which has some memory in any case."""
+"""Minimum size of a snapshot, in bytes."""
 
 _SLACK_NBYTES = 64 << 20
-"""A snapshot is kept if it has no more than twice what is needed, and this."""
+"""A snapshot is reused if it is at most twice the required size, plus this slack, in bytes."""
 
 _LOG = logging.getLogger("torch_ckpt")
 _WARN_AFTER_S = 5.0
 
 TIMEOUT_S = 1800.0
-"""How long a save waits for the former one to give its memory back."""
+"""Seconds that a save waits for an earlier save to release its snapshot."""
 
 _THREADS = min(4, os.cpu_count() or 1)
 
 
 class SnapshotStager:
-    """Copies a state dict into memory that is kept from save to save; an ``AsyncStager`` of DCP.
+    """Copies a state dict into a snapshot: host memory that is reused from save to save.
 
-    The memory is all there before the first byte is copied, and several threads copy. The first
-    save has to make it; :meth:`reserve` does so beforehand. A snapshot is in use until the state
-    dict that :meth:`stage` has returned is gone, or with :class:`FastWriter` until the thread that
-    saves has ended; a save that begins earlier waits for that, at most 1800 s. So at most one copy
-    exists: on a rank, the bytes of its tensors, or ``max_host_nbytes``.
+    It implements DCP's ``AsyncStager``, and copies with several threads. The first save allocates
+    the snapshot; call :meth:`reserve` to allocate it earlier.
+
+    A rank has at most one snapshot, with the size of its tensors, or ``max_host_nbytes``. The
+    snapshot is in use as long as any reference to the result of :meth:`stage` exists. With
+    :class:`FastWriter`, its use ends at the latest with the thread that writes it. A save that
+    begins earlier waits for at most 1800 s.
 
     Args:
-        max_host_nbytes: Most bytes of a snapshot. Tensors beyond it are not copied: with
-            :class:`FastWriter`, ``async_save`` returns when they have been written from where they
-            are, and the rest is written in the background. Other writers, and saves by another
-            process, have no such thing, and staging raises.
-        blocking: Whether :meth:`stage` returns when everything is copied. Otherwise
-            ``dcp.async_save`` returns an ``AsyncSaveResponse`` before, and the tensors must not
-            change until :meth:`wait_staged` has returned.
+        max_host_nbytes: Maximum size of the snapshot, in bytes; unlimited if ``None``. With
+            :class:`FastWriter`, tensors beyond this size are written directly from the memory of
+            training before ``async_save`` returns. The other tensors are written in the
+            background. Other writers, and saves in another process, raise an error if the tensors
+            do not fit.
+        blocking: Whether :meth:`stage` returns after the copy. If ``False``, ``dcp.async_save``
+            returns an ``AsyncSaveResponse`` before the copy is complete. The tensors must not
+            change until :meth:`wait_staged` returns.
+
+    Attributes:
+        waits: Number of saves that waited for an earlier save.
+        skips: Number of saves that :func:`torch_ckpt.async_save` skipped (``on_busy="skip"``).
+        refusals: Number of saves that :func:`torch_ckpt.async_save` refused (``on_busy="error"``).
 
     Raises:
         ValueError: ``max_host_nbytes`` is less than 1.
-
-    Attributes:
-        waits: How often a save had to wait for a former one.
-        skips: How often :func:`torch_ckpt.async_save` skipped one instead.
-        refusals: How often it raised.
 
     Example::
 
@@ -91,8 +94,9 @@ class SnapshotStager:
         self.max_host_nbytes = max_host_nbytes
         self.blocking = blocking
         self.waits = self.skips = self.refusals = 0
-        self.share: Share | None = None  # Of this rank, in the last save.
-        self._free: list[_native.Snapshot | None] = [None]  # Empty while the snapshot is in use.
+        self.share: Share | None = None  # This rank's share in the last save.
+        # The snapshot, or None before it is allocated. Empty while the snapshot is in use.
+        self._free: list[_native.Snapshot | None] = [None]
         self._in_use: set[Staged] = set()
         self._changed = threading.Condition()
         self._copying: Future[None] | None = None
@@ -103,18 +107,18 @@ class SnapshotStager:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """As DCP asks: whether :meth:`synchronize_staging` is to be called."""
+        """Whether DCP must call :meth:`synchronize_staging` after it has started the save."""
         return self._synchronize_after_execute
 
     def synchronize_staging(self) -> None:
-        """As :meth:`wait_staged`."""
+        """Same as :meth:`wait_staged`. DCP calls this method."""
         self.wait_staged()
 
     def wait_staged(self) -> None:
-        """Returns when the tensors that were staged last may change.
+        """Waits until the tensors of the last :meth:`stage` are copied, and may change.
 
         Raises:
-            Exception: They could not be copied; the save raises the same.
+            Exception: The copy failed. The save raises the same error.
         """
         copying, self._copying = self._copying, None
         if copying is not None:
@@ -122,13 +126,13 @@ class SnapshotStager:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the next save would wait for a former one."""
+        """Whether the next save would wait for an earlier save."""
         with self._changed:
             self._reclaim()
             return not self._free
 
     def close(self) -> None:
-        """Lets go of the memory that is not in use."""
+        """Releases the snapshot if it is not in use."""
         with self._changed:
             if self._free:
                 self._free = [None]
@@ -137,11 +141,16 @@ class SnapshotStager:
             executor.shutdown()
 
     def reserve(self, state_dict: dict[str, Any]) -> None:
-        """Makes the memory for such a state dict unless it is in use, and copies nothing.
+        """Allocates and pins a snapshot for a state dict, unless the snapshot is in use.
+
+        Copies nothing.
+
+        Args:
+            state_dict: A state dict with tensors of the same sizes as in later saves.
 
         Raises:
-            StorageError: There is not as much memory.
-            ValueError: A tensor in it has no memory.
+            StorageError: The memory cannot be allocated.
+            ValueError: The storage of a tensor is too small for the tensor.
         """
         placed = _Placed(CopiedState(state_dict).tensors, self.max_host_nbytes)
         with self._changed:
@@ -154,20 +163,23 @@ class SnapshotStager:
             snapshot.pin_for(placed.inspect(), self._devices)
         finally:
             for snapshot_or_none in free:
-                self._give_back(snapshot_or_none)
+                self._return(snapshot_or_none)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
-        """Copies everything, tensors of other devices included.
+        """Copies a state dict, including tensors on other devices.
+
+        Args:
+            state_dict: The state dict to copy.
 
         Returns:
-            The same structure, of plain CPU tensors where there were others; objects are copied.
-            A future of it unless ``blocking``.
+            A state dict of the same structure with CPU tensors and copied objects. If ``blocking``
+            is ``False``, a future of it.
 
         Raises:
-            CheckpointError: The former save has not ended within 1800 s.
-            StorageError: There is not as much memory.
-            UnsupportedError: ``max_host_nbytes`` does not hold the state.
-            ValueError: A tensor has no memory.
+            CheckpointError: The snapshot was in use by an earlier save for more than 1800 s.
+            StorageError: The memory cannot be allocated.
+            UnsupportedError: The tensors do not fit in ``max_host_nbytes``.
+            ValueError: The storage of a tensor is too small for the tensor.
         """
         return self.begin(state_dict)[0]
 
@@ -176,84 +188,86 @@ class SnapshotStager:
         state_dict: dict[str, Any],
         *,
         left_out: Collection[int] = (),
-        may_leave: bool = False,
-        name: str = "that of a state dict",
+        allow_unstaged: bool = False,
+        name: str = "the snapshot of a state dict",
     ) -> tuple[dict[str, Any] | Future[dict[str, Any]], Staged]:
-        """As :meth:`stage`, for a writer that knows when its save has ended.
+        """Like :meth:`stage`, for a writer that registers the thread of its save.
 
         Args:
-            state_dict: What to copy.
-            left_out: ``id`` of tensors that will not be written, and so need not be copied; none
-                unless ``blocking``.
-            may_leave: Whether the writer first writes what ``max_host_nbytes`` leaves.
-            name: Names the snapshot in messages.
+            state_dict: The state dict to copy.
+            left_out: ``id`` of each tensor that this rank does not write, and so need not copy.
+                Must be empty unless ``blocking``.
+            allow_unstaged: Whether the writer writes tensors beyond ``max_host_nbytes`` first.
+            name: Name of the snapshot, for messages.
+
+        Returns:
+            The result of :meth:`stage`, and the snapshot.
         """
-        with contextlib.suppress(Exception):  # It was the former save's.
+        with contextlib.suppress(Exception):  # The earlier save reports its own error.
             self.wait_staged()
         with gc_paused():
-            return self._begin(state_dict, left_out, may_leave, name)
+            return self._begin(state_dict, left_out, allow_unstaged, name)
 
     def _begin(
-        self, state_dict: dict[str, Any], left_out: Collection[int], may_leave: bool, name: str
+        self, state_dict: dict[str, Any], left_out: Collection[int], allow_unstaged: bool, name: str
     ) -> tuple[dict[str, Any] | Future[dict[str, Any]], Staged]:
         copied = CopiedState(state_dict)
-        rest = [tensor for tensor in copied.tensors if id(tensor.live) in left_out]
-        drop_memory(rest)
-        wanted = [tensor for tensor in copied.tensors if id(tensor.live) not in left_out]
-        placed = _Placed(wanted, self.max_host_nbytes)
-        if placed.left and not (may_leave and self.blocking):
+        drop_memory(tensor for tensor in copied.tensors if id(tensor.live) in left_out)
+        to_stage = [tensor for tensor in copied.tensors if id(tensor.live) not in left_out]
+        placed = _Placed(to_stage, self.max_host_nbytes)
+        if placed.unstaged and not (allow_unstaged and self.blocking):
+            nbytes = placed.nbytes + sum(run.nbytes for run in placed.unstaged)
             raise UnsupportedError(
-                f"cannot stage {placed.nbytes + sum(run.nbytes for run in placed.left)} bytes in "
-                f"{self.max_host_nbytes=}: only FastWriter, with a stager that blocks, writes what "
-                "is left in time"
+                f"cannot stage {nbytes} bytes in {self.max_host_nbytes=}: only FastWriter with a "
+                "blocking stager can save tensors beyond this size"
             )
-        taken = self._take()
+        acquired = self._acquire()
         try:
-            snapshot = _fitting(taken, placed.nbytes)
+            snapshot = _fitting(acquired, placed.nbytes)
         finally:
-            for unfit in taken:
-                self._give_back(unfit)
+            for unused in acquired:
+                self._return(unused)
         staged = self._use(snapshot, placed, name)
         try:
             if self.blocking:
                 placed.copy_all(snapshot, self._devices)
-                copied.put_together()
-                state = PartlyStaged(staged, copied.state) if placed.left else copied.state
+                copied.build_wrappers()
+                state = PartlyStaged(staged, copied.state) if placed.unstaged else copied.state
                 return state, staged
-            return self._copy_later(placed, snapshot, copied, staged), staged
+            return self._copy_in_background(placed, snapshot, copied, staged), staged
         except BaseException:
-            staged.release()  # The error may be referred to for long, and so may its frames.
+            staged.release()  # A caller may retain the error, and so references to the tensors.
             raise
 
     def _use(self, snapshot: _native.Snapshot, placed: _Placed, name: str) -> Staged:
-        """Gives what was placed memory of the snapshot, which is in use until it is released."""
+        """Places the copies in the snapshot, and marks the snapshot as in use."""
 
         def release(staged: Staged) -> None:
             with self._changed:
                 if staged in self._in_use:
                     self._in_use.remove(staged)
-                    self._give_back(snapshot)
+                    self._return(snapshot)
 
         view = memoryview(snapshot)
         try:
             address = placed.set_memory(view)
         except BaseException:
-            self._give_back(snapshot)
+            self._return(snapshot)
             raise
         staged = Staged(
             address,
             snapshot.nbytes,
             name=name,
-            has_left=bool(placed.left),
+            has_unstaged=bool(placed.unstaged),
             release=release,
         )
         with self._changed:
             self._in_use.add(staged)
-        # When no tensor has the memory any more.
+        # Runs when the last tensor in the snapshot is destroyed.
         weakref.finalize(view, release, staged).atexit = False
         return staged
 
-    def _copy_later(
+    def _copy_in_background(
         self, placed: _Placed, snapshot: _native.Snapshot, copied: CopiedState, staged: Staged
     ) -> Future[dict[str, Any]]:
         done: Future[dict[str, Any]] = Future()
@@ -261,7 +275,7 @@ class SnapshotStager:
         def copy() -> None:
             try:
                 placed.copy_all(snapshot, self._devices)
-                copied.put_together()
+                copied.build_wrappers()
             except BaseException as error:
                 staged.release()
                 done.set_exception(error)
@@ -273,8 +287,14 @@ class SnapshotStager:
         self._copying = self._executor.submit(copy)
         return done
 
-    def _take(self) -> list[_native.Snapshot | None]:
-        """One that is free, when there is one."""
+    def _acquire(self) -> list[_native.Snapshot | None]:
+        """Waits for the snapshot, and returns it in a list, from which :func:`_fitting` moves it.
+
+        The element is ``None`` if no snapshot is allocated.
+
+        Raises:
+            CheckpointError: The snapshot was in use until the timeout.
+        """
         begin = time.monotonic()
         warn_at = begin + _WARN_AFTER_S
         with self._changed:
@@ -290,7 +310,7 @@ class SnapshotStager:
                 if now >= warn_at:
                     warn_at += TIMEOUT_S
                     _LOG.warning(
-                        "async_save waits, at most %g s, for a snapshot to be free. In use: %s",
+                        "async_save waits, at most %g s, for a free snapshot. In use: %s",
                         TIMEOUT_S,
                         self._names_in_use(),
                     )
@@ -299,7 +319,7 @@ class SnapshotStager:
             return [self._free.pop()]
 
     def _reclaim(self) -> None:
-        """Takes back what saves had that have ended, whoever still refers to it: errors do."""
+        """Releases the snapshots of finished saves, even if errors still refer to their tensors."""
         for staged in list(self._in_use):
             if staged.is_over:
                 staged.release()
@@ -308,9 +328,9 @@ class SnapshotStager:
         return "; ".join(str(staged) for staged in self._in_use)
 
     def after_fork(self) -> None:
-        """Called in a forked child, which has no thread that saves, and must not free the memory.
+        """Starts without a snapshot in a forked child, which has none of the parent's threads.
 
-        Copies of it are the child's, but memory that is pinned is not its own to unpin.
+        The child must not free the parent's snapshot, because it cannot unpin the parent's memory.
         """
         self._inherited = self._free, self._in_use, self._executor, self._devices
         self._devices = _native.Devices()
@@ -318,26 +338,26 @@ class SnapshotStager:
         self._changed = threading.Condition()
         self._executor = self._copying = self.share = None
 
-    def _give_back(self, snapshot: _native.Snapshot | None) -> None:
+    def _return(self, snapshot: _native.Snapshot | None) -> None:
         with self._changed:
             self._free.append(snapshot)
             self._changed.notify()
 
 
 class _Placed:
-    """What goes where in a snapshot: the one who decides it.
+    """The layout of a snapshot: the offset of each memory run.
 
     Args:
-        tensors: Those to be placed.
-        max_nbytes: Of the snapshot.
+        tensors: The tensors to place.
+        max_nbytes: Maximum size of the snapshot, in bytes; unlimited if ``None``.
 
     Attributes:
-        nbytes: Of a snapshot that holds them, at least one page.
-        left: Runs that it has no room for.
+        nbytes: Size of the snapshot, in bytes; at least one page.
+        unstaged: Memory runs that do not fit in ``max_nbytes``.
     """
 
     def __init__(self, tensors: Iterable[CopiedTensor], max_nbytes: int | None) -> None:
-        self.left: list[MemoryRun] = []
+        self.unstaged: list[MemoryRun] = []
         self._places: list[tuple[MemoryRun, torch.Tensor, int]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._inspected: _native.TensorBatch | None = None
@@ -345,20 +365,23 @@ class _Placed:
         for run in runs_of(tensors):
             offset = _native.place_in_snapshot(end, run.nbytes)
             if max_nbytes is not None and offset + run.nbytes > max_nbytes:
-                self.left.append(run)
+                self.unstaged.append(run)
                 continue
             self._places.append((run, run.live_bytes(), offset))
             end = offset + run.nbytes
         self.nbytes = max(end, _SMALLEST_NBYTES)
 
     def inspect(self) -> _native.TensorBatch:
-        """Views of what is to be copied, after what the current streams do."""
+        """Returns views of the live tensors, ordered after the work of the current streams."""
         return _tensor_view.inspect(
             [live for _, live, _ in self._places], writable=False, stages=True
         )
 
     def set_memory(self, view: memoryview) -> int:
-        """Has the copies of tensors lie in a snapshot, those of others be views of them.
+        """Places the copies in a snapshot. Copies of unstaged tensors become views of the tensors.
+
+        Args:
+            view: The memory of the snapshot.
 
         Returns:
             The address of the snapshot.
@@ -369,19 +392,19 @@ class _Placed:
             memory = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
             run.set_memory(memory)
             self._copies.append((memory, live, offset))
-        for run in self.left:
+        for run in self.unstaged:
             run.use_live_memory()
         self._places = []
         return torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
 
     def copy_all(self, snapshot: _native.Snapshot, devices: _native.Devices) -> None:
-        """Copies what was placed; returns when it is there."""
+        """Copies the values of all placed tensors, and waits for the copies."""
         copies, self._copies = self._copies, []
-        looked, self._inspected = self._inspected, None
-        assert looked is not None
-        plain = looked.plain
-        snapshot.copy(looked, plain, [copies[i][2] for i in plain], _THREADS, devices)
-        others = set()  # Devices that the engine does not know.
+        batch, self._inspected = self._inspected, None
+        assert batch is not None
+        plain = batch.plain
+        snapshot.copy(batch, plain, [copies[i][2] for i in plain], _THREADS, devices)
+        others = set()  # Devices that only torch supports.
         for number in set(range(len(copies))).difference(plain):
             memory, live, _ = copies[number]
             others.add(live.device)
@@ -391,11 +414,11 @@ class _Placed:
 
 
 def _fitting(free: list[_native.Snapshot | None], nbytes: int) -> _native.Snapshot:
-    """Takes the last of those that are free, or makes another in its place if its size is wrong."""
-    kept = free.pop()
-    if kept is not None and nbytes <= kept.nbytes <= 2 * nbytes + _SLACK_NBYTES:
-        return kept
-    del kept  # Before there is another.
+    """Moves the snapshot out of ``free``, and reallocates it if its size is unsuitable."""
+    snapshot = free.pop()
+    if snapshot is not None and nbytes <= snapshot.nbytes <= 2 * nbytes + _SLACK_NBYTES:
+        return snapshot
+    del snapshot  # Free it before the allocation.
     try:
         return _native.Snapshot(nbytes, _THREADS)
     except BaseException:

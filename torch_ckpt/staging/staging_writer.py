@@ -1,9 +1,9 @@
-"""The part of FastWriter that stages."""
+"""The staging methods of FastWriter."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,13 @@ __all__ = ["StagingWriter"]
 
 
 class StagingWriter(StorageWriter):
-    """A writer that is DCP's ``AsyncStager`` as well, and knows when a save has ended.
+    """A storage writer that also implements DCP's ``AsyncStager``.
+
+    It registers the thread of each save, so that the stager can reclaim the memory when the thread
+    ends.
 
     Args:
-        stager: That of the whole process if ``None``.
+        stager: The stager; the process-wide one if ``None``.
     """
 
     io: IoOptions
@@ -35,9 +38,10 @@ class StagingWriter(StorageWriter):
         self.stager = PROCESS.stager if stager is None else stager
         self._staged: Staged | None = None
         self._sharing: Sharing | None = None
+        self._staged_ranks: Sequence[int] | None = None  # The ranks that shared out the last save.
 
     def __getstate__(self) -> dict[str, Any]:
-        # To the process that saves. What is staged travels by itself, and the memory stays.
+        # Pickled for the save process, which receives the staged state separately.
         return {**self.__dict__, "stager": None, "_staged": None, "_sharing": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -45,75 +49,84 @@ class StagingWriter(StorageWriter):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Whether DCP is to call :meth:`synchronize_staging` when the save has begun."""
+        """Whether DCP must call :meth:`synchronize_staging` after it has started the save."""
         return self._synchronize_after_execute
 
     @contextlib.contextmanager
     def sharing(
-        self, planner: SavePlanner | None, all_equal: Callable[[bytes], bool]
+        self,
+        planner: SavePlanner | None,
+        all_equal: Callable[[bytes], bool],
+        ranks: Sequence[int],
     ) -> Iterator[None]:
-        """Within the block, ranks stage their shares alone where all of them agree.
+        """Makes :meth:`stage` copy only this rank's share, if the shares are still valid.
 
-        All ranks of the save enter it, or none. It is to be planned by all of them together, and
-        written by threads.
+        All ranks of the save enter the context, or none does. The ranks must plan one checkpoint
+        together, and threads must write it.
 
         Args:
-            planner: That of the save.
-            all_equal: Returns whether all ranks have called it with the same bytes.
+            planner: The planner of the save.
+            all_equal: Returns whether all ranks called it with the same bytes.
+            ranks: The ranks of the save.
         """
         if type(planner) is FastSavePlanner:
-            self._sharing = Sharing(planner, all_equal)
+            self._sharing = Sharing(planner, all_equal, ranks)
         try:
             yield
         finally:
             self._sharing = None
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
-        """Copies all that this rank has, or within :meth:`sharing` its share."""
+        """Copies this rank's state dict, or within :meth:`sharing` its share."""
         left_out: set[int] = set()
+        self._staged_ranks = None if self._sharing is None else self._sharing.ranks
         if self._sharing is not None:
             share = self.stager.share if self.stager.blocking else None
             left_out = self._sharing.left_out(state_dict, share)
         state, self._staged = self.stager.begin(
-            state_dict, left_out=left_out, may_leave=True, name=f"that of {self.checkpoint_id}"
+            state_dict,
+            left_out=left_out,
+            allow_unstaged=True,
+            name=f"the snapshot of {self.checkpoint_id}",
         )
         return state
 
     def synchronize_staging(self) -> None:
-        """Returns when what was staged may change: all, or what was written from where it was."""
+        """Waits until training may change the tensors: they are copied, or written if unstaged."""
         self.stager.wait_staged()
-        if self._staged is not None and self._staged.has_left:
-            self._staged.wait_for_first(TIMEOUT_S)
+        if self._staged is not None and self._staged.has_unstaged:
+            self._staged.wait_for_unstaged(TIMEOUT_S)
 
     def close(self) -> None:
-        """Has nothing to let go of: the memory is the stager's."""
+        """Does nothing, because the stager owns the memory."""
 
     @property
     def _niceness(self) -> int:
-        """Of threads that write: staged tensors are written in the background."""
+        """Niceness of the threads that write. Staged tensors are written in the background."""
         return 0 if self._staged is None else self.io.background_nice
 
     def _begin_staged_save(self) -> None:
-        """Called in the thread of a save, by the first that DCP asks of a writer there."""
+        """Registers the thread of a save. Called by the first method that DCP calls there."""
         if self._staged is not None and not self._staged.begin_save():
             self._staged = None
 
     @property
     def _can_wait(self) -> Callable[[torch.Tensor | None], bool] | None:
         staged = self._staged
-        return None if staged is None or not staged.has_left else staged.can_wait
+        return None if staged is None or not staged.has_unstaged else staged.can_wait
 
     def _first_are_written(self) -> None:
         if self._staged is not None:
-            self._staged.first_are_written()
+            self._staged.unstaged_are_written()
 
     def _wrote_share(self, plan: SavePlan, planner: SavePlanner) -> None:
         if self._staged is not None:
-            self.stager.share = share_of(plan, planner)
+            ranks = self._staged_ranks
+            self.stager.share = None if ranks is None else share_of(plan, planner, ranks)
 
     @contextlib.contextmanager
     def _writing_staged(self) -> Iterator[None]:
-        """Ends the wait for what was to be written first, whatever becomes of it."""
+        """Ends the wait for unstaged tensors after the block, even if it raises."""
         try:
             yield
         except BaseException:

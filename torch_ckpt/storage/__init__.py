@@ -1,1 +1,1 @@
-"""The DCP plugin: writers, readers, and the files below them."""
+"""The DCP plugin: storage writers, storage readers, and the files that they write and read."""

@@ -1,4 +1,4 @@
-"""The buffers that saves and loads stream through."""
+"""Sizes the I/O buffers of saves and loads."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from torch_ckpt.options import IoOptions
 __all__ = ["STOCK_COPY_AHEAD", "buffer_pools", "retained_nbytes_limit", "useful_buffer_nbytes"]
 
 STOCK_COPY_AHEAD = 10_000_000
-_LEAST_BLOCK = 64 << 10
+_MIN_BLOCK_NBYTES = 64 << 10
 
 
 def buffer_pools(
-    kept: list[_native.BufferPool], count: int, nbytes: int, io: IoOptions, copy_ahead: int
+    pools: list[_native.BufferPool], count: int, nbytes: int, io: IoOptions, copy_ahead: int
 ) -> list[_native.BufferPool]:
-    """One pool of buffers for each of ``count`` threads, for ``nbytes`` of data in all.
+    """Returns one buffer pool for each of ``count`` threads.
 
     Args:
-        kept: Those of the save before, which may be larger than this one needs: returned if they
-            serve, else emptied.
-        count: Of threads.
-        nbytes: That they write together.
-        io: The budget.
-        copy_ahead: Bytes for each thread; takes the place of the budget if it is not stock's.
+        pools: Pools of the previous save. The function returns them if they are large enough, and
+            otherwise clears the list.
+        count: Number of threads.
+        nbytes: Bytes that all threads write together.
+        io: Options with the budget for buffers.
+        copy_ahead: Bytes per thread. Overrides the budget if it differs from stock's default.
     """
-    most = copy_ahead if copy_ahead != STOCK_COPY_AHEAD else io.buffer_nbytes // count
-    # A thread needs two blocks: many threads share the budget in smaller ones.
-    block_nbytes = max(_LEAST_BLOCK, min(io.block_nbytes, most // 2 // 4096 * 4096))
-    pool_nbytes = useful_buffer_nbytes(nbytes // count, most, block_nbytes)
-    if len(kept) == count and all(pool.nbytes >= pool_nbytes for pool in kept):
-        return kept
-    kept.clear()  # The old ones go before the new ones come.
+    budget_nbytes = copy_ahead if copy_ahead != STOCK_COPY_AHEAD else io.buffer_nbytes // count
+    # A thread needs two blocks, so blocks are smaller if many threads share the budget.
+    block_nbytes = max(_MIN_BLOCK_NBYTES, min(io.block_nbytes, budget_nbytes // 2 // 4096 * 4096))
+    pool_nbytes = useful_buffer_nbytes(nbytes // count, budget_nbytes, block_nbytes)
+    if len(pools) == count and all(pool.nbytes >= pool_nbytes for pool in pools):
+        return pools
+    pools.clear()  # Frees the old buffers before the new ones are allocated.
     return [_native.BufferPool(pool_nbytes, block_nbytes) for _ in range(count)]
 
 
-def useful_buffer_nbytes(data_nbytes: int, most_nbytes: int, block_nbytes: int) -> int:
-    """How large buffers for ``data_nbytes`` of data should be: at least two blocks.
+def useful_buffer_nbytes(data_nbytes: int, budget_nbytes: int, block_nbytes: int) -> int:
+    """Returns the best total size of buffers for ``data_nbytes`` of data: at least two blocks.
 
-    Beyond a quarter of the data they would cost more time to prepare than they save.
+    Buffers beyond a quarter of the data cost more time to allocate than they save.
     """
-    return max(2 * block_nbytes, min(most_nbytes, data_nbytes // 4))
+    return max(2 * block_nbytes, min(budget_nbytes, data_nbytes // 4))
 
 
 def retained_nbytes_limit(io: IoOptions) -> int:
-    """Bytes of temporary copies to hold besides the buffers, before they are used and let go."""
+    """Returns the maximum bytes of temporary tensor copies in memory, besides the buffers."""
     return io.buffer_nbytes // 4

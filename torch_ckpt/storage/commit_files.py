@@ -1,4 +1,4 @@
-"""The two files that a commit publishes: metadata, and the index that belongs to them."""
+"""Builds the two files that a commit publishes: the metadata, and the index that belongs to it."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from torch_ckpt.storage.written_file import WrittenFile
 
 __all__ = ["check_complete", "commit_files", "planned_commit_files"]
 
-_KNOWN_FIELDS = frozenset(Metadata.__dataclass_fields__)
+_METADATA_FIELDS = frozenset(Metadata.__dataclass_fields__)
 
 
 def check_complete(metadata: Metadata) -> None:
-    """Guards the commit against metadata that describe what no rank has written.
+    """Checks that a rank has written every box and object of the metadata.
 
-    So a plan that somebody kept from another save, or lost on the way, is no silent loss.
+    Without this check, a stale or lost plan would cause silent data loss.
 
     Raises:
-        CheckpointError: There is no slice for a box or an object.
+        CheckpointError: No rank has written a box or an object.
     """
     for fqn, stored in metadata.state_dict_metadata.items():
         missing: MetadataIndex | None = None
@@ -52,27 +52,27 @@ def check_complete(metadata: Metadata) -> None:
         if missing is not None and missing not in metadata.storage_data:
             where = "" if missing.offset is None else f" at {list(missing.offset)}"
             raise CheckpointError(
-                f"cannot commit: the plan has {fqn!r}{where}, and no rank has written it"
+                f"cannot commit: no rank has written {fqn!r}{where}, which is in the plan"
             )
 
 
 def commit_files(
     metadata: Metadata, files: Sequence[WrittenFile], *, save_id: str
 ) -> tuple[bytes, bytes]:
-    """Makes the two files that a commit publishes, each sealed to the other.
+    """Builds the metadata file and the index file that belongs to it.
 
-    What a planner has put into the metadata may have no form in an index. The index then has the
-    files and their checksums only, and readers learn from the metadata what is stored.
+    A planner may store values in the metadata that an index cannot represent. The index then
+    contains only the data files and their checksums, and readers use the metadata for the rest.
 
     Args:
-        metadata: About to be committed.
+        metadata: The complete metadata of the save.
         files: The data files of the save.
-        save_id: Of the save.
+        save_id: Id of the save.
 
     Returns:
-        All bytes of ``.metadata``, and all of ``.index``.
+        The contents of ``.metadata`` and the contents of ``.index``.
     """
-    listed = [(file.name, file.nbytes, file.sums) for file in files]
+    file_columns = [(file.name, file.nbytes, file.sums) for file in files]
     with gc_paused():
         entries = to_entries(metadata, [f.name for f in files], [f.dtypes for f in files])
         paths = to_paths(metadata)
@@ -80,16 +80,20 @@ def commit_files(
             entries = None
         version = metadata.version or ""
         storage_meta = _storage_meta(metadata.storage_meta)
-        # A number or a name that the engine cannot hold makes it refuse.
-        if entries is not None and storage_meta is not None and _is_said_by_index(metadata):
+        # The engine raises an error for a number or a name that it cannot represent.
+        if entries is not None and storage_meta is not None and _is_representable(metadata):
             with contextlib.suppress(ValueError, TypeError, OverflowError):
-                return _native.commit_files(save_id, listed, version, entries, paths, storage_meta)
+                return _native.commit_files(
+                    save_id, file_columns, version, entries, paths, storage_meta
+                )
         pickled = dump_metadata(metadata)
         if entries is not None:
             with contextlib.suppress(ValueError, TypeError, OverflowError):
-                made = _native.make_index(save_id, pickled, listed, version, entries, paths)
-                return pickled + made[0], made[1]
-        trailer, index = _native.make_index(save_id, pickled, listed, "", None, None)
+                trailer, index = _native.make_index(
+                    save_id, pickled, file_columns, version, entries, paths
+                )
+                return pickled + trailer, index
+        trailer, index = _native.make_index(save_id, pickled, file_columns, "", None, None)
         return pickled + trailer, index
 
 
@@ -100,25 +104,29 @@ def planned_commit_files(
     *,
     save_id: str,
 ) -> tuple[bytes, bytes]:
-    """As :func:`commit_files`, of a save that was planned in columns, whose metadata it completes.
+    """Builds the files of :func:`commit_files` for a save that was planned in columns.
+
+    The function also completes ``metadata``, whose mappings become views of the index.
 
     Args:
-        metadata: About to be committed, as ``FastSavePlanner`` has made them. They become views of
-            the index, as a reader would have them, and are pickled as its bytes.
-        plan: Of all ranks.
-        files: The data files of the save, each with the rank that has written it.
-        save_id: Of the save.
+        metadata: The metadata of ``FastSavePlanner``.
+        plan: The global plan of all ranks.
+        files: The data files of the save, each with the rank that wrote it.
+        save_id: Id of the save.
+
+    Returns:
+        The contents of ``.metadata`` and the contents of ``.index``.
 
     Raises:
-        CheckpointError: What was planned was not written, or what was not planned was.
+        CheckpointError: The written items differ from the planned items.
     """
     paths = metadata.planner_data
     reported: list[tuple[int, tuple[str, int, bytes], bytes]] = []
     for rank, file in files:
         if file.extents is None:
             raise CheckpointError(
-                f"cannot commit: rank {rank} has written {file.name} item by item, as its planner "
-                "resolves them, and other ranks have not: all need planners of one class"
+                f"cannot commit {file.name} of rank {rank}: the rank planned in DCP's items, and "
+                "other ranks in columns; all ranks need planners of one class"
             )
         reported.append((rank, (file.name, file.nbytes, file.sums), file.extents))
     storage_meta = _storage_meta(metadata.storage_meta)
@@ -128,7 +136,7 @@ def planned_commit_files(
         (paths is None or isinstance(paths, PlannedPaths))
         and isinstance(metadata.state_dict_metadata, PlannedMetadata)
         and type(metadata) is Metadata
-        and _KNOWN_FIELDS.issuperset(vars(metadata))
+        and _METADATA_FIELDS.issuperset(vars(metadata))
     )
     metadata_bytes, index = _native.planned_commit_files(
         plan.plan,
@@ -139,36 +147,38 @@ def planned_commit_files(
         storage_meta,
     )
     where = metadata.storage_meta.checkpoint_id or ""
-    made = _native.index_of(index)
-    saved = to_metadata(made, checkpoint_id=where)
+    opened = _native.index_of(index)
+    views = to_metadata(opened, checkpoint_id=where)
     if is_plain:
-        metadata.state_dict_metadata = saved.state_dict_metadata
-        metadata.storage_data = saved.storage_data
-        metadata.planner_data = saved.planner_data
+        metadata.state_dict_metadata = views.state_dict_metadata
+        metadata.storage_data = views.storage_data
+        metadata.planner_data = views.planner_data
         return metadata_bytes, index
-    # A planner has added something of its own.
+    # A planner has changed the metadata, so the files are built from it again.
     if isinstance(metadata.state_dict_metadata, PlannedMetadata):
-        metadata.state_dict_metadata = saved.state_dict_metadata.copy()
-    metadata.storage_data = saved.storage_data.copy()
+        metadata.state_dict_metadata = views.state_dict_metadata.copy()
+    metadata.storage_data = views.storage_data.copy()
     if isinstance(paths, PlannedPaths):
         metadata.planner_data = paths.copy()
     check_complete(metadata)
     dtypes: list[dict[int, str]] = [{} for _ in files]
-    for _, facts, boxes in made:
-        for _, _, number, offset, _, is_ours, _ in boxes:
-            if facts is not None and is_ours:
+    for _, facts, boxes in opened:
+        for _, _, number, offset, _, is_plain_box, _ in boxes:
+            if facts is not None and is_plain_box:
                 dtypes[number][offset] = facts[0]
     written = [
-        dataclasses.replace(file, dtypes=of_file)
-        for (_, file), of_file in zip(files, dtypes, strict=True)
+        dataclasses.replace(file, dtypes=file_dtypes)
+        for (_, file), file_dtypes in zip(files, dtypes, strict=True)
     ]
     return commit_files(metadata, written, save_id=save_id)
 
 
-def _is_said_by_index(metadata: Metadata) -> bool:
-    """Whether metadata that have entries hold nothing that these do not say, types included.
+def _is_representable(metadata: Metadata) -> bool:
+    """Returns whether an index can represent all values of the metadata, including their types.
 
-    Their ``storage_meta`` and the hints of keys aside.
+    The function ignores ``storage_meta`` and the index hints of keys.
+
+    Requires: :func:`to_entries` returned entries for the metadata.
     """
     if not (
         type(metadata) is Metadata
@@ -188,14 +198,14 @@ def _is_said_by_index(metadata: Metadata) -> bool:
                 return False
         elif type(stored) is not TensorStorageMetadata or not _is_plain_tensor(stored):
             return False
-    return all(_is_plain_place(key, info) for key, info in metadata.storage_data.items())
+    return all(_is_plain_location(key, info) for key, info in metadata.storage_data.items())
 
 
 def _is_plain_tensor(stored: TensorStorageMetadata) -> bool:
     properties = stored.properties
     return (
         len(vars(stored)) == 3
-        and type(properties) is TensorProperties  # Torch has another class of this name.
+        and type(properties) is TensorProperties  # Torch has two classes of this name.
         and type(properties.dtype) is torch.dtype
         and type(properties.requires_grad) is bool
         and type(properties.pin_memory) is bool
@@ -211,7 +221,7 @@ def _is_plain_tensor(stored: TensorStorageMetadata) -> bool:
     )
 
 
-def _is_plain_place(key: MetadataIndex, info: _StorageInfo) -> bool:
+def _is_plain_location(key: MetadataIndex, info: _StorageInfo) -> bool:
     if not (
         type(key.fqn) is str
         and type(key.offset) in (torch.Size, NoneType)
@@ -233,9 +243,11 @@ _StorageMeta = tuple[str | None, bool, str | None, str | None, Sequence[str]]
 
 
 def _storage_meta(meta: object) -> _StorageMeta | None:
-    """In the engine's terms: the checkpoint's id, whether that is a path, and the other fields.
+    """Converts ``storage_meta`` for the engine.
 
-    ``None`` where those do not say all.
+    Returns:
+        The checkpoint id, whether the id is a path, and the other fields. ``None`` if these do not
+        represent ``meta`` completely.
     """
     if not (
         type(meta) is StorageMeta

@@ -1,4 +1,4 @@
-"""The committed checkpoints of a directory, opened without torch wherever there is an index."""
+"""Opens the committed checkpoints of a directory, without torch if they have an index."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ _METADATA = re.compile(r"((?:__\d+)?)\.(metadata|index)")
 
 @dataclass
 class Checkpoint:
-    """One set of metadata: a whole checkpoint's, or that of a rank that saved by itself."""
+    """A committed checkpoint: of all ranks, or of one rank that saved without coordination."""
 
     path: Location
     metadata: _native.MetadataFile
     index: _native.Index | None
     files: list[tuple[str, int]]  # Name, length in bytes.
-    entries: Iterable[_native.IndexEntry] | None  # None if only the pickled metadata may tell.
+    entries: Iterable[_native.IndexEntry] | None  # None if only the pickle describes the tensors.
     save_id: str | None
 
 
 def find_checkpoints(directory: Location) -> list[str]:
-    """Prefixes of the metadata in a directory: none, or ``__0`` of those of rank 0 alone."""
+    """Returns the prefixes of all metadata files: empty, or ``__0`` for that of rank 0 alone.
+
+    Raises:
+        NotFoundError: No checkpoint is committed in the directory.
+    """
     found = {match[1] for match in map(_METADATA.fullmatch, directory.names()) if match}
     if not found:
         raise NotFoundError(f"no checkpoint is committed in {directory}")
@@ -38,7 +42,7 @@ def find_checkpoints(directory: Location) -> list[str]:
 
 
 def open_checkpoint(directory: Location, prefix: str) -> Checkpoint:
-    """Opens the checkpoint whose metadata have this prefix."""
+    """Opens the checkpoint whose metadata has this prefix."""
     path = directory / f"{prefix}.metadata"
     metadata, index = open_committed(directory, prefix)
     if index is None:
@@ -48,10 +52,10 @@ def open_checkpoint(directory: Location, prefix: str) -> Checkpoint:
 
 
 def described(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with its entries: where the index has none, torch's classes tell them.
+    """Returns the checkpoint with entries; unpickles the metadata if the index has none.
 
     Raises:
-        UnsupportedError: A planner has described them in a way of its own.
+        UnsupportedError: The metadata is in a custom form of its planner.
     """
     if checkpoint.entries is not None:
         return checkpoint
@@ -66,13 +70,15 @@ def described(checkpoint: Checkpoint) -> Checkpoint:
         files = [(name, _size_of(folder / name)) for name in sorted(names)]
     entries = to_entries(metadata, [name for name, _ in files])
     if entries is None:
-        raise UnsupportedError(f"{checkpoint.path} describes its tensors in a way of its own")
+        raise UnsupportedError(
+            f"cannot list {checkpoint.path}: a planner wrote it in a custom form"
+        )
     save_id = checkpoint.save_id or getattr(metadata.storage_meta, "save_id", None)
     return dataclasses.replace(checkpoint, files=files, entries=entries, save_id=save_id)
 
 
 def _size_of(path: Location) -> int:
-    """The length of a file; 0 where it is missing, which whoever reads it will find out."""
+    """Returns the length of a file, or 0 if it is missing. A later read reports the error."""
     try:
         return path.nbytes()
     except (CheckpointError, ValueError, TypeError):

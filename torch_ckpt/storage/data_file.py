@@ -1,4 +1,4 @@
-"""Writes one data file of a save: tensors as the engine lays them out, then what torch pickles."""
+"""Writes one data file of a save: first tensors in the engine's layout, then pickled items."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["PickledItem", "pickle_item", "write_data_file"]
 def write_data_file(
     directory: Location,
     name: str,
-    part: RankWork,
+    work: RankWork,
     planner: SavePlanner,
     *,
     pool: _native.BufferPool,
@@ -44,36 +44,48 @@ def write_data_file(
     niceness: int,
     transforms: _StorageWriterTransforms,
 ) -> tuple[list[WriteResult], WrittenFile, IoMode]:
-    """Writes ``part`` to the new file ``directory / name``.
+    """Writes ``work`` to the new file ``directory / name``.
 
-    Tensors that the engine stores are laid out first, from their dtypes and shapes alone. What has
-    no source is serialised by torch, as stock DCP does, and appended.
+    The engine lays out its tensors from their dtypes and shapes. Torch pickles the items without a
+    source, as in stock DCP, and the engine appends them.
+
+    Args:
+        directory: Directory of the checkpoint.
+        name: Name of the new file.
+        work: The items to write.
+        planner: Planner of this rank, which resolves items.
+        pool: I/O buffers.
+        io: Options for writes.
+        sync: Whether to sync the file.
+        niceness: Niceness of the threads that write tensors, as nice(1).
+        transforms: Stream transforms for all items.
 
     Returns:
-        One result for each item of a plan in DCP's terms, what the index must know of the file, and
-        how it was written.
+        One result per item if the plan consists of DCP's items (else none), the report for the
+        index, and the mode of the writes.
 
     Raises:
-        StorageError: The file could not be written; it is removed.
-        ValueError: A tensor has another dtype or other sizes than it was planned with.
+        StorageError: The file could not be written, and was removed.
+        ValueError: The dtype or sizes of a tensor differ from the plan.
     """
-    batch = _tensor_view.inspect(list(part.sources), writable=False)
-    batch.defer([at for at, source in enumerate(part.sources) if isinstance(source, Unresolved)])
-    planned = _native.PlannedFile(part.work, batch)
+    batch = _tensor_view.inspect(list(work.sources), writable=False)
+    unresolved = [n for n, source in enumerate(work.sources) if isinstance(source, Unresolved)]
+    batch.defer(unresolved)
+    planned = _native.PlannedFile(work.work, batch)
     pickled: dict[int, WriteResult] = {}
     refused: dict[str, Sequence[str]] = {}
 
     def pickle_at(position: int) -> memoryview:
-        item = part.item(position)
-        one = pickle_item(item, planner, transforms, name)
-        pickled[position] = one.result
-        if one.refused:
-            refused[item.index.fqn] = one.refused
-        return one.data
+        item = work.item(position)
+        pickled_item = pickle_item(item, planner, transforms, name)
+        pickled[position] = pickled_item.result
+        if pickled_item.refused:
+            refused[item.index.fqn] = pickled_item.refused
+        return pickled_item.data
 
     job, appended = write_planned(
         *(directory / name, planned),
-        lambda job: _write_tensors(job, planned, part, planner, retained_nbytes_limit(io)),
+        lambda job: _write_tensors(job, planned, work, planner, retained_nbytes_limit(io)),
         pickle_at,
         pool=pool,
         direct=io.direct,
@@ -81,7 +93,7 @@ def write_data_file(
         niceness=niceness,
     )
     file = WrittenFile(name, *job.sums, refused=refused)
-    if part.items is None:
+    if work.items is None:
         return [], replace(file, extents=planned.extents(appended)), IoMode.of(job)
     with gc_paused():
         results = []
@@ -89,58 +101,62 @@ def write_data_file(
         for number, (offset, nbytes) in enumerate(planned.layout.extents):
             position = planned.position(number)
             place = _StorageInfo(name, offset, nbytes)
-            results.append(WriteResult(part.items[position].index, nbytes, place))
-            if (dtype := part.dtypes[position]) is not None:
+            results.append(WriteResult(work.items[position].index, nbytes, place))
+            if (dtype := work.dtypes[position]) is not None:
                 dtypes[offset] = dtype
         for position, offset, _ in appended:
             pickled[position].storage_data.offset = offset
             results.append(pickled[position])
-        cuts = [i.piece for i in part.items if isinstance(i, CutItem) and not i.is_listed]
+        cuts = [i.piece for i in work.items if isinstance(i, CutItem) and not i.is_listed]
     return results, replace(file, dtypes=dtypes, cuts=cuts), IoMode.of(job)
 
 
 def _write_tensors(
     job: _native.SaveJob,
     planned: _native.PlannedFile,
-    part: RankWork,
+    work: RankWork,
     planner: SavePlanner,
     max_retained_nbytes: int,
 ) -> None:
-    """Has the engine write tensors in the order of the layout.
+    """Writes tensors through the engine, in the order of the layout.
 
-    One call writes them all, except that copies made for it (from a device, of a temporary) are
-    written and let go in batches of ``max_retained_nbytes``.
+    Some tensors need a copy (of a device tensor, or of a temporary). Copies are written and freed
+    in batches of ``max_retained_nbytes``.
     """
     begin = retained_nbytes = 0
     for number in planned.copied:
         position = planned.position(number)
-        source = part.sources[position]
+        source = work.sources[position]
         tensor = (
-            _of_item(planner, part.item(position)) if isinstance(source, Unresolved) else source
+            _resolve_tensor(planner, work.item(position))
+            if isinstance(source, Unresolved)
+            else source
         )
         assert tensor is not None
         rows = planned.rows(number)
         copy = to_plain(tensor if rows is None else tensor.detach().narrow(0, *rows))
         planned.put(number, _tensor_view.view(copy, "", writable=False))
-        retained_nbytes += copy.untyped_storage().nbytes()  # Rows keep all of it.
+        retained_nbytes += (
+            copy.untyped_storage().nbytes()
+        )  # A view of rows references the whole storage.
         if retained_nbytes >= max_retained_nbytes:
             planned.write(job, begin, number + 1)
             begin, retained_nbytes = number + 1, 0
     planned.write(job, begin, len(planned))
 
 
-def _of_item(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     tensor = resolve_whole(planner, item)
     return item.rows_of(tensor) if isinstance(item, CutItem) else tensor
 
 
 class PickledItem(NamedTuple):
-    """An item as stock DCP serialises it.
+    """An item that was serialised as stock DCP serialises it.
 
     Attributes:
-        result: What stock reports of it, at offset 0.
-        data: Its bytes.
-        refused: Classes for which a load would refuse it.
+        result: Stock's result for the item, with offset 0.
+        data: The serialised bytes.
+        refused: Classes in the item that a load will refuse.
     """
 
     result: WriteResult
@@ -155,18 +171,18 @@ def pickle_item(
 
     Args:
         item: An object, or a tensor that only torch can store.
-        planner: Resolves it.
-        transforms: What is done to the bytes.
-        name: Of the file that it goes to.
+        planner: Planner of this rank, which resolves the item.
+        transforms: Stream transforms to apply.
+        name: Name of the data file.
 
     Raises:
-        UnsupportedError: ``torch.save`` cannot write such a tensor.
+        UnsupportedError: ``torch.save`` cannot write the tensor.
     """
     stream = _io.BytesIO()
     try:
         data = _resolve(planner, item)
         result = _write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
-    except (KeyError, NotImplementedError) as error:  # As torch.save raises for dtypes.
+    except (KeyError, NotImplementedError) as error:  # Raised by torch.save for some dtypes.
         raise UnsupportedError(f"cannot save {item.index.fqn!r}: {error}") from error
     written = stream.getbuffer()
     return PickledItem(
@@ -176,18 +192,20 @@ def pickle_item(
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor | _io.BytesIO:
     data: torch.Tensor | _io.BytesIO
-    data = _of_item(planner, item) if isinstance(item, CutItem) else planner.resolve_data(item)
+    data = (
+        _resolve_tensor(planner, item) if isinstance(item, CutItem) else planner.resolve_data(item)
+    )
     if isinstance(data, torch.Tensor):
         data = data.detach().cpu()
         if data.untyped_storage().size() != data.nbytes:
-            data = data.clone()  # torch.save would write the whole storage.
+            data = data.clone()  # Otherwise torch.save would write the whole storage.
     return data
 
 
 def _before_transforms(
     data: torch.Tensor | _io.BytesIO, written: memoryview, transforms: _StorageWriterTransforms
 ) -> memoryview:
-    """The archive of ``torch.save``, before stream transforms; empty for a plain tensor."""
+    """Returns the archive of ``torch.save`` without stream transforms; empty for a plain tensor."""
     if isinstance(data, _io.BytesIO):
         return data.getbuffer()
     if not transforms.extensions:

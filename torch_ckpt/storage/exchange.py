@@ -1,4 +1,4 @@
-"""The exchange between the ranks of a load: what several want is read by one, and passed on."""
+"""The exchange between the ranks of a load: one rank reads shared ranges and passes them on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -23,6 +24,7 @@ from torch.distributed.distributed_c10d import (
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.coordination.connect import this_machine
+from torch_ckpt.coordination.group import current_call
 from torch_ckpt.errors import CancelledError
 
 __all__ = [
@@ -37,65 +39,68 @@ __all__ = [
 ]
 
 ExchangeMode = Literal["auto", "off"]
-"""Whether ranks exchange what they read: where that pays, or never."""
+"""Whether ranks exchange the bytes that they read: if it saves enough reads, or never."""
 
-_LEAST_SAVED_NBYTES = 16 << 20
-"""Ranks do not connect to each other to save less than this."""
+_MIN_SAVED_NBYTES = 16 << 20
+"""Minimum bytes of reads that an exchange must save."""
 
-_LEAST_SAVED_PART = 16
-"""Nor to save less than one of so many parts of what they want."""
+_MIN_SAVED_FRACTION = 16
+"""An exchange must save at least 1/16 of the bytes that all ranks want."""
 
-_MOST_RANKS = 256
-"""More ranks do not connect to each other: each would need so many sockets."""
+_POLL_S = 1.0
+"""Interval at which a rank that waits for others reads whether the load has failed."""
+
+_MAX_RANKS = 256
+"""Maximum number of ranks in an exchange: each needs a socket for every other rank."""
 
 _CONNECT_TIMEOUT_S = 300.0
-"""Ranks connect within this, or fail: they have all just met."""
+"""Maximum time for connecting. All ranks arrive at about the same time, after the planning."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What a rank wants to read; travels in ``LoadPlan.storage_data``."""
+    """The reads that a rank wants. Travels to the coordinator in ``LoadPlan.storage_data``."""
 
     save_id: str | None
-    """Of the save whose metadata it has read."""
+    """Save id of the metadata that the rank has read."""
     encoded: bytes | None = None
-    """Its byte ranges; ``None`` if it takes no part in an exchange."""
+    """Encoded byte ranges; ``None`` if the rank does not join an exchange."""
     machine: str = ""
-    """Rings go round machine by machine."""
+    """Name of the rank's machine. A ring visits the ranks of one machine after another."""
     processes: str = ""
-    """Ranks of the same may know each other by their process ids."""
+    """Name of the rank's PID namespace. Ranks with the same name can use each other's ``pid``."""
     pid: int = 0
     rank: int = 0
-    """As people know it: in the whole job."""
+    """Rank in the whole job."""
     budget_nbytes: int = 0
-    """Memory for what it has in flight."""
+    """Memory for pieces in flight, in bytes."""
     verify: bool = True
-    """Whether it checks what it reads."""
+    """Whether the rank verifies the bytes that it reads."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Assigned:
-    """The part of an exchange that a rank takes; comes back in ``LoadPlan.storage_data``."""
+    """A rank's role in an exchange. Returned to the rank in ``LoadPlan.storage_data``."""
 
     encoded: bytes
     token: str
-    """Names the exchange."""
+    """Unique name of the exchange."""
     rank: int
-    """Place of this rank among those that take part."""
+    """Position of this rank in ``ranks``."""
     ranks: tuple[int, ...]
-    """Those, by their ranks in the whole job."""
+    """Ranks in the exchange, as numbered in the whole job."""
     pids: dict[int, int]
-    """Process ids of others, by their places, whose memory this rank may be able to read."""
+    """Position -> process id, for other ranks whose memory this rank may be able to read."""
 
     @property
     def size(self) -> int:
-        """How many take part."""
+        """Number of ranks in the exchange."""
         return len(self.ranks)
 
 
 @functools.cache
 def these_processes() -> str:
-    """A name that processes have in common if they know each other by their ids."""
+    """Returns the name of this PID namespace, or an empty string if it is unknown."""
     try:
         return f"{this_machine()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -103,53 +108,60 @@ def these_processes() -> str:
 
 
 def can_exchange() -> bool:
-    """Whether there are other ranks that this one may exchange with."""
+    """Returns whether there are other ranks to exchange with."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def share_reads(plans: Sequence[Wanted]) -> list[Assigned | None]:
-    """Shares out what several ranks want; called by the coordinator.
+    """Assigns reads that several ranks want. The coordinator calls this function.
 
     Args:
-        plans: What each rank wants, in the order of the ranks.
+        plans: The reads of each rank, in rank order.
 
     Returns:
-        The part of each rank, ``None`` for one that has none.
+        The assignment of each rank; ``None`` for a rank that is not in the exchange.
     """
-    parts: list[Assigned | None] = [None] * len(plans)
-    taking_part = [rank for rank, plan in enumerate(plans) if plan.encoded is not None]
-    if any(plans[rank].verify for rank in taking_part):
-        # What nobody has checked is not for those who want it checked.
-        taking_part = [rank for rank in taking_part if plans[rank].verify]
-    exchange = _exchange_of(plans, taking_part)
-    sharing = [rank for place, rank in enumerate(taking_part) if exchange.is_in_ring(place)]
+    assignments: list[Assigned | None] = [None] * len(plans)
+    willing = [rank for rank, plan in enumerate(plans) if plan.encoded is not None]
+    if any(plans[rank].verify for rank in willing):
+        # A rank that verifies its bytes must not receive unverified bytes.
+        willing = [rank for rank in willing if plans[rank].verify]
+    exchange = _make_exchange(plans, willing)
+    sharing = [rank for position, rank in enumerate(willing) if exchange.is_in_ring(position)]
     if not pays(exchange.saved_nbytes, exchange.wanted_nbytes, len(sharing)):
-        return parts
-    if len(sharing) < len(taking_part):  # The others need not be connected.
-        exchange = _exchange_of(plans, sharing)
+        return assignments
+    if len(sharing) < len(willing):  # The other ranks need no connections.
+        exchange = _make_exchange(plans, sharing)
     token = secrets.token_hex(8)
     by_processes = defaultdict(list)
-    for place, rank in enumerate(sharing):
+    for position, rank in enumerate(sharing):
         if plans[rank].processes:
-            by_processes[plans[rank].processes].append(place)
-    names = tuple(plans[rank].rank for rank in sharing)
-    for place, rank in enumerate(sharing):
+            by_processes[plans[rank].processes].append(position)
+    global_ranks = tuple(plans[rank].rank for rank in sharing)
+    for position, rank in enumerate(sharing):
         pids = {
             other: plans[sharing[other]].pid
             for other in by_processes[plans[rank].processes]
-            if other != place
+            if other != position
         }
-        parts[rank] = Assigned(exchange.of_rank(place), token, place, names, pids)
-    return parts
+        encoded = exchange.of_rank(position)
+        assignments[rank] = Assigned(encoded, token, position, global_ranks, pids)
+    return assignments
 
 
 def pays(saved_nbytes: int, wanted_nbytes: int, ranks: int) -> bool:
-    """Whether so many ranks connect to each other to read so much less than all of them want."""
-    least = max(_LEAST_SAVED_NBYTES, wanted_nbytes // _LEAST_SAVED_PART)
-    return saved_nbytes >= least and ranks <= _MOST_RANKS
+    """Returns whether an exchange saves enough reads to be worth its connections.
+
+    Args:
+        saved_nbytes: Bytes of reads that the exchange saves.
+        wanted_nbytes: Bytes that all ranks want together.
+        ranks: Number of ranks in the exchange.
+    """
+    min_saved_nbytes = max(_MIN_SAVED_NBYTES, wanted_nbytes // _MIN_SAVED_FRACTION)
+    return saved_nbytes >= min_saved_nbytes and ranks <= _MAX_RANKS
 
 
-def _exchange_of(plans: Sequence[Wanted], ranks: Sequence[int]) -> _native.Exchange:
+def _make_exchange(plans: Sequence[Wanted], ranks: Sequence[int]) -> _native.Exchange:
     return _native.Exchange(
         [plans[rank].encoded or b"" for rank in ranks],
         [plans[rank].machine for rank in ranks],
@@ -161,22 +173,27 @@ def _exchange_of(plans: Sequence[Wanted], ranks: Sequence[int]) -> _native.Excha
 def joined(
     assigned: Assigned, *, fs: _native.FileSystem, budget_nbytes: int, timeout_s: float
 ) -> Iterator[_native.ExchangeStream]:
-    """Takes part in an exchange; comes to its end with the others, or breaks it off by raising.
+    """Joins an exchange for the block, and waits for the other ranks at the end of the block.
 
-    When a rank breaks off, its connections end, and the others find that out.
+    If the block raises an error, this rank aborts the exchange by closing its connections. The
+    other ranks then fail as well.
 
     Args:
-        assigned: What this rank does.
-        fs: Where the files are.
-        budget_nbytes: Bytes of memory for what is in flight.
-        timeout_s: Seconds that one transfer may take.
+        assigned: Assignment of this rank.
+        fs: File system of the checkpoint.
+        budget_nbytes: Memory for pieces in flight, in bytes.
+        timeout_s: Deadline for one transfer, in seconds.
+
+    Yields:
+        The stream of the exchange, to pass to the load job.
 
     Raises:
-        CancelledError: Another rank could not be reached, or has broken off.
+        CancelledError: Another rank is unreachable or has aborted the exchange.
     """
     timeout_ms = round(timeout_s * 1000)
     with contextlib.ExitStack() as stack:
-        # Nothing else may hold the connections: the traceback of an error would keep them open.
+        # The stream must have the only reference to the connections. A local variable would survive
+        # in the traceback of an error, and the connections would stay open.
         wire = [_tensor_view.make_peers(_connect(assigned, timeout_s), assigned.ranks, timeout_ms)]
         stack.callback(wire.clear)
         stream = _native.ExchangeStream(
@@ -185,33 +202,56 @@ def joined(
         stack.callback(stream.close)
         yield stream
         stream.finish()
-    _forget(assigned)
+    _delete_keys(assigned)
 
 
 def _connect(assigned: Assigned, timeout_s: float) -> ProcessGroupGloo:
-    """Connects to the others, beside the process groups of training."""
+    """Connects to the other ranks, independently of the process groups of training.
+
+    Raises:
+        CancelledError: Another rank did not arrive in time, or is unreachable.
+    """
     timeout = _connect_timeout(timeout_s)
     try:
         store = PrefixStore("wire", _store(assigned))
-        store.set(f"come/{assigned.rank}", "")
-        store.wait([f"come/{rank}" for rank in range(assigned.size)], timeout)
+        store.set(f"ready/{assigned.rank}", "")
     except Exception as error:
-        raise CancelledError(f"cannot meet the other ranks: {_reason(error)}") from error
+        raise CancelledError(f"cannot reach the other ranks: {_reason(error)}") from error
+    _wait_for_ready(store, assigned.size, timeout)
     try:
-        # All are here. Gloo waits five times as long as it is told for another to connect.
+        # Gloo waits for connections five times as long as its timeout.
         return ProcessGroupGloo(store, assigned.rank, assigned.size, timeout / 5)
     except Exception as error:
         raise CancelledError(
-            f"cannot connect to the other ranks: {_reason(error)}; GLOO_SOCKET_IFNAME names the "
-            'network to use, FastReader(exchange="off") does without'
+            f"cannot connect to the other ranks: {_reason(error)}; set GLOO_SOCKET_IFNAME to the "
+            'network to use, or pass FastReader(exchange="off") to load without connections'
         ) from error
 
 
+def _wait_for_ready(store: PrefixStore, size: int, timeout: timedelta) -> None:
+    """Waits until all ranks are ready, or until the load has failed because a rank is gone."""
+    call = current_call()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        remaining_s = deadline - time.monotonic()
+        try:
+            wait_s = max(0.001, min(remaining_s, _POLL_S))
+            store.wait([f"ready/{rank}" for rank in range(size)], timedelta(seconds=wait_s))
+            return
+        except Exception as error:
+            if call is not None:
+                call.raise_if_failed()
+            if remaining_s <= _POLL_S:
+                raise CancelledError(
+                    f"cannot wait for the other ranks: {_reason(error)}"
+                ) from error
+
+
 def _reason(error: Exception) -> str:
-    """What torch and gloo say, without their advice and where in their sources they say so."""
+    """Returns the message of torch or gloo without its advice and its source locations."""
     text = re.sub(r"\[[^] ]*:\d+\] ", "", str(error))
-    for rest in ("\n", ". This is typically", ", keys:"):
-        text = text.partition(rest)[0]
+    for suffix_start in ("\n", ". This is typically", ", keys:"):
+        text = text.partition(suffix_start)[0]
     return text
 
 
@@ -220,15 +260,15 @@ def _connect_timeout(timeout_s: float) -> timedelta:
 
 
 def _store(assigned: Assigned) -> PrefixStore:
-    """Where the ranks of an exchange find each other."""
-    # A connection of its own: whoever waits in a store keeps all others that share it waiting.
+    """Returns the store through which the ranks of an exchange connect."""
+    # The clone has its own connection: a wait in a store blocks all users of the same connection.
     default: Any = _get_process_group_store(_get_default_group())
     return PrefixStore(f"torch_ckpt/exchange/{assigned.token}", default.clone())
 
 
-def _forget(assigned: Assigned) -> None:
-    """Has the last rank that comes to the end of an exchange delete what all have stored for it."""
-    with contextlib.suppress(RuntimeError):  # Of the store. A few bytes are left there.
+def _delete_keys(assigned: Assigned) -> None:
+    """Deletes the keys of the exchange from the store, on the last rank that finishes."""
+    with contextlib.suppress(RuntimeError):  # If the store fails, a few bytes remain there.
         store = _store(assigned)
         if store.add("done", 1) == assigned.size:
             for key in store.list_keys():

@@ -1,4 +1,4 @@
-"""Runs the jobs that write a file, to their end or not at all. This imports no torch."""
+"""Runs the jobs that write a file: each finishes or is aborted. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["finished", "write_planned"]
 
 @contextlib.contextmanager
 def finished(job: _native.FileJob) -> Iterator[None]:
-    """Finishes a job at the end of the context, or gives it up where an error ends that.
+    """Finishes a job at the end of the block, or aborts the job if the block raises an error.
 
     Raises:
-        StorageError: It could not be finished.
+        StorageError: The job could not be finished.
     """
     try:
         yield
         job.finish()
     except BaseException:
-        # Now, not when the job is collected: the traceback of the error would keep it, and with it
-        # the buffers that the next job waits for.
+        # Abort at once. The traceback of the error references the job, and the next job waits for
+        # its buffers.
         job.abort()
         raise
 
@@ -39,24 +39,23 @@ def write_planned(
     sync: bool,
     niceness: int = 0,
 ) -> tuple[_native.SaveJob, list[tuple[int, int, int]]]:
-    """Writes the new file ``path`` of what was planned in columns.
+    """Writes a new file from its layout.
 
     Args:
-        path: Which file.
-        planned: What goes into it.
-        write_tensors: Has the job write those that are laid out.
-        pickled: Gives the bytes of the item at a position that only torch can store.
-        pool: The buffers.
-        direct: Whether to write past the page cache.
-        sync: Whether the file is to survive a power cut.
-        niceness: Of the threads that write tensors, as nice(1).
+        path: Path of the new file.
+        planned: Items and layout of the file.
+        write_tensors: Writes the tensors of the layout through the job.
+        pickled: Returns the pickled item at a position, for items that only torch can store.
+        pool: I/O buffers.
+        direct: Whether to bypass the page cache.
+        sync: Whether to sync the file, so that it survives a power cut.
+        niceness: Niceness of the threads that write tensors, as nice(1).
 
     Returns:
-        The job, which has finished, and of each item that was appended its position, offset and
-        length.
+        The finished job, and the position, offset and length of each pickled item.
 
     Raises:
-        StorageError: The file could not be written; it is removed.
+        StorageError: The file could not be written, and was removed.
     """
     fs, layout = path.file_system, planned.layout
     job = _native.SaveJob(fs, path.path, layout, pool, direct, sync, niceness)

@@ -1,4 +1,4 @@
-"""Which files in a checkpoint's directory a commit has replaced, or a failed save has left."""
+"""Garbage collection: finds files of replaced checkpoints and of failed saves, and removes them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _RANK_METADATA = re.compile(r"__\d+\.metadata")
 
 
 def stale_files(found: Collection[str], referenced: Collection[str], rank: int | None) -> list[str]:
-    """Names of files that nothing refers to any more.
+    """Returns the names of files that no committed checkpoint refers to.
 
     Args:
-        found: What was there before the save began: one that goes on at the same time is not robbed
-            of its own.
-        referenced: Data files of what is committed now.
-        rank: That which has committed by itself; ``None`` if all ranks have together.
+        found: File names in the directory before the save began. So the files of a concurrent save
+            that began later are safe.
+        referenced: Data files of the committed checkpoint.
+        rank: The rank, if it committed without coordination; ``None`` if all ranks committed
+            together.
     """
     if rank is None:
         pattern = (
@@ -28,7 +29,7 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
             r"|\.agents-[0-9a-f]{16}-\d+\.(epoch|lists|manifest|failed)(\.tmp)?"
         )
         if any(_RANK_METADATA.fullmatch(name) for name in found):
-            return []  # Committed without coordination as well: those refer to files of their own.
+            return []  # Ranks that committed without coordination refer to some of these files.
     else:
         pattern = (
             rf"__{rank}_\d+(_[0-9a-f]{{16}})?\.distcp"
@@ -42,6 +43,6 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
 
 
 def remove_files(directory: Location, names: Iterable[str]) -> None:
-    """Best effort: a file that stays is not referred to by any metadata."""
+    """Removes files, and ignores errors: no metadata refers to these files."""
     for name in names:
         (directory / name).discard()

@@ -1,4 +1,4 @@
-"""One load of one rank: what the engine reads, and what is left to torch."""
+"""One load of one rank: the engine reads most tensors, and torch reads the other items."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ __all__ = ["Load", "Source"]
 _TORCHS_OWN = _tensor_view.TensorKind.TORCHS_OWN
 
 _Slice = tuple[str, int, int, str]  # File, offset, length in bytes, FQN.
-_Tensor = tuple[ReadItem, _Slice, torch.dtype]  # Dtype as stored.
-# With the target, and the stored dtype where the elements must be copied there.
+_Tensor = tuple[ReadItem, _Slice, torch.dtype]  # The last element is the stored dtype.
+# Item, slice, target tensor, and the stored dtype if the elements must be copied to the target.
 _Destination = tuple[ReadItem, _Slice, torch.Tensor, torch.dtype | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A checkpoint that is open, and how it is read."""
+    """An open checkpoint, and the options of the load."""
 
     metadata: Metadata
     directory: Location
@@ -56,21 +56,21 @@ class Source:
     transforms: _StorageReaderTransforms
 
     def storage_info(self, item: ReadItem) -> _StorageInfo:
-        """Where the stored box of an item lies.
+        """Returns the extent of the stored box of an item.
 
         Raises:
-            CorruptionError: The metadata do not say.
+            CorruptionError: The metadata has no such box.
         """
         try:
             info: _StorageInfo = self.metadata.storage_data[item.storage_index]
         except KeyError:
             raise CorruptionError(
-                f"metadata does not say where {item.storage_index} is stored"
+                f"cannot load {item.storage_index}: the metadata does not list it"
             ) from None
         return info
 
     def stored_dtype(self, item: ReadItem) -> torch.dtype | None:
-        """The dtype of a tensor that the engine can read; ``None`` for all that is torch's."""
+        """Returns the dtype of a tensor that the engine can read; ``None`` for other items."""
         if item.type == LoadItemType.BYTE_IO:
             return None
         stored = self.metadata.state_dict_metadata.get(item.storage_index.fqn)
@@ -81,22 +81,22 @@ class Source:
 
 
 class Load:
-    """What one rank reads of a checkpoint: made, run once and dropped. Each file is opened once.
+    """The reads of one rank in one load. Runs once, and opens each file once.
 
     Args:
         source: The checkpoint.
-        items: As the planner has made them.
+        items: The items of the rank's plan.
 
     Raises:
-        CorruptionError: The metadata do not say where something lies.
+        CorruptionError: The metadata does not list the stored box of an item.
     """
 
     def __init__(self, source: Source, items: Sequence[ReadItem]) -> None:
         self.source = source
         self.items = items
         self._requests = None if isinstance(items, PlannedReads) else _Requests(source, items)
-        of_columns = items.reads.nbytes if isinstance(items, PlannedReads) else 0
-        nbytes = of_columns if self._requests is None else self._requests.nbytes
+        column_nbytes = items.reads.nbytes if isinstance(items, PlannedReads) else 0
+        nbytes = column_nbytes if self._requests is None else self._requests.nbytes
         io = source.io
         self.job = _native.LoadJob(
             source.directory.file_system,
@@ -110,10 +110,10 @@ class Load:
         )
 
     def wanted_bytes(self) -> bytes:
-        """What of the data files is read for tensors, encoded.
+        """Returns the encoded byte ranges of the data files that the tensors need.
 
         Raises:
-            CheckpointError: A file or its slices are not what metadata say.
+            CheckpointError: A file or a slice does not match the metadata.
         """
         if isinstance(self.items, PlannedReads):
             return self.items.reads.wanted_bytes(self.job)
@@ -130,20 +130,20 @@ class Load:
         )
 
     def run(self, planner: LoadPlanner, exchange: _native.ExchangeStream | None = None) -> None:
-        """Reads everything into place.
+        """Reads all items into their targets.
 
         Args:
-            planner: Tells the places.
-            exchange: With the ranks that read the same.
+            planner: Planner of this rank, which resolves targets.
+            exchange: Stream of the exchange with other ranks, if there is one.
         """
         if (
             isinstance(self.items, PlannedReads)
             and isinstance(planner, FastLoadPlanner)
             and planner.loads_plainly()
         ):
-            left = self._run_columns(self.items, planner, exchange)
-            if left:
-                _LoadByItem(self, _Requests(self.source, left), planner).run(None)
+            remaining = self._run_columns(self.items, planner, exchange)
+            if remaining:
+                _LoadByItem(self, _Requests(self.source, remaining), planner).run(None)
             return
         requests = self._requests or _Requests(self.source, list(self.items))
         _LoadByItem(self, requests, planner).run(exchange)
@@ -151,27 +151,28 @@ class Load:
     def _run_columns(
         self, items: PlannedReads, planner: FastLoadPlanner, exchange: _native.ExchangeStream | None
     ) -> list[ReadItem]:
-        """Reads tensors straight into place; returns what is left to torch."""
+        """Reads tensors directly into their targets; returns the items that torch must read."""
         items.reads.check(self.job)
 
-        def take(number: int, elements: _native.LoadedBytes) -> None:
+        def copy_to_target(number: int, elements: _native.LoadedBytes) -> None:
             item = items[number]
             dtype = self.source.stored_dtype(item)
             assert dtype is not None
             _copy_to(planner.resolve_tensor(item).detach(), elements, dtype, item.lengths)
 
-        looks = _tensor_view.inspect(items.sources, writable=True)
-        return [items[at] for at in items.reads.run(self.job, looks, take, exchange)]
+        batch = _tensor_view.inspect(items.sources, writable=True)
+        remaining = items.reads.run(self.job, batch, copy_to_target, exchange)
+        return [items[number] for number in remaining]
 
 
 class _Requests:
-    """Where items lie that DCP's planners have made, and who reads them.
+    """The slices of DCP's read items, grouped by their reader.
 
     Attributes:
-        tensors: What the engine reads.
-        streams: What torch reads: objects, and what a stream transform has changed.
-        nbytes: Of all slices.
-        transformed: Whether a stream transform has changed any.
+        tensors: Tensors that the engine reads.
+        streams: Slices that torch reads: objects, other tensors, and slices with stream transforms.
+        nbytes: Total length of all slices.
+        transformed: Whether any slice has a stream transform.
     """
 
     def __init__(self, source: Source, items: Sequence[ReadItem]) -> None:
@@ -198,7 +199,7 @@ class _Requests:
 
 
 class _LoadByItem:
-    """Loads items one by one as their planner has them."""
+    """Loads the items of a planner that resolves and commits them one by one."""
 
     def __init__(self, load: Load, requests: _Requests, planner: LoadPlanner) -> None:
         self.source = load.source
@@ -206,53 +207,55 @@ class _LoadByItem:
         self.requests = requests
         self.planner = planner
         self.max_retained_nbytes = retained_nbytes_limit(load.source.io)
-        # Another planner may have stored bytes of any kind.
+        # A planner with another load_bytes may store bytes in any format.
         self.objects_are_pickled = (
             getattr(planner.load_bytes, "__func__", None) is DefaultLoadPlanner.load_bytes
         )
 
     def run(self, exchange: _native.ExchangeStream | None) -> None:
-        """Loads tensors through the engine, then whatever is left through torch."""
+        """Loads tensors through the engine, then all other items through torch."""
         requests = self.requests
-        # All extents before any target is written.
+        # Check all extents before the first write to a target.
         slices = [stored for _, stored, _ in requests.tensors]
         self.job.check(slices + [stored for _, stored in requests.streams])
-        left = self._load_tensors(exchange)
-        self._load_streams(requests.streams + left)
+        remaining = self._load_tensors(exchange)
+        self._load_streams(requests.streams + remaining)
 
     def _load_tensors(
         self, exchange: _native.ExchangeStream | None
     ) -> list[tuple[ReadItem, _Slice]]:
-        """Loads tensors in one call of the engine, and then those that must wait for others.
+        """Loads tensors in as few batches as possible.
 
         Returns:
-            Those that only torch can read; nothing was written to their targets.
+            Tensors that only torch can read. Their targets are unchanged.
         """
-        left: list[tuple[ReadItem, _Slice]] = []
+        remaining: list[tuple[ReadItem, _Slice]] = []
         waiting = self.requests.tensors
         while waiting or exchange is not None:
-            batch, waiting = self._next_batch(waiting, pass_over=exchange is not None)
-            left += self._load_batch(batch, exchange)
-            exchange = None  # All that ranks exchange comes with the first batch.
-        return left
+            batch, waiting = self._next_batch(waiting, skip_conflicts=exchange is not None)
+            remaining += self._load_batch(batch, exchange)
+            exchange = None  # The exchange ends with the first batch.
+        return remaining
 
     def _next_batch(
-        self, waiting: list[_Tensor], *, pass_over: bool
+        self, waiting: list[_Tensor], *, skip_conflicts: bool
     ) -> tuple[list[_Destination], list[_Tensor]]:
-        """Resolves tensors as far as they can be read together.
+        """Resolves tensors until one conflicts with the batch.
+
+        Tensors conflict if their targets share memory.
 
         Args:
-            waiting: In DCP's order.
-            pass_over: Whether one that cannot be read with those before it is passed over;
-                otherwise the batch ends there.
+            waiting: Tensors in DCP's order.
+            skip_conflicts: Whether to skip a conflicting tensor and go on. Otherwise the batch ends
+                before that tensor.
 
         Returns:
-            What to read, and the tensors that must wait for it.
+            The batch, and the tensors for later batches.
         """
         batch: list[_Destination] = []
-        must_wait: list[_Tensor] = []
-        taken = Destinations()
-        passed_over: set[int] = set()  # Storages.
+        postponed: list[_Tensor] = []
+        destinations = Destinations()
+        postponed_storages: set[int] = set()
         retained_nbytes = 0
         for number, tensor in enumerate(waiting):
             item, stored, dtype = tensor
@@ -263,29 +266,29 @@ class _LoadByItem:
                 raise _shape_mismatch(item, target, item.lengths)
             is_loadable = _tensor_view.is_loadable(target)
             if not is_loadable and _tensor_view.tensor_kind(target) == _TORCHS_OWN:
-                # A subclass may copy to any memory, so it is loaded alone.
-                if pass_over:
-                    must_wait.append(tensor)
+                # A subclass may write to any memory in copy_, so its batch has no other tensor.
+                if skip_conflicts:
+                    postponed.append(tensor)
                     continue
                 if batch:
                     return batch, waiting[number:]
                 return [(item, stored, target, dtype)], waiting[number + 1 :]
             fqn = item.dest_index.fqn
             storage = target.untyped_storage().data_ptr()
-            if storage in passed_over or taken.meets(target, fqn):
-                if not pass_over:
+            if storage in postponed_storages or destinations.overlaps(target, fqn):
+                if not skip_conflicts:
                     return batch, waiting[number:]
-                passed_over.add(storage)
-                must_wait.append(tensor)
+                postponed_storages.add(storage)
+                postponed.append(tensor)
                 continue
-            taken.add(target, fqn)
+            destinations.add(target, fqn)
             is_direct = target.dtype == dtype and is_loadable
             batch.append((item, stored, target, None if is_direct else dtype))
             if temporary:
                 retained_nbytes += target.nbytes
                 if retained_nbytes >= self.max_retained_nbytes:
-                    return batch, must_wait + waiting[number + 1 :]
-        return batch, must_wait
+                    return batch, postponed + waiting[number + 1 :]
+        return batch, postponed
 
     def _load_batch(
         self, batch: list[_Destination], exchange: _native.ExchangeStream | None
@@ -301,22 +304,22 @@ class _LoadByItem:
             for item, stored, target, dtype in batch
         ]
 
-        def take(number: int, elements: _native.LoadedBytes) -> None:
+        def copy_to_target(number: int, elements: _native.LoadedBytes) -> None:
             item, _, target, dtype = batch[number]
             assert dtype is not None
             _copy_to(target, elements, dtype, item.lengths)
 
-        loaded, _ = self.job.run(requests, [], take, exchange)
-        left: list[tuple[ReadItem, _Slice]] = []
+        loaded, _ = self.job.run(requests, [], copy_to_target, exchange)
+        remaining: list[tuple[ReadItem, _Slice]] = []
         for done, (item, stored, target, _) in zip(loaded, batch, strict=True):
             if done:
                 self.planner.commit_tensor(item, target)
             else:
-                left.append((item, stored))
-        return left
+                remaining.append((item, stored))
+        return remaining
 
     def _load_streams(self, streams: list[tuple[ReadItem, _Slice]]) -> None:
-        """Loads objects, and tensors that torch must unpickle: each stored slice read once."""
+        """Loads objects, and tensors that torch must unpickle. Reads each slice once."""
         if self.source.contents is not None:
             for item, stored in streams:
                 self._load_content(item, stored, self.source.contents.value(stored[3]))
@@ -336,7 +339,7 @@ class _LoadByItem:
         if refused:
             raise UnsupportedError(
                 f"cannot load {len(refused)} values, because unpickling them may run code: "
-                f"{'; '.join(refused)}. If you trust who wrote them, {HOW_TO_ALLOW}"
+                f"{'; '.join(refused)}. If you trust their author, {HOW_TO_ALLOW}"
             )
 
     def _load_stream(
@@ -350,25 +353,25 @@ class _LoadByItem:
             if tensor is None:
                 stream = self._open_stream(item, data, stored)
                 tensor = _unpickle_tensor(stream, stored, self.source.trust_pickle)
-            self._copy_part(item, tensor)
+            self._copy_box(item, tensor)
 
     def _load_content(self, item: ReadItem, stored: _Slice, value: object) -> None:
         if item.type == LoadItemType.BYTE_IO:
-            stream = _io.BytesIO()  # A copy: nobody else may change what the reader keeps.
+            stream = _io.BytesIO()  # A copy, so that the caller cannot change the reader's object.
             torch.save(value, stream)
             stream.seek(0)
             self._load_bytes(item, stream, stored)
             return
         if not isinstance(value, torch.Tensor):
-            raise CorruptionError(f"cannot load {_where(stored)}: it is no tensor")
-        self._copy_part(item, value)
+            raise CorruptionError(f"cannot load {_where(stored)}: it is not a tensor")
+        self._copy_box(item, value)
 
-    def _copy_part(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+    def _copy_box(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        box = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
         target = self.planner.resolve_tensor(item).detach()
-        if target.size() != part.size():
-            raise _shape_mismatch(item, target, part.size())
-        target.copy_(part)
+        if target.size() != box.size():
+            raise _shape_mismatch(item, target, box.size())
+        target.copy_(box)
         self.planner.commit_tensor(item, target)
 
     def _load_bytes(self, item: ReadItem, stream: _io.BytesIO, stored: _Slice) -> None:
@@ -384,8 +387,8 @@ class _LoadByItem:
         except ForbiddenPickleError:
             raise
         except Exception as error:
-            # What stock cannot open as an archive is damaged; in one whose checksums hold, it is
-            # the object that fails.
+            # Bytes that torch cannot open as an archive are damaged. If the archive is intact, the
+            # error comes from the object itself.
             if not is_archive or "PytorchStreamReader" in str(error):
                 raise CorruptionError(f"cannot load {_where(stored)}: {error}") from error
             raise
@@ -393,7 +396,7 @@ class _LoadByItem:
     def _open_stream(
         self, item: ReadItem, data: _native.LoadedBytes, stored: _Slice
     ) -> _io.BytesIO:
-        """The bytes of a slice, with stream transforms undone."""
+        """Returns the bytes of a slice after reversing its stream transforms."""
         stream = _io.BytesIO(memoryview(data))
         descriptors = getattr(self.source.storage_info(item), "transform_descriptors", None)
         if not descriptors:
@@ -403,23 +406,23 @@ class _LoadByItem:
             return _io.BytesIO(transformed.read(-1))
         except Exception as error:
             raise CorruptionError(
-                f"cannot undo {list(descriptors)} of {_where(stored)}: {error}"
+                f"cannot reverse {list(descriptors)} of {_where(stored)}: {error}"
             ) from error
 
 
 def _copy_to(
     target: torch.Tensor, elements: _native.LoadedBytes, dtype: torch.dtype, lengths: torch.Size
 ) -> None:
-    """Copies elements, as the engine hands them over, to a tensor of another device or dtype."""
+    """Copies elements from the engine to a tensor of another device or dtype."""
     data = torch.frombuffer(memoryview(elements), dtype=torch.uint8)
     target.copy_(data.view(dtype).view(lengths))
 
 
 def _store_object(planner: Any, item: ReadItem, value: object) -> None:
-    """What ``DefaultLoadPlanner.load_bytes`` does with the object that it has unpickled.
+    """Stores an unpickled object as ``DefaultLoadPlanner.load_bytes`` stores one.
 
-    Its own unpickling is without restriction, and to have checked the bytes before would not do: it
-    has other parsers for archives and pickles, and may see another object in the same bytes.
+    ``load_bytes`` itself unpickles without restriction. A check of the bytes before that call would
+    not be safe: its parsers differ from ours, and may read another object from the same bytes.
     """
     fqn = item.dest_index.fqn
     if planner.flatten_state_dict:
@@ -430,8 +433,8 @@ def _store_object(planner: Any, item: ReadItem, value: object) -> None:
 
 def _shape_mismatch(item: ReadItem, target: torch.Tensor, wanted: torch.Size) -> MismatchError:
     return MismatchError(
-        f"cannot load {item.dest_index.fqn!r}: the target has shape {list(target.size())}, "
-        f"what the plan reads {list(wanted)}"
+        f"cannot load {item.dest_index.fqn!r}: the target has shape {list(target.size())}, and the "
+        f"planned read has shape {list(wanted)}"
     )
 
 
@@ -450,12 +453,12 @@ def _unpickle_tensor(stream: _io.BytesIO, stored: _Slice, trust_pickle: bool) ->
     except Exception as error:
         raise CorruptionError(f"cannot unpickle {_where(stored)}: {error}") from error
     if not isinstance(tensor, torch.Tensor):
-        raise CorruptionError(f"cannot load {_where(stored)}: it is no tensor")
+        raise CorruptionError(f"cannot load {_where(stored)}: it is not a tensor")
     return tensor
 
 
 def _batches(slices: Iterable[_Slice], max_nbytes: int) -> Iterator[list[_Slice]]:
-    """Groups slices up to ``max_nbytes`` in all; a longer one goes alone."""
+    """Groups slices into batches of up to ``max_nbytes``; a longer slice has its own batch."""
     batch: list[_Slice] = []
     total = 0
     for stored in slices:

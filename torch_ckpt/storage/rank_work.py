@@ -1,4 +1,4 @@
-"""What a rank writes: its items in columns, what each is stored from, and how they fill files."""
+"""The items that a rank writes: columns, source tensors, and the split into files."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ __all__ = ["RankWork", "Unresolved", "resolve_whole", "split", "work_for"]
 
 
 class Unresolved:
-    """The source of a tensor that its planner makes anew whenever it resolves the item.
+    """The source of an item whose tensor the planner creates on each resolve.
 
-    It is resolved again when it is written: no two such tensors need be in memory at a time.
+    The writer resolves the item again when it writes it. So only one such tensor is in memory at a
+    time.
     """
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """Items that a rank writes.
+    """The items that a rank writes.
+
+    All sequences are indexed by the position of the item.
 
     Attributes:
         work: The items, in columns.
-        sources: By position the tensor that is stored; ``None`` for what torch pickles: objects,
-            tensors of its own, whatever a stream transform changes.
-        waits: Whether an item need not be written before all others.
-        items: By position the items of a planner that plans in DCP's terms; ``None`` where the
-            columns are those of the plan.
-        dtypes: Beside ``items``: the dtype of each tensor that is what the plan, and so the
-            metadata, says of it; ``None`` for the others.
+        sources: Tensor to store for each item. ``None`` for items that torch pickles: objects,
+            tensors that only torch can store, and all items if there is a stream transform.
+        waits: Whether each item can wait until the others are written.
+        items: The items of a plan of DCP's items; ``None`` if the plan itself is in columns.
+        dtypes: With ``items``: dtype of each tensor that matches the plan, and so the metadata;
+            ``None`` for the other items.
     """
 
     work: _native.Work
@@ -49,26 +51,26 @@ class RankWork:
     dtypes: Sequence[str | None] = ()
 
     def item(self, position: int) -> WriteItem:
-        """An item in DCP's terms."""
+        """Returns the item at a position, as a DCP item."""
         if self.items is None:
             return to_write_item(self.work.describe(position))
         return self.items[position]
 
     def part(self, positions: Sequence[int]) -> RankWork:
-        """The items at these positions."""
+        """Returns the work that consists of the items at these positions."""
         if len(positions) == len(self.work):
             return self
 
-        def of(column: Sequence[Any]) -> list[Any]:
-            return [column[at] for at in positions]
+        def select(column: Sequence[Any]) -> list[Any]:
+            return [column[position] for position in positions]
 
         return dataclasses.replace(
             self,
             work=self.work.part(positions),
-            sources=of(self.sources),
-            waits=of(self.waits),
-            items=None if self.items is None else of(self.items),
-            dtypes=of(self.dtypes) if self.dtypes else (),
+            sources=select(self.sources),
+            waits=select(self.waits),
+            items=None if self.items is None else select(self.items),
+            dtypes=select(self.dtypes) if self.dtypes else (),
         )
 
 
@@ -79,14 +81,14 @@ def work_for(
     *,
     can_wait: Callable[[torch.Tensor | None], bool] | None = None,
 ) -> RankWork:
-    """What a rank is to write by its final plan.
+    """Returns the work of a rank.
 
     Args:
-        plan: That of the rank.
-        planner: Its own.
-        transforms: What is done to the bytes of each item.
-        can_wait: Tells what need not be written first, of an object by ``None``; ``None`` if all
-            can wait.
+        plan: Final plan of the rank.
+        planner: Planner of the rank.
+        transforms: Stream transforms for all items.
+        can_wait: Returns whether a tensor can be written after the others. Called with ``None`` for
+            an object. If omitted, all items can wait.
     """
     columns: Any = plan.items
     if (
@@ -104,25 +106,25 @@ def work_for(
 
 
 def split(work: RankWork, count: int | None) -> tuple[list[RankWork], list[RankWork]]:
-    """Splits work over files of about the same size.
+    """Splits the work of a rank into files of about the same size.
 
     Args:
-        work: That of a rank.
-        count: How many files; one for each item if ``None``.
+        work: Work of the rank.
+        count: Number of files; one file per item if ``None``.
 
     Returns:
-        What goes into each file that is to be written before all others, and into each other.
+        The work for each file to write first, and the work for each other file.
     """
     nbytes = work.work.nbytes
 
     def files_of(waits: bool) -> list[RankWork]:
-        chosen = [at for at, wait in enumerate(work.waits) if wait == waits]
+        chosen = [position for position, wait in enumerate(work.waits) if wait == waits]
         if count is None:
-            return [work.part([at]) for at in chosen]
+            return [work.part([position]) for position in chosen]
         files: list[list[int]] = [[] for _ in range(count)]
-        numbers = _native.balance_files([nbytes[at] for at in chosen], count)
-        for at, number in zip(chosen, numbers, strict=True):
-            files[number].append(at)
+        numbers = _native.balance_files([nbytes[position] for position in chosen], count)
+        for position, number in zip(chosen, numbers, strict=True):
+            files[number].append(position)
         return [work.part(positions) for positions in files if positions]
 
     return files_of(False), files_of(True)
@@ -134,7 +136,10 @@ def _in_columns(
     transforms: _StorageWriterTransforms,
     can_wait: Callable[[torch.Tensor | None], bool],
 ) -> RankWork:
-    """Resolves every tensor to see what it really is; a plan may say otherwise."""
+    """Converts DCP's items to columns.
+
+    The function resolves every tensor, since its dtype and sizes may differ from the plan.
+    """
     table = _native.ItemTable()
     sources: list[torch.Tensor | Unresolved | None] = []
     waits: list[bool] = []
@@ -146,8 +151,8 @@ def _in_columns(
         sources.append(source)
         dtypes.append(dtype)
 
-    for listed in items:
-        item = _as_it_is(listed, planner) if isinstance(listed, CutItem) else listed
+    for planned in items:
+        item = _check_cut(planned, planner) if isinstance(planned, CutItem) else planned
         if item is None:
             continue
         if item.type == WriteItemType.BYTE_IO:
@@ -177,17 +182,17 @@ def _in_columns(
 
 
 def _name(item: WriteItem) -> str:
-    """Tells the boxes of one tensor apart: in the table, each stands for a tensor of its own."""
+    """Returns a unique name for a box: in the table, each box is a tensor of its own."""
     offset = item.index.offset
     name = printable(item.index.fqn)
     return f"{name} at {list(offset)}" if offset is not None and any(offset) else name
 
 
-def _as_it_is(item: CutItem, planner: SavePlanner) -> WriteItem | None:
-    """The item, unless it cannot be cut: one of another form than planned, or that torch pickles.
+def _check_cut(item: CutItem, planner: SavePlanner) -> WriteItem | None:
+    """Returns the item that this rank writes for a cut item; ``None`` if it writes nothing.
 
-    Then the rank with its first rows writes it whole, and the others, to whom it looks the same,
-    write nothing of it.
+    A tensor cannot be cut if its sizes differ from the plan, or if only torch can store it. Then
+    the rank of the first rows writes the whole tensor, and the other ranks write nothing.
     """
     tensor = resolve_whole(planner, item)
     is_torchs_own = _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.TORCHS_OWN
@@ -197,7 +202,7 @@ def _as_it_is(item: CutItem, planner: SavePlanner) -> WriteItem | None:
 
 
 def resolve_whole(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    """The tensor of an item, or of the one that it is cut from."""
+    """Returns the tensor of an item; for a cut item, the whole tensor."""
     whole = item.whole if isinstance(item, CutItem) and item.whole is not None else item
     tensor = planner.resolve_data(whole)
     if not isinstance(tensor, torch.Tensor):

@@ -1,4 +1,4 @@
-"""FastReader: stock DCP's storage reader, through the native engine."""
+"""FastReader: a storage reader for stock DCP that loads through the native engine."""
 
 from __future__ import annotations
 
@@ -50,55 +50,55 @@ __all__ = ["FastReader"]
 
 
 class FastReader(StorageReader):
-    """Reads a checkpoint through the native engine: ours, stock DCP's, or files of other formats.
+    """Loads checkpoints of ``FastWriter``, of stock DCP and of other formats.
 
-    Pass it to :func:`torch.distributed.checkpoint.load` in place of ``FileSystemReader``. Only the
-    byte ranges that this rank wants are read, many at a time, straight into the tensors where they
-    are contiguous. CUDA tensors are copied to from pinned buffers while the next ranges are being
-    read, where the package was built with CUDA. Tensors on other devices, of other dtypes than
-    stored, or that only torch can unpickle are loaded by way of a temporary, and cast as stock DCP
-    casts.
+    Pass it to :func:`torch.distributed.checkpoint.load` in place of ``FileSystemReader``. A rank
+    reads only the byte ranges that its tensors need, with many reads in flight. Contiguous ranges
+    are read directly into the tensors. CUDA tensors are filled from pinned buffers during the next
+    reads, if the package was built with CUDA. A temporary tensor is used for other devices, for
+    casts to another dtype, and for tensors that only torch can unpickle. Casts work as in stock
+    DCP.
 
-    What ``path`` is, its files tell:
+    The reader detects the format of ``path``:
 
-    - a directory that FastWriter or stock ``FileSystemWriter`` has written;
-    - a file that ``torch.save`` has written, of a dict that may be nested: its FQNs are those that
-      DCP gives to such a state dict, and what is no tensor in it is loaded, too;
+    - a directory of ``FastWriter`` or of stock ``FileSystemWriter``;
+    - a file of ``torch.save`` with a dict, which may be nested. Its FQNs are those of DCP for such
+      a state dict. Values other than tensors are loaded as well;
     - a safetensors file;
-    - a directory of safetensors files: those that a ``*.safetensors.index.json`` of Hugging Face
-      lists, or else all, also as ``HuggingFaceStorageWriter`` writes them, a file for each rank.
+    - a directory of safetensors files. If there is a ``*.safetensors.index.json`` of Hugging Face,
+      it lists the files; otherwise all files are loaded. The directory may be one of
+      ``HuggingFaceStorageWriter``, with one file per rank.
 
     Args:
-        path: Directory of the checkpoint, or its file.
-        _extension_registry: Where stream transforms are looked up; stock's own by default.
-        io: Tuning.
-        verify: Whether what is read is checked: against the index, or where stock DCP has written
-            none, against the CRC-32 of payloads that are read whole; ``torch.save``'s, of storages.
-            Safetensors have no checksums.
-        trust_pickle: Whether to unpickle whatever the checkpoint asks for, as stock DCP does: this
-            can run any code. By default ``.metadata`` may hold only what stock DCP writes, and
-            objects and the files of ``torch.save`` only what ``torch.load(weights_only=True)``
-            allows (register your own classes with
-            ``torch.serialization.add_safe_globals``). A planner with a ``load_bytes`` of its
-            own is given the bytes as they are stored in either case, and decides what to do with
-            them; ``super().load_bytes`` would unpickle them without restriction.
-
-        exchange: Whether ranks that want the same bytes read them once and pass them on to each
-            other, over connections of their own beside those of the process group: ``"auto"`` where
-            that saves at least 16 MiB and a sixteenth of all reading (as it does for replicas),
-            and at most 256 ranks share anything; ``"off"`` never. A rank that loads alone, as with
-            ``no_dist=True``, exchanges nothing.
+        path: Directory or file of the checkpoint.
+        _extension_registry: Registry of stream transforms; stock DCP's registry by default.
+        io: Memory budgets and I/O modes.
+        verify: Whether to verify the bytes that are read. With an index, its checksums cover every
+            read. Without one, the CRC-32 of payloads (for ``torch.save``: of storages) is checked
+            if they are read whole. Safetensors have no checksums.
+        trust_pickle: Whether pickles may contain any class and run any code, as in stock DCP. By
+            default, ``.metadata`` may contain only the classes that stock DCP writes. Objects and
+            files of ``torch.save`` may contain plain data and the classes of
+            ``torch.load(weights_only=True)``. Register your own classes with
+            ``torch.serialization.add_safe_globals``. A planner that overrides ``load_bytes``
+            always receives the stored bytes; ``super().load_bytes`` unpickles them without
+            restriction.
+        exchange: Whether one rank reads bytes that several ranks want and passes them on. The ranks
+            then use connections of their own, outside the process group. ``"auto"``: if that saves
+            at least 16 MiB and 1/16 of all reads (as it does for replicas), and at most 256 ranks
+            share bytes. ``"off"``: never. A load without other ranks (``no_dist=True``) never
+            exchanges bytes.
 
     Raises:
-        NotFoundError: ``path`` holds no committed checkpoint, or a data file is missing.
-        CorruptionError: Bytes cannot be what was written: a short file, a broken frame, a wrong
-            checksum. Names the file, the offset and the FQN.
-        MismatchError: A tensor wants elements that the stored one does not have.
+        NotFoundError: ``path`` has no committed checkpoint, or a data file is missing.
+        CorruptionError: A file is damaged: it is too short, a frame is invalid, or a checksum
+            differs. The message names the file, the offset and the FQN.
+        MismatchError: A tensor needs elements that the stored tensor does not have.
         StorageError: The disk or store failed.
-        UnsupportedError: A pickle asks for more than it may have: names the global. Or a file is of
-            a format that is not known.
-        CancelledError: Another rank failed, which this one was to have bytes from.
-        ValueError: ``exchange`` is no such mode.
+        UnsupportedError: A pickle requests a forbidden class or function, which the message names.
+            Or the format of a file is not supported.
+        CancelledError: A rank failed that was to send bytes to this rank.
+        ValueError: ``exchange`` is neither ``"auto"`` nor ``"off"``.
 
     Example::
 
@@ -119,7 +119,7 @@ class FastReader(StorageReader):
     ) -> None:
         super().__init__()
         if exchange not in get_args(ExchangeMode):
-            raise ValueError(f"{exchange=} is none of {', '.join(get_args(ExchangeMode))}")
+            raise ValueError(f"{exchange=} is not one of {', '.join(get_args(ExchangeMode))}")
         self.location = Location(path)
         self.io = io or IoOptions()
         self.verify = verify
@@ -128,30 +128,30 @@ class FastReader(StorageReader):
         self.transforms = _StorageReaderTransforms(_extension_registry)
         self.load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
-        self._directory = self.location  # Of the files that metadata name.
+        self._directory = self.location  # Directory of the files that the metadata names.
         self._index: _native.Index | None = None
-        self._contents: Contents | None = None  # Of files that are not slices alone.
-        # What this rank reads, while its plan travels, and what travels in its place.
-        self._kept: tuple[Sequence[ReadItem], Any] | None = None
-        self._load: Load | None = None  # Between plan and reading.
-        self._exchanged: str | None = None  # The token of the exchange that it has taken part in.
-        self._shared_save_id: str | None = None  # Of the save that all ranks are to load.
-        self._unreadable: Exception | None = None  # Why the coordinator's metadata are.
+        self._contents: Contents | None = None  # Values that have no slice of their own.
+        # The items of this rank's plan, and their replacement while the plan travels.
+        self._local_items: tuple[Sequence[ReadItem], Any] | None = None
+        self._load: Load | None = None  # Set between planning and reading.
+        self._exchanged: str | None = None  # Token of the last exchange that this rank joined.
+        self._shared_save_id: str | None = None  # Id of the save that all ranks load.
+        self._metadata_error: Exception | None = None  # Why the shared metadata is unreadable.
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what it has read: a copy reads for itself.
+        # A copy opens the checkpoint itself.
         return {
             **self.__dict__,
             "_metadata": None,
             "_index": None,
             "_contents": None,
-            "_kept": None,
+            "_local_items": None,
             "_load": None,
         }
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this reader can read there."""
+        """Returns whether this reader can open the path or URL."""
         return can_reach(checkpoint_id)
 
     @property
@@ -161,38 +161,39 @@ class FastReader(StorageReader):
 
     @property
     def path(self) -> str | os.PathLike[str]:
-        """The directory or file of the checkpoint: a path of this machine, or else a URL."""
+        """The directory or file of the checkpoint: a path of this machine, or a URL."""
         return self.location.checkpoint_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Turns to another checkpoint, or to a new load of the same."""
+        """Prepares the reader for another checkpoint, or for a new load of the same one."""
         if checkpoint_id:
             self.location = Location(checkpoint_id)
-        self._metadata = self._index = self._contents = self._unreadable = self._load = None
+        self._metadata = self._index = self._contents = None
+        self._metadata_error = self._load = None
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads what was committed.
+        """Reads the metadata of the checkpoint.
 
         Args:
-            *args: Unused; stock DCP probes for it.
-            **kwargs: ``rank`` asks for the metadata of a rank that saved without coordination.
+            *args: Unused. Stock DCP inspects the signature.
+            **kwargs: ``rank`` selects the metadata of a rank that saved without coordination.
         """
         rank = kwargs.get("rank")
-        # After any failure DCP asks for the rank's own metadata, and forgets what failed. But where
-        # the coordinator's are damaged, what a rank may once have saved is not what was asked for.
+        # After a failure, DCP discards the error and requests the metadata of the rank. If the
+        # shared metadata is damaged, that could silently load an old checkpoint of one rank.
         if rank is None:
-            self._unreadable = None
-        elif self._unreadable is not None and not isinstance(self._unreadable, NotFoundError):
-            return UnreadableMetadata(self._unreadable)
+            self._metadata_error = None
+        elif not isinstance(self._metadata_error, NotFoundError | None):
+            return UnreadableMetadata(self._metadata_error)
         self._shared_save_id = None
         try:
             metadata = self._read_metadata("" if rank is None else f"__{rank}")
-        except Exception as error:  # Of any kind: none may end in the metadata of a rank.
-            if rank is not None and self._unreadable is not None:
-                lost = isinstance(error, NotFoundError)
-                return UnreadableMetadata(self._unreadable if lost else error)
-            self._unreadable = error if rank is None else None
+        except Exception as error:
+            if rank is not None and self._metadata_error is not None:
+                is_missing = isinstance(error, NotFoundError)
+                return UnreadableMetadata(self._metadata_error if is_missing else error)
+            self._metadata_error = error if rank is None else None
             raise
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -209,7 +210,7 @@ class FastReader(StorageReader):
         self._metadata = metadata
 
     def _read_metadata(self, prefix: str) -> Metadata:
-        """Reads metadata whose name has this prefix, from the index wherever there is one."""
+        """Opens the checkpoint with this prefix, and returns its metadata."""
         opened = self._open(prefix)
         self._directory, self._index, self._contents = (
             opened.directory,
@@ -219,21 +220,21 @@ class FastReader(StorageReader):
         return opened.metadata
 
     def _open(self, prefix: str) -> Opened:
-        """Opens the checkpoint, or that of a rank."""
+        """Opens the checkpoint of all ranks, or that of one rank."""
         return open_stored(
             self.location, prefix, verify=self.verify, trust_pickle=self.trust_pickle
         )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Says in the plan which checkpoint this rank has opened, and what it wants of it."""
+        """Adds the save id of the open checkpoint, and the reads of this rank, to the plan."""
         items: Any = plan.items
-        said = Wanted(self._shared_save_id)
-        # Without an id nobody can tell whether all ranks mean the same files.
+        wanted = Wanted(self._shared_save_id)
+        # Without a save id, the ranks may have opened different files.
         if self.exchange != "off" and self._shared_save_id is not None and can_exchange():
             with gc_paused(), portable_errors():
                 self._load = Load(self._source(), items)
                 encoded = self._load.wanted_bytes()
-            said = Wanted(
+            wanted = Wanted(
                 self._shared_save_id,
                 encoded,
                 machine=this_machine(),
@@ -247,63 +248,64 @@ class FastReader(StorageReader):
             items = LocalReads(len(items))
         elif can_exchange():
             with contextlib.suppress(pickle.PicklingError, TypeError, AttributeError):
-                items = TravellingReads.of(items)  # Others travel as they can.
-        self._kept = (plan.items, items)
-        return dataclasses.replace(plan, items=items, storage_data=said)
+                items = TravellingReads.of(items)  # Other items travel unchanged.
+        self._local_items = (plan.items, items)
+        return dataclasses.replace(plan, items=items, storage_data=wanted)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Shares out what several ranks want to read.
+        """Assigns the reads that several ranks want.
 
         Raises:
-            CheckpointError: The ranks have opened different checkpoints, because one was saved
-                over the other meanwhile.
+            CheckpointError: The ranks have opened different checkpoints, because a save replaced
+                the checkpoint in between.
         """
-        said = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Wanted)]
-        if len(said) < len(plans):  # A planner has made new ones.
-            return plans  # Nobody can tell what was opened: each reads for itself.
-        others = [rank for rank, one in enumerate(said) if one.save_id != said[0].save_id]
+        wanted = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Wanted)]
+        if len(wanted) < len(plans):
+            return plans  # The planner has made new plans. Each rank then reads by itself.
+        save_id = wanted[0].save_id
+        others = [rank for rank, reads in enumerate(wanted) if reads.save_id != save_id]
         if others:
             raise CheckpointError(
                 f"cannot load {self.path}: rank {others[0]} has opened save "
-                f"{said[others[0]].save_id}, rank 0 save {said[0].save_id}; was it saved over just "
-                "now?"
+                f"{wanted[others[0]].save_id}, and rank 0 save {save_id}; did a save replace the "
+                "checkpoint during the load?"
             )
-        shares = share_reads(said)
+        assignments = share_reads(wanted)
         return [
-            dataclasses.replace(plan, storage_data=share)
-            for plan, share in zip(plans, shares, strict=True)
+            dataclasses.replace(plan, storage_data=assigned)
+            for plan, assigned in zip(plans, assignments, strict=True)
         ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads every item of the plan into place."""
+        """Reads every item of the plan into the tensors of the state dict."""
         items: Any = plan.items
-        if self._kept is not None:
-            kept, sent = self._kept
+        if self._local_items is not None:
+            local, sent = self._local_items
             if isinstance(items, LocalReads) or (
                 isinstance(items, TravellingReads)
                 and isinstance(sent, TravellingReads)
                 and items.are(sent)
             ):
-                items = kept
-        self._kept = None
+                items = local
+        self._local_items = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(gc_paused())
             stack.enter_context(portable_errors())
             exchange: _native.ExchangeStream | None = None
-            share = plan.storage_data
-            # Once: the others are gone the second time.
-            if isinstance(share, Assigned) and share.token != self._exchanged:
-                self._exchanged = share.token
+            assigned = plan.storage_data
+            # In a second read_data of the same plan, the other ranks no longer participate.
+            if isinstance(assigned, Assigned) and assigned.token != self._exchanged:
+                self._exchanged = assigned.token
                 exchange = stack.enter_context(
                     joined(
-                        share,
+                        assigned,
                         fs=self.location.file_system,
                         budget_nbytes=self.io.exchange_nbytes,
                         timeout_s=time_limit_s(),
                     )
                 )
             load, self._load = self._load, None
-            if load is None or load.items is not items:  # The planner may have made other plans.
+            if load is None or load.items is not items:  # The planner may have changed the plan.
                 load = Load(self._source(), items)
             load.run(planner, exchange)
         future: Future[None] = Future()
@@ -312,7 +314,7 @@ class FastReader(StorageReader):
 
     def _source(self) -> Source:
         if self._metadata is None:
-            raise RuntimeError("the reader was not set up: set_up_storage_reader comes first")
+            raise RuntimeError("cannot plan or read a load: set_up_storage_reader was not called")
         return Source(
             self._metadata,
             self._directory,

@@ -1,9 +1,9 @@
-"""Publishes a model's files in a directory: what is found there is the old model or the new one.
+"""Publishes the files of a model: at any time, the directory has the old model or the new one.
 
-Loaders of Hugging Face's libraries take ``model.safetensors`` if it is there, and otherwise the
-files that ``model.safetensors.index.json`` names; some look for the latter first. So a model is
-published by a rename onto one of these two names, and then the other one goes. Until that is done a
-directory may have both: the one leads to the old model and the other to the new one, each whole.
+Hugging Face's loaders open ``model.safetensors`` if it exists, and otherwise the files that
+``model.safetensors.index.json`` names. Some loaders open the index first. So the commit renames a
+file to one of these two names, and then removes the other name. In between, a directory may have
+both names: one leads to the complete old model, the other to the complete new model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["COMMITTED_NAMES", "pending_names", "publish", "stale_model_files"]
 _MODEL = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 COMMITTED_NAMES = frozenset({_MODEL, _INDEX})
-"""Of these, a directory that holds a model has one."""
+"""A directory with a model has a file of one of these names."""
 
 _SHARD = re.compile(r"model-([0-9a-f]{16}-)?\d{5,}-of-\d{5,}\.safetensors")
 _PENDING = re.compile(
@@ -32,42 +32,51 @@ _PENDING = re.compile(
 
 
 def pending_names(count: int, save_id: str) -> list[str]:
-    """What the files of a model are called until it is published, when nobody looks for these."""
+    """Returns the names of a model's files until the commit. No loader opens these names."""
     return [f".{name}.{save_id}.tmp" for name in _names(count)]
 
 
-def _names(count: int, mark: str = "") -> list[str]:
+def _names(count: int, infix: str = "") -> list[str]:
     if count == 1:
         return [_MODEL]
     return [
-        f"model-{mark}{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
+        f"model-{infix}{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
     ]
 
 
 def publish(directory: Location, layout: ModelLayout, save_id: str, *, sync: bool) -> list[str]:
-    """Publishes files that all ranks have written and synced, in place of a model that was there.
+    """Publishes the pending files of a model, and replaces a model in the directory.
 
-      1. Files of a model of several get names that are free: the usual ones, or where the old model
-         has one of these, others with ``save_id`` in them. The index is written under a name of its
-         own. All is synced, and so are the directory and those above it.
-      2. The index, or the only file, is renamed to its usual name: the commit. The directory is
-         synced again.
-      3. If the old model had the other of the two names, that one is removed.
+    Requires: all ranks have written and synced their files.
+
+      1. If the model has several files, they get unused names: the usual names, or names with
+         ``save_id`` if the old model has one of the usual names. The index is written under a
+         pending name. The index, the directory and its parents are synced.
+      2. The index, or the only file, is renamed to its usual name. This is the commit. The
+         directory is synced again.
+      3. If the old model had the other of the two names, that file is removed.
+
+    Args:
+        directory: Directory of the model.
+        layout: Layout of the files.
+        save_id: Id of the save, which is in the pending names.
+        sync: Whether to sync files and directories.
 
     Returns:
         The names of the new model's files, in order.
 
     Raises:
-        StorageError: Up to the rename, the old model is in place and nothing of the new one is
-            left. Afterwards either may be found, and nothing is removed.
+        StorageError: A step failed. Before the rename in step 2, the old model stays and all files
+            of the new model are removed. After it, either model may be found, and no file is
+            removed.
     """
     pending = pending_names(len(layout.files), save_id)
-    taken = set(directory.names())
+    existing = set(directory.names())
     names = _names(len(pending))
     last, commit_as, other = pending[0], _MODEL, _INDEX
     if len(names) > 1:
         last, commit_as, other = f".{_INDEX}.{save_id}.tmp", _INDEX, _MODEL
-        if not taken.isdisjoint(names):
+        if not existing.isdisjoint(names):
             names = _names(len(pending), f"{save_id}-")
     try:
         if len(names) > 1:
@@ -82,26 +91,26 @@ def publish(directory: Location, layout: ModelLayout, save_id: str, *, sync: boo
     try:
         (directory / last).rename(directory / commit_as)
     except BaseException:
-        # A file server may have renamed it and lost the answer: then the rest is needed.
+        # A file server may have renamed the file and lost the reply. If so, the shards stay.
         with contextlib.suppress(CheckpointError):
             (directory / last).remove()
             remove_files(directory, set(names) - COMMITTED_NAMES)
         raise
     if sync:
         directory.sync()
-    if other in taken:
+    if other in existing:
         (directory / other).remove()
-        if sync:  # Before the files that it names are removed.
+        if sync:  # The name must be gone before the files of the old model are removed.
             directory.sync()
     return names
 
 
 def stale_model_files(found: Collection[str], current: Collection[str]) -> list[str]:
-    """Names of files of models that were replaced, or whose save has failed.
+    """Returns the names of files of replaced models and of failed saves.
 
     Args:
-        found: What was there before the save began.
-        current: Files of the model that is published now.
+        found: File names in the directory before the save began.
+        current: Files of the committed model.
     """
     return [
         name
@@ -116,6 +125,6 @@ def _sync_with_folders_above(directory: Location) -> None:
         try:
             folder.sync()
         except StorageError as error:
-            # What this process may not open is somebody else's, and older.
+            # A directory that this process must not open was not created by this save.
             if error.errno not in (errno.EACCES, errno.EPERM):
                 raise

@@ -1,8 +1,8 @@
-"""SafetensorsWriter: a model as safetensors files, written by all ranks at once.
+"""SafetensorsWriter: saves a model as safetensors files, which all ranks write at the same time.
 
-The coordinator knows the names, dtypes and sizes of all tensors, and so where every byte will lie
-(:mod:`torch_ckpt.formats.safetensors_layout`). With that each rank writes its own boxes, straight
-to their places. The files have hidden names until the coordinator publishes them.
+From the names, dtypes and sizes of all tensors, the coordinator computes the offset of every tensor
+(:mod:`torch_ckpt.formats.safetensors_layout`). Each rank then writes its boxes at their final
+offsets. The files have hidden names until the coordinator publishes them.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["SafetensorsWriter"]
 
-_NAMED = 3  # Of what cannot be stored, in an error.
-_WAY_OUT = "save what is no tensor apart, for example with FastWriter"
+_MAX_NAMED = 3  # Names in an error message.
+_WAY_OUT = "save objects separately, for example with FastWriter"
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,11 @@ class _ModelPlan:
     """``SavePlan.storage_data`` of one rank.
 
     Attributes:
-        layout: Of all files, encoded.
-        save_id: Of the save, and so of its files: the coordinator's.
-        rank: Whom this is for, of ``world_size``.
-        share: What the rank writes otherwise than its plan says.
+        layout: Encoded layout of all files.
+        save_id: The coordinator's save id, which is in the names of the files.
+        rank: The rank of this plan.
+        world_size: Number of ranks.
+        share: The ``storage_data`` that reassigns replicas to ranks.
     """
 
     layout: bytes
@@ -74,14 +75,14 @@ class _ModelPlan:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What a rank writes to one file without a gap in its plan: a box, or the header.
+    """One item that a rank writes to a file: a box or the header.
 
     Attributes:
         file: Number of the file.
-        offset: Where it begins there.
-        nbytes: How long it is.
+        offset: Offset of the first byte in the file.
+        nbytes: Length in bytes.
         item: The box; ``None`` for the header.
-        place: Of the whole tensor.
+        place: Place of the whole tensor; ``None`` for the header.
     """
 
     file: int
@@ -92,28 +93,28 @@ class _Piece:
 
 
 class SafetensorsWriter(FastWriter):
-    """Writes a model as safetensors, as Hugging Face's loaders read it.
+    """Saves a model as safetensors files for Hugging Face's loaders.
 
-    Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save``. The state dict may hold
-    tensors only. They are stored whole, in ``model.safetensors`` or in the files that
-    ``model.safetensors.index.json`` names, whatever their sharding was. A model that is already in
-    the directory is replaced in one step.
+    Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save``. The state dict may
+    contain tensors only. Each tensor is stored whole, independent of its sharding. The files are
+    ``model.safetensors`` or those that ``model.safetensors.index.json`` names. An existing model in
+    the directory is replaced atomically.
 
     Args:
-        path: Directory of the model, on storage every rank can reach. Created if missing.
-        max_shard_nbytes: Most bytes of one file, unless it holds a single tensor.
+        path: Directory of the model, on storage that every rank can reach. Created if missing.
+        max_shard_nbytes: Maximum bytes of one file. A larger tensor gets a file of its own.
         sync_files: As for :class:`FastWriter`.
-        thread_count: Parts of its share that a rank writes at a time.
-        overwrite: Whether a model already at ``path`` may be replaced.
-        io: Tuning. No field of it changes which bytes are written.
+        thread_count: Number of threads with which a rank writes.
+        overwrite: Whether a save may replace an existing model at ``path``.
+        io: Memory budgets and I/O modes. They do not change which bytes are written.
         share_replicas: As for :class:`FastWriter`.
-        stager: Stages for ``async_save``; one for the whole process if ``None``.
+        stager: Stager for ``async_save``. By default, all writers of the process share one.
 
     Raises:
-        AlreadyExistsError: ``path`` holds a model and ``overwrite`` is false.
+        AlreadyExistsError: ``path`` has a model, and ``overwrite`` is false.
         StorageError: The disk or store failed.
-        UnsupportedError: ``path`` is a URL whose scheme nobody has registered. From a save:
-            safetensors has no form for an object or dtype, which the error names.
+        UnsupportedError: ``path`` is a URL of an unregistered scheme. During a save: safetensors
+            does not support an object or a dtype in the state dict. The message names the FQN.
         ValueError: An argument is out of range.
 
     Example::
@@ -147,18 +148,19 @@ class SafetensorsWriter(FastWriter):
         if max_shard_nbytes < 1:
             raise ValueError(f"{max_shard_nbytes=} is not positive")
         self.max_shard_nbytes = max_shard_nbytes
-        self._layout: ModelLayout | None = None  # The coordinator's, between plan and commit.
+        self._layout: ModelLayout | None = None  # On the coordinator, from the plan to the commit.
 
     def _place(self, plans: list[SavePlan]) -> list[SavePlan]:
         if not self.use_collectives:
             raise UnsupportedError(
-                f"cannot write {self.path} as safetensors without collectives: ranks write one "
-                "model together"
+                f"cannot write {self.path} as safetensors without collectives: all ranks write the "
+                "same files"
             )
         if not all(plan.usable for plan in plans):
             raise UnsupportedError(
-                "cannot write safetensors by plans that DefaultSavePlanner(enable_plan_caching="
-                "True) keeps to itself; FastSavePlanner has a cache that serves"
+                f"cannot write {self.path} as safetensors with DefaultSavePlanner("
+                "enable_plan_caching=True): it does not send its plans; use the plan cache of "
+                "FastSavePlanner"
             )
         with gc_paused():
             facts = _facts_of(plans)
@@ -174,47 +176,50 @@ class SafetensorsWriter(FastWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         if not isinstance(plan.storage_data, _ModelPlan):
-            raise UnsupportedError("the planner has kept from this rank where its tensors go")
-        mine = plan.storage_data
+            raise UnsupportedError(
+                f"cannot write {self.path} as safetensors: the planner has dropped the file layout "
+                "from this rank's plan"
+            )
+        model_plan = plan.storage_data
         with gc_paused():
-            layout = ModelLayout.decode(mine.layout)
-            items = work_of(dataclasses.replace(plan, storage_data=mine.share))
+            layout = ModelLayout.decode(model_plan.layout)
+            items = work_of(dataclasses.replace(plan, storage_data=model_plan.share))
             pieces = [_piece_of(item, layout) for item in items]
-        for number in range(mine.rank, len(layout.files), mine.world_size):
+        for number in range(model_plan.rank, len(layout.files), model_plan.world_size):
             pieces.append(_Piece(number, 0, len(layout.files[number].header)))
         if not pieces:
             return []
         pieces.sort(key=lambda piece: (piece.file, piece.offset))
-        parts = [part for part in _parts(pieces, self.thread_count) if part]
-        pools = self._take_pools(len(parts), sum(piece.nbytes for piece in pieces))
-        names = pending_names(len(layout.files), mine.save_id)
+        groups = [group for group in _group_pieces(pieces, self.thread_count) if group]
+        pools = self._prepare_pools(len(groups), sum(piece.nbytes for piece in pieces))
+        names = pending_names(len(layout.files), model_plan.save_id)
 
-        def write_part(number: int) -> list[WriteResult]:
-            writes = _PartWriter(self, planner, layout, names, pools[number])
+        def write_group(number: int) -> list[WriteResult]:
+            writer = _PieceWriter(self, planner, layout, names, pools[number])
             return [
-                writes.write(file, list(of_file))
-                for file, of_file in itertools.groupby(parts[number], lambda piece: piece.file)
+                writer.write(file, list(file_pieces))
+                for file, file_pieces in itertools.groupby(groups[number], lambda piece: piece.file)
             ]
 
         try:
-            with ThreadPoolExecutor(len(parts), "torch_ckpt-write") as executor:
-                each = executor.map if len(parts) > 1 else map
-                return list(itertools.chain.from_iterable(each(write_part, range(len(parts)))))
+            with ThreadPoolExecutor(len(groups), "torch_ckpt-write") as executor:
+                each = executor.map if len(groups) > 1 else map
+                return list(itertools.chain.from_iterable(each(write_group, range(len(groups)))))
         except BaseException:
-            # The save has failed for all ranks: on a full disk its files would be in their way.
+            # The save has failed on all ranks. On a full disk, its files would make the next fail.
             self._remove_files({names[piece.file] for piece in pieces})
             raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publishes the files, and removes what they have replaced."""
+        """Publishes the files, then removes the files of the replaced model."""
         layout, self._layout = self._layout, None
         assert layout is not None
         pending = pending_names(len(layout.files), self.save_id)
         try:
-            _check_complete(layout, [result for of_rank in results for result in of_rank])
+            _check_complete(layout, list(itertools.chain.from_iterable(results)))
             claim_commit()
         except BaseException:
-            # Whatever is wrong may be wrong with a plan that was used again.
+            # A cached plan may have caused the failure.
             plan_cache().forget()
             self._remove_files(pending)
             raise
@@ -225,8 +230,8 @@ class SafetensorsWriter(FastWriter):
 
 def _facts_of(plans: Sequence[SavePlan]) -> list[TensorFacts]:
     columns: list[Any] = [plan.items for plan in plans]
-    known = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
-    return _facts_of_items(plans) if known is None else _facts_of_columns(known.plan)
+    planned = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
+    return _facts_of_items(plans) if planned is None else _facts_of_columns(planned.plan)
 
 
 def _facts_of_columns(plan: _native.GlobalPlan) -> list[TensorFacts]:
@@ -239,7 +244,7 @@ def _facts_of_columns(plan: _native.GlobalPlan) -> list[TensorFacts]:
             objects.append(fqn)
         else:
             facts.append(TensorFacts(fqn, found[1][0], tuple(found[1][4])))
-    _refuse(objects)
+    _raise_if_any(objects)
     return facts
 
 
@@ -255,26 +260,27 @@ def _facts_of_items(plans: Sequence[SavePlan]) -> list[TensorFacts]:
             raise UnsupportedError(
                 f"cannot store {fqn!r} as safetensors: its layout is {data.properties.layout}"
             )
-        facts = TensorFacts(fqn, _word(data.properties.dtype), tuple(data.size))
+        facts = TensorFacts(fqn, _dtype_name(data.properties.dtype), tuple(data.size))
         if found.setdefault(fqn, facts) != facts:
             raise MismatchError(
-                f"ranks disagree on {fqn!r}: {facts.dtype} of {list(facts.sizes)} here, "
-                f"{found[fqn].dtype} of {list(found[fqn].sizes)} there"
+                f"cannot store {fqn!r}: ranks disagree on it: {facts.dtype} of "
+                f"{list(facts.sizes)}, and {found[fqn].dtype} of {list(found[fqn].sizes)}"
             )
-    _refuse(objects)
+    _raise_if_any(objects)
     return list(found.values())
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _refuse(objects: Sequence[str]) -> None:
+def _raise_if_any(objects: Sequence[str]) -> None:
     if objects:
-        named = ", ".join(map(repr, objects[:_NAMED]))
-        more = f" and {len(objects) - _NAMED} more" if len(objects) > _NAMED else ""
+        names = ", ".join(map(repr, objects[:_MAX_NAMED]))
+        more = f" and {len(objects) - _MAX_NAMED} more" if len(objects) > _MAX_NAMED else ""
         raise UnsupportedError(
-            f"cannot store {named}{more} as safetensors: that holds tensors alone; {_WAY_OUT}"
+            f"cannot store {names}{more} as safetensors: the format supports only tensors; "
+            f"{_WAY_OUT}"
         )
 
 
@@ -282,10 +288,13 @@ def _piece_of(item: WriteItem, layout: ModelLayout) -> _Piece:
     data = item.tensor_data
     place = layout.places.get(item.index.fqn)
     if data is None or place is None:
-        raise CheckpointError(f"{item.index.fqn!r} was not there when the files were laid out")
-    facts = TensorFacts(item.index.fqn, _word(data.properties.dtype), tuple(data.size))
+        raise CheckpointError(f"cannot write {item.index.fqn!r}: the file layout does not have it")
+    facts = TensorFacts(item.index.fqn, _dtype_name(data.properties.dtype), tuple(data.size))
     if facts != place.facts:
-        raise MismatchError(f"{facts} is to be written where {place.facts} was planned")
+        raise MismatchError(
+            f"cannot write {facts.fqn!r}: it is {facts.dtype} of {list(facts.sizes)}, and the file "
+            f"layout has {place.facts.dtype} of {list(place.facts.sizes)}"
+        )
     offset, stride = place.offset, data.properties.dtype.itemsize
     for size, begin in zip(reversed(data.size), reversed(data.chunk.offsets), strict=True):
         offset += begin * stride
@@ -293,21 +302,21 @@ def _piece_of(item: WriteItem, layout: ModelLayout) -> _Piece:
     return _Piece(place.file, offset, item_nbytes(item), item, place)
 
 
-def _parts(pieces: Sequence[_Piece], count: int) -> list[list[_Piece]]:
-    """Cuts pieces, in their order, into parts of about as many bytes, one for each thread."""
+def _group_pieces(pieces: Sequence[_Piece], count: int) -> list[list[_Piece]]:
+    """Splits pieces, in the given order, into ``count`` groups of about equal bytes."""
     total = sum(piece.nbytes for piece in pieces)
-    parts: list[list[_Piece]] = [[] for _ in range(count)]
+    groups: list[list[_Piece]] = [[] for _ in range(count)]
     done = 0
     for piece in pieces:
         middle = done + piece.nbytes // 2
-        parts[min(middle * count // max(total, 1), count - 1)].append(piece)
+        groups[min(middle * count // max(total, 1), count - 1)].append(piece)
         done += piece.nbytes
-    return parts
+    return groups
 
 
 @dataclass(frozen=True)
-class _PartWriter:
-    """Writes pieces, from one thread."""
+class _PieceWriter:
+    """Writes pieces in one thread."""
 
     writer: SafetensorsWriter
     planner: SavePlanner
@@ -316,20 +325,20 @@ class _PartWriter:
     pool: _native.BufferPool
 
     def write(self, file: int, pieces: Sequence[_Piece]) -> WriteResult:
-        """Writes all of these to one file."""
-        writer, laid_out = self.writer, self.layout.files[file]
+        """Writes the pieces of one file."""
+        writer, model_file = self.writer, self.layout.files[file]
         path = writer.location / self.names[file]
         job = _native.SharedFileJob(
             path.file_system,
             path.path,
-            laid_out.nbytes,
+            model_file.nbytes,
             self.pool,
             writer.io.direct,
             writer.sync_files,
             writer._niceness,
         )
         with finished(job):
-            for batch in self._batches(pieces, job, laid_out.header):
+            for batch in self._batches(pieces, job, model_file.header):
                 job.write(batch)
         writer.io_mode = IoMode.of(job)
         nbytes = sum(piece.nbytes for piece in pieces)
@@ -338,12 +347,12 @@ class _PartWriter:
     def _batches(
         self, pieces: Sequence[_Piece], job: _native.SharedFileJob, header: bytes
     ) -> Iterator[list[tuple[_native.TensorView, int, Sequence[int], Sequence[int]]]]:
-        """Tensors to be written by one call; copies made for it are let go after it."""
+        """Yields batches of boxes. Bounds the temporary copies of tensors in each batch."""
         batch: list[tuple[_native.TensorView, int, Sequence[int], Sequence[int]]] = []
-        retained_nbytes, most = 0, retained_nbytes_limit(self.writer.io)
+        retained_nbytes, max_retained_nbytes = 0, retained_nbytes_limit(self.writer.io)
         for piece in pieces:
             if piece.item is None or piece.place is None or piece.item.tensor_data is None:
-                job.put(0, header)  # Nothing lies before it.
+                job.put(0, header)
                 continue
             tensor, is_live = self._tensor_of(piece.item)
             view = _tensor_view.view(tensor, piece.item.index.fqn, writable=False)
@@ -351,22 +360,24 @@ class _PartWriter:
             batch.append((view, piece.place.offset, piece.place.facts.sizes, chunk.offsets))
             if is_live:
                 continue
-            retained_nbytes += tensor.untyped_storage().nbytes()  # Rows keep all of it.
+            retained_nbytes += (
+                tensor.untyped_storage().nbytes()
+            )  # A view of rows references the whole storage.
             del tensor, view
-            if retained_nbytes >= most:
+            if retained_nbytes >= max_retained_nbytes:
                 yield batch
                 batch, retained_nbytes = [], 0
         yield batch
 
     def _tensor_of(self, item: WriteItem) -> tuple[torch.Tensor, bool]:
-        """An item's values as a plain tensor, and whether somebody else holds its memory anyway."""
+        """Returns an item as a plain tensor, and whether the tensor's memory is not temporary."""
         tensor = resolve_whole(self.planner, item)
         fqn, data = item.index.fqn, item.tensor_data
         assert data is not None
         kind = _tensor_view.tensor_kind(tensor)
         if kind == _tensor_view.TensorKind.TORCHS_OWN:
             raise UnsupportedError(
-                f"cannot store {fqn!r} as safetensors: only torch knows how to store "
+                f"cannot store {fqn!r} as safetensors: only torch can store "
                 f"{type(tensor).__name__} of {tensor.dtype}"
             )
         whole = item.whole if isinstance(item, CutItem) and item.whole is not None else item
@@ -374,8 +385,8 @@ class _PartWriter:
         sizes = whole.tensor_data.chunk.sizes
         if tensor.dtype != data.properties.dtype or tensor.size() != sizes:
             raise MismatchError(
-                f"the planner resolved {fqn!r} to {tensor.dtype} of {list(tensor.size())}, and had "
-                f"planned {data.properties.dtype} of {list(sizes)}"
+                f"cannot store {fqn!r}: the planner resolved it to {tensor.dtype} of "
+                f"{list(tensor.size())}, and planned {data.properties.dtype} of {list(sizes)}"
             )
         is_live = not is_temporary(tensor) and kind == _tensor_view.TensorKind.PLAIN
         if isinstance(item, CutItem):
@@ -384,7 +395,11 @@ class _PartWriter:
 
 
 def _check_complete(layout: ModelLayout, results: Sequence[WriteResult]) -> None:
-    """Raises unless all bytes of all files were written, each by somebody."""
+    """Checks that the ranks have written all bytes of all files.
+
+    Raises:
+        CheckpointError: A file is incomplete.
+    """
     missing = [file.nbytes for file in layout.files]
     for result in results:
         missing[result.storage_data] -= result.size_in_bytes
@@ -393,16 +408,16 @@ def _check_complete(layout: ModelLayout, results: Sequence[WriteResult]) -> None
             raise CheckpointError(
                 f"cannot publish file {number + 1} of {len(missing)}: {nbytes} of its "
                 f"{layout.files[number].nbytes} bytes were not written, among tensors "
-                f"{', '.join(map(repr, layout.files[number].fqns[:_NAMED]))}"
+                f"{', '.join(map(repr, layout.files[number].fqns[:_MAX_NAMED]))}"
             )
 
 
 def _describe(
     metadata: Metadata, layout: ModelLayout, names: Sequence[str], writer: SafetensorsWriter
 ) -> None:
-    """Has metadata say what is stored: each tensor whole, in one file.
+    """Updates metadata to the stored form, in which each tensor is whole and in one file.
 
-    In place: DCP returns and broadcasts the object that it passed.
+    The update is in place, since DCP returns and broadcasts the object that it passed.
     """
     stored: dict[str, Any] = {}
     storage_data: dict[MetadataIndex, Any] = {}

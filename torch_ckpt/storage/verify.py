@@ -1,4 +1,4 @@
-"""Checks whether a checkpoint is whole: by its files, or by every byte of it."""
+"""Verifies checkpoints: the presence and length of all files, or every byte of them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch_ckpt.storage.committed_files import Checkpoint, find_checkpoints, ope
 
 __all__ = ["Report", "check_sound", "check_whole", "examine"]
 
-_STEP_NBYTES = 256 << 20  # Checked between two calls of watch().
+_STEP_NBYTES = 256 << 20  # Bytes checked between two calls of watch().
 
 _Advance = Callable[[int, str], None]
 
 
 @dataclass
 class Report:
-    """What a check has found.
+    """The result of a verification.
 
     Attributes:
-        damage: What is damaged, for people to read.
-        fqns: What that makes useless.
-        doubts: What nobody can tell.
-        nbytes: How much was read, in bytes.
+        damage: Messages about damaged files and ranges.
+        fqns: FQNs of damaged tensors and objects.
+        doubts: Messages about properties that could not be verified.
+        nbytes: Number of bytes read.
     """
 
     damage: list[str] = field(default_factory=list)
@@ -39,16 +39,16 @@ class Report:
 
 
 def examine(path: Location, *, watch: Callable[[int, int, str], None] | None = None) -> Report:
-    """Checks every byte of a checkpoint.
+    """Verifies every byte of a checkpoint and reports all damage.
 
     Args:
-        path: Its directory.
-        watch: Called with the bytes checked so far, the bytes to check in all, and the name of the
-            file.
+        path: Directory of the checkpoint.
+        watch: Progress callback. Its arguments are the bytes checked so far, the total bytes, and
+            the file name.
 
     Raises:
-        NotFoundError: Nothing is committed there.
-        StorageError: Something cannot be read.
+        NotFoundError: The directory has no committed checkpoint.
+        StorageError: A file cannot be read.
 
     Example::
 
@@ -78,16 +78,17 @@ def examine(path: Location, *, watch: Callable[[int, int, str], None] | None = N
 
 
 def check_whole(path: Location) -> None:
-    """Looks whether a checkpoint opens, and whether its files are there and as long as they were.
+    """Checks that a checkpoint opens, and that its files exist with the right lengths.
 
     Args:
         path: Directory of the checkpoint.
 
     Raises:
-        NotFoundError: Nothing is committed there.
-        CorruptionError: The metadata are torn, or a file is missing or of another length.
-        StorageError: The disk failed.
-        UnsupportedError: The metadata are of a kind that cannot be read.
+        NotFoundError: The directory has no committed checkpoint.
+        CorruptionError: The metadata is damaged, or a file is missing or has another length.
+        StorageError: The disk or store failed.
+        UnsupportedError: A newer version wrote the checkpoint, or its metadata requests a forbidden
+            class or function.
 
     Example::
 
@@ -96,7 +97,7 @@ def check_whole(path: Location) -> None:
     try:
         _check_files(path)
     except CorruptionError:
-        _check_files(path)  # It may have been removed or replaced just then, file by file to us.
+        _check_files(path)  # A concurrent removal or commit may have caused the first error.
 
 
 def _check_files(path: Location) -> None:
@@ -121,15 +122,15 @@ def _check_files(path: Location) -> None:
 
 
 def check_sound(path: Location) -> None:
-    """Checks every byte of a checkpoint, as ``torch-ckpt verify`` does.
+    """Verifies every byte of a checkpoint, like ``torch-ckpt verify``, and raises on damage.
 
     Args:
         path: Directory of the checkpoint.
 
     Raises:
-        NotFoundError: Nothing is committed there.
-        CorruptionError: Bytes are damaged.
-        StorageError: The disk failed.
+        NotFoundError: The directory has no committed checkpoint.
+        CorruptionError: The checkpoint is damaged.
+        StorageError: The disk or store failed.
 
     Example::
 
@@ -143,7 +144,7 @@ def check_sound(path: Location) -> None:
 
 
 def _check_structure(checkpoint: Checkpoint, index: _native.Index, report: Report) -> bool:
-    """Checks all of the metadata and of the index; says whether the latter can be used."""
+    """Checks the metadata and the index completely; returns whether the index is usable."""
     try:
         checkpoint.metadata.check()
     except CorruptionError as error:
@@ -151,7 +152,7 @@ def _check_structure(checkpoint: Checkpoint, index: _native.Index, report: Repor
     name = checkpoint.path.name.removesuffix(".metadata") + ".index"
     damaged = index.damage()
     report.damage += [
-        f"{name} [{begin}, {end}): it fails its checksum, and what it says of the data is unknown"
+        f"{name} [{begin}, {end}): its checksum differs, so the data cannot be verified"
         for begin, end in damaged
     ]
     if damaged:
@@ -186,20 +187,20 @@ def _check_blocks(
                 damaged += job.check(number, begin, end)
             except (NotFoundError, CorruptionError, StorageError) as error:
                 if isinstance(error, StorageError) and error.errno != errno.EIO:
-                    raise  # Nothing is known of the file: it could not be read just now.
+                    raise  # The read failed for another reason than damage.
                 report.damage.append(f"{name} [{begin}, {nbytes}): {error}")
                 report.fqns.update(fqn for _, _, fqn in slices[number])
                 break
             advance(end - begin, name)
-        for begin, end in _joined(damaged):
-            hit = [fqn for at, until, fqn in slices[number] if at < end and until > begin]
-            report.fqns.update(hit)
-            what = ", ".join(hit) if hit else "no tensor or object"
+        for begin, end in _merge_adjacent(damaged):
+            fqns = [fqn for low, high, fqn in slices[number] if low < end and high > begin]
+            report.fqns.update(fqns)
+            what = ", ".join(fqns) if fqns else "no tensor or object"
             report.damage.append(f"{name} [{begin}, {end}): {what}")
 
 
 def _check_archives(checkpoint: Checkpoint, report: Report, advance: _Advance) -> None:
-    """Without an index, every slice by itself: what torch.save wrote has the CRCs of zip."""
+    """Checks every slice by the CRCs of its zip archive, for checkpoints without an index."""
     io, directory = IoOptions(), checkpoint.path.parent
     job = _native.LoadJob(
         directory.file_system,
@@ -221,23 +222,23 @@ def _check_archives(checkpoint: Checkpoint, report: Report, advance: _Advance) -
                 report.fqns.add(fqn)
             advance(end - begin, name)
     report.doubts.append(
-        f"{checkpoint.path} has no index: only what zip archives state of their records was checked"
+        f"{checkpoint.path} has no index: only the checksums of zip records were verified"
     )
 
 
 def _slices_by_file(checkpoint: Checkpoint) -> defaultdict[int, list[tuple[int, int, str]]]:
-    """For each file, where its slices begin and end and their FQNs, ascending."""
+    """Returns file number -> begin, end and FQN of each slice, in ascending order."""
     slices: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for fqn, _, boxes in checkpoint.entries or ():
         for _, _, file, offset, nbytes, _, _ in boxes:
             slices[file].append((offset, offset + nbytes, fqn))
-    for listed in slices.values():
-        listed.sort()
+    for file_slices in slices.values():
+        file_slices.sort()
     return slices
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Ascending ranges, with those that touch made one."""
+def _merge_adjacent(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yields ascending ranges, with adjacent ranges merged."""
     pending: tuple[int, int] | None = None
     for begin, end in ranges:
         if pending is not None and begin <= pending[1]:

@@ -1,4 +1,4 @@
-"""FastWriter: stock DCP's storage writer, through the native engine."""
+"""FastWriter: a storage writer for stock DCP that saves through the native engine."""
 
 from __future__ import annotations
 
@@ -70,45 +70,47 @@ _INDEX = ".index"
 
 
 class FastWriter(StagingWriter):
-    """Writes a checkpoint through the native engine, as files stock DCP can read.
+    """Saves checkpoints in files that stock DCP can read.
 
     Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save`` in place of
-    ``FileSystemWriter``, whose arguments it takes in the same order. Each rank packs its shards
-    into a bounded ring of buffers and streams them to its own ``.distcp`` files; the coordinator
-    then commits by publishing ``.metadata``. Until that moment ``path`` holds no new checkpoint,
-    and a crash leaves whatever was committed there before.
+    ``FileSystemWriter``. Its first arguments are those of ``FileSystemWriter``, in the same order.
+
+    Each rank streams its shards through a bounded ring of buffers to its own ``.distcp`` files. The
+    coordinator then commits the checkpoint by publishing ``.metadata``. Before the commit, readers
+    find no new checkpoint at ``path``. After a crash, the previous checkpoint is still there.
 
     Args:
-        path: Directory of the checkpoint, on storage every rank can reach. Created if missing. A
-            URL, if its scheme is :func:`registered <torch_ckpt.filesystems.location.register>`.
-        single_file_per_rank: Whether a rank writes ``thread_count`` files, or else one for each
-            tensor and object.
-        sync_files: Whether :func:`save` returns only when the bytes would survive a power cut.
-            Otherwise they survive the end of this process and the commit is as atomic, but a power
-            cut soon after may cost the new checkpoint and the one that it replaced.
-        thread_count: Files that a rank writes at a time, each from a thread of its own. One fills
-            most disks.
-        per_thread_copy_ahead: Bytes that may be copied ahead of the disk by each thread. Other than
-            the default it takes the place of ``io.buffer_nbytes / thread_count``.
-        cache_staged_state_dict: Without effect: memory that ``async_save`` stages in is kept.
-        overwrite: Whether a checkpoint already committed at ``path`` may be replaced. The old one
+        path: Directory of the checkpoint, on storage that every rank can reach. Created if missing.
+            May be a URL of a :func:`registered <torch_ckpt.filesystems.location.register>` scheme.
+        single_file_per_rank: Whether a rank writes ``thread_count`` files. Otherwise it writes one
+            file for each tensor and object.
+        sync_files: Whether a save returns only after its bytes would survive a power cut. If false,
+            the commit is still atomic and survives the end of the process. But a power cut soon
+            after the save may destroy both the new checkpoint and the replaced one.
+        thread_count: Number of files that a rank writes at a time, each in its own thread. One
+            thread saturates most disks.
+        per_thread_copy_ahead: Bytes that each thread may copy ahead of the disk. A value other than
+            the default replaces ``io.buffer_nbytes / thread_count``.
+        cache_staged_state_dict: No effect. ``async_save`` always reuses its staging memory.
+        overwrite: Whether a save may replace a committed checkpoint at ``path``. The old checkpoint
             stays readable until the new one commits.
-        _extensions: Stream transforms such as ``ZStandard``, applied to each item as stock does.
-        serialization_format: Only ``SerializationFormat.TORCH_SAVE``.
-        io: Tuning. No field of it changes which bytes are written.
-        share_replicas: Whether what several ranks hold is shared out so that all write about as
-            much: each to the rank with the least to write, and tensors beyond a rank's fair share
-            cut by rows. Values that differ from rank to rank, though one FQN and box promise the
-            same, may then be stored of several. Otherwise, and with DCP's plan caching, the
-            planner's choice of ranks stands.
-        stager: Stages for ``async_save``; one for the whole process if ``None``.
+        _extensions: Stream transforms such as ``ZStandard``, applied to each item as in stock DCP.
+        serialization_format: Must be ``SerializationFormat.TORCH_SAVE``.
+        io: Memory budgets and I/O modes. They do not change which bytes are written.
+        share_replicas: Whether to balance the bytes that ranks write. Each replica goes to the rank
+            with the least to write, and tensors larger than a fair share are cut by rows. Replicas
+            must be equal on all ranks; otherwise, the stored tensor may mix their rows. If false,
+            or with DCP's plan caching, the planner's assignment is unchanged.
+        stager: Stager for ``async_save``. By default, all writers of the process share one.
 
     Raises:
-        AlreadyExistsError: ``path`` is committed and ``overwrite`` is false.
-        StorageError: The disk or store failed. ``error.retriable`` tells whether the same save may
-            be tried again. DCP gathers it into a ``CheckpointException`` naming the rank.
-        UnsupportedError: ``path`` is a URL whose scheme nobody has registered, or
-            ``serialization_format`` is another one.
+        AlreadyExistsError: ``path`` has a committed checkpoint, and ``overwrite`` is false.
+        StorageError: The disk or store failed. ``error.retriable`` is true if the same save may
+            succeed when it is tried again. DCP wraps the error in a ``CheckpointException`` that
+            names the rank.
+        UnsupportedError: ``path`` is a URL of an unregistered scheme, or ``serialization_format``
+            is not supported.
+        ValueError: An argument is out of range.
 
     Example::
 
@@ -116,11 +118,12 @@ class FastWriter(StagingWriter):
         dcp.save(state, storage_writer=FastWriter("run/step-100"))
 
     Note:
-        Saves into one directory must not overlap: the later one to end takes the files of the other
-        for leftovers. The other then raises, but what it replaced is gone.
+        Saves to one directory must not overlap in time. The save that ends last removes the files
+        of the other as garbage. The other save then raises an error, but the checkpoint that it
+        replaced is lost.
 
-        One writer serves one save at a time. Saves one after another should share a writer: its
-        buffers are kept and reused.
+        A writer runs one save at a time. Use the same writer for consecutive saves, so that they
+        reuse its buffers.
     """
 
     def __init__(
@@ -146,8 +149,8 @@ class FastWriter(StagingWriter):
             raise ValueError(f"{per_thread_copy_ahead=} is negative")
         if serialization_format != SerializationFormat.TORCH_SAVE:
             raise UnsupportedError(
-                f"cannot write {path} as {serialization_format}: a .distcp file holds torch.save "
-                "slices (stock DCP uses SAFETENSORS for its Hugging Face writer only)"
+                f"cannot write {path} as {serialization_format}: .distcp files consist of "
+                "torch.save slices (stock DCP uses SAFETENSORS for its Hugging Face writer only)"
             )
         self.location = Location(path)
         self.single_file_per_rank = single_file_per_rank
@@ -160,7 +163,7 @@ class FastWriter(StagingWriter):
         self.io = io or IoOptions()
         self.share_replicas = share_replicas
         self.io_mode: IoMode | None = None
-        """How this process last wrote, fallbacks included; ``None`` before that."""
+        """I/O mode of the last file that this process wrote; ``None`` before the first file."""
         self.save_id = _new_save_id()
         self._began = False  # Whether a save has begun under this id.
         self._writing = threading.Lock()
@@ -168,22 +171,22 @@ class FastWriter(StagingWriter):
         self.use_collectives = True
         self._pools: list[_native.BufferPool] = []
         self._found: frozenset[str] = frozenset()  # Names in the directory before this save.
-        self._plan: GlobalPlanEntry | None = None  # The coordinator's, of columns.
+        self._plan: GlobalPlanEntry | None = None  # On the coordinator, if planned in columns.
 
     def __getstate__(self) -> dict[str, Any]:
-        # Travels to the process that saves in the background: without native handles.
+        # A process that saves in the background gets a copy without native handles.
         native = dict.fromkeys(("_plan", "_writing"))
         return super().__getstate__() | native | {"_pools": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy's data files must not meet those of the original, or of other copies.
+        # The new id gives the copy's data files names that no other writer uses.
         super().__setstate__(state)
         self._writing = threading.Lock()
         self.save_id = _new_save_id()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this writer can write there."""
+        """Returns whether this writer can write to the path or URL."""
         return can_reach(checkpoint_id)
 
     @property
@@ -193,11 +196,11 @@ class FastWriter(StagingWriter):
 
     @property
     def path(self) -> str | os.PathLike[str]:
-        """The directory of the checkpoint: a path of this machine, or else a URL."""
+        """The directory of the checkpoint: a path of this machine, or a URL."""
         return self.location.checkpoint_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Turns to another checkpoint, or to a new save of the same."""
+        """Prepares the writer for another checkpoint, or for a new save to the same directory."""
         self._check_idle()
         if checkpoint_id:
             self.location = Location(checkpoint_id)
@@ -205,7 +208,7 @@ class FastWriter(StagingWriter):
         self._began = False
 
     def storage_meta(self) -> StorageMeta:
-        """What ``.metadata`` says of the storage."""
+        """Returns the ``storage_meta`` of ``.metadata``."""
         self._begin_staged_save()
         return StorageMeta(
             checkpoint_id=self.checkpoint_id, save_id=self.save_id, modules=[INDEX_MARK]
@@ -217,26 +220,31 @@ class FastWriter(StagingWriter):
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
         if self._began:
-            # DCP resets a writer only when it is given a checkpoint id with it, and names of data
-            # files must never recur.
+            # DCP calls reset only if it also has a checkpoint id. Each save needs an id of its own,
+            # since the names of data files must be unique.
             self.save_id = _new_save_id()
         self._began = True
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Creates the directory; refuses one that is committed unless ``overwrite``."""
+        """Creates the directory, and adds the rank's items to the plan for the coordinator.
+
+        Raises:
+            AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
+        """
         self.location.create_directories()
         self._found = frozenset(self.location.names())
         if not self.overwrite and not self._committed_names.isdisjoint(self._found):
             raise AlreadyExistsError(
-                f"a checkpoint is already committed in {self.path}, and overwrite is false"
+                f"cannot save to {self.path}: a checkpoint is committed there, and overwrite is "
+                "false"
             )
         items: Any = plan.items
         if isinstance(items, ColumnItems) and items.token is not None:
-            # Nobody looks at items on the coordinator, unless a subclass does.
+            # The coordinator does not read the items, except in a subclass.
             items.by_token = type(self).prepare_global_plan is FastWriter.prepare_global_plan
             if items.by_token and isinstance(plan.planner_data, PlannedPaths):
                 plan = dataclasses.replace(plan, planner_data=None)
-        if not isinstance(items, PlannedItems):  # Their planner has.
+        if not isinstance(items, PlannedItems):  # FastSavePlanner has already checked its items.
             for item in items:
                 check_dtype(item)
         if self.rank is not None and not self.use_collectives:
@@ -247,16 +255,16 @@ class FastWriter(StagingWriter):
             and dist.is_initialized()
             and plan.usable
             and plan.storage_data is None
-            and not isinstance(plan.items, PlannedItems)  # Their planner shares them out.
+            and not isinstance(plan.items, PlannedItems)  # FastSavePlanner assigns these itself.
         ):
             with gc_paused():
-                held = list_rank_items(plan.items, self.rank)
-            if held is not None:
-                return dataclasses.replace(plan, storage_data=held.as_storage_data())
+                rank_items = list_rank_items(plan.items, self.rank)
+            if rank_items is not None:
+                return dataclasses.replace(plan, storage_data=rank_items.as_storage_data())
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Shares out replicas, and gives every rank the prefix of its data files.
+        """Assigns replicas to ranks, and adds each rank's file name prefix to its plan.
 
         Raises:
             MismatchError: Ranks disagree on the dtype or sizes of a tensor.
@@ -266,7 +274,7 @@ class FastWriter(StagingWriter):
         return self._place(plans)
 
     def _place(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, each with where its rank is to write."""
+        """Returns the plans, each with the file name prefix of its rank."""
         columns: list[Any] = [plan.items for plan in plans]
         self._plan = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
         return [
@@ -277,7 +285,7 @@ class FastWriter(StagingWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's items; returns when they are in the files (and synced)."""
+        """Writes this rank's items. Returns after the files are written (and synced)."""
         self._check_idle()
         future: Future[list[WriteResult]] = Future()
         with self._writing, portable_errors(), self._writing_staged():
@@ -285,13 +293,13 @@ class FastWriter(StagingWriter):
         return future
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Writes this rank's files; those of tensors that were not staged come first."""
+        """Writes this rank's files. Tensors that were not staged are written first."""
         work = work_for(plan, planner, self.transforms, can_wait=self._can_wait)
         nbytes = sum(work.work.nbytes)
         number, prefix = itertools.count(), plan.storage_data.prefix
         first, others = (
-            {f"{prefix}{next(number)}_{self.save_id}.distcp": part for part in parts}
-            for parts in split(work, self.thread_count if self.single_file_per_rank else None)
+            {f"{prefix}{next(number)}_{self.save_id}.distcp": file_work for file_work in file_works}
+            for file_works in split(work, self.thread_count if self.single_file_per_rank else None)
         )
         finished: list[str] = []
         try:
@@ -307,16 +315,16 @@ class FastWriter(StagingWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits: publishes ``.metadata`` and its index, then removes what they have replaced."""
+        """Commits: publishes ``.metadata`` and its index, then removes the replaced files."""
         storage_data: dict[MetadataIndex, Any] = {}
-        written: list[tuple[int, WrittenFile]] = []  # With the rank.
-        for rank, of_rank in enumerate(results):
-            for result in of_rank:
+        written: list[tuple[int, WrittenFile]] = []  # Rank, and file of that rank.
+        for rank, rank_results in enumerate(results):
+            for result in rank_results:
                 if isinstance(result.storage_data, WrittenFile):
                     written.append((rank, result.storage_data))
                 else:
                     storage_data[result.index] = result.storage_data
-        # In place: DCP returns and broadcasts the object that it passed.
+        # Update in place, since DCP returns and broadcasts the object that it passed.
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = storage_data
         metadata.storage_meta = self.storage_meta()
@@ -339,9 +347,9 @@ class FastWriter(StagingWriter):
             claim_commit()
             self._raise_if_missing(self._missing_files(files))
         except BaseException:
-            # Whatever is wrong may be wrong with a plan that was used again.
+            # A cached plan may have caused the failure.
             plan_cache().forget()
-            # On a disk that is full they would be in the way of every save to come.
+            # On a full disk, the files would make the next save fail as well.
             self._remove_files(files)
             raise
         self.location.file_system.commit(
@@ -354,27 +362,33 @@ class FastWriter(StagingWriter):
             sorted(files),
             self.sync_files,
         )
-        # Another save may have begun while this one was going on, and have removed its files.
+        # A concurrent save may have removed files of this one.
         missing: list[str] = []
-        with contextlib.suppress(CheckpointError):  # Nobody can tell: what is committed stands.
+        with contextlib.suppress(CheckpointError):  # If the check fails, the commit stands.
             missing = self._missing_files(files)
         self._raise_if_missing(missing)
-        alone = None if self.use_collectives else self.rank
-        self._remove_files(stale_files(self._found, files, alone))
+        uncoordinated_rank = None if self.use_collectives else self.rank
+        self._remove_files(stale_files(self._found, files, uncoordinated_rank))
 
     def _write_files(
         self, files: dict[str, RankWork], nbytes: int, planner: SavePlanner, finished: list[str]
     ) -> list[WriteResult]:
-        """Writes files of the given names and parts, ``thread_count`` at a time.
+        """Writes files, ``thread_count`` at a time.
 
-        Adds to ``finished`` the name of each that is whole; one that fails removes itself.
+        Adds the name of each complete file to ``finished``. A file that fails is removed.
+
+        Args:
+            files: File name -> work for the file.
+            nbytes: Total bytes of the rank's work.
+            planner: Planner of this rank.
+            finished: Receives names of complete files.
         """
         workers = min(self.thread_count, len(files))
         if workers == 0:
             return []
-        pools = self._take_pools(workers, nbytes)
+        pools = self._prepare_pools(workers, nbytes)
 
-        def write_every(first: int) -> list[WriteResult]:
+        def write_files(first: int) -> list[WriteResult]:
             results: list[WriteResult] = []
             for name in list(files)[first::workers]:
                 written, file, self.io_mode = write_data_file(
@@ -387,46 +401,46 @@ class FastWriter(StagingWriter):
                 )
                 finished.append(name)
                 results += written
-                # Travels to the coordinator with the rest.
+                # The report travels to the coordinator as one more result.
                 results.append(WriteResult(MetadataIndex(name), 0, file))
             return results
 
         if workers == 1:
-            return write_every(0)
+            return write_files(0)
         with ThreadPoolExecutor(workers, "torch_ckpt-write") as executor:
-            return list(itertools.chain.from_iterable(executor.map(write_every, range(workers))))
+            return list(itertools.chain.from_iterable(executor.map(write_files, range(workers))))
 
     def _check_idle(self) -> None:
         if self._writing.locked():
             raise CheckpointError(
-                f"this writer is still writing {self.path}: wait for that save, or use another "
-                "writer"
+                f"cannot use this writer: it is still writing {self.path}; wait for that save, or "
+                "use another writer"
             )
 
     @property
     def _committed_names(self) -> frozenset[str]:
-        """Of these, a directory that holds a checkpoint has one."""
+        """A directory with a committed checkpoint has a file of one of these names."""
         return frozenset({self._own_name(_METADATA)})
 
     def _own_name(self, name: str) -> str:
-        """``.metadata`` or ``.index``, which every rank has of its own if none coordinates."""
+        """Returns the name of ``.metadata`` or ``.index``; one per rank without coordination."""
         return name if self.use_collectives or self.rank is None else f"__{self.rank}{name}"
 
-    def _take_pools(self, count: int, nbytes: int) -> list[_native.BufferPool]:
+    def _prepare_pools(self, count: int, nbytes: int) -> list[_native.BufferPool]:
         self._pools = buffer_pools(self._pools, count, nbytes, self.io, self.per_thread_copy_ahead)
         return self._pools
 
     def _missing_files(self, files: Iterable[str]) -> list[str]:
-        """Data files of this save that another one has removed meanwhile."""
+        """Returns the data files of this save that a concurrent save has removed."""
         unlisted = set(files).difference(self.location.names())
-        # Asked for one by one as well: a network file system may list an old state of a folder.
+        # Check each file by name as well: a network file system may return a stale listing.
         return sorted(name for name in unlisted if not (self.location / name).exists())
 
     def _raise_if_missing(self, missing: list[str]) -> None:
         if missing:
             raise StorageError(
-                f"cannot commit {self.path}: {len(missing)} data files written by this save are "
-                f"gone, {missing[0]} among them; is another save writing to the same directory?"
+                f"cannot commit {self.path}: {len(missing)} data files of this save are missing, "
+                f"including {missing[0]}; is another save writing to the same directory?"
             )
 
     def _remove_files(self, names: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a rank reports of a data file that it has written."""
+"""The report of a rank about a data file that it has written."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["WrittenFile"]
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One data file of a save, as the rank that wrote it reports it to the coordinator.
+    """The report about one data file of a save, for the coordinator.
 
     Attributes:
-        name: Within the checkpoint's directory.
-        nbytes: Its length in bytes.
-        sums: Checksums of its blocks, as the engine gives them.
-        dtypes: By offset, the dtypes of the slices that are frames of ours, in torch's words, and
-            of the sizes that were planned. Only torch reads the others.
-        cuts: Those of its boxes that are rows of one that the planner knows.
-        extents: Of a file whose items were planned in columns: where each of them lies, as the
-            engine encodes it. There are no other results then.
-        refused: By FQN the classes for which a load would refuse a value.
+        name: Name in the checkpoint's directory.
+        nbytes: Length in bytes.
+        sums: Checksums of the file's blocks, encoded by the engine.
+        dtypes: Offset -> torch name of the dtype, for slices that the engine framed with the
+            planned dtype and sizes. Only torch can read the other slices.
+        cuts: Boxes of the file that are rows of a box in the planner's items.
+        extents: Encoded extents of the items, if they were planned in columns. The save then has no
+            other write results for the file.
+        refused: FQN -> classes in its value that a load will refuse.
     """
 
     name: str

@@ -27,50 +27,52 @@ Assembly::Assembly(std::span<const WantedRange> wanted, std::span<const SharedPi
         std::ranges::upper_bound(ranges->second, want.range.begin, {}, &ByteRange::begin);
     return after != ranges->second.begin() && std::prev(after)->end >= want.range.end;
   };
-  std::set<int64_t> left_alone;  // Groups of which the pieces have not all.
+  std::set<int64_t> uncovered_groups;
   for (const WantedRange& want : wanted) {
-    if (want.group >= 0 && !is_covered(want)) left_alone.insert(want.group);
+    if (want.group >= 0 && !is_covered(want)) uncovered_groups.insert(want.group);
   }
   for (int64_t i = 0; i < std::ssize(wanted); ++i) {
     const WantedRange& want = wanted[static_cast<size_t>(i)];
-    if (!is_covered(want) || left_alone.contains(want.group)) {
+    if (!is_covered(want) || uncovered_groups.contains(want.group)) {
       others_.push_back(i);
       continue;
     }
-    OfFile& file = files_[want.file];
+    FileTargets& file = files_[want.file];
     file.wanted = wanted;
-    file.parts.push_back(
+    file.targets.push_back(
         {i, want.range, want.destination, want.device, want.name, want.range.nbytes()});
     file.longest_nbytes = std::max(file.longest_nbytes, want.range.nbytes());
   }
-  for (auto& [file, of_file] : files_) {
-    std::ranges::sort(of_file.parts, {}, [](const Part& part) { return part.range.begin; });
-    for (const Part& part : of_file.parts) {
-      if (part.destination == nullptr || !part.device->is_host()) continue;
-      if (!of_file.runs.empty()) {
-        Run& last = of_file.runs.back();
-        if (last.range.end == part.range.begin &&
-            last.destination + last.range.nbytes() == part.destination) {
-          last.range.end = part.range.end;
+  for (auto& [file, file_targets] : files_) {
+    std::ranges::sort(file_targets.targets, {},
+                      [](const Target& target) { return target.range.begin; });
+    for (const Target& target : file_targets.targets) {
+      if (target.destination == nullptr || !target.device->is_host()) continue;
+      if (!file_targets.runs.empty()) {
+        Run& last = file_targets.runs.back();
+        if (last.range.end == target.range.begin &&
+            last.destination + last.range.nbytes() == target.destination) {
+          last.range.end = target.range.end;
           continue;
         }
       }
-      of_file.runs.push_back({part.range, part.destination});
+      file_targets.runs.push_back({target.range, target.destination});
     }
   }
 }
 
-size_t Assembly::OfFile::first_part(int64_t at) const {
-  const auto part = std::ranges::lower_bound(
-      parts, at - longest_nbytes, {}, [](const Part& candidate) { return candidate.range.begin; });
-  return static_cast<size_t>(part - parts.begin());
+size_t Assembly::FileTargets::first_target(int64_t at) const {
+  const auto target =
+      std::ranges::lower_bound(targets, at - longest_nbytes, {},
+                               [](const Target& candidate) { return candidate.range.begin; });
+  return static_cast<size_t>(target - targets.begin());
 }
 
-void Assembly::OfFile::add_names(const ByteRange& range, std::set<std::string>* out) const {
-  for (size_t i = first_part(range.begin); i < parts.size() && parts[i].range.begin < range.end;
-       ++i) {
-    const std::string* name = wanted[static_cast<size_t>(parts[i].index)].name;
-    if (parts[i].range.end > range.begin && name != nullptr) out->insert(*name);
+void Assembly::FileTargets::add_names(const ByteRange& range, std::set<std::string>* out) const {
+  for (size_t i = first_target(range.begin);
+       i < targets.size() && targets[i].range.begin < range.end; ++i) {
+    const std::string* name = wanted[static_cast<size_t>(targets[i].index)].name;
+    if (targets[i].range.end > range.begin && name != nullptr) out->insert(*name);
   }
 }
 
@@ -92,58 +94,59 @@ std::byte* Assembly::place(int64_t piece) const {
   return run.destination + (shared.range.begin - run.range.begin);
 }
 
-Status Assembly::take(int64_t piece, Bytes bytes, Unpacking& unpacking) {
+Status Assembly::add(int64_t piece, Bytes bytes, Unpacking& unpacking) {
   const SharedPiece& shared = pieces_[static_cast<size_t>(piece)];
   const auto file = files_.find(shared.file);
   if (file == files_.end()) return ok_status();
-  std::vector<Part>& parts = file->second.parts;
-  for (size_t i = file->second.first_part(shared.range.begin);
-       i < parts.size() && parts[i].range.begin < shared.range.end; ++i) {
-    if (parts[i].range.end <= shared.range.begin) continue;
-    RETURN_IF_ERROR(take_part(parts[i], shared.range, bytes, unpacking));
+  std::vector<Target>& targets = file->second.targets;
+  for (size_t i = file->second.first_target(shared.range.begin);
+       i < targets.size() && targets[i].range.begin < shared.range.end; ++i) {
+    if (targets[i].range.end <= shared.range.begin) continue;
+    RETURN_IF_ERROR(consume_target(targets[i], shared.range, bytes, unpacking));
   }
   return ok_status();
 }
 
-// Takes what a part has in common with `range`, whose bytes these are.
-Status Assembly::take_part(Part& part, const ByteRange& range, Bytes bytes, Unpacking& unpacking) {
-  const ByteRange common = {std::max(part.range.begin, range.begin),
-                            std::min(part.range.end, range.end)};
+// Consumes the bytes that a target has in common with a piece. `bytes` are those of `range`.
+Status Assembly::consume_target(Target& target, const ByteRange& range, Bytes bytes,
+                                Unpacking& unpacking) {
+  const ByteRange common = {std::max(target.range.begin, range.begin),
+                            std::min(target.range.end, range.end)};
   const Bytes here = slice(bytes, common.begin - range.begin, common.nbytes());
-  if (common == part.range) return consume_(part.index, here, unpacking);
-  std::byte* memory = part.destination;
+  if (common == target.range) return consume_(target.index, here, unpacking);
+  std::byte* memory = target.destination;
   if (memory == nullptr) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (part.buffer == nullptr) {
-      part.buffer.reset(new (std::nothrow) std::byte[static_cast<size_t>(part.range.nbytes())]);
+    if (target.buffer == nullptr) {
+      target.buffer.reset(new (std::nothrow) std::byte[static_cast<size_t>(target.range.nbytes())]);
     }
-    memory = part.buffer.get();
+    memory = target.buffer.get();
     if (memory == nullptr) return errno_status(ENOMEM, "cannot allocate a buffer");
   }
-  std::byte* place = memory + (common.begin - part.range.begin);
-  if (part.destination != nullptr && !part.device->is_host()) {
+  std::byte* place = memory + (common.begin - target.range.begin);
+  if (target.destination != nullptr && !target.device->is_host()) {
     const StridedCopy run = {.sizes = {ssize(here)}, .src_strides = {1}, .dst_strides = {1}};
-    RETURN_IF_ERROR(unpacking.add(*part.device, *part.name, place, run, here.data()));
+    RETURN_IF_ERROR(unpacking.add(*target.device, *target.name, place, run, here.data()));
   } else if (place != here.data()) {
     std::memcpy(place, here.data(), here.size());
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    part.missing_nbytes -= common.nbytes();
-    if (part.missing_nbytes > 0) return ok_status();
+    target.missing_nbytes -= common.nbytes();
+    if (target.missing_nbytes > 0) return ok_status();
   }
-  return take_assembled(part, memory, unpacking);
+  return consume_assembled(target, memory, unpacking);
 }
 
-// Has a part consumed that came in several pieces, out of `memory`: where it belongs, or a buffer.
-Status Assembly::take_assembled(Part& part, std::byte* memory, Unpacking& unpacking) {
-  const Bytes all(memory, static_cast<size_t>(part.range.nbytes()));
-  if (part.buffer == nullptr) return consume_(part.index, all, unpacking);
+// Consumes a target that several pieces cover. `memory` is its destination or its buffer.
+Status Assembly::consume_assembled(Target& target, std::byte* memory, Unpacking& unpacking) {
+  const Bytes all(memory, static_cast<size_t>(target.range.nbytes()));
+  if (target.buffer == nullptr) return consume_(target.index, all, unpacking);
   Unpacking of_buffer(all);
-  Status status = consume_(part.index, all, of_buffer);
+  Status status = consume_(target.index, all, of_buffer);
   if (status.ok()) status = of_buffer.start();
   if (status.ok()) status = of_buffer.wait();
-  part.buffer.reset();
+  target.buffer.reset();
   return status;
 }
 

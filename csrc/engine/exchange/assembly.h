@@ -1,7 +1,7 @@
 #pragma once
 
-// Wanted ranges, put together of the pieces in which they come: those of an exchange begin and end
-// where it suits all ranks.
+// Assembly: assembles wanted ranges from the pieces of an exchange. Pieces are cut for all ranks
+// together, so their boundaries differ from those of this rank's wanted ranges.
 
 #include <cstdint>
 #include <map>
@@ -16,72 +16,74 @@
 
 namespace torch_ckpt {
 
-// A piece of a file that an exchange brings.
+// A piece of a file that this rank obtains through an exchange.
 struct SharedPiece {
   File* file = nullptr;
   ByteRange range;
-  int32_t from = -1;  // As of ExchangePiece.
+  int32_t from = -1;  // As in ExchangePiece.
   int32_t to = -1;
-  const FileSums* sums = nullptr;  // Of the file, where it is to be checked.
+  const FileSums* sums = nullptr;  // Block checksums of the file; nullptr skips verification.
 };
 
-// Used by any thread once it is made.
+// Safe to use from any thread after construction.
 class Assembly {
  public:
-  // The pieces of a file ascend and do not overlap. `consume` is called once for each wanted range
-  // of which the pieces have all. Everything outlives it.
+  // Calls `consume` once for each wanted range that the pieces cover.
+  // Requires: the pieces of a file ascend and do not overlap; all arguments outlive the Assembly.
   Assembly(std::span<const WantedRange> wanted, std::span<const SharedPiece> pieces,
            const ConsumeRange& consume);
 
-  // The wanted ranges that the pieces do not have, or not all of, or not all of their group.
+  // The wanted ranges that the pieces do not cover completely, or whose group they do not cover.
   const std::vector<int64_t>& others() const { return others_; }
 
-  // Where the bytes of a piece belong as they are; nullptr where they must be looked at.
+  // Final address of the bytes of a piece, or nullptr if they must be consumed from a buffer.
   std::byte* place(int64_t piece) const;
 
-  // Whose bytes the pieces of a file are; nullptr where nobody here wants any.
+  // The FQNs of a file's wanted ranges; nullptr if the pieces cover no wanted range of the file.
   const RangeNames* names(const File* file) const;
 
-  // Takes a piece, once, which may lie where `place` says; its bytes may go when this returns, and
-  // what it has added to `unpacking`, of a buffer that has them, is started and done.
-  Status take(int64_t piece, Bytes bytes, Unpacking& unpacking);
+  // Consumes the bytes of a piece, which may be at the address that `place` returns. The caller
+  // starts `unpacking`, and may reuse the bytes when its copies are done. Called once for each
+  // piece.
+  Status add(int64_t piece, Bytes bytes, Unpacking& unpacking);
 
-  // Of the wanted ranges, the first that goes to a device other than the CPU, or nullptr.
+  // The first wanted range whose device is not the host; nullptr if there is none.
   const WantedRange* for_device() const { return for_device_; }
 
  private:
-  struct Part {
-    int64_t index = 0;  // Of the wanted range.
+  // A wanted range that the pieces cover.
+  struct Target {
+    int64_t index = 0;  // Index of the wanted range.
     ByteRange range;
-    std::byte* destination = nullptr;  // In memory of the device.
+    std::byte* destination = nullptr;  // In the memory of `device`.
     const Device* device = nullptr;
     const std::string* name = nullptr;
     int64_t missing_nbytes = 0;
-    std::unique_ptr<std::byte[]> buffer = nullptr;  // Of one that comes in several pieces.
+    std::unique_ptr<std::byte[]> buffer = nullptr;  // Assembles several pieces.
   };
-  struct Run {  // Parts that follow one another in the file and in memory.
+  struct Run {  // Targets that are adjacent in the file and in memory.
     ByteRange range;
     std::byte* destination;
   };
-  struct OfFile : public RangeNames {
+  struct FileTargets : public RangeNames {
     std::span<const WantedRange> wanted;
-    std::vector<Part> parts;  // Ascending.
+    std::vector<Target> targets;  // Ascending.
     std::vector<Run> runs;
     int64_t longest_nbytes = 0;
 
-    size_t first_part(int64_t at) const;  // That may reach behind `at`.
+    size_t first_target(int64_t at) const;  // Index of the first target that may end after `at`.
     void add_names(const ByteRange& range, std::set<std::string>* out) const override;
   };
 
-  Status take_part(Part& part, const ByteRange& range, Bytes bytes, Unpacking& unpacking);
-  Status take_assembled(Part& part, std::byte* memory, Unpacking& unpacking);
+  Status consume_target(Target& target, const ByteRange& range, Bytes bytes, Unpacking& unpacking);
+  Status consume_assembled(Target& target, std::byte* memory, Unpacking& unpacking);
 
   std::span<const SharedPiece> pieces_;
   const ConsumeRange& consume_;
-  std::map<const File*, OfFile> files_;
+  std::map<const File*, FileTargets> files_;
   std::vector<int64_t> others_;
   const WantedRange* for_device_;
-  std::mutex mutex_;  // Guards what parts lack, and their buffers.
+  std::mutex mutex_;  // Guards missing_nbytes and buffer of all targets.
 };
 
 }  // namespace torch_ckpt

@@ -9,14 +9,14 @@
 namespace torch_ckpt {
 namespace {
 
-// Threads that read, one piece at a time: so many are read at once, and checked.
+// Number of reader threads, and so of pieces that are read and verified at once.
 constexpr int64_t kReaders = 4;
 
-// What a piece of a file that is not checked may be read in: the blocks of direct I/O around it.
+// Buffer length for an unverified piece: the blocks of direct I/O around it.
 int64_t read_block_nbytes(int64_t piece_nbytes) { return piece_nbytes + 4 * kReadAlignment; }
 
-// Pieces that must be in flight at once, so that one is received while another is sent.
-constexpr int64_t kLeastInFlight = 2;
+// Minimum number of pieces in flight, so that one is received while another is sent.
+constexpr int64_t kMinInFlight = 2;
 
 }  // namespace
 
@@ -35,21 +35,21 @@ ExchangeStream::ExchangeStream(std::vector<std::string> files, std::vector<Excha
 
 ExchangeStream::~ExchangeStream() { close(); }
 
-// Begins to watch all ranks that pieces come from or go to.
+// Starts to watch all ranks that send pieces to this rank or receive pieces from it.
 Status ExchangeStream::watch_all() {
   std::set<int32_t> ranks;
   for (const ExchangePiece& piece : pieces_) {
     if (piece.from >= 0) ranks.insert(piece.from);
     if (piece.to >= 0) ranks.insert(piece.to);
   }
-  // First, so that one who does not come to the meeting is found out.
+  // Before the preparation of transfers, so that a rank that fails by then is noticed.
   for (const int32_t rank : ranks) {
     Watched& watched = watched_.emplace_back();
     watched.rank = rank;
-    ASSIGN_OR_RETURN(watched.end, peers_->receive({&watched.word, 1}, rank, Channel::kEnd, 0));
+    ASSIGN_OR_RETURN(watched.end, peers_->receive({&watched.message, 1}, rank, Channel::kEnd, 0));
     watched.thread = std::thread([this, &watched] { watch(watched.rank, *watched.end); });
   }
-  return peers_->meet(std::vector<int32_t>(ranks.begin(), ranks.end()));
+  return peers_->connect(std::vector<int32_t>(ranks.begin(), ranks.end()));
 }
 
 void ExchangeStream::watch(int32_t rank, PeerTransfer& end) {
@@ -60,19 +60,19 @@ void ExchangeStream::watch(int32_t rank, PeerTransfer& end) {
     changed_.notify_all();
   } else if (!closing_) {
     lock.unlock();
-    fail(cancelled(peers_->name_of(rank), " has broken off: ", status.message()));
+    fail(cancelled("exchange with ", peers_->name_of(rank), " failed: ", status.message()));
   }
 }
 
 Status ExchangeStream::finish() {
-  const std::byte word{1};
+  const std::byte message{1};
   std::vector<std::unique_ptr<PeerTransfer>> sends;
   for (const Watched& watched : watched_) {
-    ASSIGN_OR_RETURN(auto send, peers_->send({&word, 1}, watched.rank, Channel::kEnd, 0));
+    ASSIGN_OR_RETURN(auto send, peers_->send({&message, 1}, watched.rank, Channel::kEnd, 0));
     sends.push_back(std::move(send));
   }
   for (const auto& send : sends) RETURN_IF_ERROR(send->wait());
-  // Who left now would break off what the others have still to say.
+  // Closing now would cut off the messages that peers still send.
   std::unique_lock<std::mutex> lock(mutex_);
   const bool in_time = changed_.wait_for(
       lock, timeout_, [&] { return failed_ || ended_.size() == watched_.size(); });
@@ -82,7 +82,8 @@ Status ExchangeStream::finish() {
     if (ended_.contains(watched.rank)) continue;
     late += (late.empty() ? "" : ", ") + peers_->name_of(watched.rank);
   }
-  return cancelled("after ", timeout_.count(), " ms, these have not come to the end: ", late);
+  return cancelled("cannot finish the exchange within ", timeout_.count(), " ms: waiting for ",
+                   late);
 }
 
 void ExchangeStream::close() {
@@ -98,7 +99,7 @@ void ExchangeStream::close() {
   }
   watched_.clear();
   peers_.reset();
-  // Whoever keeps an error may keep this, too.
+  // Python code that stores an error may extend the life of this object. Free the memory now.
   pool_.reset();
   readers_.clear();
 }
@@ -110,7 +111,7 @@ Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, Ran
   const int64_t block_nbytes = read_block_nbytes(plan.piece_nbytes);
   const int64_t reader_nbytes = 2 * block_nbytes;
   const int64_t room_nbytes = budget_nbytes - kReaders * reader_nbytes;
-  if (room_nbytes < kLeastInFlight * plan.piece_nbytes) {
+  if (room_nbytes < kMinInFlight * plan.piece_nbytes) {
     return invalid_argument("cannot exchange pieces of ", plan.piece_nbytes, " bytes in ",
                             budget_nbytes, " bytes of memory");
   }
@@ -120,7 +121,7 @@ Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, Ran
     readers.push_back(std::move(reader));
   }
   std::vector<ExchangePiece> pieces = plan.pieces();
-  const auto most_in_flight = std::max(kLeastInFlight, std::ssize(pieces));
+  const auto most_in_flight = std::max(kMinInFlight, std::ssize(pieces));
   const int64_t pool_nbytes = std::min(room_nbytes, most_in_flight * plan.piece_nbytes);
   RETURN_IF_ERROR(BufferPool::check(pool_nbytes, plan.piece_nbytes));
   return std::unique_ptr<ExchangeStream>(
@@ -128,7 +129,7 @@ Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, Ran
                          plan.piece_nbytes, std::move(readers), timeout));
 }
 
-// Makes the memory of pieces, of the kind that what they go to copies from.
+// Allocates the memory for pieces, of the kind that the destination device copies from fastest.
 Status ExchangeStream::open_pool() {
   ASSIGN_OR_RETURN(auto pool, make_pool_for(assembly_->for_device(), pool_nbytes_, block_nbytes_));
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -147,14 +148,14 @@ void ExchangeStream::fail(const Status& error) {
 }
 
 Status ExchangeStream::run(std::span<const SharedPiece> pieces, Assembly& assembly) {
-  // Nothing may escape from a thread: running out of memory is an error of this load.
+  // Catches every exception, because one that leaves a thread would end the process.
   const auto guarded = [this](auto&& work) {
     return [this, work] {
       try {
         const Status status = work();
         if (!status.ok()) fail(status);
       } catch (const std::exception& error) {
-        fail(internal_error("cannot go on exchanging: ", error.what()));
+        fail(internal_error("cannot continue the exchange: ", error.what()));
       }
     };
   };
@@ -181,11 +182,12 @@ Status ExchangeStream::run(std::span<const SharedPiece> pieces, Assembly& assemb
   for (std::thread& thread : threads) thread.join();
   const std::lock_guard<std::mutex> lock(mutex_);
   transfers_.clear();
-  in_flight_.clear();  // What is in flight after an error ends here.
+  in_flight_.clear();  // Ends the transfers that are in flight after an error.
   return status_;
 }
 
-// Numbers the pieces between this rank and each other, which has the same in the same order.
+// Numbers the pieces between this rank and each peer. The peer has the same pieces in the same
+// order, so both assign the same numbers.
 void ExchangeStream::number_all() {
   in_flight_ = std::vector<InFlight>(run_pieces_.size());
   with_room_ = 0;
@@ -197,7 +199,7 @@ void ExchangeStream::number_all() {
   }
 }
 
-// Gives a piece room, after all before it, and begins to receive it if it comes from a peer.
+// Waits for room for a piece, then queues its read or starts to receive it. Called in piece order.
 Status ExchangeStream::make_room(int64_t piece) {
   InFlight& own = in_flight(piece);
   const int32_t from = shared(piece).from;
@@ -206,7 +208,7 @@ Status ExchangeStream::make_room(int64_t piece) {
   --room_;
   own.memory = assembly_->place(piece);
   if (own.memory == nullptr) {
-    own.block = *pool_->acquire();  // There are as many blocks as there was room.
+    own.block = *pool_->acquire();  // Succeeds: `room_` counts no more pieces than free blocks.
     own.memory = pool_->block(own.block).data();
   }
   if (from < 0) {
@@ -215,7 +217,7 @@ Status ExchangeStream::make_room(int64_t piece) {
     lock.unlock();
     ASSIGN_OR_RETURN(auto incoming,
                      peers_->receive(memory_of(piece), from, Channel::kPieces, own.received_as));
-    keep(std::move(incoming), &own.incoming);
+    track(std::move(incoming), &own.incoming);
     lock.lock();
   }
   with_room_ = piece + 1;
@@ -223,16 +225,16 @@ Status ExchangeStream::make_room(int64_t piece) {
   return ok_status();
 }
 
-// Holds on to a transfer, so that `fail` finds it.
-void ExchangeStream::keep(std::unique_ptr<PeerTransfer> transfer,
-                          std::unique_ptr<PeerTransfer>* place) {
+// Stores a transfer, so that `fail` can abort it.
+void ExchangeStream::track(std::unique_ptr<PeerTransfer> transfer,
+                           std::unique_ptr<PeerTransfer>* place) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (failed_) transfer->abort();
   transfers_.insert(transfer.get());
   *place = std::move(transfer);
 }
 
-// Waits for the oldest piece that is on its way, and lets it go.
+// Waits for the oldest leaving piece, and releases it.
 Status ExchangeStream::finish_oldest(std::unique_lock<std::mutex>& lock) {
   const int64_t piece = leaving_.front();
   leaving_.pop_front();
@@ -243,11 +245,11 @@ Status ExchangeStream::finish_oldest(std::unique_lock<std::mutex>& lock) {
   lock.lock();
   RETURN_IF_ERROR(sent);
   RETURN_IF_ERROR(unpacked);
-  let_go(piece);
+  release(piece);
   return ok_status();
 }
 
-// Waits for `happened`, and meanwhile lets go of what has left. Errors: that of the run.
+// Waits for `happened`, and releases leaving pieces meanwhile. Errors: that of the run.
 Status ExchangeStream::wait_until(std::unique_lock<std::mutex>& lock,
                                   const std::function<bool()>& happened) {
   while (!failed_ && !happened()) {
@@ -260,8 +262,9 @@ Status ExchangeStream::wait_until(std::unique_lock<std::mutex>& lock,
   return failed_ ? status_ : ok_status();
 }
 
-// Requires: the mutex is held, and nothing of the piece is in flight.
-void ExchangeStream::let_go(int64_t piece) {
+// Frees the memory of a piece. Requires: the caller owns the mutex; no transfer or copy of the
+// piece is in flight.
+void ExchangeStream::release(int64_t piece) {
   InFlight& own = in_flight(piece);
   for (std::unique_ptr<PeerTransfer>* transfer : {&own.incoming, &own.outgoing}) {
     transfers_.erase(transfer->get());
@@ -273,7 +276,7 @@ void ExchangeStream::let_go(int64_t piece) {
   changed_.notify_all();
 }
 
-// Reads what is this rank's to read, as it gets room; several readers share it.
+// Reads this rank's pieces as they get room. Several readers share the queue.
 Status ExchangeStream::read_all(ReadStream& reader) {
   while (true) {
     const std::vector<int64_t> numbers = next_to_read();
@@ -282,7 +285,8 @@ Status ExchangeStream::read_all(ReadStream& reader) {
   }
 }
 
-// Pieces that are best read with one request, or a few; none when all have been, or after an error.
+// Returns the next pieces to read together, at most one block in total. Returns none if all pieces
+// are read or the run failed.
 std::vector<int64_t> ExchangeStream::next_to_read() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(
@@ -313,7 +317,7 @@ Status ExchangeStream::read(ReadStream& reader, const std::vector<int64_t>& numb
   });
 }
 
-// Receives what comes from one rank.
+// Receives all pieces from one rank.
 Status ExchangeStream::receive_all(int32_t from) {
   for (int64_t piece = 0; piece < std::ssize(run_pieces_); ++piece) {
     if (shared(piece).from != from) continue;
@@ -328,22 +332,22 @@ Status ExchangeStream::receive_all(int32_t from) {
   return ok_status();
 }
 
-// Passes a piece on that is in its memory now, and has it taken.
+// Forwards a piece that is complete in its memory, and passes it to the assembly.
 Status ExchangeStream::arrived(int64_t piece) {
   const int32_t to = shared(piece).to;
   InFlight& own = in_flight(piece);
   if (to >= 0) {
     ASSIGN_OR_RETURN(auto outgoing,
                      peers_->send(memory_of(piece), to, Channel::kPieces, own.sent_as));
-    keep(std::move(outgoing), &own.outgoing);
+    track(std::move(outgoing), &own.outgoing);
   }
   own.unpacking = Unpacking(memory_of(piece));
-  RETURN_IF_ERROR(assembly_->take(piece, memory_of(piece), own.unpacking));
+  RETURN_IF_ERROR(assembly_->add(piece, memory_of(piece), own.unpacking));
   RETURN_IF_ERROR(own.unpacking.start());
   ASSIGN_OR_RETURN(const bool unpacked, own.unpacking.done());
   const std::lock_guard<std::mutex> lock(mutex_);
   if (to < 0 && unpacked) {
-    let_go(piece);
+    release(piece);
   } else {
     leaving_.push_back(piece);
     changed_.notify_all();

@@ -1,19 +1,19 @@
 #pragma once
 
-// ExchangeStream: what several ranks want, read once and passed on.
+// ExchangeStream: reads each byte that several ranks request once, and forwards it among them.
 //
-// The counterpart of ReadStream for bytes that are shared: this rank's pieces come one after
-// another, from its own disk or from a peer, are passed on, and are taken apart by the caller.
-// Reading, checking, receiving, passing on and taking go on at the same time; memory is bounded.
+// This is the counterpart of ReadStream for shared bytes. This rank reads a piece from disk or
+// receives it from a peer, forwards it to the next peer, and passes it to the Assembly. Reading,
+// verification, receiving, forwarding and consumption run concurrently in bounded memory.
 //
-// All ranks have their pieces in the same order, and make room for them in that order. So of all
-// pieces that are not done, the first has room wherever it belongs, and goes on: nobody waits in a
-// circle, however little memory there is. A piece that has room waits for no other: it is passed on
-// as soon as it is there.
+// All ranks order their pieces alike and allocate room in that order. So the first unfinished piece
+// has room on every rank that needs it and can always proceed. No set of ranks can deadlock,
+// however little memory they have. A piece with room waits for no other piece: it is forwarded as
+// soon as it arrives.
 //
-// A rank that fails breaks off, and so do the others, when their transfers with it fail. Every rank
-// watches those that it exchanges with: each says when it has come to the end, so that a rank that
-// is gone before is found out whatever it left half done.
+// A rank that fails closes its connections, and then the transfers of its peers fail. Every rank
+// watches its peers: each peer sends a message when it reaches the end of the exchange. So a rank
+// notices a peer that is gone, whatever transfers that peer left incomplete.
 
 #include <chrono>
 #include <condition_variable>
@@ -40,41 +40,42 @@ namespace torch_ckpt {
 
 class ExchangeStream {
  public:
-  // `budget_nbytes` bounds the memory of pieces in flight and of reading them; `timeout`, how long
-  // this rank waits at the end for others.
-  // Errors: kInvalidArgument where that is less than about a dozen pieces.
+  // `budget_nbytes` bounds the memory for pieces in flight and for reading. `timeout` bounds the
+  // wait for peers in `finish`.
+  // Errors: kInvalidArgument if the budget is less than about a dozen pieces.
   static Result<std::unique_ptr<ExchangeStream>> make(FileSystem& fs, RankExchange plan,
                                                       std::shared_ptr<Peers> peers,
                                                       int64_t budget_nbytes,
                                                       std::chrono::milliseconds timeout);
   ~ExchangeStream();
 
-  // The files of this rank's pieces, ascending by name, and the pieces: in the order in which they
-  // must be run.
+  // The files of this rank's pieces, ascending by name.
   const std::vector<std::string>& files() const { return files_; }
+
+  // The pieces, in the order in which `run` must process them.
   std::span<const ExchangePiece> pieces() const { return pieces_; }
 
-  // Runs some pieces, those after the ones that were run before, and has `assembly` take each.
-  // After an error no piece is in flight, and the stream must not be used again.
+  // Runs the next pieces, and passes each to `assembly`. After an error no piece is in flight. Do
+  // not use the stream again after an error.
   Status run(std::span<const SharedPiece> pieces, Assembly& assembly);
 
-  // Tells the others that this rank has come to the end, and waits until they have, too. All pieces
-  // have been run. Errors: kCancelled where another has broken off, or is late.
+  // Notifies the peers that this rank reached the end, and waits until they have. Requires: all
+  // pieces have run. Errors: kCancelled if a peer fails or exceeds the timeout.
   Status finish();
 
-  // Lets go of the peers and of all memory. Requires: no `run` now or to come.
+  // Releases the peers and all memory. Requires: no `run`, now or later.
   void close();
 
-  // Ends a `run`, now or to come, with this error. Safe to call from any thread.
+  // Ends the current or a later `run` with this error. Safe to call from any thread.
   void fail(const Status& error);
 
  private:
-  // A piece between the time when it has room and when it is done.
+  // A piece from the allocation of its room until it is done.
   struct InFlight {
     std::byte* memory = nullptr;
-    int block = -1;           // Of the pool; none where the piece goes to its place at once.
-    int64_t received_as = 0;  // Its number among those from the same rank, and to the same.
-    int64_t sent_as = 0;
+    int block = -1;           // Block of the pool; -1 if the piece goes directly to its place.
+    int64_t received_as = 0;  // Number among the pieces from the same rank.
+    int64_t sent_as = 0;      // Number among the pieces to the same rank.
     std::unique_ptr<PeerTransfer> incoming = nullptr;
     std::unique_ptr<PeerTransfer> outgoing = nullptr;
     Unpacking unpacking = {};
@@ -97,8 +98,8 @@ class ExchangeStream {
   Status open_pool();
   Status finish_oldest(std::unique_lock<std::mutex>& lock);
   Status wait_until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& happened);
-  void keep(std::unique_ptr<PeerTransfer> transfer, std::unique_ptr<PeerTransfer>* place);
-  void let_go(int64_t piece);
+  void track(std::unique_ptr<PeerTransfer> transfer, std::unique_ptr<PeerTransfer>* place);
+  void release(int64_t piece);
   InFlight& in_flight(int64_t piece) { return in_flight_[static_cast<size_t>(piece)]; }
   const SharedPiece& shared(int64_t piece) const { return run_pieces_[static_cast<size_t>(piece)]; }
   MutableBytes memory_of(int64_t piece) {
@@ -110,37 +111,37 @@ class ExchangeStream {
   std::shared_ptr<Peers> peers_;
   const int64_t pool_nbytes_;
   const int64_t block_nbytes_;
-  std::vector<std::unique_ptr<ReadStream>> readers_;  // Each of one thread.
+  std::vector<std::unique_ptr<ReadStream>> readers_;  // One thread each.
   const std::chrono::milliseconds timeout_;
 
-  // Of the present run.
+  // Pieces and assembly of the current run.
   std::span<const SharedPiece> run_pieces_;
   Assembly* assembly_ = nullptr;
-  std::map<int32_t, int64_t> received_count_;  // Of each rank, in all runs so far.
-  std::map<int32_t, int64_t> sent_count_;
+  std::map<int32_t, int64_t> received_count_;  // Pieces per source rank, in all runs so far.
+  std::map<int32_t, int64_t> sent_count_;      // Pieces per target rank, in all runs so far.
 
-  // The ranks that pieces come from or go to, and the word of each that it has come to the end.
+  // A peer that sends or receives pieces, and its end-of-exchange message.
   struct Watched {
     int32_t rank = -1;
-    std::byte word{};
+    std::byte message{};
     std::unique_ptr<PeerTransfer> end = nullptr;
     std::thread thread = {};
   };
   std::deque<Watched> watched_;
 
-  std::mutex mutex_;  // Guards what follows, and the pool.
+  std::mutex mutex_;  // Guards the members below, and the pool.
   std::condition_variable changed_;
-  std::unique_ptr<BufferPool> pool_;  // Made by the first run, which knows what it is for.
+  std::unique_ptr<BufferPool> pool_;  // Allocated by the first run, for the device it loads to.
   std::vector<InFlight> in_flight_;
-  int64_t room_ = 0;       // For so many more pieces.
-  int64_t with_room_ = 0;  // Pieces before this one have, or had, room.
+  int64_t room_ = 0;       // Number of pieces for which room is left.
+  int64_t with_room_ = 0;  // Pieces before this index have room, or had it.
   std::deque<int64_t> to_read_;
-  std::deque<int64_t> leaving_;  // AcquiredSlot, and on their way to the next rank or to a device.
-  int64_t done_ = 0;             // So many pieces are.
+  std::deque<int64_t> leaving_;  // Arrived pieces with a send or a device copy in progress.
+  int64_t done_ = 0;             // Number of pieces that are done.
   std::set<PeerTransfer*> transfers_;
   bool failed_ = false;
   bool closing_ = false;
-  std::set<int32_t> ended_;  // Of the watched, those that have come to the end.
+  std::set<int32_t> ended_;  // Watched ranks that reached the end.
   Status status_;
 };
 

@@ -15,7 +15,7 @@
 namespace torch_ckpt {
 namespace {
 
-// Where some bytes lie in the memory of a process.
+// A range of memory of a process.
 struct Place {
   uint64_t address = 0;
   uint64_t nbytes = 0;
@@ -33,14 +33,14 @@ MutableBytes writable_bytes_of(T& value) {
   return std::as_writable_bytes(std::span<T, 1>(&value, 1));
 }
 
-// Fills `memory` from where `place` begins in the memory of another process.
+// Copies `place` in the memory of another process to `memory`.
 Status copy_from(int64_t pid, const Place& place, MutableBytes memory) {
   if (memory.size() != place.nbytes) {
     return internal_error("another rank sends ", place.nbytes, " bytes instead of ", memory.size());
   }
   for (size_t done = 0; done < memory.size();) {
     const iovec to = {memory.data() + done, memory.size() - done};
-    // Of the other process. NOLINTNEXTLINE(performance-no-int-to-ptr)
+    // An address of the other process. NOLINTNEXTLINE(performance-no-int-to-ptr)
     const iovec from = {reinterpret_cast<void*>(place.address + done), memory.size() - done};
     const ssize_t copied = process_vm_readv(static_cast<pid_t>(pid), &to, 1, &from, 1, 0);
     if (copied <= 0) {
@@ -52,7 +52,8 @@ Status copy_from(int64_t pid, const Place& place, MutableBytes memory) {
   return ok_status();
 }
 
-// Bytes that the peer copies: says where they lie, and is done when the peer says that it has them.
+// The sending side: sends the address of the bytes, and is done when the peer acknowledges its
+// copy.
 class OfferedTransfer : public PeerTransfer {
  public:
   static Result<std::unique_ptr<PeerTransfer>> begin(Peers& wire, Bytes bytes, int32_t rank,
@@ -60,7 +61,7 @@ class OfferedTransfer : public PeerTransfer {
     auto out = std::make_unique<OfferedTransfer>();
     out->place_ = place_of(bytes);
     ASSIGN_OR_RETURN(out->copied_,
-                     wire.receive(writable_bytes_of(out->word_), rank, Channel::kCopied, number));
+                     wire.receive(writable_bytes_of(out->ack_), rank, Channel::kCopied, number));
     ASSIGN_OR_RETURN(out->offer_, wire.send(bytes_of(out->place_), rank, Channel::kPieces, number));
     return std::unique_ptr<PeerTransfer>(std::move(out));
   }
@@ -77,12 +78,12 @@ class OfferedTransfer : public PeerTransfer {
 
  private:
   Place place_;
-  uint8_t word_ = 0;
+  uint8_t ack_ = 0;
   std::unique_ptr<PeerTransfer> offer_;
   std::unique_ptr<PeerTransfer> copied_;
 };
 
-// The other side of it.
+// The receiving side: copies the bytes at the received address, and acknowledges the copy.
 class CopyingTransfer : public PeerTransfer {
  public:
   CopyingTransfer(Peers& wire, MutableBytes memory, int32_t rank, int64_t pid, int64_t number)
@@ -102,7 +103,7 @@ class CopyingTransfer : public PeerTransfer {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (aborted_) return cancelled("aborted");
-      ASSIGN_OR_RETURN(copied_, wire_.send(bytes_of(word_), rank_, Channel::kCopied, number_));
+      ASSIGN_OR_RETURN(copied_, wire_.send(bytes_of(ack_), rank_, Channel::kCopied, number_));
     }
     return copied_->wait();
   }
@@ -122,8 +123,8 @@ class CopyingTransfer : public PeerTransfer {
   const int64_t number_;
   Place place_;
   std::unique_ptr<PeerTransfer> offer_;
-  const uint8_t word_ = 1;
-  std::mutex mutex_;  // Guards what follows.
+  const uint8_t ack_ = 1;
+  std::mutex mutex_;  // Guards the members below.
   bool aborted_ = false;
   std::unique_ptr<PeerTransfer> copied_;
 };
@@ -133,19 +134,19 @@ class NodePeers : public Peers {
   NodePeers(std::shared_ptr<Peers> wire, std::map<int32_t, int64_t> pids)
       : wire_(std::move(wire)), pids_(std::move(pids)) {}
 
-  Status meet(std::span<const int32_t> ranks) override;
+  Status connect(std::span<const int32_t> ranks) override;
 
   void abort() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     aborted_ = true;
-    for (const auto& transfer : meeting_) transfer->abort();
+    for (const auto& transfer : handshakes_) transfer->abort();
   }
 
   std::string name_of(int32_t rank) const override { return wire_->name_of(rank); }
 
   Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
                                              int64_t number) override {
-    if (channel != Channel::kPieces || !reading_us_.contains(rank)) {
+    if (channel != Channel::kPieces || !readers_.contains(rank)) {
       return wire_->send(bytes, rank, channel, number);
     }
     return OfferedTransfer::begin(*wire_, bytes, rank, number);
@@ -153,39 +154,40 @@ class NodePeers : public Peers {
 
   Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank, Channel channel,
                                                 int64_t number) override {
-    if (channel != Channel::kPieces || !read_by_us_.contains(rank)) {
+    if (channel != Channel::kPieces || !readable_.contains(rank)) {
       return wire_->receive(memory, rank, channel, number);
     }
     return CopyingTransfer::begin(*wire_, memory, rank, pids_.at(rank), number);
   }
 
  private:
-  void keep(std::unique_ptr<PeerTransfer> transfer);
+  void track(std::unique_ptr<PeerTransfer> transfer);
 
   const std::shared_ptr<Peers> wire_;
   const std::map<int32_t, int64_t> pids_;
-  std::set<int32_t> read_by_us_;  // Whose memory we can read.
-  std::set<int32_t> reading_us_;  // Who can read ours.
+  std::set<int32_t> readable_;  // Ranks whose memory this process can read.
+  std::set<int32_t> readers_;   // Ranks that can read this process's memory.
 
-  std::mutex mutex_;  // Guards what follows.
+  std::mutex mutex_;  // Guards the members below.
   bool aborted_ = false;
-  std::vector<std::unique_ptr<PeerTransfer>> meeting_;  // What ranks say when they meet.
+  std::vector<std::unique_ptr<PeerTransfer>> handshakes_;  // Transfers on kHandshake in progress.
 };
 
-// Holds on to what is said while ranks meet, so that `abort` finds it.
-void NodePeers::keep(std::unique_ptr<PeerTransfer> transfer) {
+// Stores a handshake transfer, so that `abort` reaches it.
+void NodePeers::track(std::unique_ptr<PeerTransfer> transfer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (aborted_) transfer->abort();
-  meeting_.push_back(std::move(transfer));
+  handshakes_.push_back(std::move(transfer));
 }
 
-// Every rank shows the others of its machine a secret in its memory, and they say if they see it.
-Status NodePeers::meet(std::span<const int32_t> ranks) {
+// Every rank sends the address of a random number to the other ranks of its machine. Each of them
+// reads the number from the sender's memory and reports whether it matches.
+Status NodePeers::connect(std::span<const int32_t> ranks) {
   struct Secret {
     uint64_t address = 0;
     uint64_t value = 0;
   };
-  struct Mate {
+  struct NodeRank {
     int32_t rank;
     Secret theirs = {};
     uint8_t seen_by_us = 0;
@@ -195,43 +197,44 @@ Status NodePeers::meet(std::span<const int32_t> ranks) {
   Secret ours;
   ours.value = (uint64_t{random()} << 32) | random();
   ours.address = place_of(bytes_of(ours.value)).address;
-  std::vector<Mate> mates;
+  std::vector<NodeRank> others;
   for (const int32_t rank : ranks) {
-    if (pids_.contains(rank)) mates.push_back({rank});
+    if (pids_.contains(rank)) others.push_back({rank});
   }
-  // Says something to each, and hears something of each.
-  const auto tell = [&](int64_t number, auto said, auto heard) -> Status {
-    struct Ended {  // Before the memory of what was said goes.
+  // Sends a message to each of the other ranks, and receives one from each.
+  const auto exchange = [&](int64_t number, auto sent, auto received) -> Status {
+    struct Ended {  // Ends the transfers before the memory of the messages is freed.
       NodePeers& peers;
       ~Ended() {
         const std::lock_guard<std::mutex> lock(peers.mutex_);
-        peers.meeting_.clear();
+        peers.handshakes_.clear();
       }
     } ended{*this};
-    for (Mate& mate : mates) {
-      ASSIGN_OR_RETURN(auto in, wire_->receive(heard(mate), mate.rank, Channel::kMeeting, number));
-      keep(std::move(in));
-      ASSIGN_OR_RETURN(auto out, wire_->send(said(mate), mate.rank, Channel::kMeeting, number));
-      keep(std::move(out));
+    for (NodeRank& other : others) {
+      ASSIGN_OR_RETURN(auto in,
+                       wire_->receive(received(other), other.rank, Channel::kHandshake, number));
+      track(std::move(in));
+      ASSIGN_OR_RETURN(auto out, wire_->send(sent(other), other.rank, Channel::kHandshake, number));
+      track(std::move(out));
     }
-    for (const auto& transfer : meeting_) RETURN_IF_ERROR(transfer->wait());
+    for (const auto& transfer : handshakes_) RETURN_IF_ERROR(transfer->wait());
     return ok_status();
   };
-  RETURN_IF_ERROR(tell(
-      0, [&](const Mate&) { return bytes_of(ours); },
-      [](Mate& mate) { return writable_bytes_of(mate.theirs); }));
-  for (Mate& mate : mates) {
+  RETURN_IF_ERROR(exchange(
+      0, [&](const NodeRank&) { return bytes_of(ours); },
+      [](NodeRank& other) { return writable_bytes_of(other.theirs); }));
+  for (NodeRank& other : others) {
     uint64_t found = 0;
-    const Place place = {mate.theirs.address, sizeof(found)};
-    const Status status = copy_from(pids_.at(mate.rank), place, writable_bytes_of(found));
-    mate.seen_by_us = status.ok() && found == mate.theirs.value ? 1 : 0;
+    const Place place = {other.theirs.address, sizeof(found)};
+    const Status status = copy_from(pids_.at(other.rank), place, writable_bytes_of(found));
+    other.seen_by_us = status.ok() && found == other.theirs.value ? 1 : 0;
   }
-  RETURN_IF_ERROR(tell(
-      1, [](const Mate& mate) { return bytes_of(mate.seen_by_us); },
-      [](Mate& mate) { return writable_bytes_of(mate.seen_by_them); }));
-  for (const Mate& mate : mates) {
-    if (mate.seen_by_us != 0) read_by_us_.insert(mate.rank);
-    if (mate.seen_by_them != 0) reading_us_.insert(mate.rank);
+  RETURN_IF_ERROR(exchange(
+      1, [](const NodeRank& other) { return bytes_of(other.seen_by_us); },
+      [](NodeRank& other) { return writable_bytes_of(other.seen_by_them); }));
+  for (const NodeRank& other : others) {
+    if (other.seen_by_us != 0) readable_.insert(other.rank);
+    if (other.seen_by_them != 0) readers_.insert(other.rank);
   }
   return ok_status();
 }

@@ -1,8 +1,8 @@
 #pragma once
 
-// Peers of which some are processes of this machine: those copy what they are sent straight out of
-// the sender's memory. Only where it lies goes over the wire, which costs a multiple of the copy
-// within a machine.
+// NodePeers: Peers of which some are processes of this machine. Within the machine, the receiver
+// copies bytes directly from the sender's memory, and only their address goes over the wire. A
+// loopback transfer of the bytes would cost several times as much.
 
 #include <cstdint>
 #include <map>
@@ -12,12 +12,12 @@
 
 namespace torch_ckpt {
 
-// `pids` are those of other ranks of this machine, by rank, as this process sees them. Where the
-// system does not let one process read the other's memory, or a pid is another's, the bytes
-// themselves go over the wire.
+// `pids` maps ranks of this machine to their process ids in this process's pid namespace. If the
+// system denies access to a process's memory, or a pid belongs to another process, the bytes go
+// over `wire`.
 //
-// A rank that fails may let go of memory that another is about to copy. What that one has then is
-// of no use; that it does not count as loaded is for those who gather the errors of all ranks.
+// A rank that fails may free memory that another rank is about to copy. The copy is then invalid.
+// The caller gathers the errors of all ranks, and must discard the load if any rank failed.
 std::shared_ptr<Peers> make_node_peers(std::shared_ptr<Peers> wire,
                                        std::map<int32_t, int64_t> pids);
 

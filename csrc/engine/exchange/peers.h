@@ -1,7 +1,7 @@
 #pragma once
 
-// The ranks that this one exchanges bytes with. The engine knows no process group: the binding
-// layer makes one into `Peers`, and a test threads of one process.
+// Peers: the interface through which a rank exchanges bytes with other ranks. The binding layer
+// implements it with a process group, and the tests with threads of one process.
 
 #include <cstdint>
 #include <memory>
@@ -13,42 +13,44 @@
 
 namespace torch_ckpt {
 
-// Bytes on their way to or from a peer. While it exists, its memory belongs to it.
+// A transfer to or from a peer. Has exclusive use of its memory for its lifetime.
 class PeerTransfer {
  public:
   virtual ~PeerTransfer() = default;
 
-  // Returns when the bytes have left or come. Called once.
-  // Errors: kCancelled when it was aborted, the peer is gone, or nothing has moved for too long.
+  // Waits until the bytes are sent or received. Called once.
+  // Errors: kCancelled after an abort, if the peer is gone, or after the transfer's timeout.
   virtual Status wait() = 0;
 
-  // Ends a `wait`, now or to come. Safe to call from any thread.
+  // Ends the current `wait`, and any later one. Safe to call from any thread.
   virtual void abort() = 0;
 };
 
-// What is sent between two ranks.
+// Purpose of a transfer between two ranks.
 enum class Channel : uint8_t {
-  kPieces,
-  kEnd,      // Received for as long as it takes: when the peer is gone, this is sure to fail.
-  kMeeting,  // How two ranks of a node find each other's memory.
-  kCopied,   // What one has copied out of the other's.
+  kPieces,     // Pieces of files, or the addresses of pieces on the same node.
+  kEnd,        // End of the exchange. Has no timeout, and fails when the peer is gone.
+  kHandshake,  // Test of access to each other's memory, for two ranks of a node.
+  kCopied,     // Acknowledgement of a piece copied from the sender's memory.
 };
 inline constexpr int kChannels = 4;
 
-// Each function may be called from any thread. Both ends give a transfer the same number, which no
-// other has of those from the one rank to the other on this channel: they go in any order.
+// Safe to use from any thread. Both ends give a transfer the same number, which is unique among the
+// transfers from one rank to the other on one channel. Transfers may complete in any order.
 class Peers {
  public:
   virtual ~Peers() = default;
 
-  // Comes before any transfer but those of kEnd. Each of these ranks has this one among its own.
-  // Errors: kCancelled, also after `abort`.
-  virtual Status meet(std::span<const int32_t> /*ranks*/) { return ok_status(); }
+  // Prepares for transfers with `ranks`. Call before any transfer except those on kEnd.
+  // Requires: each of `ranks` lists this rank in its own call. Errors: kCancelled, also after
+  // `abort`.
+  virtual Status connect(std::span<const int32_t> /*ranks*/) { return ok_status(); }
 
-  // Ends a `meet`, now or to come. Safe to call from any thread.
+  // Aborts the preparation, in progress or later. Safe to call from any thread.
   virtual void abort() {}
 
-  // What people call a rank: those that exchange count themselves.
+  // The name of a rank in messages. `rank` counts the ranks of the exchange, so the user's rank may
+  // differ.
   virtual std::string name_of(int32_t rank) const { return str_cat("rank ", rank); }
 
   virtual Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,

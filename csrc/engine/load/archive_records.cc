@@ -10,7 +10,7 @@
 namespace torch_ckpt {
 namespace {
 
-// Of a million storages it is less than a tenth of this.
+// Bounds the allocation for a damaged file. A million storages need less than a tenth of it.
 constexpr int64_t kMaxDirectoryNbytes = int64_t{1} << 30;
 
 Result<std::vector<std::byte>> read_from(File& file, int64_t offset, int64_t end) {
@@ -24,7 +24,7 @@ Result<std::vector<std::byte>> read_from(File& file, int64_t offset, int64_t end
   return bytes;
 }
 
-// The data of a record ends where the next record begins, but for its descriptor.
+// The data of a record ends at its descriptor, which ends where the next record begins.
 Result<ArchiveRecord> to_record(const ZipEntry& entry) {
   ArchiveRecord out{std::string(entry.name), 0, entry.nbytes, entry.crc};
   out.offset = entry.limit - entry.descriptor_nbytes() - entry.nbytes;

@@ -1,9 +1,9 @@
 #pragma once
 
-// The records of a file that torch.save has written: where the storages of its tensors lie.
+// Reads the records of a torch.save archive, which contain the storages of its tensors.
 //
-// What is in them, only the archive's pickle says, which is Python's to read: torch_ckpt/formats
-// brings both together in an index.
+// The archive's pickle maps tensors to storages. Python code reads the pickle, and
+// torch_ckpt/formats combines both in an index.
 
 #include <cstdint>
 #include <string>
@@ -15,20 +15,20 @@
 namespace torch_ckpt {
 
 struct ArchiveRecord {
-  std::string name;    // With the archive's folder: "archive/data/0".
-  int64_t offset = 0;  // Of its data, from the start of the file.
+  std::string name;    // Includes the archive's folder: "archive/data/0".
+  int64_t offset = 0;  // Byte offset of the data in the file.
   int64_t nbytes = 0;
-  uint32_t crc = 0;  // 0 where torch.save was told not to compute it.
+  uint32_t crc = 0;  // 0 if torch.save was configured not to compute it.
 };
 
 struct Archive {
   int64_t nbytes = 0;
-  std::vector<ArchiveRecord> records;  // In the order of their offsets.
+  std::vector<ArchiveRecord> records;  // Ascending by offset.
 };
 
-// Reads the zip directory at the end of the file, and nothing else.
-// Errors: kCorruption for a file that is no archive or whose records cannot be where it says;
-// kUnsupported for one that is compressed or encrypted; kNotFound; kStorage.
+// Reads only the zip directory at the end of the file.
+// Errors: kCorruption if the file is not an archive or its record offsets are impossible;
+// kUnsupported if a record is compressed or encrypted; kNotFound; kStorage.
 Result<Archive> read_archive(FileSystem& fs, const std::string& path);
 
 }  // namespace torch_ckpt

@@ -8,7 +8,7 @@
 namespace torch_ckpt {
 namespace {
 
-// A tensor whose elements are the extent, or lie in it.
+// Returns a tensor of a foreign index, whose elements lie in the extent without a frame.
 Result<StoredTensor> tensor_without_frame(const StoredSlice& slice, DType dtype,
                                           const IndexedBox& box,
                                           const std::optional<IndexedView>& view) {
@@ -18,7 +18,7 @@ Result<StoredTensor> tensor_without_frame(const StoredSlice& slice, DType dtype,
   if (view) {
     stored.strides = view->strides;
   } else {
-    // Sizes beside a 0 may be such that strides overflow: those are not asked for.
+    // If one size is 0, the others may be so large that contiguous_strides would overflow.
     const bool is_empty = checked_numel(box.sizes) == 0;
     stored.strides = is_empty ? Dims(box.sizes.size()) : contiguous_strides(box.sizes);
   }
@@ -35,41 +35,41 @@ Result<StoredTensor> tensor_without_frame(const StoredSlice& slice, DType dtype,
 Result<std::unique_ptr<const FileSums>> IndexLookup::sums(const StoredSlice& slice) const {
   ASSIGN_OR_RETURN(const auto number, index_->find_file(slice.file));
   if (!number) {
-    return corruption("cannot read ", describe(slice), ": the index does not know the file");
+    return corruption("cannot read ", describe(slice), ": the index lacks the file");
   }
   ASSIGN_OR_RETURN(StoredFile file, index_->file(*number));
   return std::make_unique<const FileSums>(index_, std::move(file));
 }
 
-Status IndexLookup::turn_to(const StoredSlice& slice) {
+Status IndexLookup::load_entry(const StoredSlice& slice) {
   if (slice.file != file_name_ || file_ < 0) {
     ASSIGN_OR_RETURN(const auto file, index_->find_file(slice.file));
     file_name_ = slice.file;
     file_ = file.value_or(-1);
   }
-  if (asked_ && asked_->fqn == slice.name) {
-    if (!asked_->sorted) std::sort(asked_->boxes.begin(), asked_->boxes.end());
-    asked_->sorted = true;
+  if (cached_ && cached_->fqn == slice.name) {
+    if (!cached_->sorted) std::sort(cached_->boxes.begin(), cached_->boxes.end());
+    cached_->sorted = true;
     return ok_status();
   }
-  asked_.reset();
+  cached_.reset();
   ASSIGN_OR_RETURN(const auto number, index_->find_entry(slice.name));
   if (!number) return ok_status();
-  Asked asked{.fqn = slice.name, .entry = {}, .boxes = {}};
-  ASSIGN_OR_RETURN(asked.entry, index_->entry(*number));
-  ASSIGN_OR_RETURN(const std::vector<StoredPlace> places, index_->places(asked.entry));
+  CachedEntry cached{.fqn = slice.name, .entry = {}, .boxes = {}};
+  ASSIGN_OR_RETURN(cached.entry, index_->entry(*number));
+  ASSIGN_OR_RETURN(const std::vector<StoredPlace> places, index_->places(cached.entry));
   for (const StoredPlace& place : places) {
-    asked.boxes.emplace_back(place, std::ssize(asked.boxes));
+    cached.boxes.emplace_back(place, std::ssize(cached.boxes));
   }
-  asked_ = std::move(asked);
+  cached_ = std::move(cached);
   return ok_status();
 }
 
 std::optional<int64_t> IndexLookup::find_box(const StoredPlace& place) {
-  const auto& boxes = asked_->boxes;
+  const auto& boxes = cached_->boxes;
   const std::pair<StoredPlace, int64_t> first(place, 0);
   const auto found =
-      asked_->sorted
+      cached_->sorted
           ? std::lower_bound(boxes.begin(), boxes.end(), first)
           : std::ranges::find_if(boxes, [&](const auto& box) { return box.first == place; });
   if (found == boxes.end() || found->first != place) return std::nullopt;
@@ -77,15 +77,15 @@ std::optional<int64_t> IndexLookup::find_box(const StoredPlace& place) {
 }
 
 Result<std::optional<StoredTensor>> IndexLookup::tensor(const StoredSlice& slice) {
-  RETURN_IF_ERROR(turn_to(slice));
+  RETURN_IF_ERROR(load_entry(slice));
   std::optional<int64_t> number;
-  if (asked_ && asked_->entry.facts.is_tensor && file_ >= 0) {
+  if (cached_ && cached_->entry.facts.is_tensor && file_ >= 0) {
     number = find_box({file_, slice.offset, slice.nbytes});
   }
   if (!number) {
     return corruption("cannot read ", describe(slice), ": the index has no such slice");
   }
-  const StoredEntry& entry = asked_->entry;
+  const StoredEntry& entry = cached_->entry;
   ASSIGN_OR_RETURN(const auto boxes, index_->boxes(entry, *number, *number + 1));
   const IndexedBox& box = boxes.front();
   const std::optional<DType> dtype = dtype_from_name(entry.facts.dtype);
@@ -98,7 +98,7 @@ Result<std::optional<StoredTensor>> IndexLookup::tensor(const StoredSlice& slice
 
   const Result<TensorFrame> frame = TensorFrame::make(*dtype, box.sizes);
   if (!frame.ok() || frame->nbytes() != slice.nbytes) {
-    return corruption("cannot read ", describe(slice), ": it has not the length of a tensor of ",
+    return corruption("cannot read ", describe(slice), ": its length is not that of a tensor of ",
                       entry.facts.dtype, " ", to_string(box.sizes));
   }
   StoredTensor stored;

@@ -1,6 +1,7 @@
 #pragma once
 
-// The index of a checkpoint, as a load asks it: by the slices that DCP's metadata name.
+// IndexLookup: finds the tensors of a checkpoint's index by the slices that DCP's metadata lists.
+// LoadJob uses it.
 
 #include <memory>
 #include <optional>
@@ -21,35 +22,36 @@ class IndexLookup {
  public:
   explicit IndexLookup(std::shared_ptr<const StoredIndex> index) : index_(std::move(index)) {}
 
-  // The sums of the file that a slice is in. Errors: kCorruption where the index does not know it.
+  // Returns the block checksums of a slice's file. Errors: kCorruption if the index lacks the file.
   Result<std::unique_ptr<const FileSums>> sums(const StoredSlice& slice) const;
 
-  // Whether files can be checked by blocks.
+  // Whether the index has block checksums.
   bool has_sums() const { return !index_->is_foreign(); }
 
-  // Whether the index says what is in every slice; otherwise their frames do.
-  bool knows_slices() const { return index_->has_entries(); }
+  // Whether the index describes the tensors of all slices. If not, their frames do.
+  bool has_slices() const { return index_->has_entries(); }
 
-  // The tensor in a slice; nothing where only torch can read it.
-  // Errors: kCorruption where the index has no such slice.
+  // Returns the tensor in a slice; nullopt if only torch can read it.
+  // Errors: kCorruption if the index lacks the slice.
   Result<std::optional<StoredTensor>> tensor(const StoredSlice& slice);
 
  private:
-  // What was asked of last. Many boxes of one tensor are often wanted, and then sorted.
-  struct Asked {
+  // The entry of the last lookup. Consecutive lookups often concern boxes of the same tensor, so
+  // the second lookup sorts the boxes.
+  struct CachedEntry {
     std::string fqn;
     StoredEntry entry;
-    std::vector<std::pair<StoredPlace, int64_t>> boxes;  // Where each lies, and its number.
+    std::vector<std::pair<StoredPlace, int64_t>> boxes;  // Place and number of each box.
     bool sorted = false;
   };
 
-  Status turn_to(const StoredSlice& slice);
+  Status load_entry(const StoredSlice& slice);
   std::optional<int64_t> find_box(const StoredPlace& place);
 
   const std::shared_ptr<const StoredIndex> index_;
-  std::optional<Asked> asked_;
-  std::string file_name_;  // The file that was asked for last, and its number.
-  int64_t file_ = -1;
+  std::optional<CachedEntry> cached_;
+  std::string file_name_;  // File name of the last lookup.
+  int64_t file_ = -1;      // Number of this file.
 };
 
 }  // namespace torch_ckpt

@@ -16,10 +16,10 @@
 namespace torch_ckpt {
 namespace {
 
-// Slices up to this long are read whole, frame and all; of longer ones the frame is read first.
+// Slices up to this length are read whole. For a longer slice, the frame is read first.
 constexpr int64_t kWholeSliceNbytes = int64_t{128} << 10;
 
-// Rows of a stored tensor with a gap up to this between them are read as one range.
+// Rows of a stored tensor are read as one range if the gap between them is at most this long.
 constexpr int64_t kMaxRowGap = int64_t{32} << 10;
 
 Dims in_bytes(const std::vector<int64_t>& strides, int64_t itemsize) {
@@ -28,7 +28,7 @@ Dims in_bytes(const std::vector<int64_t>& strides, int64_t itemsize) {
   return out;
 }
 
-// Fetches sums that will be needed, so that a damaged index is found before any tensor is written.
+// Reads the checksums of a range, so that a damaged index is an error before any tensor is written.
 Status check_sums(const FileSums* sums, const ByteRange& range) {
   return sums == nullptr ? ok_status() : sums->check(range);
 }
@@ -96,7 +96,7 @@ Status LoadBatch::run(ExchangeStream& exchange, std::span<const ExchangePiece> p
   std::atomic<bool> stopped = false;
   const auto read_alone = [&] {
     const ConsumeRange consume_alone = [&](int64_t index, Bytes bytes, Unpacking& unpacking) {
-      if (stopped) return cancelled("another part of the load has failed");
+      if (stopped) return cancelled("the exchange of this load has failed");
       return consume(assembly.others()[static_cast<size_t>(index)], bytes, unpacking);
     };
     const Status status = stream_.run(alone, consume_alone);
@@ -110,12 +110,12 @@ Status LoadBatch::run(ExchangeStream& exchange, std::span<const ExchangePiece> p
       try {
         status_alone = read_alone();
       } catch (const std::exception& error) {
-        status_alone = internal_error("cannot go on reading: ", error.what());
+        status_alone = internal_error("cannot continue reading: ", error.what());
         exchange.fail(status_alone);
       }
     });
   } catch (const std::system_error&) {
-    // No more threads to be had: first the one, then the other.
+    // The system has no more threads: read after the exchange.
   }
   const Status status = exchange.run(shared, assembly);
   stopped = !status.ok();
@@ -135,8 +135,8 @@ Status LoadBatch::verify() const {
   return verify_bytes();
 }
 
-// Finds out where the wanted tensors lie: from the index, or else from their frames, of which those
-// of short slices are read with them.
+// Locates the wanted tensors through the index, or through their frames if there is no index. The
+// frame of a short slice is read together with its payload.
 Status LoadBatch::find_tensors(const std::vector<int64_t>& requests) {
   if (index_ != nullptr) {
     for (const int64_t i : requests) {
@@ -168,7 +168,7 @@ Status LoadBatch::find_tensors(const std::vector<int64_t>& requests) {
   return ok_status();
 }
 
-// Whether this engine copies the stored tensor itself. False leaves the request to torch.
+// Whether the engine copies the stored tensor. If not, the request is left to torch.
 Result<bool> LoadBatch::accepts(int64_t request, const StoredTensor& stored) {
   const TensorRequest& wanted = tensor(request);
   if (stored.dtype != wanted.live.dtype) {
@@ -198,26 +198,26 @@ Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>
                                        in_bytes(stored.strides, size), wanted.live.strides);
 
   const FileSums* sums = file_of(wanted.slice).sums.get();
-  // torch.save leaves 0 where it was told not to compute checksums.
+  // torch.save writes 0 if it is configured not to compute checksums.
   const bool has_crc = sums == nullptr && verify_ && stored.payload_crc != 0;
   const auto first = static_cast<int64_t>(pieces_.size());
-  // Pieces that follow one another from end to end sum to the payload's CRC.
+  // The CRCs of adjacent pieces combine to the CRC of the payload.
   int64_t tiled_until = payload;
   bool tiled = true;
-  for (StridedCopy& part : cut(copy, sums)) {
-    const ByteRange range = source_range(part);
+  for (StridedCopy& piece : cut(copy, sums)) {
+    const ByteRange range = source_range(piece);
     tiled = tiled && range.begin == tiled_until;
     tiled_until = range.end;
-    const bool one_run = is_one_run(part);
+    const bool one_run = is_one_run(piece);
     const bool to_hand_over = lacks_memory(request);
     if (to_hand_over) expect(request);
-    // What must be summed here is not copied before it is looked at.
+    // A piece with a CRC must reach host memory, where the CRC is computed.
     const bool direct = one_run && !to_hand_over && (!has_crc || wanted.live.device->is_host());
-    std::byte* destination = direct ? wanted.live.data + part.dst_offset : nullptr;
+    std::byte* destination = direct ? wanted.live.data + piece.dst_offset : nullptr;
     wanted_.push_back(want(request, range, destination));
-    // So that its memory is not held for long.
+    // Reads the pieces of one temporary together, so that its memory is freed soon.
     if (to_hand_over) wanted_.back().group = request;
-    pieces_.push_back({request, std::move(part), one_run, has_crc});
+    pieces_.push_back({request, std::move(piece), one_run, has_crc});
   }
   const auto last = static_cast<int64_t>(pieces_.size());
   const bool whole = tiled && tiled_until == payload + stored.payload_nbytes;
@@ -225,9 +225,8 @@ Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>
   return ok_status();
 }
 
-// Cuts a copy into pieces that buffers hold. A run of bytes is cut so that as much as possible can
-// be read in place: whole blocks where those are checked, from where direct reads may begin where
-// not.
+// Cuts a copy into pieces that fit a buffer. A run of bytes is cut so that most of it can be read
+// in place: at block boundaries if blocks are verified, else at the alignment of direct reads.
 std::vector<StridedCopy> LoadBatch::cut(const StridedCopy& copy, const FileSums* sums) const {
   const int64_t most = stream_.max_range_nbytes(sums);
   if (checked_numel(copy.sizes) == 0 || !is_one_run(copy)) {
@@ -235,7 +234,7 @@ std::vector<StridedCopy> LoadBatch::cut(const StridedCopy& copy, const FileSums*
   }
   const int64_t most_aligned = stream_.max_aligned_range_nbytes(sums);
   const ByteRange run = source_range(copy);
-  if (run.begin % copy.itemsize != 0) {  // Elements might lie across the ends of blocks.
+  if (run.begin % copy.itemsize != 0) {  // Elements may cross block boundaries.
     return split_by_source(copy, most, kMaxRowGap);
   }
   if (sums == nullptr) {
@@ -245,9 +244,9 @@ std::vector<StridedCopy> LoadBatch::cut(const StridedCopy& copy, const FileSums*
   std::vector<StridedCopy> pieces;
   const int64_t body = std::min(align_up(run.begin, sums->block_nbytes), run.end);
   const int64_t rest = std::max(body, align_down(run.end, sums->block_nbytes));
-  for (const ByteRange& part : {ByteRange{run.begin, body}, {body, rest}, {rest, run.end}}) {
-    for (int64_t begin = part.begin; begin < part.end; begin += most_aligned) {
-      pieces.push_back(part_of_run(copy, {begin, std::min(part.end, begin + most_aligned)}));
+  for (const ByteRange& range : {ByteRange{run.begin, body}, {body, rest}, {rest, run.end}}) {
+    for (int64_t begin = range.begin; begin < range.end; begin += most_aligned) {
+      pieces.push_back(slice_run(copy, {begin, std::min(range.end, begin + most_aligned)}));
     }
   }
   return pieces;
@@ -283,7 +282,7 @@ Status LoadBatch::consume(int64_t index, Bytes bytes, Unpacking& unpacking) {
   return ok_status();
 }
 
-// Where the elements of a request go, until they have arrived.
+// Returns the memory for the elements of a request: the live tensor's, or a temporary.
 Result<std::byte*> LoadBatch::memory_of(int64_t request) {
   if (lacks_memory(request)) return temporaries_.memory(request);
   return tensor(request).live.data;
@@ -298,7 +297,8 @@ void LoadBatch::expect(int64_t request) {
   temporaries_.expect(request, checked_numel(live.sizes).value_or(0) * itemsize(live.dtype));
 }
 
-// Brings elements of a request from `from`, which the copy's source counts from, to where they go.
+// Adds the copy of a request's elements to `unpacking`. The source offsets of `copy` count from
+// `from`.
 Status LoadBatch::put(int64_t request, const StridedCopy& copy, const std::byte* from,
                       Unpacking& unpacking) {
   ASSIGN_OR_RETURN(std::byte * memory, memory_of(request));
@@ -317,7 +317,7 @@ Status LoadBatch::consume_piece(Piece& piece, Bytes bytes, Unpacking& unpacking)
   }
   if (!in_place) {
     StridedCopy copy = piece.copy;
-    copy.src_offset = 0;  // The first source byte is the first of `bytes`.
+    copy.src_offset = 0;  // `bytes` begin at the first source byte.
     RETURN_IF_ERROR(put(piece.request, copy, bytes.data(), unpacking));
   }
   if (piece.to_be_summed) piece.crc = crc32(0, bytes);
@@ -362,7 +362,7 @@ Status LoadBatch::verify_payloads() const {
   return ok_status();
 }
 
-// What torch.save has pickled carries checksums of its own.
+// Verifies raw slices without block checksums by the CRCs inside their torch.save archives.
 Status LoadBatch::verify_bytes() const {
   for (const int64_t i : byte_indices_) {
     if (file_of(bytes_[static_cast<size_t>(i)]).sums != nullptr) continue;

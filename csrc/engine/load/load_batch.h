@@ -1,7 +1,7 @@
 #pragma once
 
-// What a load wants, and one batch of it: the requests whose files are open. LoadJob opens the
-// files, a batch at a time; everything between a request and its tensor's bytes happens here.
+// LoadBatch: plans and executes the requests for a set of open files. Also defines the requests and
+// results of a load. LoadJob opens the files of one batch at a time.
 
 #include <cstdint>
 #include <map>
@@ -21,8 +21,8 @@
 
 namespace torch_ckpt {
 
-// `box` of the stored tensor is wanted in `live`, which has the box's sizes and the stored dtype.
-// Where that has no memory (and the strides of a contiguous tensor), the elements are handed over.
+// A request to load `box` of the stored tensor into `live`. Requires: `live` has the sizes of the
+// box. If `live` has no memory, it has contiguous strides, and the elements go to HandOver.
 struct TensorRequest {
   StoredSlice slice;
   Box box;
@@ -31,25 +31,25 @@ struct TensorRequest {
 
 enum class Outcome : uint8_t {
   kLoaded,
-  kNeedsTorch,  // Sound, but not a plain tensor of the live dtype: nothing was written to `live`.
+  kNeedsTorch,  // Valid, but not a plain tensor of the live dtype. `live` is unchanged.
 };
 
 struct LoadResult {
-  std::vector<Outcome> outcomes;   // One for each tensor request.
-  std::vector<LoadedBytes> bytes;  // One for each slice that was asked for raw, as it is stored.
+  std::vector<Outcome> outcomes;   // One per tensor request.
+  std::vector<LoadedBytes> bytes;  // One per raw slice request, with the stored bytes.
 };
 
 struct OpenFile {
   std::unique_ptr<File> file;
   int64_t nbytes = 0;
-  std::unique_ptr<const FileSums> sums = {};  // Where its blocks are to be checked.
+  std::unique_ptr<const FileSums> sums = {};  // Block checksums; null skips verification.
 };
 
-// What a batch works with. All of it outlives the batch.
+// The inputs of a batch. All of them outlive the batch.
 struct BatchContext {
   ReadStream& stream;
   const std::map<std::string, OpenFile>& files;
-  IndexLookup* index;  // nullptr where there is none that says what is in the slices.
+  IndexLookup* index;  // nullptr if there is no index that describes the slices.
   bool verify;
   bool slices_are_archives;
   std::span<const TensorRequest> tensors;
@@ -58,34 +58,34 @@ struct BatchContext {
   LoadResult& result;
 };
 
-// One run over files that are all open. Made, run once and dropped.
+// The requests of one set of open files. Planned once and run once.
 class LoadBatch {
  public:
   explicit LoadBatch(const BatchContext& context);
 
-  // Finds out what to read; `tensor_indices` and `byte_indices` are the requests of this batch.
+  // Plans the ranges to read. `tensor_indices` and `byte_indices` are the requests of this batch.
   Status plan(const std::vector<int64_t>& tensor_indices, const std::vector<int64_t>& byte_indices);
 
-  // What is to be read, as planned.
+  // The planned ranges.
   const std::vector<WantedRange>& wanted() const { return wanted_; }
 
-  // Reads what was planned.
+  // Reads the planned ranges.
   Status run();
 
-  // Likewise, with what other ranks read of the same files.
+  // Reads the planned ranges, and obtains `pieces` of them through the exchange.
   Status run(ExchangeStream& exchange, std::span<const ExchangePiece> pieces);
 
  private:
-  // One cut of a large tensor request.
+  // A piece of a large tensor request.
   struct Piece {
     int64_t request;
     StridedCopy copy;   // Source offsets count from the start of the file.
-    bool one_run;       // Whether it is one run of bytes on both sides.
-    bool to_be_summed;  // Whether `crc` is asked for.
+    bool one_run;       // Whether source and destination are each one run of bytes.
+    bool to_be_summed;  // Whether to compute `crc`.
     uint32_t crc = 0;
   };
 
-  // The pieces [first, last) are the whole payload of a slice, in order.
+  // The pieces [first, last), which cover the whole payload of a slice in order.
   struct WholePayload {
     int64_t first;
     int64_t last;
@@ -112,7 +112,7 @@ class LoadBatch {
   const OpenFile& file_of(const StoredSlice& slice) const {
     return files_.find(slice.file)->second;
   }
-  // What is to be read of a slice's file.
+  // Makes the wanted range for a range of a slice's file.
   WantedRange want(const StoredSlice& slice, const ByteRange& range, std::byte* destination) const {
     const OpenFile& file = file_of(slice);
     return {file.file.get(), range, destination, &slice.name, file.sums.get()};
@@ -125,7 +125,7 @@ class LoadBatch {
   const TensorRequest& tensor(int64_t request) const {
     return tensors_[static_cast<size_t>(request)];
   }
-  // Of what is empty, nothing needs memory.
+  // An empty tensor needs no memory.
   bool lacks_memory(int64_t request) const {
     const LiveTensor& live = tensor(request).live;
     return live.data == nullptr && checked_numel(live.sizes).value_or(0) > 0;
@@ -143,12 +143,12 @@ class LoadBatch {
   std::span<const StoredSlice> bytes_;
   LoadResult& result_;
   Temporaries temporaries_;
-  const int64_t whole_slice_nbytes_;  // Slices up to this long are read whole.
+  const int64_t whole_slice_nbytes_;  // Slices up to this length are read whole.
 
-  // What is wanted, in the order of `wanted_`: pieces, then whole slices, then raw bytes.
+  // `wanted_` has the ranges of pieces first, then those of whole slices, then those of raw bytes.
   std::vector<WantedRange> wanted_;
   std::vector<Piece> pieces_;
-  std::vector<int64_t> whole_slices_;  // Requests.
+  std::vector<int64_t> whole_slices_;  // Indices of requests.
   std::vector<WholePayload> whole_payloads_;
   std::vector<int64_t> byte_indices_;
 };

@@ -9,10 +9,10 @@
 namespace torch_ckpt {
 namespace {
 
-// How many files are open at a time.
+// Bounds the number of open files.
 constexpr size_t kMaxOpenFiles = 128;
 
-// A name from metadata stays inside the checkpoint's directory.
+// Whether a file name from the metadata stays inside the checkpoint directory.
 bool is_inside_directory(const std::string& path) {
   if (path.empty() || path.front() == '/') return false;
   for (size_t begin = 0; begin <= path.size();) {
@@ -29,27 +29,28 @@ struct LoadJob::State {
   FileSystem& fs;
   const std::string directory;
   const LoadOptions options;
-  const std::unique_ptr<IndexLookup> index;  // Null where the checkpoint has none.
+  const std::unique_ptr<IndexLookup> index;  // Null if the checkpoint has none.
   std::unique_ptr<ReadStream> stream;
-  std::map<std::string, OpenFile> files = {};  // At most kMaxOpenFiles, by name.
+  std::map<std::string, OpenFile> files = {};  // Open files by name, at most kMaxOpenFiles.
 
-  // An error may be kept for long, and the job along with it: by a traceback in Python.
-  Status let_go_unless(Status status) {
+  // Frees files and buffers after an error, because a Python traceback may extend the life of the
+  // job.
+  Status release_on_error(Status status) {
     if (status.ok()) return status;
     files.clear();
-    stream->let_go();
+    stream->release();
     return status;
   }
 
-  // The file of a slice, which stays open until room is made for others.
+  // Returns the open file of a slice. The file stays open until `files` is full.
   Result<const OpenFile*> open(const StoredSlice& slice) {
     const auto known = files.find(slice.file);
     if (known != files.end()) return &known->second;
-    ASSIGN_OR_RETURN(OpenFile file, open_anew(slice));
+    ASSIGN_OR_RETURN(OpenFile file, open_new(slice));
     return &files.emplace(slice.file, std::move(file)).first->second;
   }
 
-  Result<OpenFile> open_anew(const StoredSlice& slice) const {
+  Result<OpenFile> open_new(const StoredSlice& slice) const {
     if (!is_inside_directory(slice.file)) {
       return corruption("cannot read ", describe(slice), ": the file is outside the checkpoint");
     }
@@ -61,7 +62,7 @@ struct LoadJob::State {
     ASSIGN_OR_RETURN(auto sums, index->sums(slice));
     if (sums->file_nbytes != nbytes) {
       return corruption("cannot read ", describe(slice), ": the file is ", nbytes,
-                        " bytes long, the index says ", sums->file_nbytes);
+                        " bytes long, and the index states ", sums->file_nbytes);
     }
     if (options.verify && index->has_sums()) open.sums = std::move(sums);
     return open;
@@ -97,10 +98,10 @@ Status LoadJob::check(std::span<const StoredSlice> slices) {
     if (known == file_nbytes.end()) {
       if (state_->files.size() >= kMaxOpenFiles) state_->files.clear();
       const Result<const OpenFile*> file = state_->open(slice);
-      RETURN_IF_ERROR(state_->let_go_unless(file.status()));
+      RETURN_IF_ERROR(state_->release_on_error(file.status()));
       known = file_nbytes.emplace(slice.file, (*file)->nbytes).first;
     }
-    RETURN_IF_ERROR(state_->let_go_unless(check_extent(slice, known->second)));
+    RETURN_IF_ERROR(state_->release_on_error(check_extent(slice, known->second)));
   }
   return ok_status();
 }
@@ -109,7 +110,7 @@ Result<WantedBytes> LoadJob::wanted(std::span<const TensorRequest> tensors) {
   WantedBytes out;
   LoadResult result;
   RETURN_IF_ERROR(
-      state_->let_go_unless(run_batches(tensors, {}, {}, nullptr, false, &out, &result)));
+      state_->release_on_error(run_batches(tensors, {}, {}, nullptr, false, &out, &result)));
   return out;
 }
 
@@ -117,45 +118,45 @@ Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
                                 std::span<const StoredSlice> bytes, const HandOver& hand_over,
                                 ExchangeStream* exchange, bool slices_are_archives) {
   LoadResult result;
-  RETURN_IF_ERROR(state_->let_go_unless(
+  RETURN_IF_ERROR(state_->release_on_error(
       run_batches(tensors, bytes, hand_over, exchange, slices_are_archives, nullptr, &result)));
   return result;
 }
 
-// Runs the requests, as many files at a time as may be open; or where `only_wanted` is given, only
-// adds to it what would be read.
+// Runs the requests in batches of at most kMaxOpenFiles files. If `only_wanted` is given, adds the
+// byte ranges to it instead of reading them.
 Status LoadJob::run_batches(std::span<const TensorRequest> tensors,
                             std::span<const StoredSlice> bytes, const HandOver& hand_over,
                             ExchangeStream* exchange, bool slices_are_archives,
                             WantedBytes* only_wanted, LoadResult* result) {
-  struct OfFile {
+  struct FileRequests {
     std::vector<int64_t> tensors;
     std::vector<int64_t> bytes;
     std::vector<ExchangePiece> pieces;
-    StoredSlice any;  // For messages.
+    StoredSlice any;  // One slice of the file, for messages.
   };
-  std::map<std::string, OfFile> by_file;
+  std::map<std::string, FileRequests> by_file;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    OfFile& of_file = by_file[tensors[i].slice.file];
-    of_file.tensors.push_back(static_cast<int64_t>(i));
-    of_file.any = tensors[i].slice;
+    FileRequests& requests = by_file[tensors[i].slice.file];
+    requests.tensors.push_back(static_cast<int64_t>(i));
+    requests.any = tensors[i].slice;
     if (tensors[i].box.sizes != tensors[i].live.sizes) {
       return mismatch("a destination of sizes ", to_string(tensors[i].live.sizes), " is not for ",
                       to_string(tensors[i].box.sizes), " elements of ", describe(tensors[i].slice));
     }
   }
   for (size_t i = 0; i < bytes.size(); ++i) {
-    OfFile& of_file = by_file[bytes[i].file];
-    of_file.bytes.push_back(static_cast<int64_t>(i));
-    of_file.any = bytes[i];
+    FileRequests& requests = by_file[bytes[i].file];
+    requests.bytes.push_back(static_cast<int64_t>(i));
+    requests.any = bytes[i];
   }
   if (exchange != nullptr) {
     for (const ExchangePiece& piece : exchange->pieces()) {
       const std::string& name = exchange->files()[static_cast<size_t>(piece.file)];
-      OfFile& of_file = by_file[name];
-      of_file.pieces.push_back(piece);
-      if (of_file.any.file.empty())
-        of_file.any = {name, piece.range.begin, piece.range.nbytes(), ""};
+      FileRequests& requests = by_file[name];
+      requests.pieces.push_back(piece);
+      if (requests.any.file.empty())
+        requests.any = {name, piece.range.begin, piece.range.nbytes(), ""};
     }
   }
 
@@ -174,16 +175,16 @@ Status LoadJob::run_batches(std::span<const TensorRequest> tensors,
     if (files.size() + static_cast<size_t>(more) > kMaxOpenFiles) {
       std::erase_if(files, [&](const auto& file) { return !is_in_batch(file.first); });
     }
-    OfFile all;
+    FileRequests all;
     for (; next != end; ++next) {
-      const auto& [name, of_file] = *next;
-      RETURN_IF_ERROR(state_->open(of_file.any).status());
-      all.tensors.insert(all.tensors.end(), of_file.tensors.begin(), of_file.tensors.end());
-      all.bytes.insert(all.bytes.end(), of_file.bytes.begin(), of_file.bytes.end());
-      all.pieces.insert(all.pieces.end(), of_file.pieces.begin(), of_file.pieces.end());
+      const auto& [name, requests] = *next;
+      RETURN_IF_ERROR(state_->open(requests.any).status());
+      all.tensors.insert(all.tensors.end(), requests.tensors.begin(), requests.tensors.end());
+      all.bytes.insert(all.bytes.end(), requests.bytes.begin(), requests.bytes.end());
+      all.pieces.insert(all.pieces.end(), requests.pieces.begin(), requests.pieces.end());
     }
     IndexLookup* index = state_->index.get();
-    const bool indexed = index != nullptr && index->knows_slices();
+    const bool indexed = index != nullptr && index->has_slices();
     LoadBatch batch({*state_->stream, files, indexed ? index : nullptr, state_->options.verify,
                      slices_are_archives, tensors, bytes, hand_over, *result});
     RETURN_IF_ERROR(batch.plan(all.tensors, all.bytes));

@@ -1,14 +1,14 @@
 #pragma once
 
-// LoadJob: reads what is wanted from the data files of one checkpoint into live tensors.
+// LoadJob: loads tensors and raw slices from the data files of one checkpoint.
 //
-// A job first learns where the payloads lie (from the index, or from the frames, which it checks),
-// then reads the wanted byte ranges, coalesced where they are close, with many reads in flight, and
-// scatters them into place. A range that the page cache holds is read through it; all else is read
-// directly. Aligned contiguous destinations receive reads without a copy between.
+// A job locates the payloads through the index, or through their frames, which it checks. It then
+// reads the wanted byte ranges, coalesced and with many reads in flight, and scatters them to the
+// live tensors. A range in the page cache is read through the cache, other ranges with direct I/O.
+// An aligned contiguous destination is read in place.
 //
-// FastReader keeps one job for a load and calls `run` once for each batch of requests. Files stay
-// open from call to call, up to 128 of them, so that each is opened once.
+// FastReader creates one job per load and calls `run` once for each batch of requests. Up to 128
+// files stay open between calls, so that each is opened once.
 
 #include <cstdint>
 #include <memory>
@@ -25,43 +25,47 @@
 namespace torch_ckpt {
 
 struct LoadOptions {
-  int64_t buffer_nbytes = int64_t{64} << 20;  // Budget of buffers, all threads together.
+  int64_t buffer_nbytes = int64_t{64} << 20;  // Memory budget of the buffers of all threads.
   int64_t block_nbytes = int64_t{4} << 20;    // The longest single read through a buffer.
   int threads = 4;
-  Caching caching = Caching::kDirect;  // For what the page cache does not hold.
-  // Whether bytes are checked: against the index by blocks, or without one against the CRC of
-  // payloads that are read whole.
+  Caching caching = Caching::kDirect;  // For ranges that are not in the page cache.
+  // Whether to verify bytes: by the index's block checksums, or without an index by the CRC of each
+  // payload that is read whole.
   bool verify = true;
 };
 
-// Used by one thread at a time; runs threads of its own inside `run`.
+// Used by one thread at a time. `run` starts and joins its own threads.
 class LoadJob {
  public:
-  // `directory` is the checkpoint's, `index` its own, where it has one. Opens nothing yet.
-  // Errors: kInvalidArgument for blocks too short to read through.
+  // `directory` is the checkpoint directory. `index` is its index, or null. Opens no file yet.
+  // Errors: kInvalidArgument if `block_nbytes` is too small.
   static Result<std::unique_ptr<LoadJob>> make(FileSystem& fs, std::string directory,
                                                const LoadOptions& options,
                                                std::shared_ptr<const StoredIndex> index = nullptr);
   ~LoadJob();
 
-  // Checks that every slice lies in its file, without reading any.
-  // Errors: kNotFound for a missing file; kCorruption for a slice that its file does not hold.
+  // Checks that every slice lies within its file, without reading any.
+  // Errors: kNotFound for a missing file; kCorruption for a slice outside its file.
   Status check(std::span<const StoredSlice> slices);
 
-  // Which bytes `run` would read for these tensors, whether they have memory or not.
-  // Errors: as of `run`.
+  // Returns the byte ranges that `run` would read for these tensors, with or without memory.
+  // Errors: those of `run`.
   Result<WantedBytes> wanted(std::span<const TensorRequest> tensors);
 
-  // Reads tensors into place, and raw slices into memory of their own. A tensor that comes without
-  // memory is handed over when it is read. With an exchange, what other ranks read of it is had
-  // from them, and all of its pieces are run; every rank of it must. Files, extents and the frames
-  // of large tensors are checked before anything is allocated or any `live` written (of more than
-  // 128 files: for 128 at a time); after a later error, what the live tensors hold is unspecified.
-  // `slices_are_archives` says that every raw slice is an archive as torch.save writes it, so that
-  // one which is not is damaged. Otherwise it may be anything, and only what looks like
-  // torch.save's is checked. Errors: kNotFound for a missing file; kCorruption for a slice that its
-  // file does not hold, a broken frame or a wrong checksum; kMismatch for a box outside the stored
-  // tensor; kStorage.
+  // Loads tensors into their memory, and raw slices into new memory. Passes the elements of each
+  // tensor without memory to `hand_over`.
+  //
+  // With an exchange, other ranks supply the pieces that they read. Requires: every rank of the
+  // exchange runs all of its pieces.
+  //
+  // With `slices_are_archives`, every raw slice must be a torch.save archive. Otherwise a raw slice
+  // may have any content, and only torch.save archives are verified.
+  //
+  // Files, extents and the frames of large tensors are checked first, for up to 128 files at a
+  // time. An error of these checks leaves the live tensors of these files unchanged. After a later
+  // error, the contents of the live tensors are unspecified.
+  // Errors: kNotFound for a missing file; kCorruption for a slice outside its file, a damaged frame
+  // or a wrong checksum; kMismatch for a box outside the stored tensor; kStorage.
   Result<LoadResult> run(std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
                          const HandOver& hand_over = {}, ExchangeStream* exchange = nullptr,
                          bool slices_are_archives = false);

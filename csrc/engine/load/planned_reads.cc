@@ -7,7 +7,7 @@
 namespace torch_ckpt {
 namespace {
 
-// Of each tensor whether it has memory in common with another, as far as first and last bytes tell.
+// Returns for each tensor whether its byte range overlaps that of another tensor.
 std::vector<bool> shared_memory(const TensorBatch& batch) {
   struct Extent {
     const std::byte* begin;
@@ -31,12 +31,12 @@ std::vector<bool> shared_memory(const TensorBatch& batch) {
     if (extents[i].begin < extents[last].end) {
       out[extents[i].item] = out[extents[last].item] = true;
     }
-    if (extents[i].end > extents[last].end) last = i;  // The one that reaches farthest.
+    if (extents[i].end > extents[last].end) last = i;  // The extent with the greatest end.
   }
   return out;
 }
 
-// The box of a tensor that a read goes to.
+// Returns the box of a tensor that a read writes to.
 LiveTensor narrowed(LiveTensor live, const PlannedRead& read) {
   for (size_t d = 0; d < read.lengths.size(); ++d) {
     live.data += read.dest_offsets[d] * live.strides[d];

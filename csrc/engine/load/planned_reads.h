@@ -1,7 +1,8 @@
 #pragma once
 
-// A plan of reads made into requests of a load job: which tensors the engine reads where they are,
-// which it hands over, and which are left to torch. Used by the bindings for FastLoadPlanner.
+// PlannedReads: converts a read plan into requests of a load job. The engine reads some tensors in
+// place and delivers others in temporary memory. Torch reads the rest. Used by the bindings for
+// FastLoadPlanner.
 
 #include <cstdint>
 #include <functional>
@@ -22,11 +23,11 @@ class PlannedReads {
  public:
   struct Requests {
     std::vector<TensorRequest> requests;
-    std::vector<int64_t> numbers;  // Of the read of each request.
-    std::vector<int64_t> left;     // Numbers of the reads that are left to torch, ascending.
+    std::vector<int64_t> numbers;  // Read number of each request.
+    std::vector<int64_t> left;     // Numbers of the reads left to torch, ascending.
   };
 
-  // A live tensor of a view, for as long as the requests are used.
+  // Returns the live tensor of a view. The result stays valid while the requests are in use.
   using ToLive = std::function<LiveTensor(const TensorView& view, std::string_view name)>;
 
   // Errors: those of ReadPlan::make.
@@ -37,17 +38,17 @@ class PlannedReads {
   const PlannedRead& at(int64_t number) const { return plan_.reads()[static_cast<size_t>(number)]; }
   const ItemTable& items() const { return *items_; }
 
-  // Of all slices that are read.
+  // The slices of all reads, and the sum of their lengths.
   int64_t nbytes() const;
   std::vector<StoredSlice> slices() const;
 
-  // Requests without memory for all that the engine can read.
+  // Requests without memory for all tensors that the engine can read.
   std::vector<TensorRequest> requests() const;
 
-  // Requests for these tensors, one for each item of the table. A request has memory where the
-  // tensor is plain and of the stored dtype. Tensors that share memory are left to torch, and so
-  // are those of other sizes than planned.
-  // Errors: kInvalidArgument where the batch has another length than the table.
+  // Requests for the tensors of `batch`, which has one for each item of the table. A request has
+  // memory if the tensor is plain and has the stored dtype. Tensors that share memory, and tensors
+  // whose sizes differ from the plan, are left to torch.
+  // Errors: kInvalidArgument if batch and table differ in length.
   Result<Requests> requests(const TensorBatch& batch, const ToLive& to_live) const;
 
  private:
@@ -55,7 +56,7 @@ class PlannedReads {
                ReadPlan plan)
       : index_(std::move(index)), items_(std::move(items)), plan_(std::move(plan)) {}
 
-  // The dtype of a read that the engine can do; nothing for what is left to torch.
+  // The dtype of a read that the engine can perform; nullopt for one left to torch.
   std::optional<DType> engine_dtype(const PlannedRead& read) const;
   StoredSlice slice(const PlannedRead& read) const;
   TensorRequest without_memory(const PlannedRead& read, DType dtype) const;

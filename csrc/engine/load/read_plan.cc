@@ -6,7 +6,7 @@
 namespace torch_ckpt {
 namespace {
 
-// What a stored box and a wanted one have in common. Requires: they overlap.
+// Sets the offsets and lengths of the intersection of two boxes. Requires: the boxes overlap.
 void intersect_into(const IndexedBox& stored, const BoxView& wanted, PlannedRead* out) {
   for (size_t d = 0; d < wanted.sizes.size(); ++d) {
     const int64_t begin = std::max(stored.offsets[d], wanted.offsets[d]);
@@ -58,7 +58,7 @@ Status plan_item(const StoredIndex& index, const StoredEntry& entry, const ItemT
   for (const int64_t number : numbers) {
     ASSIGN_OR_RETURN(const auto boxes, index.boxes(entry, number, number + 1));
     const IndexedBox& box = boxes.front();
-    // Of several boxes, these are already those that overlap.
+    // For several boxes, `overlapping` has already filtered them.
     if (entry.box_count == 1 &&
         (checked_volume(box.sizes) == 0 || !overlap({box.offsets, box.sizes}, wanted))) {
       continue;
@@ -76,7 +76,7 @@ Result<ReadPlan> ReadPlan::make(const StoredIndex& index, const ItemTable& items
   out.dtypes_.resize(static_cast<size_t>(items.size()));
   out.files_.resize(static_cast<size_t>(index.file_count()));
   StoredEntry entry;
-  int64_t known = -1;  // Whose entry that is.
+  int64_t known = -1;  // Number of `entry` in the table.
   for (int64_t item = 0; item < items.size(); ++item) {
     if (items.entry(item) != known) {
       ASSIGN_OR_RETURN(const auto number, index.find_entry(items.fqn(item)));

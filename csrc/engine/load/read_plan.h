@@ -1,10 +1,11 @@
 #pragma once
 
-// What a rank reads: the boxes that it wants, cut at the boxes that are stored.
+// ReadPlan: the reads of one rank, which are its wanted boxes cut at the boundaries of stored
+// boxes.
 //
-// The planner lists what the rank holds (plan/item.h) and the index says what is stored; what they
-// have in common is found box by box, of a million shards only those that matter. FastReader gives
-// the result to the load job; other readers see DCP's read items.
+// The planner lists the rank's items (plan/item.h), and the index lists the stored boxes. The plan
+// has one read for each overlap of an item and a stored box. FastReader passes the result to the
+// load job; other readers use DCP's read items.
 
 #include <cstdint>
 #include <span>
@@ -17,31 +18,30 @@
 
 namespace torch_ckpt {
 
-// One read: a box of a stored box, into a box of an item. Or an object, without dimensions.
+// One read from a region of a stored box to a region of an item. An object has no dimensions.
 struct PlannedRead {
-  int64_t item = 0;  // Of the table.
+  int64_t item = 0;  // Item number in the table.
   int64_t box = 0;   // Number of the stored box in its entry.
   StoredPlace place;
   bool is_object = false;
   bool is_transformed = false;  // Torch must undo stream transforms.
-  Dims box_offsets = {};        // Of the stored box.
-  Dims storage_offsets = {};    // In it.
-  Dims dest_offsets = {};       // In the item.
-  Dims lengths = {};
+  Dims box_offsets = {};        // Offsets of the stored box in the tensor.
+  Dims storage_offsets = {};    // Offsets of the region in the stored box.
+  Dims dest_offsets = {};       // Offsets of the region in the item.
+  Dims lengths = {};            // Sizes of the region.
 };
 
 class ReadPlan {
  public:
-  // Everything that the items want. Items of FQNs that are not stored are left out where `partial`
-  // says so.
-  // Errors: kNotFound for an FQN that is not stored; kMismatch for a tensor of other sizes than
-  // stored, or an object where a tensor is stored; kInvalidArgument for a box with elements outside
-  // of its tensor; those of reading the index.
+  // Plans all reads for the items. `partial` skips items whose FQNs are not stored.
+  // Errors: kNotFound for an FQN that is not stored, unless `partial`; kMismatch if the stored
+  // sizes differ, or for an object whose FQN is stored as a tensor; kInvalidArgument for a box
+  // outside its tensor; those of reading the index.
   static Result<ReadPlan> make(const StoredIndex& index, const ItemTable& items, bool partial);
 
   const std::vector<PlannedRead>& reads() const { return reads_; }
 
-  // As torch names it; of an item of which something is read.
+  // The stored dtype of an item, as torch names it. Requires: the item has a read.
   const std::string& stored_dtype(int64_t item) const { return dtypes_[static_cast<size_t>(item)]; }
   const std::string& file(int64_t number) const { return files_[static_cast<size_t>(number)]; }
 

@@ -6,11 +6,11 @@
 namespace torch_ckpt {
 namespace {
 
-// Heads are read in this length first, and again at up to kMaxHeadNbytes where that was too little.
+// The first read of a head has this length. A longer head is read again, up to kMaxHeadNbytes.
 constexpr int64_t kFirstHeadNbytes = 4096;
 constexpr int64_t kMaxHeadNbytes = int64_t{1} << 20;
 
-// How many frames are in memory at a time, besides what was learnt from them.
+// Bounds the number of unparsed frames in memory.
 constexpr size_t kFramesAtATime = 1024;
 
 // A frame that is being read.

@@ -1,6 +1,6 @@
 #pragma once
 
-// Slices as metadata names them, and the frames around stored tensors, read from their files.
+// Slices as the metadata describes them, and the frames of stored tensors, read from data files.
 
 #include <cstdint>
 #include <map>
@@ -16,7 +16,7 @@
 
 namespace torch_ckpt {
 
-// One slice of a data file; `name` is the FQN it belongs to, for messages.
+// One slice of a data file. `name` is its FQN, for messages.
 struct StoredSlice {
   std::string file;  // Relative to the checkpoint's directory.
   int64_t offset = 0;
@@ -24,28 +24,28 @@ struct StoredSlice {
   std::string name;
 };
 
-// "'model.w' (4096 bytes at 128 of __0_0.distcp)"
+// Formats a slice as "'model.w' (4096 bytes at 128 of __0_0.distcp)".
 std::string describe(const StoredSlice& slice);
 
-// The status with "cannot read <slice>: " before its message.
+// Prefixes the message of a status with "cannot read <slice>: ".
 Status with_slice(const Status& status, const StoredSlice& slice);
 
-// Errors: kCorruption where the slice does not lie in a file of `file_nbytes` bytes.
+// Errors: kCorruption if the slice does not lie within a file of `file_nbytes` bytes.
 Status check_extent(const StoredSlice& slice, int64_t file_nbytes);
 
-// A slice in a file that is open.
+// A slice of an open file.
 struct SliceInFile {
   const StoredSlice* slice;
   File* file;
-  const FileSums* sums = nullptr;  // Of the file, where it is to be checked.
+  const FileSums* sums = nullptr;  // Block checksums of the file; nullptr skips verification.
 };
 
-// Frames by file and offset of their slice; nothing for what only torch can read.
+// Frames by file and slice offset; nullopt for a tensor that only torch can read.
 using Frames = std::map<std::pair<std::string, int64_t>, std::optional<StoredTensor>>;
 
-// Reads and checks the frames of slices, of which each is longer than two blocks of 4096 bytes and
-// lies within its file. A slice that is named several times is read once.
-// Errors: kCorruption for a broken frame; kStorage.
+// Reads and checks the frames of slices. Reads a slice that is listed several times once.
+// Requires: each slice lies within its file and is longer than two blocks of 4096 bytes.
+// Errors: kCorruption for a damaged frame; kStorage.
 Result<Frames> read_frames(ReadStream& stream, std::span<const SliceInFile> slices);
 
 }  // namespace torch_ckpt

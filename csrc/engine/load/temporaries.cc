@@ -9,7 +9,7 @@ namespace torch_ckpt {
 void Temporaries::expect(int64_t request, int64_t nbytes) {
   Expected& expected = expected_[request];
   expected.nbytes = nbytes;
-  ++expected.parts;
+  ++expected.pieces;
 }
 
 Result<std::byte*> Temporaries::memory(int64_t request) {
@@ -29,11 +29,13 @@ Status Temporaries::arrived(int64_t request) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = expected_.find(request);
-    if (--found->second.parts > 0) return ok_status();
+    if (--found->second.pieces > 0) return ok_status();
     bytes = {std::move(found->second.data), found->second.nbytes};
     expected_.erase(found);
   }
-  if (!hand_over_) return internal_error("nobody takes a tensor without memory");
+  if (!hand_over_) {
+    return internal_error("cannot load request ", request, ": it has no memory and no receiver");
+  }
   const std::lock_guard<std::mutex> lock(handing_over_);
   return hand_over_(request, std::move(bytes));
 }

@@ -1,7 +1,8 @@
 #pragma once
 
-// Memory for tensors that the engine cannot load into: on another device, of another dtype. Made
-// when the first byte of one comes and handed over with its last, so that few exist at a time.
+// Temporaries: memory for tensors that the engine cannot load into, because of their device or
+// dtype. A temporary is allocated for the first byte of a tensor and passed on after the last, so
+// that few exist at a time.
 
 #include <cstdint>
 #include <functional>
@@ -13,34 +14,34 @@
 
 namespace torch_ckpt {
 
-// Bytes in memory of their own.
+// Loaded bytes with their own memory.
 struct LoadedBytes {
   std::unique_ptr<std::byte[]> data;
   int64_t nbytes = 0;
 };
 
-// Takes the elements, row-major, of a request that came without memory. Called by any thread, by
-// one at a time.
+// Receives the row-major elements of a request without memory. Called from any thread, by one
+// thread at a time.
 using HandOver = std::function<Status(int64_t request, LoadedBytes bytes)>;
 
-// Safe to use from any thread, but for `expect`.
+// Safe to use from any thread, except for `expect`.
 class Temporaries {
  public:
   explicit Temporaries(const HandOver& hand_over) : hand_over_(hand_over) {}
 
-  // Says that one more part of a request will arrive; before any does.
+  // Announces one more piece of a request. Requires: no piece of any request has arrived.
   void expect(int64_t request, int64_t nbytes);
 
-  // Memory for all of a request. Errors: kStorage where there is none.
+  // Returns the memory for the whole request. Errors: kStorage if allocation fails.
   Result<std::byte*> memory(int64_t request);
 
-  // One part is in its memory. Hands the request over with the last.
+  // Records that one piece is in memory. After the last piece, calls `hand_over`.
   Status arrived(int64_t request);
 
  private:
   struct Expected {
     int64_t nbytes = 0;
-    int64_t parts = 0;
+    int64_t pieces = 0;
     std::unique_ptr<std::byte[]> data = nullptr;
   };
 

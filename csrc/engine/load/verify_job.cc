@@ -64,7 +64,7 @@ Result<std::vector<ByteRange>> VerifyJob::check(int64_t file, int64_t begin, int
   std::vector<ByteRange> damaged;
   if (end == sums.file_nbytes && nbytes > end) damaged.push_back({end, nbytes});
   const int64_t until = std::min(sums.block_end(end), align_down(nbytes, sums.block_nbytes));
-  // The last block is whole only if the file is.
+  // The last block is readable only if the file has its full length.
   const int64_t readable = nbytes >= sums.block_end(end) ? sums.block_end(end) : until;
   if (readable < end) damaged.push_back({std::max(begin, readable), end});
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// Checks a whole checkpoint against its index, at the speed of the disk. Unlike a load it does not
-// stop at the first damage: it says all of it. Run by `torch-ckpt verify`.
+// VerifyJob: checks the data files of a checkpoint against its index. Unlike a load, it does not
+// stop at the first damaged block, but reports all of them. Used by `torch-ckpt verify`.
 
 #include <memory>
 #include <string>
@@ -17,15 +17,15 @@ namespace torch_ckpt {
 // Used by one thread at a time; runs threads of its own inside `check`.
 class VerifyJob {
  public:
-  // Of `options`, those about buffers. Errors: as LoadJob::make.
+  // Uses the buffer, thread and caching options. Errors: those of LoadJob::make.
   static Result<std::unique_ptr<VerifyJob>> make(FileSystem& fs, std::string directory,
                                                  std::shared_ptr<const StoredIndex> index,
                                                  const LoadOptions& options);
 
-  // The damaged parts of [begin, end) of a file, ascending, in whole blocks; neighbours are joined.
-  // A file of another length than the index states has what is missing, or too much, as damaged.
-  // Requires: `begin` is a multiple of the block length. Errors: kInvalidArgument for a file or
-  // range that the index does not have; kNotFound; kStorage.
+  // Returns the damaged ranges in [begin, end) of a file, ascending, as whole blocks. Adjacent
+  // ranges are merged. If the file's length differs from the index, missing or surplus bytes count
+  // as damaged. Requires: `begin` is a multiple of the block length. Errors: kInvalidArgument for a
+  // file or range outside the index; kNotFound; kStorage.
   Result<std::vector<ByteRange>> check(int64_t file, int64_t begin, int64_t end);
 
  private:

@@ -6,7 +6,7 @@
 namespace torch_ckpt {
 namespace {
 
-// The tag of a write from memory that is not the pool's; others have the numbers of their blocks.
+// Tag of a write from memory outside the pool. The tag of any other write is its block index.
 constexpr uint64_t kInPlace = ~uint64_t{0};
 
 }  // namespace
@@ -15,8 +15,8 @@ FileJob::FileJob(FileSystem& fs, std::string path, BufferPool& pool, const SaveO
     : fs_(fs), path_(std::move(path)), pool_(pool), options_(options) {}
 
 Status FileJob::open(OpenMode mode) {
-  holds_pool_ = pool_.claim();
-  if (!holds_pool_) {
+  owns_pool_ = pool_.claim();
+  if (!owns_pool_) {
     return invalid_argument("cannot write ", path_, ": another save is using the same buffers");
   }
   ASSIGN_OR_RETURN(file_, fs_.open(path_, mode, options_.caching));
@@ -49,7 +49,7 @@ Status FileJob::submit(int64_t offset, MutableBytes memory, int block) {
 
 Status FileJob::wait_for_some() {
   if (queue_->in_flight() == 0) {
-    return internal_error("the buffers for ", path_, " are all held by another job");
+    return internal_error("cannot write ", path_, ": another job uses all buffers");
   }
   Status first;
   for (const IoDone& done : queue_->wait()) {
@@ -77,22 +77,22 @@ Status FileJob::sync() {
 }
 
 bool FileJob::stop_writes() {
-  // Blocks in flight belong to the pool, which other jobs use next: none may still be written from.
+  // Other jobs use the blocks of the pool next, so no write from them may be in flight.
   while (queue_ && queue_->in_flight() > 0) (void)wait_for_some();
   if (block_ != kNoBlock) pool_.release(block_);
   block_ = kNoBlock;
-  let_go();
+  release_pool();
   const bool was_open = file_ != nullptr;
   file_.reset();
-  (void)fail(cancelled("the job of ", path_, " has been given up"));
+  (void)fail(cancelled("cannot write ", path_, ": the job was aborted"));
   return was_open;
 }
 
-// The queue goes first: it may have registered the pool's memory.
-void FileJob::let_go() {
+// Destroys the queue first, because it may have registered the pool's memory.
+void FileJob::release_pool() {
   queue_.reset();
-  if (holds_pool_) pool_.unclaim();
-  holds_pool_ = false;
+  if (owns_pool_) pool_.unclaim();
+  owns_pool_ = false;
 }
 
 Status FileJob::fail(Status status) {
@@ -101,7 +101,7 @@ Status FileJob::fail(Status status) {
 }
 
 Status FileJob::check_open() const {
-  return finished_ ? invalid_argument("the job of ", path_, " is finished") : status_;
+  return finished_ ? invalid_argument("cannot write ", path_, ": the job is finished") : status_;
 }
 
 }  // namespace torch_ckpt

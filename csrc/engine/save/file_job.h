@@ -1,7 +1,7 @@
 #pragma once
 
-// FileJob: what SaveJob and SharedFileJob have in common. They write a file from blocks of a
-// bounded pool: while some are being written, the next is filled.
+// FileJob: the base class of SaveJob and SharedFileJob. It writes a file from blocks of a bounded
+// pool: some blocks are in flight while the next is filled.
 
 #include <cstdint>
 #include <memory>
@@ -19,30 +19,30 @@ struct SaveOptions {
   Caching caching = Caching::kDirect;
   bool sync = true;  // Whether finish() makes the file survive a power cut.
   int64_t sum_block_nbytes = kSumBlockNbytes;
-  int niceness = 0;  // Of the threads that write (base/niceness.h).
+  int niceness = 0;  // Niceness of the writing threads (base/niceness.h).
 };
 
-// How a file was really written, for people to read.
+// How the file was actually written, for reports to the user.
 struct IoMode {
   QueueMode queue;
   bool direct = false;
-  std::string reason;  // Why it is not direct; empty when it is.
+  std::string reason;  // Why I/O is not direct; empty if it is direct.
 };
 
-// Owned and used by one thread at a time. After an error every further call fails with it too. The
-// pool outlives the job, which reserves it until it has finished or given up.
+// Used by one thread at a time. After an error every further call returns the same error. Reserves
+// the pool until the job finishes or aborts. Requires: the pool outlives the job.
 class FileJob {
  public:
   FileJob(const FileJob&) = delete;
   FileJob& operator=(const FileJob&) = delete;
   virtual ~FileJob() = default;
 
-  // Returns when every byte has been written (and synced, as the options say; the file's name is
-  // for the caller to sync). Nothing can be written afterwards.
+  // Waits until every byte is written, and synced if the options request it. The caller syncs the
+  // directory entry. No write is possible afterwards.
   virtual Status finish() = 0;
 
-  // Gives up, unless finish() has returned OK: waits for what is in flight and gives all blocks
-  // back to the pool. The destructor does so too.
+  // Aborts the job, unless finish() has returned OK: waits for the writes in flight and returns all
+  // blocks to the pool. The destructor does the same.
   virtual void abort() = 0;
 
   int niceness() const { return options_.niceness; }
@@ -53,25 +53,25 @@ class FileJob {
 
   FileJob(FileSystem& fs, std::string path, BufferPool& pool, const SaveOptions& options);
 
-  // Errors: kInvalidArgument where another job has the pool; kStorage.
+  // Errors: kInvalidArgument if another job uses the pool; kStorage.
   Status open(OpenMode mode);
 
-  // A block to fill, as soon as one is free.
+  // Waits for a free block and acquires it.
   Status acquire(int* block);
-  // Has memory written; it stays as it is until then. If it is of a block of the pool, that is
-  // released afterwards.
+  // Submits a write of `memory`, and releases `block` when the write is done. `block` is kNoBlock
+  // for memory outside the pool. Requires: the memory does not change until the write is done.
   Status submit(int64_t offset, MutableBytes memory, int block);
   Status wait_for_all();
-  // Whether memory that is not the pool's is still being written.
+  // Whether a write from memory outside the pool is in flight.
   bool is_writing_in_place() const { return in_place_ > 0 && queue_->in_flight() > 0; }
   Status wait_for_some();
-  // Syncs the file if the options say so. Requires: nothing is in flight.
+  // Syncs the file if the options request it. Requires: no write is in flight.
   Status sync();
-  // Waits for all that was submitted, whatever becomes of it. Returns whether a file was open.
+  // Waits for all submitted writes, and ignores their errors. Returns whether a file was open.
   bool stop_writes();
-  void let_go();
+  void release_pool();
 
-  // Remembers the first error, and returns it from then on.
+  // Stores the first error, and returns it in every later call.
   Status fail(Status status);
   Status check_open() const;
 
@@ -80,15 +80,15 @@ class FileJob {
   BufferPool& pool_;
   const SaveOptions options_;
   std::unique_ptr<File> file_;
-  int block_ = kNoBlock;  // The one that is being filled.
+  int block_ = kNoBlock;  // The block that is being filled.
   bool finished_ = false;
 
  private:
   IoMode mode_;
-  std::unique_ptr<IoQueue> queue_;  // Destroyed before the file: it waits for what is in flight.
-  int in_place_ = 0;                // Writes in flight from memory that is not the pool's.
+  std::unique_ptr<IoQueue> queue_;  // Destroyed before the file: its destructor waits for writes.
+  int in_place_ = 0;                // Number of writes in flight from memory outside the pool.
   Status status_;                   // The first error.
-  bool holds_pool_ = false;
+  bool owns_pool_ = false;
 };
 
 }  // namespace torch_ckpt

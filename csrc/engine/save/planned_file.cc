@@ -58,7 +58,7 @@ Status PlannedFile::write(SaveJob& job, int64_t begin, int64_t end) const {
     LiveTensor live = to_live(view);
     live.name = work_.items().fqn(work_.at(position(i)).number);
     if (live.data == nullptr && checked_volume(view.sizes) != 0) {
-      status = internal_error("'", live.name, "' has no memory to write");
+      status = internal_error("cannot write '", live.name, "': it has no memory");
       break;
     }
     status = job.write(i, live);

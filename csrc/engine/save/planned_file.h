@@ -1,7 +1,8 @@
 #pragma once
 
-// The tensors of one data file of a planned save: checked against the plan, laid out, written, and
-// reported to the coordinator by where they lie. Used by the bindings; SaveJob writes.
+// PlannedFile: the tensors of one data file of a planned save. It checks them against the plan,
+// lays them out, writes them through a SaveJob, and encodes their extents for the coordinator. Used
+// by the bindings.
 
 #include <cstdint>
 #include <optional>
@@ -19,55 +20,55 @@ namespace torch_ckpt {
 
 class PlannedFile {
  public:
-  // Lays out all tensors of `work` that are not torch's own; `batch` has a view of each item.
-  // Errors: kInvalidArgument where a tensor has another dtype or other sizes than planned, or the
-  // batch another length than the work.
+  // Lays out all tensors of `work` except those that only torch can write. `batch` has one view for
+  // each item. Errors: kInvalidArgument if a dtype or the sizes differ from the plan, or the batch
+  // and the work differ in length.
   static Result<PlannedFile> make(Work work, const TensorBatch& batch);
 
-  // How many tensors are laid out. Their numbers below are in the order of the layout.
+  // Number of tensors in the layout. The functions below number the tensors in layout order.
   int64_t laid_out() const { return static_cast<int64_t>(views_.size()); }
   const Layout& layout() const { return layout_; }
 
-  // Positions in the work of what only torch can write.
+  // Work positions of the items that only torch can write.
   const std::vector<int64_t>& own() const { return own_; }
 
-  // Numbers of the tensors that have no memory yet: put() gives them a copy.
+  // Numbers of the tensors without memory. The caller passes a copy of each to put().
   const std::vector<int64_t>& copied() const { return copied_; }
 
-  // Position in the work.
+  // Work position of a tensor.
   int64_t position(int64_t number) const { return positions_[static_cast<size_t>(number)]; }
 
-  // First row and count of rows that are written of a tensor that is cut.
+  // First row and row count if this rank writes only some rows of the tensor, else nullopt.
   std::optional<std::pair<int64_t, int64_t>> rows(int64_t number) const;
 
-  // Gives memory to a tensor that had none: a copy of what is written of it.
-  // Errors: kInvalidArgument for another dtype or other sizes.
+  // Sets the memory of a tensor that had none: a copy of the rows to write.
+  // Errors: kInvalidArgument if dtype or sizes differ.
   Status put(int64_t number, const TensorView& copy);
 
-  // Writes tensors [begin, end). Errors: kInternal for one without memory; those of the job.
-  // Requires: 0 <= begin <= end <= laid_out(), and no tensor of them was written before.
+  // Writes tensors [begin, end). Errors: kInternal for a tensor without memory; those of the job.
+  // Requires: 0 <= begin <= end <= laid_out(), and none of these tensors has been written.
   Status write(SaveJob& job, int64_t begin, int64_t end) const;
 
-  // Lets go of the memory of tensors [begin, end).
+  // Releases the memory of tensors [begin, end).
   void release(int64_t begin, int64_t end);
 
-  // Where everything lies, encoded for the coordinator: what was laid out, and besides that
-  // position in the work, offset and length of what was appended.
+  // Encodes the extents of all items for the coordinator. `appended` has work position, offset and
+  // length of each appended item.
   std::vector<std::byte> extents(
       const std::vector<std::tuple<int64_t, int64_t, int64_t>>& appended) const;
 
  private:
   explicit PlannedFile(Work work) : work_(std::move(work)) {}
 
-  // The whole box of an item as it was planned, without memory.
+  // Returns a view of an item's whole planned box, without memory.
   Result<TensorView> whole(int64_t position) const;
 
-  // kInvalidArgument, naming the item, where dtype or sizes differ.
+  // Returns kInvalidArgument with the item's name if dtype or sizes differ.
   Status check(int64_t position, const TensorView& found, const TensorView& planned) const;
 
   Work work_;
-  std::vector<int64_t> positions_;  // In the work, of what is laid out.
-  std::vector<TensorView> views_;   // Of the same.
+  std::vector<int64_t> positions_;  // Work positions, in layout order.
+  std::vector<TensorView> views_;   // Views, in layout order.
   std::vector<int64_t> own_;
   std::vector<int64_t> copied_;
   Layout layout_;

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int32_t kNowhere = -1;
 
-// Where a box was stored; `file` is kNowhere until a rank says so.
+// Where a box is stored. `file` is kNowhere until a rank reports the box.
 struct Place {
   int32_t file = kNowhere;
   bool plain = false;
@@ -19,16 +19,16 @@ struct Place {
   int64_t nbytes = 0;
 };
 
-// The places of all boxes, as ranks report them: by their own items.
+// The places of all boxes. Ranks report them by the numbers of their own items.
 class Places {
  public:
   explicit Places(const StoredTable& stored) : places_(static_cast<size_t>(stored.box_count())) {
     for (int64_t i = 0; i < stored.box_count(); ++i) {
       const auto rank = static_cast<size_t>(stored.rank(i));
-      if (rank >= of_rank_.size()) of_rank_.resize(rank + 1);
-      of_rank_[rank].push_back({stored.item(i), i});
+      if (rank >= items_by_rank_.size()) items_by_rank_.resize(rank + 1);
+      items_by_rank_[rank].push_back({stored.item(i), i});
     }
-    for (std::vector<Item>& items : of_rank_) {
+    for (std::vector<Item>& items : items_by_rank_) {
       const auto is_before = [](const Item& a, const Item& b) { return a.number < b.number; };
       if (!std::is_sorted(items.begin(), items.end(), is_before)) {
         std::sort(items.begin(), items.end(), is_before);
@@ -36,7 +36,7 @@ class Places {
     }
   }
 
-  // Of what a rank says, the file of this number.
+  // Adds the extents that a rank reports for the file with number `file`.
   Status add(const RankFile& from, int32_t file) {
     const auto extents = decode_extents(from.extents);
     if (!extents.ok()) {
@@ -65,8 +65,8 @@ class Places {
   };
 
   Place* find(int64_t rank, int64_t number) {
-    if (rank < 0 || rank >= std::ssize(of_rank_)) return nullptr;
-    const std::vector<Item>& items = of_rank_[static_cast<size_t>(rank)];
+    if (rank < 0 || rank >= std::ssize(items_by_rank_)) return nullptr;
+    const std::vector<Item>& items = items_by_rank_[static_cast<size_t>(rank)];
     const auto found =
         std::lower_bound(items.begin(), items.end(), number,
                          [](const Item& item, int64_t wanted) { return item.number < wanted; });
@@ -74,7 +74,7 @@ class Places {
     return &places_[static_cast<size_t>(found->box)];
   }
 
-  std::vector<std::vector<Item>> of_rank_;  // Ascending by number.
+  std::vector<std::vector<Item>> items_by_rank_;  // Each ascending by item number.
   std::vector<Place> places_;
 };
 

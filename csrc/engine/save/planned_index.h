@@ -1,10 +1,10 @@
 #pragma once
 
-// The index of a save that was planned here: what was planned, brought together with where each
-// rank says that it has stored its part.
+// Builds the index of a natively planned save from the global plan and the extents that each rank
+// reports.
 //
-// It goes from columns to columns: a save of a million shards makes no object of Python for each.
-// The coordinator calls it before it commits, and whatever is missing or too much fails the save.
+// Input and output are columns, so a save of a million shards creates no Python object per shard.
+// The coordinator calls it before the commit. A missing or surplus extent fails the save.
 
 #include <cstdint>
 #include <vector>
@@ -16,17 +16,18 @@
 
 namespace torch_ckpt {
 
-// A data file, as the rank reports it that wrote it.
+// A data file, as reported by the rank that wrote it.
 struct RankFile {
   int64_t rank = 0;
   IndexedFile file;
-  Bytes extents;  // As item_extents.h encodes them.
+  Bytes extents;  // Encoded as in item_extents.h.
 };
 
-// An index with these files and all entries; the caller adds what concerns the checkpoint as a
-// whole. kInternal, naming FQN and rank, where a box was not stored, or naming rank, item and file
-// where one was that was not planned, or twice; kCorruption and kUnsupported where a report cannot
-// be read.
+// Returns an index with these files and all entries. The caller adds the fields of the checkpoint
+// as a whole.
+// Errors: kInternal, with FQN and rank, if a box was not stored; kInternal, with rank, item and
+// file, if an item was stored twice or was not planned; kCorruption or kUnsupported for an
+// unreadable report.
 Result<Index> planned_index(const StoredTable& stored, std::vector<RankFile> files);
 
 }  // namespace torch_ckpt

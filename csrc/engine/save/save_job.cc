@@ -10,11 +10,11 @@
 namespace torch_ckpt {
 namespace {
 
-// Tensors are packed and then summed in chunks that stay in the second-level cache. A multiple of
-// every element size.
+// Each chunk is packed and checksummed while it is in the second-level cache. A multiple of every
+// element size.
 constexpr int64_t kPackChunk = int64_t{128} << 10;
 
-// Runs at least this long are written from where they lie, if they can be.
+// Runs of at least this length are written from the tensor's memory if alignment allows it.
 constexpr int64_t kInPlaceNbytes = int64_t{256} << 10;
 
 static_assert(kSmallAlignment % kFrameAlignment == 0, "a slice must start where frames expect");
@@ -43,15 +43,15 @@ Result<std::unique_ptr<SaveJob>> SaveJob::start(FileSystem& fs, const std::strin
 }
 
 void SaveJob::abort() {
-  // Best effort: a file that cannot be removed is not referred to by any metadata.
+  // Best effort: no metadata refers to a file that cannot be removed.
   if (stop_writes() && !finished_) (void)fs_.remove(path_);
 }
 
 Status SaveJob::write(int64_t index, const LiveTensor& tensor) {
   RETURN_IF_ERROR(check_open());
   if (index < next_index_ || index >= static_cast<int64_t>(layout_.slices.size())) {
-    return fail(invalid_argument("slice ", index, " of ", path_, " is not the next of ",
-                                 layout_.slices.size(), " slices"));
+    return fail(invalid_argument("cannot write slice ", index, " of ", path_, ": slice ",
+                                 next_index_, " of ", layout_.slices.size(), " is next"));
   }
   next_index_ = index + 1;
   return fail(write_framed(layout_.slices[static_cast<size_t>(index)], tensor));
@@ -61,9 +61,9 @@ Status SaveJob::write_framed(const Slice& slice, const LiveTensor& tensor) {
   ASSIGN_OR_RETURN(const TensorFrame frame, TensorFrame::make(tensor.dtype, tensor.sizes));
   if (frame.head_nbytes() != slice.nbytes.head || frame.payload_nbytes() != slice.nbytes.payload ||
       frame.tail_nbytes() != slice.nbytes.tail) {
-    return invalid_argument("tensor ", tensor.name, " of ", dtype_info(tensor.dtype).name, " ",
-                            to_string(tensor.sizes), " does not fit the slice of ",
-                            slice.nbytes.payload, " payload bytes laid out for it");
+    return invalid_argument("cannot write '", tensor.name, "', ", dtype_info(tensor.dtype).name,
+                            " of sizes ", to_string(tensor.sizes), ": its slice has ",
+                            slice.nbytes.payload, " payload bytes");
   }
   RETURN_IF_ERROR(put_zeros_until(slice.offset));
 
@@ -91,24 +91,24 @@ Result<uint32_t> SaveJob::put_payload(const LiveTensor& tensor, int64_t nbytes) 
     ASSIGN_OR_RETURN(crc, write_in_place({tensor.data, static_cast<size_t>(done)}));
   }
   while (done < nbytes) {
-    // A window holds whole elements: payload and windows both begin at multiples of 64.
+    // A window contains whole elements, because payloads and windows begin at multiples of 64.
     ASSIGN_OR_RETURN(const MutableBytes rest, window_rest());
-    const int64_t part = std::min({nbytes - done, ssize(rest), kPackChunk});
+    const int64_t count = std::min({nbytes - done, ssize(rest), kPackChunk});
     if (contiguous) {
-      const Bytes from(tensor.data + done, static_cast<size_t>(part));
-      crc = copy_and_checksum(from, slice(rest, 0, part), crc);
+      const Bytes from(tensor.data + done, static_cast<size_t>(count));
+      crc = copy_and_checksum(from, slice(rest, 0, count), crc);
     } else {
-      const MutableBytes out = slice(rest, 0, part);
-      pack_elements(tensor, done / size, (done + part) / size, out);
+      const MutableBytes out = slice(rest, 0, count);
+      pack_elements(tensor, done / size, (done + count) / size, out);
       crc = crc32(crc, out);
     }
-    done += part;
-    fill(part);
+    done += count;
+    fill(count);
   }
   return crc;
 }
 
-// Whether the next byte of the file and the first of the tensor are at places that the disk takes.
+// Whether the file offset and the tensor's address both satisfy the alignment of direct I/O.
 bool SaveJob::can_write_in_place(const LiveTensor& tensor) const {
   const int64_t alignment = file_->alignment();
   const auto address = reinterpret_cast<uintptr_t>(tensor.data);
@@ -116,28 +116,28 @@ bool SaveJob::can_write_in_place(const LiveTensor& tensor) const {
          address % static_cast<uintptr_t>(alignment) == 0;
 }
 
-// Returns their CRC-32.
+// Submits writes from the tensor's memory, and returns the CRC-32 of the bytes.
 Result<uint32_t> SaveJob::write_in_place(Bytes bytes) {
   if (block_ != kNoBlock && !bytes.empty()) RETURN_IF_ERROR(submit_window());
   uint32_t crc = 0;
   while (!bytes.empty()) {
-    const Bytes part = slice(bytes, 0, std::min(ssize(bytes), pool_.block_nbytes()));
-    // The queue only reads what it writes.
-    const MutableBytes memory(const_cast<std::byte*>(part.data()), part.size());
+    const Bytes run = slice(bytes, 0, std::min(ssize(bytes), pool_.block_nbytes()));
+    // A write request only reads this memory.
+    const MutableBytes memory(const_cast<std::byte*>(run.data()), run.size());
     RETURN_IF_ERROR(submit(cursor_, memory, kNoBlock));
-    for (int64_t begin = 0; begin < ssize(part); begin += kPackChunk) {
-      const Bytes chunk = slice(part, begin, std::min(kPackChunk, ssize(part) - begin));
+    for (int64_t begin = 0; begin < ssize(run); begin += kPackChunk) {
+      const Bytes chunk = slice(run, begin, std::min(kPackChunk, ssize(run) - begin));
       crc = crc32(crc, chunk);
       summer_.append(chunk);
     }
-    cursor_ += ssize(part);
-    bytes = bytes.subspan(part.size());
+    cursor_ += ssize(run);
+    bytes = bytes.subspan(run.size());
   }
   return crc;
 }
 
 Status SaveJob::settle() {
-  // After an error, too: the memory is let go then.
+  // Wait after an error too, because the caller then frees the memory.
   while (is_writing_in_place()) (void)fail(wait_for_some());
   return check_open();
 }
@@ -156,10 +156,10 @@ Result<Slice> SaveJob::append(Bytes bytes) {
 Status SaveJob::put(Bytes bytes) {
   while (!bytes.empty()) {
     ASSIGN_OR_RETURN(const MutableBytes rest, window_rest());
-    const int64_t part = std::min(ssize(bytes), ssize(rest));
-    std::memcpy(rest.data(), bytes.data(), static_cast<size_t>(part));
-    fill(part);
-    bytes = bytes.subspan(static_cast<size_t>(part));
+    const int64_t count = std::min(ssize(bytes), ssize(rest));
+    std::memcpy(rest.data(), bytes.data(), static_cast<size_t>(count));
+    fill(count);
+    bytes = bytes.subspan(static_cast<size_t>(count));
   }
   return ok_status();
 }
@@ -167,15 +167,15 @@ Status SaveJob::put(Bytes bytes) {
 Status SaveJob::put_zeros_until(int64_t offset) {
   while (cursor_ < offset) {
     ASSIGN_OR_RETURN(const MutableBytes rest, window_rest());
-    const int64_t part = std::min(offset - cursor_, ssize(rest));
-    std::memset(rest.data(), 0, static_cast<size_t>(part));
-    fill(part);
+    const int64_t count = std::min(offset - cursor_, ssize(rest));
+    std::memset(rest.data(), 0, static_cast<size_t>(count));
+    fill(count);
   }
   return ok_status();
 }
 
-// The unfilled part of the current window, never empty: a full window is handed to the queue and a
-// new one begun.
+// Returns the unfilled rest of the current window, which is never empty. Submits a full window and
+// starts a new one.
 Result<MutableBytes> SaveJob::window_rest() {
   if (block_ != kNoBlock && filled_ == pool_.block_nbytes()) RETURN_IF_ERROR(submit_window());
   if (block_ == kNoBlock) {
@@ -193,8 +193,7 @@ void SaveJob::fill(int64_t nbytes) {
 }
 
 Status SaveJob::submit_window() {
-  // The last window ends where the data does: fill it up to what direct I/O needs; `finish` cuts
-  // the file back.
+  // Pad the last window to the alignment of direct I/O. `finish` truncates the file.
   const int64_t nbytes = align_up(filled_, file_->alignment());
   const MutableBytes block = pool_.block(block_);
   std::memset(block.data() + filled_, 0, static_cast<size_t>(nbytes - filled_));
@@ -210,7 +209,7 @@ Status SaveJob::finish() {
   RETURN_IF_ERROR(fail(sync()));
   sums_ = summer_.finish();
   finished_ = true;
-  let_go();
+  release_pool();
   return ok_status();
 }
 

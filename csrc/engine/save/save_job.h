@@ -2,15 +2,15 @@
 
 // SaveJob: writes one data file.
 //
-// The layout says where every byte of the file belongs. Tensors are packed straight to their place
-// in page-aligned windows of the file, each window in one block of a bounded pool; a full window is
-// written while the next is being filled. What lies in memory as it will in the file, in long runs
-// at addresses that the disk takes, is written from there. Checksums, of payloads and of the file's
-// blocks, are computed in the same pass over memory.
-// What cannot be laid out beforehand (pickled objects, whose size only pickling tells) is appended
-// behind the layout.
+// The layout fixes the offset of every byte. The job packs tensors to their offsets in page-aligned
+// windows of the file. Each window is one block of a bounded pool, and is written while the next
+// window is filled. A long contiguous run at an aligned address is written directly from the
+// tensor's memory. The same pass over memory computes the checksums of payloads and of the file's
+// blocks.
 //
-// FastWriter runs one job for each file, in a thread of its own where a rank writes several.
+// Pickled objects have no known size before pickling, so they are appended after the layout.
+//
+// FastWriter runs one job for each file. If a rank writes several files, each job has a thread.
 
 #include <cstdint>
 #include <memory>
@@ -27,33 +27,33 @@
 
 namespace torch_ckpt {
 
-// The lengths of the slice of a contiguous tensor, framed.
-// Errors: kInvalidArgument for sizes that no tensor has.
+// Returns the lengths of head, payload and tail of a contiguous tensor's slice.
+// Errors: kInvalidArgument for invalid sizes.
 Result<SliceNbytes> slice_nbytes(DType dtype, const Dims& sizes);
 
 class SaveJob final : public FileJob {
  public:
-  // Creates the file at `path`, which must not exist, with room for the whole layout.
-  // Errors: kInvalidArgument where another job has the pool; kStorage.
+  // Creates the file at `path`, which must not exist, and reserves space for the whole layout.
+  // Errors: kInvalidArgument if another job uses the pool; kStorage.
   static Result<std::unique_ptr<SaveJob>> start(FileSystem& fs, const std::string& path,
                                                 Layout layout, BufferPool& pool,
                                                 const SaveOptions& options);
   ~SaveJob() override { SaveJob::abort(); }
 
-  // Writes `tensor` as slice `index` of the layout. Indices ascend from call to call; a slice that
-  // is passed over stays zero and must not be referred to. The tensor is read until `settle`
-  // returns. Errors: kInvalidArgument where index or tensor does not fit the layout; kStorage.
+  // Writes `tensor` as slice `index` of the layout. Requires: indices ascend from call to call; the
+  // tensor does not change until `settle` returns. A skipped slice stays zero, and the caller must
+  // not refer to it. Errors: kInvalidArgument if index or tensor do not fit the layout; kStorage.
   Status write(int64_t index, const LiveTensor& tensor);
 
-  // Returns when nothing is being written from the memory of tensors.
+  // Waits until no write from the memory of tensors is in flight.
   Status settle();
 
-  // Appends opaque bytes behind all that was laid out or appended before; returns where they lie.
+  // Appends opaque bytes after the layout and all earlier appends. Returns their slice.
   Result<Slice> append(Bytes bytes);
 
   Status finish() override;
 
-  // The sums of the file's blocks. Requires: finish() has returned OK.
+  // The checksums of the file's blocks. Requires: finish() has returned OK.
   const BlockSums& sums() const { return sums_; }
 
   // Removes the file, unless finish() has returned OK.
@@ -75,9 +75,9 @@ class SaveJob final : public FileJob {
 
   const Layout layout_;
   int64_t next_index_ = 0;
-  int64_t end_ = 0;     // Behind the last byte laid out or appended.
-  int64_t cursor_ = 0;  // Next byte of the file to fill.
-  int64_t filled_ = 0;  // Bytes of the block that are filled.
+  int64_t end_ = 0;     // End of the layout and of all appends.
+  int64_t cursor_ = 0;  // File offset of the next byte to fill.
+  int64_t filled_ = 0;  // Number of filled bytes in the block.
   BlockSummer summer_;
   BlockSums sums_;
 };

@@ -9,18 +9,16 @@
 namespace torch_ckpt {
 namespace {
 
-// What a tensor without packed bytes is packed to at a time: in the second-level cache.
+// Chunk in which a non-contiguous tensor is packed. Fits the second-level cache.
 constexpr int64_t kPackChunk = int64_t{128} << 10;
 
-// What is shorter goes through the page cache, where the kernel joins what ranks write to a page
-// and its neighbours into few requests. Past it, each run would be a request of its own.
-constexpr int64_t kLeastDirect = int64_t{256} << 10;
+// Shorter runs go through the page cache, where the kernel merges adjacent writes into few
+// requests. With direct I/O, each run would be a request of its own.
+constexpr int64_t kMinDirect = int64_t{256} << 10;
 
-int64_t least_direct(const BufferPool& pool) {
-  return std::min(kLeastDirect, pool.block_nbytes() / 2);
-}
+int64_t min_direct(const BufferPool& pool) { return std::min(kMinDirect, pool.block_nbytes() / 2); }
 
-// Runs of a box, in bytes: all of one length, and in the box one behind the other.
+// Iterates over the byte runs of a box. All runs have the same length, and are adjacent in the box.
 class Runs {
  public:
   Runs(const BoxPlace& place, const Dims& box_sizes, int64_t itemsize) : sizes_(box_sizes) {
@@ -44,7 +42,7 @@ class Runs {
   int64_t nbytes() const { return nbytes_; }
   bool is_one() const { return *checked_numel(sizes_) == 1; }
 
-  // Where the run begins in the file.
+  // File offset of the current run.
   int64_t offset() const { return offset_; }
 
   void next() {
@@ -57,8 +55,8 @@ class Runs {
   }
 
  private:
-  Dims sizes_;    // Of the dimensions outside of a run.
-  Dims strides_;  // Of the tensor in the file, in bytes.
+  Dims sizes_;    // Sizes of the dimensions outside a run.
+  Dims strides_;  // Strides of the tensor in the file, in bytes.
   Dims index_;
   int64_t nbytes_ = 0;
   int64_t offset_ = 0;
@@ -86,10 +84,10 @@ Status SharedFileJob::write(const BoxPlace& place, const LiveTensor& tensor) {
       numel ? checked_mul(*numel, itemsize(tensor.dtype)) : std::nullopt;
   if (!nbytes || !lies_within({place.box_offsets, tensor.sizes}, place.tensor_sizes) ||
       !range_within(place.payload_offset, *nbytes, file_nbytes_)) {
-    return fail(invalid_argument("tensor ", tensor.name, " at ",
+    return fail(invalid_argument("cannot write '", tensor.name, "' at ", place.payload_offset,
+                                 " of ", path_, ": its box ",
                                  to_string(Box{place.box_offsets, tensor.sizes}), " of ",
-                                 to_string(place.tensor_sizes), ", ", place.payload_offset,
-                                 " bytes into ", path_, ", does not lie within it"));
+                                 to_string(place.tensor_sizes), " does not lie within it"));
   }
   if (*checked_numel(tensor.sizes) == 0) return ok_status();
   return fail(write_runs(place, tensor));
@@ -100,10 +98,10 @@ Status SharedFileJob::write_runs(const BoxPlace& place, const LiveTensor& tensor
   const int64_t nbytes = *checked_numel(tensor.sizes) * size;
   const bool contiguous = is_contiguous(tensor);
   Runs runs(place, tensor.sizes, size);
-  // Between short runs nothing follows on: gathering them in a window would only copy them.
-  const bool one_by_one = !runs.is_one() && runs.nbytes() < least_direct(pool_);
+  // Short runs of a box are not adjacent, so a window would only add a copy.
+  const bool one_by_one = !runs.is_one() && runs.nbytes() < min_direct(pool_);
   std::vector<std::byte> packed(contiguous ? 0 : static_cast<size_t>(std::min(nbytes, kPackChunk)));
-  int64_t in_run = 0;  // Bytes of the current run that are written.
+  int64_t in_run = 0;  // Number of written bytes of the current run.
   for (int64_t done = 0; done < nbytes;) {
     Bytes chunk(tensor.data + done, static_cast<size_t>(contiguous ? nbytes - done : 0));
     if (!contiguous) {
@@ -114,12 +112,12 @@ Status SharedFileJob::write_runs(const BoxPlace& place, const LiveTensor& tensor
     }
     done += ssize(chunk);
     while (!chunk.empty()) {
-      const int64_t part = std::min(ssize(chunk), runs.nbytes() - in_run);
-      const Bytes bytes = slice(chunk, 0, part);
+      const int64_t count = std::min(ssize(chunk), runs.nbytes() - in_run);
+      const Bytes bytes = slice(chunk, 0, count);
       const int64_t offset = runs.offset() + in_run;
       RETURN_IF_ERROR(one_by_one ? file_->write(offset, bytes) : put_in_window(offset, bytes));
-      chunk = chunk.subspan(static_cast<size_t>(part));
-      in_run += part;
+      chunk = chunk.subspan(static_cast<size_t>(count));
+      in_run += count;
       if (in_run < runs.nbytes()) continue;
       runs.next();
       in_run = 0;
@@ -131,7 +129,8 @@ Status SharedFileJob::write_runs(const BoxPlace& place, const LiveTensor& tensor
 Status SharedFileJob::put(int64_t offset, Bytes bytes) {
   RETURN_IF_ERROR(check_open());
   if (!range_within(offset, ssize(bytes), file_nbytes_)) {
-    return fail(invalid_argument(bytes.size(), " bytes at ", offset, " do not lie within ", path_));
+    return fail(invalid_argument("cannot write ", bytes.size(), " bytes at ", offset, " of ", path_,
+                                 ": the file has ", file_nbytes_, " bytes"));
   }
   return fail(put_in_window(offset, bytes));
 }
@@ -148,18 +147,18 @@ Status SharedFileJob::put_in_window(int64_t offset, Bytes bytes) {
       window_ = align_down(offset, file_->alignment());
     }
     const int64_t room = window_ + pool_.block_nbytes() - cursor_;
-    const int64_t part = std::min(ssize(bytes), room);
+    const int64_t count = std::min(ssize(bytes), room);
     std::memcpy(pool_.block(block_).data() + (cursor_ - window_), bytes.data(),
-                static_cast<size_t>(part));
-    cursor_ += part;
-    offset += part;
-    bytes = bytes.subspan(static_cast<size_t>(part));
+                static_cast<size_t>(count));
+    cursor_ += count;
+    offset += count;
+    bytes = bytes.subspan(static_cast<size_t>(count));
   }
   return ok_status();
 }
 
-// Has what was gathered be written. Between two calls that follow on from each other, the end of
-// the first is the end of a block, and so of a page.
+// Writes the bytes in the window. If the next window is adjacent, this one ends at the end of a
+// block, and so at a page boundary.
 Status SharedFileJob::write_window() {
   if (block_ == kNoBlock) return ok_status();
   const MutableBytes block = pool_.block(block_);
@@ -169,7 +168,7 @@ Status SharedFileJob::write_window() {
   const int64_t page = file_->alignment();
   const int64_t first = align_up(begin_, page);
   const int64_t last = align_down(cursor_, page);
-  if (page > 1 && last - first >= least_direct(pool_)) {
+  if (page > 1 && last - first >= min_direct(pool_)) {
     if (begin_ < first) RETURN_IF_ERROR(file_->write(begin_, bytes_of(begin_, first)));
     if (last < cursor_) RETURN_IF_ERROR(file_->write(last, bytes_of(last, cursor_)));
     return submit(first, bytes_of(first, last), block_);
@@ -186,7 +185,7 @@ Status SharedFileJob::finish() {
   RETURN_IF_ERROR(fail(wait_for_all()));
   RETURN_IF_ERROR(fail(sync()));
   finished_ = true;
-  let_go();
+  release_pool();
   return ok_status();
 }
 

@@ -1,17 +1,17 @@
 #pragma once
 
-// SharedFileJob: writes one rank's part of a file that several ranks write at the same time.
+// SharedFileJob: writes one rank's share of a file that several ranks write concurrently.
 //
-// In a file of whole, row-major tensors (safetensors) every byte has its place from names, dtypes
-// and sizes alone. So each rank writes its boxes straight to where they belong, and nobody puts the
-// file together afterwards. A box is one run of bytes of the file, or one for each of its rows.
+// In a file of whole, row-major tensors (safetensors), names, dtypes and sizes fix the offset of
+// every byte. So each rank writes its boxes directly to their final offsets, and no merge step
+// follows. A box is one run of bytes in the file, or one run per row.
 //
-// Ranks share pages where their runs meet. A write past the page cache takes whole pages, so one of
-// a page that is shared would undo what another rank has written to it. Therefore only pages that
-// lie within a run are written past the page cache, and its ends through it, where the kernel
-// writes bytes and not pages. No page is ever written both ways.
+// Runs of different ranks can share a page. A direct write covers whole pages, so a direct write of
+// a shared page would overwrite another rank's bytes. Therefore the job writes a page directly only
+// if it lies within one run. It writes the ends of a run through the page cache, where a write
+// covers exact bytes. No page is ever written both ways.
 //
-// FastWriter runs one job for each file that a rank has a part of, in one or more threads.
+// FastWriter runs one job for each file that the rank contributes to, in one or more threads.
 
 #include <cstdint>
 #include <memory>
@@ -25,25 +25,25 @@
 
 namespace torch_ckpt {
 
-// A box of a tensor that lies whole and row-major in a file.
+// A box of a tensor that is stored whole and row-major in a file.
 struct BoxPlace {
-  int64_t payload_offset = 0;  // Of the tensor, in the file.
+  int64_t payload_offset = 0;  // Offset of the whole tensor in the file.
   Dims tensor_sizes;
   Dims box_offsets;
 };
 
 class SharedFileJob final : public FileJob {
  public:
-  // Opens the file at `path`, or creates it, with room for `file_nbytes`: the same for every rank.
-  // Errors: kInvalidArgument where another job has the pool; kStorage.
+  // Opens or creates the file at `path`, and reserves `file_nbytes`, which is equal on all ranks.
+  // Errors: kInvalidArgument if another job uses the pool; kStorage.
   static Result<std::unique_ptr<SharedFileJob>> start(FileSystem& fs, const std::string& path,
                                                       int64_t file_nbytes, BufferPool& pool,
                                                       const SaveOptions& options);
   ~SharedFileJob() override { SharedFileJob::abort(); }
 
-  // Writes `tensor` where `place` says. What runs on in the file should follow in that order: it is
-  // written together. The tensor is read before this returns.
-  // Errors: kInvalidArgument where the box does not lie within tensor and file; kStorage.
+  // Writes `tensor` to its place in the file. Consecutive calls for adjacent runs are combined into
+  // larger writes. The caller may change the tensor after this returns.
+  // Errors: kInvalidArgument if the box exceeds the tensor or the file; kStorage.
   Status write(const BoxPlace& place, const LiveTensor& tensor);
 
   // Writes bytes that belong to no tensor.
@@ -51,7 +51,7 @@ class SharedFileJob final : public FileJob {
 
   Status finish() override;
 
-  // The file stays, for it is not this rank's alone.
+  // Does not remove the file, because other ranks write it too.
   void abort() override { (void)stop_writes(); }
 
  private:
@@ -63,8 +63,8 @@ class SharedFileJob final : public FileJob {
   Status write_window();
 
   const int64_t file_nbytes_;
-  int64_t window_ = 0;  // Offset in the file of the block's first byte: whole pages.
-  int64_t begin_ = 0;   // The bytes of the file that the block holds: [begin, cursor).
+  int64_t window_ = 0;  // File offset of the block's first byte, a multiple of the page size.
+  int64_t begin_ = 0;   // The block contains the file range [begin, cursor).
   int64_t cursor_ = 0;
 };
 

@@ -43,7 +43,7 @@ bool read_table(WireReader& reader, SlotTable* table) {
   return reader.left() == 0;
 }
 
-// Whether the extents are those of all items, in order, and lie in the payload.
+// Whether there is one extent per item, in order, and all extents lie in the payload.
 bool match(const std::vector<ItemExtent>& extents, const ItemTable& items, int64_t payload_nbytes) {
   if (std::ssize(extents) != items.size()) return false;
   for (int64_t i = 0; i < items.size(); ++i) {
@@ -51,7 +51,7 @@ bool match(const std::vector<ItemExtent>& extents, const ItemTable& items, int64
     if (extent.item != i || !range_within(extent.offset, extent.nbytes, payload_nbytes)) {
       return false;
     }
-    // Of what is not plain, only its pickle knows how long it is.
+    // Only plain tensors have a known length; a pickle can have any.
     if (extent.plain && (items.kind(i) == ItemKind::kObject || extent.nbytes != items.nbytes(i))) {
       return false;
     }
@@ -76,12 +76,17 @@ Result<SlotTable> decode_slot_table(Bytes bytes) {
   ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "the table of a slot"));
   WireReader reader(body);
   SlotTable table;
-  if (!read_table(reader, &table)) return corruption("the table of a slot is cut off or too long");
+  if (!read_table(reader, &table)) {
+    return corruption("cannot read the table of a slot: it is truncated or too long");
+  }
   return table;
 }
 
 Result<std::unique_ptr<Slot>> Slot::create(const std::string& path, int64_t nbytes) {
-  if (nbytes < kSlotPage) return invalid_argument("a slot has at least ", kSlotPage, " bytes");
+  if (nbytes < kSlotPage) {
+    return invalid_argument("cannot create slot ", path, " of ", nbytes, " bytes: the minimum is ",
+                            kSlotPage);
+  }
   ASSIGN_OR_RETURN(Memory memory, create_shared_memory(path, nbytes));
   return std::unique_ptr<Slot>(new Slot(std::move(memory), path));
 }
@@ -98,8 +103,8 @@ int64_t Slot::needed_nbytes(int64_t table_nbytes, int64_t payload_nbytes) {
 Status Slot::begin(SlotHeader header, Bytes table, int64_t payload_nbytes) {
   const int64_t needed = needed_nbytes(ssize(table), payload_nbytes);
   if (needed > ssize(bytes())) {
-    return invalid_argument("a snapshot of ", needed, " bytes has no room in ", path_, " of ",
-                            ssize(bytes()));
+    return invalid_argument("cannot begin a snapshot of ", needed, " bytes in ", path_,
+                            ": the slot has ", ssize(bytes()), " bytes");
   }
   clear();
   header.table_nbytes = ssize(table);
@@ -114,8 +119,8 @@ Status Slot::begin(SlotHeader header, Bytes table, int64_t payload_nbytes) {
 
 Status Slot::put(int64_t offset, Bytes from) {
   if (!range_within(offset, ssize(from), ssize(payload_))) {
-    return invalid_argument("cannot put ", ssize(from), " bytes to ", offset, " of a snapshot of ",
-                            ssize(payload_));
+    return invalid_argument("cannot copy ", ssize(from), " bytes to offset ", offset, " of ", path_,
+                            ": the payload has ", ssize(payload_), " bytes");
   }
   std::ranges::copy(from, payload_.data() + offset);
   return ok_status();
@@ -134,13 +139,14 @@ Result<StoredSnapshot> Slot::read() const {
   ASSIGN_OR_RETURN(found.header, header());
   const Bytes table = slice(bytes(), kSlotPage, found.header.table_nbytes);
   if (xxh3(table) != found.header.table_sum) {
-    return corruption("the table of the snapshot in ", path_, " fails its checksum");
+    return corruption("cannot read the snapshot in ", path_, ": its table fails its checksum");
   }
   ASSIGN_OR_RETURN(found.table, decode_slot_table(table));
   ASSIGN_OR_RETURN(found.items, decode(found.table.items));
   ASSIGN_OR_RETURN(found.extents, decode_extents(found.table.extents));
   if (!match(found.extents, found.items, found.header.payload_nbytes)) {
-    return corruption("the table of the snapshot in ", path_, " has items that are not there");
+    return corruption("cannot read the snapshot in ", path_,
+                      ": its table has items outside the payload");
   }
   for (ItemExtent& extent : found.extents) extent.offset += found.header.payload_begin;
   return found;

@@ -1,11 +1,13 @@
 #pragma once
 
-// Slot: shared memory that holds a snapshot of what one rank saves, and says so itself.
+// Slot: shared memory with a snapshot of one rank's items and a header that describes it.
 //
-// The rank fills it while training stands still. From then on it is the agent's, a process of its
-// own, which brings the slots of all ranks to disk (or whoever finds it, when that one is gone) and
-// from which a restarted rank loads. A snapshot is a table, of which items there are and where each
-// lies, and their bytes: the elements of a tensor one behind the other, an object as it is pickled.
+// The rank fills the slot while training is stopped. The agent, a separate process, then persists
+// the slots of all ranks. If the agent is gone, another process can do so, because the header makes
+// the slot self-describing. A restarted rank loads from slots, too.
+//
+// A snapshot consists of a table and a payload. The table lists the items and the extent of each.
+// The payload has the packed elements of each tensor and the pickle of each object.
 
 #include <cstdint>
 #include <memory>
@@ -24,64 +26,66 @@
 
 namespace torch_ckpt {
 
-// What is known of a snapshot besides its bytes.
+// The description of a snapshot, without its payload.
 struct SlotTable {
-  std::string directory;  // Of the checkpoint that it is to become; empty where it is to be none.
-  std::string version;    // Of DCP's metadata.
-  bool sync = true;       // Whether the checkpoint is to survive a power cut.
-  std::vector<std::byte> items;                 // encode(ItemTable): what is in it.
-  std::optional<std::vector<std::byte>> paths;  // Where they stood in the nested state dict.
-  std::vector<std::byte> extents;               // encode(ItemExtents), from `payload_begin` on.
+  std::string directory;         // Checkpoint to write from this snapshot; empty if there is none.
+  std::string version;           // Version of DCP's metadata.
+  bool sync = true;              // Whether the checkpoint must survive a power cut.
+  std::vector<std::byte> items;  // The items, as encode(ItemTable).
+  std::optional<std::vector<std::byte>> paths;  // Their paths in the nested state dict.
+  std::vector<std::byte> extents;  // Their extents, relative to `payload_begin`, encoded.
 };
 
 std::vector<std::byte> encode(const SlotTable& table);
 Result<SlotTable> decode_slot_table(Bytes bytes);
 
-// A snapshot that was found complete. Views are into the slot.
+// A complete snapshot in a slot. Views refer to the slot's memory.
 struct StoredSnapshot {
   SlotHeader header;
   SlotTable table;
   ItemTable items;
-  std::vector<ItemExtent> extents;  // One for each item, in order, from the start of the slot.
+  std::vector<ItemExtent> extents;  // One per item, in order, relative to the start of the slot.
 };
 
-// One process writes a slot, once it has been told that nobody reads it.
+// One process writes a slot. Requires: no other process reads the slot at that time.
 class Slot : public Snapshot {
  public:
-  // As create_shared_memory and map_shared_memory. kCorruption for less than a page.
+  // See create_shared_memory and map_shared_memory. Errors: those of these functions, and
+  // kInvalidArgument to create less than a page.
   static Result<std::unique_ptr<Slot>> create(const std::string& path, int64_t nbytes);
   static Result<std::unique_ptr<Slot>> open(const std::string& path, bool writable,
                                             bool at_hand = false);
 
-  // Room that a snapshot takes.
+  // The slot size that a snapshot requires.
   static int64_t needed_nbytes(int64_t table_nbytes, int64_t payload_nbytes);
 
-  // Begins a snapshot: nothing is in the slot before `complete`, and nothing can be copied to it
-  // before this. Of `header`, what describes table and payload is found here. kInvalidArgument
-  // where it has no room; then nothing has changed.
+  // Begins a snapshot. Call before any copy. The slot counts as empty until `complete`. Sets the
+  // table and payload fields of `header`. Errors: kInvalidArgument if the snapshot does not fit;
+  // then the slot is unchanged.
   Status begin(SlotHeader header, Bytes table, int64_t payload_nbytes);
 
-  // Copies bytes to an offset from `payload_begin`, after all tensors. kInvalidArgument where they
-  // reach beyond the payload; then nothing has been copied.
+  // Copies bytes to an offset relative to `payload_begin`. Call after all tensors are copied.
+  // Errors: kInvalidArgument if the bytes exceed the payload; then no byte is copied.
   Status put(int64_t offset, Bytes bytes);
 
-  // All is there. Requires: `begin`.
+  // Marks the snapshot as complete. Requires: `begin`.
   void complete();
 
+  // Marks the slot as empty.
   void clear();
 
-  // As read_slot_header.
+  // See read_slot_header.
   Result<SlotHeader> header() const;
 
-  // All that is in it but the bytes of its items. Errors: as of `header`, and kCorruption for a
-  // table that is damaged or has items which do not lie in it.
+  // Reads header, table, items and extents, but no payload. Errors: those of `header`; kCorruption
+  // for a damaged table, or for an item outside the payload.
   Result<StoredSnapshot> read() const;
 
  private:
   Slot(Memory memory, std::string path) : Snapshot(std::move(memory), {}), path_(std::move(path)) {}
 
   const std::string path_;
-  SlotHeader header_;  // Of what is being filled.
+  SlotHeader header_;  // Header of the snapshot that is being filled.
 };
 
 }  // namespace torch_ckpt

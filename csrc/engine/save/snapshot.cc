@@ -22,24 +22,24 @@
 namespace torch_ckpt {
 namespace {
 
-// What a thread takes at a time: long enough to run at the speed of memory, short enough to share.
-constexpr int64_t kPartNbytes = int64_t{4} << 20;
+// Unit of work of a thread: long enough for full memory bandwidth, short enough to balance load.
+constexpr int64_t kChunkNbytes = int64_t{4} << 20;
 
 constexpr int64_t kPage = 4096;
 
-// For the pages of a part. Where memory is fragmented, the kernel moves other pages about to make
-// huge ones, a hundred times as long as they save.
-constexpr auto kPatience = std::chrono::milliseconds(8);
+// Time limit to populate one chunk with huge pages. If memory is fragmented, the kernel moves other
+// pages to form huge ones, which costs a hundred times what they save.
+constexpr auto kMaxPopulateTime = std::chrono::milliseconds(8);
 
-// Elements of a tensor.
-struct Part {
+// A range of elements of one tensor.
+struct Chunk {
   const PackedCopy* copy;
   int64_t begin;
   int64_t end;
 };
 
-// As memcpy, but past the caches: nobody reads the copy soon, and fetching what it overwrites would
-// cost a third of the time.
+// Copies like memcpy, but bypasses the caches. The copy is not read soon, and loading the
+// overwritten cache lines would cost a third of the time.
 void copy_past_caches(Bytes from, std::byte* to) {
   const std::byte* in = from.data();
   size_t left = from.size();
@@ -68,20 +68,20 @@ void copy_past_caches(Bytes from, std::byte* to) {
   std::memcpy(to, in, left);
 }
 
-void copy_part(const Part& part, MutableBytes memory) {
-  const LiveTensor& tensor = part.copy->tensor;
+void copy_chunk(const Chunk& chunk, MutableBytes memory) {
+  const LiveTensor& tensor = chunk.copy->tensor;
   const int64_t size = itemsize(tensor.dtype);
-  const int64_t begin = part.begin * size;
-  const int64_t nbytes = part.end * size - begin;
-  const MutableBytes out = slice(memory, part.copy->offset + begin, nbytes);
+  const int64_t begin = chunk.begin * size;
+  const int64_t nbytes = chunk.end * size - begin;
+  const MutableBytes out = slice(memory, chunk.copy->offset + begin, nbytes);
   if (is_contiguous(tensor)) {
     copy_past_caches({tensor.data + begin, static_cast<size_t>(nbytes)}, out.data());
   } else {
-    pack_elements(tensor, part.begin, part.end, out);
+    pack_elements(tensor, chunk.begin, chunk.end, out);
   }
 }
 
-// The whole tensor, one element behind the other from the copy's offset on.
+// Returns the copy of the whole tensor, packed without gaps from the copy's offset.
 TensorCopy whole(const PackedCopy& from) {
   StridedCopy copy = {.itemsize = itemsize(from.tensor.dtype),
                       .sizes = from.tensor.sizes,
@@ -105,20 +105,20 @@ Result<std::unique_ptr<Snapshot>> Snapshot::make(MemorySource& source, int64_t n
   const MutableBytes bytes = memory.bytes();
   std::atomic<int> failed = 0;
   std::atomic<bool> huge_pages_are_slow = false;
-  parallel_for((ssize(bytes) + kPartNbytes - 1) / kPartNbytes, threads, [&](int64_t part) {
-    const int64_t begin = part * kPartNbytes;
-    const MutableBytes some = slice(bytes, begin, std::min(kPartNbytes, ssize(bytes) - begin));
-    // Only advice: without it everything works, more slowly.
+  parallel_for((ssize(bytes) + kChunkNbytes - 1) / kChunkNbytes, threads, [&](int64_t number) {
+    const int64_t begin = number * kChunkNbytes;
+    const MutableBytes some = slice(bytes, begin, std::min(kChunkNbytes, ssize(bytes) - begin));
+    // Advice only: if it fails, the code is still correct, but slower.
     ::madvise(some.data(), some.size(), huge_pages_are_slow ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
     const auto started = std::chrono::steady_clock::now();
     const int populated = ::madvise(some.data(), some.size(), MADV_POPULATE_WRITE);
-    if (std::chrono::steady_clock::now() - started > kPatience) huge_pages_are_slow = true;
+    if (std::chrono::steady_clock::now() - started > kMaxPopulateTime) huge_pages_are_slow = true;
     if (populated == 0) return;
     if (errno != EINVAL) {
       failed = errno;
       return;
     }
-    // A kernel that has no such advice.
+    // This kernel lacks MADV_POPULATE_WRITE.
     for (int64_t at = 0; at < ssize(some); at += kPage)
       some[static_cast<size_t>(at)] = std::byte{0};
   });
@@ -132,8 +132,8 @@ void Snapshot::pin_for(const Device& device) {
   if (auto pinned = device.pin(bytes()); pinned.ok()) pinned_ = std::move(*pinned);
 }
 
-// A device may write between its copies. So each call is for those that lie side by side: one for
-// each device, unless tensors of several are mixed.
+// A device may write to gaps between its copies. So each call covers copies that are adjacent in
+// offset order: one call per device, unless tensors of several devices alternate.
 Status Snapshot::pack(std::vector<const PackedCopy*> copies) {
   std::ranges::stable_sort(copies, {}, &PackedCopy::offset);
   for (auto begin = copies.begin(); begin != copies.end();) {
@@ -152,7 +152,7 @@ Status Snapshot::pack(std::vector<const PackedCopy*> copies) {
 }
 
 Status Snapshot::copy(std::span<const PackedCopy> copies, int threads) {
-  std::vector<Part> parts;
+  std::vector<Chunk> chunks;
   std::vector<const PackedCopy*> elsewhere;
   for (const PackedCopy& copy : copies) {
     const int64_t size = itemsize(copy.tensor.dtype);
@@ -166,14 +166,14 @@ Status Snapshot::copy(std::span<const PackedCopy> copies, int threads) {
       if (*nbytes > 0) elsewhere.push_back(&copy);
       continue;
     }
-    const int64_t most = kPartNbytes / size;
+    const int64_t most = kChunkNbytes / size;
     for (int64_t begin = 0; begin < *numel; begin += most) {
-      parts.push_back({&copy, begin, std::min(begin + most, *numel)});
+      chunks.push_back({&copy, begin, std::min(begin + most, *numel)});
     }
   }
   RETURN_IF_ERROR(pack(std::move(elsewhere)));
-  parallel_for(std::ssize(parts), threads,
-               [&](int64_t i) { copy_part(parts[static_cast<size_t>(i)], payload_); });
+  parallel_for(std::ssize(chunks), threads,
+               [&](int64_t i) { copy_chunk(chunks[static_cast<size_t>(i)], payload_); });
   return ok_status();
 }
 

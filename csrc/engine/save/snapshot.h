@@ -1,11 +1,11 @@
 #pragma once
 
-// Snapshot: host memory that holds a consistent copy of what one rank saves.
+// Snapshot: host memory with a consistent copy of the tensors that one rank saves.
 //
-// Training stops while it is filled, and for nothing else: it is written to disk from where it is,
-// while training goes on. So its memory is kept and filled anew for each save, as fast as memory
-// goes. It is of this process, or shared with others (Slot). The binding layer gives it to torch as
-// storages; Python decides what goes where.
+// Training stops only while the snapshot is filled. The snapshot is then written to disk while
+// training continues. Its memory is reused for every save. The memory is private to this process,
+// or shared with other processes (Slot). The binding layer exposes it to torch as storages. Python
+// code chooses the offset of each tensor.
 
 #include <cstdint>
 #include <memory>
@@ -20,35 +20,37 @@
 
 namespace torch_ckpt {
 
-// A tensor, and where in a snapshot its elements go, one behind the other.
+// A tensor and the snapshot offset to which its elements are packed without gaps.
 struct PackedCopy {
   LiveTensor tensor;
   int64_t offset = 0;
 };
 
-// Where `nbytes` go behind what ends at `end`: what is long at a page, from where a disk takes it.
+// Returns the offset for a payload of `nbytes` after the offset `end`. Large payloads are
+// page-aligned, so that direct I/O can write from them.
 int64_t place_in_snapshot(int64_t end, int64_t nbytes);
 
 // Used by one thread at a time.
 class Snapshot {
  public:
-  // With memory for `nbytes`, all of it there: filling it meets no page fault. `threads` share the
-  // work. Errors: kInvalidArgument; kStorage (ENOMEM) where the system has not so much memory.
+  // Allocates `nbytes` and populates all pages, so that filling causes no page faults. `threads`
+  // threads share the work. Errors: kInvalidArgument; kStorage (ENOMEM) if memory is short.
   static Result<std::unique_ptr<Snapshot>> make(MemorySource& source, int64_t nbytes, int threads);
 
   MutableBytes bytes() const { return memory_.bytes(); }
 
-  // Pins the memory, once, unless the device is the host. Where that cannot be, all works as well,
-  // more slowly.
+  // Pins the memory on the first call, unless the device is the host. If pinning fails, copies
+  // still work, but more slowly.
   void pin_for(const Device& device);
 
-  // Copies all of them, by this thread and others, `threads` in all where there can be as many;
-  // those of a device together, before any of the host. What lies between those of a device may
-  // become zero. kInvalidArgument where one does not fit; then nothing has been copied.
+  // Copies all tensors with up to `threads` threads, including this one. Copies the tensors of each
+  // device together, before those of the host. Gaps between a device's tensors may become zero.
+  // Errors: those of the devices; kInvalidArgument if a tensor does not fit, and then no tensor is
+  // copied.
   Status copy(std::span<const PackedCopy> copies, int threads);
 
  protected:
-  // Offsets of copies count from `payload_begin`, and they reach no further than this payload.
+  // Offsets of copies count from the start of `payload`. All copies lie within it.
   Snapshot(Memory memory, MutableBytes payload) : payload_(payload), memory_(std::move(memory)) {}
 
   MutableBytes payload_;
@@ -57,7 +59,7 @@ class Snapshot {
   Status pack(std::vector<const PackedCopy*> copies);
 
   Memory memory_;
-  std::shared_ptr<void> pinned_;  // Gone before the memory.
+  std::shared_ptr<void> pinned_;  // Destroyed before the memory.
 };
 
 }  // namespace torch_ckpt

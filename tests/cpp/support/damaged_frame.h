@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "support/frame_sum.h"
 #include "support/plan_items.h"
-#include "support/sealed_frame.h"
 #include "support/status_matchers.h"
 
 namespace torch_ckpt {
@@ -28,16 +28,16 @@ void expect_damage_is_refused(const std::vector<std::byte>& bytes, Decode decode
     std::vector<std::byte> cut = bytes;
     cut.resize(nbytes);
     ASSERT_CODE(decode(cut), StatusCode::kCorruption) << nbytes << " bytes";
-    reseal(&cut);
+    fix_sums(&cut);
     ASSERT_CODE(decode(cut), StatusCode::kCorruption) << nbytes << " sealed bytes";
   }
   std::vector<std::byte> longer = bytes;
   longer.insert(longer.end() - sizeof(uint64_t), std::byte{0});
-  reseal(&longer);
+  fix_sums(&longer);
   EXPECT_CODE(decode(longer), StatusCode::kCorruption);
   std::vector<std::byte> newer = bytes;
   newer[4] = std::byte{2};
-  reseal(&newer);
+  fix_sums(&newer);
   EXPECT_CODE(decode(newer), StatusCode::kUnsupported);
 }
 
@@ -50,7 +50,7 @@ void expect_nonsense_is_refused(const std::vector<std::byte>& bytes, Decode deco
   const int64_t body = std::ssize(bytes) - kHeadNbytes - 8;
   int64_t refused = 0;
   const auto look_at = [&](std::vector<std::byte> odd) {
-    reseal(&odd);
+    fix_sums(&odd);
     const auto decoded = decode(odd);
     if (decoded.ok()) return expect_sound(*decoded, odd);
     ++refused;

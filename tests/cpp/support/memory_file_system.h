@@ -194,10 +194,11 @@ class MemoryFileSystem : public FileSystem {
 class MemoryFile : public File {
  public:
   MemoryFile(MemoryFileSystem& fs, std::string path, std::shared_ptr<MemoryFileSystem::Data> data,
-             Caching caching)
+             OpenMode mode, Caching caching)
       : fs_(fs),
         path_(std::move(path)),
         data_(std::move(data)),
+        mode_(mode),
         alignment_(caching == Caching::kDirect ? fs.options_.alignment : 1),
         fallback_reason_(caching == Caching::kDirect && alignment_ == 1 ? "memory" : "") {}
 
@@ -240,11 +241,12 @@ class MemoryFile : public File {
   Status preallocate(int64_t nbytes) override {
     RETURN_IF_ERROR(fs_.begin({Operation::Kind::kPreallocate, path_, 0, nbytes}));
     const std::lock_guard<std::mutex> lock(fs_.mutex_);
-    data_->resize(static_cast<size_t>(std::max(nbytes, ssize(*data_))));
+    data_->resize(static_cast<size_t>(nbytes));
     return ok_status();
   }
   Status truncate(int64_t nbytes) override {
     RETURN_IF_ERROR(fs_.begin({Operation::Kind::kTruncate, path_, 0, nbytes}));
+    if (mode_ == OpenMode::kRead) return errno_status(EINVAL, "cannot truncate " + path_);
     const std::lock_guard<std::mutex> lock(fs_.mutex_);
     data_->resize(static_cast<size_t>(nbytes));
     return ok_status();
@@ -256,6 +258,7 @@ class MemoryFile : public File {
   MemoryFileSystem& fs_;
   const std::string path_;
   const std::shared_ptr<MemoryFileSystem::Data> data_;
+  const OpenMode mode_;
   const int64_t alignment_;
   const std::string fallback_reason_;
   int in_flight_ = 0;  // Guarded by the file system's mutex.
@@ -364,7 +367,7 @@ inline Result<std::unique_ptr<File>> MemoryFileSystem::open(const std::string& p
   std::shared_ptr<Data>& data = files_[path];
   if (data == nullptr) data = std::make_shared<Data>();
   most_open_files_ = std::max(most_open_files_, ++open_files_);
-  return std::unique_ptr<File>(new MemoryFile(*this, path, data, caching));
+  return std::unique_ptr<File>(new MemoryFile(*this, path, data, mode, caching));
 }
 
 inline std::unique_ptr<IoQueue> MemoryFileSystem::make_queue(int depth, MutableBytes) {

@@ -60,7 +60,7 @@ inline std::shared_ptr<const StoredIndex> opened(const Index& index) {
 }
 
 // A pickle, and the trailer that an index of this save id is sealed to.
-inline std::string sealed_metadata(const std::string& pickle, const std::string& save_id) {
+inline std::string metadata_with_trailer(const std::string& pickle, const std::string& save_id) {
   const auto trailer = write_metadata_trailer({save_id, FileDigest::of(as_bytes(pickle))});
   EXPECT_OK(trailer);
   return pickle + std::string(as_text(*trailer));

@@ -146,7 +146,7 @@ inline Status save_version(FileSystem& fs, const Version& version) {
   RETURN_IF_ERROR(fs.create_directories(kDirectory));
   ASSIGN_OR_RETURN(const std::vector<std::string> found, fs.list_directory(kDirectory));
   ASSIGN_OR_RETURN(const std::vector<BlockSums> sums, write_data(fs, version));
-  const std::string metadata = sealed_metadata(version.metadata(), version.long_save_id());
+  const std::string metadata = metadata_with_trailer(version.metadata(), version.long_save_id());
   const std::string index = version.index(sums);
   RETURN_IF_ERROR(commit(fs, {.directory = kDirectory,
                               .names = {},

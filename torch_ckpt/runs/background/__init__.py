@@ -1,1 +1,1 @@
-"""Saves of a run in the background: by a thread of this process, or by the agent."""
+"""Background saves of a run: by a thread of this process, or by the agent."""

@@ -1,4 +1,4 @@
-"""Saves through the agent of this machine, or in a thread where the agent cannot serve."""
+"""AgentBackend: background saves through the agent, or through a thread as a fallback."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ T = TypeVar("T")
 
 
 class AgentBackend:
-    """Saves by way of the agent.
+    """Saves through the agent.
 
-    If that cannot save what some rank has, or has no memory for it, all ranks save without it from
-    then on. All ranks call the same methods.
+    If the agent of any rank has too little memory, or cannot save the rank's state, all ranks save
+    without the agent from then on. All ranks call the same methods.
 
     Args:
-        agent: Of this machine.
+        agent: Agent of this machine.
         group: The ranks.
-        sync: Whether checkpoints are to survive a power cut.
-        reader: Arguments for readers of what is in memory.
-        without: Makes who saves without agent; all ranks call it at the same time.
+        sync: Whether checkpoints must survive a power cut.
+        reader: Arguments for each :class:`SnapshotReader`.
+        make_fallback: Makes the backend that saves without the agent; all ranks call it at the
+            same time.
     """
 
     def __init__(
@@ -46,116 +47,120 @@ class AgentBackend:
         *,
         sync: bool,
         reader: dict[str, Any] | None,
-        without: Callable[[], ThreadBackend],
+        make_fallback: Callable[[], ThreadBackend],
     ) -> None:
         self._agent = agent
         self._group = group
         self._sync = sync
-        self._without = without
-        self._instead: ThreadBackend | None = None
+        self._make_fallback = make_fallback
+        self._fallback: ThreadBackend | None = None
         self._memory = SnapshotTier(agent, reader=reader)
         self.tiers: Sequence[Tier] = [self._memory]
 
     @property
     def can_stay_in_memory(self) -> bool:
-        """Whether it can keep a step in memory alone."""
-        return self._instead is None
+        """Whether the backend can retain a step in memory without writing it to disk."""
+        return self._fallback is None
 
     def save(
         self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
     ) -> Future[Any]:
-        """As :meth:`ThreadBackend.save`; without ``persist`` the step stays in memory."""
+        """Begins to save a step to ``path``; without ``persist`` the step remains in memory."""
 
-        def hand_over() -> Future[Any]:
+        def begin_save() -> Future[Any]:
             future = self._agent.async_save(
                 state, path, step=step, sync=self._sync, persist=persist
             )
-            assert future is not None  # It waits for a slot.
+            assert future is not None  # The agent waits for a slot.
             return future
 
-        if self._instead is None:
-            future = self._try(hand_over, self._agent.withdraw)
+        if self._fallback is None:
+            future = self._run_or_fall_back(begin_save, self._agent.withdraw)
             if future is not None:
                 return future
-        assert self._instead is not None
-        return self._instead.save(step, state, path, persist=True)
+        assert self._fallback is not None
+        return self._fallback.save(step, state, path, persist=True)
 
     def reserve(self, state: dict[str, Any]) -> None:
-        """Makes memory for states like this."""
-        if self._instead is None:
-            self._try(lambda: self._agent.reserve(state), lambda: None)
+        """Allocates memory for states like this."""
+        if self._fallback is None:
+            self._run_or_fall_back(lambda: self._agent.reserve(state), lambda: None)
 
     def leave(self) -> None:
-        """Leaves what is in memory to a process that starts again."""
-        if self._instead is None:
+        """Leaves the snapshots in memory for the next process."""
+        if self._fallback is None:
             self._agent.leave()
 
     def close(self) -> None:
-        """Ends in good order."""
-        if self._instead is None:
+        """Ends the backend in good order."""
+        if self._fallback is None:
             self._agent.close()
         else:
-            self._instead.close()
+            self._fallback.close()
 
-    def _try(self, work: Callable[[], T], undo: Callable[[], None]) -> T | None:
-        """Has the agent do something for all ranks. If it cannot for one, all go on without it.
+    def _run_or_fall_back(self, work: Callable[[], T], undo: Callable[[], None]) -> T | None:
+        """Calls ``work`` on all ranks; if the agent fails on any rank, all ranks fall back.
+
+        Args:
+            work: Called on this rank.
+            undo: Called on this rank if any rank failed.
 
         Returns:
-            What it has done; ``None`` if ranks are to go on without it.
+            The result of ``work``; ``None`` if the ranks fell back.
 
         Raises:
-            Exception: What a rank has raised, if that is nothing to be mended; on all.
+            Exception: The error of a rank, if the fallback would fail too; raised on all ranks.
         """
-        done, failure = None, None
+        result, failure = None, None
         try:
-            done = work()
-        except Exception as error:  # The others do not know of it.
+            result = work()
+        except Exception as error:  # Reported to the other ranks below.
             failure = error
         try:
             reason = self._group.decide(
-                "handing over to the agent",
-                lambda: _why_without(failure),
-                lambda said: next(filter(None, said), ""),
+                "saving with the agent",
+                lambda: _fallback_reason(failure),
+                lambda reasons: next(filter(None, reasons), ""),
                 timeout_s=self._agent.timeout_s,
             )
         except BaseException:
             undo()
             raise
         if not reason:
-            return done
+            return result
         undo()
-        self._go_on_without(reason)
+        self._fall_back(reason)
         return None
 
-    def _go_on_without(self, reason: str) -> None:
-        self._instead = self._without()
+    def _fall_back(self, reason: str) -> None:
+        self._fallback = self._make_fallback()
         self._memory.end()
-        self._agent.close()  # It brings to disk what it has.
+        self._agent.close()  # The agent writes its snapshots to disk.
         if self._group.is_coordinator:
             _warn_of(reason)
 
 
-def _why_without(failure: Exception | None) -> str:
-    """Why ranks are to go on without an agent; empty if they need not.
+def _fallback_reason(failure: Exception | None) -> str:
+    """Returns why the ranks must save without an agent; empty if they need not.
 
     Raises:
-        Exception: The failure, if it would be the same without.
+        Exception: The failure, if saving without an agent would fail too.
     """
     if failure is None:
         return ""
     if isinstance(failure, (StorageError, UnsupportedError)):
-        return _of_this_rank(failure)
+        return _with_rank(failure)
     raise failure
 
 
-def _of_this_rank(failure: Exception) -> str:
+def _with_rank(failure: Exception) -> str:
     is_alone = not (dist.is_available() and dist.is_initialized())
     rank = "" if is_alone else f"rank {dist.get_rank()} ({socket.gethostname()}): "
     return f"{rank}{failure}"
 
 
 def _warn_of(reason: str) -> None:
-    warnings.warn(f"saving goes on without an agent: {reason}", stacklevel=6)
+    warnings.warn(f"saving continues without an agent: {reason}", stacklevel=6)
 
 
 def backend_for(
@@ -168,46 +173,54 @@ def backend_for(
     timeout_s: float,
     reader: dict[str, Any] | None,
 ) -> ThreadBackend | AgentBackend | None:
-    """Who saves in the background; ``None`` if nobody does.
+    """Returns the backend of a run's background saves; ``None`` if saves are synchronous.
 
     Args:
         group: The ranks of the run.
-        process_group: The same, as the user has given them.
-        writer: Of all saves; its path is that of the run.
-        asynchronous: Whether somebody is to.
-        agent: Whether the agent is.
-        timeout_s: Seconds that one rank, or a save, waits.
-        reader: Arguments for readers of what is in memory.
+        process_group: The same ranks, as the user gave them.
+        writer: Writer of all saves; its path is the directory of the run.
+        asynchronous: Whether the run saves in the background.
+        agent: Whether the agent saves, or the options of the agent.
+        timeout_s: Seconds that a rank waits for another rank, or a save for a slot.
+        reader: Arguments for each :class:`SnapshotReader`.
 
     Raises:
-        ValueError: There is to be an agent, and saves are not asynchronous.
+        ValueError: ``agent`` is given, and saves are not asynchronous.
     """
     if not asynchronous:
         if agent:
-            raise ValueError("an agent saves in the background: asynchronous=True")
+            raise ValueError(
+                "agent=True requires asynchronous=True: an agent saves in the background"
+            )
         return None
 
-    def by_thread() -> ThreadBackend:
+    def make_thread_backend() -> ThreadBackend:
         return ThreadBackend(process_group, timeout_s=timeout_s, writer=writer)
 
     if not agent:
-        return by_thread()
-    made, reason = _agent_for(
+        return make_thread_backend()
+    started, reason = _start_agent(
         group,
         process_group,
         writer,
         timeout_s=timeout_s,
         options=agent if isinstance(agent, AgentOptions) else None,
     )
-    if made is None:
-        instead = by_thread()
+    if started is None:
+        fallback = make_thread_backend()
         if group.is_coordinator:
             _warn_of(reason)
-        return instead
-    return AgentBackend(made, group, sync=writer.sync_files, reader=reader, without=by_thread)
+        return fallback
+    return AgentBackend(
+        started,
+        group,
+        sync=writer.sync_files,
+        reader=reader,
+        make_fallback=make_thread_backend,
+    )
 
 
-def _agent_for(
+def _start_agent(
     group: Group,
     process_group: dist.ProcessGroup | None,
     writer: FastWriter,
@@ -215,10 +228,10 @@ def _agent_for(
     timeout_s: float,
     options: AgentOptions | None,
 ) -> tuple[SnapshotAgent | None, str]:
-    """The agent of this machine; ``None``, and why, if a rank has no memory or cannot start one.
+    """Returns the agent, or ``None`` and the reason if any rank has no memory or no agent.
 
     Raises:
-        Exception: A rank cannot have one for another reason; on all ranks.
+        Exception: A rank failed for another reason; raised on all ranks.
     """
     agent, failure = None, None
     try:
@@ -231,11 +244,11 @@ def _agent_for(
     def own() -> str:
         if failure is not None and not isinstance(failure, StorageError):
             raise failure
-        return "" if failure is None else _of_this_rank(failure)
+        return "" if failure is None else _with_rank(failure)
 
     try:
         reason = group.decide(
-            "starting the agent", own, lambda said: max(said), timeout_s=timeout_s
+            "starting the agent", own, lambda reasons: max(reasons), timeout_s=timeout_s
         )
     except BaseException:
         if agent is not None:

@@ -1,4 +1,4 @@
-"""A save that goes on in the background, and how this process learns what became of it."""
+"""BackgroundSave: a save in the background, and the report of its outcome."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["BackgroundSave"]
 
 
 class BackgroundSave:
-    """A save in the background, with what is done after it.
+    """A save in the background, and a callback that follows its success.
 
-    It is settled when somebody has learnt how it ended. If nobody has when the process exits, which
-    waits for it, its failure is reported on stderr.
+    :meth:`settle` reports the outcome of the save. The process waits for the save before it exits.
+    At exit, the failure of a save that was not settled is printed to stderr.
 
     Args:
-        step: What is saved.
-        future: Of the save.
-        then: Called in the background when it has succeeded.
+        step: The saved step.
+        future: Future of the save.
+        then: Called in the background when the save has succeeded.
 
     Example::
 
@@ -52,26 +52,26 @@ class BackgroundSave:
         future.add_done_callback(end)
 
     @property
-    def is_going_on(self) -> bool:
-        """Whether it is not over yet."""
+    def is_in_progress(self) -> bool:
+        """Whether the save is still in progress."""
         return not self._ended.done()
 
     def settle(self, timeout_s: float) -> float:
-        """Waits for its end.
+        """Waits for the end of the save, and reports its outcome.
 
         Args:
-            timeout_s: For so long, in seconds.
+            timeout_s: Longest wait, in seconds.
 
         Returns:
-            How long it took, in seconds.
+            Duration of the save, in seconds.
 
         Raises:
-            CheckpointError: It has failed, or still goes on.
+            CheckpointError: The save failed, or is still in progress.
         """
         if not wait([self._ended], timeout_s).done:
             raise CheckpointError(
-                f"step {self.step} is still being saved in the background, after {timeout_s:g} s "
-                "of waiting for it"
+                f"step {self.step} is still being saved in the background after a wait of "
+                f"{timeout_s:g} s"
             )
         PROCESS.unsettled.discard(self)
         error = self._ended.exception()
@@ -81,7 +81,7 @@ class BackgroundSave:
 
 
 def _report() -> None:
-    """At exit, when the threads of all saves have ended."""
+    """Prints the failures of unsettled saves; called at exit, after the threads have ended."""
     for save in sorted(PROCESS.unsettled, key=lambda save: save.step):
         try:
             save.settle(0)

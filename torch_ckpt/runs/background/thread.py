@@ -1,4 +1,4 @@
-"""Saves in a thread of this process."""
+"""ThreadBackend: background saves by a thread of this process."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["ThreadBackend"]
 
 
 class ThreadBackend:
-    """Saves by :func:`torch_ckpt.async_save`.
+    """Saves with :func:`torch_ckpt.async_save`.
 
     Args:
         process_group: The ranks; all if ``None``.
         timeout_s: Seconds that one rank waits for another.
-        writer: Of all saves.
+        writer: Writer of all saves.
     """
 
     tiers: Sequence[Tier] = ()
-    """Where its steps are besides the disk."""
+    """Tiers with steps of this backend, other than the disk."""
     can_stay_in_memory = False
-    """Whether it can keep a step in memory alone."""
+    """Whether the backend can retain a step in memory without writing it to disk."""
 
     def __init__(
         self, process_group: dist.ProcessGroup | None, *, timeout_s: float, writer: FastWriter
@@ -40,7 +40,7 @@ class ThreadBackend:
     def save(
         self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
     ) -> Future[Any]:
-        """Begins to save a step there, whether it is to come to disk or not."""
+        """Begins to save a step to ``path``; ``persist`` has no effect."""
         future = async_save(
             state,
             checkpoint_id=path,
@@ -52,10 +52,10 @@ class ThreadBackend:
         return future
 
     def reserve(self, state: dict[str, Any]) -> None:
-        """Has nothing to make."""
+        """Does nothing: there is no memory to reserve."""
 
     def leave(self) -> None:
-        """Has nothing to leave."""
+        """Does nothing: there are no snapshots to leave in memory."""
 
     def close(self) -> None:
-        """Has nothing to end."""
+        """Does nothing: there is no connection to close."""

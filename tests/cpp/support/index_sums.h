@@ -28,7 +28,7 @@ inline void put_sums(std::vector<std::byte>& bytes, Bytes of,
               bytes.begin() + static_cast<std::ptrdiff_t>(section.offset));
 }
 
-inline void reseal(std::vector<std::byte>& bytes) {
+inline void fix_sums(std::vector<std::byte>& bytes) {
   namespace records = index_records;
   records::Header header;
   if (bytes.size() < sizeof(header)) return;

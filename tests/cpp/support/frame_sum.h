@@ -13,7 +13,7 @@
 namespace torch_ckpt {
 
 // Makes the checksum true again.
-inline void reseal(std::vector<std::byte>* bytes) {
+inline void fix_sums(std::vector<std::byte>* bytes) {
   if (bytes->size() < sizeof(uint64_t)) return;
   const size_t end = bytes->size() - sizeof(uint64_t);
   store_le(bytes->data() + end, xxh3(Bytes(*bytes).first(end)));

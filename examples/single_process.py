@@ -1,0 +1,67 @@
+"""Trains in a single process, and continues from its newest checkpoint when it runs again.
+
+Stop it early, then run it again::
+
+python examples/single_process.py --stop-after 60
+python examples/single_process.py
+"""
+
+import argparse
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from torch_ckpt import Run
+
+
+class Training:
+    """Model and optimizer as a ``Stateful``: DCP calls these methods when it saves and loads."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns both states. An optimizer that has no state yet gets one for the load."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets both states."""
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+
+def main() -> None:
+    """Trains a small network up to step 100."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", default="runs/single", help="directory of the run")
+    parser.add_argument("--stop-after", type=int, default=100, help="step after which to stop")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = {"training": Training(model, optimizer)}
+
+    with Run(args.dir, every=20, keep_last=2) as run:
+        start = run.restore(state) or 0
+        print(f"started from step {start}")
+        for step in range(start + 1, args.stop_after + 1):
+            inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
+            loss = (model(inputs).squeeze(1) - inputs.sum(1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if run.should_save(step):
+                run.save(step, state)
+        print(f"step {args.stop_after}: loss {loss.item():.6f}")
+
+
+if __name__ == "__main__":
+    main()

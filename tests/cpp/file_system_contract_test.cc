@@ -1,0 +1,157 @@
+// What every FileSystem must do. A new one joins by a line in kFileSystems.
+//
+// Saves and loads rely on this and on the contract of IoQueue (io_queue_test.cc).
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cerrno>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "io/file_system.h"
+#include "io/posix_file_system.h"
+#include "support/memory_file_system.h"
+#include "support/read_file.h"
+#include "support/status_matchers.h"
+#include "support/temp_directory.h"
+
+namespace torch_ckpt {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr int64_t kBlock = 4096;
+
+struct Candidate {
+  std::string name;
+  std::function<std::unique_ptr<FileSystem>()> make;
+};
+
+const std::vector<Candidate> kFileSystems = {
+    {"Posix", [] { return std::make_unique<PosixFileSystem>(); }},
+    {"Memory", [] { return std::make_unique<MemoryFileSystem>(); }},
+};
+
+class FileSystemContractTest : public testing::TestWithParam<Candidate> {
+ protected:
+  FileSystem& fs() { return *fs_; }
+  std::string directory() const { return directory_.path(); }
+  std::string path(const std::string& name) const { return directory_.file(name); }
+
+ private:
+  std::unique_ptr<FileSystem> fs_ = GetParam().make();
+  TempDirectory directory_;
+};
+
+std::string candidate_name(const testing::TestParamInfo<Candidate>& candidate) {
+  return candidate.param.name;
+}
+
+INSTANTIATE_TEST_SUITE_P(FileSystems, FileSystemContractTest, testing::ValuesIn(kFileSystems),
+                         candidate_name);
+
+TEST_P(FileSystemContractTest, AnEmptyFileIsAFile) {
+  ASSERT_OK(write_file(fs(), path("a"), {}, false));
+  ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs(), path("a")));
+  EXPECT_TRUE(bytes.empty());
+}
+
+// "No checkpoint there" is told from a failed disk by its code.
+TEST_P(FileSystemContractTest, AMissingFileIsNotFound) {
+  EXPECT_CODE(read_file(fs(), path("a")), StatusCode::kNotFound);
+  EXPECT_CODE(fs().open(path("a"), OpenMode::kRead, Caching::kDirect), StatusCode::kNotFound);
+  EXPECT_CODE(fs().remove(path("a")), StatusCode::kNotFound);
+  EXPECT_CODE(fs().rename(path("a"), path("b")), StatusCode::kNotFound);
+  EXPECT_THAT(read_file(fs(), path("a")).status().message(), HasSubstr(path("a")));
+}
+
+// Committed bytes are never written over: a name that is taken is an error.
+TEST_P(FileSystemContractTest, CreatingAnExistingFileFailsAndLeavesItAlone) {
+  ASSERT_OK(write_file(fs(), path("a"), as_bytes("old"), false));
+  const Status status = write_file(fs(), path("a"), as_bytes("new"), false);
+  EXPECT_EQ(status.code(), StatusCode::kStorage);
+  EXPECT_EQ(status.error_number(), EEXIST);
+  const auto direct = fs().open(path("a"), OpenMode::kCreate, Caching::kDirect);
+  EXPECT_EQ(direct.status().error_number(), EEXIST);
+  ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs(), path("a")));
+  EXPECT_EQ(as_text(bytes), "old");
+}
+
+TEST_P(FileSystemContractTest, ASharedFileKeepsWhatOthersHaveWritten) {
+  for (const Caching caching : {Caching::kDirect, Caching::kBuffered}) {
+    ASSERT_OK_AND_ASSIGN(const auto one, fs().open(path("a"), OpenMode::kShare, caching));
+    ASSERT_OK(one->preallocate(10));
+    ASSERT_OK_AND_ASSIGN(const auto other, fs().open(path("a"), OpenMode::kShare, caching));
+    ASSERT_OK(one->write(0, as_bytes("01234")));
+    ASSERT_OK(other->preallocate(10));
+    ASSERT_OK(other->write(5, as_bytes("56789")));
+    ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs(), path("a")));
+    EXPECT_EQ(as_text(bytes), "0123456789");
+  }
+}
+
+TEST_P(FileSystemContractTest, PreallocateSetsTheLengthUpAndDown) {
+  ASSERT_OK_AND_ASSIGN(const auto file, fs().open(path("a"), OpenMode::kCreate, Caching::kDirect));
+  for (const int64_t nbytes : {int64_t{0}, 3 * kBlock + 1, kBlock, int64_t{0}}) {
+    ASSERT_OK(file->preallocate(nbytes));
+    EXPECT_EQ(*file->size(), nbytes);
+  }
+}
+
+TEST_P(FileSystemContractTest, TruncateSetsTheLength) {
+  ASSERT_OK_AND_ASSIGN(const auto file, fs().open(path("a"), OpenMode::kCreate, Caching::kDirect));
+  ASSERT_OK(file->truncate(12345));
+  EXPECT_EQ(*file->size(), 12345);
+  ASSERT_OK_AND_ASSIGN(const auto reader, fs().open(path("a"), OpenMode::kRead, Caching::kDirect));
+  EXPECT_CODE(reader->truncate(1), StatusCode::kStorage);
+}
+
+TEST_P(FileSystemContractTest, ListsNamesInOrder) {
+  for (const char* name : {"b", "a", ".metadata", "B"}) {
+    ASSERT_OK(write_file(fs(), path(name), {}, false));
+  }
+  ASSERT_OK_AND_ASSIGN(const auto names, fs().list_directory(directory()));
+  EXPECT_THAT(names, ElementsAre(".metadata", "B", "a", "b"));
+}
+
+TEST_P(FileSystemContractTest, RenameReplaces) {
+  ASSERT_OK(write_file(fs(), path("a"), as_bytes("new"), false));
+  ASSERT_OK(write_file(fs(), path("b"), as_bytes("old"), false));
+  ASSERT_OK(fs().rename(path("a"), path("b")));
+  ASSERT_OK(fs().sync_directory(directory()));
+  ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs(), path("b")));
+  EXPECT_EQ(as_text(bytes), "new");
+  EXPECT_CODE(read_file(fs(), path("a")), StatusCode::kNotFound);
+}
+
+TEST_P(FileSystemContractTest, AQueueReadsBackWhatItWrote) {
+  ASSERT_OK_AND_ASSIGN(const auto file,
+                       fs().open(path("a"), OpenMode::kCreate, Caching::kBuffered));
+  const auto queue = fs().make_queue(4);
+  std::string written = "some bytes";
+  const auto finish = [&](IoRequest::Kind kind, std::string& bytes) {
+    const IoRequest request = {kind,
+                               file.get(),
+                               0,
+                               {reinterpret_cast<std::byte*>(bytes.data()), bytes.size()},
+                               Caching::kBuffered,
+                               7};
+    queue->submit({&request, 1});
+    const IoDone done = queue->wait().front();
+    EXPECT_EQ(done.tag, 7u);
+    return done.status;
+  };
+  ASSERT_OK(file->preallocate(static_cast<int64_t>(written.size())));
+  ASSERT_OK(finish(IoRequest::Kind::kWrite, written));
+  ASSERT_OK(finish(IoRequest::Kind::kSync, written));
+  ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs(), path("a")));
+  EXPECT_EQ(as_text(bytes), written);
+  EXPECT_EQ(queue->in_flight(), 0);
+}
+
+}  // namespace
+}  // namespace torch_ckpt

@@ -1,0 +1,65 @@
+"""The short examples, and the whole journey of a model: trained, killed, moved and exported."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from example_runs import kill, output_of, running
+
+from torch_ckpt import FastReader, load
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_a_single_process_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    whole = output_of("single_process.py", "--dir whole", folder=tmp_path)
+    output_of("single_process.py", "--stop-after 60", folder=tmp_path)
+    resumed = output_of("single_process.py", folder=tmp_path)
+    assert resumed == whole.replace("started from step 0", "started from step 60")
+
+
+@pytest.mark.slow
+def test_a_training_moves_from_two_ranks_to_three(tmp_path: Path) -> None:
+    output_of("reshard.py", "--steps 50", ranks=2, folder=tmp_path)
+    output = output_of("reshard.py", "--steps 100", ranks=3, folder=tmp_path)
+    assert sorted(output.splitlines()) == [
+        f"rank {rank} of 3: steps 51 to 100, shard {shard}"
+        for rank, shard in enumerate(["[22, 8]", "[22, 8]", "[20, 8]"])
+    ]
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_killed_moved_and_exported(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    every = "--save-every 10"
+    with running("start_to_finish.py", every, ranks=3, folder=tmp_path) as process:
+        assert process.stdout is not None
+        committed = tmp_path / "runs/llama/step-10/.metadata"
+        for line in process.stdout:
+            if line.startswith("step ") and committed.exists():
+                break
+        kill(process)
+
+    output = output_of("start_to_finish.py", f"{every} --steps 70", ranks=2, folder=tmp_path)
+    starts = {int(step) for step in re.findall(r"rank \d of 2: starts from step (\d+)", output)}
+    assert len(starts) == 1
+    assert starts.pop() % 10 == 0
+
+    output = output_of("start_to_finish.py", "--export exported", ranks=2, folder=tmp_path)
+    assert "exported step 70 to exported" in output
+    assert {file.name for file in (tmp_path / "exported").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    weights = {"model": {name: torch.zeros_like(t) for name, t in model.state_dict().items()}}
+    load({"training": weights}, storage_reader=FastReader(tmp_path / "runs/llama/step-70"))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights["model"][name]), name

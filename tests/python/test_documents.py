@@ -1,0 +1,123 @@
+"""The documents: every snippet runs when it is pasted alone, links lead somewhere, lines are short.
+
+A ``python`` block runs in a fresh interpreter in an empty directory. A ``bash`` block runs in a
+directory that has what a clone has. Blocks below a comment such as ``<!-- run command -->`` install
+packages or take minutes: CI runs the test command, and a reader the others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "csrc/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+RUN_TIMEOUT_S = 120
+MAX_WORDS = 35
+MAX_COLUMNS = 120
+UNTRIED = re.compile(r"<!-- (run command|test command|long: not run by the tests) -->")
+
+
+def names(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(language: str) -> Iterator[pytest.ParameterSet]:
+    """The code blocks of one language, named by document and line."""
+    for path in DOCUMENTS:
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            if line == f"```{language}" and not UNTRIED.fullmatch(lines[number - 1]):
+                end = lines.index("```", number)
+                code = "\n".join(lines[number + 1 : end]) + "\n"
+                yield pytest.param(code, id=f"{names(path)}:{number + 1}")
+
+
+def run(command: list[str], folder: Path) -> None:
+    """Runs a snippet; ends all that it has started."""
+    memory = folder / "memory"
+    memory.mkdir()
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CKPT_MEMORY": str(memory),
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"does not end:\n{output}")
+    assert process.returncode == 0, output
+
+
+@pytest.mark.parametrize("code", list(blocks("python")))
+def test_a_python_snippet_runs_alone(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "snippet.py"
+    script.write_text(code)
+    run([sys.executable, str(script)], tmp_path)
+
+
+@pytest.mark.parametrize("code", list(blocks("bash")))
+def test_a_shell_snippet_runs_alone(code: str, tmp_path: Path) -> None:
+    for name in ("examples", "benchmarks", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    run(["bash", "-euo", "pipefail", "-c", code], tmp_path)
+
+
+def test_the_journey_page_has_the_script_that_the_examples_have() -> None:
+    page = (ROOT / "docs" / "start-to-finish.md").read_text()
+    script = (ROOT / "examples" / "start_to_finish.py").read_text()
+    assert page.endswith(f"```python\n{script}```\n")
+
+
+def heading_ids(path: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a document."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=names)
+def test_links_lead_to_files_and_headings_that_exist(path: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(), flags=re.S)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        if not there.exists() or (anchor and anchor not in heading_ids(there)):
+            broken.append(target)
+    assert not broken
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=names)
+def test_lines_and_sentences_are_short(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    lines = [line for line in text.splitlines() if not line.startswith("|")]
+    assert not [line for line in lines if len(line) > MAX_COLUMNS]
+    sentences = re.split(r"(?<=[.;:?!])\s|\n\s*\n|\n(?=[-*#|] )", "\n".join(lines))
+    assert not [s for s in sentences if len(s.split()) > MAX_WORDS]
