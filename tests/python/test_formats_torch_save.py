@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import (
     DTYPES,
-    ROOT,
     CuttingLoadPlanner,
     blank,
     differences,
@@ -341,11 +339,3 @@ def test_random_damage_is_refused_or_does_not_matter(
         right += 1
     print(f"{refused} refused, {right} right")
     assert refused > count // 5
-
-
-def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "README.md").read_text()
-    (example,) = re.findall(r"<!-- formats example -->\n```python\n(.*?)```", text, re.S)
-    monkeypatch.chdir(tmp_path)
-
-    exec(compile(example, "README.md", "exec"), {})

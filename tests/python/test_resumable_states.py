@@ -239,7 +239,7 @@ def test_load_and_installed_trust_pickles_if_they_are_told_to(tmp_path: Path) ->
                 assert target == {"c": Colour.RED}
             else:
                 failure_of(dcp.load, target, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(ValueError, match="give it to the reader"):
+    with pytest.raises(ValueError, match="pass it to the reader"):
         torch_ckpt.load(target, storage_reader=FastReader(tmp_path), trust_pickle=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -661,20 +660,6 @@ def test_what_else_may_become_of_the_last_step_when_training_raises(
 
 
 # ---- Arguments ----
-
-
-def test_the_example_of_the_readme_runs_and_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = (ROOT / "README.md").read_text()
-    (example,) = re.findall(r"<!-- run example -->\n```python\n(.*?)```", text, re.S)
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        saved = Run("runs/linear").latest_step()
-        variables: dict[str, Any] = {}
-        exec(compile(example, "README.md", "exec"), variables)
-        assert variables["start"] == (saved or 0)
-    assert saved
 
 
 def test_arguments_out_of_range_are_refused_by_name(tmp_path: Path) -> None:
