@@ -22,6 +22,8 @@ __all__ = [
     "RankTimeoutError",
     "StorageError",
     "UnsupportedError",
+    "pickles",
+    "portable_error",
     "portable_errors",
 ]
 
@@ -156,8 +158,21 @@ def portable_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            raise CheckpointError(f"{type(error).__qualname__}: {error}") from error
+        replacement = portable_error(error)
+        if replacement is not error:
+            raise replacement from error
         raise
+
+
+def portable_error(error: BaseException) -> BaseException:
+    """Returns the error, or a :class:`CheckpointError` with its message if it does not pickle."""
+    return error if pickles(error) else CheckpointError(f"{type(error).__qualname__}: {error}")
+
+
+def pickles(value: object) -> bool:
+    """Returns whether a value survives pickling and unpickling."""
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return False
+    return True

@@ -12,6 +12,7 @@ import enum
 import socket
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 from torch_ckpt import errors
 from torch_ckpt.errors import (
@@ -158,10 +159,12 @@ def raise_error(message: Message) -> None:
     if message.kind != Kind.ERROR:
         return
     name, text = message.data(0).decode(), message.data(1).decode()
-    kind = getattr(errors, name) if name in errors.__all__ else CheckpointError
+    found = getattr(errors, name, None)
+    is_ours = isinstance(found, type) and issubclass(found, CheckpointError)
+    kind: Any = found if is_ours else CheckpointError
     if kind in (AlreadyExistsError, NotFoundError, StorageError):
         raise kind(text, message.integer(2) or None)
-    raise kind(text) if issubclass(kind, CheckpointError) else CheckpointError(text)
+    raise kind(text)
 
 
 def _unpack(kind: Kind, body: bytes) -> tuple[int | bytes, ...]:

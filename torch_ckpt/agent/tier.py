@@ -13,7 +13,7 @@ from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.reader import SnapshotReader
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.api import load
-from torch_ckpt.coordination.group import why
+from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import NotFoundError
 
 __all__ = ["SnapshotTier"]

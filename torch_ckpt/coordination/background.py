@@ -24,7 +24,8 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.connect import own_addresses
-from torch_ckpt.coordination.group import Call, group_of, portable
+from torch_ckpt.coordination.group import Call, group_of
+from torch_ckpt.coordination.portable import portable
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 

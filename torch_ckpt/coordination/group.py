@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextvars import ContextVar
-from traceback import StackSummary
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from torch_ckpt.coordination.node import COMMITTING, WRITING, Node, Values
+from torch_ckpt.coordination.portable import pickled, pickled_values, portable
 from torch_ckpt.errors import CheckpointError, RankTimeoutError
 from torch_ckpt.process_state import PROCESS
 
@@ -46,9 +46,7 @@ __all__ = [
     "claim_commit",
     "current_call",
     "group_of",
-    "portable",
     "time_limit_s",
-    "why",
 ]
 
 T = TypeVar("T")
@@ -408,19 +406,19 @@ class Call:
             values = [pickle.loads(contribution) for contribution in contributions]
             outcome = self._outcome(step, values, reduce, scatters)
             each = scatters and not isinstance(outcome, CheckpointException)
-            retained[:] = [] if each else [_portable(outcome)]
+            retained[:] = [] if each else [portable(outcome)]
             try:
-                return _pickled_values(outcome) if each else _pickled(outcome)
+                return pickled_values(outcome) if each else pickled(outcome)
             except Exception as error:
                 note = "; the checkpoint is committed" if phase == WRITING else ""
                 failures = {0: self._unpicklable(phase, error, note)}
                 retained[:] = [CheckpointException(step, failures)]
-                return _pickled(retained[0])
+                return pickled(retained[0])
 
         try:
-            contribution = _pickled(own_value)
+            contribution = pickled(own_value)
         except Exception as error:
-            contribution = _pickled(self._unpicklable(phase, error))
+            contribution = pickled(self._unpicklable(phase, error))
         answer = self._exchange(phase, contribution, decide)
         received = retained[0] if retained else pickle.loads(answer)
         if isinstance(received, CheckpointException):
@@ -527,53 +525,3 @@ def _attempted(function: Callable[[], Any]) -> Any:
         return function()
     except BaseException as error:
         return _wrap_exception(error)
-
-
-def _pickled(value: object) -> bytes:
-    return pickle.dumps(_portable(value))
-
-
-def _pickled_values(values: Sequence[object]) -> list[bytes]:
-    """Returns the pickle of each value. An object that occurs several times is pickled once."""
-    distinct = {id(value): _pickled(value) for value in values}
-    return [distinct[id(value)] for value in values]
-
-
-def _portable(value: T) -> T:
-    """Returns the value, with errors that do not pickle replaced by errors that do."""
-    if isinstance(value, CheckpointException):
-        failures = {rank: _portable(failure) for rank, failure in value.failures.items()}
-        return cast(T, CheckpointException(value.args[0], failures))
-    if not _is_wrapped_exception(value):
-        return value
-    error, trace = cast(tuple[BaseException, StackSummary], value)
-    return cast(T, (portable(error), trace if _pickles(trace) else StackSummary()))
-
-
-def portable(error: BaseException) -> BaseException:
-    """Returns the error, or a :class:`CheckpointError` with its message if it does not pickle."""
-    if isinstance(error, CheckpointException):
-        return _portable(error)
-    return error if _pickles(error) else CheckpointError(f"{type(error).__qualname__}: {error}")
-
-
-def _pickles(value: object) -> bool:
-    try:
-        pickle.loads(pickle.dumps(value))
-    except Exception:
-        return False
-    return True
-
-
-def why(error: BaseException) -> str:
-    """Returns an error in one line. For a ``CheckpointException``, lists the errors of all ranks.
-
-    Example::
-
-        assert why(ValueError("no")) == "ValueError: no"
-    """
-    if isinstance(error, CheckpointException):
-        return "; ".join(
-            f"rank {rank}: {why(cause)}" for rank, (cause, _) in sorted(error.failures.items())
-        )
-    return f"{type(error).__qualname__}: {error}"

@@ -39,8 +39,8 @@ __all__ = [
     "PICKLED_DTYPES",
     "CutItem",
     "CutPiece",
+    "PlanChanges",
     "RankItems",
-    "Share",
     "check_dtype",
     "cut_item",
     "item_nbytes",
@@ -127,7 +127,7 @@ _ITEMS_ATTRIBUTE = "torch_ckpt_items"
 
 
 @dataclass
-class Share(_StoragePrefix):
+class PlanChanges(_StoragePrefix):
     """The differences between a rank's plan and the items that it writes.
 
     Attributes:
@@ -228,8 +228,8 @@ def share_out(plans: list[SavePlan]) -> list[SavePlan]:
     cached plan that the coordinator did not receive.
 
     Returns:
-        The plans, with a :class:`Share` as ``storage_data``. Only tensors that the ranks listed
-        are reassigned. Objects, and items that the planner changed or omitted, stay unchanged.
+        The plans, with :class:`PlanChanges` as ``storage_data``. Only tensors that the ranks
+        listed are reassigned. Objects, and items that the planner changed, stay unchanged.
 
     Raises:
         MismatchError: Ranks disagree on the dtype or sizes of a tensor.
@@ -253,7 +253,7 @@ def share_out(plans: list[SavePlan]) -> list[SavePlan]:
             if box is not None:
                 key = fqn, torch.Size(box[0]), torch.Size(box[1])
                 writers.setdefault(key, []).append((rank, rows))
-    shares = [Share(f"__{rank}_", len(plan.items)) for rank, plan in enumerate(plans)]
+    shares = [PlanChanges(f"__{rank}_", len(plan.items)) for rank, plan in enumerate(plans)]
     for planner_rank, plan in enumerate(plans):
         for position, item in enumerate(plan.items):
             if item.tensor_data is None or item.tensor_data.chunk is None:
@@ -285,7 +285,7 @@ def work_of(plan: SavePlan) -> list[WriteItem]:
         CheckpointError: The planner changed the plan after the replicas were reassigned.
     """
     share = plan.storage_data
-    if not isinstance(share, Share):
+    if not isinstance(share, PlanChanges):
         return plan.items
     if share.item_count != len(plan.items):
         raise CheckpointError(

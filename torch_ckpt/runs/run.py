@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.api import save
-from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of, why
+from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
+from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.background.agent import backend_for

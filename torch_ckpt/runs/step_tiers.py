@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt.coordination.group import Group, why
+from torch_ckpt.coordination.group import Group
+from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import (
     CancelledError,
     CorruptionError,

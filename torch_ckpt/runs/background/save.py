@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
-from torch_ckpt.coordination.group import why
+from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 
