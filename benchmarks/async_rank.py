@@ -113,7 +113,7 @@ class AsyncRank(Rank):
 
     def save_by(self, contender: str, folder: str) -> Answer:
         """Saves; returns when the call returned, and when all was on disk, both from its start."""
-        begin_save, path = self._backend(contender), self.directory / folder
+        begin_save, path = self._saver(contender), self.directory / folder
         dist.barrier()
         cpu = time.process_time()
         begin = time.perf_counter()
@@ -130,7 +130,7 @@ class AsyncRank(Rank):
 
     def train(self, contender: str, folder: str, base_s: float) -> Answer:
         """Trains, alone and then while a save goes on; returns both rates."""
-        begin_save, path = self._backend(contender), self.directory / folder
+        begin_save, path = self._saver(contender), self.directory / folder
         dist.barrier()
         base = self._rate(lambda spent: spent > base_s)
         future = begin_save(path)
