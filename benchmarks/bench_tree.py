@@ -6,7 +6,7 @@ Takes about a minute:
 
     python benchmarks/bench_tree.py
 
-The tables of benchmarks/README.md, from the costs that stand there:
+The tables of docs/benchmarks.md, from the costs there:
 
     python benchmarks/bench_tree.py --model
 """

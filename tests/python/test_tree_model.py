@@ -1,4 +1,4 @@
-"""The cost model of benchmarks/README.md: what it says is what the formula and simulation give."""
+"""The cost model of docs/benchmarks.md: its tables are what the formula and simulation give."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from bench_tree import MODEL_FAN_OUTS, MODEL_TABLES, model_rows
 from tree_model import Cost, Costs, World, reckon, simulate
 
-README = ROOT / "benchmarks" / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 
 
 @functools.cache
@@ -63,10 +63,10 @@ def test_default_fan_out_is_within_5_percent_of_the_best_for_16384_ranks() -> No
         assert found[16] < 1.05 * min(found.values())
 
 
-def test_tables_of_the_readme_are_those_of_the_model() -> None:
+def test_tables_of_the_page_are_those_of_the_model() -> None:
     rows = [
         [cell.strip() for cell in line.strip("|\n").split("|")]
-        for line in re.findall(r"^\|.*$", README.read_text(), re.M)
+        for line in re.findall(r"^\|.*$", PAGE.read_text(), re.M)
     ]
     for nbytes in MODEL_TABLES:
         header, *expected = model_rows(Costs(), nbytes)
