@@ -37,6 +37,8 @@ def ratios(samples: list[dict[str, Any]], ours: str, stock: str, seconds: Any) -
     """Stock's seconds over ours, of each round that has both."""
     by_round: dict[int, dict[str, float]] = {}
     for sample in samples:
+        if sample["contender"] not in (ours, stock):
+            continue
         by_round.setdefault(sample["round"], {})[sample["contender"]] = seconds(sample)
     return [one[stock] / one[ours] for one in by_round.values() if {ours, stock} <= one.keys()]
 

@@ -7,6 +7,7 @@ packages or take minutes: CI runs the test command, and a reader the others.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
@@ -16,6 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import torch_ckpt
+import torch_ckpt.agent
+from torch_ckpt import CheckpointError
+from torch_ckpt.agent import MemoryCheckpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -92,6 +98,23 @@ def test_the_journey_page_has_the_script_that_the_examples_have() -> None:
     page = (ROOT / "docs" / "start-to-finish.md").read_text()
     script = (ROOT / "examples" / "start_to_finish.py").read_text()
     assert page.endswith(f"```python\n{script}```\n")
+
+
+def test_the_options_page_has_every_option_with_its_default() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    found = dict(zip(*[iter(re.split(r"^## (.*)$", page, flags=re.M)[1:])] * 2, strict=True))
+    for name in (*torch_ckpt.__all__, *torch_ckpt.agent.__all__):
+        public = getattr(torch_ckpt, name, None) or getattr(torch_ckpt.agent, name)
+        if public in (CheckpointError, MemoryCheckpoint):
+            continue
+        section = found[name if isinstance(public, type) else f"torch_ckpt.{name}"]
+        rows = dict(re.findall(r"^\| `(?:\*\*)?(\w+)` \| (.*?) \|", section, re.M))
+        options = inspect.signature(public).parameters
+        assert list(rows) == list(options), name
+        for option, parameter in options.items():
+            if isinstance(parameter.default, bool | int | float | str):
+                shown = re.sub(r"\.0$", "", repr(parameter.default))
+                assert rows[option] == f"`{shown}`", (name, option)
 
 
 def heading_ids(path: Path) -> set[str]:
