@@ -388,6 +388,8 @@ class Deadly(DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         if self.how == "raise early":
             raise RuntimeError("not this plan")
+        if self.how == "kill early":
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().finish_plan(new_plan)
 
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
@@ -401,13 +403,13 @@ class Deadly(DefaultLoadPlanner):
         return super().resolve_tensor(read_item)
 
 
-def load_with_a_deadly_rank(path: Path, how: str, deadly: int) -> float:
+def load_with_a_deadly_rank(path: Path, how: str, deadly: int, timeout_s: float = 4) -> float:
     began = time.monotonic()
     planner = Deadly(how if dist.get_rank() == deadly else "")
     reader = Exchanging(path, io=TINY)
     with pytest.raises((CheckpointException, RankTimeoutError)):
         torch_ckpt.load(
-            state_of("of no version"), storage_reader=reader, planner=planner, timeout_s=4
+            state_of("of no version"), storage_reader=reader, planner=planner, timeout_s=timeout_s
         )
     return time.monotonic() - began
 
@@ -420,8 +422,8 @@ def test_no_rank_waits_for_one_that_does_not_take_part(tmp_path: Path, how: str)
         assert max(results) < PROMPT_S
 
 
-def survive(path: Path) -> None:
-    took_s = load_with_a_deadly_rank(path, "kill", 1)
+def survive(path: Path, how: str) -> None:
+    took_s = load_with_a_deadly_rank(path, how, 1, timeout_s=100)
     (path / "survived 0").write_text(f"{took_s} ")
 
 
@@ -432,10 +434,11 @@ def took_of_survivors(path: Path, ranks: list[int], what: str) -> float:
     return max(float(took_s) for took_s, _ in found)
 
 
-def test_ranks_survive_one_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["kill", "kill early"])  # While it reads, before it connects.
+def test_ranks_survive_one_that_is_killed(tmp_path: Path, how: str) -> None:
     save_alone(tmp_path)
     with pytest.raises(RankError, match="exit code -9"):
-        run_ranks(2, survive, tmp_path)
+        run_ranks(2, survive, tmp_path, how, grace_s=PROMPT_S)
     assert took_of_survivors(tmp_path, [0], "") < PROMPT_S
 
 
