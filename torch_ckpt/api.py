@@ -403,9 +403,9 @@ def _is_busy(stages: Any, on_busy: str, call: Call) -> bool:
     if not call.any_rank(stager.is_busy, "beginning"):
         return False
     if on_busy == "skip":
-        stager.skips += 1
+        stager.skipped += 1
         return True
-    stager.refusals += 1
+    stager.refused += 1
     raise CheckpointError(
         "cannot stage: an earlier asynchronous save is still in progress on this or another rank"
     )

@@ -238,7 +238,7 @@ def test_all_ranks_skip_a_save_where_one_of_them_is_busy(path: Path) -> None:
     assert [save(step) for step in range(3)] == [None] * 3
     del held
     save(3).result(SAVE_TIMEOUT_S)
-    assert stager.skips == 3
+    assert stager.skipped == 3
     assert not (path / "0").exists()
     assert (path / "3" / ".metadata").exists()
 

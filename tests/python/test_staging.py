@@ -312,7 +312,7 @@ def test_a_save_that_would_wait_is_skipped_or_refused_and_counted(
             with pytest.raises(CheckpointError, match="still in progress"):
                 saved()
     assert same(held, state_of(1))
-    assert (stager.waits, stager.skips, stager.refusals) == (
+    assert (stager.waited, stager.skipped, stager.refused) == (
         (0, 2, 0) if on_busy == "skip" else (0, 0, 2)
     )
     del held

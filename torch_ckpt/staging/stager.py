@@ -67,9 +67,9 @@ class SnapshotStager:
             change until :meth:`wait_staged` returns.
 
     Attributes:
-        waits: Number of saves that waited for an earlier save.
-        skips: Number of saves that :func:`torch_ckpt.async_save` skipped (``on_busy="skip"``).
-        refusals: Number of saves that :func:`torch_ckpt.async_save` refused (``on_busy="error"``).
+        waited: Number of saves that waited for an earlier save.
+        skipped: Number of saves that :func:`torch_ckpt.async_save` skipped (``on_busy="skip"``).
+        refused: Number of saves that :func:`torch_ckpt.async_save` refused (``on_busy="error"``).
 
     Raises:
         ValueError: ``max_host_nbytes`` is less than 1.
@@ -93,7 +93,7 @@ class SnapshotStager:
             raise ValueError(f"{max_host_nbytes=} is less than 1")
         self.max_host_nbytes = max_host_nbytes
         self.blocking = blocking
-        self.waits = self.skips = self.refusals = 0
+        self.waited = self.skipped = self.refused = 0
         self.share: Share | None = None  # This rank's share in the last save.
         # The snapshot, or None before it is allocated. Empty while the snapshot is in use.
         self._free: list[_native.Snapshot | None] = [None]
@@ -299,7 +299,7 @@ class SnapshotStager:
         warn_at = begin + _WARN_AFTER_S
         with self._changed:
             self._reclaim()
-            self.waits += not self._free
+            self.waited += not self._free
             while not self._free:
                 now = time.monotonic()
                 if now - begin >= TIMEOUT_S:
