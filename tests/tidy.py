@@ -40,7 +40,7 @@ PACKAGES = [
     {"planning"},
     {"staging"},
     {"storage"},
-    {"api"},
+    {"api", "installation"},
     {"agent"},
     {"runs"},
     {"integrations", "cli"},
@@ -52,7 +52,17 @@ ITS_FILES = re.compile(
     r"\bos\.(listdir|scandir|stat|rename|replace|remove|unlink|mkdir|makedirs|path\.exists)\("
     r"|\bshutil\b|(?<![.\w])open\(|local_file_system|\bPath\((?!\)|\"/proc/)"
 )
-WITHOUT_FILES = ("api", "formats", "planning", "staging", "storage", "runs", "coordination", "cli")
+WITHOUT_FILES = (
+    "api",
+    "installation",
+    "formats",
+    "planning",
+    "staging",
+    "storage",
+    "runs",
+    "coordination",
+    "cli",
+)
 
 VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")
 MAX_LINES = 600

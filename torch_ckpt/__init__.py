@@ -9,8 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_ckpt.api import async_save, installed, load, save
+    from torch_ckpt.api import async_save, load, save
     from torch_ckpt.errors import CheckpointError
+    from torch_ckpt.installation import install, installed
     from torch_ckpt.options import IoOptions
     from torch_ckpt.planning.load_planner import FastLoadPlanner
     from torch_ckpt.planning.rank_state import RankState
@@ -33,7 +34,8 @@ _HOMES = {
     "SafetensorsWriter": "storage.safetensors_writer",
     "SnapshotStager": "staging.stager",
     "async_save": "api",
-    "installed": "api",
+    "install": "installation",
+    "installed": "installation",
     "load": "api",
     "save": "api",
 }
@@ -50,6 +52,7 @@ __all__ = [
     "SafetensorsWriter",
     "SnapshotStager",
     "async_save",
+    "install",
     "installed",
     "load",
     "save",

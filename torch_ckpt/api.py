@@ -5,17 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Literal, cast
-from unittest import mock
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import (
-    _storage_utils,
-    state_dict_loader,
-    state_dict_saver,
-)
 from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -34,7 +27,7 @@ from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter
 
-__all__ = ["async_save", "installed", "load", "save"]
+__all__ = ["async_save", "load", "save"]
 
 _Path = str | os.PathLike[str]
 
@@ -87,7 +80,7 @@ def save(
     with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
         order = Order(
             checkpoint_id,
-            storage_writer or _writer_for(checkpoint_id),
+            storage_writer or (FastWriter(checkpoint_id) if checkpoint_id else None),
             planner or FastSavePlanner(),
             use_collectives,
         )
@@ -149,7 +142,7 @@ def async_save(
         future.result()
     """
     with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
-        writer = storage_writer or _writer_for(checkpoint_id)
+        writer = storage_writer or (FastWriter(checkpoint_id) if checkpoint_id else None)
         if on_busy != "wait" and _is_busy(async_stager or writer, on_busy, call):
             return None
         order = Order(checkpoint_id, writer, planner or FastSavePlanner(), use_collectives)
@@ -224,7 +217,9 @@ def load(
         raise ValueError("trust_pickle has no effect on a storage_reader: pass it to the reader")
     planner = planner or FastLoadPlanner()
     with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
-        reader: Any = storage_reader or _reader_for(checkpoint_id, trust_pickle)
+        reader: Any = storage_reader
+        if reader is None and checkpoint_id:
+            reader = FastReader(checkpoint_id, trust_pickle=trust_pickle)
         reader = _storage_setup(reader, checkpoint_id, reader=True)
         loaded = orchestrate.state_dicts_of({key: state_dict[key] for key in sorted(state_dict)})
         orchestrate.load(loaded, reader, planner, call)
@@ -233,139 +228,6 @@ def load(
                 state_dict[key].load_state_dict(value)
             else:
                 state_dict[key] = value
-
-
-@contextlib.contextmanager
-def installed(
-    *,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    trust_pickle: bool = False,
-) -> Iterator[None]:
-    """Makes ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` use this package.
-
-    Within the context, DCP's functions behave as follows:
-
-    - A call with a ``checkpoint_id`` and no storage argument uses :class:`FastWriter` or
-      :class:`FastReader`.
-    - A call without a planner uses :class:`FastSavePlanner` or :class:`FastLoadPlanner`.
-    - Every exchange between ranks has a deadline.
-
-    The change applies to the whole process. Contexts can be nested.
-
-    Args:
-        timeout_s: Deadline of each exchange between ranks, in seconds. The first rank that
-            arrives at an exchange waits at most this long for the last one.
-        trust_pickle: Whether the readers unpickle objects of any class, which can run arbitrary
-            code. See :class:`FastReader`.
-
-    Raises:
-        ValueError: ``timeout_s`` is not a positive number.
-
-    Example::
-
-        with torch_ckpt.installed():
-            dcp.save(state, checkpoint_id="run/step-100")
-    """
-    group_of(None, no_dist=True).call(timeout_s)  # Validates timeout_s.
-    by_thread = functools.partial(_Executor, timeout_s, save_in_thread)
-    by_process = functools.partial(_Executor, timeout_s, save_in_process)
-    reader = _TrustingReader if trust_pickle else FastReader
-    with contextlib.ExitStack() as stack:
-        for module, name, replacement in (
-            (_storage_utils, "FileSystemWriter", FastWriter),
-            (_storage_utils, "FileSystemReader", reader),
-            (state_dict_saver, "_save_state_dict", _saving(timeout_s)),
-            (state_dict_loader, "_load_state_dict", _loading(timeout_s)),
-            (
-                state_dict_saver,
-                "_ThreadBasedAsyncCheckpointExecutor",
-                by_thread,
-            ),
-            (
-                state_dict_saver,
-                "_ProcessBasedAsyncCheckpointExecutor",
-                by_process,
-            ),
-        ):
-            stack.enter_context(mock.patch.object(module, name, replacement))
-        yield
-
-
-def _saving(timeout_s: float) -> Callable[..., Metadata]:
-    """Returns a replacement for ``state_dict_saver._save_state_dict``."""
-    stock = state_dict_saver._save_state_dict
-
-    def save(
-        state_dict: dict[str, Any],
-        storage_writer: StorageWriter,
-        process_group: dist.ProcessGroup | None = None,
-        coordinator_rank: int = 0,
-        no_dist: bool = False,
-        planner: SavePlanner | None = None,
-        use_collectives: bool = True,
-    ) -> Metadata:
-        planner = planner or FastSavePlanner()
-        if coordinator_rank:
-            return stock(
-                *(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner),
-                use_collectives=use_collectives,
-            )
-        with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
-            return orchestrate.save(
-                state_dict, storage_writer, planner, call, use_collectives=use_collectives
-            )
-
-    return save
-
-
-def _loading(timeout_s: float) -> Callable[..., None]:
-    """Returns a replacement for ``state_dict_loader._load_state_dict``."""
-    stock = state_dict_loader._load_state_dict
-
-    def load(
-        state_dict: dict[str, Any],
-        storage_reader: StorageReader,
-        process_group: dist.ProcessGroup | None = None,
-        coordinator_rank: int = 0,
-        no_dist: bool = False,
-        planner: LoadPlanner | None = None,
-    ) -> None:
-        planner = planner or FastLoadPlanner()
-        if coordinator_rank:
-            stock(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
-            return
-        with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
-            orchestrate.load(state_dict, storage_reader, planner, call)
-
-    return load
-
-
-class _Executor:
-    """A replacement for DCP's executors of asynchronous saves.
-
-    Chooses the writer here, because :func:`installed` may no longer apply when the thread or
-    process starts to save.
-    """
-
-    def __init__(self, timeout_s: float, begin: Callable[..., Future[Metadata]]) -> None:
-        self._timeout_s, self._begin = timeout_s, begin
-
-    def execute_save(
-        self,
-        staging_future_or_state_dict: Any,
-        *,
-        checkpoint_id: _Path | None = None,
-        storage_writer: StorageWriter | None = None,
-        planner: SavePlanner | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        no_dist: bool = False,
-        use_collectives: bool = True,
-    ) -> Future[Metadata]:
-        """Starts a save, like DCP's executors."""
-        with group_of(process_group, no_dist=no_dist).call(self._timeout_s) as call:
-            writer = storage_writer or _writer_for(checkpoint_id)
-            order = Order(checkpoint_id, writer, planner or FastSavePlanner(), use_collectives)
-            return self._begin(order, staging_future_or_state_dict, call)
 
 
 def _default_stager() -> AsyncStager:
@@ -409,21 +271,3 @@ def _is_busy(stages: Any, on_busy: str, call: Call) -> bool:
     raise CheckpointError(
         "cannot stage: an earlier asynchronous save is still in progress on this or another rank"
     )
-
-
-def _writer_for(path: _Path | None) -> FastWriter | None:
-    """Returns a writer for a directory; ``None`` where DCP must choose another kind of writer."""
-    return FastWriter(path) if path and FastWriter.validate_checkpoint_id(path) else None
-
-
-def _reader_for(path: _Path | None, trust_pickle: bool) -> FastReader | None:
-    if not path or not FastReader.validate_checkpoint_id(path):
-        return None
-    return FastReader(path, trust_pickle=trust_pickle)
-
-
-class _TrustingReader(FastReader):
-    """The reader that DCP constructs from a path within ``installed(trust_pickle=True)``."""
-
-    def __init__(self, path: _Path) -> None:
-        super().__init__(path, trust_pickle=True)

@@ -32,6 +32,8 @@ class _Process:
         stager: The default stager of writers. Owner: ``staging/stager``.
         unsettled: Background saves of runs whose outcome was not read yet. Failed ones are printed
             when the process exits. Owner: ``runs/background/save``.
+        installed: The context of :func:`torch_ckpt.install`; ``None`` before the call. Owner:
+            ``installation``.
         forkable: Loops of ``coordination/loop``, and all stagers.
     """
 
@@ -43,6 +45,7 @@ class _Process:
         self.groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.save_process: Any = None
         self.unsettled: set[Any] = set()
+        self.installed: Any = None
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
         os.register_at_fork(after_in_child=self._after_fork)
 

@@ -102,7 +102,8 @@ def test_the_journey_page_has_the_script_that_the_examples_have() -> None:
 
 def test_the_options_page_has_every_option_with_its_default() -> None:
     page = (ROOT / "docs" / "options.md").read_text()
-    found = dict(zip(*[iter(re.split(r"^## (.*)$", page, flags=re.M)[1:])] * 2, strict=True))
+    sections = zip(*[iter(re.split(r"^## (.*)$", page, flags=re.M)[1:])] * 2, strict=True)
+    found = {name: section for names, section in sections for name in names.split(", ")}
     for name in (*torch_ckpt.__all__, *torch_ckpt.agent.__all__):
         public = getattr(torch_ckpt, name, None) or getattr(torch_ckpt.agent, name)
         if public in (CheckpointError, MemoryCheckpoint):

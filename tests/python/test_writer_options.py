@@ -455,12 +455,16 @@ def test_async_save_in_a_process_saves_fails_and_saves_again(
     assert loads(tmp_path / "2", state) == []
 
 
+@pytest.mark.parametrize("stock", [False, True])
 def test_installed_reaches_the_process_of_async_save(
-    background_process: None, state: dict[str, Any], tmp_path: Path
+    stock: bool, background_process: None, state: dict[str, Any], tmp_path: Path
 ) -> None:
     process = AsyncCheckpointerType.PROCESS
+    writer = FileSystemWriter(tmp_path) if stock else None
     with torch_ckpt.installed():
-        future = _async_save(state, checkpoint_id=tmp_path, async_checkpointer_type=process)
+        future = _async_save(
+            state, checkpoint_id=tmp_path, storage_writer=writer, async_checkpointer_type=process
+        )
     future.result(ASYNC_TIMEOUT_S)
 
     assert [_is_ours(file) for file in data_files(tmp_path)] == [True]
@@ -514,6 +518,10 @@ def _is_ours(file: Path) -> bool:
     return re.fullmatch(r"__\d+_\d+_[0-9a-f]{16}\.distcp", file.name) is not None
 
 
+class _OwnWriter(FileSystemWriter):
+    pass
+
+
 def test_installed_serves_save_async_save_and_load_and_is_undone(
     state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,7 +545,7 @@ def test_installed_serves_save_async_save_and_load_and_is_undone(
             inner = save_both("inner")
         outer = save_both("outer")
         named = tmp_path / "named"
-        dcp.save(state, storage_writer=FileSystemWriter(named), no_dist=True)
+        dcp.save(state, storage_writer=_OwnWriter(named), no_dist=True)
     with pytest.raises(KeyError), torch_ckpt.installed():
         raise KeyError
     after = save_both("after")

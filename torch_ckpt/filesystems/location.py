@@ -24,6 +24,7 @@ from torch_ckpt.process_state import PROCESS
 __all__ = ["Location", "can_reach", "register"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_FILE_URL = re.compile(r"file:(?://)?(/.*)", re.DOTALL)  # Also as `Path("file:///x")` prints it.
 
 _BUFFER_NBYTES = 16 << 10  # Buffer size of an open file. Callers read few, scattered records.
 
@@ -79,13 +80,13 @@ class Location:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        url = _URL.fullmatch(os.fspath(path))
-        if url is None:
-            self._become("", Path(path))
-        elif url[1] == "file":
-            self._become("", Path(url[2]))
-        else:
+        text = os.fspath(path)
+        if url := _FILE_URL.fullmatch(text):
+            self._become("", Path(url[1]))
+        elif (url := _URL.fullmatch(text)) and url[1] != "file":
             self._become(url[1], PurePosixPath(url[2]))
+        else:
+            self._become("", Path(text.removeprefix("file://")))
 
     def _become(self, scheme: str, path: PurePath) -> None:
         self._scheme = scheme

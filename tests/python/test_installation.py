@@ -1,0 +1,289 @@
+"""`installed` and `install`: programs that construct stock's writers, readers and planners."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import blank, data_files, differences, loads
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+import torch_ckpt
+from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, IoOptions
+from torch_ckpt.errors import UnsupportedError
+
+ASYNC_TIMEOUT_S = 60
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"model": {f"layer.{i}": torch.randn(33, 20) for i in range(4)}, "step": 7}
+
+
+def noting(seen: list[Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def note(self: Any, *rest: Any) -> Any:
+        seen.append(self)
+        return method(self, *rest)
+
+    return note
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The writers, readers and planners of this package that wrote or read, in order."""
+    seen: list[Any] = []
+    for kind, method in (
+        (FastWriter, "write_data"),
+        (FastWriter, "stage"),
+        (FastReader, "read_data"),
+        (FastSavePlanner, "create_local_plan"),
+        (FastLoadPlanner, "create_local_plan"),
+    ):
+        monkeypatch.setattr(kind, method, noting(seen, getattr(kind, method)))
+    return seen
+
+
+def kinds(used: list[Any]) -> list[str]:
+    return [type(one).__name__ for one in used]
+
+
+def test_stock_objects_are_replaced_when_they_are_used(
+    state: dict[str, Any], used: list[Any], tmp_path: Path
+) -> None:
+    loaded = blank(state)
+    with torch_ckpt.installed():
+        dcp.save(state, storage_writer=FileSystemWriter(tmp_path), planner=DefaultSavePlanner())
+        reader = FileSystemReader(tmp_path)
+        dcp.load(loaded, storage_reader=reader, planner=DefaultLoadPlanner())
+    assert differences(state, loaded) == []
+    assert kinds(used) == ["FastSavePlanner", "FastWriter", "FastLoadPlanner", "FastReader"]
+
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path), planner=DefaultSavePlanner())
+    assert len(used) == 4
+
+
+def test_an_asynchronous_save_stages_and_writes_with_one_replacement(
+    state: dict[str, Any], used: list[Any], tmp_path: Path
+) -> None:
+    writer = FileSystemWriter(tmp_path / "1")
+    with torch_ckpt.installed():
+        for path in (None, tmp_path / "2"):
+            future = dcp.async_save(state, checkpoint_id=path, storage_writer=writer, no_dist=True)
+            future.result(ASYNC_TIMEOUT_S)
+    writers = [one for one in used if isinstance(one, FastWriter)]
+    assert len(writers) == 4
+    assert len(set(map(id, writers))) == 1
+    for name in ("1", "2"):
+        assert (tmp_path / name / ".index").exists()
+        assert loads(tmp_path / name, state) == []
+
+
+def test_an_asynchronous_save_to_a_path_uses_the_staging_memory_of_the_process(
+    state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch_ckpt.process_state import PROCESS
+
+    stage, calls = PROCESS.stager.stage, []
+    monkeypatch.setattr(PROCESS.stager, "stage", lambda s: calls.append(s) or stage(s))
+    with torch_ckpt.installed():
+        dcp.async_save(state, checkpoint_id=tmp_path).result(ASYNC_TIMEOUT_S)
+    assert len(calls) == 1
+    assert loads(tmp_path, state) == []
+
+
+def test_a_replacement_has_the_arguments_of_what_it_replaces(
+    state: dict[str, Any], used: list[Any], tmp_path: Path
+) -> None:
+    io = IoOptions(direct=False)
+    stock = FileSystemWriter(
+        *(tmp_path, False, False, 3, 12345), overwrite=False, _extensions=[ZStandard()]
+    )
+    save_planner = DefaultSavePlanner(False, False, dedup_save_to_lowest_rank=True)
+    load_planner = DefaultLoadPlanner(False, False, allow_partial_load=True)
+    loaded = {**blank(state), "absent": 3}
+    with torch_ckpt.installed(io=io, verify=False, trust_pickle=True):
+        dcp.save(state, storage_writer=stock, planner=save_planner)
+        with pytest.raises(CheckpointException, match="overwrite is false"):
+            dcp.save(state, storage_writer=stock, planner=save_planner)
+        dcp.load(loaded, storage_reader=FileSystemReader(tmp_path), planner=load_planner)
+
+    saving = next(one for one in used if isinstance(one, FastSavePlanner))
+    assert not saving.flatten_state_dict
+    assert not saving.flatten_sharded_tensors
+    assert saving.dedup_save_to_lowest_rank
+    writer = next(one for one in used if isinstance(one, FastWriter))
+    assert (writer.single_file_per_rank, writer.sync_files, writer.overwrite) == (False,) * 3
+    assert (writer.thread_count, writer.per_thread_copy_ahead) == (3, 12345)
+    assert [type(one) for one in writer.transforms.extensions] == [ZStandard]
+    assert writer.io is io
+    loading = next(one for one in used if isinstance(one, FastLoadPlanner))
+    assert loading.allow_partial_load
+    assert not loading.flatten_state_dict
+    reader = next(one for one in used if isinstance(one, FastReader))
+    assert (reader.io is io, reader.verify, reader.trust_pickle) == (True, False, True)
+    assert len(data_files(tmp_path)) == 2  # One for each item, since the state is not flattened.
+    assert differences(state, {name: loaded[name] for name in state}) == []
+
+
+class OwnWriter(FileSystemWriter):
+    """A program's own writer."""
+
+
+class OwnReader(FileSystemReader):
+    """A program's own reader."""
+
+
+def test_what_cannot_be_replaced_is_used_and_logged_once(
+    state: dict[str, Any],
+    used: list[Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with torch_ckpt.installed():
+        for name in ("1", "2"):
+            dcp.save(state, storage_writer=OwnWriter(tmp_path / name))
+            dcp.load(blank(state), storage_reader=OwnReader(tmp_path / name))
+        safetensors = SerializationFormat.SAFETENSORS
+        writer = FileSystemWriter(tmp_path / "3", serialization_format=safetensors)
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer)
+    assert not any(isinstance(one, FastWriter | FastReader) for one in used)
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert [message.split(" is used")[0].rpartition(".")[2] for message in warned] == [
+        "OwnWriter",
+        "OwnReader",
+        "FileSystemWriter",
+    ]
+
+
+def test_each_replacement_is_logged_at_debug_level(
+    state: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "torch_ckpt")
+    with torch_ckpt.installed():
+        dcp.save(state, storage_writer=FileSystemWriter(tmp_path), planner=DefaultSavePlanner())
+    messages = [r.getMessage() for r in caplog.records]
+    assert "FileSystemWriter is replaced by FastWriter" in messages
+    assert "DefaultSavePlanner is replaced by FastSavePlanner" in messages
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_the_deprecated_functions_are_replaced_too(
+    state: dict[str, Any], used: list[Any], tmp_path: Path
+) -> None:
+    """Lightning loads the optimizers of FSDP through one of them."""
+    loaded = blank(state)
+    with torch_ckpt.installed():
+        dcp.save_state_dict(state, FileSystemWriter(tmp_path), no_dist=True)
+        dcp.load_state_dict(loaded, FileSystemReader(tmp_path), no_dist=True)
+    assert differences(state, loaded) == []
+    assert kinds(used) == ["FastSavePlanner", "FastWriter", "FastLoadPlanner", "FastReader"]
+
+
+SCRIPT = """
+import sys
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+
+class Own:
+    pass
+
+if __name__ == "__main__":
+    path, *rest = sys.argv[1:]
+    save({"w": torch.arange(5)}, storage_writer=FileSystemWriter(path))
+    state = {"w": torch.zeros(5, dtype=torch.int64)}
+    load(state, storage_reader=FileSystemReader(path))
+    print(state["w"].tolist(), rest, __file__, Own.__module__)
+    if rest == ["fail"]:
+        raise KeyError("of the script")
+    if rest == ["exit"]:
+        sys.exit(7)
+"""
+
+
+def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch_ckpt.cli.main", "run", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+
+
+def test_the_run_command_runs_an_unchanged_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = run("script.py", tmp_path / "1", "-x", "--flag", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split(" /")[0] == "[0, 1, 2, 3, 4] ['-x', '--flag'] script.py __main__\n"
+    assert (tmp_path / "1" / ".index").exists()
+
+    done = run("-m", "script", tmp_path / "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "2" / ".index").exists()
+
+
+def test_the_run_command_ends_as_the_script_ends(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    failed = run("script.py", tmp_path / "1", "fail", cwd=tmp_path)
+    assert failed.returncode == 1
+    assert "KeyError: 'of the script'" in failed.stderr
+    assert run("script.py", tmp_path / "1", "exit", cwd=tmp_path).returncode == 7
+    assert run("absent.py", cwd=tmp_path).returncode == 1
+
+
+def test_install_lasts(tmp_path: Path) -> None:
+    script = f"""
+import gc, torch, torch_ckpt, torch.distributed.checkpoint as dcp
+torch_ckpt.install()
+gc.collect()
+dcp.save({{"w": torch.ones(3)}}, checkpoint_id={str(tmp_path)!r})
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+    assert (tmp_path / ".index").exists()
+
+
+@pytest.mark.parametrize("url", ["file://{}", "file:{}"])
+def test_a_file_url_is_a_local_path_for_every_function(
+    url: str, state: dict[str, Any], tmp_path: Path
+) -> None:
+    for name, save in (("a", torch_ckpt.save), ("b", dcp.save)):
+        with torch_ckpt.installed():
+            save(state, checkpoint_id=url.format(tmp_path / name))
+        assert (tmp_path / name / ".index").exists()
+        loaded = blank(state)
+        dcp.load(loaded, storage_reader=FastReader(url.format(tmp_path / name)))
+        assert differences(state, loaded) == []
+
+
+def test_the_working_directory_can_be_the_checkpoint(
+    state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with torch_ckpt.installed():
+        dcp.save(state, checkpoint_id=".")
+        loaded = blank(state)
+        dcp.load(loaded, checkpoint_id=".")
+    assert differences(state, loaded) == []
+    assert (tmp_path / ".index").exists()
+
+
+@pytest.mark.parametrize("function", ["save", "async_save", "load"])
+@pytest.mark.parametrize("module", [dcp, torch_ckpt])
+def test_a_store_without_support_is_an_error_and_never_left_to_stock(
+    module: Any, function: str, state: dict[str, Any]
+) -> None:
+    with torch_ckpt.installed(), pytest.raises(UnsupportedError, match="memory://bucket"):
+        getattr(module, function)(state, checkpoint_id="memory://bucket/step")

@@ -1,0 +1,367 @@
+"""``installed`` and ``install``: DCP's own functions use this package."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import _storage_utils, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    SerializationFormat,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from torch_ckpt.coordination import orchestrate
+from torch_ckpt.coordination.background import Order, save_in_process, save_in_thread
+from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.options import IoOptions
+from torch_ckpt.planning.load_planner import FastLoadPlanner
+from torch_ckpt.planning.save_planner import FastSavePlanner
+from torch_ckpt.process_state import PROCESS
+from torch_ckpt.storage.reader import FastReader
+from torch_ckpt.storage.writer import FastWriter
+
+__all__ = ["install", "installed"]
+
+_LOG = logging.getLogger("torch_ckpt")
+
+_Path = str | os.PathLike[str]
+
+_WRITER_ARGUMENTS = (
+    "single_file_per_rank",
+    "sync_files",
+    "thread_count",
+    "per_thread_copy_ahead",
+    "overwrite",
+)
+_SAVE_PLANNER_ARGUMENTS = (
+    "flatten_state_dict",
+    "flatten_sharded_tensors",
+    "dedup_save_to_lowest_rank",
+)
+_LOAD_PLANNER_ARGUMENTS = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
+
+
+@contextlib.contextmanager
+def installed(
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    io: IoOptions | None = None,
+    verify: bool = True,
+    trust_pickle: bool = False,
+) -> Iterator[None]:
+    """Makes ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` use this package.
+
+    Within the context, DCP's functions behave as follows:
+
+    - A call with a ``checkpoint_id`` and no storage argument uses :class:`FastWriter` or
+      :class:`FastReader`.
+    - A call with a ``FileSystemWriter`` or ``FileSystemReader`` uses a :class:`FastWriter` or
+      :class:`FastReader` with the same path and arguments. A ``cache_staged_state_dict`` has no
+      effect, because the staging memory is always reused.
+    - A call without a planner, or with a ``DefaultSavePlanner`` or ``DefaultLoadPlanner``, uses
+      :class:`FastSavePlanner` or :class:`FastLoadPlanner` with the same arguments.
+    - Every exchange between ranks has a deadline.
+
+    Objects of subclasses and of other classes work as before. A first use of such a writer or
+    reader is logged as a warning; each replacement is logged at level DEBUG (logger
+    ``torch_ckpt``). A ``checkpoint_id`` with the URL scheme of another store is an
+    :class:`~torch_ckpt.errors.UnsupportedError`.
+
+    The change applies to the whole process. Contexts can be nested; the innermost one applies.
+
+    Args:
+        timeout_s: Deadline of each exchange between ranks, in seconds. The first rank that
+            arrives at an exchange waits at most this long for the last one.
+        io: Memory budgets and I/O modes of the writers and readers.
+        verify: Whether the readers verify the bytes that they read. See :class:`FastReader`.
+        trust_pickle: Whether the readers unpickle objects of any class, which can run arbitrary
+            code. See :class:`FastReader`.
+
+    Raises:
+        ValueError: ``timeout_s`` is not a positive number.
+
+    Example::
+
+        with torch_ckpt.installed():
+            dcp.save(state, checkpoint_id="run/step-100")
+    """
+    group_of(None, no_dist=True).call(timeout_s)  # Validates timeout_s.
+    replaced = _Replaced(timeout_s, io or IoOptions(), verify, trust_pickle)
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in (
+            (_storage_utils, "FileSystemWriter", _Chosen(replaced.new_writer)),
+            (_storage_utils, "FileSystemReader", _Chosen(replaced.new_reader)),
+            (FileSystemWriter, "stage", replaced.stage),
+            (state_dict_saver, "DefaultStager", _ProcessStager),
+            (state_dict_saver, "_save_state_dict", replaced.save),
+            (state_dict_loader, "_load_state_dict", replaced.load),
+            (
+                state_dict_saver,
+                "_ThreadBasedAsyncCheckpointExecutor",
+                functools.partial(_Executor, replaced, save_in_thread),
+            ),
+            (
+                state_dict_saver,
+                "_ProcessBasedAsyncCheckpointExecutor",
+                functools.partial(_Executor, replaced, save_in_process),
+            ),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+def install(
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    io: IoOptions | None = None,
+    verify: bool = True,
+    trust_pickle: bool = False,
+) -> None:
+    """Makes DCP's functions use this package until the process ends, as in :func:`installed`.
+
+    Args:
+        timeout_s: Deadline of each exchange between ranks, in seconds.
+        io: Memory budgets and I/O modes of the writers and readers.
+        verify: Whether the readers verify the bytes that they read.
+        trust_pickle: Whether the readers unpickle objects of any class, which can run arbitrary
+            code.
+
+    Raises:
+        ValueError: ``timeout_s`` is not a positive number.
+
+    Example::
+
+        torch_ckpt.install()
+        trainer.fit(model)  # Its calls of dcp.save and dcp.load use this package.
+    """
+    context = installed(timeout_s=timeout_s, io=io, verify=verify, trust_pickle=trust_pickle)
+    context.__enter__()
+    PROCESS.installed = context  # An unreferenced context would end.
+
+
+class _Replaced:
+    """The replacements of DCP's functions, and of the objects that are passed to them."""
+
+    def __init__(self, timeout_s: float, io: IoOptions, verify: bool, trust_pickle: bool) -> None:
+        self.timeout_s = timeout_s
+        self._io, self._verify, self._trust_pickle = io, verify, trust_pickle
+        self._stage = FileSystemWriter.stage
+        self._save = state_dict_saver._save_state_dict
+        self._load = state_dict_loader._load_state_dict
+        # DCP stages and saves with the same writer, so both must use the same replacement.
+        self._writers: weakref.WeakKeyDictionary[StorageWriter, FastWriter] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._warned: set[type] = set()
+
+    # ---- Objects ----
+
+    def new_writer(self, path: _Path) -> FastWriter:
+        """Returns a writer for a path."""
+        return FastWriter(path, io=self._io)
+
+    def new_reader(self, path: _Path) -> FastReader:
+        """Returns a reader for a path."""
+        return self._reader(path, None)
+
+    def writer(self, given: Any) -> Any:
+        """Returns the replacement of a ``FileSystemWriter``, or another writer itself."""
+        is_stock = type(given) is FileSystemWriter
+        if not is_stock or given.serialization_format != SerializationFormat.TORCH_SAVE:
+            self._warn_unless(FastWriter, given)
+            return given
+        arguments = {name: getattr(given, name) for name in _WRITER_ARGUMENTS}
+        ours = self._writers.get(given)
+        if ours is None or any(getattr(ours, n) != value for n, value in arguments.items()):
+            ours = self._writers[given] = FastWriter(
+                given.path, **arguments, _extensions=given.transforms.extensions, io=self._io
+            )
+            _log_replaced(given, ours)
+        elif ours.location != Location(given.path):
+            ours.reset(given.path)
+        return ours
+
+    def reader(self, given: Any) -> Any:
+        """Returns a replacement of a ``FileSystemReader``, or another reader itself."""
+        if type(given) is not FileSystemReader:
+            self._warn_unless(FastReader, given)
+            return given
+        ours = self._reader(given.path, given.transforms.extension_registry)
+        _log_replaced(given, ours)
+        return ours
+
+    def _reader(self, path: _Path, registry: Any) -> FastReader:
+        return FastReader(
+            path, registry, io=self._io, verify=self._verify, trust_pickle=self._trust_pickle
+        )
+
+    def save_planner(self, given: SavePlanner | None) -> SavePlanner:
+        """Returns a planner for a ``DefaultSavePlanner`` or ``None``, or another planner itself."""
+        if given is None:
+            return FastSavePlanner()
+        if type(given) is not DefaultSavePlanner:
+            return given
+        arguments = {name: getattr(given, name) for name in _SAVE_PLANNER_ARGUMENTS}
+        ours = FastSavePlanner(**arguments)
+        _log_replaced(given, ours)
+        return ours
+
+    def load_planner(self, given: LoadPlanner | None) -> LoadPlanner:
+        """Returns a planner for a ``DefaultLoadPlanner`` or ``None``, or another planner itself."""
+        if given is None:
+            return FastLoadPlanner()
+        if type(given) is not DefaultLoadPlanner:
+            return given
+        ours = FastLoadPlanner(**{name: getattr(given, name) for name in _LOAD_PLANNER_ARGUMENTS})
+        _log_replaced(given, ours)
+        return ours
+
+    def _warn_unless(self, expected: type, given: object) -> None:
+        if isinstance(given, expected) or type(given) in self._warned:
+            return
+        self._warned.add(type(given))
+        _LOG.warning(
+            "%s.%s is used as it is: installed() replaces only FileSystemWriter with the format of "
+            "torch.save and FileSystemReader, and none of their subclasses",
+            type(given).__module__,
+            type(given).__qualname__,
+        )
+
+    # ---- Functions ----
+
+    @property
+    def stage(self) -> Callable[[FileSystemWriter, dict[str, Any]], Any]:
+        """The replacement of ``FileSystemWriter.stage``."""
+
+        def stage(given: FileSystemWriter, state_dict: dict[str, Any]) -> Any:
+            ours = self.writer(given) if type(given) is FileSystemWriter else given
+            if isinstance(ours, FastWriter):
+                return ours.stage(state_dict)
+            return self._stage(given, state_dict)
+
+        return stage
+
+    def save(
+        self,
+        state_dict: dict[str, Any],
+        storage_writer: StorageWriter,
+        process_group: dist.ProcessGroup | None = None,
+        coordinator_rank: int = 0,
+        no_dist: bool = False,
+        planner: SavePlanner | None = None,
+        use_collectives: bool = True,
+    ) -> Metadata:
+        """The replacement of ``state_dict_saver._save_state_dict``."""
+        writer, planner = self.writer(storage_writer), self.save_planner(planner)
+        if coordinator_rank:
+            return self._save(
+                *(state_dict, writer, process_group, coordinator_rank, no_dist, planner),
+                use_collectives=use_collectives,
+            )
+        with group_of(process_group, no_dist=no_dist).call(self.timeout_s) as call:
+            return orchestrate.save(
+                state_dict, writer, planner, call, use_collectives=use_collectives
+            )
+
+    def load(
+        self,
+        state_dict: dict[str, Any],
+        storage_reader: StorageReader,
+        process_group: dist.ProcessGroup | None = None,
+        coordinator_rank: int = 0,
+        no_dist: bool = False,
+        planner: LoadPlanner | None = None,
+    ) -> None:
+        """The replacement of ``state_dict_loader._load_state_dict``."""
+        reader, planner = self.reader(storage_reader), self.load_planner(planner)
+        if coordinator_rank:
+            self._load(state_dict, reader, process_group, coordinator_rank, no_dist, planner)
+            return
+        with group_of(process_group, no_dist=no_dist).call(self.timeout_s) as call:
+            orchestrate.load(state_dict, reader, planner, call)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """The class that DCP chooses for each ``checkpoint_id``. DCP then tries no other class."""
+
+    new: Callable[[_Path], Any]
+
+    def __call__(self, path: _Path) -> Any:
+        return self.new(path)
+
+    def validate_checkpoint_id(self, checkpoint_id: _Path) -> bool:
+        """Returns ``True``: the constructor raises the error for a store without support."""
+        return True
+
+
+class _Executor:
+    """A replacement for DCP's executors of asynchronous saves.
+
+    Chooses the writer here, because :func:`installed` may no longer apply when the thread or
+    process starts to save.
+    """
+
+    def __init__(self, replaced: _Replaced, begin: Callable[..., Future[Metadata]]) -> None:
+        self._replaced, self._begin = replaced, begin
+
+    def execute_save(
+        self,
+        staging_future_or_state_dict: Any,
+        *,
+        checkpoint_id: _Path | None = None,
+        storage_writer: StorageWriter | None = None,
+        planner: SavePlanner | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
+        use_collectives: bool = True,
+    ) -> Future[Metadata]:
+        """Starts a save, like DCP's executors."""
+        with group_of(process_group, no_dist=no_dist).call(self._replaced.timeout_s) as call:
+            writer: StorageWriter | None = None
+            if storage_writer is not None:
+                writer = self._replaced.writer(storage_writer)
+            elif checkpoint_id:
+                writer = self._replaced.new_writer(checkpoint_id)
+            planner = self._replaced.save_planner(planner)
+            order = Order(checkpoint_id, writer, planner, use_collectives)
+            return self._begin(order, staging_future_or_state_dict, call)
+
+
+class _ProcessStager(AsyncStager):
+    """The stager of asynchronous saves for which the caller gives neither writer nor stager."""
+
+    _synchronize_after_execute = False
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        """Copies a state dict into the staging memory of this process."""
+        return PROCESS.stager.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Does nothing, because :meth:`stage` returns after the copy."""
+
+    def close(self) -> None:
+        """Does nothing, because later saves reuse the memory."""
+
+
+def _log_replaced(given: object, ours: object) -> None:
+    _LOG.debug("%s is replaced by %s", type(given).__name__, type(ours).__name__)
