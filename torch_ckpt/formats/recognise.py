@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.dcp import open_dcp
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.safetensors import (
@@ -38,9 +39,11 @@ def open_stored(path: Location, prefix: str = "", *, verify: bool, trust_pickle:
     try:
         return open_dcp(path, prefix, verify=verify, trust_pickle=trust_pickle)
     except NotFoundError:
-        names = [] if prefix else _safetensors_in(path)
-        if not names:
+        if prefix:
             raise
+        names = _safetensors_in(path)
+        if not names:
+            raise no_checkpoint(path) from None
     return open_safetensors_directory(path, names)
 
 

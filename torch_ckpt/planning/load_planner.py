@@ -20,6 +20,7 @@ from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import MismatchError, NotFoundError
 from torch_ckpt.formats.index import index_of
 from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
+from torch_ckpt.planning.differences import with_differences
 from torch_ckpt.planning.rank_state import find_rank_states
 
 __all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "TravellingReads"]
@@ -150,8 +151,8 @@ class FastLoadPlanner(DefaultLoadPlanner):
 
     If the checkpoint has an index, the engine finds the requested tensors in the index. Time and
     memory then depend on the rank's state dict, and not on the size of the checkpoint. Without an
-    index, or if the state dict does not match the checkpoint, ``DefaultLoadPlanner`` plans instead,
-    and raises its own errors.
+    index, or if the state dict does not match the checkpoint, ``DefaultLoadPlanner`` plans instead.
+    Its errors name the first difference; here they list all of them, with similar names.
 
     A subclass can override any method of ``DefaultLoadPlanner``. If it overrides
     ``create_local_plan``, ``create_global_plan`` or ``finish_plan``, plans have DCP's own items.
@@ -207,7 +208,12 @@ class FastLoadPlanner(DefaultLoadPlanner):
                 return LoadPlan(cast(list[ReadItem], planned))
             except (ValueError, TypeError, AttributeError, MismatchError, NotFoundError):
                 pass  # DCP's planner raises the error, or supports what the engine does not.
-        return super().create_local_plan()
+        try:
+            return super().create_local_plan()
+        except (RuntimeError, ValueError) as error:
+            if type(error) in (RuntimeError, ValueError) and self.metadata is not None:
+                raise with_differences(error, self.state_dict, self.metadata) from None
+            raise
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Restores this rank's reads in the plan that the coordinator returned."""

@@ -183,6 +183,11 @@ class StepTiers:
                         f"({len(damaged)} are damaged, the newest is step {max(damaged)}); to "
                         "start over, use another directory"
                     )
+                if (self._directory / ".metadata").is_file():
+                    raise NotFoundError(
+                        f"cannot restore from {self._directory}: it is a checkpoint, not a run; "
+                        f"pass the directory of its run, such as {self._directory.parent}"
+                    )
             return found
 
         return self._group.decide(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import open_committed
 
 __all__ = ["Checkpoint", "described", "find_checkpoints", "open_checkpoint"]
@@ -35,9 +36,13 @@ def find_checkpoints(directory: Location) -> list[str]:
     Raises:
         NotFoundError: No checkpoint is committed in the directory.
     """
-    found = {match[1] for match in map(_METADATA.fullmatch, directory.names()) if match}
+    try:
+        names = directory.names()
+    except NotFoundError:
+        names = []
+    found = {match[1] for match in map(_METADATA.fullmatch, names) if match}
     if not found:
-        raise NotFoundError(f"no checkpoint is committed in {directory}")
+        raise no_checkpoint(directory)
     return sorted(found)
 
 

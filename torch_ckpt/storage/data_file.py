@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io as _io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ def write_data_file(
     sync: bool,
     niceness: int,
     transforms: _StorageWriterTransforms,
+    begun: Callable[[_native.FileJob], None],
 ) -> tuple[list[WriteResult], WrittenFile, IoMode]:
     """Writes ``work`` to the new file ``directory / name``.
 
@@ -59,6 +60,7 @@ def write_data_file(
         sync: Whether to sync the file.
         niceness: Niceness of the threads that write tensors, as nice(1).
         transforms: Stream transforms for all items.
+        begun: Receives the job of the file, for its progress.
 
     Returns:
         One result per item if the plan consists of DCP's items (else none), the report for the
@@ -83,9 +85,13 @@ def write_data_file(
             refused[item.index.fqn] = pickled_item.refused
         return pickled_item.data
 
+    def write_tensors(job: _native.SaveJob) -> None:
+        begun(job)
+        _write_tensors(job, planned, work, planner, retained_nbytes_limit(io))
+
     job, appended = write_planned(
         *(directory / name, planned),
-        lambda job: _write_tensors(job, planned, work, planner, retained_nbytes_limit(io)),
+        write_tensors,
         pickle_at,
         pool=pool,
         direct=io.direct,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io as _io
+import math
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -108,6 +109,19 @@ class Load:
             io.direct,
             source.verify,
         )
+
+    def wanted_nbytes(self) -> int:
+        """Returns the number of bytes of the tensors that the engine loads."""
+        nbytes = 0
+        for item in self.items:
+            dtype = self.source.stored_dtype(item)
+            if dtype is not None:
+                nbytes += math.prod(item.lengths) * dtype.itemsize
+        return nbytes
+
+    def loaded_nbytes(self) -> int:
+        """Returns the number of bytes that were loaded so far. Any thread may call it."""
+        return self.job.done_nbytes
 
     def wanted_bytes(self) -> bytes:
         """Returns the encoded byte ranges of the data files that the tensors need.

@@ -45,6 +45,7 @@ from torch_ckpt.storage.exchange import (
     these_processes,
 )
 from torch_ckpt.storage.loading import Load, Source
+from torch_ckpt.storage.progress import Phases, progress_bar
 
 __all__ = ["FastReader"]
 
@@ -134,6 +135,8 @@ class FastReader(StorageReader):
         # The items of this rank's plan, and their replacement while the plan travels.
         self._local_items: tuple[Sequence[ReadItem], Any] | None = None
         self._load: Load | None = None  # Set between planning and reading.
+        self._phases = Phases("opening")
+        self._is_coordinator = True
         self._exchanged: str | None = None  # Token of the last exchange that this rank joined.
         self._shared_save_id: str | None = None  # Id of the save that all ranks load.
         self._metadata_error: Exception | None = None  # Why the shared metadata is unreadable.
@@ -179,6 +182,7 @@ class FastReader(StorageReader):
             *args: Unused. Stock DCP inspects the signature.
             **kwargs: ``rank`` selects the metadata of a rank that saved without coordination.
         """
+        self._phases = Phases("opening")
         rank = kwargs.get("rank")
         # After a failure, DCP discards the error and requests the metadata of the rank. If the
         # shared metadata is damaged, that could silently load an old checkpoint of one rank.
@@ -207,7 +211,8 @@ class FastReader(StorageReader):
         """Begins a load on this rank."""
         if isinstance(metadata, UnreadableMetadata):
             raise metadata.error
-        self._metadata = metadata
+        self._phases.begin("planning")
+        self._metadata, self._is_coordinator = metadata, is_coordinator
 
     def _read_metadata(self, prefix: str) -> Metadata:
         """Opens the checkpoint with this prefix, and returns its metadata."""
@@ -278,6 +283,7 @@ class FastReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads every item of the plan into the tensors of the state dict."""
+        self._phases.begin("reading")
         items: Any = plan.items
         if self._local_items is not None:
             local, sent = self._local_items
@@ -307,10 +313,25 @@ class FastReader(StorageReader):
             load, self._load = self._load, None
             if load is None or load.items is not items:  # The planner may have changed the plan.
                 load = Load(self._source(), items)
+            if self._is_coordinator:
+                bar = progress_bar("loading", self.location, load.wanted_nbytes, load.loaded_nbytes)
+                stack.enter_context(bar)
             load.run(planner, exchange)
+        self._log_loaded(load.loaded_nbytes(), exchange)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _log_loaded(self, nbytes: int, exchange: _native.ExchangeStream | None) -> None:
+        ranks = dist.get_world_size() if can_exchange() else 1
+        details = [
+            "O_DIRECT" if self.io.direct else "page cache",
+            f"rank {dist.get_rank()} of {ranks} ranks" if ranks > 1 else "1 rank",
+            "without an exchange" if exchange is None else "with an exchange",
+        ]
+        self._phases.end(
+            "loaded", nbytes, self.location, *details, is_coordinator=self._is_coordinator
+        )
 
     def _source(self) -> Source:
         if self._metadata is None:

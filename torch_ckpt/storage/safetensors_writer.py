@@ -195,14 +195,17 @@ class SafetensorsWriter(FastWriter):
         names = pending_names(len(layout.files), model_plan.save_id)
 
         def write_group(number: int) -> list[WriteResult]:
-            writer = _PieceWriter(self, planner, layout, names, pools[number])
+            writer = _PieceWriter(self, planner, layout, names, pools[number], jobs)
             return [
                 writer.write(file, list(file_pieces))
                 for file, file_pieces in itertools.groupby(groups[number], lambda piece: piece.file)
             ]
 
         try:
-            with ThreadPoolExecutor(len(groups), "torch_ckpt-write") as executor:
+            with (
+                self._progress(sum(piece.nbytes for piece in pieces)) as jobs,
+                ThreadPoolExecutor(len(groups), "torch_ckpt-write") as executor,
+            ):
                 each = executor.map if len(groups) > 1 else map
                 return list(itertools.chain.from_iterable(each(write_group, range(len(groups)))))
         except BaseException:
@@ -212,6 +215,7 @@ class SafetensorsWriter(FastWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the files, then removes the files of the replaced model."""
+        self._phases.begin("committing")
         layout, self._layout = self._layout, None
         assert layout is not None
         pending = pending_names(len(layout.files), self.save_id)
@@ -226,6 +230,7 @@ class SafetensorsWriter(FastWriter):
         names = publish(self.location, layout, self.save_id, sync=self.sync_files)
         self._remove_files(stale_model_files(self._found, names))
         _describe(metadata, layout, names, self)
+        self._log_saved(sum(file.nbytes for file in layout.files), len(results))
 
 
 def _facts_of(plans: Sequence[SavePlan]) -> list[TensorFacts]:
@@ -323,6 +328,7 @@ class _PieceWriter:
     layout: ModelLayout
     names: Sequence[str]
     pool: _native.BufferPool
+    jobs: list[_native.FileJob]
 
     def write(self, file: int, pieces: Sequence[_Piece]) -> WriteResult:
         """Writes the pieces of one file."""
@@ -337,6 +343,7 @@ class _PieceWriter:
             writer.sync_files,
             writer._niceness,
         )
+        self.jobs.append(job)
         with finished(job):
             for batch in self._batches(pieces, job, model_file.header):
                 job.write(batch)

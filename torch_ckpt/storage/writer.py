@@ -8,7 +8,7 @@ import itertools
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,6 +60,7 @@ from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
 from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
 from torch_ckpt.storage.data_file import write_data_file
 from torch_ckpt.storage.gc import remove_files, stale_files
+from torch_ckpt.storage.progress import Phases, progress_bar
 from torch_ckpt.storage.rank_work import RankWork, split, work_for
 from torch_ckpt.storage.written_file import WrittenFile
 
@@ -172,6 +173,7 @@ class FastWriter(StagingWriter):
         self._pools: list[_native.BufferPool] = []
         self._found: frozenset[str] = frozenset()  # Names in the directory before this save.
         self._plan: GlobalPlanEntry | None = None  # On the coordinator, if planned in columns.
+        self._phases = Phases("planning")
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that saves in the background gets a copy without native handles.
@@ -224,6 +226,7 @@ class FastWriter(StagingWriter):
             # since the names of data files must be unique.
             self.save_id = _new_save_id()
         self._began = True
+        self._phases = Phases("planning")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Creates the directory, and adds the rank's items to the plan for the coordinator.
@@ -288,9 +291,28 @@ class FastWriter(StagingWriter):
         """Writes this rank's items. Returns after the files are written (and synced)."""
         self._check_idle()
         future: Future[list[WriteResult]] = Future()
+        self._phases.begin("writing")
         with self._writing, portable_errors(), self._writing_staged():
             future.set_result(self._write(plan, planner))
         return future
+
+    @contextlib.contextmanager
+    def _progress(self, nbytes: int) -> Iterator[list[_native.FileJob]]:
+        """Shows a progress bar on the first rank, unless the save is in the background.
+
+        Yields:
+            A list that receives the job of each file.
+        """
+        jobs: list[_native.FileJob] = []
+        if self.rank or self._staged is not None:
+            yield jobs
+            return
+
+        def done_nbytes() -> int:
+            return sum(job.done_nbytes for job in jobs)
+
+        with progress_bar("saving", self.location, lambda: nbytes, done_nbytes):
+            yield jobs
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's files. Tensors that were not staged are written first."""
@@ -303,9 +325,10 @@ class FastWriter(StagingWriter):
         )
         finished: list[str] = []
         try:
-            results = self._write_files(first, nbytes, planner, finished)
-            self._first_are_written()
-            results += self._write_files(others, nbytes, planner, finished)
+            with self._progress(nbytes) as jobs:
+                results = self._write_files(first, nbytes, planner, finished, jobs)
+                self._first_are_written()
+                results += self._write_files(others, nbytes, planner, finished, jobs)
             if finished and self.sync_files:
                 self.location.sync()
         except BaseException:
@@ -316,6 +339,7 @@ class FastWriter(StagingWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes the replaced files."""
+        self._phases.begin("committing")
         storage_data: dict[MetadataIndex, Any] = {}
         written: list[tuple[int, WrittenFile]] = []  # Rank, and file of that rank.
         for rank, rank_results in enumerate(results):
@@ -369,9 +393,25 @@ class FastWriter(StagingWriter):
         self._raise_if_missing(missing)
         uncoordinated_rank = None if self.use_collectives else self.rank
         self._remove_files(stale_files(self._found, files, uncoordinated_rank))
+        self._log_saved(sum(file.nbytes for _, file in written), len(results))
+
+    def _log_saved(self, nbytes: int, ranks: int) -> None:
+        details = [f"{ranks} ranks" if ranks > 1 else "1 rank"]
+        if self.io_mode is not None:
+            details.append(str(self.io_mode))
+        if self._staged is not None:
+            details.append("in the background")
+        # Each rank finishes its own checkpoint if the ranks do not commit one together.
+        is_coordinator = self.use_collectives or not self.rank
+        self._phases.end("saved", nbytes, self.location, *details, is_coordinator=is_coordinator)
 
     def _write_files(
-        self, files: dict[str, RankWork], nbytes: int, planner: SavePlanner, finished: list[str]
+        self,
+        files: dict[str, RankWork],
+        nbytes: int,
+        planner: SavePlanner,
+        finished: list[str],
+        jobs: list[_native.FileJob],
     ) -> list[WriteResult]:
         """Writes files, ``thread_count`` at a time.
 
@@ -382,6 +422,7 @@ class FastWriter(StagingWriter):
             nbytes: Total bytes of the rank's work.
             planner: Planner of this rank.
             finished: Receives names of complete files.
+            jobs: Receives the job of each file.
         """
         workers = min(self.thread_count, len(files))
         if workers == 0:
@@ -398,6 +439,7 @@ class FastWriter(StagingWriter):
                     io=self.io,
                     sync=self.sync_files,
                     niceness=self._niceness,
+                    begun=jobs.append,
                 )
                 finished.append(name)
                 results += written

@@ -44,6 +44,7 @@ LoadBatch::LoadBatch(const BatchContext& context)
       tensors_(context.tensors),
       bytes_(context.bytes),
       result_(context.result),
+      loaded_nbytes_(context.loaded_nbytes),
       temporaries_(context.hand_over),
       whole_slice_nbytes_(std::min(kWholeSliceNbytes, context.stream.max_range_nbytes())) {}
 
@@ -270,6 +271,7 @@ Status LoadBatch::plan_bytes(int64_t request) {
 }
 
 Status LoadBatch::consume(int64_t index, Bytes bytes, Unpacking& unpacking) {
+  loaded_nbytes_.fetch_add(ssize(bytes), std::memory_order_relaxed);
   if (index < static_cast<int64_t>(pieces_.size())) {
     return consume_piece(pieces_[static_cast<size_t>(index)], bytes, unpacking);
   }

@@ -3,6 +3,7 @@
 // LoadBatch: plans and executes the requests for a set of open files. Also defines the requests and
 // results of a load. LoadJob opens the files of one batch at a time.
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -56,6 +57,7 @@ struct BatchContext {
   std::span<const StoredSlice> bytes;
   const HandOver& hand_over;
   LoadResult& result;
+  std::atomic<int64_t>& loaded_nbytes;  // Counts the bytes that reached their destinations.
 };
 
 // The requests of one set of open files. Planned once and run once.
@@ -142,6 +144,7 @@ class LoadBatch {
   std::span<const TensorRequest> tensors_;
   std::span<const StoredSlice> bytes_;
   LoadResult& result_;
+  std::atomic<int64_t>& loaded_nbytes_;
   Temporaries temporaries_;
   const int64_t whole_slice_nbytes_;  // Slices up to this length are read whole.
 

@@ -1,6 +1,7 @@
 #include "engine/load/load_job.h"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <utility>
 
@@ -32,6 +33,7 @@ struct LoadJob::State {
   const std::unique_ptr<IndexLookup> index;  // Null if the checkpoint has none.
   std::unique_ptr<ReadStream> stream;
   std::map<std::string, OpenFile> files = {};  // Open files by name, at most kMaxOpenFiles.
+  std::atomic<int64_t> loaded_nbytes = 0;
 
   // Frees files and buffers after an error, because a Python traceback may extend the life of the
   // job.
@@ -123,6 +125,10 @@ Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
   return result;
 }
 
+int64_t LoadJob::loaded_nbytes() const {
+  return state_->loaded_nbytes.load(std::memory_order_relaxed);
+}
+
 // Runs the requests in batches of at most kMaxOpenFiles files. If `only_wanted` is given, adds the
 // byte ranges to it instead of reading them.
 Status LoadJob::run_batches(std::span<const TensorRequest> tensors,
@@ -186,7 +192,8 @@ Status LoadJob::run_batches(std::span<const TensorRequest> tensors,
     IndexLookup* index = state_->index.get();
     const bool indexed = index != nullptr && index->has_slices();
     LoadBatch batch({*state_->stream, files, indexed ? index : nullptr, state_->options.verify,
-                     slices_are_archives, tensors, bytes, hand_over, *result});
+                     slices_are_archives, tensors, bytes, hand_over, *result,
+                     state_->loaded_nbytes});
     RETURN_IF_ERROR(batch.plan(all.tensors, all.bytes));
     if (only_wanted != nullptr) {
       std::map<const File*, std::string_view> names;

@@ -70,6 +70,9 @@ class LoadJob {
                          const HandOver& hand_over = {}, ExchangeStream* exchange = nullptr,
                          bool slices_are_archives = false);
 
+  // Number of bytes that all runs have loaded so far. Any thread may call it.
+  int64_t loaded_nbytes() const;
+
  private:
   struct State;
   explicit LoadJob(std::unique_ptr<State> state);

@@ -44,6 +44,7 @@ Status FileJob::submit(int64_t offset, MutableBytes memory, int block) {
   if (in_place) ++in_place_;
   if (block == block_) block_ = kNoBlock;
   queue_->submit({&request, 1});
+  submitted_nbytes_.fetch_add(ssize(memory), std::memory_order_relaxed);
   return ok_status();
 }
 

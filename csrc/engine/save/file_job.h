@@ -3,6 +3,7 @@
 // FileJob: the base class of SaveJob and SharedFileJob. It writes a file from blocks of a bounded
 // pool: some blocks are in flight while the next is filled.
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -44,6 +45,9 @@ class FileJob {
   // Aborts the job, unless finish() has returned OK: waits for the writes in flight and returns all
   // blocks to the pool. The destructor does the same.
   virtual void abort() = 0;
+
+  // Number of bytes that were handed to the disk so far. Any thread may call it.
+  int64_t submitted_nbytes() const { return submitted_nbytes_.load(std::memory_order_relaxed); }
 
   int niceness() const { return options_.niceness; }
   const IoMode& mode() const { return mode_; }
@@ -87,7 +91,8 @@ class FileJob {
   IoMode mode_;
   std::unique_ptr<IoQueue> queue_;  // Destroyed before the file: its destructor waits for writes.
   int in_place_ = 0;                // Number of writes in flight from memory outside the pool.
-  Status status_;                   // The first error.
+  std::atomic<int64_t> submitted_nbytes_ = 0;
+  Status status_;  // The first error.
   bool owns_pool_ = false;
 };
 

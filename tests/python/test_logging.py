@@ -1,0 +1,122 @@
+"""The log lines of saves and loads, and their progress bar."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from torch_ckpt import FastReader, FastWriter, SafetensorsWriter
+from torch_ckpt.storage import progress
+
+SOON_S = 20
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    assert {record.name for record in caplog.records} <= {"torch_ckpt"}
+    return [r.getMessage() for r in caplog.records if r.levelno == level]
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    return {"w": torch.randn(1 << 20), "v": torch.randn(3, 5), "step": 7}
+
+
+def test_each_save_and_load_is_one_line(
+    state: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "torch_ckpt")
+    dcp.save(state, storage_writer=FastWriter(tmp_path / "1"))
+    dcp.load(state, storage_reader=FastReader(tmp_path / "1"))
+    torch_ckpt.async_save(state, checkpoint_id=tmp_path / "2").result()
+    tensors = {name: state[name] for name in ("w", "v")}
+    dcp.save(tensors, storage_writer=SafetensorsWriter(tmp_path / "3"))
+    saved, loaded, in_background, exported = lines(caplog, logging.INFO)
+    numbers = r"4\.\d\d MB in \d+\.\d\d s, \d+\.\d\d GB/s"
+    mode = r"(io_uring|threads), (O_DIRECT|page cache).*"
+    assert re.fullmatch(rf"saved {tmp_path}/1: {numbers}, 1 rank, {mode}", saved)
+    assert re.fullmatch(
+        rf"loaded {tmp_path}/1: {numbers}, O_DIRECT, 1 rank, without an exchange", loaded
+    )
+    assert re.fullmatch(
+        rf"saved {tmp_path}/2: {numbers}, 1 rank, {mode}, in the background", in_background
+    )
+    assert re.fullmatch(rf"saved {tmp_path}/3: {numbers}, 1 rank, {mode}", exported)
+
+
+def test_each_phase_is_logged_at_debug_level(
+    state: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "torch_ckpt")
+    dcp.save(state, storage_writer=FastWriter(tmp_path))
+    dcp.load(state, storage_reader=FastReader(tmp_path))
+    phases = [re.fullmatch(r".*: (\w+) took [\d.]+ s", m) for m in lines(caplog, logging.DEBUG)]
+    assert [match and match[1] for match in phases] == [
+        *("planning", "writing", "committing"),
+        *("opening", "planning", "reading"),
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def wait_for_bar(terminal: Terminal) -> None:
+    end = time.monotonic() + SOON_S
+    while "B/s" not in terminal.getvalue() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+class SlowSavePlanner(dcp.DefaultSavePlanner):
+    terminal: Terminal
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if write_item.tensor_data is None:  # Tensors are resolved before the writes begin.
+            wait_for_bar(self.terminal)
+        return super().resolve_data(write_item)
+
+
+class SlowLoadPlanner(dcp.DefaultLoadPlanner):
+    terminal: Terminal
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        wait_for_bar(self.terminal)
+        super().load_bytes(read_item, value)
+
+
+def test_a_long_save_or_load_shows_a_bar_on_a_terminal(
+    state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(progress, "_BAR_AFTER_S", 0.05)
+    monkeypatch.setattr(progress, "_BAR_INTERVAL_S", 0.01)
+    for kind in (SlowSavePlanner, SlowLoadPlanner):
+        monkeypatch.setattr(kind, "terminal", terminal, raising=False)
+    torch_ckpt.save(state, checkpoint_id=tmp_path, planner=SlowSavePlanner())
+    assert f"saving {tmp_path}: 100%" in terminal.getvalue()
+
+    terminal.truncate(0)
+    torch_ckpt.load(dict(state), checkpoint_id=tmp_path, planner=SlowLoadPlanner())
+    assert f"loading {tmp_path}: 100%" in terminal.getvalue()
+
+
+def test_a_short_save_shows_no_bar(
+    state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    torch_ckpt.save(state, checkpoint_id=tmp_path)
+    torch_ckpt.load(state, checkpoint_id=tmp_path)
+    assert terminal.getvalue() == ""

@@ -1,0 +1,68 @@
+"""Lists all differences between a state dict and a checkpoint that does not match it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+__all__ = ["with_differences"]
+
+_MOST = 20
+"""Maximum number of names in each list of a message."""
+
+
+def with_differences(
+    error: RuntimeError | ValueError, state_dict: dict[str, Any], metadata: Metadata
+) -> Exception:
+    """Returns DCP's error for a first difference, with a list of all differences.
+
+    Args:
+        error: The error of DCP's load planner.
+        state_dict: The flattened state dict of the load.
+        metadata: The metadata of the checkpoint.
+
+    Returns:
+        An error of the same class. The message begins with that of ``error``.
+    """
+    stored = metadata.state_dict_metadata
+    missing = [fqn for fqn in state_dict if fqn not in stored]
+    unrequested = [fqn for fqn in stored if fqn not in state_dict]
+    shapes, dtypes = [], []
+    for fqn, value in state_dict.items():
+        entry = stored.get(fqn)
+        if not isinstance(value, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
+            continue
+        if entry.size != value.size():
+            shapes.append(f"{fqn} {list(entry.size)}, not {list(value.size())}")
+        elif entry.properties.dtype != value.dtype:
+            dtypes.append(f"{fqn} {entry.properties.dtype}, not {value.dtype}")
+    lines = [
+        ("missing in the checkpoint", _with_similar(missing, unrequested)),
+        ("of another shape in the checkpoint", shapes),
+        ("of another dtype in the checkpoint, which is no error", dtypes),
+        ("in the checkpoint, but not requested", unrequested),
+    ]
+    text = "".join(f"\n  {what}: {_listed(names)}" for what, names in lines if names)
+    return type(error)(f"{error}\nAll differences:{text}" if text else str(error))
+
+
+def _with_similar(missing: Sequence[str], unrequested: Sequence[str]) -> list[str]:
+    """Returns the missing names, the first ones with a similar name of the checkpoint."""
+    described = []
+    for number, fqn in enumerate(missing):
+        close = number < _MOST and (
+            [name for name in unrequested if name.endswith(f".{fqn}") or fqn.endswith(f".{name}")]
+            or difflib.get_close_matches(fqn, unrequested[:10_000], n=1)
+        )
+        described.append(f"{fqn} (similar: {close[0]})" if close else fqn)
+    return described
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(names[:_MOST]) + more

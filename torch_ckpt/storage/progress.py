@@ -1,0 +1,115 @@
+"""The log lines and the progress bar of a save or load."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+from torch_ckpt.filesystems.location import Location
+
+__all__ = ["Phases", "progress_bar", "readable_nbytes"]
+
+_LOG = logging.getLogger("torch_ckpt")
+
+_BAR_AFTER_S = 3.0
+"""Duration after which a save or load shows a progress bar."""
+
+_BAR_INTERVAL_S = 0.2
+
+
+class Phases:
+    """The durations of the phases of one save or load on one rank, for the log.
+
+    Example::
+
+        phases = Phases("planning")
+        phases.begin("writing")
+        phases.end("saved", nbytes, path, "4 ranks", is_coordinator=True)
+    """
+
+    def __init__(self, first: str) -> None:
+        self._begun = [(first, time.monotonic())]
+
+    def begin(self, phase: str) -> None:
+        """Ends the current phase, and begins another."""
+        self._begun.append((phase, time.monotonic()))
+
+    def end(
+        self, done: str, nbytes: int, path: Location, *details: str, is_coordinator: bool
+    ) -> None:
+        """Ends the last phase, and logs all of them.
+
+        Logs each phase at level DEBUG. The coordinator also logs one line at level INFO.
+
+        Args:
+            done: What was done: ``"saved"`` or ``"loaded"``.
+            nbytes: Number of bytes.
+            path: The checkpoint.
+            *details: Further words for the INFO line.
+            is_coordinator: Whether this rank is the coordinator.
+        """
+        end = time.monotonic()
+        ends = [begin for _, begin in self._begun[1:]] + [end]
+        for (phase, begin), until in zip(self._begun, ends, strict=True):
+            _LOG.debug("%s: %s took %.3f s", path, phase, until - begin)
+        if is_coordinator:
+            seconds = max(end - self._begun[0][1], 1e-6)
+            _LOG.info(
+                "%s %s: %s in %.2f s, %.2f GB/s, %s",
+                *(done, path, readable_nbytes(nbytes), seconds, nbytes / seconds / 1e9),
+                ", ".join(details),
+            )
+
+
+@contextlib.contextmanager
+def progress_bar(
+    doing: str, path: Location, nbytes: Callable[[], int], done_nbytes: Callable[[], int]
+) -> Iterator[None]:
+    """Shows a progress bar if the block takes longer than 3 s.
+
+    Shows nothing unless ``sys.stderr`` is a terminal and tqdm is installed.
+
+    Args:
+        doing: What the block does: ``"saving"`` or ``"loading"``.
+        path: The checkpoint.
+        nbytes: Returns the number of bytes in all. Called in another thread, with a bar only.
+        done_nbytes: Returns the number of bytes that are done. Called in that thread as well.
+    """
+    if not sys.stderr.isatty() or find_spec("tqdm") is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def show() -> None:
+        if ended.wait(_BAR_AFTER_S):
+            return
+        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+
+        total = nbytes()
+        with tqdm(total=total, desc=f"{doing} {path}", unit="B", unit_scale=True) as bar:
+            while not ended.wait(_BAR_INTERVAL_S):
+                bar.update(min(done_nbytes(), total) - bar.n)
+            bar.update(min(done_nbytes(), total) - bar.n)
+
+    thread = threading.Thread(target=show, name="torch_ckpt-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def readable_nbytes(nbytes: int) -> str:
+    """Returns a number of bytes with a decimal unit, such as ``"1.07 GB"``."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
