@@ -19,8 +19,6 @@ from torch_ckpt.storage import progress
 
 SOON_S = 20
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     assert {record.name for record in caplog.records} <= {"torch_ckpt"}

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -449,7 +450,7 @@ def test_async_save_in_a_process_saves_fails_and_saves_again(
 
     refused = save_in_process(state, FastWriter(tmp_path / "1", overwrite=False))
     error = refused.exception(ASYNC_TIMEOUT_S)
-    assert "overwrite is false" in str(error)
+    assert "Checkpoint already exists" in str(error)
 
     save_in_process(state, writer, checkpoint_id=tmp_path / "2").result(ASYNC_TIMEOUT_S)
     assert loads(tmp_path / "2", state) == []
@@ -469,6 +470,32 @@ def test_installed_reaches_the_process_of_async_save(
 
     assert [_is_ours(file) for file in data_files(tmp_path)] == [True]
     assert loads(tmp_path, state) == []
+
+
+def test_overwriting_a_checkpoint_warns_as_stock_does(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Detected an existing")
+        save(state, FastWriter(tmp_path))
+    for kind in (FileSystemWriter, FastWriter):
+        with pytest.warns(UserWarning, match="existing checkpoint in .* since self.overwrite=True"):
+            save(state, kind(tmp_path))
+
+
+def test_programs_find_the_attributes_of_the_stock_reader_and_writer(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
+    found = {}
+    for name, reader in (("stock", FileSystemReader(tmp_path)), ("ours", FastReader(tmp_path))):
+        save(state, FastWriter(tmp_path, overwrite=True))
+        assert dict(reader.storage_data) == {}
+        load(blank(state), reader)
+        found[name] = {index: info.length for index, info in reader.storage_data.items()}
+        assert reader.fs.exists(tmp_path / ".metadata")
+    assert found["ours"] == found["stock"]
+    assert len(found["ours"]) == 14
+    assert FastWriter(tmp_path).fs.ls(tmp_path)
 
 
 def differs(state: dict[str, Any], path: Path, reader: type = FastReader, **how: Any) -> list[str]:

@@ -7,14 +7,12 @@ import dataclasses
 import os
 import pickle
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch.distributed as dist
 from torch.distributed.checkpoint._extension import ExtensionRegistry
-from torch.distributed.checkpoint.filesystem import (
-    _StorageReaderTransforms,
-)
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageReaderTransforms
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -166,6 +164,16 @@ class FastReader(StorageReader):
     def path(self) -> str | os.PathLike[str]:
         """The directory or file of the checkpoint: a path of this machine, or a URL."""
         return self.location.checkpoint_id
+
+    @property
+    def fs(self) -> FileSystem:
+        """Stock's access to local files, for programs that use that of ``FileSystemReader``."""
+        return FileSystem()
+
+    @property
+    def storage_data(self) -> Mapping[Any, Any]:
+        """The extents of the open checkpoint by ``MetadataIndex``; empty before a load."""
+        return {} if self._metadata is None else self._metadata.storage_data
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepares the reader for another checkpoint, or for a new load of the same one."""

@@ -8,6 +8,7 @@ import itertools
 import os
 import secrets
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
+    FileSystem,
     SerializationFormat,
     _StoragePrefix,
     _StorageWriterTransforms,
@@ -201,6 +203,11 @@ class FastWriter(StagingWriter):
         """The directory of the checkpoint: a path of this machine, or a URL."""
         return self.location.checkpoint_id
 
+    @property
+    def fs(self) -> FileSystem:
+        """Stock's access to local files, for programs that use that of ``FileSystemWriter``."""
+        return FileSystem()
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepares the writer for another checkpoint, or for a new save to the same directory."""
         self._check_idle()
@@ -236,11 +243,17 @@ class FastWriter(StagingWriter):
         """
         self.location.create_directories()
         self._found = frozenset(self.location.names())
-        if not self.overwrite and not self._committed_names.isdisjoint(self._found):
-            raise AlreadyExistsError(
-                f"cannot save to {self.path}: a checkpoint is committed there, and overwrite is "
-                "false"
-            )
+        if not self._committed_names.isdisjoint(self._found):
+            if not self.overwrite:
+                raise AlreadyExistsError(
+                    f"cannot save to {self.path}: Checkpoint already exists, and overwrite is false"
+                )
+            if not self.rank:
+                warnings.warn(
+                    f"Detected an existing checkpoint in {self.path}, overwriting since "
+                    f"{self.overwrite=}.",
+                    stacklevel=2,
+                )
         items: Any = plan.items
         if isinstance(items, ColumnItems) and items.token is not None:
             # The coordinator does not read the items, except in a subclass.
