@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import torch_ckpt
-from torch_ckpt import FastSavePlanner, SafetensorsWriter
+from torch_ckpt import FastReader, FastSavePlanner, SafetensorsWriter
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
@@ -284,3 +284,30 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_old_model(
     worlds.run(2, save_placed, tmp_path, "newer", "rows", "stock", {})
     assert names_in(tmp_path) == {"model.safetensors"}
     assert_same(load_model(tmp_path), whole("newer"))
+
+
+def save_tied(path: Path) -> None:
+    """Three ranks: a sharded tensor of two rows with two names, and names tied on one rank only."""
+    torch.manual_seed(0)
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    embedding = distribute_tensor(torch.arange(10.0).reshape(2, 5), mesh, [Shard(0)])
+    own = torch.full([4], 7.0)
+    state = {
+        "embedding": embedding,
+        "head": embedding,
+        "replica": own,
+        # As under pipeline parallelism: the same values, in two tensors on some rank.
+        "other replica": own if rank == 0 else own.clone(),
+    }
+    torch_ckpt.save(state, storage_writer=SafetensorsWriter(path))
+    loaded = {name: torch.zeros_like(value) for name, value in state.items()}
+    loaded["head"] = loaded["embedding"]
+    torch_ckpt.load(loaded, storage_reader=FastReader(path))
+    assert torch.equal(loaded["embedding"].full_tensor(), embedding.full_tensor())
+    assert torch.equal(loaded["other replica"], own)
+
+
+def test_names_that_are_tied_on_all_ranks_are_stored_once(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(3, save_tied, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert sorted(stored) == ["embedding", "other replica", "replica"]

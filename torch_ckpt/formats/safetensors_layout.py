@@ -114,6 +114,7 @@ class ModelLayout:
     Attributes:
         files: The files, in order of their numbers.
         places: FQN -> place of the tensor.
+        omitted: Names that are tied to another name, and so have no place.
 
     Example::
 
@@ -124,13 +125,25 @@ class ModelLayout:
 
     files: tuple[ModelFile, ...]
     places: Mapping[str, FilePlace]
+    omitted: frozenset[str] = frozenset()
     _encoded: bytes = field(repr=False, compare=False, default=b"")
 
     @classmethod
-    def of(cls, tensors: Iterable[TensorFacts], *, max_shard_nbytes: int) -> ModelLayout:
+    def of(
+        cls,
+        tensors: Iterable[TensorFacts],
+        *,
+        max_shard_nbytes: int,
+        omitted: Iterable[str] = (),
+    ) -> ModelLayout:
         """Assigns tensors, in the given order, to files of at most ``max_shard_nbytes`` each.
 
         A larger tensor gets its own file. There is always at least one file.
+
+        Args:
+            tensors: The tensors to store.
+            max_shard_nbytes: Maximum bytes of a file with several tensors.
+            omitted: Names that are tied to one of the tensors.
 
         Raises:
             UnsupportedError: The format does not support the dtype or name of a tensor.
@@ -150,7 +163,8 @@ class ModelLayout:
                 offset += facts.nbytes
             fqns = tuple(facts.fqn for facts in shard)
             files.append(ModelFile(header, len(header) + payload_nbytes, fqns))
-        return cls(tuple(files), places, _encode(tensors, max_shard_nbytes))
+        omitted = frozenset(omitted)
+        return cls(tuple(files), places, omitted, _encode(tensors, max_shard_nbytes, omitted))
 
     def encode(self) -> bytes:
         """Returns the arguments of :meth:`of` in compressed form, to send to other ranks."""
@@ -159,9 +173,9 @@ class ModelLayout:
     @classmethod
     def decode(cls, encoded: bytes) -> ModelLayout:
         """Returns the layout of which :meth:`encode` returned ``encoded``."""
-        max_shard_nbytes, tensors = json.loads(zlib.decompress(encoded))
+        max_shard_nbytes, tensors, omitted = json.loads(zlib.decompress(encoded))
         facts = [TensorFacts(fqn, dtype, tuple(sizes)) for fqn, dtype, sizes in tensors]
-        return cls.of(facts, max_shard_nbytes=max_shard_nbytes)
+        return cls.of(facts, max_shard_nbytes=max_shard_nbytes, omitted=omitted)
 
     def index(self, names: Sequence[str]) -> bytes:
         """Returns the JSON index for Hugging Face's loaders, for files of the given names."""
@@ -223,6 +237,8 @@ def _shards(tensors: Sequence[TensorFacts], max_shard_nbytes: int) -> list[list[
     return shards
 
 
-def _encode(tensors: Sequence[TensorFacts], max_shard_nbytes: int) -> bytes:
+def _encode(
+    tensors: Sequence[TensorFacts], max_shard_nbytes: int, omitted: frozenset[str]
+) -> bytes:
     listed = [[facts.fqn, facts.dtype, facts.sizes] for facts in tensors]
-    return zlib.compress(json.dumps([max_shard_nbytes, listed]).encode(), 1)
+    return zlib.compress(json.dumps([max_shard_nbytes, listed, sorted(omitted)]).encode(), 1)

@@ -5,6 +5,7 @@ The engine plans in columns. The views create DCP's objects on access.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -16,7 +17,12 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.lazy_views import LazyMapping
@@ -125,6 +131,7 @@ class ColumnItems(PlannedItems):
     Attributes:
         by_token: Whether the rank sends only the digest and the token. The writer sets it if the
             coordinator does not access individual items.
+        planner: Reference to the planner that listed the items; ``None`` on other ranks.
     """
 
     def __init__(
@@ -139,6 +146,7 @@ class ColumnItems(PlannedItems):
         self.digest = digest
         self.token = token
         self.by_token = False
+        self.planner: weakref.ref[SavePlanner] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.by_token:

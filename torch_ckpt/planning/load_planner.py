@@ -22,6 +22,7 @@ from torch_ckpt.formats.index import index_of
 from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
 from torch_ckpt.planning.differences import with_differences
 from torch_ckpt.planning.rank_state import find_rank_states
+from torch_ckpt.planning.ties import has_no_elements, tied_names
 
 __all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "TravellingReads"]
 
@@ -195,6 +196,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """Returns the reads of this rank."""
+        self._drop_tied()
         index = index_of(self.metadata)
         if index is not None:
             try:
@@ -214,6 +216,19 @@ class FastLoadPlanner(DefaultLoadPlanner):
             if type(error) in (RuntimeError, ValueError) and self.metadata is not None:
                 raise with_differences(error, self.state_dict, self.metadata) from None
             raise
+
+    def _drop_tied(self) -> None:
+        """Drops names that the checkpoint lacks, and that share the tensor of a stored name."""
+        stored = {} if self.metadata is None else self.metadata.state_dict_metadata
+        missing = {fqn for fqn in self.state_dict if fqn not in stored}
+        if not missing or self.metadata is None:
+            return
+        dropped = {fqn for fqn in missing if has_no_elements(self.state_dict[fqn])}
+        for group in tied_names(self.state_dict):
+            if not missing.issuperset(group):
+                dropped |= missing.intersection(group)
+        if dropped:
+            self.state_dict = {f: v for f, v in self.state_dict.items() if f not in dropped}
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Restores this rank's reads in the plan that the coordinator returned."""

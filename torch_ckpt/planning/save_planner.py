@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import weakref
 from collections import ChainMap
 from collections.abc import Sequence
 from typing import Any, cast
@@ -292,6 +293,7 @@ class FastSavePlanner(DefaultSavePlanner):
             self._cached = self.plan_cache.find(digest)
         token = None if self._cached is None else self._cached.token
         self._listed = ColumnItems(encoded, paths, digest, token)
+        self._listed.planner = weakref.ref(self)
         planner_data = None if paths is None else PlannedPaths([paths])
         return SavePlan(_as_list(self._listed), planner_data=planner_data)
 

@@ -33,9 +33,10 @@ from torch_ckpt.coordination.group import claim_commit
 from torch_ckpt.errors import CheckpointError, MismatchError, UnsupportedError
 from torch_ckpt.formats.safetensors_layout import FilePlace, ModelLayout, TensorFacts
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.planning.item_views import AssignedItems, PlannedPaths
+from torch_ckpt.planning.item_views import AssignedItems, ColumnItems, PlannedPaths
 from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.planning.replicas import CutItem, item_nbytes, work_of
+from torch_ckpt.planning.ties import common_ties, tied_names
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import finished
@@ -52,6 +53,17 @@ __all__ = ["SafetensorsWriter"]
 
 _MAX_NAMED = 3  # Names in an error message.
 _WAY_OUT = "save objects separately, for example with FastWriter"
+
+
+@dataclass(frozen=True)
+class _Ties:
+    """``SavePlan.storage_data`` of one rank, on the way to the coordinator.
+
+    Attributes:
+        groups: Groups of names that share one tensor.
+    """
+
+    groups: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,9 @@ class SafetensorsWriter(FastWriter):
     """Saves a model as safetensors files for Hugging Face's loaders.
 
     Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save``. The state dict may
-    contain tensors only. Each tensor is stored whole, independent of its sharding. The files are
+    contain tensors only. Each tensor is stored whole, independent of its sharding. Names that share
+    one tensor are stored once, under the first name, as Hugging Face does. This needs a
+    :class:`FastSavePlanner`, which :func:`torch_ckpt.save` uses by default. The files are
     ``model.safetensors`` or those that ``model.safetensors.index.json`` names. An existing model in
     the directory is replaced atomically.
 
@@ -150,6 +164,15 @@ class SafetensorsWriter(FastWriter):
         self.max_shard_nbytes = max_shard_nbytes
         self._layout: ModelLayout | None = None  # On the coordinator, from the plan to the commit.
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Adds the names of tied tensors to the plan, if :class:`FastSavePlanner` made it."""
+        plan = super().prepare_local_plan(plan)
+        items: Any = plan.items
+        if not isinstance(items, ColumnItems) or items.planner is None:
+            return plan
+        planner: Any = items.planner()
+        return dataclasses.replace(plan, storage_data=_Ties(tied_names(planner.state_dict)))
+
     def _place(self, plans: list[SavePlan]) -> list[SavePlan]:
         if not self.use_collectives:
             raise UnsupportedError(
@@ -163,15 +186,20 @@ class SafetensorsWriter(FastWriter):
                 "FastSavePlanner"
             )
         with gc_paused():
-            facts = _facts_of(plans)
-            self._layout = ModelLayout.of(facts, max_shard_nbytes=self.max_shard_nbytes)
+            ties = _ties_of(plans)
+            facts = [facts for facts in _facts_of(plans) if facts.fqn not in ties]
+            self._layout = ModelLayout.of(
+                facts, max_shard_nbytes=self.max_shard_nbytes, omitted=ties
+            )
         encoded = self._layout.encode()
+        shares: list[Any] = [plan.storage_data for plan in plans]
+        shares = [None if isinstance(share, _Ties) else share for share in shares]
         return [
             dataclasses.replace(
                 plan,
-                storage_data=_ModelPlan(encoded, self.save_id, rank, len(plans), plan.storage_data),
+                storage_data=_ModelPlan(encoded, self.save_id, rank, len(plans), share),
             )
-            for rank, plan in enumerate(plans)
+            for rank, (plan, share) in enumerate(zip(plans, shares, strict=True))
         ]
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -184,7 +212,9 @@ class SafetensorsWriter(FastWriter):
         with gc_paused():
             layout = ModelLayout.decode(model_plan.layout)
             items = work_of(dataclasses.replace(plan, storage_data=model_plan.share))
-            pieces = [_piece_of(item, layout) for item in items]
+            pieces = [
+                _piece_of(item, layout) for item in items if item.index.fqn not in layout.omitted
+            ]
         for number in range(model_plan.rank, len(layout.files), model_plan.world_size):
             pieces.append(_Piece(number, 0, len(layout.files[number].header)))
         if not pieces:
@@ -231,6 +261,13 @@ class SafetensorsWriter(FastWriter):
         self._remove_files(stale_model_files(self._found, names))
         _describe(metadata, layout, names, self)
         self._log_saved(sum(file.nbytes for file in layout.files), len(results))
+
+
+def _ties_of(plans: Sequence[SavePlan]) -> dict[str, str]:
+    """Returns the tied names to omit; none unless :class:`FastSavePlanner` made all plans."""
+    items: list[Any] = [plan.items for plan in plans]
+    ties = [plan.storage_data.groups for plan in plans if isinstance(plan.storage_data, _Ties)]
+    return common_ties(ties, items) if len(ties) == len(plans) else {}
 
 
 def _facts_of(plans: Sequence[SavePlan]) -> list[TensorFacts]:
