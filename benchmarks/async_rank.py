@@ -79,10 +79,10 @@ class AsyncRank(Rank):
 
     def reserve(self, contender: str) -> None:
         """Has the memory for staging made."""
-        from torch_ckpt.process_state import PROCESS
+        from torch_ckpt import FastWriter  # Now: names are imported lazily.
 
         by_agent = contender in (OURS_AGENT, OURS_AGENT_RESERVED)
-        (self.agent if by_agent else PROCESS.stager).reserve(self.state)
+        (self.agent if by_agent else FastWriter(self.directory).stager).reserve(self.state)
 
     def leave(self) -> None:
         """Ends the agent."""

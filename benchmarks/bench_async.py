@@ -13,6 +13,7 @@ Everything is timed from a barrier to the end on the slowest rank.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import signal
@@ -41,6 +42,7 @@ from async_contenders import (
 )
 from bench_load import Bar
 from bench_tree import print_table
+from fragmented_memory import fragmented
 from machine import GIB, describe, make_cold, pick_fio, remove_tree
 from rank_group import RankGroup
 
@@ -67,6 +69,7 @@ class Bench:
     directory: Path
     rounds: int
     gib: float
+    fragments_memory: bool = False
     samples: list[Sample] = field(default_factory=list)
 
     def add(self, block: str, contender: str, round_number: int, values: dict[str, float]) -> None:
@@ -144,7 +147,10 @@ def _first(bench: Bench) -> None:
     """The first save of new processes, and then a memcpy in these."""
     contenders = (OURS_RESERVED, OURS_AGENT_RESERVED, OURS, STOCK_THREAD)
     for number, contender in bench.turns(contenders):
-        with bench.ranks() as ranks:
+        with (
+            fragmented() if bench.fragments_memory else contextlib.nullcontext(),
+            bench.ranks() as ranks,
+        ):
             if contender in (OURS_RESERVED, OURS_AGENT_RESERVED):
                 ranks.call("reserve", contender=contender)
             values = _slowest(ranks.call("save_by", contender=contender, folder="saved"))
@@ -251,6 +257,7 @@ def bars(bench: Bench) -> list[Bar]:
     process = bench.ratio(SAVES, "durable_s", STOCK_PROCESS, OURS)
     lost_s, agent_lost_s = (_median(bench.of(TRAINING, n, "lost_s")) for n in (OURS, OURS_AGENT))
     first = bench.ratio(FIRST, "call_s", OURS_RESERVED, OURS_RESERVED, "memcpy_s")
+    unreserved = bench.ratio(FIRST, "call_s", OURS, OURS, "memcpy_s")
     agent_blocks = bench.ratio(SAVES, "call_s", OURS_AGENT, MEMCPY)
     agent_first = bench.ratio(FIRST, "call_s", OURS_AGENT_RESERVED, OURS_AGENT_RESERVED, "memcpy_s")
     agent_sync = bench.ratio(SAVES, "durable_s", OURS_AGENT, OURS_SYNC)
@@ -260,6 +267,7 @@ def bars(bench: Bench) -> list[Bar]:
             "async_save blocks, of a memcpy", bench.ratio(SAVES, "call_s", OURS, MEMCPY), 1.25, "x"
         ),
         Bar("the first one, memory reserved", first, 1.5, "x"),
+        Bar("the first one, not reserved", unreserved, 3, "x"),
         Bar("durable, of the synchronous save", sync, 1.15, "x"),
         Bar("durable, times as fast as stock's thread", stock, 2, "x", at_least=True),
         Bar("durable, times as fast as stock's process", process, 2, "x", at_least=True),
@@ -284,6 +292,11 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
     parser.add_argument("--only", action="append", choices=list(BLOCKS), help="repeatable")
+    parser.add_argument(
+        "--fragment-memory",
+        action="store_true",
+        help="leave no free huge pages during the first saves",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
@@ -291,7 +304,7 @@ def main() -> None:
     machine: dict[str, Any] = describe(directory.parent)
     width = max(map(len, machine))
     print("\n".join(f"{name.ljust(width)}  {value}" for name, value in machine.items()), flush=True)
-    bench = Bench(directory, args.rounds, args.gib)
+    bench = Bench(directory, args.rounds, args.gib, args.fragment_memory)
     try:
         for name in args.only or list(BLOCKS):
             BLOCKS[name](bench)

@@ -8,11 +8,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "engine/save/huge_page_budget.h"
 #include "support/later_device.h"
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
@@ -193,6 +195,52 @@ TEST(PlaceInSnapshotTest, LongTensorsBeginAtPagesAndNoneOverlap) {
     EXPECT_LT(offset - end, 4096);
     end = offset + nbytes;
   }
+}
+
+using std::chrono::microseconds;
+
+constexpr int64_t kChunk = int64_t{4} << 20;
+
+TEST(HugePageBudgetTest, HugePagesThatAreFasterAreUsedForEver) {
+  HugePageBudget budget(microseconds(1000), kChunk);
+  for (int i = 0; i < 10'000; ++i) budget.add(microseconds(450), kChunk);
+  EXPECT_FALSE(budget.is_spent());
+}
+
+TEST(HugePageBudgetTest, SlowHugePagesEndSoonHoweverSlowTheyAre) {
+  for (const int64_t us : {1500, 3000, 7500, 9000, 100'000}) {
+    HugePageBudget budget(microseconds(1000), kChunk);
+    int64_t excess_us = 0;
+    while (!budget.is_spent()) {
+      budget.add(microseconds(us), kChunk);
+      excess_us += us - 1000;
+    }
+    EXPECT_LE(excess_us, 8000 + us) << us;
+  }
+}
+
+TEST(HugePageBudgetTest, TimeSlicesOfOtherProcessesDoNotEndHugePages) {
+  HugePageBudget budget(microseconds(1000), kChunk);
+  for (int i = 0; i < 100; ++i) {
+    budget.add(microseconds(6000), kChunk);
+    for (int j = 0; j < 10; ++j) budget.add(microseconds(450), kChunk);
+  }
+  EXPECT_FALSE(budget.is_spent());
+}
+
+TEST(HugePageBudgetTest, FastHugePagesEarnNoTimeForSlowOnes) {
+  HugePageBudget budget(microseconds(1000), kChunk);
+  for (int i = 0; i < 1000; ++i) budget.add(microseconds(450), kChunk);
+  budget.add(microseconds(9001), kChunk);
+  EXPECT_TRUE(budget.is_spent());
+}
+
+TEST(HugePageBudgetTest, ShorterChunksAreComparedByTheirLength) {
+  HugePageBudget budget(microseconds(1000), kChunk);
+  for (int i = 0; i < 1000; ++i) budget.add(microseconds(240), kChunk / 4);
+  EXPECT_FALSE(budget.is_spent());
+  for (int i = 0; i < 100; ++i) budget.add(microseconds(900), kChunk / 4);
+  EXPECT_TRUE(budget.is_spent());
 }
 
 }  // namespace

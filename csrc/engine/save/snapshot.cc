@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/parallel_for.h"
+#include "engine/save/huge_page_budget.h"
 #include "geometry/box.h"
 #include "plan/layout.h"
 
@@ -26,10 +27,6 @@ namespace {
 constexpr int64_t kChunkNbytes = int64_t{4} << 20;
 
 constexpr int64_t kPage = 4096;
-
-// Time limit to populate one chunk with huge pages. If memory is fragmented, the kernel moves other
-// pages to form huge ones, which costs a hundred times what they save.
-constexpr auto kMaxPopulateTime = std::chrono::milliseconds(8);
 
 // A range of elements of one tensor.
 struct Chunk {
@@ -92,6 +89,20 @@ TensorCopy whole(const PackedCopy& from) {
   return {from.tensor.data, std::move(copy)};
 }
 
+// Populates memory with pages of the advised kind. Returns the time, and an errno or 0.
+std::pair<std::chrono::nanoseconds, int> populate(MutableBytes memory, int advice) {
+  // Advice only: if it fails, the code is still correct, but slower.
+  ::madvise(memory.data(), memory.size(), advice);
+  const auto started = std::chrono::steady_clock::now();
+  if (::madvise(memory.data(), memory.size(), MADV_POPULATE_WRITE) != 0) {
+    if (errno != EINVAL) return {{}, errno};
+    // This kernel lacks MADV_POPULATE_WRITE.
+    for (int64_t at = 0; at < ssize(memory); at += kPage)
+      memory[static_cast<size_t>(at)] = std::byte{0};
+  }
+  return {std::chrono::steady_clock::now() - started, 0};
+}
+
 }  // namespace
 
 int64_t place_in_snapshot(int64_t end, int64_t nbytes) {
@@ -103,24 +114,19 @@ Result<std::unique_ptr<Snapshot>> Snapshot::make(MemorySource& source, int64_t n
   if (nbytes <= 0) return invalid_argument("cannot make a snapshot of ", nbytes, " bytes");
   ASSIGN_OR_RETURN(Memory memory, source.allocate(nbytes));
   const MutableBytes bytes = memory.bytes();
-  std::atomic<int> failed = 0;
-  std::atomic<bool> huge_pages_are_slow = false;
-  parallel_for((ssize(bytes) + kChunkNbytes - 1) / kChunkNbytes, threads, [&](int64_t number) {
-    const int64_t begin = number * kChunkNbytes;
-    const MutableBytes some = slice(bytes, begin, std::min(kChunkNbytes, ssize(bytes) - begin));
-    // Advice only: if it fails, the code is still correct, but slower.
-    ::madvise(some.data(), some.size(), huge_pages_are_slow ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
-    const auto started = std::chrono::steady_clock::now();
-    const int populated = ::madvise(some.data(), some.size(), MADV_POPULATE_WRITE);
-    if (std::chrono::steady_clock::now() - started > kMaxPopulateTime) huge_pages_are_slow = true;
-    if (populated == 0) return;
-    if (errno != EINVAL) {
-      failed = errno;
-      return;
-    }
-    // This kernel lacks MADV_POPULATE_WRITE.
-    for (int64_t at = 0; at < ssize(some); at += kPage)
-      some[static_cast<size_t>(at)] = std::byte{0};
+  // The first chunk has small pages: its time shows whether huge pages are worth theirs.
+  const int64_t first = std::min(kChunkNbytes, ssize(bytes));
+  const auto [small_time, error] = populate(slice(bytes, 0, first), MADV_NOHUGEPAGE);
+  std::atomic<int> failed = error;
+  HugePageBudget huge_pages(small_time, first);
+  parallel_for((ssize(bytes) - first + kChunkNbytes - 1) / kChunkNbytes, threads, [&](int64_t n) {
+    const int64_t begin = first + n * kChunkNbytes;
+    const int64_t nbytes_here = std::min(kChunkNbytes, ssize(bytes) - begin);
+    const bool huge = !huge_pages.is_spent();
+    const auto [time, chunk_error] =
+        populate(slice(bytes, begin, nbytes_here), huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+    if (huge) huge_pages.add(time, nbytes_here);
+    if (chunk_error != 0) failed = chunk_error;
   });
   if (failed != 0)
     return errno_status(failed, str_cat("cannot allocate ", nbytes, " bytes of snapshot"));
