@@ -355,3 +355,21 @@ def test_a_training_that_torchrun_restarts_goes_on_from_its_latest_step(
     begun = min(step for attempt, step, _ in found if attempt == 1)
     assert begun in (5, 7)  # After step 4, or 6 if its save was complete when the rank was killed.
     assert sorted(os.listdir(killed / "run")) == ["step-10", "step-12"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"asynchronous": True}, {"asynchronous": True, "agent": True}]
+)
+@on_ranks(2)
+def test_ranks_agree_on_the_best_step(path: Path, options: dict[str, Any]) -> None:
+    rank = dist.get_rank()
+    with Run(path, keep_best=1, monitor="loss", timeout_s=TIMEOUT_S, **options) as run:
+        for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
+            run.save(step, state_of(step), metrics={"loss": loss + 10 * rank})
+            run.wait()
+        assert run.best_step() == 2  # By the values of the first rank.
+        state = state_of(-1)
+        assert run.restore(state, step=2) == 2
+        assert_is(state, 2)
+    dist.barrier()
+    assert sorted(p.name for p in path.glob("step-*")) == ["step-2", "step-3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from transformers import (
+    EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_callback import ExportableState
 
-from torch_ckpt import CheckpointError, Run
+from torch_ckpt import CheckpointError, FastReader, Run
 from torch_ckpt.integrations.trainer import RunCallback
 
 pytestmark = [
@@ -60,15 +63,16 @@ def trainer_of(folder: Path, *callbacks: TrainerCallback, **options: Any) -> Tra
         per_device_train_batch_size=2,
         logging_steps=1,
         report_to=[],
-        save_strategy="no",
         use_cpu=True,
         disable_tqdm=True,
         warmup_steps=3,
         seed=5,
-        **options,
+        **{"save_strategy": "no", **options},
     )
     data = [{"input_ids": row, "labels": row} for row in tokens]
-    return Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks))
+    return Trainer(
+        model, arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks)
+    )
 
 
 def losses_of(trainer: Trainer) -> list[tuple[int, float, float]]:
@@ -116,6 +120,119 @@ def test_the_save_strategy_of_the_trainer_saves_to_the_run(tmp_path: Path) -> No
     callback.train(trainer)
 
     assert sorted(os.listdir(tmp_path / "run")) == ["step-10", f"step-{STEPS}", "step-5"]
+
+
+class Counting(TrainerCallback, ExportableState):
+    """Counts the steps whose number it divides."""
+
+    def __init__(self, divisor: int) -> None:
+        self.divisor = divisor
+        self.count = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.count += state.global_step % self.divisor == 0
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"divisor": self.divisor}, "attributes": {"count": self.count}}
+
+
+def test_several_callbacks_of_one_class_resume_with_their_own_states(tmp_path: Path) -> None:
+    keep = {"restore_callback_states_from_checkpoint": True}
+    callback = RunCallback(Run(tmp_path / "run", every=4))
+    counting = [Counting(2), Counting(3), EarlyStoppingCallback(5)]
+    evaluate = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+    stopped = trainer_of(
+        tmp_path / "a", callback, *counting, StopAfter(STOP_AFTER), **keep, **evaluate
+    )
+    with pytest.raises(Stopped):
+        callback.train(stopped)
+    callback.run.close()
+
+    callback = RunCallback(Run(tmp_path / "run", every=4))
+    counting = [Counting(2), Counting(3), EarlyStoppingCallback(5)]
+    resumed = trainer_of(tmp_path / "b", callback, *counting, **keep, **evaluate)
+    callback.train(resumed)
+    found = {c.divisor: c.count for c in resumed.callback_handler.callbacks if type(c) is Counting}
+    assert found == {2: STEPS // 2, 3: STEPS // 3}
+    (stopping,) = (
+        c for c in resumed.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback)
+    )
+    assert stopping.early_stopping_patience == 5
+
+
+def best_options(**options: Any) -> dict[str, Any]:
+    return {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "learning_rate": 0.5,  # So large that the best step is not the last.
+        "save_steps": 2,
+        **options,
+    }
+
+
+def test_the_best_model_is_loaded_at_the_end_as_a_trainer_does(tmp_path: Path) -> None:
+    theirs = trainer_of(tmp_path / "theirs", save_strategy="steps", **best_options())
+    theirs.train()
+    best = theirs.state.best_global_step
+    assert best is not None
+    assert best < STEPS
+
+    callback = RunCallback(
+        Run(tmp_path / "run", every=1000, keep_last=1, keep_best=1, monitor="eval_loss")
+    )
+    ours = trainer_of(tmp_path / "ours", callback, save_strategy="steps", **best_options())
+    callback.train(ours)
+    assert ours.state.best_global_step == best
+    assert ours.state.best_model_checkpoint == f"{tmp_path}/run/step-{best}"
+    assert callback.run.best_step() == best
+    assert sorted(os.listdir(tmp_path / "run")) == sorted([f"step-{best}", f"step-{STEPS}"])
+    for name, parameter in theirs.model.named_parameters():
+        assert torch.equal(parameter, ours.model.get_parameter(name)), name
+
+
+def test_adapters_of_peft_are_saved_without_the_base_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(folder: Path, *callbacks: TrainerCallback) -> Trainer:
+        trainer = trainer_of(folder, *callbacks)
+        model = peft.get_peft_model(trainer.model, peft.LoraConfig(r=2, target_modules=["c_attn"]))
+        return Trainer(
+            model, trainer.args, train_dataset=trainer.train_dataset, callbacks=list(callbacks)
+        )
+
+    whole = adapted(tmp_path / "whole")
+    whole.train()
+    callback = RunCallback(Run(tmp_path / "run", every=4))
+    stopped = adapted(tmp_path / "a", callback, StopAfter(STOP_AFTER))
+    with pytest.raises(Stopped):
+        callback.train(stopped)
+    callback.run.close()
+    callback = RunCallback(Run(tmp_path / "run", every=4))
+    resumed = adapted(tmp_path / "b", callback)
+    callback.train(resumed)
+    assert losses_of(resumed) == losses_of(whole)
+    stored = FastReader(tmp_path / "run" / "step-12").read_metadata().state_dict_metadata
+    weights = [fqn for fqn in stored if fqn.startswith("model.")]
+    assert weights
+    assert all("lora_" in fqn for fqn in weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"save_only_model": True}, "save_only_model"),
+        ({"push_to_hub": True}, "push_to_hub"),
+        (best_options(save_strategy="steps"), "keep_best=1, monitor='eval_loss', mode='min'"),
+    ],
+)
+def test_an_option_that_a_run_cannot_fulfil_is_refused_at_construction(
+    tmp_path: Path, options: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda *_, **__: None)
+    with pytest.raises(CheckpointError, match=re.escape(named)):
+        trainer_of(tmp_path / "out", RunCallback(Run(tmp_path / "run")), **options)
 
 
 def test_what_cannot_be_done_through_a_run_is_refused(tmp_path: Path) -> None:

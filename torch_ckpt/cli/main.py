@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from torch_ckpt.cli import agent, inspect, run, verify
+from torch_ckpt.cli import agent, inspect, run, verify, watch
 from torch_ckpt.cli.terminal import DAMAGED, FAILED, SOUND
 from torch_ckpt.errors import CheckpointError, CorruptionError
 
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_to(commands)
     agent.add_to(commands)
     run.add_to(commands)
+    watch.add_to(commands)
     return parser
 
 

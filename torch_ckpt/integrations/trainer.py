@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.utils.import_utils import is_peft_available
 
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.planning.rank_state import RankState
@@ -30,16 +38,27 @@ class RunCallback(TrainerCallback):
     """Saves the training of a ``Trainer`` in a :class:`Run`, and resumes from it.
 
     A step contains what ``Trainer`` itself would save: model, optimizer, schedule, scaler, random
-    states and ``TrainerState``. All ranks save it sharded, and any number of ranks can load it. A
-    step is saved when ``save_strategy`` requires it, and when :meth:`Run.should_save` returns
-    ``True``. The run removes old steps; ``save_total_limit`` has no effect.
+    states and ``TrainerState``. Of a PEFT model, it contains the parameters that are trained, and
+    the base model stays as it is. All ranks save a step sharded, and any number of ranks can load
+    it. A step is saved when ``save_strategy`` requires it, and when :meth:`Run.should_save` returns
+    ``True``. The results of an evaluation are stored as metrics of the step. The run removes old
+    steps; ``save_total_limit`` and ``save_on_each_node`` have no effect.
+
+    ``load_best_model_at_end`` needs a run that retains the best step, such as
+    ``Run(path, keep_best=1, monitor="eval_loss")``.
 
     A callback alone cannot resume, because ``Trainer`` chooses its position in the data before the
     first event of a callback. Call :meth:`train` instead of ``trainer.train()``. While it trains,
-    it replaces the five methods of the trainer that write and read the files of a checkpoint.
+    it replaces the six methods of the trainer that write and read the files of a checkpoint.
 
     Args:
         run: Run that saves the steps.
+
+    Raises:
+        UnsupportedError: The trainer uses DeepSpeed, ``save_only_model``, ``push_to_hub``,
+            ``enable_jit_checkpoint``, or ``load_best_model_at_end`` with a run that does not retain
+            the best step. Raised when the trainer is constructed with this callback, or by
+            :meth:`train`.
 
     Example::
 
@@ -50,6 +69,12 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, run: Run) -> None:
         self.run = run
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Refuses a trainer whose options a run cannot fulfil."""
+        _refuse(args, self.run)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -74,16 +99,12 @@ class RunCallback(TrainerCallback):
             The result of ``trainer.train``.
 
         Raises:
-            UnsupportedError: The trainer uses DeepSpeed or ``load_best_model_at_end``.
+            UnsupportedError: A run cannot fulfil an option of the trainer.
             ValueError: The trainer does not have this callback.
         """
         if self not in trainer.callback_handler.callbacks:
             raise ValueError("the trainer does not have this callback: pass it as callbacks=[...]")
-        if trainer.args.load_best_model_at_end or trainer.is_deepspeed_enabled:
-            raise UnsupportedError(
-                "cannot train with DeepSpeed or load_best_model_at_end: a run saves neither "
-                "DeepSpeed's engine nor the best model's files"
-            )
+        _refuse(trainer.args, self.run)
         storage = _TrainerStorage(trainer, self.run)
         step = self.run.latest_step()
         with contextlib.ExitStack() as stack:
@@ -116,6 +137,7 @@ class _TrainerStorage:
             "_load_optimizer_and_scheduler": self.load,
             "_load_scaler": nothing,
             "_load_rng_state": self.set_random_state,
+            "_load_best_model": self.load_best,
         }
         with contextlib.ExitStack() as stack:
             for name, method in methods.items():
@@ -132,11 +154,25 @@ class _TrainerStorage:
     def save(self, model: Any, trial: Any) -> None:
         """Saves the last completed step of the trainer."""
         trainer = self._trainer
+        state = trainer.state
         trainer.store_flos()
-        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
-            if isinstance(callback, ExportableState):
-                trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
-        self._run.save(trainer.state.global_step, self._state_dict())
+        callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+        state.stateful_callbacks = _states_of(callbacks)
+        best = state.best_global_step
+        if best is not None:
+            state.best_model_checkpoint = f"{self._run.directory}/step-{best}"
+        metrics = _metrics_at(state.global_step, state.log_history)
+        if self._run.monitor not in metrics:
+            metrics = {}
+        self._run.save(state.global_step, self._state_dict(), metrics=metrics or None)
+
+    def load_best(self) -> None:
+        """Loads the model of the best step, at the end of the training."""
+        trainer = self._trainer
+        model, options = trainer.model, self._options
+        weights = {"model": self._saved(get_model_state_dict(model, options=options))}
+        self._run.restore(weights, step=trainer.state.best_global_step)
+        set_model_state_dict(model, weights["model"], options=_lenient(options))
 
     def load(self, checkpoint: str | None) -> None:
         """Loads the step of ``TrainerState``, once model, optimizer and schedule exist."""
@@ -150,6 +186,7 @@ class _TrainerStorage:
             _plain(trainer.optimizer),
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
+            options=_lenient(self._options),
         )
         trainer.lr_scheduler.load_state_dict(state["scheduler"][0])
         if state["scaler"][0]:
@@ -160,12 +197,30 @@ class _TrainerStorage:
         if checkpoint is not None and self._random is not None:
             _set_random_state(self._random)
 
+    @property
+    def _options(self) -> StateDictOptions:
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        return StateDictOptions(ignore_frozen_params=_is_peft_model(model))
+
+    def _saved(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """Returns the values to save: of a PEFT model, without the frozen parameters."""
+        options = self._options
+        if not options.ignore_frozen_params:
+            return model_state
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        # DCP's option leaves the second names of tied parameters.
+        parameters = model.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+        return {name: value for name, value in model_state.items() if name not in frozen}
+
     def _state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        model, optimizer = get_state_dict(trainer.model, _plain(trainer.optimizer))
+        model, optimizer = get_state_dict(
+            trainer.model, _plain(trainer.optimizer), options=self._options
+        )
         scaler = trainer.accelerator.scaler
         return {
-            "model": model,
+            "model": self._saved(model),
             "optimizer": optimizer,
             # A planner stores a tuple as one object, so its content may change shape.
             "scheduler": (trainer.lr_scheduler.state_dict(),),
@@ -176,6 +231,62 @@ class _TrainerStorage:
 
     def _store_random_state(self, state: dict[str, Any]) -> None:
         self._random = state
+
+
+def _refuse(args: TrainingArguments, run: Run) -> None:
+    """Raises an error for each option that a run cannot fulfil."""
+    refused = [
+        name
+        for name in ("deepspeed", "save_only_model", "push_to_hub", "enable_jit_checkpoint")
+        if getattr(args, name, None)
+    ]
+    if refused:
+        raise UnsupportedError(
+            f"cannot save a Trainer with {', '.join(refused)} through RunCallback: a step of a run "
+            "is the whole state of a training, in one checkpoint of DCP"
+        )
+    if args.load_best_model_at_end:
+        metric = str(args.metric_for_best_model)
+        metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+        mode = "max" if args.greater_is_better else "min"
+        if run.keep_best is None or (run.monitor, run.mode) != (metric, mode):
+            raise UnsupportedError(
+                "cannot use load_best_model_at_end with this run, which does not retain the best "
+                f"step: pass Run(..., keep_best=1, monitor={metric!r}, mode={mode!r})"
+            )
+
+
+def _states_of(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """Returns the states of callbacks by class: a list for several callbacks of one class."""
+    states: dict[str, list[Any]] = {}
+    for callback in callbacks:
+        if isinstance(callback, ExportableState):
+            states.setdefault(type(callback).__name__, []).append(callback.state())
+    return {name: found[0] if len(found) == 1 else found for name, found in states.items()}
+
+
+def _metrics_at(step: int, log_history: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Returns the results of the evaluation at a step; empty if there was none."""
+    return {
+        name: value
+        for entry in log_history
+        if entry.get("step") == step
+        for name, value in entry.items()
+        if name.startswith("eval_") and isinstance(value, int | float)
+    }
+
+
+def _is_peft_model(model: object) -> bool:
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def _lenient(options: StateDictOptions) -> StateDictOptions:
+    """Returns options for a state dict that lacks the frozen parameters."""
+    return dataclasses.replace(options, strict=not options.ignore_frozen_params)
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
@@ -23,7 +23,8 @@ from torch_ckpt.runs.background.agent import backend_for
 from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_boundary import StepBoundary
-from torch_ckpt.runs.step_directories import StepDirectories, Verify
+from torch_ckpt.runs.step_directories import Mode, StepDirectories, Verify
+from torch_ckpt.runs.step_files import write_metrics
 from torch_ckpt.runs.step_tiers import StepTiers, common_step
 from torch_ckpt.storage.writer import FastWriter
 
@@ -56,6 +57,10 @@ class Run:
         keep_last: Number of newest whole steps to retain; all if ``None``. After each save, older
             steps and the remains of failed saves are removed.
         keep_every: Also retain the steps that are multiples of this number.
+        keep_best: Also retain this number of steps with the best value of ``monitor``. If
+            ``keep_last`` is ``None``, only the newest step is retained besides.
+        monitor: Name of the metric that ranks steps; see :meth:`save`. Required by ``keep_best``.
+        mode: Whether the smallest (``"min"``) or the largest (``"max"``) value is the best.
         asynchronous: Whether :meth:`save` returns as soon as the state is copied.
         on_busy: Behavior of a save while the previous save is in progress in the background:
             ``"wait"`` for it, ``"skip"`` the new save, or raise an ``"error"``.
@@ -94,6 +99,9 @@ class Run:
         max_overhead: float = 0.035,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_best: int | None = None,
+        monitor: str | None = None,
+        mode: Mode = "min",
         asynchronous: bool = False,
         on_busy: OnBusy = "wait",
         verify: Verify = "quick",
@@ -103,11 +111,16 @@ class Run:
         writer: dict[str, Any] | None = None,
         reader: dict[str, Any] | None = None,
     ) -> None:
-        for name, value in (("every", every), ("keep_last", keep_last), ("keep_every", keep_every)):
+        numbers = {"every": every, "keep_last": keep_last, "keep_every": keep_every}
+        for name, value in {**numbers, "keep_best": keep_best}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} is not positive")
         if not 0 < max_overhead < 1:
             raise ValueError(f"{max_overhead=} is not between 0 and 1")
+        if mode not in get_args(Mode):
+            raise ValueError(f"{mode=} is not one of {', '.join(get_args(Mode))}")
+        if keep_best is not None and monitor is None:
+            raise ValueError(f"{keep_best=} needs the name of a metric: pass monitor")
         if on_busy not in get_args(OnBusy):
             raise ValueError(f"{on_busy=} is not one of {', '.join(get_args(OnBusy))}")
         if verify not in get_args(Verify):
@@ -117,6 +130,9 @@ class Run:
         self._location = Location(directory)
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self.keep_best = keep_best
+        self.monitor = monitor
+        self.mode: Mode = mode
         self.asynchronous = asynchronous
         self.on_busy: OnBusy = on_busy
         self.timeout_s = timeout_s
@@ -190,13 +206,22 @@ class Run:
         if self._backend is not None:
             self._backend.reserve(state)
 
-    def save(self, step: int, state: dict[str, Any], *, persist: bool = True) -> bool:
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        persist: bool = True,
+    ) -> bool:
         """Saves a step, and removes the steps that are not to be retained.
 
         Args:
             step: Number of completed steps. An earlier checkpoint of the same step is replaced
                 once the new one is complete.
             state: State dict, as for :func:`torch_ckpt.save`.
+            metrics: Numbers to store with the step, such as ``{"loss": 2.5}``, for ``keep_best``
+                and :meth:`best_step`. Those of the first rank count.
             persist: Whether to write the step to disk. With ``False``, the agent retains the step
                 in memory for restarted ranks. The agent writes the newest step to disk when the
                 ranks end or die, or when the run falls back to saving without the agent.
@@ -212,11 +237,14 @@ class Run:
             CheckpointException: A rank raised; maps ranks to their errors. It does not derive from
                 ``Exception``.
             RankTimeoutError: A rank was late, stuck or gone.
-            ValueError: ``step`` is negative, the ranks are at different steps, or ``persist`` is
-                ``False`` and the run has no agent.
+            StorageError: The metrics cannot be written.
+            ValueError: ``step`` is negative, the ranks are at different steps, ``metrics`` lacks
+                ``monitor``, or ``persist`` is ``False`` and the run has no agent.
         """
         if step < 0:
             raise ValueError(f"{step=} is negative")
+        if self.monitor is not None and metrics is not None and self.monitor not in metrics:
+            raise ValueError(f"step {step} was not saved: metrics has no {self.monitor!r}")
         if not persist and not self._is_for_agent:
             raise ValueError("persist=False: only an agent can retain a step in memory alone")
         begin = time.monotonic()
@@ -229,7 +257,7 @@ class Run:
                 )
             self.skipped += 1
             return False
-        self._begin(step, self.timeout_s)
+        self._begin(step, self.timeout_s, metrics)
         failure: Exception | None = None
         if self.asynchronous:
             try:
@@ -305,6 +333,58 @@ class Run:
         """
         self._check_open()
         return self._tiers.latest(first=self.wait)
+
+    def best_step(self) -> int | None:
+        """Returns the committed step with the best value of ``monitor``; ``None`` if there is none.
+
+        The method first waits for the background save. Steps without the metric, or with a NaN, do
+        not count. Of equal values, that of the earlier step is the best.
+
+        Returns:
+            The same step on every rank.
+
+        Raises:
+            CheckpointError: The background save failed; the message names its step.
+            RankTimeoutError: A rank was late, stuck or gone.
+            StorageError: The directory cannot be read.
+            ValueError: The run has no ``monitor``.
+        """
+        monitor = self.monitor
+        if monitor is None:
+            raise ValueError("best_step() needs the name of a metric: pass monitor to the run")
+
+        def choose(_: list[None]) -> int | None:
+            return next(iter(self._disk.best(monitor, self.mode, 1)), None)
+
+        return self._decide("choosing the best step", self.wait, choose)
+
+    @contextlib.contextmanager
+    def lease(self, step: int) -> Iterator[str | os.PathLike[str]]:
+        """Protects a step from removal within the block.
+
+        For jobs that read a step while training goes on, such as an evaluation. The method is local
+        to a process, which may be on another machine. A removal is postponed to the first save
+        after the block. The lease of a process that died ends after 300 s. A new save of the same
+        step still replaces it.
+
+        Args:
+            step: A committed step.
+
+        Yields:
+            The directory of the step.
+
+        Raises:
+            NotFoundError: The step is not committed, or is being removed.
+            StorageError: The lease, a file in the directory of the run, cannot be written.
+
+        Example::
+
+            run = torch_ckpt.Run("runs/gpt")
+            with run.lease(100) as path:
+                dcp.load(state, storage_reader=FastReader(path))
+        """
+        with self._disk.lease(step) as path:
+            yield path.checkpoint_id
 
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int | None:
         """Loads the newest whole step, or a given step, in place.
@@ -417,13 +497,22 @@ class Run:
         self._settle(timeout_s or self.timeout_s)
         return step
 
-    def _begin(self, step: int, timeout_s: float) -> None:
-        """Checks that all ranks are at this step, and that the previous save succeeded."""
+    def _begin(
+        self, step: int, timeout_s: float, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Checks that all ranks are at this step, and that the previous save succeeded.
+
+        Then the first rank stores the metrics.
+        """
+        path = self._disk.path(step)
+
+        def begin(steps: list[int]) -> int:
+            common = common_step(steps)
+            write_metrics(path, metrics)
+            return common
+
         self._decide(
-            "beginning to save",
-            lambda: self._settled(step, timeout_s),
-            common_step,
-            timeout_s=timeout_s,
+            "beginning to save", lambda: self._settled(step, timeout_s), begin, timeout_s=timeout_s
         )
 
     def _save_now(self, step: int, state: dict[str, Any], timeout_s: float) -> None:
@@ -456,8 +545,12 @@ class Run:
             return
         try:
             self._disk.sweep()
-            if self.keep_last is not None:
-                self._disk.retain(step, last=self.keep_last, every=self.keep_every)
+            if self.keep_last is None and self.keep_best is None:
+                return
+            best: list[int] = []
+            if self.keep_best is not None and self.monitor is not None:
+                best = self._disk.best(self.monitor, self.mode, self.keep_best)
+            self._disk.retain(step, last=self.keep_last or 1, every=self.keep_every, best=best)
         except (CheckpointError, OSError) as error:
             warnings.warn(f"old steps were not removed: {error}", stacklevel=2)
 

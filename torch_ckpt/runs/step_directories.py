@@ -7,7 +7,8 @@ torn or name a missing step. Only its own metadata determines whether it is a ch
 from __future__ import annotations
 
 import contextlib
-import re
+import functools
+import math
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +19,21 @@ import torch.distributed as dist
 from torch_ckpt.api import load
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs.step_files import (
+    lease,
+    leased_steps,
+    listed_steps,
+    metrics_of,
+    remove_expired_leases,
+)
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_sound, check_whole
 
-__all__ = ["StepDirectories", "Verify", "remove_directory"]
+__all__ = ["Mode", "StepDirectories", "Verify", "remove_directory"]
 
 Verify = Literal["quick", "full"]
+Mode = Literal["min", "max"]
 
-_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _REMOVED = ".removed-"
 
 
@@ -63,12 +71,7 @@ class StepDirectories:
         Raises:
             StorageError: The directory of the run cannot be read.
         """
-        try:
-            names = self.directory.names()
-        except NotFoundError:
-            return []
-        found = (_STEP.fullmatch(name) for name in names)
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        return listed_steps(self.directory)
 
     def report(self) -> None:
         """Returns ``None``: all ranks have the same disk."""
@@ -118,21 +121,46 @@ class StepDirectories:
             timeout_s=timeout_s,
         )
 
-    def retain(self, saved: int, *, last: int, every: int | None) -> None:
-        """Removes steps except the newest ``last`` and the multiples of ``every``.
+    def best(self, monitor: str, mode: Mode, count: int) -> list[int]:
+        """Returns the committed steps with the best values of a metric, the best one first.
+
+        Of equal values, that of the earlier step is better. A step without the metric, or with a
+        NaN, is never among the best.
+
+        Args:
+            monitor: Name of the metric.
+            mode: Whether the smallest or the largest value is the best.
+            count: Number of steps.
+        """
+        sign = 1 if mode == "min" else -1
+        found = []
+        for step in self.listed():
+            value = metrics_of(self.path(step)).get(monitor, math.nan)
+            if not math.isnan(value) and (self.path(step) / ".metadata").exists():
+                found.append((sign * value, step))
+        return [step for _, step in sorted(found)[:count]]
+
+    def lease(self, step: int) -> contextlib.AbstractContextManager[Location]:
+        """Protects a step from removal within the block; see :func:`lease`."""
+        return lease(self.directory, step)
+
+    def retain(self, saved: int, *, last: int, every: int | None, best: Sequence[int] = ()) -> None:
+        """Removes steps except the newest ``last``, the multiples of ``every`` and the best ones.
 
         The step that was just saved and the newest whole step always remain. So do damaged steps
-        that are newer than the oldest of the newest ``last``.
+        that are newer than the oldest of the newest ``last``, and leased steps.
 
         Args:
             saved: The step that was just saved.
             last: Number of newest whole steps to retain.
             every: Committed steps that are multiples of this number remain.
+            best: Steps that remain for their metrics.
 
         Raises:
             StorageError: The directory of the run cannot be read, or a step cannot be removed.
         """
         newest: list[int] = []
+        protected = {saved, *best, *leased_steps(self.directory)}
         for step in self.listed():
             if len(newest) < max(last, 1):
                 try:
@@ -145,13 +173,16 @@ class StepDirectories:
                     continue
             else:
                 committed = (self.path(step) / ".metadata").exists()
-            if step == saved or (committed and every is not None and step % every == 0):
+            if step in protected or (committed and every is not None and step % every == 0):
                 continue
             if newest:  # A step newer than all whole steps may be a save in progress.
-                remove_directory(self.path(step))
+                remove_directory(self.path(step), unless=functools.partial(self._is_leased, step))
+
+    def _is_leased(self, step: int) -> bool:
+        return step in leased_steps(self.directory)
 
     def sweep(self) -> None:
-        """Deletes the remains of interrupted removals.
+        """Deletes the remains of interrupted removals, and expired leases.
 
         Raises:
             StorageError: A file cannot be deleted.
@@ -160,9 +191,10 @@ class StepDirectories:
             for name in self.directory.names():
                 if name.startswith(_REMOVED):
                     (self.directory / name).remove_all()
+            remove_expired_leases(self.directory)
 
 
-def remove_directory(path: Location) -> None:
+def remove_directory(path: Location, *, unless: Callable[[], bool] = lambda: False) -> None:
     """Removes a checkpoint, so that no reader ever finds a partly deleted one under its name.
 
     A reader that has already opened the checkpoint either finishes or raises
@@ -170,6 +202,8 @@ def remove_directory(path: Location) -> None:
 
     Args:
         path: Directory of the checkpoint.
+        unless: Called after the directory was renamed. If it returns ``True``, the directory gets
+            its name back, and remains.
 
     Raises:
         NotFoundError: The checkpoint does not exist.
@@ -182,5 +216,8 @@ def remove_directory(path: Location) -> None:
     """
     doomed = path.with_name(f"{_REMOVED}{path.name}-{secrets.token_hex(4)}")
     path.rename(doomed)
+    if unless():
+        doomed.rename(path)
+        return
     path.parent.sync()
     doomed.remove_all()

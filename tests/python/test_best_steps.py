@@ -1,0 +1,234 @@
+"""Metrics of steps, the best steps, leases, and `torch-ckpt watch`."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_ckpt import FastReader, Run, load
+from torch_ckpt.errors import NotFoundError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs import step_files
+from torch_ckpt.runs.step_directories import remove_directory
+from torch_ckpt.runs.step_files import leased_steps, metrics_of
+
+pytestmark = pytest.mark.timeout(120)
+
+LOSSES = {10: 3.0, 20: 1.0, 30: math.nan, 40: 2.0, 50: 4.0}
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": torch.full((100,), float(step))}
+
+
+def save_all(run: Run, losses: dict[int, float]) -> Run:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # A retention that fails only warns.
+        for step, loss in losses.items():
+            run.save(step, state_of(step), metrics={"loss": loss, "accuracy": -loss})
+            run.wait()
+    return run
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in directory.glob("step-*"))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_best_steps_remain_beside_the_newest(asynchronous: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"keep_best": 2, "asynchronous": asynchronous}
+    with Run(tmp_path / "min", monitor="loss", **options) as run:
+        save_all(run, LOSSES)
+        assert run.best_step() == 20
+    assert steps_in(tmp_path / "min") == [20, 40, 50]
+    with Run(tmp_path / "max", monitor="loss", mode="max", keep_last=2, **options) as run:
+        save_all(run, LOSSES)
+        assert run.best_step() == 50
+    assert steps_in(tmp_path / "max") == [10, 40, 50]
+
+
+def test_metrics_survive_the_process_and_belong_to_their_step(tmp_path: Path) -> None:
+    save_all(Run(tmp_path), LOSSES)
+    assert metrics_of(Location(tmp_path / "step-10")) == {"loss": 3.0, "accuracy": -3.0}
+    assert Run(tmp_path, monitor="accuracy", mode="max").best_step() == 20
+    run = Run(tmp_path, monitor="loss")
+    run.save(20, state_of(20))  # Without metrics: the old ones no longer apply.
+    assert run.best_step() == 40
+    (tmp_path / "step-40" / "metrics.json").write_text("{")
+    (tmp_path / "step-10" / "metrics.json").write_text('["loss"]')
+    assert run.best_step() == 50
+    (tmp_path / "step-50" / ".metadata").unlink()  # No longer committed.
+    assert run.best_step() is None
+
+
+def test_steps_without_metrics_are_retained_as_usual(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_best=1, monitor="loss", keep_last=1)
+    for step in (1, 2, 3):
+        run.save(step, state_of(step), metrics={"loss": 0.5} if step == 1 else None)
+    assert steps_in(tmp_path) == [1, 3]
+
+
+def test_a_misspelt_metric_is_an_error_before_the_save(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pass monitor"):
+        Run(tmp_path, keep_best=1)
+    with pytest.raises(ValueError, match="pass monitor"):
+        Run(tmp_path).best_step()
+    with pytest.raises(ValueError, match="mode='least' is not one of min, max"):
+        Run(tmp_path, mode="least")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step 1 was not saved: metrics has no 'loss'"):
+        Run(tmp_path, monitor="loss").save(1, state_of(1), metrics={"los": 1.0})
+    assert steps_in(tmp_path) == []
+
+
+# ---- Leases ----
+
+
+def test_a_leased_step_is_removed_only_after_the_lease(tmp_path: Path) -> None:
+    run = save_all(Run(tmp_path, keep_last=1), {1: 1.0})
+    with Run(tmp_path).lease(1) as path:
+        assert Path(path) == tmp_path / "step-1"
+        save_all(run, {2: 1.0, 3: 1.0})
+        assert steps_in(tmp_path) == [1, 3]
+        loaded = state_of(-1)
+        load(loaded, storage_reader=FastReader(path))
+        assert loaded["w"][0] == 1
+    save_all(run, {4: 1.0})
+    assert steps_in(tmp_path) == [4]
+    assert not [file.name for file in tmp_path.iterdir() if file.name.startswith(".")]
+
+
+LEASER = """
+import sys
+from torch_ckpt import Run
+with Run(sys.argv[1]).lease(1):
+    print("leased", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_lease_of_another_process_protects_until_it_has_died_and_expired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = save_all(Run(tmp_path, keep_last=1), {1: 1.0})
+    with subprocess.Popen(
+        [sys.executable, "-c", LEASER, tmp_path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as leaser:
+        assert leaser.stdout is not None
+        assert leaser.stdout.readline() == "leased\n"
+        save_all(run, {2: 1.0})
+        leaser.send_signal(signal.SIGKILL)
+    save_all(run, {3: 1.0})
+    assert steps_in(tmp_path) == [1, 3]
+    monkeypatch.setattr(step_files, "LEASE_S", 0.0)
+    save_all(run, {4: 1.0})
+    assert not list(tmp_path.glob(".lease-*"))
+    save_all(run, {5: 1.0})
+    assert steps_in(tmp_path) == [5]
+
+
+def test_a_lease_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_files, "_RENEW_S", 0.01)
+    save_all(Run(tmp_path), {1: 1.0})
+    with Run(tmp_path).lease(1):
+        (file,) = tmp_path.glob(".lease-1-*")
+        first = json.loads(file.read_text())["renewed"]
+        end = time.monotonic() + 20
+        while json.loads(file.read_text())["renewed"] == first and time.monotonic() < end:
+            time.sleep(0.01)
+        assert json.loads(file.read_text())["renewed"] > first
+
+
+def test_a_step_that_is_not_there_cannot_be_leased(tmp_path: Path) -> None:
+    (tmp_path / "step-2").mkdir()
+    for step in (1, 2):
+        with pytest.raises(NotFoundError, match=f"cannot lease step {step} of"):
+            Run(tmp_path).lease(step).__enter__()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_lease_that_begins_during_a_removal_wins_or_raises(tmp_path: Path) -> None:
+    save_all(Run(tmp_path), {1: 1.0})
+    remove_directory(Location(tmp_path / "step-1"), unless=lambda: True)
+    assert steps_in(tmp_path) == [1]
+    seen: list[str] = []
+
+    def lease_often() -> None:
+        while (tmp_path / "step-1").exists() or "left" not in seen:
+            try:
+                with Run(tmp_path).lease(1) as path:
+                    seen.append("leased")
+                    load(state_of(-1), storage_reader=FastReader(path), no_dist=True)
+            except NotFoundError:
+                seen.append("left")
+
+    leaser = threading.Thread(target=lease_often)
+    leaser.start()
+    location = Location(tmp_path)
+    while steps_in(tmp_path):
+        try:
+            if 1 not in leased_steps(location):
+                remove_directory(location / "step-1", unless=lambda: 1 in leased_steps(location))
+        except NotFoundError:
+            break
+    leaser.join()
+    assert "left" in seen
+
+
+# ---- watch ----
+
+
+def watch(run: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch_ckpt.cli.main", "watch", str(run), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_watch_runs_a_command_on_each_step(tmp_path: Path) -> None:
+    run = tmp_path / "a run"
+    save_all(Run(run), {1: 1.0, 12: 1.0, 3: 1.0})
+    (run / "step-20").mkdir()  # Not committed.
+    done = watch(run, "--once", "--exec", "echo 'step {step}' {path}")
+    assert (done.returncode, done.stdout) == (0, f"step 12 {run}/step-12\n")
+    done = watch(run, "--once", "--all", "--exec", "sh -c 'echo $TORCH_CKPT_STEP; ls $PWD'")
+    assert [line for line in done.stdout.split() if line.isdigit()] == ["1", "3", "12"]
+    leases = watch(run, "--once", "--exec", f"sh -c 'ls -A \"{run}\" | grep lease'")
+    assert leases.stdout.startswith(".lease-12-")
+    assert not list(run.glob(".lease-*"))
+
+
+def test_watch_reports_commands_that_fail_and_goes_on(tmp_path: Path) -> None:
+    save_all(Run(tmp_path), {1: 1.0, 2: 1.0})
+    done = watch(tmp_path, "--once", "--all", "--exec", "sh -c 'exit {step}'")
+    assert done.returncode == 3
+    assert [line.split(": ")[1:] for line in done.stderr.splitlines()] == [
+        ["step 1", "sh ended with 1"],
+        ["step 2", "sh ended with 2"],
+    ]
+    done = watch(tmp_path, "--once", "--exec", "no-such-program {path}")
+    assert done.returncode == 3
+    assert "cannot run no-such-program: No such file" in done.stderr
+
+
+def test_watch_finds_steps_that_appear_while_it_waits(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch_ckpt.cli.main", "watch", str(tmp_path)]
+    options = ["--interval", "0.05", "--until-step", "20", "--exec", "echo {step}"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        run = Run(tmp_path)
+        for step in (10, 20):
+            run.save(step, state_of(step))
+            assert watching.stdout.readline() == f"{step}\n"
+        assert watching.wait(20) == 0

@@ -1,0 +1,108 @@
+"""``torch-ckpt watch``: runs a command on each new step of a run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch_ckpt.cli.terminal import FAILED, SOUND
+from torch_ckpt.errors import NotFoundError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs.step_files import lease, listed_steps
+
+__all__ = ["add_to"]
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "watch",
+        help="run a command on each new step of a run, such as an evaluation",
+        description="Waits for new steps of a run and runs a command on each. In the words of the "
+        "command, {path} is the directory of the step and {step} its number. The environment has "
+        "both as TORCH_CKPT_PATH and TORCH_CKPT_STEP. A lease protects the step from removal "
+        "meanwhile. If several steps appear during a command, only the newest of them is next. "
+        "Exit status: 0 if all commands succeeded, else 3.",
+    )
+    parser.add_argument("run", type=Location, help="directory of the run")
+    parser.add_argument(
+        "--exec",
+        dest="words",
+        type=shlex.split,
+        required=True,
+        metavar="COMMAND",
+        help="command, split into words as by a shell; no shell runs it",
+    )
+    parser.add_argument("--all", action="store_true", help="first all existing steps, in order")
+    parser.add_argument("--once", action="store_true", help="end when there is no new step")
+    parser.add_argument("--until-step", type=int, metavar="STEP", help="end after this step")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="time between two looks for new steps (default: %(default)g)",
+    )
+    parser.set_defaults(command=_watch)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    status = SOUND
+    for step in _new_steps(options):
+        try:
+            with lease(options.run, step) as path:
+                if not _succeeds(options.words, step, str(path)):
+                    status = FAILED
+        except NotFoundError:
+            print(f"torch-ckpt: step {step} was removed before its command", file=sys.stderr)
+        if options.until_step is not None and step >= options.until_step:
+            break
+    return status
+
+
+def _new_steps(options: argparse.Namespace) -> Iterator[int]:
+    """Yields committed steps: the existing ones if ``--all``, then the newest new one each time."""
+    last = -1
+    if options.all:
+        for step in sorted(_committed(options.run)):
+            last = step
+            yield step
+    while True:
+        newest = max(_committed(options.run), default=-1)
+        if newest > last:
+            last = newest
+            yield newest
+        elif options.once:
+            return
+        else:
+            time.sleep(options.interval)
+
+
+def _committed(run: Location) -> list[int]:
+    return [step for step in listed_steps(run) if (run / f"step-{step}" / ".metadata").is_file()]
+
+
+def _succeeds(words: list[str], step: int, path: str) -> bool:
+    names = {"{path}": path, "{step}": str(step)}
+    command = [_filled(word, names) for word in words]
+    environment = {**os.environ, "TORCH_CKPT_PATH": path, "TORCH_CKPT_STEP": str(step)}
+    try:
+        status = subprocess.run(command, env=environment).returncode
+    except OSError as error:
+        print(f"torch-ckpt: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+        return False
+    if status:
+        print(f"torch-ckpt: step {step}: {command[0]} ended with {status}", file=sys.stderr)
+    return not status
+
+
+def _filled(word: str, names: dict[str, str]) -> str:
+    for name, value in names.items():
+        word = word.replace(name, value)
+    return word

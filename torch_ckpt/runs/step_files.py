@@ -1,0 +1,180 @@
+"""The files of a run beside its checkpoints: names of steps, metrics and leases.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.filesystems.location import Location
+
+__all__ = [
+    "LEASE_S",
+    "lease",
+    "leased_steps",
+    "listed_steps",
+    "metrics_of",
+    "remove_expired_leases",
+    "write_metrics",
+]
+
+LEASE_S = 300.0
+"""Seconds for which a lease protects a step after it was renewed. Exceeds the skew of clocks."""
+
+_RENEW_S = 60.0
+
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_LEASE = re.compile(r"\.lease-(0|[1-9][0-9]*)-[0-9a-f]+")
+_METRICS = "metrics.json"
+
+
+def listed_steps(directory: Location) -> list[int]:
+    """Returns all directories with the name of a step, whole or not, the newest first.
+
+    Raises:
+        StorageError: The directory of the run cannot be read.
+    """
+    try:
+        names = directory.names()
+    except NotFoundError:
+        return []
+    found = (_STEP.fullmatch(name) for name in names)
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+# ---- Metrics ----
+
+
+def write_metrics(step: Location, metrics: Mapping[str, float] | None) -> None:
+    """Writes the metrics of a step before its checkpoint is committed, or removes old ones.
+
+    Args:
+        step: Directory of the step. Created if missing.
+        metrics: Numbers by name; ``None`` for a step without metrics.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    if metrics is None:
+        (step / _METRICS).discard()
+        return
+    step.create_directories()
+    _replace(step / _METRICS, json.dumps(dict(metrics), indent=1).encode())
+
+
+def metrics_of(step: Location) -> dict[str, float]:
+    """Returns the metrics of a step; empty if there are none."""
+    try:
+        stored = json.loads((step / _METRICS).read())
+    except (CheckpointError, ValueError):
+        return {}
+    if not isinstance(stored, dict):
+        return {}
+    return {name: float(value) for name, value in stored.items() if isinstance(value, int | float)}
+
+
+# ---- Leases ----
+
+
+@contextlib.contextmanager
+def lease(directory: Location, step: int) -> Iterator[Location]:
+    """Protects a step of a run from removal within the block.
+
+    The lease is a file in the directory of the run. A thread renews it. After the death of the
+    process, it protects the step for another 300 s at most.
+
+    Args:
+        directory: Directory of the run.
+        step: The step.
+
+    Yields:
+        The directory of the step.
+
+    Raises:
+        NotFoundError: The step is not committed, or is being removed.
+        StorageError: The lease cannot be written.
+    """
+    path = directory / f"step-{step}"
+    if not (path / ".metadata").is_file():
+        raise _no_step(directory, step)
+    file = directory / f".lease-{step}-{secrets.token_hex(8)}"
+    _renew(file)
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(_RENEW_S):
+            with contextlib.suppress(CheckpointError):  # The next renewal may succeed.
+                _renew(file)
+
+    thread = threading.Thread(target=renew, name="torch_ckpt-lease", daemon=True)
+    try:
+        # A removal that began before the lease was written has renamed the step by now.
+        if not (path / ".metadata").is_file():
+            raise _no_step(directory, step)
+        thread.start()
+        yield path
+    finally:
+        ended.set()
+        if thread.is_alive():
+            thread.join()
+        file.discard()
+
+
+def leased_steps(directory: Location) -> set[int]:
+    """Returns the steps that a lease protects."""
+    return {step for step, _, is_valid in _leases(directory) if is_valid}
+
+
+def remove_expired_leases(directory: Location) -> None:
+    """Deletes the leases of processes that have died."""
+    for _, file, is_valid in _leases(directory):
+        if not is_valid:
+            file.discard()
+
+
+def _leases(directory: Location) -> Iterator[tuple[int, Location, bool]]:
+    try:
+        names = directory.names()
+    except NotFoundError:
+        return
+    for name in names:
+        if match := _LEASE.fullmatch(name):
+            file = directory / name
+            try:
+                renewed = float(json.loads(file.read())["renewed"])
+            except NotFoundError:
+                continue
+            except (CheckpointError, ValueError, TypeError, KeyError):
+                renewed = math.inf  # An unreadable lease protects its step.
+            yield int(match[1]), file, time.time() - renewed < LEASE_S
+
+
+def _renew(file: Location) -> None:
+    owner = {"renewed": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+    _replace(file, json.dumps(owner).encode())
+
+
+def _no_step(directory: Location, step: int) -> NotFoundError:
+    return NotFoundError(f"cannot lease step {step} of {directory}: it is not a committed step")
+
+
+def _replace(file: Location, contents: bytes) -> None:
+    """Writes a file, so that readers find the old contents or the new ones."""
+    pending = file.with_name(f".pending-{secrets.token_hex(8)}")
+    try:
+        pending.write(contents, sync=False)
+        pending.rename(file)
+    except BaseException:
+        pending.discard()
+        raise
