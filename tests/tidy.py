@@ -44,7 +44,7 @@ PACKAGES = [
     {"agent"},
     {"runs"},
     {"integrations", "cli"},
-    {"__init__"},
+    {"__init__", "__main__"},
 ]
 
 # Only torch_ckpt/filesystems and the agent's shared memory name files to the operating system.

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
     from torch_ckpt.storage.writer import FastWriter
 
+__version__ = "0.2.0"
+
 _HOMES = {
     "CheckpointError": "errors",
     "FastLoadPlanner": "planning.load_planner",

@@ -262,7 +262,7 @@ def test_a_stock_checkpoint_exits_2_as_long_as_nothing_contradicts_it(
 def test_what_cannot_be_done_exits_3_and_says_why(
     arguments: list[str], said: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("no checkpoint")
     (tmp_path / "__0_0_0123456789abcdef.distcp").write_bytes(b"of a save that did not commit")
 
     status, printed = run(*(argument.format(empty=tmp_path) for argument in arguments))

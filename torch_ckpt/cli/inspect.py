@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
-from torch_ckpt.cli.terminal import SOUND, printable
+from torch_ckpt.cli.paths import checkpoint_at
+from torch_ckpt.cli.terminal import SOUND, print_table, printable, size
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.committed_files import (
     Checkpoint,
     described,
-    find_checkpoints,
-    open_checkpoint,
+    open_checkpoints,
 )
 
 __all__ = ["add_to"]
@@ -31,17 +29,18 @@ def add_to(commands: Any) -> None:
         "inspect",
         help="list the tensors, objects and files of a checkpoint",
         description="Lists the tensors and objects of a checkpoint: names, dtypes, shapes, boxes, "
-        "files, sizes, and the bytes that each rank has written.",
+        "files, sizes, and the bytes that each rank has written. Accepts every format that "
+        "FastReader loads, and a run, whose newest step it lists.",
     )
-    parser.add_argument("path", type=Location, help="directory of the checkpoint")
+    parser.add_argument("path", type=Location, help="directory or file of the checkpoint, or a run")
     parser.add_argument("--json", action="store_true", help="print JSON, with every box")
     parser.set_defaults(command=_inspect)
 
 
 def _inspect(options: argparse.Namespace) -> int:
     summaries = [
-        _summary(described(open_checkpoint(options.path, prefix)))
-        for prefix in find_checkpoints(options.path)
+        _summary(described(checkpoint))
+        for checkpoint in open_checkpoints(checkpoint_at(options.path))
     ]
     if options.json:
         json.dump(summaries[0] if len(summaries) == 1 else summaries, sys.stdout, indent=1)
@@ -74,7 +73,8 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
             tensors.append({"fqn": fqn, "dtype": dtype, "shape": list(shape), "boxes": places})
     return {
         "metadata": str(checkpoint.path),
-        "index": checkpoint.index is not None,
+        "format": _format_of(checkpoint),
+        "index": checkpoint.metadata is not None and checkpoint.index is not None,
         "save_id": checkpoint.save_id,
         "tensors": tensors,
         "objects": objects,
@@ -89,6 +89,13 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def _format_of(checkpoint: Checkpoint) -> str:
+    if checkpoint.metadata is not None:
+        return "with an index" if checkpoint.index is not None else "without an index (stock DCP's)"
+    safetensors = all(name.endswith(".safetensors") for name, _ in checkpoint.files)
+    return "safetensors" if safetensors else "torch.save"
+
+
 def _rank_of(file: str) -> int | None:
     found = _RANK.match(file)
     return int(found[1]) if found else None
@@ -96,43 +103,26 @@ def _rank_of(file: str) -> int | None:
 
 def _print_summary(summary: dict[str, Any]) -> None:
     nbytes = sum(file["nbytes"] for file in summary["files"])
-    kind = "with an index" if summary["index"] else "without an index (stock DCP's)"
-    print(f"{summary['metadata']}: {kind}, save id {summary['save_id']}")
+    save_id = "" if summary["save_id"] is None else f", save id {summary['save_id']}"
+    print(f"{printable(summary['metadata'])}: {summary['format']}{save_id}")
     rows = [
         (
             tensor["fqn"],
             tensor["dtype"],
             str(tensor["shape"]),
             f"{len(tensor['boxes'])} boxes",
-            _size(sum(box["nbytes"] for box in tensor["boxes"])),
+            size(sum(box["nbytes"] for box in tensor["boxes"])),
         )
         for tensor in summary["tensors"]
     ]
-    rows += [(o["fqn"], "object", "", "", _size(o["nbytes"])) for o in summary["objects"]]
-    _print_table(rows)
+    rows += [(o["fqn"], "object", "", "", size(o["nbytes"])) for o in summary["objects"]]
+    print_table(rows, right=(4,))
     print(f"{len(summary['tensors'])} tensors, {len(summary['objects'])} objects")
-    _print_table([(file["name"], _size(file["nbytes"])) for file in summary["files"]])
-    print(f"{len(summary['files'])} files, {_size(nbytes)}")
+    print_table([(file["name"], size(file["nbytes"])) for file in summary["files"]], right=(1,))
+    print(f"{len(summary['files'])} files, {size(nbytes)}")
     per_rank = [rank["nbytes"] for rank in summary["ranks"]]
     for rank in summary["ranks"]:
-        print(f"  rank {'?' if rank['rank'] is None else rank['rank']}: {_size(rank['nbytes'])}")
+        print(f"  rank {'?' if rank['rank'] is None else rank['rank']}: {size(rank['nbytes'])}")
     if per_rank and sum(per_rank):
         most = max(per_rank) * len(per_rank) / sum(per_rank)
         print(f"the busiest of {len(per_rank)} ranks wrote {most:.2f} times the mean")
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = itertools.starmap(str.ljust, zip(row, widths, strict=True))
-        print("  " + "  ".join(cells).rstrip())
-
-
-def _size(nbytes: int) -> str:
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"

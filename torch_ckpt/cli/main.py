@@ -1,4 +1,4 @@
-"""The command ``torch-ckpt``: inspects and verifies checkpoints, and runs the agent of a run.
+"""The command ``torch-ckpt``: lists, verifies and compares checkpoints, and serves runs.
 
 For a checkpoint with an index, the command neither imports torch nor unpickles data.
 """
@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from torch_ckpt.cli import agent, inspect, run, verify, watch
+import torch_ckpt
+from torch_ckpt.cli import agent, diff, inspect, ls, run, verify, watch
 from torch_ckpt.cli.terminal import DAMAGED, FAILED, SOUND
 from torch_ckpt.errors import CheckpointError, CorruptionError
 
@@ -41,14 +42,13 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="torch-ckpt",
-        description="Inspects and verifies checkpoints, and runs the agent of a training run.",
+        description="Lists, verifies and compares checkpoints, and serves training runs.",
     )
+    version = f"torch-ckpt {torch_ckpt.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    verify.add_to(commands)
-    inspect.add_to(commands)
-    agent.add_to(commands)
-    run.add_to(commands)
-    watch.add_to(commands)
+    for command in (ls, inspect, verify, diff, watch, run, agent):
+        command.add_to(commands)
     return parser
 
 

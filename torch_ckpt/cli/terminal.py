@@ -1,13 +1,59 @@
-"""Exit statuses of all commands, and the escaping of names for a terminal."""
+"""Exit statuses of all commands, and what they print: tables, sizes and names."""
 
 from __future__ import annotations
 
-__all__ = ["DAMAGED", "FAILED", "SOUND", "UNKNOWN", "printable"]
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+__all__ = ["DAMAGED", "DIFFERENT", "FAILED", "SOUND", "UNKNOWN", "print_table", "printable", "size"]
 
 SOUND, DAMAGED, UNKNOWN, FAILED = 0, 1, 2, 3
 """Exit statuses."""
+
+DIFFERENT = 1
+"""Exit status of a comparison that found a difference."""
 
 
 def printable(name: str) -> str:
     """Returns a name with its unprintable characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+
+
+def size(nbytes: int) -> str:
+    """Returns a number of bytes with a binary unit; the numbers of a column align at the right."""
+    value = float(nbytes)
+    for unit in ("B  ", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B  " else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
+def print_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
+    """Prints rows in aligned columns; with rich on a terminal, if it is installed.
+
+    Args:
+        rows: The cells of each row.
+        right: Numbers of the columns that align at the right.
+    """
+    rows = [[printable(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty() and find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, show_header=False, padding=(0, 2))
+        for number in range(max(map(len, rows), default=0)):
+            table.add_column(justify="right" if number in right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  " + "  ".join(cells).rstrip())

@@ -14,7 +14,7 @@ from typing import Any
 from torch_ckpt.cli.terminal import FAILED, SOUND
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_files import lease, listed_steps
+from torch_ckpt.runs.step_files import committed_steps, lease
 
 __all__ = ["add_to"]
 
@@ -70,11 +70,11 @@ def _new_steps(options: argparse.Namespace) -> Iterator[int]:
     """Yields committed steps: the existing ones if ``--all``, then the newest new one each time."""
     last = -1
     if options.all:
-        for step in sorted(_committed(options.run)):
+        for step in sorted(committed_steps(options.run)):
             last = step
             yield step
     while True:
-        newest = max(_committed(options.run), default=-1)
+        newest = max(committed_steps(options.run), default=-1)
         if newest > last:
             last = newest
             yield newest
@@ -82,10 +82,6 @@ def _new_steps(options: argparse.Namespace) -> Iterator[int]:
             return
         else:
             time.sleep(options.interval)
-
-
-def _committed(run: Location) -> list[int]:
-    return [step for step in listed_steps(run) if (run / f"step-{step}" / ".metadata").is_file()]
 
 
 def _succeeds(words: list[str], step: int, path: str) -> bool:

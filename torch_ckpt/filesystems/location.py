@@ -179,6 +179,13 @@ class Location:
         """
         return self.file_system.read_range(self.path, 0, 0)[0]
 
+    def modified_s(self) -> float | None:
+        """Returns the time of the last write, in seconds since 1970; ``None`` if it is unknown."""
+        try:
+            return None if self.local_path is None else self.local_path.stat().st_mtime
+        except OSError:
+            return None
+
     def read_range(self, offset: int, nbytes: int) -> tuple[int, bytes]:
         """Reads a range of the file.
 

@@ -21,6 +21,7 @@ from torch_ckpt.filesystems.location import Location
 
 __all__ = [
     "LEASE_S",
+    "committed_steps",
     "lease",
     "leased_steps",
     "listed_steps",
@@ -51,6 +52,16 @@ def listed_steps(directory: Location) -> list[int]:
         return []
     found = (_STEP.fullmatch(name) for name in names)
     return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def committed_steps(directory: Location) -> list[int]:
+    """Returns the steps with a committed checkpoint, whole or damaged, the newest first.
+
+    Raises:
+        StorageError: The directory of the run cannot be read.
+    """
+    steps = listed_steps(directory)
+    return [step for step in steps if (directory / f"step-{step}" / ".metadata").is_file()]
 
 
 # ---- Metrics ----

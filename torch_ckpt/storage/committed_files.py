@@ -13,17 +13,24 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import open_committed
 
-__all__ = ["Checkpoint", "described", "find_checkpoints", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "described",
+    "find_checkpoints",
+    "is_committed",
+    "open_checkpoint",
+    "open_checkpoints",
+]
 
 _METADATA = re.compile(r"((?:__\d+)?)\.(metadata|index)")
 
 
 @dataclass
 class Checkpoint:
-    """A committed checkpoint: of all ranks, or of one rank that saved without coordination."""
+    """A checkpoint of all ranks, of one rank that saved without coordination, or of other files."""
 
     path: Location
-    metadata: _native.MetadataFile
+    metadata: _native.MetadataFile | None  # None for a format without metadata.
     index: _native.Index | None
     files: list[tuple[str, int]]  # Name, length in bytes.
     entries: Iterable[_native.IndexEntry] | None  # None if only the pickle describes the tensors.
@@ -56,13 +63,38 @@ def open_checkpoint(directory: Location, prefix: str) -> Checkpoint:
     return Checkpoint(path, metadata, index, index.files, entries, index.save_id)
 
 
+def open_checkpoints(path: Location) -> list[Checkpoint]:
+    """Opens all checkpoints of a directory, or a file or directory of another format.
+
+    Raises:
+        NotFoundError: There is no checkpoint.
+        CorruptionError: A checkpoint is damaged.
+        UnsupportedError: The format is not supported.
+    """
+    if is_committed(path):
+        return [open_checkpoint(path, prefix) for prefix in find_checkpoints(path)]
+    from torch_ckpt.formats.recognise import open_stored
+
+    opened = open_stored(path, verify=True, trust_pickle=False)
+    assert opened.index is not None
+    return [Checkpoint(path, None, opened.index, opened.index.files, opened.index, None)]
+
+
+def is_committed(path: Location) -> bool:
+    """Returns whether a path is a directory of DCP with a commit file."""
+    try:
+        return not path.is_file() and any(map(_METADATA.fullmatch, path.names()))
+    except NotFoundError:
+        return False
+
+
 def described(checkpoint: Checkpoint) -> Checkpoint:
     """Returns the checkpoint with entries; unpickles the metadata if the index has none.
 
     Raises:
         UnsupportedError: The metadata is in a custom form of its planner.
     """
-    if checkpoint.entries is not None:
+    if checkpoint.entries is not None or checkpoint.metadata is None:
         return checkpoint
     from torch_ckpt.formats.index import to_entries
     from torch_ckpt.formats.metadata import load_committed

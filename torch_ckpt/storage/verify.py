@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,10 +13,17 @@ from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.options import READ_THREADS, IoOptions
-from torch_ckpt.storage.committed_files import Checkpoint, find_checkpoints, open_checkpoint
+from torch_ckpt.storage.committed_files import (
+    Checkpoint,
+    find_checkpoints,
+    is_committed,
+    open_checkpoint,
+    open_checkpoints,
+)
 
 __all__ = ["Report", "check_sound", "check_whole", "examine"]
 
+_RECORD_NBYTES = 4 << 20  # Bytes read at a time from a record of torch.save.
 _STEP_NBYTES = 256 << 20  # Bytes checked between two calls of watch().
 
 _Advance = Callable[[int, str], None]
@@ -42,19 +50,23 @@ def examine(path: Location, *, watch: Callable[[int, int, str], None] | None = N
     """Verifies every byte of a checkpoint and reports all damage.
 
     Args:
-        path: Directory of the checkpoint.
+        path: A directory of DCP, or a file or directory of another format.
         watch: Progress callback. Its arguments are the bytes checked so far, the total bytes, and
             the file name.
 
     Raises:
-        NotFoundError: The directory has no committed checkpoint.
+        NotFoundError: There is no checkpoint.
         StorageError: A file cannot be read.
+        UnsupportedError: The format is not supported.
 
     Example::
 
         assert not examine(Location("run/step-100")).damage
     """
     report = Report()
+    if not is_committed(path):
+        _examine_files(path, report, watch)
+        return report
     checkpoints: list[Checkpoint] = []
     for prefix in find_checkpoints(path):
         try:
@@ -75,6 +87,33 @@ def examine(path: Location, *, watch: Callable[[int, int, str], None] | None = N
         else:
             _check_archives(checkpoint, report, advance)
     return report
+
+
+def _examine_files(
+    path: Location, report: Report, watch: Callable[[int, int, str], None] | None
+) -> None:
+    """Checks files of other formats: their structure, and the CRCs of the records of torch.save."""
+    try:
+        (checkpoint,) = open_checkpoints(path)
+    except CorruptionError as error:
+        report.damage.append(str(error))
+        return
+    directory = path.parent if path.is_file() else path
+    for name, nbytes in checkpoint.files:
+        if name.endswith(".safetensors"):
+            report.doubts.append(f"{name} has no checksums: only its structure was verified")
+            continue
+        total = nbytes
+        with (directory / name).open() as stream, zipfile.ZipFile(stream) as archive:
+            for record in archive.infolist():
+                try:
+                    with archive.open(record) as contents:
+                        while data := contents.read(_RECORD_NBYTES):
+                            report.nbytes += len(data)
+                            if watch is not None:
+                                watch(report.nbytes, total, name)
+                except (zipfile.BadZipFile, EOFError) as error:
+                    report.damage.append(f"{name}: {error}")
 
 
 def check_whole(path: Location) -> None:
@@ -145,6 +184,7 @@ def check_sound(path: Location) -> None:
 
 def _check_structure(checkpoint: Checkpoint, index: _native.Index, report: Report) -> bool:
     """Checks the metadata and the index completely; returns whether the index is usable."""
+    assert checkpoint.metadata is not None
     try:
         checkpoint.metadata.check()
     except CorruptionError as error:

@@ -1,0 +1,160 @@
+"""`torch-ckpt ls`, and the commands on runs, single files and other formats."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import torch_ckpt
+from torch_ckpt.cli.main import main
+
+
+def save_steps(run: Path, *steps: int) -> None:
+    with torch_ckpt.Run(run) as saving:
+        for step in steps:
+            saving.save(step, {"w": torch.full((1000,), float(step))}, metrics={"loss": 1 / step})
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    status = main([*map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_ls_lists_steps_and_marks_damaged_and_unfinished_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_steps(tmp_path, 8, 16, 120)
+    (data,) = (tmp_path / "step-120").glob("*.distcp")
+    os.truncate(data, 100)
+    (tmp_path / "step-130").mkdir()
+    hour_ago = (tmp_path / "step-8" / ".metadata").stat().st_mtime - 3700
+    os.utime(tmp_path / "step-8" / ".metadata", (hour_ago, hour_ago))
+
+    status, printed = output(capsys, "ls", tmp_path)
+    assert status == 1
+    lines = printed.splitlines()
+    assert [line.split()[1] for line in lines] == ["130", "120", "16", "8"]
+    assert "unfinished" in lines[0]
+    assert "damaged" in lines[1]
+    assert "has 100 bytes instead of" in lines[1]
+    assert lines[2].endswith("whole, newest  loss=0.0625")
+    assert "1 h ago  whole" in lines[3]
+    assert len({line.index("KiB") for line in lines[1:]}) == 1
+
+    _, printed = output(capsys, "ls", "--json", tmp_path)
+    facts = json.loads(printed)
+    assert facts["newest"] == 16
+    assert [step["state"] for step in facts["steps"]] == ["unfinished", "damaged", "whole", "whole"]
+    assert facts["steps"][2]["nbytes"] > 4000
+
+
+def test_ls_of_no_run_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch_ckpt.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "one")
+    assert output(capsys, "ls", tmp_path / "one") == (
+        3,
+        f"torch-ckpt: {tmp_path}/one is not a run: it has no directory step-<n>\n",
+    )
+    status, printed = output(capsys, "ls", tmp_path / "absent")
+    assert status == 3
+    assert "does not exist" in printed
+
+
+def test_inspect_and_verify_of_a_run_are_of_its_newest_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_steps(tmp_path, 8, 16)
+    status, printed = output(capsys, "verify", tmp_path)
+    assert status == 0
+    assert printed.startswith(f"the newest step is {tmp_path}/step-16\nsound (")
+    status, printed = output(capsys, "inspect", tmp_path)
+    assert status == 0
+    assert printed.startswith(f"{tmp_path}/step-16/.metadata: with an index")
+
+
+def nested() -> dict[str, Any]:
+    return {"model": {"w": torch.arange(5000.0), "v": torch.ones(3, 4)}, "step": 7}
+
+
+def test_inspect_and_verify_of_a_file_of_torch_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "model.pt"
+    torch.save(nested(), file)
+    status, printed = output(capsys, "inspect", file)
+    assert status == 0
+    assert printed.startswith(f"{file}: torch.save\n")
+    assert "  model.w  float32  [5000]" in printed
+    assert "2 tensors, 1 objects" in printed
+    status, printed = output(capsys, "verify", "--json", file)
+    assert status == 0
+    assert json.loads(printed)["outcome"] == "sound"
+
+    contents = bytearray(file.read_bytes())
+    contents[contents.index(torch.arange(5000.0).numpy().tobytes()) + 77] ^= 1
+    file.write_bytes(contents)
+    status, printed = output(capsys, "verify", file)
+    assert status == 1
+    assert "damaged: model.pt: Bad CRC-32 for file" in printed
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_inspect_and_verify_of_safetensors(
+    is_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file(nested()["model"], tmp_path / "model.safetensors")
+    path = tmp_path / "model.safetensors" if is_file else tmp_path
+    status, printed = output(capsys, "inspect", path)
+    assert status == 0
+    assert printed.startswith(f"{path}: safetensors\n")
+    assert "[3, 4]" in printed
+    status, printed = output(capsys, "verify", path)
+    assert status == 2
+    assert "cannot verify: model.safetensors has no checksums" in printed
+
+    os.truncate(tmp_path / "model.safetensors", 4000)
+    status, printed = output(capsys, "verify", path)
+    assert status == 1
+    assert "damaged: " in printed
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"torch-ckpt {torch_ckpt.__version__}\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_ckpt", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == f"torch-ckpt {torch_ckpt.__version__}\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_tables_have_the_same_cells_with_rich(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "200")
+    save_steps(tmp_path, 8)
+    _, plain = output(capsys, "ls", tmp_path)
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    main(["ls", str(tmp_path)])
+    ours = [part for part in plain.split() if part not in "0123456789"]
+    theirs = [part for part in terminal.getvalue().split() if part not in "0123456789"]
+    assert ours == theirs

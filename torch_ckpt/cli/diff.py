@@ -1,0 +1,76 @@
+"""``torch-ckpt diff``: compares two checkpoints of any formats, tensor by tensor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from torch_ckpt.cli.paths import checkpoint_at
+from torch_ckpt.cli.terminal import DIFFERENT, SOUND, UNKNOWN, print_table
+from torch_ckpt.filesystems.location import Location
+
+__all__ = ["add_to"]
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "diff",
+        help="compare two checkpoints, of any formats",
+        description="Compares two checkpoints, tensor by tensor, whatever their formats and their "
+        "sharding. Reads both in pieces of 64 MiB. Without a tolerance, tensors must be equal bit "
+        "for bit. Exit status: 0 if they are equal; 1 if they differ; 2 if they are equal, but not "
+        "every value can be compared; 3 if one cannot be read.",
+    )
+    for name in ("a", "b"):
+        parser.add_argument(name, type=Location, help="checkpoint, or a run for its newest step")
+    parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance")
+    parser.add_argument("--rtol", type=float, default=0.0, help="tolerance relative to B")
+    parser.add_argument(
+        "--prefix",
+        default="",
+        help="compare only the names with this prefix, without it; a checkpoint that has no such "
+        "name is compared whole",
+    )
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="unpickle objects of any class, which can run arbitrary code",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=_diff)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from torch_ckpt.storage.compare import compare  # Imports torch.
+
+    found = compare(
+        checkpoint_at(options.a),
+        checkpoint_at(options.b),
+        prefix=options.prefix,
+        atol=options.atol,
+        rtol=options.rtol,
+        trust_pickle=options.trust_pickle,
+    )
+    status = DIFFERENT if found.differences else UNKNOWN if found.unknown else SOUND
+    if options.json:
+        facts = {
+            "equal": found.equal,
+            "differences": [
+                {"fqn": fqn, "difference": what} for fqn, what in found.differences.items()
+            ],
+            "not_compared": [{"fqn": fqn, "reason": why} for fqn, why in found.unknown.items()],
+        }
+        json.dump(facts, sys.stdout, indent=1)
+        print()
+        return status
+    rows = [*found.differences.items(), *found.unknown.items()]
+    if rows:
+        print_table(rows)
+    print(
+        f"{found.equal} values are equal, {len(found.differences)} differ, {len(found.unknown)} "
+        "cannot be compared"
+    )
+    return status

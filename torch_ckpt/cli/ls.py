@@ -1,0 +1,100 @@
+"""``torch-ckpt ls``: lists the steps of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from torch_ckpt.cli.terminal import DAMAGED, SOUND, print_table, size
+from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.absent import no_checkpoint
+from torch_ckpt.runs.step_files import listed_steps, metrics_of
+from torch_ckpt.storage.verify import check_whole
+
+__all__ = ["add_to"]
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "ls",
+        help="list the steps of a run",
+        description="Lists the steps of a run, the newest first: size, age, metrics, and whether "
+        "the step is whole. A step is whole if it opens, and its files have the right lengths; "
+        "torch-ckpt verify reads all bytes. Exit status: 0; 1 if a committed step is damaged; 3 if "
+        "there is no run.",
+    )
+    parser.add_argument("run", type=Location, help="directory of the run")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=_ls)
+
+
+def _ls(options: argparse.Namespace) -> int:
+    numbers = listed_steps(options.run)
+    if not numbers:
+        raise NotFoundError(
+            f"{options.run} is not a run: it has no directory step-<n>"
+            if (options.run / ".metadata").is_file()
+            else str(no_checkpoint(options.run))
+        )
+    steps = [_facts(options.run / f"step-{number}", number) for number in numbers]
+    newest = next((step["step"] for step in steps if step["state"] == "whole"), None)
+    if options.json:
+        json.dump({"run": str(options.run), "newest": newest, "steps": steps}, sys.stdout, indent=1)
+        print()
+    else:
+        print_table([_row(step, newest) for step in steps], right=(0, 1, 2))
+    return DAMAGED if any(step["state"] == "damaged" for step in steps) else SOUND
+
+
+def _facts(path: Location, number: int) -> dict[str, Any]:
+    state, reason = "whole", None
+    try:
+        check_whole(path)
+    except NotFoundError:
+        state = "unfinished"
+    except CheckpointError as error:
+        state, reason = "damaged", str(error)
+    modified = (path / ".metadata").modified_s()
+    return {
+        "step": number,
+        "nbytes": _nbytes(path),
+        "age_s": None if modified is None else max(time.time() - modified, 0.0),
+        "state": state,
+        "reason": reason,
+        "metrics": metrics_of(path),
+    }
+
+
+def _nbytes(path: Location) -> int:
+    total = 0
+    try:
+        for name in path.names():
+            total += (path / name).nbytes()
+    except CheckpointError:  # A directory, or a file that was removed meanwhile.
+        pass
+    return total
+
+
+def _row(step: dict[str, Any], newest: int | None) -> list[str]:
+    return [
+        f"step {step['step']}",
+        size(step["nbytes"]),
+        _age(step["age_s"]),
+        "whole, newest" if step["step"] == newest else step["state"],
+        " ".join(f"{name}={value:g}" for name, value in step["metrics"].items()),
+        step["reason"] or "",
+    ]
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
