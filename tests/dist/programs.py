@@ -1,0 +1,139 @@
+"""Programs of other libraries, unchanged: they call DCP through their own code.
+
+Run by torchrun on two CPU ranks: `programs.py NAME DIRECTORY MODE`, where MODE is save or load.
+Rank 0 prints the loss after the last step, which a load must repeat.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+
+
+def network(mode: str) -> nn.Module:
+    torch.manual_seed(0 if mode == "save" else 5)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> float:
+    loss = torch.zeros(())
+    for _ in range(steps):
+        loss = model(torch.ones(3, 6)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def accelerate_fsdp(path: Path, mode: str, version: int) -> float:
+    """The functions of accelerate that `save_state` and `load_state` call for FSDP."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import fsdp_utils
+
+    dist.init_process_group("gloo")
+    PartialState(cpu=True)
+    model: Any = network(mode)
+    if version == 2:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    else:
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version, state_dict_type=StateDictType.SHARDED_STATE_DICT
+    )
+    # An Accelerator refuses FSDP on a CPU. The functions need only these attributes of one.
+    accelerator: Any = SimpleNamespace(
+        process_index=dist.get_rank(),
+        num_processes=dist.get_world_size(),
+        is_fsdp2=version == 2,
+        wait_for_everyone=dist.barrier,
+    )
+    train(model, optimizer, 2 if mode == "save" else 1)
+    if mode == "save":
+        fsdp_utils.save_fsdp_model(plugin, accelerator, model, path)
+        fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, path)
+    else:
+        fsdp_utils.load_fsdp_model(plugin, accelerator, model, path)
+        fsdp_utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, path)
+    return train(model, optimizer, 2)
+
+
+def shard_in(model: Any, mesh: Any) -> Any:
+    fully_shard(model, mesh=mesh["data_parallel"])
+    return model
+
+
+def lightning_fabric(path: Path, mode: str) -> float:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    strategy = ModelParallelStrategy(shard_in, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup_module(network(mode))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.1))
+    train(model, optimizer, 2 if mode == "save" else 1)
+    state = {"model": model, "optimizer": optimizer, "step": 2 if mode == "save" else 0}
+    (fabric.save if mode == "save" else fabric.load)(path / "fabric.ckpt", state)
+    assert state["step"] == 2
+    return train(model, optimizer, 2)
+
+
+def lightning_trainer(path: Path, mode: str) -> float:
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    class Module(lightning.LightningModule):
+        loss = 0.0
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "net"):
+                self.net = shard_in(network(mode), self.device_mesh)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            loss = self.net(batch).square().sum()
+            self.loss = float(loss.detach())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        max_steps=4,
+        callbacks=[ModelCheckpoint(path, every_n_train_steps=2, save_top_k=-1)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    data = torch.utils.data.DataLoader(torch.ones(48, 6), batch_size=3)
+    trainer.fit(module, data, ckpt_path=None if mode == "save" else path / "epoch=0-step=2.ckpt")
+    return module.loss
+
+
+PROGRAMS = {
+    "accelerate_fsdp1": lambda path, mode: accelerate_fsdp(path, mode, 1),
+    "accelerate_fsdp2": lambda path, mode: accelerate_fsdp(path, mode, 2),
+    "lightning_fabric": lightning_fabric,
+    "lightning_trainer": lightning_trainer,
+}
+
+if __name__ == "__main__":
+    name, directory, mode = sys.argv[1:]
+    result = PROGRAMS[name](Path(directory), mode)
+    if dist.get_rank() == 0:
+        print(f"\nloss {result!r}")
+    dist.barrier()
+    dist.destroy_process_group()
