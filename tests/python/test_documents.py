@@ -145,3 +145,11 @@ def test_lines_and_sentences_are_short(path: Path) -> None:
     assert not [line for line in lines if len(line) > MAX_COLUMNS]
     sentences = re.split(r"(?<=[.;:?!])\s|\n\s*\n|\n(?=[-*#|] )", "\n".join(lines))
     assert not [s for s in sentences if len(s.split()) > MAX_WORDS]
+
+
+def test_every_test_that_the_compatibility_page_names_exists() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    named = re.findall(r"\]\(\.\./(tests/[\w/]+\.py)\): `(\w+)`", page)
+    assert len(named) > 20
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
