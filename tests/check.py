@@ -1,10 +1,11 @@
-"""The one entry to all checks: ``python tests/check.py [fast|full|gpu|fuzz]``.
+"""The one entry to all checks: ``python tests/check.py [fast|full|gpu|fuzz|wheel]``.
 
 ``fast`` (the default) checks format, lint, types and the arrows between rooms, and runs the C++
 tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``full`` adds
 clang-tidy, the C++ tests under ASan with UBSan, under TSan, and built without liburing, and runs
 every case of the Python tests. ``fuzz`` runs each fuzz target under libFuzzer for
-``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA device.
+``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA device. ``wheel`` builds
+the wheel and the sdist, and tries them.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ def run_pytest(*arguments: str, workers: int = 0) -> None:
 def main() -> None:
     """Runs the checks that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="?", choices=["fast", "full", "gpu", "fuzz"], default="fast")
+    choices = ["fast", "full", "gpu", "fuzz", "wheel"]
+    parser.add_argument("what", nargs="?", choices=choices, default="fast")
     parser.add_argument("--seconds", type=int, default=600, help="of each fuzz target")
     arguments = parser.parse_args()
     what = arguments.what
@@ -173,6 +175,9 @@ def main() -> None:
         return
     if what == "gpu":
         test_gpu()
+        return
+    if what == "wheel":
+        run(sys.executable, "tests/wheel.py")
         return
     full = what == "full"
     os.environ["CHECK_BEGAN"] = str(time.time())
@@ -184,6 +189,7 @@ def main() -> None:
         check_clang_tidy()
         test_cpp_sanitized()
         run(build_cpp("no-uring", "-DTORCH_CKPT_URING=OFF") / "torch_ckpt_tests", "--gtest_brief=1")
+        run(sys.executable, "tests/wheel.py")
         run_pytest("--full", "-m", "slow")
         run_pytest("--full", "-m", "not slow", workers=2)
     else:

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/version.h>
 
 #include <span>
 #include <string>
@@ -78,6 +79,7 @@ PYBIND11_MODULE(_native, module) {
   using namespace torch_ckpt;
   module.doc() = "The native engine of torch_ckpt. Does not need torch.";
   module.attr("DTYPE_NAMES") = dtype_names();
+  module.attr("TORCH_VERSION") = TORCH_VERSION;  // The version whose headers were compiled.
   module.def("unpickle_metadata", &unpickle, py::arg("pickle"), py::arg("vocabulary"));
   module.def("why_no_cuda", &why_no_cuda);
   module.def("pickle_globals", &globals_of, py::arg("pickle"));

@@ -9,6 +9,8 @@ import os
 import pickle
 import random
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -695,3 +697,20 @@ def test_storage_errors_say_whether_to_try_again() -> None:
         assert StorageError("failed", number).retriable is True
     for number in (errno.ENOSPC, errno.EIO, None):
         assert StorageError("failed", number).retriable is False
+
+
+def test_a_module_that_does_not_fit_torch_names_both_versions() -> None:
+    script = """
+import sys
+sys.modules["torch_ckpt._core._tensor_view"] = None  # As if the linker refused it.
+import torch_ckpt
+try:
+    torch_ckpt.FastWriter
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith("torch_ckpt was built for torch 2.")
+    assert f"does not load with torch {torch.__version__}: " in done.stdout

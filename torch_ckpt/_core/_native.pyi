@@ -8,6 +8,7 @@ from typing_extensions import Buffer
 _Path = str | bytes | os.PathLike[str]
 
 DTYPE_NAMES: list[str]
+TORCH_VERSION: str
 
 IndexBox = tuple[Sequence[int], Sequence[int], int, int, int, bool, Sequence[str]]
 """Offsets, sizes, file number, offset and length in the file, whether plain, transforms."""
