@@ -713,4 +713,4 @@ except ImportError as error:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.startswith("torch_ckpt was built for torch 2.")
-    assert f"does not load with torch {torch.__version__}: " in done.stdout
+    assert f"does not work with torch {torch.__version__}: " in done.stdout

@@ -5,18 +5,30 @@ from types import ModuleType
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports ``_tensor_view``, which links libtorch, with an error that names both versions."""
+    """Imports ``_tensor_view``, which reads torch's own objects, if it fits this torch.
+
+    Raises:
+        ImportError: The module was built for another layout of these objects. The message names
+            both versions of torch.
+    """
     if name != "_tensor_view":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch
+
     try:
-        return importlib.import_module(f"{__name__}._tensor_view")
-    except ImportError as error:
-        import torch
+        module = importlib.import_module(f"{__name__}._tensor_view")
+        plain, sparse = torch.empty(2, 3)[:, 1:], torch.empty(2, 3).to_sparse()
+        kinds = [module.tensor_kind(tensor) for tensor in (plain, sparse)]
+        fits = kinds == [module.TensorKind.PLAIN, module.TensorKind.TORCHS_OWN]
+        reason = "" if fits else f"it reads wrong facts of a tensor: {kinds}"
+    except (ImportError, RuntimeError) as error:
+        reason = str(error)
+    if not reason:
+        return module
+    from torch_ckpt._core import _native
 
-        from torch_ckpt._core import _native
-
-        raise ImportError(
-            f"torch_ckpt was built for torch {_native.TORCH_VERSION}, and does not load with torch "
-            f"{torch.__version__}: {error}; build it "
-            "for this version: pip install --no-build-isolation --no-binary torch-ckpt torch-ckpt"
-        ) from error
+    raise ImportError(
+        f"torch_ckpt was built for torch {_native.TORCH_VERSION}, and does not work with torch "
+        f"{torch.__version__}: {reason}; build it for this version: "
+        "pip install --no-build-isolation --no-binary torch-ckpt torch-ckpt"
+    )
