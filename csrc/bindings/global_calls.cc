@@ -169,18 +169,21 @@ Status GlobalCalls::build_from_tuple() {
   Value state = stack_->pop();
   Value& record = stack_->top();
   if (state.kind != Kind::kTuple ||
-      PyTuple_GET_SIZE(state.object.get()) != PyDict_GET_SIZE(global->fields)) {
+      PyTuple_GET_SIZE(state.object.get()) > PyDict_GET_SIZE(global->fields)) {
     return broken("the state of a " + global->name + " is not its fields");
   }
+  const Py_ssize_t given = PyTuple_GET_SIZE(state.object.get());
   RETURN_IF_ERROR(stack_->close(state, &record));
   uint64_t found = 0;
   Py_ssize_t position = 0;
   PyObject* name;
   PyObject* types;
-  for (Py_ssize_t i = 0; PyDict_Next(global->fields, &position, &name, &types) != 0; ++i) {
+  for (Py_ssize_t i = 0; i < given; ++i) {
+    PyDict_Next(global->fields, &position, &name, &types);
     PyObject* value = PyTuple_GET_ITEM(state.object.get(), i);
     RETURN_IF_ERROR(set_field(*global, record.object.get(), name, value, &found));
   }
+  if ((~found & global->required) != 0) return broken("a " + global->name + " lacks a field");
   record.is_complete = true;
   record.is_hashable = global->is_hashable;
   return ok_status();

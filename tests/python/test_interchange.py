@@ -14,6 +14,7 @@ from checkpoints import (
     DTYPES,
     PAIRS,
     READERS,
+    ROOT,
     WRITERS,
     CuttingLoadPlanner,
     CuttingSavePlanner,
@@ -28,6 +29,7 @@ from checkpoints import (
 )
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from torch_ckpt import FastReader, FastWriter, IoOptions
 
@@ -357,3 +359,16 @@ def test_saving_leaves_the_tensors_as_they_were(tmp_path: Path, rng: random.Rand
     save(state, FastWriter(tmp_path))
 
     assert before == {name: (bits(t), t.stride(), t.data_ptr()) for name, t in state.items()}
+
+
+@pytest.mark.parametrize("trust_pickle", [False, True])
+def test_a_checkpoint_of_torch_2_15_loads(trust_pickle: bool) -> None:
+    """Its metadata has strides, which earlier versions do not know."""
+    state = {"w": torch.zeros(3, 4), "t": torch.zeros(3, 2, dtype=torch.int64), "n": {"step": 0}}
+    path = ROOT / "tests" / "golden" / "torch-2.15"
+    if trust_pickle and "strides" not in TensorProperties.__dataclass_fields__:
+        pytest.skip("this torch itself does not read them")
+    load(state, FastReader(path, trust_pickle=trust_pickle))
+    assert torch.equal(state["w"], torch.arange(12.0).reshape(3, 4))
+    assert torch.equal(state["t"], torch.arange(6).reshape(2, 3).t())
+    assert state["n"] == {"step": 7}

@@ -87,7 +87,8 @@ def _properties(cls: type) -> tuple[type, _Entry]:
         "memory_format": (torch.memory_format,),
         "pin_memory": (bool,),
     }
-    return _record(cls, fields, required=len(fields))
+    # Torch 2.15 adds the strides.
+    return _record(cls, {**fields, "strides": (tuple, NoneType)}, required=len(fields))
 
 
 def _formats(encoding: type[Enum]) -> tuple[type, _Entry]:
