@@ -24,7 +24,9 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 from torch_ckpt import CheckpointError, FastReader, Run
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations.trainer import RunCallback
+from torch_ckpt.runs.step_files import metrics_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -187,6 +189,9 @@ def test_the_best_model_is_loaded_at_the_end_as_a_trainer_does(tmp_path: Path) -
     assert ours.state.best_global_step == best
     assert ours.state.best_model_checkpoint == f"{tmp_path}/run/step-{best}"
     assert callback.run.best_step() == best
+    assert (
+        metrics_of(Location(tmp_path / f"run/step-{best}"))["eval_loss"] == ours.state.best_metric
+    )
     assert sorted(os.listdir(tmp_path / "run")) == sorted([f"step-{best}", f"step-{STEPS}"])
     for name, parameter in theirs.model.named_parameters():
         assert torch.equal(parameter, ours.model.get_parameter(name)), name

@@ -47,7 +47,7 @@ def add_to(commands: Any) -> None:
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="time between two looks for new steps (default: %(default)g)",
+        help="time between two searches for new steps (default: %(default)g)",
     )
     parser.set_defaults(command=_watch)
 

@@ -162,9 +162,11 @@ class _TrainerStorage:
         if best is not None:
             state.best_model_checkpoint = f"{self._run.directory}/step-{best}"
         metrics = _metrics_at(state.global_step, state.log_history)
-        if self._run.monitor not in metrics:
-            metrics = {}
-        self._run.save(state.global_step, self._state_dict(), metrics=metrics or None)
+        monitor = self._run.monitor
+        is_evaluated = bool(metrics) and (monitor is None or monitor in metrics)
+        self._run.save(
+            state.global_step, self._state_dict(), metrics=metrics if is_evaluated else None
+        )
 
     def load_best(self) -> None:
         """Loads the model of the best step, at the end of the training."""

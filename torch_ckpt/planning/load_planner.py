@@ -195,8 +195,22 @@ class FastLoadPlanner(DefaultLoadPlanner):
         self._reads: PlannedReads | None = None  # The reads of this rank.
 
     def create_local_plan(self) -> LoadPlan:
-        """Returns the reads of this rank."""
-        self._drop_tied()
+        """Returns the reads of this rank.
+
+        Raises:
+            RuntimeError: The checkpoint lacks names. The message lists all differences.
+            ValueError: Tensors have other shapes in the checkpoint.
+        """
+        try:
+            return self._plan()
+        except (RuntimeError, ValueError) as error:
+            if type(error) not in (RuntimeError, ValueError) or self.metadata is None:
+                raise
+            if self._drop_tied(self.metadata):
+                return self.create_local_plan()
+            raise with_differences(error, self.state_dict, self.metadata) from None
+
+    def _plan(self) -> LoadPlan:
         index = index_of(self.metadata)
         if index is not None:
             try:
@@ -210,25 +224,22 @@ class FastLoadPlanner(DefaultLoadPlanner):
                 return LoadPlan(cast(list[ReadItem], planned))
             except (ValueError, TypeError, AttributeError, MismatchError, NotFoundError):
                 pass  # DCP's planner raises the error, or supports what the engine does not.
-        try:
-            return super().create_local_plan()
-        except (RuntimeError, ValueError) as error:
-            if type(error) in (RuntimeError, ValueError) and self.metadata is not None:
-                raise with_differences(error, self.state_dict, self.metadata) from None
-            raise
+        return super().create_local_plan()
 
-    def _drop_tied(self) -> None:
-        """Drops names that the checkpoint lacks, and that share the tensor of a stored name."""
-        stored = {} if self.metadata is None else self.metadata.state_dict_metadata
+    def _drop_tied(self, metadata: Metadata) -> bool:
+        """Drops names that the checkpoint lacks, and that share the tensor of a stored name.
+
+        Returns:
+            Whether a name was dropped.
+        """
+        stored = metadata.state_dict_metadata
         missing = {fqn for fqn in self.state_dict if fqn not in stored}
-        if not missing or self.metadata is None:
-            return
         dropped = {fqn for fqn in missing if has_no_elements(self.state_dict[fqn])}
         for group in tied_names(self.state_dict):
             if not missing.issuperset(group):
                 dropped |= missing.intersection(group)
-        if dropped:
-            self.state_dict = {f: v for f, v in self.state_dict.items() if f not in dropped}
+        self.state_dict = {f: v for f, v in self.state_dict.items() if f not in dropped}
+        return bool(dropped)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Restores this rank's reads in the plan that the coordinator returned."""

@@ -81,7 +81,8 @@ def write_metrics(step: Location, metrics: Mapping[str, float] | None) -> None:
         (step / _METRICS).discard()
         return
     step.create_directories()
-    _replace(step / _METRICS, json.dumps(dict(metrics), indent=1).encode())
+    numbers = {name: float(value) for name, value in metrics.items()}
+    _replace(step / _METRICS, json.dumps(numbers, indent=1).encode())
 
 
 def metrics_of(step: Location) -> dict[str, float]:
