@@ -20,6 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
+# Programs of the slow tests whose own requirements are many, or would bring another torch.
+WITHOUT_DEPENDENCIES = ["torchtitan==0.3.0", "tyro", "docstring_parser"]
 PYTHON_DIRECTORIES = ["torch_ckpt", "tests", "benchmarks", "examples", "fuzz", "setup.py"]
 
 
@@ -190,6 +192,7 @@ def main() -> None:
         test_cpp_sanitized()
         run(build_cpp("no-uring", "-DTORCH_CKPT_URING=OFF") / "torch_ckpt_tests", "--gtest_brief=1")
         run(sys.executable, "tests/wheel.py")
+        run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", *WITHOUT_DEPENDENCIES)
         run_pytest("--full", "-m", "slow")
         run_pytest("--full", "-m", "not slow", workers=2)
     else:

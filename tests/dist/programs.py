@@ -14,6 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
@@ -123,7 +127,52 @@ def lightning_trainer(path: Path, mode: str) -> float:
     return module.loss
 
 
+class Optimizer:
+    """What torchtitan's container of optimizers is to its checkpoint manager."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state)
+
+
+def torchtitan(path: Path, mode: str, async_mode: str) -> float:
+    """The checkpoint manager of torchtitan."""
+    from torchtitan.components.checkpointer.dcp import CheckpointManager
+
+    dist.init_process_group("gloo")
+    model = network(mode)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    manager: Any = CheckpointManager(
+        CheckpointManager.Config(enable=True, interval=2, async_mode=async_mode),
+        dataloader=None,
+        model_parts=[model],
+        optimizers=Optimizer(model, optimizer),
+        lr_schedulers=schedule,
+        states={},
+        sd_adapter=None,
+        base_folder=str(path),
+    )
+    train(model, optimizer, 2 if mode == "save" else 1)
+    if mode == "save":
+        manager.save(2)
+        manager.maybe_wait_for_staging()
+        manager.maybe_wait_for_saving()
+    else:
+        assert manager.load()
+    manager.close()
+    return train(model, optimizer, 2)
+
+
 PROGRAMS = {
+    "torchtitan": lambda path, mode: torchtitan(path, mode, "disabled"),
+    "torchtitan_async": lambda path, mode: torchtitan(path, mode, "async"),
     "accelerate_fsdp1": lambda path, mode: accelerate_fsdp(path, mode, 1),
     "accelerate_fsdp2": lambda path, mode: accelerate_fsdp(path, mode, 2),
     "lightning_fabric": lightning_fabric,
