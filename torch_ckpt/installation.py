@@ -34,6 +34,7 @@ from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.process_state import PROCESS
+from torch_ckpt.staging.staged import Staged
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter
 
@@ -342,7 +343,20 @@ class _Executor:
                 writer = self._replaced.new_writer(checkpoint_id)
             planner = self._replaced.save_planner(planner)
             order = Order(checkpoint_id, writer, planner, use_collectives)
-            return self._begin(order, staging_future_or_state_dict, call)
+            state = staging_future_or_state_dict
+            if not isinstance(state, _StagedState):
+                return self._begin(order, state, call)
+            # The use of the memory ends with the thread, even if a planner or an error still refers
+            # to the tensors.
+            return self._begin(order, dict(state), call, initializer=state.staged.begin_save)
+
+
+class _StagedState(dict[str, Any]):
+    """A state dict in the staging memory of this process."""
+
+    def __init__(self, state: dict[str, Any], staged: Staged) -> None:
+        super().__init__(state)
+        self.staged = staged
 
 
 class _ProcessStager(AsyncStager):
@@ -354,7 +368,7 @@ class _ProcessStager(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
         """Copies a state dict into the staging memory of this process."""
-        return PROCESS.stager.stage(state_dict)
+        return _StagedState(*PROCESS.stager.begin(state_dict))
 
     def synchronize_staging(self) -> None:
         """Does nothing, because :meth:`stage` returns after the copy."""

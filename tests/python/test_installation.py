@@ -22,10 +22,12 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, IoOptions
 from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.staging import stager
 
 ASYNC_TIMEOUT_S = 60
 
@@ -99,12 +101,36 @@ def test_an_asynchronous_save_to_a_path_uses_the_staging_memory_of_the_process(
 ) -> None:
     from torch_ckpt.process_state import PROCESS
 
-    stage, calls = PROCESS.stager.stage, []
-    monkeypatch.setattr(PROCESS.stager, "stage", lambda s: calls.append(s) or stage(s))
+    begin, calls = PROCESS.stager.begin, []
+    monkeypatch.setattr(PROCESS.stager, "begin", lambda s: calls.append(s) or begin(s))
     with torch_ckpt.installed():
         dcp.async_save(state, checkpoint_id=tmp_path).result(ASYNC_TIMEOUT_S)
     assert len(calls) == 1
     assert loads(tmp_path, state) == []
+
+
+class RetainedPlanner(DefaultSavePlanner):
+    """After a save, it still refers to the staged tensors."""
+
+
+@pytest.mark.parametrize("executor", list(AsyncCheckpointerType))
+def test_a_planner_that_refers_to_staged_tensors_delays_no_later_save(
+    state: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    executor: AsyncCheckpointerType,
+) -> None:
+    monkeypatch.setattr(stager, "TIMEOUT_S", 5.0)
+    planner = RetainedPlanner()
+    with torch_ckpt.installed():
+        for step in range(2):
+            dcp.async_save(
+                state,
+                checkpoint_id=tmp_path / f"{step}",
+                planner=planner,
+                async_checkpointer_type=executor,
+            ).result(ASYNC_TIMEOUT_S)
+            assert loads(tmp_path / f"{step}", state) == []
 
 
 def test_a_replacement_has_the_arguments_of_what_it_replaces(

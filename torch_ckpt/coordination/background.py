@@ -65,21 +65,26 @@ class Order:
             )
 
 
-def save_in_thread(order: Order, state: Any, call: Call) -> Future[Metadata]:
+def save_in_thread(
+    order: Order, state: Any, call: Call, *, initializer: Callable[[], object] | None = None
+) -> Future[Metadata]:
     """Saves in a thread. The interpreter waits for the thread on exit.
 
     Args:
         order: The arguments of the save.
         state: The staged state dict, or a future of it.
         call: The call of the group that saves.
+        initializer: The thread calls it first.
 
     Returns:
         A future of the metadata.
     """
-    return _submitted(order.carry_out, state, call)
+    return _submitted(initializer, order.carry_out, state, call)
 
 
-def save_in_process(order: Order, state: Any, call: Call) -> Future[Metadata]:
+def save_in_process(
+    order: Order, state: Any, call: Call, *, initializer: Callable[[], object] | None = None
+) -> Future[Metadata]:
     """Saves in a separate process of this rank, which the first save starts.
 
     The processes of all ranks form a process group of their own, of the same size.
@@ -88,6 +93,7 @@ def save_in_process(order: Order, state: Any, call: Call) -> Future[Metadata]:
         order: The arguments of the save.
         state: The staged state dict, or a future of it.
         call: The call of the group that saves.
+        initializer: Called first by the thread that waits for the process.
 
     Returns:
         A future of the metadata.
@@ -113,11 +119,13 @@ def save_in_process(order: Order, state: Any, call: Call) -> Future[Metadata]:
                 del state
                 raise
 
-    return _submitted(carry_out, state)
+    return _submitted(initializer, carry_out, state)
 
 
-def _submitted(function: Callable[..., Metadata], *arguments: Any) -> Future[Metadata]:
-    executor = ThreadPoolExecutor(1, thread_name_prefix="torch_ckpt-save")
+def _submitted(
+    initializer: Callable[[], object] | None, function: Callable[..., Metadata], *arguments: Any
+) -> Future[Metadata]:
+    executor = ThreadPoolExecutor(1, "torch_ckpt-save", initializer)
     future = executor.submit(function, *arguments)
     executor.shutdown(wait=False)
     return future
