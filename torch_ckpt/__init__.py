@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from torch_ckpt.api import async_save, load, save
     from torch_ckpt.errors import CheckpointError
     from torch_ckpt.installation import install, installed
+    from torch_ckpt.integrations.fsdp1 import fsdp1_state_dict, load_fsdp1_state_dict
     from torch_ckpt.options import IoOptions
+    from torch_ckpt.planning.flat_shard import FlatShard
     from torch_ckpt.planning.load_planner import FastLoadPlanner
     from torch_ckpt.planning.rank_state import RankState
     from torch_ckpt.planning.save_planner import FastSavePlanner
@@ -30,15 +32,18 @@ _HOMES = {
     "FastReader": "storage.reader",
     "FastSavePlanner": "planning.save_planner",
     "FastWriter": "storage.writer",
+    "FlatShard": "planning.flat_shard",
     "IoOptions": "options",
     "RankState": "planning.rank_state",
     "Run": "runs.run",
     "SafetensorsWriter": "storage.safetensors_writer",
     "SnapshotStager": "staging.stager",
     "async_save": "api",
+    "fsdp1_state_dict": "integrations.fsdp1",
     "install": "installation",
     "installed": "installation",
     "load": "api",
+    "load_fsdp1_state_dict": "integrations.fsdp1",
     "save": "api",
 }
 
@@ -48,15 +53,18 @@ __all__ = [
     "FastReader",
     "FastSavePlanner",
     "FastWriter",
+    "FlatShard",
     "IoOptions",
     "RankState",
     "Run",
     "SafetensorsWriter",
     "SnapshotStager",
     "async_save",
+    "fsdp1_state_dict",
     "install",
     "installed",
     "load",
+    "load_fsdp1_state_dict",
     "save",
 ]
 

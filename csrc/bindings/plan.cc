@@ -2,6 +2,7 @@
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "geometry/flat_range.h"
 #include "plan/balance.h"
 #include "plan/global_plan.h"
 #include "plan/own_share.h"
@@ -37,6 +38,19 @@ void add_tensor(PyItemTable& items, std::string_view fqn, std::string dtype, int
                        .sizes = std::move(sizes)};
   raise_if_error(items.table.add_tensor(fqn, facts, is_shard ? ItemKind::kShard : ItemKind::kTensor,
                                         {std::move(offsets), std::move(box_sizes)}));
+}
+
+// Returns the offsets and sizes of the boxes that make up a flat range.
+std::vector<std::pair<Dims, Dims>> boxes_of_range(const Dims& sizes, int64_t begin, int64_t end) {
+  const std::optional<int64_t> numel = checked_numel(sizes);
+  if (!numel || begin < 0 || begin > end || end > *numel) {
+    throw py::value_error("the range is not inside the tensor");
+  }
+  std::vector<std::pair<Dims, Dims>> boxes;
+  for (Box& box : flat_range_to_boxes(sizes, begin, end)) {
+    boxes.emplace_back(std::move(box.offsets), std::move(box.sizes));
+  }
+  return boxes;
 }
 
 GlobalPlan make_plan(const std::vector<py::bytes>& plans, int64_t ranks_per_node, bool split,
@@ -217,6 +231,8 @@ void bind_plan(py::module_& module) {
         return balance_files(nbytes, count);
       },
       py::arg("nbytes"), py::arg("count"));
+  module.def("flat_range_to_boxes", &boxes_of_range, py::arg("sizes"), py::arg("begin"),
+             py::arg("end"));
 }
 
 }  // namespace torch_ckpt

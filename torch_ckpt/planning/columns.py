@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
@@ -78,6 +79,7 @@ def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> lis
         return [None]
     if for_load:
         chunks = _create_chunk_list(value)
+        sources = []
         for chunk in chunks:
             # A load uses only the sizes and the box. The other properties are placeholders.
             table.add_tensor(
@@ -93,7 +95,8 @@ def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> lis
                 chunk.sizes,
                 True,
             )
-        return [None] * len(chunks)
+            sources.append(_shard_at(value, MetadataIndex(fqn, chunk.offsets), chunk.sizes))
+        return sources
     items = _create_write_items(fqn, value)
     for item in items:
         check_dtype(item)
@@ -120,10 +123,17 @@ def _box_of(tensor: DTensor) -> _tensor_view.ShardBox | None:
 
 
 def _shard_of(value: Any, item: WriteItem) -> torch.Tensor | None:
-    """Returns the tensor of a ``ShardedTensor``'s item; ``None`` if only DCP can resolve it."""
+    """Returns the tensor of an item that a value listed; ``None`` if only DCP can resolve it."""
     data = item.tensor_data
-    if not isinstance(value, ShardedTensor) or data is None or data.chunk is None:
+    if data is None or data.chunk is None:
         return None
-    local = find_tensor_shard(value, item.index)
-    as_listed = local.size() == data.chunk.sizes and local.dtype == data.properties.dtype
-    return local if as_listed and _tensor_view.is_plannable(local) else None
+    local = _shard_at(value, item.index, data.chunk.sizes)
+    return local if local is not None and local.dtype == data.properties.dtype else None
+
+
+def _shard_at(value: Any, index: MetadataIndex, sizes: torch.Size) -> torch.Tensor | None:
+    """Returns one box of a value; ``None`` if it is not a plain tensor."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    local = find_tensor_shard(value, index)
+    return local if local.size() == sizes and _tensor_view.is_plannable(local) else None
