@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds, on_ranks
 from states import READERS, WRITERS, assert_same
-from test_layouts import CONFIG, BEGUN_RATE, TRAINED_RATE, Net, full_state, load_begun, train
+from test_layouts import BEGUN_RATE, CONFIG, TRAINED_RATE, Net, full_state, load_begun, train
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -200,7 +200,7 @@ def test_errors_name_the_parameter() -> None:
         torch_ckpt.load_fsdp1_state_dict(net, optimizer, model, {**optim, "param_groups": []})
     conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
     wrapped = FullyShardedDataParallel(conv, use_orig_params=True, device_id=torch.device("cpu"))
-    with pytest.raises(UnsupportedError, match="'weight'.*not contiguous"):
+    with pytest.raises(UnsupportedError, match=r"'weight'.*not contiguous"):
         torch_ckpt.fsdp1_state_dict(wrapped)
 
 

@@ -11,7 +11,11 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, _state_dict_utils
 from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
-from torch.distributed.fsdp._common_utils import _get_param_to_fqns, _module_handle
+from torch.distributed.fsdp._common_utils import (
+    FSDP_PREFIX,
+    _get_param_to_fqns,
+    _module_handle,
+)
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 from torch.distributed.fsdp._optim_utils import (
     FSDPParamInfo,
@@ -21,7 +25,9 @@ from torch.distributed.fsdp._optim_utils import (
     _is_named_optimizer,
     _unflatten_param_groups,
 )
-from torch.distributed.fsdp._state_dict_utils import FLAT_PARAM, FSDP_PREFIX
+from torch.distributed.fsdp._runtime_utils import _lazy_init
+from torch.distributed.fsdp._unshard_param_utils import FLAT_PARAM
+from torch.distributed.utils import _replace_by_prefix
 
 from torch_ckpt.errors import MismatchError, UnsupportedError
 from torch_ckpt.planning.flat_shard import FlatShard
@@ -145,7 +151,7 @@ def _before_state_dict(state: Any, module: torch.nn.Module, *_: Any, **__: Any) 
 def _after_state_dict(
     module: torch.nn.Module, state: Any, state_dict: dict[str, Any], prefix: str
 ) -> dict[str, Any]:
-    _state_dict_utils._replace_by_prefix(state_dict, f"{prefix}{FSDP_PREFIX}", prefix)
+    _replace_by_prefix(state_dict, f"{prefix}{FSDP_PREFIX}", prefix)
     handle = _module_handle(state, module)
     if handle is not None:
         state_dict.pop(f"{prefix}{FLAT_PARAM}", None)
@@ -158,8 +164,8 @@ def _after_state_dict(
 def _before_load(
     module: torch.nn.Module, state: Any, state_dict: dict[str, Any], prefix: str
 ) -> None:
-    _state_dict_utils._lazy_init(state, module)
-    _state_dict_utils._replace_by_prefix(state_dict, prefix, f"{prefix}{FSDP_PREFIX}")
+    _lazy_init(state, module)
+    _replace_by_prefix(state_dict, prefix, f"{prefix}{FSDP_PREFIX}")
     handle = _module_handle(state, module)
     if handle is None:
         return
@@ -197,8 +203,7 @@ def _shard(handle: FlatParamHandle, number: int, fqn: str, flat: torch.Tensor) -
             "flattened it; use torch.distributed.checkpoint.state_dict"
         )
     info = parameter._shard_param_infos[number]
-    begin, numel = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
-    local = flat.view(-1)[begin : begin + numel]
+    local = flat.view(-1).narrow(0, info.offset_in_shard or 0, info.numel_in_shard or 0)
     return FlatShard(local, fqn, parameter._shapes[number], info.intra_param_start_idx or 0)
 
 
@@ -221,7 +226,7 @@ def _optim_state_dict(
 ) -> dict[str, Any]:
     """The replacement of FSDP1's function of this name."""
     param_to_fqns = _get_param_to_fqns(model)
-    params: dict[int | str, torch.nn.Parameter] = _get_param_key_to_param(  # type: ignore[assignment]
+    params: dict[int | str, torch.nn.Parameter] = _get_param_key_to_param(
         optim,
         model,
         _is_named_optimizer(optim_state_dict),

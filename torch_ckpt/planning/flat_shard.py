@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -82,7 +82,7 @@ class FlatShard(torch.Tensor):
         """Position after the last element of ``local``."""
         return self.start + self.local.numel()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"FlatShard([{self.start}, {self.end}) of {self.fqn!r}, shape={tuple(self.size())}, "
             f"dtype={self.dtype}, device={self.device})"
@@ -92,22 +92,21 @@ class FlatShard(torch.Tensor):
         return FlatShard, (self.local, self.fqn, tuple(self.size()), self.start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
-        return memo.setdefault(
-            id(self), FlatShard(self.local.clone(), self.fqn, self.size(), self.start)
-        )
+        memo[id(self)] = copy = FlatShard(self.local.clone(), self.fqn, self.size(), self.start)
+        return copy
 
     # ---- Torch's interface of wrapper subclasses ----
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuses all functions that need values."""
         name = next((repr(arg) for arg in args if isinstance(arg, FlatShard)), "a FlatShard")
         raise NotImplementedError(
-            f"cannot call {function} on {name}: it has no values outside its range; use its "
+            f"cannot call {func} on {name}: it has no values outside its range; use its "
             "attribute `local`"
         )
 
