@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from torch_ckpt._core import _native
+from torch_ckpt.planning.local_shards import LocalShards
 
 __all__ = ["FlatShard"]
 
 
-class FlatShard(torch.Tensor):
+class FlatShard(LocalShards):
     """The elements ``[start, start + local.numel())`` of a tensor, in row-major order.
 
     Frameworks that flatten and concatenate parameters before they shard them, such as FSDP1 and
@@ -57,6 +52,7 @@ class FlatShard(torch.Tensor):
     local: torch.Tensor
     fqn: str
     start: int
+    _values_in = "local"
 
     def __new__(cls, local: torch.Tensor, fqn: str, shape: Sequence[int], start: int) -> FlatShard:
         """Creates a tensor without memory of its own."""
@@ -71,10 +67,9 @@ class FlatShard(torch.Tensor):
                 f"cannot use [{start}, {end}) as a FlatShard of {fqn!r}: a tensor of sizes "
                 f"{tuple(shape)} has {numel} elements"
             )
-        whole: FlatShard = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=local.dtype, device=local.device
-        )
-        whole.local, whole.fqn, whole.start = local.detach(), fqn, start
+        local = local.detach()
+        whole = cast(FlatShard, super().__new__(cls, shape, _boxes(local, shape, start), local))
+        whole.local, whole.fqn, whole.start = local, fqn, start
         return whole
 
     @property
@@ -95,57 +90,27 @@ class FlatShard(torch.Tensor):
         memo[id(self)] = copy = FlatShard(self.local.clone(), self.fqn, self.size(), self.start)
         return copy
 
-    # ---- Torch's interface of wrapper subclasses ----
-
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Refuses all functions that need values."""
-        name = next((repr(arg) for arg in args if isinstance(arg, FlatShard)), "a FlatShard")
-        raise NotImplementedError(
-            f"cannot call {func} on {name}: it has no values outside its range; use its "
-            "attribute `local`"
-        )
-
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["local"], (self.fqn, self.start)
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
+        cls, inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> FlatShard:
         fqn, start = context
         return FlatShard(inner["local"], fqn, outer_size, start)
 
-    # ---- DCP's interface of tensors that list their own items ----
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        if not self.numel():  # Every rank lists the tensor, so that the checkpoint has its name.
-            return [ChunkStorageMetadata(torch.Size([0] * self.dim()), self.size())]
-        return [
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes in _native.flat_range_to_boxes(self.size(), self.start, self.end)
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        begin = 0
-        for chunk in self.__create_chunk_list__():
-            numel = chunk.sizes.numel()
-            if chunk.offsets == index.offset:
-                return self.local[begin : begin + numel].view(chunk.sizes)
-            begin += numel
-        raise ValueError(f"{self!r} has no box at {index.offset}")
+def _boxes(
+    local: torch.Tensor, shape: Sequence[int], start: int
+) -> list[tuple[Sequence[int], torch.Tensor]]:
+    """Divides a range of a tensor into boxes."""
+    if not math.prod(shape):  # Every rank lists the tensor, so that the checkpoint has its name.
+        return [([0] * len(shape), local.view(tuple(shape)))]
+    boxes: list[tuple[Sequence[int], torch.Tensor]] = []
+    begin = 0
+    for offsets, sizes in _native.flat_range_to_boxes(shape, start, start + local.numel()):
+        end = begin + math.prod(sizes)
+        boxes.append((offsets, local[begin:end].view(sizes)))
+        begin = end
+    return boxes

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ckpt._core import _tensor_view
 from torch_ckpt._core.tensors import to_plain
+from torch_ckpt.planning.local_shards import LocalShards
 from torch_ckpt.planning.replicas import PICKLED_DTYPES
 
 __all__ = ["CopiedState", "CopiedTensor", "MemoryRun", "drop_memory", "runs_of"]
@@ -142,9 +143,13 @@ class CopiedState(StateDictStager):
 
     def _deferred_wrapper(self, x: Any, memo: Any) -> _Deferred:
         names, context = x.__tensor_flatten__()
-        # Detach, because the inner tensor itself may be a value that is left out of staging.
+        # Detach, because the inner tensor itself may be a value that is left out of staging. The
+        # tensors of shards may be left out themselves, as those of a DTensor.
+        is_shards = type(x) is LocalShards
         inner = {
-            name: self.deepcopy_with_tensor_offload(getattr(x, name).detach(), memo)
+            name: self.deepcopy_with_tensor_offload(
+                getattr(x, name) if is_shards else getattr(x, name).detach(), memo
+            )
             for name in names
         }
 

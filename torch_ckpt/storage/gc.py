@@ -24,7 +24,7 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
     """
     if rank is None:
         pattern = (
-            r"__\d+_\d+(_[0-9a-f]{16})?\.distcp"
+            r"__\d+_\d+\.distcp|.*__\d+_\d+_[0-9a-f]{16}\.distcp"
             r"|\.metadata\.[0-9a-f]{16}\.tmp|\.index\.[0-9a-f]{16}"
             r"|\.agents-[0-9a-f]{16}-\d+\.(epoch|lists|manifest|failed)(\.tmp)?"
         )

@@ -331,11 +331,7 @@ class FastWriter(StagingWriter):
         """Writes this rank's files. Tensors that were not staged are written first."""
         work = work_for(plan, planner, self.transforms, can_wait=self._can_wait)
         nbytes = sum(work.work.nbytes)
-        number, prefix = itertools.count(), plan.storage_data.prefix
-        first, others = (
-            {f"{prefix}{next(number)}_{self.save_id}.distcp": file_work for file_work in file_works}
-            for file_works in split(work, self.thread_count if self.single_file_per_rank else None)
-        )
+        first, others = self._files_of(work, plan.storage_data.prefix)
         finished: list[str] = []
         try:
             with self._progress(nbytes) as jobs:
@@ -349,6 +345,15 @@ class FastWriter(StagingWriter):
             raise
         self._wrote_share(plan, planner)
         return results
+
+    def _files_of(self, work: RankWork, prefix: str) -> tuple[dict[str, RankWork], ...]:
+        """Returns the files to write first, and the other files: name -> work."""
+        number = itertools.count()
+        count = self.thread_count if self.single_file_per_rank else None
+        return tuple(
+            {f"{prefix}{next(number)}_{self.save_id}.distcp": file_work for file_work in file_works}
+            for file_works in split(work, count)
+        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes the replaced files."""

@@ -1,0 +1,550 @@
+"""Strategies of Megatron-Core's ``dist_checkpointing`` that save and load with this package.
+
+Works with megatron-core 0.14 and later. Which functions a version has is tested, not its number.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torch_ckpt.api import async_save, load, save
+from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.opened import Opened
+from torch_ckpt.options import IoOptions
+from torch_ckpt.planning.item_views import PlannedItems
+from torch_ckpt.planning.load_planner import FastLoadPlanner
+from torch_ckpt.planning.local_shards import LocalShards
+from torch_ckpt.planning.save_planner import FastSavePlanner
+from torch_ckpt.process_state import PROCESS
+from torch_ckpt.staging.stager import SnapshotStager
+from torch_ckpt.storage.rank_work import RankWork
+from torch_ckpt.storage.reader import FastReader
+from torch_ckpt.storage.writer import FastWriter
+
+__all__ = ["FastLoadStrategy", "FastSaveStrategy"]
+
+_ByKey = dict[str, list[Any]]  # Sharded tensors, or sharded objects, of each key.
+
+
+class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Saves ``torch_dist`` checkpoints with :class:`FastWriter`.
+
+    Pass it to ``dist_checkpointing.save`` as ``sharded_strategy``, alone or within
+    ``FullyParallelSaveStrategyWrapper``. Megatron and this package read each other's checkpoints.
+
+    Replicas of a tensor must be equal. Replica ids that are tuples, as Megatron's models have them,
+    are shared out: each replica is written by the rank with the least to write. Replica ids that
+    are integers are those of ``FullyParallelSaveStrategyWrapper``, whose assignment is unchanged.
+
+    An asynchronous save copies the tensors into host memory, and a thread writes them. No process
+    is started. The thread sends its messages over connections of its own. The request is finalized
+    after the checkpoint is committed; a failure of any rank is raised there on every rank.
+
+    Args:
+        backend: As in Megatron.
+        version: As in Megatron.
+        thread_count: Number of files that each rank writes. Megatron sets it from
+            ``--dist-ckpt-workers``.
+        cached_metadata: Whether ``.metadata`` has Megatron's ``all_local_plans``, from which
+            Megatron's own strategy reuses a plan. This package does not need them.
+        separation_hint: Tensors whose keys begin with this text are written to files of their own,
+            whose names begin with it.
+        io: Memory budgets and I/O modes.
+        stager: The memory of asynchronous saves. By default, all writers of the process share it.
+        timeout_s: Deadline of each exchange between ranks, in seconds.
+        **options: Other arguments of Megatron's strategy, which have no effect.
+
+    Example::
+
+        strategy = FastSaveStrategy()
+        dist_checkpointing.save(sharded_state_dict, "run/iter_100", sharded_strategy=strategy)
+    """
+
+    def __init__(
+        self,
+        backend: str = "torch_dist",
+        version: int = 1,
+        *,
+        thread_count: int = 1,
+        cached_metadata: bool = False,
+        separation_hint: str | None = None,
+        io: IoOptions | None = None,
+        stager: SnapshotStager | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            backend,
+            version,
+            thread_count=thread_count,
+            cached_metadata=cached_metadata,
+            separation_hint=separation_hint,
+            **options,
+        )
+        self.timeout_s = timeout_s
+        self._io, self._stager = io, stager or PROCESS.stager
+        self._writer: _Writer | None = None
+        self._background: Future[Metadata] | None = None
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> None:
+        """Saves the sharded tensors and objects. All ranks call it.
+
+        Args:
+            sharded_state_dict: State dict of ``ShardedTensor`` and ``ShardedObject``.
+            checkpoint_dir: Directory of the checkpoint.
+
+        Raises:
+            CheckpointException: A rank raised an error. It derives from ``BaseException``.
+            RankTimeoutError: A rank was late, stuck or gone.
+        """
+        save(
+            self._to_dcp(sharded_state_dict),
+            storage_writer=self._writer_for(checkpoint_dir),
+            planner=_save_planner(),
+            timeout_s=self.timeout_s,
+        )
+
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, async_strategy: str = "mcore"
+    ) -> Any:
+        """Copies the sharded tensors and objects, and starts to write them. All ranks call it.
+
+        Args:
+            sharded_state_dict: State dict of ``ShardedTensor`` and ``ShardedObject``.
+            checkpoint_dir: Directory of the checkpoint.
+            async_strategy: The queue that finalizes the request: ``"mcore"``, or ``"nvrx"`` for
+                that of nvidia-resiliency-ext.
+
+        Returns:
+            An ``AsyncRequest`` of that queue. The tensors may change now.
+
+        Raises:
+            RankTimeoutError: A rank was late, stuck or gone.
+        """
+        modules = _async_modules(async_strategy)
+        _poll_threads(modules["AsyncCallsQueue"])
+        future = async_save(
+            self._to_dcp(sharded_state_dict),
+            storage_writer=self._writer_for(checkpoint_dir),
+            planner=_save_planner(),
+            timeout_s=self.timeout_s,
+        )
+        self._background = cast(Future[Metadata], future)
+        finalize = _BackgroundSave(self._background).finalize
+        return modules["AsyncRequest"](async_fn=None, async_fn_args=(), finalize_fns=[finalize])
+
+    def reserve(self, sharded_state_dict: dict[str, Any]) -> None:
+        """Allocates the memory of asynchronous saves, which the first one would allocate otherwise.
+
+        Args:
+            sharded_state_dict: A state dict with tensors of the same sizes as in later saves.
+
+        Raises:
+            StorageError: The memory cannot be allocated.
+        """
+        self._stager.reserve(self._to_dcp(sharded_state_dict))
+
+    def _writer_for(self, checkpoint_dir: Any) -> _Writer:
+        if self._background is not None:
+            # A writer runs one save at a time, and the memory of the former save is needed.
+            wait([self._background])
+        if self._writer is None:
+            self._writer = _Writer(checkpoint_dir, io=self._io, stager=self._stager)
+        else:
+            self._writer.reset(checkpoint_dir)
+        self._writer.thread_count = self.thread_count
+        self._writer.separation_hint = self.separation_hint
+        self._writer.keeps_plans = self.use_cached_ckpt_structure
+        return self._writer
+
+    def _to_dcp(self, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns the values that this rank may write, as DCP's planners accept them."""
+        by_key, _, _ = _grouped(sharded_state_dict)
+        state: dict[str, Any] = {}
+        for key, shards in by_key.items():
+            written = [shard for shard in shards if _may_write(shard)]
+            if not written:
+                continue
+            if isinstance(written[0], ShardedTensor):
+                _check_data(written)
+                state[key] = _local_shards(written)
+            else:
+                # FastWriter pickles the list as Megatron does.
+                state[key] = [shard.data for shard in written]
+        return state
+
+
+class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+    """Loads ``torch_dist`` checkpoints with :class:`FastReader`, those of Megatron as well.
+
+    Pass it to ``dist_checkpointing.load`` as ``sharded_strategy``, alone or within
+    ``FullyParallelLoadStrategyWrapper``.
+
+    Args:
+        *arguments: Arguments of Megatron's strategy.
+        exchange_group: Ranks that load together: one of them reads bytes that several need, and
+            passes them on. All of them must call :meth:`load`. Usually the data-parallel group.
+            Without it, each rank reads for itself.
+        io: Memory budgets and I/O modes.
+        verify: Whether to verify the bytes that are read. See :class:`FastReader`.
+        trust_pickle: Whether objects may be of any class, and run any code. By default, classes
+            that ``torch.load(weights_only=True)`` accepts, which includes those that Megatron
+            registers.
+        timeout_s: Deadline of each exchange between ranks, in seconds.
+        **options: Arguments of Megatron's strategy.
+
+    Example::
+
+        strategy = FastLoadStrategy(exchange_group=parallel_state.get_data_parallel_group())
+        state = dist_checkpointing.load(sharded_state_dict, "run/iter_100", strategy)
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        exchange_group: dist.ProcessGroup | None = None,
+        io: IoOptions | None = None,
+        verify: bool = True,
+        trust_pickle: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.exchange_group = exchange_group
+        self.timeout_s = timeout_s
+        self._options: dict[str, Any] = {"io": io, "verify": verify, "trust_pickle": trust_pickle}
+        self._opened: dict[Any, Opened] = {}
+
+    def load(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, async_strategy: str = "mcore"
+    ) -> dict[str, Any]:
+        """Loads sharded tensors and objects.
+
+        Args:
+            sharded_state_dict: State dict of ``ShardedTensor`` and ``ShardedObject``. Tensors with
+                data are filled in place. The others are allocated on the CPU.
+            checkpoint_dir: Directory of the checkpoint.
+            async_strategy: No effect.
+
+        Returns:
+            The state dict, with tensors and objects in place of the sharded ones.
+
+        Raises:
+            CheckpointException: A rank raised an error. It derives from ``BaseException``.
+            RankTimeoutError: A rank was late, stuck or gone.
+        """
+        by_key, paths, names = _grouped(sharded_state_dict)
+        state: dict[str, Any] = {}
+        resized = set()
+        for key, shards in by_key.items():
+            if not isinstance(shards[0], ShardedTensor):
+                state[key] = None
+                continue
+            for shard in shards:
+                _prepare(shard)
+            if any(shard.allow_shape_mismatch for shard in shards):
+                resized.add(key)
+            state[key] = _local_shards(shards)
+        planner = _LoadPlanner(resized)
+        load(
+            state,
+            storage_reader=_Reader(checkpoint_dir, self._opened, **self._options),
+            planner=planner,
+            process_group=self.exchange_group,
+            no_dist=self.exchange_group is None,
+            timeout_s=self.timeout_s,
+        )
+        self.cached_global_metadata = planner.metadata
+        loaded = {key: _loaded(shards, state[key]) for key, shards in by_key.items()}
+        nested = torch_dist._replace_sharded_keys_with_state_dict_keys(loaded, paths, names)
+        torch_dist._restore_dict_types(nested, sharded_state_dict)
+        return cast(dict[str, Any], nested)
+
+    def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
+        """Removes the files whose names begin with a ``separation_hint``, and their tensors.
+
+        Args:
+            checkpoint_dir: Directory of the checkpoint.
+            key_prefix: The prefix of the files and keys.
+        """
+        super().remove_sharded_tensors(checkpoint_dir, key_prefix)
+        # Megatron writes metadata of its own, without the mark of an index.
+        (Location(checkpoint_dir) / ".index").discard()
+
+
+# ---- Megatron's sharded values ----
+
+
+def _grouped(sharded_state_dict: dict[str, Any]) -> tuple[_ByKey, Any, Any]:
+    """Returns the sharded values by key, and what restores the nested dict from them."""
+    return cast(
+        tuple[_ByKey, Any, Any],
+        torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict),
+    )
+
+
+def _may_write(shard: ShardedTensor | ShardedObject) -> bool:
+    """Returns whether this rank lists a shard. The planner assigns tensors that several list."""
+    is_assigned = isinstance(shard.replica_id, int) or isinstance(shard, ShardedObject)
+    return not is_assigned or is_main_replica(shard.replica_id)
+
+
+def _check_data(shards: Iterable[ShardedTensor]) -> None:
+    for shard in shards:
+        if shard.data is None:
+            raise ValueError(f"cannot save {shard.key!r}: {shard} has no data")
+
+
+def _local_shards(shards: Sequence[ShardedTensor]) -> LocalShards:
+    """Returns the boxes of one key. Shards with the same box are listed once."""
+    boxes: dict[tuple[int, ...], torch.Tensor] = {}
+    for shard in shards:
+        axes = (None,) * shard.prepend_axis_num
+        boxes.setdefault(tuple(shard.global_offset), shard.data.detach()[axes])
+    return LocalShards(shards[0].global_shape, list(boxes.items()))
+
+
+def _prepare(shard: ShardedTensor) -> None:
+    """Allocates a tensor to load, or sets the values that the checkpoint may lack to zero."""
+    if shard.data is None:
+        zeros = shard.allow_shape_mismatch
+        shard.init_data(torch.device("cpu"), torch.zeros if zeros else torch.empty)
+    elif shard.allow_shape_mismatch:
+        shard.data.detach().zero_()
+
+
+def _loaded(shards: Sequence[Any], value: Any) -> Any:
+    """Returns the loaded values of one key, in the order of its sharded values."""
+    if not isinstance(shards[0], ShardedTensor):
+        return value
+    first: dict[tuple[int, ...], torch.Tensor] = {}
+    for shard in shards:
+        data = first.setdefault(tuple(shard.global_offset), shard.data)
+        if data is not shard.data:
+            shard.data.detach().copy_(data)
+    return [shard.data for shard in shards]
+
+
+# ---- Planners, writer and reader ----
+
+
+def _save_planner() -> FastSavePlanner:
+    return FastSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+class _LoadPlanner(FastLoadPlanner):
+    """Loads what the checkpoint has of tensors that may have another shape there.
+
+    Args:
+        resized: Keys of these tensors.
+    """
+
+    def __init__(self, resized: set[str]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._resized = resized
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Replaces tensors of another shape by the boxes that the checkpoint has."""
+        assert metadata is not None
+        for key in self._resized:
+            stored = metadata.state_dict_metadata.get(key)
+            if isinstance(stored, TensorStorageMetadata):
+                state_dict[key] = _within(state_dict[key], stored.size)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def _within(shards: LocalShards, shape: torch.Size) -> LocalShards:
+    """Returns the parts of the boxes that lie in a tensor of another shape."""
+    boxes = []
+    for offsets, tensor in shards.boxes:
+        sizes = [
+            min(size, max(end - at, 0))
+            for at, size, end in zip(offsets, tensor.size(), shape, strict=True)
+        ]
+        if all(sizes):
+            boxes.append((offsets, tensor[tuple(slice(size) for size in sizes)]))
+    return LocalShards(shape, boxes, like=shards.boxes[0][1])
+
+
+class _Writer(FastWriter):
+    """Writes files of a ``separation_hint``, and Megatron's plans.
+
+    Attributes:
+        separation_hint: Prefix of the keys in files of their own.
+        keeps_plans: Whether ``.metadata`` has the plans of all ranks.
+    """
+
+    separation_hint: str | None = None
+    keeps_plans = False
+    _plans: list[SavePlan] | None = None
+
+    def _files_of(self, work: RankWork, prefix: str) -> tuple[dict[str, RankWork], ...]:
+        hint = self.separation_hint
+        if not hint:
+            return super()._files_of(work, prefix)
+        hinted: list[int] = []
+        others: list[int] = []
+        for position in range(len(work.work)):
+            is_hinted = work.item(position).index.fqn.startswith(hint)
+            (hinted if is_hinted else others).append(position)
+        first = super()._files_of(work.part(others), prefix)
+        second = super()._files_of(work.part(hinted), f"{hint}{prefix}")
+        return tuple({**one, **two} for one, two in zip(first, second, strict=True))
+
+    def _place(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._plans = None
+        if self.keeps_plans:
+            encoded = [getattr(plan.items, "encoded", None) for plan in plans]
+            self._plans = [
+                SavePlan(
+                    list(plan.items if items is None else PlannedItems(items)),
+                    storage_data=_StoragePrefix(f"__{rank}_"),
+                    planner_data={},
+                )
+                for rank, (plan, items) in enumerate(zip(plans, encoded, strict=True))
+            ]
+        return super()._place(plans)
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """Commits, with the plans of all ranks if they are wanted."""
+        if self._plans is not None:
+            cast(Any, metadata).all_local_plans = self._plans
+        super().finish(metadata, results)
+
+
+class _Reader(FastReader):
+    """Opens a checkpoint once for the loads of one strategy.
+
+    Args:
+        path: Directory of the checkpoint.
+        opened: The last opened checkpoint, by its directory and the time of its commit.
+        **options: Arguments of :class:`FastReader`.
+    """
+
+    def __init__(self, path: Any, opened: dict[Any, Opened], **options: Any) -> None:
+        super().__init__(path, **options)
+        self._opened_before = opened
+
+    def _open(self, prefix: str) -> Opened:
+        version = (self.location / f"{prefix}.metadata").modified_s()
+        key = (self.location, prefix, version)
+        found = self._opened_before.get(key)
+        if version is None or found is None:
+            found = super()._open(prefix)
+            self._opened_before.clear()
+            self._opened_before[key] = found
+        meta = found.metadata.storage_meta
+        if meta is not None:  # The reader writes the id of its load to it.
+            found.metadata.storage_meta = StorageMeta(**vars(meta))
+        return found
+
+
+# ---- Asynchronous saves ----
+
+
+class _BackgroundSave:
+    """A save in a thread, for Megatron's queue of asynchronous saves."""
+
+    def __init__(self, future: Future[Metadata]) -> None:
+        self.future = future
+
+    def finalize(self) -> None:
+        """Waits for the commit. A failure of any rank is raised on every rank."""
+        self.future.result()
+
+
+def _async_modules(async_strategy: str) -> dict[str, Any]:
+    """Returns the classes of a queue, as Megatron's ``get_async_strategy`` does."""
+    find = getattr(torch_dist, "get_async_strategy", None)
+    if find is not None:
+        return cast(dict[str, Any], find(async_strategy)[1])
+    homes = {
+        "mcore": "megatron.core.dist_checkpointing.strategies.async_utils",
+        "nvrx": "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
+    }
+    if async_strategy not in homes:
+        raise ValueError(f"{async_strategy=} is not one of {', '.join(homes)}")
+    return vars(importlib.import_module(homes[async_strategy]))
+
+
+def _poll_threads(queue: Any) -> None:
+    """Makes a class of queues poll our saves, which run in a thread.
+
+    Megatron's queues poll a process. They would finalize a request without one at the next poll,
+    which would stop training until the save is complete.
+    """
+    schedule = queue.schedule_async_request
+    if hasattr(schedule, "polls_threads"):
+        return
+
+    @functools.wraps(schedule)
+    def schedule_async_request(self: Any, async_request: Any) -> int:
+        first = next(iter(async_request.finalize_fns), None)
+        background = getattr(first, "__self__", None)
+        if not isinstance(background, _BackgroundSave):
+            return cast(int, schedule(self, async_request))
+        module = importlib.import_module(queue.__module__)
+        caller = _caller_class(module.AsyncCaller)(background.future)
+        self._get_async_caller = lambda: caller
+        try:
+            return cast(int, schedule(self, async_request))
+        finally:
+            del self._get_async_caller
+
+    schedule_async_request.polls_threads = True  # type: ignore[attr-defined]
+    queue.schedule_async_request = schedule_async_request
+
+
+@functools.cache
+def _caller_class(base: Any) -> Any:
+    """Returns a class of callers that poll a thread, for the queues of one package."""
+
+    class ThreadCaller(base):  # type: ignore[misc]
+        def __init__(self, future: Future[Metadata]) -> None:
+            super().__init__()
+            self.future = future
+
+        def schedule_async_call(self, async_req: Any) -> None:
+            """Does nothing: the save has begun."""
+
+        def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+            """Returns whether the saves of all ranks have ended."""
+            if blocking:
+                wait([self.future])
+            is_alive = not self.future.done()
+            return not is_alive if no_dist else bool(self.sync_all_async_calls(int(is_alive)))
+
+        def close(self, abort: bool = False) -> None:
+            """Waits for the save, unless the caller aborts: a thread cannot be killed."""
+            if not abort:
+                wait([self.future])
+
+        def __del__(self) -> None: ...
+
+    return ThreadCaller
