@@ -1,4 +1,4 @@
-"""Sharded state dicts of Megatron-Core, with known values. Megatron runs on CPU with two patches."""
+"""Sharded state dicts of Megatron-Core, with known values. Megatron runs on CPU with patches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def on_cpu() -> Iterator[None]:
 
 def whole(key: str) -> torch.Tensor:
     """The whole tensor of a key."""
-    shapes: dict[str, tuple[int, ...]] = {"layers": (12, 3), "embedding": (12, 5)}
+    shapes: dict[str, tuple[int, ...]] = {"layers": (12, 3), "embedding": (12, 6)}
     dtype = torch.bfloat16 if key == "replica" else torch.float32
     return full_value(key, shapes.get(key, (12, 24)), dtype)
 
@@ -76,13 +76,16 @@ def split(tensor: torch.Tensor) -> ShardedTensorFactory:
     return ShardedTensorFactory("split", tensor, build, lambda halves: torch.cat(halves, 1))
 
 
-def entities(axis: int, *, blank: bool = False, rows: int = 12) -> dict[str, Any]:
+def entities(
+    axis: int, *, blank: bool = False, rows: int = 12, twice: bool = True
+) -> dict[str, Any]:
     """A state dict with one of each kind of value.
 
     Args:
         axis: Axis along which tensors are cut.
         blank: Whether values are to be loaded.
         rows: Rows of the embedding, some of which may be padding.
+        twice: Whether this rank has two replicas of one tensor.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     halves = [whole(f"split.{name}").chunk(size, 0)[rank] for name in "ab"]
@@ -109,7 +112,7 @@ def entities(axis: int, *, blank: bool = False, rows: int = 12) -> dict[str, Any
             ),
             "split": split(torch.zeros_like(halved) if blank else halved),
             "one": shard("twice", axis, blank=blank),
-            "again": shard("twice", axis, blank=blank, replica_id=1),
+            **({"again": shard("twice", axis, blank=blank, replica_id=1)} if twice else {}),
             "pair": [
                 ShardedTensor.from_rank_offsets(
                     "pair",

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Sequence
+import secrets
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, cast
 
@@ -30,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch_ckpt.api import async_save, load, save
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.metadata import dump_metadata
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.item_views import PlannedItems
@@ -38,6 +41,7 @@ from torch_ckpt.planning.local_shards import LocalShards
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.stager import SnapshotStager
+from torch_ckpt.storage.gc import remove_files
 from torch_ckpt.storage.rank_work import RankWork
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter
@@ -284,13 +288,49 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
         """Removes the files whose names begin with a ``separation_hint``, and their tensors.
 
+        The remaining metadata has no index, as in Megatron's checkpoints. If the process ends
+        during the call, repeat it.
+
         Args:
             checkpoint_dir: Directory of the checkpoint.
             key_prefix: The prefix of the files and keys.
+
+        Raises:
+            NotFoundError: The directory has no checkpoint.
+            StorageError: A file cannot be written.
         """
-        super().remove_sharded_tensors(checkpoint_dir, key_prefix)
-        # Megatron writes metadata of its own, without the mark of an index.
-        (Location(checkpoint_dir) / ".index").discard()
+        directory = Location(checkpoint_dir)
+        files = [name for name in directory.names() if name.startswith(key_prefix)]
+        files = [name for name in files if name.endswith(".distcp")]
+        if not files:
+            warnings.warn(
+                f"{directory} has no files that begin with {key_prefix!r}: nothing is removed",
+                stacklevel=2,
+            )
+            return
+        # Repeated after an interruption, the index may belong to the former metadata.
+        stored = FastReader(checkpoint_dir, verify=False).read_metadata()
+        paths = stored.planner_data
+        metadata = Metadata(
+            _without(stored.state_dict_metadata, key_prefix),
+            planner_data=None if paths is None else _without(paths, key_prefix),
+            storage_data={
+                index: extent
+                for index, extent in (stored.storage_data or {}).items()
+                if not index.fqn.startswith(key_prefix)
+            },
+        )
+        pending = directory / f".metadata.{secrets.token_hex(8)}.tmp"
+        file_system = directory.file_system
+        file_system.write_file(pending.path, dump_metadata(metadata), True)
+        file_system.rename(pending.path, (directory / ".metadata").path)
+        file_system.sync_directory(directory.path)
+        (directory / ".index").discard()
+        remove_files(directory, files)
+
+
+def _without(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if not key.startswith(prefix)}
 
 
 # ---- Megatron's sharded values ----
