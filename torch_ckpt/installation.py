@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.abc
+import importlib.util
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -44,6 +47,7 @@ _LOG = logging.getLogger("torch_ckpt")
 
 _Path = str | os.PathLike[str]
 
+_MEGATRON_STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
 _WRITER_ARGUMENTS = (
     "single_file_per_rank",
     "sync_files",
@@ -79,6 +83,9 @@ def installed(
     - A call without a planner, or with a ``DefaultSavePlanner`` or ``DefaultLoadPlanner``, uses
       :class:`FastSavePlanner` or :class:`FastLoadPlanner` with the same arguments.
     - Every exchange between ranks has a deadline.
+
+    - Megatron-Core's own strategies for ``torch_dist`` save and load with this package, as those of
+      :mod:`torch_ckpt.integrations.megatron`.
 
     Objects of subclasses and of other classes work as before. A first use of such a writer or
     reader is logged as a warning; each replacement is logged at level DEBUG (logger
@@ -125,6 +132,17 @@ def installed(
             ),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
+
+        def replace_strategies() -> None:
+            from torch_ckpt.integrations.megatron import replaced_strategies
+
+            stack.enter_context(
+                replaced_strategies(
+                    timeout_s=timeout_s, io=io, verify=verify, trust_pickle=trust_pickle
+                )
+            )
+
+        stack.enter_context(_after_import(_MEGATRON_STRATEGIES, replace_strategies))
         yield
 
 
@@ -155,6 +173,50 @@ def install(
     context = installed(timeout_s=timeout_s, io=io, verify=verify, trust_pickle=trust_pickle)
     context.__enter__()
     PROCESS.installed = context  # An unreferenced context would end.
+
+
+@contextlib.contextmanager
+def _after_import(name: str, function: Callable[[], None]) -> Iterator[None]:
+    """Calls a function after a module is imported: at once, or later within the context."""
+    if name in sys.modules:
+        function()
+        yield
+        return
+    finder = _Finder(name, function)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        finder.remove()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as Python does, and calls a function after it was executed."""
+
+    def __init__(self, name: str, function: Callable[[], None]) -> None:
+        self._name, self._function = name, function
+
+    def remove(self) -> None:
+        """Removes the finder from ``sys.meta_path``."""
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """Finds the module by the other finders."""
+        if name != self._name:
+            return None
+        self.remove()
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute, function = spec.loader.exec_module, self._function
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            function()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 class _Replaced:

@@ -5,13 +5,16 @@ Works with megatron-core 0.14 and later. Which functions a version has is tested
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import secrets
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -46,7 +49,7 @@ from torch_ckpt.storage.rank_work import RankWork
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter
 
-__all__ = ["FastLoadStrategy", "FastSaveStrategy"]
+__all__ = ["FastLoadStrategy", "FastSaveStrategy", "replaced_strategies"]
 
 _ByKey = dict[str, list[Any]]  # Sharded tensors, or sharded objects, of each key.
 
@@ -588,3 +591,76 @@ def _caller_class(base: Any) -> Any:
         def __del__(self) -> None: ...
 
     return ThreadCaller
+
+
+# ---- Megatron's own strategies ----
+
+
+@contextlib.contextmanager
+def replaced_strategies(
+    *, timeout_s: float, io: IoOptions | None, verify: bool, trust_pickle: bool
+) -> Iterator[None]:
+    """Makes Megatron's own strategies save and load as those of this package, within the context.
+
+    Subclasses work as before. The ranks of Megatron's data-parallel group load together, if it is
+    initialized.
+
+    Args:
+        timeout_s: Deadline of each exchange between ranks, in seconds.
+        io: Memory budgets and I/O modes.
+        verify: Whether to verify the bytes that are read.
+        trust_pickle: Whether objects may be of any class, and run any code.
+    """
+    savers: weakref.WeakKeyDictionary[Any, FastSaveStrategy] = weakref.WeakKeyDictionary()
+    loaders: weakref.WeakKeyDictionary[Any, FastLoadStrategy] = weakref.WeakKeyDictionary()
+
+    def saver(stock: Any) -> FastSaveStrategy:
+        ours = savers.get(stock)
+        if ours is None:
+            ours = savers[stock] = FastSaveStrategy(
+                stock.backend, stock.version, io=io, timeout_s=timeout_s
+            )
+        for name in ("thread_count", "separation_hint", "use_cached_ckpt_structure"):
+            setattr(ours, name, getattr(stock, name))
+        return ours
+
+    def loader(stock: Any) -> FastLoadStrategy:
+        ours = loaders.get(stock)
+        if ours is None:
+            ours = loaders[stock] = FastLoadStrategy(
+                io=io, verify=verify, trust_pickle=trust_pickle, timeout_s=timeout_s
+            )
+        ours.exchange_group = _data_parallel_group()
+        return ours
+
+    def replaced(kind: Any, name: str, ours_of: Callable[[Any], Any]) -> Any:
+        original = getattr(kind, name)
+
+        @functools.wraps(original)
+        def method(self: Any, *arguments: Any, **named: Any) -> Any:
+            if type(self) is not kind:
+                return original(self, *arguments, **named)
+            ours = ours_of(self)
+            result = getattr(ours, name)(*arguments, **named)
+            if name == "load":
+                self.cached_global_metadata = ours.cached_global_metadata
+            return result
+
+        return mock.patch.object(kind, name, method)
+
+    with contextlib.ExitStack() as stack:
+        for name in ("save", "async_save"):
+            stack.enter_context(replaced(TorchDistSaveShardedStrategy, name, saver))
+        for name in ("load", "remove_sharded_tensors"):
+            stack.enter_context(replaced(TorchDistLoadShardedStrategy, name, loader))
+        yield
+
+
+def _data_parallel_group() -> dist.ProcessGroup | None:
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return cast(
+        dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
