@@ -59,7 +59,7 @@ class ForeignFiles:
     Attributes:
         path: The opened file or directory, for messages and as the checkpoint id.
         directory: Directory of the files.
-        format: Name of the format, for ``torch-ckpt inspect`` and ``verify``.
+        format: Name of the format, for ``torch-ckpt inspect``.
         files: Name in the directory and length in bytes of each file.
         entries: Entries of the engine's index: FQNs and the extents of their boxes. The extent of a
             plain box consists of the tensor's elements.
