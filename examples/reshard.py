@@ -1,4 +1,4 @@
-"""A training that moves from 2 ranks to 3. No step converts the checkpoint in between.
+"""A training job that moves from 2 ranks to 3. No step converts the checkpoint in between.
 
 Each rank of FSDP2 has a shard of every parameter. The load gives each rank its new shards::
 

@@ -36,7 +36,6 @@ CONFIG = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-GLOBAL_BATCH = 12  # Sequences per step, over all ranks.
 CONTEXT = 64  # Tokens per sequence. A token is a byte.
 
 
@@ -71,11 +70,11 @@ def make_model(device: torch.device) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def read_batch(step: int) -> Tensor:
-    """Returns this rank's share of the global batch of a step, ``[batch, CONTEXT]``."""
+def read_batch(step: int, batch: int) -> Tensor:
+    """Returns this rank's share of the global batch of a step, ``[batch / ranks, CONTEXT]``."""
     text = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_bytes()
     generator = torch.Generator().manual_seed(step)
-    starts = torch.randint(len(text) - CONTEXT, (GLOBAL_BATCH,), generator=generator)
+    starts = torch.randint(len(text) - CONTEXT, (batch,), generator=generator)
     own = starts.chunk(dist.get_world_size())[dist.get_rank()]
     return torch.tensor([list(text[start : start + CONTEXT]) for start in own.tolist()])
 
@@ -88,11 +87,14 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         "training": Training(model, optimizer),
         "rng": RankState(torch.get_rng_state, torch.set_rng_state, on_resize="drop"),
     }
+    if device.type == "cuda":
+        get_state, set_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+        state["cuda_rng"] = RankState(get_state, set_state, on_resize="drop")
     with torch_ckpt.Run(args.dir, every=args.save_every, keep_last=2, asynchronous=True) as run:
         start = run.restore(state) or 0  # Calls load_state_dict. Training can continue at once.
         print(f"rank {dist.get_rank()} of {dist.get_world_size()}: starts from step {start}")
         for step in range(start + 1, args.steps + 1):
-            tokens = read_batch(step).to(device)
+            tokens = read_batch(step, args.batch).to(device)
             loss = model(input_ids=tokens, labels=tokens).loss
             optimizer.zero_grad()
             loss.backward()
@@ -122,9 +124,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", default="runs/llama", help="directory of the run")
     parser.add_argument("--steps", type=int, default=60, help="step after which to stop")
+    parser.add_argument("--batch", type=int, default=12, help="sequences per step, over all ranks")
     parser.add_argument("--save-every", type=int, help="steps between checkpoints")
     parser.add_argument("--export", help="directory to export the newest checkpoint to")
     args = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if not args.export and args.batch % ranks:
+        parser.error(f"--batch {args.batch} is not a multiple of {ranks} ranks")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

@@ -1,7 +1,7 @@
 """The one entry to all checks: ``python tests/check.py [fast|full|gpu|fuzz|wheel]``.
 
-``fast`` (the default) checks format, lint, types and the arrows between rooms, and runs the C++
-tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``full`` adds
+``fast`` (the default) checks format, lint, types and the arrows between directories, and runs the
+C++ tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``full`` adds
 clang-tidy, the C++ tests under ASan with UBSan, under TSan, and built without liburing, and runs
 every case of the Python tests. ``fuzz`` runs each fuzz target under libFuzzer for
 ``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA device. ``wheel`` builds

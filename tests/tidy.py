@@ -1,4 +1,4 @@
-"""Checks the arrows between rooms, and a few other rules that no compiler checks.
+"""Checks the arrows between directories, and a few other rules that no compiler checks.
 
 ``tests/check.py`` runs it. It prints one line for each breach, and exits 1 if there is any.
 ``tests/tidy.py --write`` writes docs/files.md anew from the first sentences of all files.
@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Which rooms of csrc/ a room may include, itself aside.
+# Which directories of csrc/ a directory may include, itself aside.
 LEAVES = {"base", "geometry", "format", "io", "device"}
-ROOMS = {
+DIRECTORIES = {
     "base": set(),
     "geometry": {"base"},
     "format": {"base"},
@@ -74,24 +74,24 @@ def cpp_files() -> list[Path]:
 
 
 def include_breaches() -> Iterator[str]:
-    """Includes against the arrows, and names that belong to one room only."""
+    """Includes against the arrows, and names that belong to one directory only."""
     for path in cpp_files():
-        room = path.relative_to(ROOT / "csrc").parent.as_posix()
+        directory = path.relative_to(ROOT / "csrc").parent.as_posix()
         name = path.relative_to(ROOT)
-        if room not in ROOMS:
-            yield f"{name}: csrc/{room} is no room"
+        if directory not in DIRECTORIES:
+            yield f"{name}: csrc/{directory} stands in no row of tests/tidy.py"
             continue
         text = path.read_text()
         for target in re.findall(r'^#include "([^"]+)/[^"/]+"', text, re.M):
-            if target != room and target not in ROOMS[room]:
-                yield f"{name}: {room} must not include {target}"
+            if target != directory and target not in DIRECTORIES[directory]:
+                yield f"{name}: {directory} must not include {target}"
         for header in re.findall(r"^#include <([^>]+)>", text, re.M):
-            if re.match(r"(torch|ATen|c10|pybind11|Python)", header) and room != "bindings":
-                yield f"{name}: only bindings sees Python or torch, not {room} (<{header}>)"
-            if re.match(r"(liburing|fcntl|dirent|sys/stat)", header) and room != "io":
-                yield f"{name}: only io calls the OS for files, not {room} (<{header}>)"
-            if header.startswith("cuda") and room != "device":
-                yield f"{name}: only device names CUDA, not {room} (<{header}>)"
+            if re.match(r"(torch|ATen|c10|pybind11|Python)", header) and directory != "bindings":
+                yield f"{name}: only bindings sees Python or torch, not {directory} (<{header}>)"
+            if re.match(r"(liburing|fcntl|dirent|sys/stat)", header) and directory != "io":
+                yield f"{name}: only io calls the OS for files, not {directory} (<{header}>)"
+            if header.startswith("cuda") and directory != "device":
+                yield f"{name}: only device names CUDA, not {directory} (<{header}>)"
 
 
 def imported_modules(path: Path) -> Iterator[str]:

@@ -111,8 +111,8 @@ def async_save(
         checkpoint_id: Directory of the checkpoint, as a path or URL.
         storage_writer: Writer to use. Defaults to ``FastWriter(checkpoint_id)``.
         planner: Save planner. Defaults to a new :class:`FastSavePlanner`.
-        process_group: The ranks that save. Defaults to all ranks. With a thread, pass a process
-            group that training does not use.
+        process_group: The ranks that save. Defaults to all ranks. If your planner or writer calls
+            collectives, pass a process group that training does not use.
         async_checkpointer_type: Whether a thread or a process writes the checkpoint.
         async_stager: Stager that copies the state. Defaults to the writer if it can stage, else
             to DCP's default stager.
@@ -138,7 +138,7 @@ def async_save(
 
     Example::
 
-        future = torch_ckpt.async_save(state, checkpoint_id="run/step-100", process_group=group)
+        future = torch_ckpt.async_save(state, checkpoint_id="run/step-100")
         future.result()
     """
     with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from safetensors.torch import save_file
 
 import torch_ckpt
 from torch_ckpt.cli.main import main
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats import recognise
+from torch_ckpt.formats.opened import ForeignFiles, Opened
 
 
 def save_steps(run: Path, *steps: int) -> None:
@@ -125,6 +129,31 @@ def test_inspect_and_verify_of_safetensors(
     status, printed = output(capsys, "verify", path)
     assert status == 1
     assert "damaged: " in printed
+
+
+def test_inspect_and_verify_of_a_format_that_is_added(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_floats(path: Location, **_: Any) -> Opened:
+        nbytes = path.nbytes()
+        foreign = ForeignFiles(path, path.parent, "floats", [(path.name, nbytes)])
+        properties = ("float32", "contiguous_format", False, False, [nbytes // 4])
+        box = ((0,), (nbytes // 4,), 0, 0, nbytes, True, ())
+        foreign.entries.append(("w", properties, [box]))
+        return foreign.opened(Mock(), b"1")
+
+    monkeypatch.setattr(recognise, "_open_file", open_floats)
+    file = tmp_path / "model.floats"
+    file.write_bytes(torch.arange(100.0).numpy().tobytes())
+    loaded = {"w": torch.zeros(100)}
+    torch_ckpt.load(loaded, checkpoint_id=file)
+    assert torch.equal(loaded["w"], torch.arange(100.0))
+    status, printed = output(capsys, "inspect", file)
+    assert status == 0
+    assert printed.startswith(f"{file}: floats\n")
+    status, printed = output(capsys, "verify", file)
+    assert status == 2
+    assert "cannot verify: model.floats has no checksums" in printed
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,10 +90,9 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _format_of(checkpoint: Checkpoint) -> str:
-    if checkpoint.metadata is not None:
-        return "with an index" if checkpoint.index is not None else "without an index (stock DCP's)"
-    safetensors = all(name.endswith(".safetensors") for name, _ in checkpoint.files)
-    return "safetensors" if safetensors else "torch.save"
+    if checkpoint.format is not None:
+        return checkpoint.format
+    return "with an index" if checkpoint.index is not None else "without an index (stock DCP's)"
 
 
 def _rank_of(file: str) -> int | None:

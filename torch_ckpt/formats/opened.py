@@ -42,12 +42,14 @@ class Opened:
         directory: Directory of the files that the metadata names.
         index: The engine's index; ``None`` if there is only the metadata.
         contents: The values that have no slice of their own; ``None`` if all values have one.
+        format: Name of the format; ``None`` for DCP's.
     """
 
     metadata: Metadata
     directory: Location
     index: _native.Index | None
     contents: Contents | None = None
+    format: str | None = None
 
 
 @dataclass
@@ -57,6 +59,7 @@ class ForeignFiles:
     Attributes:
         path: The opened file or directory, for messages and as the checkpoint id.
         directory: Directory of the files.
+        format: Name of the format, for ``torch-ckpt inspect``.
         files: Name in the directory and length in bytes of each file.
         entries: Entries of the engine's index: FQNs and the extents of their boxes. The extent of a
             plain box consists of the tensor's elements.
@@ -67,6 +70,7 @@ class ForeignFiles:
 
     path: Location
     directory: Location
+    format: str
     files: list[tuple[str, int]] = field(default_factory=list)
     entries: list[_native.IndexEntry] = field(default_factory=list)
     views: dict[int, tuple[Sequence[int], int, int]] = field(default_factory=dict)
@@ -101,7 +105,7 @@ class ForeignFiles:
         metadata = to_metadata(index, checkpoint_id=str(self.path))
         assert metadata.storage_meta is not None
         metadata.storage_meta.modules = []  # No index file belongs to this metadata.
-        return Opened(metadata, self.directory, index, contents)
+        return Opened(metadata, self.directory, index, contents, self.format)
 
 
 def _is_text(name: str) -> bool:

@@ -86,7 +86,7 @@ def open_safetensors(path: Location) -> Opened:
             tensor.
         StorageError: The file cannot be read.
     """
-    merged = _Merged(ForeignFiles(path, path.parent))
+    merged = _Merged(ForeignFiles(path, path.parent, "safetensors"))
     with gc_paused():
         merged.add(path.name, _read_header(path))
         return merged.opened()
@@ -106,7 +106,7 @@ def open_safetensors_directory(directory: Location, names: Sequence[str]) -> Ope
         UnsupportedError: The directory has several indexes.
     """
     indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
-    merged = _Merged(ForeignFiles(directory, directory))
+    merged = _Merged(ForeignFiles(directory, directory, "safetensors"))
     if len(indexes) > 1:
         raise UnsupportedError(
             f"cannot load {directory}: it has several indexes, {indexes[0]} and {indexes[1]}"

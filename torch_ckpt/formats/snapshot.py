@@ -50,7 +50,8 @@ def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) ->
         CorruptionError: A slot is damaged.
         MismatchError: The slots are not all slots of one save on this machine.
     """
-    merged = _Merged(ForeignFiles(Location(folder), Location(folder)), _Objects(trust_pickle))
+    foreign = ForeignFiles(Location(folder), Location(folder), "snapshot")
+    merged = _Merged(foreign, _Objects(trust_pickle))
     found = [(path, _native.Slot.open(path, False).read()) for path in slots]
     saves = {(s.header[:4], s.header[5], s.header[11]) for _, s in found}
     ranks = {snapshot.header[4] for _, snapshot in found}

@@ -64,7 +64,7 @@ def open_torch_save(path: Location, *, verify: bool, trust_pickle: bool) -> Open
         archive.check_pickle()
     with gc_paused():
         state, contents = archive.read_state(trust_pickle=trust_pickle)
-        foreign = ForeignFiles(path, path.parent, [(path.name, nbytes)])
+        foreign = ForeignFiles(path, path.parent, "torch.save", [(path.name, nbytes)])
         flat, foreign.paths = _flatten(state, archive)
         for fqn, value in flat.items():
             if _is_tensor(value):

@@ -57,7 +57,7 @@ class RankState:
       :func:`torch_ckpt.load` does by default. DCP's own planner raises ``Missing key in
       checkpoint``. All other saves and loads work with any planner derived from DCP's defaults.
 
-    States are set in the order of the keys at the top level.
+    States are set in the alphabetical order of the keys at the top level, as in DCP.
 
     Args:
         get_state: Function that returns the state to save. Or an object with ``state_dict`` and

@@ -56,7 +56,8 @@ class Run:
         max_overhead: Largest share of training time that saving may cost; see :meth:`should_save`.
         keep_last: Number of newest whole steps to retain; all if ``None``. After each save, older
             steps and the remains of failed saves are removed.
-        keep_every: Also retain the steps that are multiples of this number.
+        keep_every: Also retain the steps that are multiples of this number. No effect without
+            ``keep_last`` or ``keep_best``, since all steps then remain.
         keep_best: Also retain this number of steps with the best value of ``monitor``. If
             ``keep_last`` is ``None``, only the newest step is retained besides.
         monitor: Name of the metric that ranks steps; see :meth:`save`. Required by ``keep_best``.
@@ -70,8 +71,9 @@ class Run:
         process_group: The ranks; all if ``None``.
         timeout_s: Seconds that one rank waits for another.
         agent: Whether the agent of this machine saves in the background (:class:`SnapshotAgent`),
-            so that restarted ranks also find steps in memory; or the options of the agent. If the
-            agent has too little memory or cannot save a state, all ranks continue without it.
+            so that restarted ranks also find steps in memory; or the options of the agent. Requires
+            ``asynchronous``. If the agent has too little memory or cannot save a state, all ranks
+            continue without it.
         writer: Arguments for the :class:`FastWriter` of all saves. An agent uses only
             ``sync_files``.
         reader: Arguments for each :class:`FastReader`.

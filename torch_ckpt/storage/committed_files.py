@@ -35,6 +35,7 @@ class Checkpoint:
     files: list[tuple[str, int]]  # Name, length in bytes.
     entries: Iterable[_native.IndexEntry] | None  # None if only the pickle describes the tensors.
     save_id: str | None
+    format: str | None = None  # None for DCP's.
 
 
 def find_checkpoints(directory: Location) -> list[str]:
@@ -77,7 +78,8 @@ def open_checkpoints(path: Location) -> list[Checkpoint]:
 
     opened = open_stored(path, verify=True, trust_pickle=False)
     assert opened.index is not None
-    return [Checkpoint(path, None, opened.index, opened.index.files, opened.index, None)]
+    index = opened.index
+    return [Checkpoint(path, None, index, index.files, index, None, opened.format)]
 
 
 def is_committed(path: Location) -> bool:

@@ -77,11 +77,11 @@ class FastReader(StorageReader):
             if they are read whole. Safetensors have no checksums.
         trust_pickle: Whether pickles may contain any class and run any code, as in stock DCP. By
             default, ``.metadata`` may contain only the classes that stock DCP writes. Objects and
-            files of ``torch.save`` may contain plain data and the classes of
-            ``torch.load(weights_only=True)``. Register your own classes with
-            ``torch.serialization.add_safe_globals``. A planner that overrides ``load_bytes``
-            always receives the stored bytes; ``super().load_bytes`` unpickles them without
-            restriction.
+            files of ``torch.save`` may contain the classes of ``torch.load(weights_only=True)``,
+            and plain data such as NumPy arrays, dates, paths and ``deque``. Register your own
+            classes with ``torch.serialization.add_safe_globals``. A planner that overrides
+            ``load_bytes`` always receives the stored bytes; ``super().load_bytes`` unpickles them
+            without restriction.
         exchange: Whether one rank reads bytes that several ranks want and passes them on. The ranks
             then use connections of their own, outside the process group. ``"auto"``: if that saves
             at least 16 MiB and 1/16 of all reads (as it does for replicas), and at most 256 ranks

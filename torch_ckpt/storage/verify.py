@@ -93,6 +93,8 @@ def _examine_files(
     path: Location, report: Report, watch: Callable[[int, int, str], None] | None
 ) -> None:
     """Checks files of other formats: their structure, and the CRCs of the records of torch.save."""
+    from torch_ckpt.formats.torch_save import is_archive  # Imports torch.
+
     try:
         (checkpoint,) = open_checkpoints(path)
     except CorruptionError as error:
@@ -100,7 +102,7 @@ def _examine_files(
         return
     directory = path.parent if path.is_file() else path
     for name, nbytes in checkpoint.files:
-        if name.endswith(".safetensors"):
+        if not is_archive((directory / name).read_range(0, 512)[1]):
             report.doubts.append(f"{name} has no checksums: only its structure was verified")
             continue
         total = nbytes

@@ -103,7 +103,9 @@ class FastWriter(StagingWriter):
         share_replicas: Whether to balance the bytes that ranks write. Each replica goes to the rank
             with the least to write, and tensors larger than a fair share are cut by rows. Replicas
             must be equal on all ranks; otherwise, the stored tensor may mix their rows. If false,
-            or with DCP's plan caching, the planner's assignment is unchanged.
+            or with DCP's plan caching, the planner's assignment is unchanged. This option has no
+            effect on :class:`FastSavePlanner`, which balances and cuts unless it has
+            ``dedup_save_to_lowest_rank``.
         stager: Stager for ``async_save``. By default, all writers of the process share one.
 
     Raises:
