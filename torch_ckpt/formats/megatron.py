@@ -43,7 +43,6 @@ __all__ = ["flattened_shapes", "open_flattened", "unflattened"]
 
 _SHAPE = "nd_reformulated_orig_global_shape"
 _MAX_NDIM = 64  # csrc/plan/item.h
-_INT64_MAX = torch.iinfo(torch.int64).max
 
 _Place = tuple[int, int, int]  # File number, offset and length of an archive.
 
@@ -135,7 +134,7 @@ def _cell(fqn: str, shape: Any, size: Sequence[int]) -> list[int]:
     if not (
         isinstance(shape, list | tuple)
         and len(shape) == len(grid) <= _MAX_NDIM
-        and all(type(length) is int and 0 <= length <= _INT64_MAX for length in shape)
+        and all(type(length) is int and length >= 0 for length in shape)
         and all(count > 0 and n % count == 0 for n, count in zip(shape, grid, strict=True))
     ):
         raise _contradiction(fqn, shape, f"the stored sizes {list(size)}")
