@@ -66,8 +66,11 @@ def load_with_megatron(tp: int) -> None:
     from megatron.core.dist_checkpointing.strategies import torch as strategies
 
     rank, full = dist.get_rank(), golden_megatron.full_state()
-    state: dict[str, Any] = {"rng": ShardedObject("rng_state", None, (4,), (rank,))}
-    expected: dict[str, Any] = {"rng": full[f"rng_state/shard_{rank}_4"][0], "iteration": 7}
+    state: dict[str, Any] = {}
+    expected: dict[str, Any] = {"iteration": 7}
+    for saved in range(4):
+        state[f"rng.{saved}"] = ShardedObject("rng_state", None, (4,), (saved,), replica_id=rank)
+        expected[f"rng.{saved}"] = full[f"rng_state/shard_{saved}_4"][0]
     for name, (shape, axis, cuts) in golden_megatron.PARAMETERS.items():
         for fqn in (name, FLAT + name):
             part = full[fqn] if axis is None else full[fqn].chunk(tp, axis)[rank]

@@ -187,7 +187,7 @@ LIES: dict[str, Callable[[Any], None]] = {
     "negative": tell((3, -8, -5)),
     "too few axes": tell((24, 5)),
     "too many axes": tell((3, 8, 5, 1)),
-    "an axis that the cells do not divide": tell((8, 3, 5)),
+    "an axis that the cells do not divide": tell((3, 9, 5)),
     "more elements": tell((3, 8, 10)),
     "fewer elements": tell((3, 8, 0)),
     "more than there are addresses": tell((3, 1 << 62, 5)),
