@@ -53,13 +53,13 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     files = [name for name, _ in checkpoint.files]
-    per_rank: defaultdict[int | None, int] = defaultdict(int)
+    stored: set[tuple[int, int, int]] = set()  # Several boxes may share an extent.
     tensors: list[dict[str, Any]] = []
     objects: list[dict[str, Any]] = []
     for fqn, properties, boxes in checkpoint.entries or ():
         places = []
         for offsets, sizes, file, offset, nbytes, _, transforms in boxes:
-            per_rank[_rank_of(files[file])] += nbytes
+            stored.add((file, offset, nbytes))
             place = {"file": files[file], "offset": offset, "nbytes": nbytes}
             if transforms:
                 place["transforms"] = list(transforms)
@@ -71,6 +71,9 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
         else:
             dtype, _, _, _, shape = properties
             tensors.append({"fqn": fqn, "dtype": dtype, "shape": list(shape), "boxes": places})
+    per_rank: defaultdict[int | None, int] = defaultdict(int)
+    for file, _, nbytes in stored:
+        per_rank[_rank_of(files[file])] += nbytes
     return {
         "metadata": str(checkpoint.path),
         "format": _format_of(checkpoint),
@@ -100,6 +103,10 @@ def _rank_of(file: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def _extents(boxes: list[dict[str, Any]]) -> set[tuple[str, int, int]]:
+    return {(box["file"], box["offset"], box["nbytes"]) for box in boxes}
+
+
 def _print_summary(summary: dict[str, Any]) -> None:
     nbytes = sum(file["nbytes"] for file in summary["files"])
     save_id = "" if summary["save_id"] is None else f", save id {summary['save_id']}"
@@ -110,7 +117,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
             tensor["dtype"],
             str(tensor["shape"]),
             f"{len(tensor['boxes'])} boxes",
-            size(sum(box["nbytes"] for box in tensor["boxes"])),
+            size(sum(nbytes for *_, nbytes in _extents(tensor["boxes"]))),
         )
         for tensor in summary["tensors"]
     ]

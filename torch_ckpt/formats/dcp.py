@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.formats.index import to_metadata
+from torch_ckpt.formats.megatron import flattened_shapes, open_flattened
 from torch_ckpt.formats.metadata import load_committed
 from torch_ckpt.formats.opened import Opened
 
@@ -34,4 +35,6 @@ def open_dcp(directory: Location, prefix: str, *, verify: bool, trust_pickle: bo
     metadata = load_committed(
         pickled, where=str(directory / f"{prefix}.metadata"), trust_pickle=trust_pickle
     )
+    if flattened_shapes(metadata):
+        return open_flattened(directory, metadata, pickled)
     return Opened(metadata, directory, index)

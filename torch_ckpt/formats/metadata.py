@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch_ckpt._core.lazy_views import LazyMapping
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CorruptionError, UnsupportedError
-from torch_ckpt.formats.pickles import ForbiddenPickleError, load_allowed
+from torch_ckpt.formats.pickles import MEGATRON_CLASSES, ForbiddenPickleError, load_allowed
 
 __all__ = [
     "UnreadableMetadata",
@@ -103,12 +103,19 @@ def load_metadata(pickled: bytes, *, trust_pickle: bool = False) -> Metadata:
         if not trust_pickle:
             return check_metadata(load_allowed(pickled))
         try:
-            metadata = pickle.loads(pickled)
+            metadata = _TrustingUnpickler(io.BytesIO(pickled)).load()
         except Exception as error:
             raise ValueError(f"it cannot be unpickled: {error}") from error
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise ValueError("its value is not a DCP Metadata")
         return metadata
+
+
+class _TrustingUnpickler(pickle.Unpickler):
+    """Python's unpickler. It does not need an old Megatron-Core for the classes of one."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return MEGATRON_CLASSES.get((module, name)) or super().find_class(module, name)
 
 
 def load_committed(pickled: bytes, *, where: str, trust_pickle: bool = False) -> Metadata:

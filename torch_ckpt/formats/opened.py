@@ -76,11 +76,13 @@ class ForeignFiles:
     views: dict[int, tuple[Sequence[int], int, int]] = field(default_factory=dict)
     paths: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
 
-    def opened(self, contents: Contents, version: bytes, *, names_files: bool = True) -> Opened:
+    def opened(
+        self, contents: Contents | None, version: bytes, *, names_files: bool = True
+    ) -> Opened:
         """Returns the files as an open checkpoint.
 
         Args:
-            contents: The values other than plain tensors.
+            contents: The values other than plain tensors; ``None`` if all values have a slice.
             version: Identifies the contents of the files. Ranks that opened different contents
                 under the same path must not load together.
             names_files: Whether the names and lengths of the files identify the contents as well.

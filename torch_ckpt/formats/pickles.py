@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import (
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, UnsupportedError
 
-__all__ = ["ForbiddenPickleError", "load_allowed"]
+__all__ = ["MEGATRON_CLASSES", "ForbiddenPickleError", "load_allowed"]
 
 
 class ForbiddenPickleError(pickle.UnpicklingError):
@@ -46,6 +46,8 @@ class ForbiddenPickleError(pickle.UnpicklingError):
 
 def load_allowed(pickled: bytes) -> object:
     """Unpickles plain data and the classes that stock DCP writes into ``.metadata``.
+
+    Classes that old versions of Megatron-Core derived from DCP's are unpickled as DCP's classes.
 
     The function imports nothing. The only method of these classes that it runs is the hash of
     ``MetadataIndex``. Time and memory are linear in ``len(pickled)``, even if the pickle states
@@ -111,6 +113,31 @@ def _torch_values(kind: type) -> dict[str, object]:
     return {str(value).removeprefix("torch."): value for value in values}
 
 
+_METADATA: dict[str, _Types] = {
+    "state_dict_metadata": (dict,),
+    "planner_data": _ANY,
+    "storage_data": _ANY,
+    "storage_meta": (StorageMeta, NoneType),
+    "version": (str, NoneType),
+    # Megatron stores its plans there and reuses them after a restart.
+    "all_local_plans": (list, NoneType),
+    "mcore_data": (dict, NoneType),  # See formats/megatron.py.
+}
+_SAVE_PLAN: dict[str, _Types] = {
+    "items": (list,),
+    "storage_data": _ANY,
+    "planner_data": _ANY,
+    "usable": (bool,),
+    "mcore_data": (dict, NoneType),
+}
+
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+MEGATRON_CLASSES: dict[tuple[str, str], type] = {
+    (_MEGATRON, "MCoreMetadata"): Metadata,
+    (_MEGATRON, "MCoreSavePlan"): SavePlan,
+}
+"""Classes of Megatron-Core until 0.15, and the class of DCP that each adds a field to."""
+
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     "PosixPath": pathlib.PosixPath,
     "PurePosixPath": pathlib.PurePosixPath,
@@ -121,19 +148,7 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
 _VOCABULARY: dict[tuple[str, str], _Entry] = {
     **_named(
         [
-            _record(
-                Metadata,
-                {
-                    "state_dict_metadata": (dict,),
-                    "planner_data": _ANY,
-                    "storage_data": _ANY,
-                    "storage_meta": (StorageMeta, NoneType),
-                    "version": (str, NoneType),
-                    # Megatron stores its plans there and reuses them after a restart.
-                    "all_local_plans": (list, NoneType),
-                },
-                required=1,
-            ),
+            _record(Metadata, _METADATA, required=1),
             _record(
                 MetadataIndex,
                 {"fqn": (str,), "offset": (torch.Size, NoneType), "index": (int, NoneType)},
@@ -177,16 +192,7 @@ _VOCABULARY: dict[tuple[str, str], _Entry] = {
                 required=3,
             ),
             # The classes of plans.
-            _record(
-                SavePlan,
-                {
-                    "items": (list,),
-                    "storage_data": _ANY,
-                    "planner_data": _ANY,
-                    "usable": (bool,),
-                },
-                required=1,
-            ),
+            _record(SavePlan, _SAVE_PLAN, required=1),
             _record(
                 WriteItem,
                 {
@@ -210,6 +216,8 @@ _VOCABULARY: dict[tuple[str, str], _Entry] = {
             (WriteItemType, ("choice", {member.value: member for member in WriteItemType})),
         ]
     ),
+    (_MEGATRON, "MCoreMetadata"): _record(Metadata, _METADATA, required=1)[1],
+    (_MEGATRON, "MCoreSavePlan"): _record(SavePlan, _SAVE_PLAN, required=1)[1],
     ("torch", "Size"): ("sizes", torch.Size),
     ("torch.serialization", "_get_layout"): (
         "choice",

@@ -21,7 +21,7 @@ from torch_ckpt.formats.object_pickles import HOW_TO_ALLOW, load_object
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 
-__all__ = ["is_archive", "is_legacy", "open_torch_save"]
+__all__ = ["is_archive", "is_legacy", "is_plain", "open_torch_save"]
 
 _MAX_DEPTH = 500
 _MIN_NAMES_NBYTES = 16 << 20
@@ -132,7 +132,7 @@ class _Archive:
         sizes = list(tensor.shape)
         properties = (dtype, "contiguous_format", tensor.requires_grad, False, sizes)
         storage_offset = None
-        if _is_plain(tensor):
+        if is_plain(tensor):
             storage_offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if storage_offset is None:
             box = self.box(sizes, plain=False)
@@ -264,7 +264,7 @@ def _is_tensor(value: object) -> bool:
     )
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether the tensor's elements are stored as they are in its storage."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)

@@ -99,9 +99,12 @@ def described(checkpoint: Checkpoint) -> Checkpoint:
     if checkpoint.entries is not None or checkpoint.metadata is None:
         return checkpoint
     from torch_ckpt.formats.index import to_entries
+    from torch_ckpt.formats.megatron import unflattened
     from torch_ckpt.formats.metadata import load_committed
 
-    metadata = load_committed(checkpoint.metadata.read_pickle(), where=str(checkpoint.path))
+    metadata = unflattened(
+        load_committed(checkpoint.metadata.read_pickle(), where=str(checkpoint.path))
+    )
     files = checkpoint.files
     if checkpoint.index is None:
         folder = checkpoint.path.parent

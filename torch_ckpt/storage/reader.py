@@ -61,6 +61,8 @@ class FastReader(StorageReader):
     The reader detects the format of ``path``:
 
     - a directory of ``FastWriter`` or of stock ``FileSystemWriter``;
+    - a ``torch_dist`` directory of Megatron-Core. Tensors that versions 0.14 and 0.15 stored
+      flattened have their own shapes;
     - a file of ``torch.save`` with a dict, which may be nested. Its FQNs are those of DCP for such
       a state dict. Values other than tensors are loaded as well;
     - a safetensors file;

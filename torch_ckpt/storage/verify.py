@@ -270,13 +270,11 @@ def _check_archives(checkpoint: Checkpoint, report: Report, advance: _Advance) -
 
 def _slices_by_file(checkpoint: Checkpoint) -> defaultdict[int, list[tuple[int, int, str]]]:
     """Returns file number -> begin, end and FQN of each slice, in ascending order."""
-    slices: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    slices: defaultdict[int, set[tuple[int, int, str]]] = defaultdict(set)
     for fqn, _, boxes in checkpoint.entries or ():
-        for _, _, file, offset, nbytes, _, _ in boxes:
-            slices[file].append((offset, offset + nbytes, fqn))
-    for file_slices in slices.values():
-        file_slices.sort()
-    return slices
+        for _, _, file, offset, nbytes, _, _ in boxes:  # Several boxes may share a slice.
+            slices[file].add((offset, offset + nbytes, fqn))
+    return defaultdict(list, {file: sorted(of_file) for file, of_file in slices.items()})
 
 
 def _merge_adjacent(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
