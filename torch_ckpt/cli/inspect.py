@@ -20,7 +20,7 @@ from torch_ckpt.storage.committed_files import (
 
 __all__ = ["add_to"]
 
-_RANK = re.compile(r"__(\d+)_\d+")
+_RANK = re.compile(r"(?:__|(?:[a-z0-9]+_)?zero_pp_rank_)(\d+)_")
 
 
 def add_to(commands: Any) -> None:
@@ -92,8 +92,11 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
 def _format_of(checkpoint: Checkpoint) -> str:
     if checkpoint.metadata is not None:
         return "with an index" if checkpoint.index is not None else "without an index (stock DCP's)"
-    safetensors = all(name.endswith(".safetensors") for name, _ in checkpoint.files)
-    return "safetensors" if safetensors else "torch.save"
+    names = [name for name, _ in checkpoint.files]
+    if all(name.endswith(".safetensors") for name in names):
+        return "safetensors"
+    is_deepspeed = any(name.endswith("_model_states.pt") for name in names)
+    return "DeepSpeed" if is_deepspeed and len(names) > 1 else "torch.save"
 
 
 def _rank_of(file: str) -> int | None:
