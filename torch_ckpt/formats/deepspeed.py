@@ -41,7 +41,7 @@ __all__ = ["deepspeed_folder", "open_deepspeed"]
 
 _RANK_FILE = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_EXPERT_FILE = re.compile(r"layer_.*_model_states\.pt|expp_rank_.*_optim_states\.pt")
+_EXPERT_FILE = re.compile(r"layer_.*model_states\.pt|expp_rank_.*_optim_states\.pt")
 _POINTERS = ("latest", "latest_universal")
 
 _ADAM_OPTIONS = {
