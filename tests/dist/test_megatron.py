@@ -28,6 +28,7 @@ from megatron_states import KEYS, entities, expected, on_cpu, shard, whole
 
 from torch_ckpt import FastReader, FastWriter
 from torch_ckpt.integrations.megatron import FastLoadStrategy, FastSaveStrategy
+from torch_ckpt.integrations.megatron_queues import async_modules
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -311,9 +312,7 @@ STRATEGIES = ["mcore", "nvrx"]
 
 
 def queue_of(strategy: str, persistent: bool) -> Any:
-    from torch_ckpt.integrations.megatron import _async_modules
-
-    return _async_modules(strategy)["AsyncCallsQueue"](persistent=persistent)
+    return async_modules(strategy)["AsyncCallsQueue"](persistent=persistent)
 
 
 def begin(path: Path, strategy: Any, queue: Any, name: str, state: dict[str, Any]) -> Any:

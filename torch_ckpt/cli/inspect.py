@@ -20,7 +20,7 @@ from torch_ckpt.storage.committed_files import (
 
 __all__ = ["add_to"]
 
-_RANK = re.compile(r"__(\d+)_\d+")
+_RANK = re.compile(r"(?:__|(?:[a-z0-9]+_)?zero_pp_rank_)(\d+)_")
 
 
 def add_to(commands: Any) -> None:

@@ -106,7 +106,7 @@ def open_flattened(directory: Location, metadata: Metadata, pickled: bytes) -> O
     flattened = flattened_shapes(metadata)
     metadata = unflattened(metadata)
     names = sorted({info.relative_path for info in metadata.storage_data.values()})
-    foreign = ForeignFiles(directory, directory)
+    foreign = ForeignFiles(directory, directory, "Megatron torch_dist, flattened")
     try:
         foreign.files = [(name, (directory / name).nbytes()) for name in names]
     except NotFoundError as error:  # The caller would conclude that there is no checkpoint.

@@ -30,7 +30,19 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.data_classes import DATA_CLASSES, NeedsState, class_named
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 
-__all__ = ["HOW_TO_ALLOW", "load_object", "refused_classes", "warn_of_refused"]
+__all__ = [
+    "HOW_TO_ALLOW",
+    "NO_STAND_INS",
+    "StandIns",
+    "load_object",
+    "refused_classes",
+    "warn_of_refused",
+]
+
+StandIns = Mapping[str, Callable[..., Any]]
+"""Name of a class of another library -> what builds the plain data that replaces its objects."""
+
+NO_STAND_INS: StandIns = types.MappingProxyType({})
 
 HOW_TO_ALLOW = (
     "pass their classes to torch.serialization.add_safe_globals([...]), or load with "
@@ -42,6 +54,7 @@ def load_object(
     source: IO[bytes],
     *,
     trust_pickle: bool = False,
+    stand_ins: StandIns = NO_STAND_INS,
     map_location: str | None = None,
     mapped: pathlib.Path | None = None,
 ) -> object:
@@ -50,6 +63,8 @@ def load_object(
     Args:
         source: The archive.
         trust_pickle: Whether the pickle may contain any class and run any code.
+        stand_ins: Further classes that the pickle may contain. They are not imported, unless
+            ``trust_pickle`` is set.
         map_location: As for ``torch.load``.
         mapped: Path of the archive, if its storages are to be mapped into memory.
 
@@ -67,11 +82,14 @@ def load_object(
         nbytes = source.seek(0, io.SEEK_END)
         source.seek(0)
         storage = torch.UntypedStorage.from_file(os.fspath(mapped), False, nbytes)
-    return _load_stream(source, map_location, storage)
+    return _load_stream(source, map_location, storage, stand_ins)
 
 
 def _load_stream(
-    stream: IO[bytes], map_location: str | None, storage: torch.UntypedStorage | None = None
+    stream: IO[bytes],
+    map_location: str | None,
+    storage: torch.UntypedStorage | None,
+    stand_ins: StandIns,
 ) -> object:
     """Loads an archive as ``torch.load`` loads one.
 
@@ -84,11 +102,15 @@ def _load_stream(
     with torch.serialization._open_zipfile_reader(stream) as archive:
         try:
             return load(
-                archive, map_location, _DATA_PICKLE, overall_storage=storage, encoding="utf-8"
+                archive,
+                map_location,
+                _pickle_module(stand_ins),
+                overall_storage=storage,
+                encoding="utf-8",
             )
         except ForbiddenPickleError as error:
             try:
-                refused = _refused(archive.get_record("data.pkl"))
+                refused = _refused(archive.get_record("data.pkl"), stand_ins)
             except CheckpointError as why:
                 raise ForbiddenPickleError(str(why)) from error
             if not refused:
@@ -145,9 +167,9 @@ def warn_of_refused(refused: Mapping[str, Sequence[str]]) -> None:
     )
 
 
-def _refused(pickled: Buffer) -> list[str]:
+def _refused(pickled: Buffer, stand_ins: StandIns = NO_STAND_INS) -> list[str]:
     names = {_current_name(*name) for name in _native.pickle_globals(pickled)}
-    unknown = {name for name in names if name not in _ALLOWED}
+    unknown = {name for name in names if name not in _ALLOWED and name not in stand_ins}
     if unknown:
         unknown -= {name for name in _allowed_by_user() if not _is_blocked(name)}
     return sorted(unknown)
@@ -211,6 +233,8 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
     that a walk visits, and the number of bytes allocated, are linear in the length of the pickle.
     """
 
+    stand_ins: StandIns = NO_STAND_INS
+
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
         self._data_classes: dict[int, str] = {}  # Id of a class or function -> its name.
@@ -238,6 +262,10 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             value = class_named(full_name)
             self._data_classes[id(value)] = full_name
             return value
+        if full_name in self.stand_ins:
+            make = self.stand_ins[full_name]  # Stands for the class, which is not imported.
+            self._data_classes[id(make)] = full_name
+            return make
         if full_name in _TORCH_GLOBALS:
             return _TORCH_GLOBALS[full_name]
         if not _is_blocked(full_name) and full_name in self._user_globals:
@@ -296,7 +324,8 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         for argument in arguments:
             if isinstance(argument, list | tuple):
                 self._charge_walk(argument)
-        value = _make(name, DATA_CLASSES[name], arguments)
+        make = DATA_CLASSES[name] if name in DATA_CLASSES else self.stand_ins[name]
+        value = _make(name, make, arguments)
         if type(value) is NeedsState:
             value.name = name
             self._without_state += 1
@@ -464,5 +493,7 @@ def _make(name: str, make: Callable[..., Any], arguments: Any) -> Any:
         raise pickle.UnpicklingError(f"{name}: {error}") from error
 
 
-_DATA_PICKLE = types.SimpleNamespace(__name__=__name__, Unpickler=_DataUnpickler)
-"""The ``pickle_module`` of ``torch.load``."""
+def _pickle_module(stand_ins: StandIns) -> Any:
+    """Returns the ``pickle_module`` of ``torch.load``."""
+    unpickler = type("_Unpickler", (_DataUnpickler,), {"stand_ins": stand_ins})
+    return types.SimpleNamespace(__name__=__name__, Unpickler=unpickler)

@@ -6,6 +6,7 @@ from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.dcp import open_dcp
+from torch_ckpt.formats.deepspeed import deepspeed_folder, open_deepspeed
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.safetensors import (
     is_safetensors,
@@ -18,7 +19,7 @@ __all__ = ["open_stored"]
 
 
 def open_stored(path: Location, prefix: str = "", *, verify: bool, trust_pickle: bool) -> Opened:
-    """Opens a checkpoint of any format: a directory of DCP or of safetensors, or a single file.
+    """Opens a checkpoint of any format: a file, or a directory of DCP, safetensors or DeepSpeed.
 
     Args:
         path: The directory or file.
@@ -43,7 +44,9 @@ def open_stored(path: Location, prefix: str = "", *, verify: bool, trust_pickle:
             raise
         names = _safetensors_in(path)
         if not names:
-            raise no_checkpoint(path) from None
+            if (folder := deepspeed_folder(path)) is None:
+                raise no_checkpoint(path) from None
+            return open_deepspeed(folder, verify=verify, trust_pickle=trust_pickle)
     return open_safetensors_directory(path, names)
 
 

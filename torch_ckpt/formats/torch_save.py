@@ -17,11 +17,20 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, gc_paused
 from torch_ckpt.errors import CorruptionError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.object_pickles import HOW_TO_ALLOW, load_object
+from torch_ckpt.formats.object_pickles import HOW_TO_ALLOW, NO_STAND_INS, StandIns, load_object
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 
-__all__ = ["is_archive", "is_legacy", "is_plain", "open_torch_save"]
+__all__ = [
+    "Archive",
+    "Objects",
+    "flatten",
+    "is_archive",
+    "is_legacy",
+    "is_plain",
+    "is_plain_data",
+    "open_torch_save",
+]
 
 _MAX_DEPTH = 500
 _MIN_NAMES_NBYTES = 16 << 20
@@ -58,30 +67,37 @@ def open_torch_save(path: Location, *, verify: bool, trust_pickle: bool) -> Open
             function. The message names the class or function.
         StorageError: The file cannot be read.
     """
-    nbytes, records = path.file_system.read_archive(path.path)
-    archive = _Archive(path, records)
+    archive = Archive(path)
     if verify:
         archive.check_pickle()
     with gc_paused():
         state, contents = archive.read_state(trust_pickle=trust_pickle)
-        foreign = ForeignFiles(path, path.parent, "torch.save", [(path.name, nbytes)])
-        flat, foreign.paths = _flatten(state, archive)
+        foreign = ForeignFiles(path, path.parent, "torch.save", [(path.name, archive.nbytes)])
+        flat, foreign.paths = flatten(state, archive)
         for fqn, value in flat.items():
-            if _is_tensor(value):
-                archive.add_tensor(foreign, fqn, value)
-            else:
-                foreign.entries.append((fqn, None, [archive.box((), plain=False)]))
-                contents.objects[fqn] = value
-        version = repr([(offset, size, crc) for _, offset, size, crc in records])
-        return foreign.opened(contents, version.encode())
+            archive.add(foreign, fqn, value)
+        contents.objects = flat
+        return foreign.opened(contents, archive.version)
 
 
-class _Archive:
-    """The records of a file."""
+class Archive:
+    """The records of a file.
 
-    def __init__(self, path: Location, records: list[tuple[str, int, int, int]]) -> None:
+    Attributes:
+        path: The file.
+        number: Its number among the files of a foreign index.
+        nbytes: Its length.
+        version: Identifies its contents.
+    """
+
+    def __init__(self, path: Location, number: int = 0) -> None:
         self.path = path
+        self.number = number
+        nbytes, records = path.file_system.read_archive(path.path)
+        self.nbytes: int = nbytes
+        self.version = repr([(offset, size, crc) for _, offset, size, crc in records]).encode()
         root = records[0][0].partition("/")[0] if records else ""
+        by_name: dict[str, list[int]]
         by_name = {name.removeprefix(f"{root}/"): extent for name, *extent in records}
         if "data.pkl" not in by_name:
             raise UnsupportedError(f"cannot load {path}: the archive is not from torch.save")
@@ -110,14 +126,16 @@ class _Archive:
         if self.pickle_crc and zlib.crc32(pickled) != self.pickle_crc:
             raise CorruptionError(f"cannot load {self.path}: its pickle fails its checksum")
 
-    def read_state(self, *, trust_pickle: bool) -> tuple[Any, _Objects]:
+    def read_state(
+        self, *, trust_pickle: bool, stand_ins: StandIns = NO_STAND_INS
+    ) -> tuple[Any, Objects]:
         """Returns the unpickled state dict, and the contents that only torch can read.
 
         The storages of its tensors have no memory, but record their offsets in the file.
         """
-        contents = _Objects(self.path, trust_pickle)
+        contents = Objects(self.path, trust_pickle, stand_ins)
         try:
-            return _load(self.path, trust_pickle, map_location="meta"), contents
+            return _load(self.path, trust_pickle, stand_ins, map_location="meta"), contents
         except UnsupportedError:
             raise
         except Exception as error:
@@ -126,33 +144,48 @@ class _Archive:
         # Some kinds of tensors (quantised, nested) cannot be built without their storages.
         return contents.mapped_state(), contents
 
-    def add_tensor(self, foreign: ForeignFiles, fqn: str, tensor: torch.Tensor) -> None:
-        """Adds the entry of a tensor to ``foreign``."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        sizes = list(tensor.shape)
-        properties = (dtype, "contiguous_format", tensor.requires_grad, False, sizes)
-        storage_offset = None
-        if is_plain(tensor):
-            storage_offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        if storage_offset is None:
+    def add(self, foreign: ForeignFiles, fqn: str, value: object) -> None:
+        """Adds the entry of a tensor or object to ``foreign``."""
+        if not _is_tensor(value):
+            foreign.entries.append((fqn, None, [self.box((), plain=False)]))
+            return
+        assert isinstance(value, torch.Tensor)
+        dtype = str(value.dtype).removeprefix("torch.")
+        sizes = list(value.shape)
+        properties = (dtype, "contiguous_format", value.requires_grad, False, sizes)
+        record = self.record_of(fqn, value)
+        if record is None:
             box = self.box(sizes, plain=False)
-        elif not tensor.numel():
+        elif not value.numel():
             box = self.box(sizes, plain=True, offset=0, nbytes=0)
         else:
-            nbytes, crc = self.storages.get(storage_offset, (-1, 0))
-            if nbytes != tensor.untyped_storage().nbytes():
-                raise CorruptionError(
-                    f"cannot load {fqn!r} of {self.path}: its storage of "
-                    f"{tensor.untyped_storage().nbytes()} bytes is not the record at "
-                    f"{storage_offset}"
-                )
-            box = self.box(sizes, plain=True, offset=storage_offset, nbytes=nbytes)
-            foreign.views[len(foreign.entries)] = (
-                tensor.stride(),
-                int(tensor.storage_offset()),
-                crc,
-            )
+            offset, nbytes, crc = record
+            box = self.box(sizes, plain=True, offset=offset, nbytes=nbytes)
+            foreign.views[len(foreign.entries)] = value.stride(), int(value.storage_offset()), crc
         foreign.entries.append((fqn, properties, [box]))
+
+    def record_of(self, fqn: str, tensor: torch.Tensor) -> tuple[int, int, int] | None:
+        """Returns offset, length and CRC-32 of a tensor's storage; zeros if it has no elements.
+
+        The result is ``None`` if the storage does not have the tensor's elements as they are.
+
+        Raises:
+            CorruptionError: The file has no such storage.
+        """
+        offset = None
+        if is_plain(tensor):
+            offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if offset is None:
+            return None
+        if not tensor.numel():
+            return 0, 0, 0
+        nbytes, crc = self.storages.get(offset, (-1, 0))
+        if nbytes != tensor.untyped_storage().nbytes():
+            raise CorruptionError(
+                f"cannot load {fqn!r} of {self.path}: its storage of "
+                f"{tensor.untyped_storage().nbytes()} bytes is not the record at {offset}"
+            )
+        return offset, nbytes, crc
 
     def box(
         self, sizes: Any, *, plain: bool, offset: int | None = None, nbytes: int = 0
@@ -160,22 +193,28 @@ class _Archive:
         """Returns a box of a whole tensor or object. By default, its extent is the pickle."""
         if offset is None:
             offset, nbytes = self.pickle_offset, self.pickle_nbytes
-        return ([0] * len(sizes), sizes, 0, offset, nbytes, plain, ())
+        return ([0] * len(sizes), sizes, self.number, offset, nbytes, plain, ())
 
 
-class _Objects:
-    """The objects of the pickle, and tensors that only torch can read."""
+class Objects:
+    """The objects of the pickle, and tensors that only torch can read.
 
-    def __init__(self, path: Location, trust_pickle: bool) -> None:
+    Attributes:
+        objects: FQN -> value, as it was unpickled without storages.
+    """
+
+    def __init__(self, path: Location, trust_pickle: bool, stand_ins: StandIns) -> None:
         self.path = path
         self.trust_pickle = trust_pickle
+        self.stand_ins = stand_ins
         self.objects: dict[str, object] = {}
         self._mapped_state: Any = None
         self._mapped: dict[str, object] | None = None
 
     def value(self, fqn: str) -> object:
+        """Returns a value by its FQN in the file."""
         value = self.objects.get(fqn)
-        if fqn in self.objects and _is_plain_data(value):
+        if fqn in self.objects and is_plain_data(value):
             return value
         if self._mapped is None:
             self._mapped = _tensor_view.flatten(self.mapped_state())[0]
@@ -189,7 +228,11 @@ class _Objects:
         if self._mapped_state is None:
             try:
                 self._mapped_state = _load(
-                    self.path, self.trust_pickle, map_location="cpu", mapped=self.path.local_path
+                    self.path,
+                    self.trust_pickle,
+                    self.stand_ins,
+                    map_location="cpu",
+                    mapped=self.path.local_path,
                 )
             except UnsupportedError:
                 raise
@@ -198,7 +241,7 @@ class _Objects:
         return self._mapped_state
 
 
-def _load(path: Location, trust_pickle: bool, **options: Any) -> Any:
+def _load(path: Location, trust_pickle: bool, stand_ins: StandIns, **options: Any) -> Any:
     """Unpickles a file.
 
     Raises:
@@ -207,7 +250,7 @@ def _load(path: Location, trust_pickle: bool, **options: Any) -> Any:
     """
     try:
         with path.open() as stream:
-            return load_object(stream, trust_pickle=trust_pickle, **options)
+            return load_object(stream, trust_pickle=trust_pickle, stand_ins=stand_ins, **options)
     except ForbiddenPickleError as error:
         raise UnsupportedError(
             f"cannot load {path}, because unpickling it may run code: {error}. If you trust its "
@@ -215,7 +258,7 @@ def _load(path: Location, trust_pickle: bool, **options: Any) -> Any:
         ) from error
 
 
-def _flatten(state: Any, archive: _Archive) -> tuple[dict[str, Any], Any]:
+def flatten(state: Any, archive: Archive) -> tuple[dict[str, Any], Any]:
     """Flattens a nested state dict as DCP does; returns the values and the paths by FQN."""
     if not isinstance(state, Mapping):
         raise UnsupportedError(
@@ -228,7 +271,7 @@ def _flatten(state: Any, archive: _Archive) -> tuple[dict[str, Any], Any]:
         raise UnsupportedError(f"cannot load {archive.path}: {error}") from error
 
 
-def _check_tree(state: Any, archive: _Archive) -> None:
+def _check_tree(state: Any, archive: Archive) -> None:
     """Checks that a walk of a state dict ends after a reasonable time.
 
     In a crafted pickle, a list may contain itself, or a few dicts may have billions of paths.
@@ -274,7 +317,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _is_plain_data(value: object) -> bool:
+def is_plain_data(value: object) -> bool:
     """Returns whether the value contains only plain data, and no tensor.
 
     Requires: a walk of the value ends.
@@ -282,7 +325,7 @@ def _is_plain_data(value: object) -> bool:
     if type(value) not in _PLAIN:
         return False
     if isinstance(value, dict):
-        return all(_is_plain_data(v) for pair in value.items() for v in pair)
+        return all(is_plain_data(v) for pair in value.items() for v in pair)
     if isinstance(value, list | tuple | set | frozenset) and type(value) is not torch.Size:
-        return all(_is_plain_data(v) for v in value)
+        return all(is_plain_data(v) for v in value)
     return True

@@ -1,0 +1,262 @@
+"""Training with DeepSpeed on gloo ranks, and the same training with FSDP2."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_ckpt import FastReader
+
+ROWS = 12  # Of a batch, over all ranks.
+STEPS = 3
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CLIENT = {"epoch": 3, "nested": {"a": [1, 2]}}
+
+
+class Net(nn.Module):
+    """Odd sizes, two groups, a tied and a frozen layer, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 13)
+        self.frozen = nn.Linear(13, 5)
+        self.down = nn.Linear(13, 7)
+        self.norm = nn.LayerNorm(7)
+        self.tied = nn.Linear(13, 7, bias=False)
+        self.tied.weight = self.down.weight
+        self.frozen.requires_grad_(False)
+        self.register_buffer("scale", torch.full((7,), 1.1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        hidden = torch.relu(self.up(x))
+        out = self.norm(self.down(hidden) + self.tied(hidden))
+        return out * self.scale.to(x.dtype) + self.frozen(hidden).sum(-1, keepdim=True)
+
+
+class WideNet(nn.Sequential):
+    """So large that headers do not matter: 24 MiB with the state of Adam."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(512, 1024, bias=number == 0) for number in range(4)))
+
+
+NETS: dict[str, type[nn.Module]] = {"net": Net, "wide": WideNet}
+
+
+def groups_of(net: nn.Module, *, scale: float = 1.0) -> list[dict[str, Any]]:
+    trained = [param for param in net.parameters() if param.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "lr": 1e-3 * scale, "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim == 1], "lr": 5e-4 * scale, "weight_decay": 0.0},
+    ]
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return (
+        torch.randn(ROWS, 7, generator=generator)
+        .chunk(dist.get_world_size())[dist.get_rank()]
+        .to(dtype)
+    )
+
+
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    return out.float().square().mean()
+
+
+def mean(loss: torch.Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def engine_of(stage: int, dtype: str, net: str = "net", optimizer: Any = None) -> Any:
+    """A DeepSpeed engine on the ranks of this world."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", MASTER_PORT="29500")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    # It would compile for minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS // ranks,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "optimizer": optimizer or {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-3}},
+        # Several flat groups for each parameter group.
+        "zero_optimization": {"stage": stage, **({"sub_group_size": 40} if stage == 3 else {})},
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    torch.manual_seed(0)
+    model = NETS[net]()
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    return deepspeed.initialize(
+        model=model,
+        model_parameters=groups_of(model),
+        config=config,
+        dist_init_required=False,
+    )[0]
+
+
+def train_engine(engine: Any, first: int, dtype: str) -> list[float]:
+    losses = []
+    for step in range(first, first + STEPS):
+        loss = loss_of(engine(batch(step, DTYPES[dtype])))
+        engine.backward(loss)
+        engine.step()
+        losses.append(mean(loss))
+    return losses
+
+
+def save_engine(
+    path: Path, stage: int, dtype: str, net: str = "net", optimizer: Any = None
+) -> None:
+    """Trains and saves."""
+    engine = engine_of(stage, dtype, net, optimizer)
+    if net == "net":
+        train_engine(engine, 0, dtype)
+    else:
+        engine.backward(sum(layer(torch.ones(2, 512)).mean() for layer in engine.module))
+        engine.step()
+    engine.save_checkpoint(str(path), client_state={**CLIENT, "rng": torch.arange(9)})
+    engine.destroy()
+
+
+def resume_engine(path: Path, stage: int, dtype: str) -> list[float]:
+    """The losses of DeepSpeed's own resume."""
+    engine = engine_of(stage, dtype)
+    engine.load_checkpoint(str(path))
+    losses = train_engine(engine, STEPS, dtype)
+    engine.destroy()
+    return losses
+
+
+def resume_fsdp(path: Path) -> tuple[list[float], list[tuple[float, float]]]:
+    """The losses of FSDP2 after a stock ``dcp.load``, and rate and decay of each group."""
+    torch.manual_seed(dist.get_rank() + 1)
+    net = fully_shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(groups_of(net, scale=7))
+    model, optim = get_state_dict(net, optimizer)
+    state = {"model": model, "optim": optim, "epoch": 0, "nested": {"a": []}}
+    dcp.load(state, storage_reader=FastReader(path))
+    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert {name: state[name] for name in CLIENT} == CLIENT
+    losses = []
+    for step in range(STEPS, 2 * STEPS):
+        loss = loss_of(net(batch(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+    return losses, [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+
+
+def merged_by_deepspeed(path: Path) -> dict[str, torch.Tensor]:
+    """Weights as ``zero_to_fp32`` gives them, and the optimizer's shards merged directly."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(path))
+    folder = path / (path / "latest").read_text()
+    stored = torch.load(min(folder.glob("*model_states.pt")), weights_only=False)
+    for fqn in ("frozen.weight", "frozen.bias"):  # Which DeepSpeed forgets at stage 1.
+        weights.setdefault(fqn, stored["module"][fqn])
+    merged = {f"model.{fqn}": tensor for fqn, tensor in weights.items()}
+    shapes = stored["param_shapes"]
+    files = sorted(folder.glob("*optim_states.pt"))
+    ranks = [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
+    is_zero3 = "fp32_flat_groups" in ranks[0]
+    for group, sizes in enumerate(shapes):
+        base = [
+            one["optimizer_state_dict" if is_zero3 else "base_optimizer_state"] for one in ranks
+        ]
+        for state in base[0]["state"][group]:
+            flats = [one["state"][group][state] for one in base]
+            start = 0
+            for fqn, size in sizes.items():
+                if not flats[0].ndim:
+                    whole = flats[0]
+                elif is_zero3:
+                    length = -(-size.numel() // len(ranks))
+                    whole = torch.cat([flat[start : start + length] for flat in flats])
+                    whole = whole[: size.numel()].view(size)
+                    start += length
+                else:
+                    parts = [
+                        flat[at.start : at.start + at.numel]
+                        for flat, one in zip(flats, ranks, strict=True)
+                        if (at := one["param_slice_mappings"][group].get(fqn)) is not None
+                    ]
+                    whole = torch.cat(parts).view(size)
+                merged[f"optim.state.{fqn}.{state}"] = whole
+    return merged
+
+
+def loaded_whole(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, loaded by one process."""
+    metadata = FastReader(path).read_metadata().state_dict_metadata
+    state = {
+        fqn: torch.empty(stored.size, dtype=stored.properties.dtype)
+        for fqn, stored in metadata.items()
+        if hasattr(stored, "chunks")
+    }
+    dcp.load(state, storage_reader=FastReader(path), no_dist=True)
+    return state
+
+
+def convert(source: Path, target: Path) -> None:
+    """DeepSpeed's own conversion to a universal folder, on rank 0."""
+    if dist.get_rank() == 0:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        from deepspeed.checkpoint import ds_to_universal
+
+        options = SimpleNamespace(
+            input_folder=str(source),
+            output_folder=str(target),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+        ds_to_universal.main(options)
+    dist.barrier()
+
+
+def wide_numel() -> int:
+    return sum(math.prod(param.shape) for param in WideNet().parameters())
+
+
+def load_quarter(path: Path) -> tuple[int, int]:
+    """Bytes that this rank reads to load its shards, and those of all tensors."""
+    os.environ["TORCH_CKPT_IO"] = "threads"  # io_uring's reads are not counted.
+    net = fully_shard(WideNet(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(groups_of(net))
+    model, optim = get_state_dict(net, optimizer)
+    counters = Path("/proc/self/io")
+    before = int(counters.read_text().split()[1])
+    dcp.load({"model": model, "optim": optim}, storage_reader=FastReader(path))
+    nbytes = int(counters.read_text().split()[1]) - before
+    del os.environ["TORCH_CKPT_IO"]
+    return nbytes, 3 * 4 * wide_numel()
+
+
+def has_deepspeed() -> bool:
+    """Whether DeepSpeed has been imported here."""
+    return "deepspeed" in sys.modules

@@ -1,0 +1,241 @@
+"""FastReader on DeepSpeed's formats: names, values, and files that are damaged or disagree."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from deepspeed_checkpoints import OPTIONS, RANKS, values, write, zero3_partition
+
+from torch_ckpt import FastReader
+from torch_ckpt.cli.main import main
+from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.deepspeed_files import Files, Fragment, Partitioned
+
+STAGES = (2, 3)
+Change = Callable[[int, dict[str, Any]], Any]
+
+
+def load(path: Path, **options: Any) -> dict[str, Any]:
+    """Every value of a checkpoint, by its FQN."""
+    reader = FastReader(path, **options)
+    state = {
+        fqn: torch.empty(stored.size, dtype=stored.properties.dtype)
+        if hasattr(stored, "chunks")
+        else None
+        for fqn, stored in reader.read_metadata().state_dict_metadata.items()
+    }
+    dcp.load(state, storage_reader=FastReader(path, **options), no_dist=True)
+    return state
+
+
+def optim_file(folder: Path, rank: int) -> Path:
+    return folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_names_and_values_are_those_of_the_state_dict(tmp_path: Path, stage: int) -> None:
+    write(tmp_path / "tag", stage)
+    (tmp_path / "latest").write_text("tag\n")
+    found = load(tmp_path)
+    for fqn, tensor in {**values(), "model.tied": values()["model.up.weight"]}.items():
+        assert torch.equal(found.pop(fqn), tensor), fqn
+    names = [["up.weight", "cube", "empty"], ["up.bias", "scalar"]]
+    for group, (options, fqns) in enumerate(zip(OPTIONS, names, strict=True)):
+        for name, value in {**options, "params": fqns}.items():
+            assert found.pop(f"optim.param_groups.{group}.{name}") == value
+    assert found == {
+        "loss_scaler.cur_scale": 4.0,
+        "dp_world_size": RANKS,
+        "global_steps": 9,
+        "lr_scheduler.last_epoch": 8,
+        "client.model": "a client's",
+    }
+
+
+def test_groups_of_deepspeeds_own_adam_get_the_form_of_torchs(tmp_path: Path) -> None:
+    def fuse(rank: int, optim: dict[str, Any]) -> None:
+        base = optim["optimizer_state_dict"]
+        for group in base["param_groups"]:
+            group.update(step=9, betas=(0.9, 0.99), eps=1e-8, bias_correction=True)
+        for state in base["state"].values():
+            del state["step"]
+
+    write(tmp_path / "tag", 3, fuse)
+    found = load(tmp_path / "tag")
+    assert torch.equal(found["optim.state.scalar.step"], torch.tensor(9.0))
+    adamw = torch.optim.AdamW([torch.zeros(1)]).state_dict()["param_groups"][0]
+    for name in adamw:
+        assert f"optim.param_groups.1.{name}" in found
+    assert found["optim.param_groups.0.decoupled_weight_decay"] is True
+    assert "optim.param_groups.0.step" not in found
+
+
+def hole(rank: int, optim: dict[str, Any]) -> None:
+    if rank == 1:
+        fqn, address = next(iter(optim["param_slice_mappings"][0].items()))
+        assert fqn == "cube"
+        address.numel -= 1
+
+
+def overlap(rank: int, optim: dict[str, Any]) -> None:
+    if rank == 1:
+        optim["param_slice_mappings"][0]["cube"].numel += 1
+
+
+def beyond(rank: int, optim: dict[str, Any]) -> None:
+    if rank == 1:
+        optim["param_slice_mappings"][0]["cube"].start = 1 << 40
+
+
+def other_step(rank: int, optim: dict[str, Any]) -> None:
+    if rank == 2:
+        base = optim.get("base_optimizer_state") or optim["optimizer_state_dict"]
+        base["state"][0]["step"] += 1
+
+
+def other_options(rank: int, optim: dict[str, Any]) -> None:
+    if rank == 1:
+        base = optim.get("base_optimizer_state") or optim["optimizer_state_dict"]
+        base["param_groups"][1]["lr"] = 3.0
+
+
+def short(rank: int, optim: dict[str, Any]) -> None:
+    if rank == 1:
+        optim["fp32_flat_groups"][0] = optim["fp32_flat_groups"][0][:-1].clone()
+
+
+def other_dtype(rank: int, optim: dict[str, Any]) -> None:
+    if rank == 1:
+        optim["fp32_flat_groups"][0] = optim["fp32_flat_groups"][0].double()
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "message"),
+    [
+        (2, hole, "of 'cube' .* in zero_pp_rank_1_.*not each of"),
+        (2, overlap, "of 'cube' .* in zero_pp_rank_1_.*not each of"),
+        (2, beyond, "rank_1_.*of 'cube' exceed"),
+        (2, other_step, "rank_2_.*'step' of 'up.weight' on rank 2 differs .* rank 0 in zero_pp"),
+        (3, other_step, "rank_2_.*'step' of 'up.weight' on rank 2 differs .* rank 0 in zero_pp"),
+        (2, other_options, "rank_1_.*parameter groups, those of rank 1, differ .* rank 0 in zero"),
+        (3, short, "rank_1_.*'up.weight'.* has 21 elements, and their shapes require 22"),
+        (3, other_dtype, "rank_1_.*'up.weight' of rank 1 is torch.float64"),
+    ],
+)
+def test_files_that_disagree_are_refused(
+    tmp_path: Path, stage: int, change: Change, message: str
+) -> None:
+    write(tmp_path / "tag", stage, change)
+    with pytest.raises(CorruptionError, match=message):
+        FastReader(tmp_path / "tag").read_metadata()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_missing_file_is_an_error_with_the_rank_and_a_tensor(
+    tmp_path: Path, stage: int, rank: int
+) -> None:
+    write(tmp_path / "tag", stage)
+    optim_file(tmp_path / "tag", rank).unlink()
+    with pytest.raises(NotFoundError, match=f"weights of '.*the part of rank {rank} cannot"):
+        FastReader(tmp_path / "tag").read_metadata()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_truncated_file_is_an_error_with_its_name_and_a_tensor(
+    tmp_path: Path, stage: int, rank: int
+) -> None:
+    write(tmp_path / "tag", stage)
+    path = optim_file(tmp_path / "tag", rank)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CorruptionError, match=f"weights of '.*rank {rank} .*{path.name}"):
+        FastReader(tmp_path / "tag").read_metadata()
+
+
+def test_a_file_that_is_truncated_after_it_was_opened_is_an_error_with_a_tensor(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "tag", 3)
+    reader = FastReader(tmp_path / "tag")
+    opened = reader.read_metadata()
+    path = optim_file(tmp_path / "tag", 1)
+    path.write_bytes(path.read_bytes()[:100])
+    reader.read_metadata = lambda *args, **kwargs: opened  # type: ignore[method-assign]
+    state = {"model.up.weight": torch.empty(5, 7)}
+    with pytest.raises(
+        dcp.CheckpointException,
+        match=rf"(?s)model\.up\.weight.*{path.name}|{path.name}.*model\.up\.weight",
+    ):
+        dcp.load(state, storage_reader=reader, no_dist=True)
+
+
+def test_partitions_in_another_order_than_ranks_load(tmp_path: Path) -> None:
+    def permute(rank: int, optim: dict[str, Any]) -> None:
+        partition = (rank + 1) % RANKS
+        optim.update(zero3_partition(values(), partition))
+        facts = {"partition_count": RANKS, "partition_rank": partition}
+        optim["ds_zero_partition_groups"] = [facts, facts]
+
+    write(tmp_path / "tag", 3, permute)
+    found = load(tmp_path / "tag")
+    for fqn, tensor in values().items():
+        assert torch.equal(found[fqn], tensor), fqn
+
+
+def test_elements_that_two_ranks_have_are_refused(tmp_path: Path) -> None:
+    files = Files(Location(tmp_path), verify=True, trust_pickle=False)
+    files.foreign.files.append(("name", 16))
+    twice = [Fragment(0, 0, 0, 2, 0), Fragment(1, 0, 0, 2, 8)]
+    with pytest.raises(CorruptionError, match=r"'w' .*\[0, 2\) of rank 0 .*\[0, 2\) of rank 1"):
+        files.check_cover({"w": Partitioned(torch.float32, (4,), twice)}, {}, "the weights")
+
+
+def test_files_of_another_save_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "tag", 2)
+    more = tmp_path / "tag" / f"zero_pp_rank_{RANKS}_mp_rank_00_optim_states.pt"
+    more.write_bytes(optim_file(tmp_path / "tag", 0).read_bytes())
+    with pytest.raises(CorruptionError, match=f"3 ranks have saved it, but it has {more.name}"):
+        FastReader(tmp_path / "tag").read_metadata()
+
+
+@pytest.mark.parametrize(
+    "name", ["mp_rank_01_model_states.pt", "layer_00-model_00-model_states.pt"]
+)
+def test_other_parallelism_is_refused(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "tag", 2)
+    (tmp_path / "tag" / name).write_bytes(b"")
+    with pytest.raises(UnsupportedError, match=f"{name} is of tensor, pipeline or expert"):
+        FastReader(tmp_path / "tag").read_metadata()
+
+
+def test_a_class_that_is_not_allowed_is_refused(tmp_path: Path) -> None:
+    def call(rank: int, optim: dict[str, Any]) -> None:
+        optim["extra"] = pickle.PickleBuffer  # A class that no list allows.
+
+    write(tmp_path / "tag", 3, call)
+    with pytest.raises(UnsupportedError, match="PickleBuffer"):
+        FastReader(tmp_path / "tag").read_metadata()
+
+
+def test_a_tag_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step7")
+    with pytest.raises(NotFoundError, match="latest names 'global_step7', which is missing"):
+        FastReader(tmp_path).read_metadata()
+
+
+def test_inspect_and_diff_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "two", 2)
+    write(tmp_path / "three", 3)
+    assert main(["inspect", str(tmp_path / "two")]) == 0
+    printed = capsys.readouterr().out
+    assert "DeepSpeed" in printed
+    assert "rank 2:" in printed
+    assert main(["diff", str(tmp_path / "two"), str(tmp_path / "three")]) == 0

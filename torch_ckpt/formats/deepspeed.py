@@ -1,0 +1,384 @@
+"""Opens checkpoints of DeepSpeed's ZeRO stages 1 to 3, and universal folders, without conversion.
+
+The FQNs are those of ``torch.distributed.checkpoint.state_dict.get_state_dict``: ``model.<fqn>``
+and ``optim.state.<fqn>.<name>``. The boxes of a tensor lie in the flat partitions of all ranks, so
+a load reads byte ranges of DeepSpeed's own files.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torch_ckpt._core import _native
+from torch_ckpt._core.tensors import gc_paused
+from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.deepspeed_files import (
+    File,
+    Files,
+    Mapped,
+    Optimizer,
+    Partitioned,
+    Shapes,
+    Stored,
+    Value,
+    sizes_of,
+)
+from torch_ckpt.formats.deepspeed_universal import FOLDER, read_universal
+from torch_ckpt.formats.opened import Opened
+from torch_ckpt.formats.torch_save import flatten, is_plain_data
+from torch_ckpt.formats.zero_partitions import add_partition, partition_of, read_partitions
+
+__all__ = ["deepspeed_folder", "open_deepspeed"]
+
+_RANK_FILE = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
+_MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_EXPERT_FILE = re.compile(r"layer_.*model_states\.pt|expp_rank_.*_optim_states\.pt")
+_POINTERS = ("latest", "latest_universal")
+
+_ADAM_OPTIONS = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+
+# Values of a model file that describe its tensors. They become entries of the index.
+_CONSUMED = {
+    *("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+    *("shared_params", "optimizer"),
+}
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names of the files in a folder, by rank."""
+
+    model: dict[int, str]
+    optimizer: dict[int, str]
+    zero3: bool  # Whether each rank has a model file.
+
+
+@dataclass
+class _Model:
+    """The model files.
+
+    Attributes:
+        groups: The parameters of each flat group of the optimizer.
+        tensors: FQN -> buffer, frozen parameter or extra state.
+        aliases: FQN -> FQN of the parameter that it shares.
+        rest: Name -> a value of the engine or of the client.
+    """
+
+    groups: list[Shapes]
+    tensors: dict[str, Value]
+    aliases: dict[str, str]
+    rest: dict[str, Stored]
+
+
+def deepspeed_folder(path: Location) -> Location | None:
+    """Returns the folder of a DeepSpeed checkpoint: the path, or the tag that it points to.
+
+    Raises:
+        NotFoundError: The folder of the tag is missing.
+    """
+    try:
+        names = path.names()
+    except NotFoundError:
+        return None
+    if any(_RANK_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) for name in names):
+        return path
+    for pointer in _POINTERS:
+        if pointer not in names:
+            continue
+        tag = (path / pointer).read_range(0, 4096)[1].decode(errors="replace").strip()
+        if not tag or any(part in ("", ".", "..") for part in tag.split("/")):
+            continue
+        try:
+            (path / tag).names()
+        except NotFoundError:
+            raise NotFoundError(
+                f"cannot load {path}: its file {pointer} names {tag!r}, which is missing"
+            ) from None
+        return path / tag
+    return None
+
+
+def open_deepspeed(folder: Location, *, verify: bool, trust_pickle: bool) -> Opened:
+    """Opens a folder with the model and optimizer files of all ranks, or a universal folder.
+
+    Args:
+        folder: The folder of the tag.
+        verify: Whether to check pickles against their CRC-32.
+        trust_pickle: Whether pickles may contain any class and run any code. The classes of
+            DeepSpeed are then imported.
+
+    Raises:
+        NotFoundError: The file of a rank is missing.
+        CorruptionError: A file is damaged, or the files disagree. The message names the file and
+            the FQN.
+        UnsupportedError: The checkpoint has tensor, pipeline or expert parallelism, or no ZeRO
+            partitions, or a pickle requests a forbidden class or function.
+        StorageError: A file cannot be read.
+    """
+    names = _file_names(folder)
+    files = Files(folder, verify=verify, trust_pickle=trust_pickle)
+    with gc_paused():
+        model = _read_model(files, names)
+        if FOLDER in folder.names():
+            optimizer = read_universal(files, model.groups)
+        else:
+            optimizer = read_partitions(files, names.optimizer, model.groups)
+        _complete(optimizer, model.rest.get("ds_config"))
+        return _Entries(files).of(model, optimizer)
+
+
+def _complete(optimizer: Optimizer, config: Stored | None) -> None:
+    """Gives parameter groups the form of torch's optimizers, where DeepSpeed's own differ.
+
+    DeepSpeed's own Adam counts steps by group, and lacks options that torch's Adam has.
+    """
+    for options in optimizer.param_groups:
+        step = options.pop("step", None)
+        for fqn in options["params"] if step is not None else ():
+            states = optimizer.states.setdefault(fqn, {})
+            states.setdefault("step", Stored(optimizer.file, step, ()))
+        if options.keys() >= {"bias_correction", "betas", "eps"}:  # No Adam of torch has the first.
+            for name, value in _ADAM_OPTIONS.items():
+                options.setdefault(name, value)
+            options.setdefault("decoupled_weight_decay", _is_adamw(config))
+
+
+def _is_adamw(config: Stored | None) -> bool:
+    """Returns whether DeepSpeed's Adam decouples the weight decay, as it does by default."""
+    value: Any = None if config is None else config.value
+    for key in ("optimizer", "params", "adam_w_mode"):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value is not False
+
+
+def _file_names(folder: Location) -> _Names:
+    """Returns the names of the files of all ranks.
+
+    Raises:
+        NotFoundError: There is no model file, or no optimizer file.
+        UnsupportedError: The checkpoint is not one of a data-parallel engine.
+    """
+    model: dict[int, str] = {}
+    optimizer: dict[int, str] = {}
+    by_rank: dict[int, str] = {}
+    listed = folder.names()
+    for name in listed:
+        rank_file, model_file = _RANK_FILE.fullmatch(name), _MODEL_FILE.fullmatch(name)
+        shard = rank_file[2] if rank_file else model_file[1] if model_file else "0"
+        if _EXPERT_FILE.fullmatch(name) or int(shard):
+            raise UnsupportedError(
+                f"cannot load {folder}: {name} is of tensor, pipeline or expert parallelism; only "
+                "checkpoints of data parallelism load"
+            )
+        if rank_file:
+            kind = by_rank if rank_file[3] == "model" else optimizer
+            rank = int(rank_file[1])
+            if kind.setdefault(rank, name) != name:
+                raise CorruptionError(
+                    f"cannot load {folder}: both {kind[rank]} and {name} are of rank {rank}"
+                )
+        elif model_file:
+            model[0] = name
+    if not model and not by_rank:
+        raise NotFoundError(f"cannot load {folder}: it has no model file of DeepSpeed")
+    if not optimizer and FOLDER not in listed:
+        raise UnsupportedError(
+            f"cannot load {folder}: it has no optimizer files of ZeRO; load "
+            f"{folder / next(iter((model or by_rank).values()))} by itself"
+        )
+    return _Names(model or by_rank, optimizer, not model)
+
+
+def _read_model(files: Files, names: _Names) -> _Model:
+    opened: dict[int, File] = {}
+    first = files.read(names.model[min(names.model)])
+    opened[min(names.model)] = first
+    count = first.at("dp_world_size", kind=int) if names.zero3 else 1
+    absent = files.open_ranks(names.model, count, opened)
+    groups = _groups(first)
+    for rank, file in opened.items():
+        if _groups(file) != groups:
+            raise file.damage(
+                f"its param_shapes, those of rank {rank}, differ from those in {first.name}"
+            )
+        steps, others = first.state.get("global_steps"), file.state.get("global_steps")
+        if steps != others:
+            raise file.damage(
+                f"rank {rank} saved it after {others} steps, and {first.name} is of {steps}"
+            )
+    tensors: dict[str, Value] = {}
+    buffers = first.at("buffer_names", kind=list)
+    for fqn, value in first.at("module", kind=dict).items():
+        # ZeRO-3 leaves an empty tensor in place of each parameter.
+        is_empty = isinstance(value, torch.Tensor) and not value.numel()
+        if not (names.zero3 and is_empty) or fqn in buffers:
+            tensors[fqn] = Stored(first, value, ("module", fqn))
+    if names.zero3:
+        tensors.update(_frozen(files, opened, count, absent))
+    rest = {
+        str(key): Stored(first, value, (key,))
+        for key, value in first.state.items()
+        if key not in _CONSUMED
+    }
+    return _Model(groups, tensors, dict(first.state.get("shared_params") or {}), rest)
+
+
+def _groups(file: File) -> list[Shapes]:
+    shapes = file.at("param_shapes", kind=list)
+    if not all(isinstance(group, dict) for group in shapes):
+        raise file.damage("its param_shapes are not dicts")
+    groups = [{str(fqn): sizes_of(file, fqn, s) for fqn, s in group.items()} for group in shapes]
+    if len({fqn for group in groups for fqn in group}) != sum(map(len, groups)):
+        raise file.damage("its param_shapes repeat a parameter")
+    return groups
+
+
+def _frozen(
+    files: Files, opened: dict[int, File], count: int, absent: dict[int, CheckpointError]
+) -> dict[str, Partitioned]:
+    """Returns the parameters that ZeRO-3 partitions and the optimizer does not have."""
+    tensors: dict[str, Partitioned] = {}
+    for rank, file in sorted(opened.items()):
+        for fqn, sizes in (file.state.get("frozen_param_shapes") or {}).items():
+            flat = file.at("frozen_param_fragments", fqn, kind=torch.Tensor)
+            tensor = tensors.setdefault(fqn, Partitioned(flat.dtype, sizes_of(file, fqn, sizes)))
+            numel = torch.Size(tensor.sizes).numel()
+            part = partition_of(fqn, numel, rank, count, 0)
+            add_partition(tensors, file, rank, flat, [part])
+    files.check_cover(tensors, absent, "the weights")
+    return tensors
+
+
+class _Entries:
+    """Adds values to the index under the FQNs of DCP."""
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self.foreign = files.foreign
+        self.paths: dict[str, Sequence[str | int]] = {}
+        self.contents = _Contents()
+
+    def of(self, model: _Model, optimizer: Optimizer) -> Opened:
+        """Returns the open checkpoint."""
+        weights: dict[str, Value] = {**model.tensors, **optimizer.weights}
+        for alias, fqn in model.aliases.items():
+            if fqn not in weights:
+                raise CorruptionError(
+                    f"cannot load {alias!r} of {self.files.folder}: it shares {fqn!r}, which is "
+                    "missing"
+                )
+            weights[alias] = weights[fqn]
+        for fqn, value in weights.items():
+            self._add(("model", fqn), value)
+        for fqn, states in optimizer.states.items():
+            for name, state in states.items():
+                keys = ("optim", "state", fqn, name)
+                self._add(keys, state)
+        groups = optimizer.param_groups
+        self._add(("optim", "param_groups"), Stored(optimizer.file, groups, ()))
+        for key, value in {**optimizer.rest, **model.rest}.items():
+            self._add(("client", key) if key in ("model", "optim") else (key,), value)
+        self.foreign.paths = self.paths
+        version = hashlib.sha256(b"".join(self.files.versions)).digest()
+        return self.foreign.opened(self.contents, version)
+
+    def _add(self, keys: tuple[str | int, ...], value: Value) -> None:
+        if isinstance(value, Partitioned):
+            self._add_tensor(keys, value.dtype, value.sizes, value.boxes())
+        elif isinstance(value, Mapped):
+            self._add_read(keys, value.file, value.dtype, value.sizes, value.tensor)
+        elif keys[0] == "optim" and keys[-1] == "step" and isinstance(value.value, int | float):
+            step = torch.tensor(float(value.value))  # As torch has it.
+            self._add_read(keys, value.file, step.dtype, (), lambda: step)
+        else:
+            flat, paths = flatten({"": value.value}, value.file.archive)
+            for name, one in flat.items():
+                self._add_stored(keys, value, paths[name][1:], one)
+
+    def _add_stored(
+        self, keys: tuple[str | int, ...], stored: Stored, within: tuple[str | int, ...], value: Any
+    ) -> None:
+        """Adds a tensor or object within a stored value."""
+        name = ".".join(map(str, (*stored.keys, *within)))
+        keys = (*keys, *within)
+        read = functools.partial(stored.file.objects.value, name)
+        if is_plain_data(value):
+            read = functools.partial(copy.copy, value)
+        if stored.file.is_indexed:
+            fqn = self._named(keys)
+            stored.file.archive.add(self.foreign, fqn, value)
+            self.contents.read[fqn] = read
+        elif isinstance(value, torch.Tensor):
+            self._add_read(keys, stored.file, value.dtype, tuple(value.shape), read)
+        else:
+            fqn = self._named(keys)
+            self.foreign.entries.append((fqn, None, [self._box(stored.file, ())]))
+            self.contents.read[fqn] = read
+
+    def _add_read(
+        self,
+        keys: tuple[str | int, ...],
+        file: File,
+        dtype: torch.dtype,
+        sizes: tuple[int, ...],
+        read: Callable[[], object],
+    ) -> None:
+        """Adds a tensor without an extent."""
+        self._add_tensor(keys, dtype, sizes, [self._box(file, sizes)])
+        self.contents.read[".".join(map(str, keys))] = read
+
+    def _add_tensor(
+        self,
+        keys: tuple[str | int, ...],
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        boxes: list[_native.IndexBox],
+    ) -> None:
+        name = str(dtype).removeprefix("torch.")
+        properties = (name, "contiguous_format", False, False, list(sizes))
+        self.foreign.entries.append((self._named(keys), properties, boxes))
+
+    def _box(self, file: File, sizes: tuple[int, ...]) -> _native.IndexBox:
+        """Returns the box of a value without an extent. An index requires one in some file."""
+        assert self.files.first is not None
+        indexed = file if file.is_indexed else self.files.first
+        return indexed.archive.box(sizes, plain=False)
+
+    def _named(self, keys: Iterable[str | int]) -> str:
+        keys = tuple(keys)
+        fqn = ".".join(map(str, keys))
+        if fqn in self.paths:
+            raise CorruptionError(f"cannot load {self.files.folder}: it has {fqn!r} twice")
+        self.paths[fqn] = keys
+        return fqn
+
+
+@dataclass
+class _Contents:
+    """The values without extents.
+
+    Attributes:
+        read: FQN -> reads the value.
+    """
+
+    read: dict[str, Callable[[], object]] = field(default_factory=dict)
+
+    def value(self, fqn: str) -> object:
+        """Returns an object, or a tensor that only torch can read."""
+        return self.read[fqn]()

@@ -1,0 +1,92 @@
+"""Universal folders of DeepSpeed: ``zero/<FQN>/{fp32,exp_avg,exp_avg_sq,step}.pt``.
+
+A conversion from ZeRO-1 or ZeRO-2 stores a dict with the whole tensor and hints for tensor
+parallelism. One from ZeRO-3 stores a flat tensor without its shape, and no step.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from torch_ckpt.errors import NotFoundError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.deepspeed_files import (
+    File,
+    Files,
+    Mapped,
+    Optimizer,
+    Shapes,
+    Stored,
+    Value,
+)
+from torch_ckpt.formats.zero_partitions import named_groups, rest_of
+
+__all__ = ["FOLDER", "read_universal"]
+
+FOLDER = "zero"
+_OPTIMIZER = "optimizer_state"
+_WEIGHTS = "fp32"
+
+
+def read_universal(files: Files, groups: list[Shapes]) -> Optimizer:
+    """Reads the files of each parameter.
+
+    Args:
+        files: The files of the checkpoint.
+        groups: The parameters of each flat group.
+
+    Raises:
+        NotFoundError: A parameter has no folder or no weights.
+        CorruptionError: A file is damaged, or its tensor has another shape.
+        UnsupportedError: A pickle requests a forbidden class or function.
+    """
+    folder = files.folder / FOLDER
+    names = set(folder.names())
+    common = files.read(f"{FOLDER}/{_OPTIMIZER}.pt")
+    param_groups = named_groups(common, common.at("param_groups", kind=list), groups)
+    weights: dict[str, Value] = {}
+    states: dict[str, dict[str, Value]] = {}
+    for number, shapes in enumerate(groups):
+        scalars = _scalars(common, number)
+        for fqn, sizes in shapes.items():
+            stems = _stems(folder, fqn) if fqn in names else []
+            if _WEIGHTS not in stems:
+                raise NotFoundError(f"cannot load {fqn!r}: {folder} has no {fqn}/{_WEIGHTS}.pt")
+            values = {
+                stem: _value(files.read(f"{FOLDER}/{fqn}/{stem}.pt"), fqn, sizes) for stem in stems
+            }
+            weights[fqn] = values.pop(_WEIGHTS)
+            states[fqn] = {**scalars, **values}
+    return Optimizer(weights, states, param_groups, rest_of(common), common)
+
+
+def _scalars(common: File, group: int) -> dict[str, Value]:
+    """Returns the states that parameters of a group share: ZeRO-3 has them with those of rank 0."""
+    key = "optimizer_state_dict"
+    if key not in common.at(kind=dict):
+        return {}
+    return {
+        str(name): Stored(common, value, (key, "state", group, name))
+        for name, value in (common.at(key, "state", kind=dict).get(group) or {}).items()
+        if not isinstance(value, torch.Tensor) or not value.ndim
+    }
+
+
+def _stems(folder: Location, fqn: str) -> list[str]:
+    return [name.removesuffix(".pt") for name in (folder / fqn).names() if name.endswith(".pt")]
+
+
+def _value(file: File, fqn: str, sizes: tuple[int, ...]) -> Value:
+    """Returns the tensor or the number of a file."""
+    is_hinted = isinstance(file.state, dict)
+    value = file.at("param", kind=torch.Tensor) if is_hinted else file.state
+    if not isinstance(value, torch.Tensor):
+        return Stored(file, value, ())
+    if file.name.endswith("/step.pt"):
+        sizes = ()
+    is_flat = not is_hinted and value.ndim == 1 and value.numel() == math.prod(sizes)
+    if tuple(value.shape) != sizes and not is_flat:
+        raise file.damage(f"{fqn!r} has shape {tuple(value.shape)}, and {sizes} in param_shapes")
+    return Mapped(file, value.dtype, sizes)

@@ -1,0 +1,95 @@
+"""Background saves in Megatron's queues of asynchronous requests, which poll processes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from concurrent.futures import Future, wait
+from typing import Any, cast
+
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from torch.distributed.checkpoint.metadata import Metadata
+
+__all__ = ["BackgroundSave", "async_modules", "poll_threads"]
+
+
+class BackgroundSave:
+    """A save in a thread, for Megatron's queue of asynchronous saves."""
+
+    def __init__(self, future: Future[Metadata]) -> None:
+        self.future = future
+
+    def finalize(self) -> None:
+        """Waits for the commit. A failure of any rank is raised on every rank."""
+        self.future.result()
+
+
+def async_modules(async_strategy: str) -> dict[str, Any]:
+    """Returns the classes of a queue, as Megatron's ``get_async_strategy`` does."""
+    find = getattr(torch_dist, "get_async_strategy", None)
+    if find is not None:
+        return cast(dict[str, Any], find(async_strategy)[1])
+    homes = {
+        "mcore": "megatron.core.dist_checkpointing.strategies.async_utils",
+        "nvrx": "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
+    }
+    if async_strategy not in homes:
+        raise ValueError(f"{async_strategy=} is not one of {', '.join(homes)}")
+    return vars(importlib.import_module(homes[async_strategy]))
+
+
+def poll_threads(queue: Any) -> None:
+    """Makes a class of queues poll our saves, which run in a thread.
+
+    Megatron's queues poll a process. They would finalize a request without one at the next poll,
+    which would stop training until the save is complete.
+    """
+    schedule = queue.schedule_async_request
+    if hasattr(schedule, "polls_threads"):
+        return
+
+    @functools.wraps(schedule)
+    def schedule_async_request(self: Any, async_request: Any) -> int:
+        first = next(iter(async_request.finalize_fns), None)
+        background = getattr(first, "__self__", None)
+        if not isinstance(background, BackgroundSave):
+            return cast(int, schedule(self, async_request))
+        module = importlib.import_module(queue.__module__)
+        caller = _caller_class(module.AsyncCaller)(background.future)
+        self._get_async_caller = lambda: caller
+        try:
+            return cast(int, schedule(self, async_request))
+        finally:
+            del self._get_async_caller
+
+    schedule_async_request.polls_threads = True  # type: ignore[attr-defined]
+    queue.schedule_async_request = schedule_async_request
+
+
+@functools.cache
+def _caller_class(base: Any) -> Any:
+    """Returns a class of callers that poll a thread, for the queues of one package."""
+
+    class ThreadCaller(base):  # type: ignore[misc]
+        def __init__(self, future: Future[Metadata]) -> None:
+            super().__init__()
+            self.future = future
+
+        def schedule_async_call(self, async_req: Any) -> None:
+            """Does nothing: the save has begun."""
+
+        def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+            """Returns whether the saves of all ranks have ended."""
+            if blocking:
+                wait([self.future])
+            is_alive = not self.future.done()
+            return not is_alive if no_dist else bool(self.sync_all_async_calls(int(is_alive)))
+
+        def close(self, abort: bool = False) -> None:
+            """Waits for the save, unless the caller aborts: a thread cannot be killed."""
+            if not abort:
+                wait([self.future])
+
+        def __del__(self) -> None: ...
+
+    return ThreadCaller
