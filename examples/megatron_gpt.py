@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 examples/megatron_gpt.py --dir runs/megatron --tp 2 --steps 4
     torchrun --nproc_per_node 2 examples/megatron_gpt.py --dir runs/megatron --pp 2 --steps 8
-    torchrun --nproc_per_node 1 examples/megatron_gpt.py --dir runs/megatron --steps 12
+    python examples/megatron_gpt.py --dir runs/megatron --steps 12
 
 Every run continues from the newest checkpoint in the directory. Needs megatron-core.
 """
@@ -10,7 +10,6 @@ Every run continues from the newest checkpoint in the directory. Needs megatron-
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -170,7 +170,49 @@ def torchtitan(path: Path, mode: str, async_mode: str) -> float:
     return train(model, optimizer, 2)
 
 
+def megatron(path: Path, mode: str, asynchronous: bool) -> float:
+    """Megatron-Core's own strategies, as its training calls them."""
+    from megatron.core import dist_checkpointing as mcore
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelSaveStrategyWrapper,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron_states import on_cpu
+
+    dist.init_process_group("gloo")
+    model = network(mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, 2 if mode == "save" else 1)
+    state: dict[str, Any] = {
+        name: mcore.ShardedTensor.from_rank_offsets(
+            name, parameter.data, replica_id=(0, 0, dist.get_rank())
+        )
+        for name, parameter in model.named_parameters()
+    }
+    folder = path / "iter_0000002"
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    with on_cpu():
+        if mode == "save":
+            strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+            wrapped = FullyParallelSaveStrategyWrapper(strategy)
+            state["step"] = 2
+            request = mcore.save(state, str(folder), wrapped, async_sharded_save=asynchronous)
+            if request is not None:
+                queue = AsyncCallsQueue()
+                queue.schedule_async_request(request)
+                queue.close()
+        else:
+            loaded = mcore.load(state, str(folder))
+            assert loaded.pop("step") == 2
+            model.load_state_dict(loaded)
+    return train(model, optimizer, 2)
+
+
 PROGRAMS = {
+    "megatron": lambda path, mode: megatron(path, mode, False),
+    "megatron_async": lambda path, mode: megatron(path, mode, True),
     "torchtitan": lambda path, mode: torchtitan(path, mode, "disabled"),
     "torchtitan_async": lambda path, mode: torchtitan(path, mode, "async"),
     "accelerate_fsdp1": lambda path, mode: accelerate_fsdp(path, mode, 1),

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from example_runs import output_of
 from ranks import Worlds, on_ranks
 from states import assert_same, failures_of
 
 pytest.importorskip("megatron.core")
 
 from megatron.core import dist_checkpointing as mcore
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor, serialization
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron_states import KEYS, entities, expected, on_cpu, shard, whole
 
+import torch_ckpt
 from torch_ckpt import FastReader, FastWriter
 from torch_ckpt.integrations.megatron import FastLoadStrategy, FastSaveStrategy
 from torch_ckpt.integrations.megatron_queues import async_modules
@@ -306,6 +310,27 @@ def test_two_loads_of_a_strategy_open_the_checkpoint_once(path: Path) -> None:
     assert opened == 2
 
 
+@on_ranks(2)
+def test_megatrons_own_strategies_are_replaced_within_installed(path: Path) -> None:
+    parallel_state.initialize_model_parallel()
+    try:
+        with on_cpu():
+            with torch_ckpt.installed():
+                path.mkdir(exist_ok=True)
+                mcore.save({"rows": shard("rows", 0)}, str(path))
+                assert (path / ".index").exists()
+                state = {"rows": shard("rows", 1, blank=True)}
+                with mock.patch.object(FastReader, "read_data", side_effect=OSError("ours")):
+                    assert "ours" in failures_of(mcore.load, state, str(path))[0].message
+                loaded = mcore.load(state, str(path))
+            assert_same(loaded["rows"], shard("rows", 1).data)
+            dist.barrier()
+            with mock.patch.object(FastReader, "read_data", side_effect=AssertionError):
+                mcore.load({"rows": shard("rows", 1, blank=True)}, str(path))
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
 # ---- Asynchronous saves ----
 
 STRATEGIES = ["mcore", "nvrx"]
@@ -405,3 +430,32 @@ def fail_asynchronously(folder: Path, name: str) -> None:
         begin(folder / "next", strategy, queue, name, {"rows": shard("rows", 0)})
         queue.maybe_finalize_async_calls(blocking=True)
         assert (folder / "next/metadata.json").exists()
+
+
+# ---- The example ----
+
+
+def losses(folder: Path, *runs: tuple[int, str]) -> dict[str, float]:
+    """Runs the example on so many ranks with these options; returns the loss of each step."""
+    lines = "".join(
+        output_of("megatron_gpt.py", f"--dir run {options}", ranks=ranks, folder=folder)
+        for ranks, options in runs
+    )
+    found = re.findall(r"^(step \d+): loss ([\d.]+)$", lines, re.M)
+    return {step: float(loss) for step, loss in found}
+
+
+@pytest.mark.slow
+def test_a_gpt_moves_between_tensor_and_pipeline_parallel_ranks(tmp_path: Path) -> None:
+    for name in ("one", "moved"):
+        (tmp_path / name).mkdir()
+    stops = [f"--steps {steps}" for steps in (3, 6, 9)]
+    alone = losses(tmp_path / "one", *((1, stop) for stop in stops))
+    sizes = [(2, "--tp 2"), (2, "--pp 2"), (1, "")]
+    moved = losses(
+        tmp_path / "moved",
+        *((ranks, f"{size} {stop}") for (ranks, size), stop in zip(sizes, stops, strict=True)),
+    )
+    assert list(moved) == list(alone) == [f"step {step}" for step in range(1, 10)]
+    assert moved == pytest.approx(alone, abs=2e-5)
+    assert alone["step 9"] < alone["step 1"] - 0.2

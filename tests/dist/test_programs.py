@@ -18,6 +18,8 @@ PROGRAMS = [
     "accelerate_fsdp2",
     "lightning_fabric",
     "lightning_trainer",
+    "megatron",
+    "megatron_async",
     "torchtitan",
     "torchtitan_async",
 ]
