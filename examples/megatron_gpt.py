@@ -4,39 +4,53 @@
     torchrun --nproc_per_node 2 examples/megatron_gpt.py --dir runs/megatron --pp 2 --steps 8
     python examples/megatron_gpt.py --dir runs/megatron --steps 12
 
-Every run continues from the newest checkpoint in the directory. Needs megatron-core.
+Every run continues from the newest checkpoint in the directory. Needs megatron-core. Megatron does
+not store the step counters of torch's AdamW, so a resumed run differs from one that was not stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.overrides import TorchFunctionMode
 
 from torch_ckpt.integrations.megatron import FastLoadStrategy, FastSaveStrategy
 
 VOCABULARY, LENGTH, BATCH, MICROBATCHES = 64, 16, 4, 2
 
 
-def on_cpu() -> None:
-    """Replaces the functions of CUDA that Megatron calls without a look at what there is."""
-    cpu = torch.device("cpu")
-    for name, result in (("synchronize", None), ("current_device", cpu), ("set_device", None)):
-        mock.patch.object(torch.cuda, name, lambda *_, result=result: result).start()
-    tracker = tensor_parallel.random._CUDA_RNG_STATE_TRACKER
-    assert tracker is None or tracker
+class OnCpu(TorchFunctionMode):
+    """Megatron creates tensors on CUDA devices. Within this mode they are created on the CPU."""
+
+    def __enter__(self) -> OnCpu:
+        """Replaces the functions of CUDA that Megatron calls."""
+        torch.cuda.synchronize = lambda *_: None
+        torch.cuda.current_device = lambda: torch.device("cpu")
+        CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()  # There is no dropout.
+        return super().__enter__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch with another device."""
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if str((kwargs or {}).get("device")).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **(kwargs or {}))
 
 
 def build(tp: int, pp: int) -> tuple[Any, Any]:
@@ -63,7 +77,7 @@ def build(tp: int, pp: int) -> tuple[Any, Any]:
         share_embeddings_and_output_weights=False,
     )
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
-    return model, get_megatron_optimizer(OptimizerConfig(lr=1e-2), [model])
+    return model, get_megatron_optimizer(OptimizerConfig(lr=1e-2, clip_grad=0.0), [model])
 
 
 def batches(step: int) -> Iterator[Any]:
@@ -111,16 +125,8 @@ def sharded_state(model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, 
     return state
 
 
-def main() -> None:
+def run(args: argparse.Namespace) -> None:
     """Trains from the newest checkpoint on, and saves at the end."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", type=Path, required=True, help="directory of the checkpoints")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--steps", type=int, default=4, help="train up to this step")
-    args = parser.parse_args()
-    dist.init_process_group("gloo")
-    on_cpu()
     parallel_state.initialize_model_parallel(args.tp, args.pp)
     model, optimizer = build(args.tp, args.pp)
     done = [int(path.name) for path in args.dir.glob("[0-9]*") if (path / "metadata.json").exists()]
@@ -145,6 +151,22 @@ def main() -> None:
     dist_checkpointing.save(
         sharded_state(model, optimizer, is_loading=False), str(folder), FastSaveStrategy()
     )
+
+
+def main() -> None:
+    """Trains from the newest checkpoint on, and saves at the end."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, required=True, help="directory of the checkpoints")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--steps", type=int, default=4, help="train up to this step")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:  # A single process, without torchrun.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with OnCpu():
+        run(args)
     dist.destroy_process_group()
 
 
