@@ -5,7 +5,7 @@
     python examples/megatron_gpt.py --dir runs/megatron --steps 12
 
 Every run continues from the newest checkpoint in the directory. Needs megatron-core. Megatron does
-not store the step counters of torch's AdamW, so a resumed run differs from one that was not stopped.
+not store the step counters of torch's AdamW, so a resumed run differs from an uninterrupted one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,128 @@
+"""Saves and loads of Megatron-Core's dist_checkpointing, with its own strategies and with ours.
+
+Contenders take turns in one run, both within FullyParallelSaveStrategyWrapper. Loads have a cold
+page cache. Prints the machine, a table, and what is asked. Takes 3 minutes:
+
+    TORCH_CKPT_IO=threads python benchmarks/bench_megatron.py --dir /data --json result.json
+
+io_uring's reads are not counted by the kernel, so the bytes read are right with threads only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench_load import Bar
+from bench_tree import print_table
+from machine import MIB, describe, make_cold, remove_tree
+from megatron_rank import MEGATRONS, OURS
+from rank_group import RankGroup
+
+TIMEOUT_S = 300
+CONTENDERS = (OURS, MEGATRONS)
+
+Samples = dict[tuple[str, str], list[dict[str, float]]]  # By task and contender.
+
+
+def measure(directory: Path, ranks: int, args: argparse.Namespace) -> tuple[int, Samples]:
+    """Saves and loads in turns; the first save of a process is a task of its own."""
+    found: Samples = {}
+    with RankGroup(ranks, directory, timeout_s=TIMEOUT_S, program="megatron_rank.py") as group:
+        nbytes = group.call("prepare", hidden=args.hidden, layers=args.layers)[0]
+
+        def record(task: str, name: str, answers: list[dict[str, float]]) -> None:
+            slowest = {key: max(answer[key] for answer in answers) for key in answers[0]}
+            for key in ("cpu_s", "read"):
+                if key in slowest:
+                    slowest[key] = sum(answer[key] for answer in answers)
+            found.setdefault((task, name), []).append(slowest)
+            print(f"{ranks} ranks, {task}, {name}: {slowest}", file=sys.stderr, flush=True)
+
+        for number in range(-1, args.rounds):
+            for name in CONTENDERS[:: 1 if number % 2 else -1]:
+                first = number < 0
+                answers = group.call("save_by", contender=name, folder="saved")
+                record("first save" if first else "save", name, answers)
+                make_cold(directory / "saved")
+                answers = group.call("load_by", contender=name, folder="saved")
+                if not first:
+                    record("load", name, answers)
+                remove_tree(directory / "saved")
+                answers = group.call(
+                    "save_asynchronously", contender=name, folder="saved", reserve=first
+                )
+                record("first async save" if first else "async save", name, answers)
+                remove_tree(directory / "saved")
+            record("copy", OURS, group.call("copy"))
+    return nbytes, found
+
+
+def median(samples: Any, key: str) -> float:
+    """Median of a value."""
+    return statistics.median(sample[key] for sample in samples)
+
+
+def main() -> None:
+    """Runs what the command line asks for; leaves no files but the one of `--json`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to be measured")
+    parser.add_argument("--hidden", type=int, default=640, help="width of the model")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
+    args = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="bench-megatron-", dir=args.dir)).resolve()
+    machine = describe(directory.parent)
+    width = max(map(len, machine))
+    print("\n".join(f"{name.ljust(width)}  {value}" for name, value in machine.items()), flush=True)
+    rows = [["ranks", "task", "contender", "s, min / median", "CPU s", "MiB read"]]
+    bars: list[Bar] = []
+    samples = []
+    try:
+        for ranks in args.ranks:
+            nbytes, found = measure(directory, ranks, args)
+            print(f"{ranks} ranks: {nbytes / MIB:.0f} MiB", flush=True)
+            for (task, name), each in found.items():
+                key = next(k for k in ("wall_s", "stop_s", "copy_s") if k in each[0])
+                values = [sample[key] for sample in each]
+                row = [str(ranks), task, name, f"{min(values):.2f} / {median(each, key):.2f}"]
+                row.append(f"{median(each, 'cpu_s'):.2f}" if "cpu_s" in each[0] else "")
+                row.append(f"{median(each, 'read') / MIB:.0f}" if "read" in each[0] else "")
+                rows.append(row)
+                samples.append({"ranks": ranks, "task": task, "contender": name, "samples": each})
+
+            def times(task: str, key: str, found: Samples = found) -> float:
+                return median(found[task, MEGATRONS], key) / median(found[task, OURS], key)
+
+            def bar(what: str, value: float, asked: float, unit: str, ranks: int = ranks) -> None:
+                at_least = unit == "x"
+                bars.append(Bar(f"{ranks} ranks: {what}", value, asked, unit, at_least=at_least))
+
+            bar("save, times as fast", times("save", "wall_s"), 1.5, "x")
+            bar("save, times less CPU", times("save", "cpu_s"), 2.5, "x")
+            bar("first save, times as fast", times("first save", "wall_s"), 6.0, "x")
+            bar("load, times as fast", times("load", "wall_s"), 1.2, "x")
+            ours = found["async save", OURS]
+            copied = median(ours, "stop_s") / median(found["copy", OURS], "copy_s")
+            bar("stop of an async save, times a copy", copied, 1.25, " times")
+            bar("longest poll", 1e3 * max(each["poll_s"] for each in ours), 20.0, " ms")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    print()
+    print_table(rows)
+    print("\nAsked\n")
+    print_table([["what", "asked", "found", "verdict"], *(bar.cells() for bar in bars)])
+    if args.json is not None:
+        args.json.write_text(json.dumps({"machine": machine, "samples": samples}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
