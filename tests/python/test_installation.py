@@ -337,7 +337,7 @@ def test_conversions_from_and_to_torch_save_are_replaced(
     assert kinds(used) == ["FastSavePlanner", "FastWriter", "FastReader"]
 
 
-@pytest.mark.parametrize("url", ["file://{}", "file:{}"])
+@pytest.mark.parametrize("url", ["file://{}", "file:{}", "file://localhost{}"])
 def test_a_file_url_is_a_local_path_for_every_function(
     url: str, state: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -369,3 +369,22 @@ def test_a_store_without_support_is_an_error_and_never_left_to_stock(
 ) -> None:
     with torch_ckpt.installed(), pytest.raises(UnsupportedError, match="memory://bucket"):
         getattr(module, function)(state, checkpoint_id="memory://bucket/step")
+
+
+def test_a_url_within_a_path_is_an_error_and_no_local_directory(
+    state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with torch_ckpt.installed():
+        for save in (dcp.save, dcp.async_save):
+            with pytest.raises(UnsupportedError, match="pass the URL as a str"):
+                save(state, storage_writer=FileSystemWriter("s3://bucket/step"))
+            with pytest.raises(UnsupportedError, match="pass the URL as a str"):
+                save(state, checkpoint_id=Path("s3://bucket/step"))
+        with pytest.raises(UnsupportedError, match="pass the URL as a str"):
+            dcp.load(state, storage_reader=FileSystemReader("s3://bucket/step"))
+        with pytest.raises(UnsupportedError, match="another host"):
+            dcp.save(state, checkpoint_id="file://host/step")
+    assert list(tmp_path.iterdir()) == []
+    dcp.save(state, storage_writer=FastWriter(tmp_path / "s3://bucket/step"))
+    assert loads(tmp_path / "s3:" / "bucket" / "step", state) == []
