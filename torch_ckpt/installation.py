@@ -14,10 +14,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import _storage_utils, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import (
+    _storage_utils,
+    format_utils,
+    state_dict_loader,
+    state_dict_saver,
+)
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
@@ -41,7 +45,7 @@ from torch_ckpt.staging.staged import Staged
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter
 
-__all__ = ["install", "installed"]
+__all__ = ["install", "installed", "replacing"]
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -87,8 +91,8 @@ def installed(
     - Megatron-Core's own strategies for ``torch_dist`` save and load with this package, as those of
       :mod:`torch_ckpt.integrations.megatron`.
 
-    Objects of subclasses and of other classes work as before. A first use of such a writer or
-    reader is logged as a warning; each replacement is logged at level DEBUG (logger
+    Objects of subclasses and of other classes work as before. The first use of such a writer or
+    reader in a process is logged as a warning; each replacement is logged at level DEBUG (logger
     ``torch_ckpt``). A ``checkpoint_id`` with the URL scheme of another store is an
     :class:`~torch_ckpt.errors.UnsupportedError`.
 
@@ -120,6 +124,8 @@ def installed(
             (state_dict_saver, "DefaultStager", _ProcessStager),
             (state_dict_saver, "_save_state_dict", replaced.save),
             (state_dict_loader, "_load_state_dict", replaced.load),
+            (format_utils, "_save_state_dict", replaced.save),
+            (format_utils, "_load_state_dict", replaced.load),
             (
                 state_dict_saver,
                 "_ThreadBasedAsyncCheckpointExecutor",
@@ -131,7 +137,7 @@ def installed(
                 functools.partial(_Executor, replaced, save_in_process),
             ),
         ):
-            stack.enter_context(mock.patch.object(owner, name, replacement))
+            stack.enter_context(replacing(owner, name, replacement))
 
         def replace_strategies() -> None:
             from torch_ckpt.integrations.megatron import replaced_strategies
@@ -155,6 +161,8 @@ def install(
 ) -> None:
     """Makes DCP's functions use this package until the process ends, as in :func:`installed`.
 
+    A later call replaces the options of an earlier one.
+
     Args:
         timeout_s: Deadline of each exchange between ranks, in seconds.
         io: Memory budgets and I/O modes of the writers and readers.
@@ -172,7 +180,28 @@ def install(
     """
     context = installed(timeout_s=timeout_s, io=io, verify=verify, trust_pickle=trust_pickle)
     context.__enter__()
-    PROCESS.installed = context  # An unreferenced context would end.
+    PROCESS.installed.append(context)  # An unreferenced context would end.
+
+
+@contextlib.contextmanager
+def replacing(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Replaces an attribute within a block, like ``mock.patch.object``.
+
+    A replacement that began within the block and has not ended, as that of :func:`install`, remains
+    after the block.
+
+    Args:
+        owner: Module or class with the attribute.
+        name: The attribute.
+        replacement: Its value within the block.
+    """
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if getattr(owner, name) is replacement:
+            setattr(owner, name, original)
 
 
 @contextlib.contextmanager
@@ -232,7 +261,6 @@ class _Replaced:
         self._writers: weakref.WeakKeyDictionary[StorageWriter, FastWriter] = (
             weakref.WeakKeyDictionary()
         )
-        self._warned: set[type] = set()
 
     # ---- Objects ----
 
@@ -297,9 +325,9 @@ class _Replaced:
         return ours
 
     def _warn_unless(self, expected: type, given: object) -> None:
-        if isinstance(given, expected) or type(given) in self._warned:
+        if isinstance(given, expected) or type(given) in PROCESS.unreplaced:
             return
-        self._warned.add(type(given))
+        PROCESS.unreplaced.add(type(given))
         _LOG.warning(
             "%s.%s is used as it is: installed() replaces only FileSystemWriter with the format of "
             "torch.save and FileSystemReader, and none of their subclasses",
@@ -401,6 +429,9 @@ class _Executor:
             writer: StorageWriter | None = None
             if storage_writer is not None:
                 writer = self._replaced.writer(storage_writer)
+                if checkpoint_id and writer is not storage_writer:
+                    storage_writer.reset(checkpoint_id)  # DCP resets the replacement alone.
+                    writer = self._replaced.writer(storage_writer)
             elif checkpoint_id:
                 writer = self._replaced.new_writer(checkpoint_id)
             planner = self._replaced.save_planner(planner)

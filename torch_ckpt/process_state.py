@@ -32,8 +32,10 @@ class _Process:
         stager: The default stager of writers. Owner: ``staging/stager``.
         unsettled: Background saves of runs whose outcome was not read yet. Failed ones are printed
             when the process exits. Owner: ``runs/background/save``.
-        installed: The context of :func:`torch_ckpt.install`; ``None`` before the call. Owner:
+        installed: The contexts of :func:`torch_ckpt.install`, one for each call. Owner:
             ``installation``.
+        unreplaced: Classes of writers and readers that were used as they are, with a warning.
+            Owner: ``installation``.
         forkable: Loops of ``coordination/loop``, and all stagers.
     """
 
@@ -45,7 +47,8 @@ class _Process:
         self.groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.save_process: Any = None
         self.unsettled: set[Any] = set()
-        self.installed: Any = None
+        self.installed: list[Any] = []
+        self.unreplaced: weakref.WeakSet[type] = weakref.WeakSet()
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
         os.register_at_fork(after_in_child=self._after_fork)
 

@@ -19,6 +19,10 @@ from torch.distributed.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
+    _storage_utils,
+    format_utils,
+    state_dict_loader,
+    state_dict_saver,
 )
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -27,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, IoOptions
 from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging import stager
 
 ASYNC_TIMEOUT_S = 60
@@ -96,11 +101,27 @@ def test_an_asynchronous_save_stages_and_writes_with_one_replacement(
         assert loads(tmp_path / name, state) == []
 
 
+def test_overlapping_asynchronous_saves_with_one_writer_have_directories_of_their_own(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
+    state["large"] = torch.ones(8 << 20)
+    writer = FileSystemWriter(tmp_path / "first")
+    paths = [tmp_path / str(number) for number in range(3)]
+    with torch_ckpt.installed():
+        futures = [dcp.async_save(state, checkpoint_id=p, storage_writer=writer) for p in paths]
+        for future in futures:
+            future.result(ASYNC_TIMEOUT_S)
+        dcp.save(state, checkpoint_id=tmp_path / "first", storage_writer=writer)
+        dcp.save(state, storage_writer=writer)
+    paths.append(tmp_path / "first")
+    assert sorted(path.parent for path in tmp_path.rglob(".index")) == sorted(paths)
+    for path in paths:
+        assert loads(path, state) == []
+
+
 def test_an_asynchronous_save_to_a_path_uses_the_staging_memory_of_the_process(
     state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch_ckpt.process_state import PROCESS
-
     begin, calls = PROCESS.stager.begin, []
     monkeypatch.setattr(PROCESS.stager, "begin", lambda s: calls.append(s) or begin(s))
     with torch_ckpt.installed():
@@ -180,11 +201,14 @@ def test_what_cannot_be_replaced_is_used_and_logged_once(
     used: list[Any],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with torch_ckpt.installed():
-        for name in ("1", "2"):
+    monkeypatch.setattr(PROCESS, "unreplaced", set())
+    for name in ("1", "2"):
+        with torch_ckpt.installed():
             dcp.save(state, storage_writer=OwnWriter(tmp_path / name))
             dcp.load(blank(state), storage_reader=OwnReader(tmp_path / name))
+    with torch_ckpt.installed():
         safetensors = SerializationFormat.SAFETENSORS
         writer = FileSystemWriter(tmp_path / "3", serialization_format=safetensors)
         dcp.save({"w": torch.ones(3)}, storage_writer=writer)
@@ -268,18 +292,52 @@ def test_the_run_command_ends_as_the_script_ends(tmp_path: Path) -> None:
     assert run("absent.py", cwd=tmp_path).returncode == 1
 
 
-def test_install_lasts(tmp_path: Path) -> None:
-    script = f"""
-import gc, torch, torch_ckpt, torch.distributed.checkpoint as dcp
-torch_ckpt.install()
+INSTALL = """
+import gc, sys, torch, torch_ckpt, torch.distributed.checkpoint as dcp
+{install}
 gc.collect()
-dcp.save({{"w": torch.ones(3)}}, checkpoint_id={str(tmp_path)!r})
+with torch_ckpt.installed(): ...
+dcp.save({{"w": torch.ones(3)}}, checkpoint_id=sys.argv[1])
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
-    assert (tmp_path / ".index").exists()
 
 
-@pytest.mark.parametrize("url", ["file://{}", "file:{}"])
+@pytest.mark.parametrize(
+    "install",
+    [
+        "torch_ckpt.install()",
+        "torch_ckpt.install(); torch_ckpt.install(verify=False)",
+        "with torch_ckpt.installed(): torch_ckpt.install()",
+    ],
+)
+def test_install_lasts_wherever_it_is_called(install: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INSTALL.format(install=install), tmp_path / "step"]
+    subprocess.run(command, check=True, timeout=100)
+    assert (tmp_path / "step" / ".index").exists()
+
+
+def test_after_the_block_dcp_has_its_own_functions_again() -> None:
+    def functions() -> list[Any]:
+        owners = (state_dict_saver, state_dict_loader, format_utils, _storage_utils)
+        return [*(vars(owner).copy() for owner in owners), FileSystemWriter.stage]
+
+    before = functions()
+    with torch_ckpt.installed(), torch_ckpt.installed():
+        assert functions() != before
+    assert functions() == before
+
+
+def test_conversions_from_and_to_torch_save_are_replaced(
+    state: dict[str, Any], used: list[Any], tmp_path: Path
+) -> None:
+    torch.save(state, tmp_path / "a.pt")
+    with torch_ckpt.installed():
+        format_utils.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "step")
+        format_utils.dcp_to_torch_save(tmp_path / "step", tmp_path / "b.pt")
+    assert differences(state, torch.load(tmp_path / "b.pt")) == []
+    assert kinds(used) == ["FastSavePlanner", "FastWriter", "FastReader"]
+
+
+@pytest.mark.parametrize("url", ["file://{}", "file:{}", "file://localhost{}"])
 def test_a_file_url_is_a_local_path_for_every_function(
     url: str, state: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -311,3 +369,22 @@ def test_a_store_without_support_is_an_error_and_never_left_to_stock(
 ) -> None:
     with torch_ckpt.installed(), pytest.raises(UnsupportedError, match="memory://bucket"):
         getattr(module, function)(state, checkpoint_id="memory://bucket/step")
+
+
+def test_a_url_within_a_path_is_an_error_and_no_local_directory(
+    state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with torch_ckpt.installed():
+        for save in (dcp.save, dcp.async_save):
+            with pytest.raises(UnsupportedError, match="pass the URL as a str"):
+                save(state, storage_writer=FileSystemWriter("s3://bucket/step"))
+            with pytest.raises(UnsupportedError, match="pass the URL as a str"):
+                save(state, checkpoint_id=Path("s3://bucket/step"))
+        with pytest.raises(UnsupportedError, match="pass the URL as a str"):
+            dcp.load(state, storage_reader=FileSystemReader("s3://bucket/step"))
+        with pytest.raises(UnsupportedError, match="another host"):
+            dcp.save(state, checkpoint_id="file://host/step")
+    assert list(tmp_path.iterdir()) == []
+    dcp.save(state, storage_writer=FastWriter(tmp_path / "s3://bucket/step"))
+    assert loads(tmp_path / "s3:" / "bucket" / "step", state) == []

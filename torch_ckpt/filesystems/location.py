@@ -24,7 +24,9 @@ from torch_ckpt.process_state import PROCESS
 __all__ = ["Location", "can_reach", "register"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_FILE_URL = re.compile(r"file:(?://)?(/.*)", re.DOTALL)  # Also as `Path("file:///x")` prints it.
+# Also as `Path("file:///x")` prints it.
+_FILE_URL = re.compile(r"file:(?://(?:localhost)?(?=/)|(?!//))(/.*)", re.DOTALL)
+_URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/.*", re.DOTALL)
 
 _BUFFER_NBYTES = 16 << 10  # Buffer size of an open file. Callers read few, scattered records.
 
@@ -71,7 +73,8 @@ class Location:
         path: Path within the file system; a :class:`pathlib.Path` for files of this machine.
 
     Raises:
-        UnsupportedError: The URL's scheme is not registered.
+        UnsupportedError: The URL's scheme is not registered, or its text is that of a ``Path``,
+            which drops a slash. Or a ``file:`` URL names another host.
 
     Example::
 
@@ -83,10 +86,17 @@ class Location:
         text = os.fspath(path)
         if url := _FILE_URL.fullmatch(text):
             self._become("", Path(url[1]))
-        elif (url := _URL.fullmatch(text)) and url[1] != "file":
+        elif url := _URL.fullmatch(text):
+            if url[1] == "file":
+                raise UnsupportedError(f"cannot reach {text}: it names another host; use file:///")
             self._become(url[1], PurePosixPath(url[2]))
+        elif _URL_AS_PATH.fullmatch(text):
+            raise UnsupportedError(
+                f"cannot reach {text}: a Path has dropped a slash of this URL; pass the URL as a "
+                "str, or a local directory by its absolute path"
+            )
         else:
-            self._become("", Path(text.removeprefix("file://")))
+            self._become("", Path(text))
 
     def _become(self, scheme: str, path: PurePath) -> None:
         self._scheme = scheme

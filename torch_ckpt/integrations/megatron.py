@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.metadata import dump_metadata
 from torch_ckpt.formats.opened import Opened
+from torch_ckpt.installation import replacing
 from torch_ckpt.integrations.megatron_queues import BackgroundSave, async_modules, poll_threads
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.item_views import PlannedItems
@@ -561,7 +561,7 @@ def replaced_strategies(
                 self.cached_global_metadata = ours.cached_global_metadata
             return result
 
-        return mock.patch.object(kind, name, method)
+        return replacing(kind, name, method)
 
     with contextlib.ExitStack() as stack:
         for name in ("save", "async_save"):
