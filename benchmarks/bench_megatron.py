@@ -3,14 +3,13 @@
 Contenders take turns in one run, both within FullyParallelSaveStrategyWrapper. Loads have a cold
 page cache. Prints the machine, a table, and what is asked. Takes 3 minutes:
 
-    TORCH_CKPT_IO=threads python benchmarks/bench_megatron.py --dir /data --json result.json
-
-io_uring's reads are not counted by the kernel, so the bytes read are right with threads only.
+    python benchmarks/bench_megatron.py --dir /data --json result.json
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import statistics
@@ -32,35 +31,43 @@ Samples = dict[tuple[str, str], list[dict[str, float]]]  # By task and contender
 
 
 def measure(directory: Path, ranks: int, args: argparse.Namespace) -> tuple[int, Samples]:
-    """Saves and loads in turns; the first save of a process is a task of its own."""
+    """Saves and loads in turns; the first save of a process is a task of its own.
+
+    Each contender has processes of its own. Megatron's queue forks, and a process that has forked
+    copies each page that it then writes.
+    """
     found: Samples = {}
-    with RankGroup(ranks, directory, timeout_s=TIMEOUT_S, program="megatron_rank.py") as group:
-        nbytes = group.call("prepare", hidden=args.hidden, layers=args.layers)[0]
+    with contextlib.ExitStack() as stack:
+        groups = {
+            name: stack.enter_context(
+                RankGroup(ranks, directory, timeout_s=TIMEOUT_S, program="megatron_rank.py")
+            )
+            for name in CONTENDERS
+        }
+        for group in groups.values():
+            nbytes = group.call("prepare", hidden=args.hidden, layers=args.layers)[0]
 
         def record(task: str, name: str, answers: list[dict[str, float]]) -> None:
             slowest = {key: max(answer[key] for answer in answers) for key in answers[0]}
-            for key in ("cpu_s", "read"):
-                if key in slowest:
-                    slowest[key] = sum(answer[key] for answer in answers)
+            if "cpu_s" in slowest:
+                slowest["cpu_s"] = sum(answer["cpu_s"] for answer in answers)
             found.setdefault((task, name), []).append(slowest)
             print(f"{ranks} ranks, {task}, {name}: {slowest}", file=sys.stderr, flush=True)
 
         for number in range(-1, args.rounds):
             for name in CONTENDERS[:: 1 if number % 2 else -1]:
-                first = number < 0
-                answers = group.call("save_by", contender=name, folder="saved")
+                first, call = number < 0, groups[name].call
+                answers = call("save_by", contender=name, folder="saved")
                 record("first save" if first else "save", name, answers)
                 make_cold(directory / "saved")
-                answers = group.call("load_by", contender=name, folder="saved")
+                answers = call("load_by", contender=name, folder="saved")
                 if not first:
                     record("load", name, answers)
                 remove_tree(directory / "saved")
-                answers = group.call(
-                    "save_asynchronously", contender=name, folder="saved", reserve=first
-                )
+                answers = call("save_asynchronously", contender=name, folder="saved", reserve=first)
                 record("first async save" if first else "async save", name, answers)
                 remove_tree(directory / "saved")
-            record("copy", OURS, group.call("copy"))
+            record("copy", OURS, groups[OURS].call("copy"))
     return nbytes, found
 
 
@@ -83,7 +90,7 @@ def main() -> None:
     machine = describe(directory.parent)
     width = max(map(len, machine))
     print("\n".join(f"{name.ljust(width)}  {value}" for name, value in machine.items()), flush=True)
-    rows = [["ranks", "task", "contender", "s, min / median", "CPU s", "MiB read"]]
+    rows = [["ranks", "task", "contender", "s, min / median", "CPU s"]]
     bars: list[Bar] = []
     samples = []
     try:
@@ -95,7 +102,6 @@ def main() -> None:
                 values = [sample[key] for sample in each]
                 row = [str(ranks), task, name, f"{min(values):.2f} / {median(each, key):.2f}"]
                 row.append(f"{median(each, 'cpu_s'):.2f}" if "cpu_s" in each[0] else "")
-                row.append(f"{median(each, 'read') / MIB:.0f}" if "read" in each[0] else "")
                 rows.append(row)
                 samples.append({"ranks": ranks, "task": task, "contender": name, "samples": each})
 

@@ -93,7 +93,7 @@ class MegatronRank(Rank):
         return {"wall_s": time.perf_counter() - begin, "cpu_s": _cpu_s() - used}
 
     def load_by(self, contender: str, folder: str, exchange: bool = True) -> Answer:
-        """Returns the seconds of a load, and the bytes that this process read from files."""
+        """Returns the seconds of a load."""
         from torch_ckpt.integrations.megatron import FastLoadStrategy
 
         if contender == OURS:
@@ -102,9 +102,9 @@ class MegatronRank(Rank):
             strategy = TorchDistLoadShardedStrategy()
         state = self._state()
         dist.barrier()
-        begin, read = time.perf_counter(), _read_nbytes()
+        begin = time.perf_counter()
         mcore.load(state, str(self.directory / folder), strategy)
-        return {"wall_s": time.perf_counter() - begin, "read": _read_nbytes() - read}
+        return {"wall_s": time.perf_counter() - begin}
 
     def save_asynchronously(self, contender: str, folder: str, reserve: bool) -> Answer:
         """Returns the seconds of the stop, of the longest poll, and of copying as many bytes."""
@@ -165,11 +165,6 @@ def _cpu_s() -> float:
     """Seconds of CPU of this process and of its ended children."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
-def _read_nbytes() -> int:
-    with open("/proc/self/io") as lines:
-        return int(next(line.split()[1] for line in lines if line.startswith("rchar")))
 
 
 if __name__ == "__main__":
