@@ -40,7 +40,7 @@ PACKAGES = [
     {"planning"},
     {"staging"},
     {"storage"},
-    {"api", "installation"},
+    {"api"},
     {"agent"},
     {"runs"},
     {"integrations", "cli"},
@@ -54,7 +54,6 @@ ITS_FILES = re.compile(
 )
 WITHOUT_FILES = (
     "api",
-    "installation",
     "formats",
     "planning",
     "staging",

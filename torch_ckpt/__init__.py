@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch_ckpt.api import async_save, load, save
     from torch_ckpt.errors import CheckpointError
-    from torch_ckpt.installation import install, installed
     from torch_ckpt.integrations.fsdp1 import fsdp1_state_dict, load_fsdp1_state_dict
+    from torch_ckpt.integrations.installation import install, installed
     from torch_ckpt.options import IoOptions
     from torch_ckpt.planning.flat_shard import FlatShard
     from torch_ckpt.planning.load_planner import FastLoadPlanner
@@ -40,8 +40,8 @@ _HOMES = {
     "SnapshotStager": "staging.stager",
     "async_save": "api",
     "fsdp1_state_dict": "integrations.fsdp1",
-    "install": "installation",
-    "installed": "installation",
+    "install": "integrations.installation",
+    "installed": "integrations.installation",
     "load": "api",
     "load_fsdp1_state_dict": "integrations.fsdp1",
     "save": "api",

@@ -33,9 +33,9 @@ class _Process:
         unsettled: Background saves of runs whose outcome was not read yet. Failed ones are printed
             when the process exits. Owner: ``runs/background/save``.
         installed: The contexts of :func:`torch_ckpt.install`, one for each call. Owner:
-            ``installation``.
+            ``integrations/installation``.
         unreplaced: Classes of writers and readers that were used as they are, with a warning.
-            Owner: ``installation``.
+            Owner: ``integrations/installation``.
         forkable: Loops of ``coordination/loop``, and all stagers.
     """
 

@@ -44,7 +44,7 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from torch_ckpt.installation import install  # Imports torch.
+    from torch_ckpt.integrations.installation import install  # Imports torch.
 
     timeout = {} if options.timeout is None else {"timeout_s": options.timeout}
     install(verify=not options.no_verify, trust_pickle=options.trust_pickle, **timeout)

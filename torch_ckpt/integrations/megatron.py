@@ -35,8 +35,8 @@ from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.metadata import dump_metadata
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.installation import replacing
 from torch_ckpt.integrations.megatron_queues import BackgroundSave, async_modules, poll_threads
+from torch_ckpt.integrations.replacing import replacing
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.item_views import PlannedItems
 from torch_ckpt.planning.load_planner import FastLoadPlanner

@@ -37,6 +37,7 @@ from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.background import Order, save_in_process, save_in_thread
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.integrations.replacing import replacing
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.planning.save_planner import FastSavePlanner
@@ -45,7 +46,7 @@ from torch_ckpt.staging.staged import Staged
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter
 
-__all__ = ["install", "installed", "replacing"]
+__all__ = ["install", "installed"]
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -181,27 +182,6 @@ def install(
     context = installed(timeout_s=timeout_s, io=io, verify=verify, trust_pickle=trust_pickle)
     context.__enter__()
     PROCESS.installed.append(context)  # An unreferenced context would end.
-
-
-@contextlib.contextmanager
-def replacing(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Replaces an attribute within a block, like ``mock.patch.object``.
-
-    A replacement that began within the block and has not ended, as that of :func:`install`, remains
-    after the block.
-
-    Args:
-        owner: Module or class with the attribute.
-        name: The attribute.
-        replacement: Its value within the block.
-    """
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        if getattr(owner, name) is replacement:
-            setattr(owner, name, original)
 
 
 @contextlib.contextmanager
