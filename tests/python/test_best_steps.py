@@ -12,11 +12,12 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from torch_ckpt import FastReader, Run, load
+from torch_ckpt import FastReader, FastWriter, Run, load
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs import step_files
@@ -70,6 +71,19 @@ def test_metrics_survive_the_process_and_belong_to_their_step(tmp_path: Path) ->
     assert run.best_step() == 50
     (tmp_path / "step-50" / ".metadata").unlink()  # No longer committed.
     assert run.best_step() is None
+
+
+def test_a_checkpoint_keeps_its_metrics_until_another_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = save_all(Run(tmp_path), {10: 3.0})
+    with monkeypatch.context() as broken:
+        broken.setattr(FastWriter, "finish", Mock(side_effect=OSError("no space")))
+        with pytest.raises(BaseException, match="no space"):
+            run.save(10, state_of(11), metrics={"loss": 1.0})
+    assert metrics_of(Location(tmp_path / "step-10"))["loss"] == 3.0
+    run.save(10, state_of(11), metrics={"loss": 2.0})
+    assert metrics_of(Location(tmp_path / "step-10"))["loss"] == 2.0
 
 
 def test_steps_without_metrics_are_retained_as_usual(tmp_path: Path) -> None:
@@ -134,8 +148,10 @@ def test_the_lease_of_another_process_protects_until_it_has_died_and_expired(
     save_all(run, {3: 1.0})
     assert steps_in(tmp_path) == [1, 3]
     monkeypatch.setattr(step_files, "LEASE_S", 0.0)
+    (tmp_path / ".pending-0123456789abcdef").write_text("of a renewal that was killed")
     save_all(run, {4: 1.0})
     assert not list(tmp_path.glob(".lease-*"))
+    assert not list(tmp_path.glob(".pending-*"))
     save_all(run, {5: 1.0})
     assert steps_in(tmp_path) == [5]
 
@@ -232,3 +248,21 @@ def test_watch_finds_steps_that_appear_while_it_waits(tmp_path: Path) -> None:
             run.save(step, state_of(step))
             assert watching.stdout.readline() == f"{step}\n"
         assert watching.wait(20) == 0
+
+
+def test_watch_finds_a_lower_step_of_a_run_that_resumed_earlier(tmp_path: Path) -> None:
+    run = save_all(Run(tmp_path), {10: 1.0, 30: 1.0})
+    command = [sys.executable, "-m", "torch_ckpt.cli.main", "watch", str(tmp_path)]
+    options = ["--interval", "0.05", "--exec", "echo {step}"]
+    with subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        threading.Timer(60, watching.kill).start()  # Otherwise a step that is missed is awaited.
+        assert watching.stdout.readline() == "30\n"
+        run.save(20, state_of(20))
+        assert watching.stdout.readline() == "20\n"
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(20) == 130
+        assert watching.stderr.read() == ""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pty
 import random
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from torch_ckpt import FastWriter
 from torch_ckpt.cli.main import main
+from torch_ckpt.storage import progress
+from torch_ckpt.storage import verify as verifying
 
 SOUND, DAMAGED, UNKNOWN, FAILED = 0, 1, 2, 3
 MODULE = [sys.executable, "-m", "torch_ckpt.cli.main"]
@@ -47,6 +49,10 @@ def run(*arguments: object, command: list[str] | None = None) -> tuple[int, str]
     )
     assert "Traceback" not in done.stdout
     return done.returncode, done.stdout
+
+
+class Own:
+    """A class that no pickle may request."""
 
 
 @pytest.fixture
@@ -251,6 +257,9 @@ def test_a_stock_checkpoint_exits_2_as_long_as_nothing_contradicts_it(
         (["verify", "{empty}"], "no checkpoint is committed in {empty}"),
         (["inspect", "{empty}"], "no checkpoint is committed in {empty}"),
         (["verify", "{empty}/nowhere"], "{empty}/nowhere"),
+        (["ls", "s3://bucket/run"], "no file system is registered for s3://"),
+        (["run", "--timeout", "-5", "script.py"], "--timeout: invalid seconds value: '-5'"),
+        (["run", "--no-verify"], "a script is missing"),
         (["verify", "{empty}/file"], "{empty}/file"),
         (["verify"], "path"),
         (["verify", "--fast", "{empty}"], "--fast"),
@@ -287,36 +296,45 @@ def test_checkpoints_of_single_ranks_are_checked_one_by_one(
     assert any("the index of" in line for line in lines)
 
 
-def on_terminal(*arguments: object) -> str:
-    """What the command writes to a terminal that is its standard error."""
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        [*MODULE, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=slave,
-    )
-    os.close(slave)
-    written = b""
-    try:
-        while part := os.read(master, 65536):
-            written += part
-    except OSError:  # Linux has no other end of file for a terminal.
-        pass
-    os.close(master)
-    assert process.wait(60) == SOUND
-    return written.decode()
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def test_progress_is_shown_on_a_terminal_and_nowhere_else(saved: Path) -> None:
-    shown = on_terminal("verify", saved)
+@pytest.mark.parametrize("with_index", [True, False])
+def test_verify_shows_a_bar_on_a_terminal(
+    with_index: bool, state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(state, (FastWriter if with_index else FileSystemWriter)(tmp_path))
+    terminal = Terminal()
+    advancing = verifying._advancing
 
-    assert "100%" in shown
-    assert "GB/s" in shown
-    assert data_files(saved)[0].name in shown
-    assert shown.endswith("\r\x1b[K"), "the bar stays behind"
-    assert on_terminal("verify", "--quiet", saved) == ""
-    assert "\r" not in run("verify", saved)[1]
+    def wait_for_bar(*arguments: Any) -> Any:
+        advance = advancing(*arguments)
+        end = time.monotonic() + 20
+        while terminal.isatty() and "%" not in terminal.getvalue() and time.monotonic() < end:
+            time.sleep(0.01)
+        return advance
+
+    monkeypatch.setattr(verifying, "_advancing", wait_for_bar)
+    monkeypatch.setattr(progress, "_BAR_AFTER_S", 0.3)  # The bytes are counted by then.
+    monkeypatch.setattr("sys.stderr", terminal)
+    main(["verify", str(tmp_path)])
+    assert f"verifying {tmp_path}: 100%" in terminal.getvalue()
+
+    monkeypatch.setattr(verifying, "_advancing", advancing)
+    terminal.truncate(0)
+    main(["verify", "--quiet", str(tmp_path)])
+    assert terminal.getvalue() == ""
+
+
+def test_trusted_pickles_are_inspected_and_verified(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3), "own": Own()}, tmp_path / "model.pt")
+    for command in ("inspect", "verify"):
+        status, printed = run(command, tmp_path / "model.pt")
+        assert status == FAILED
+        assert "Own" in printed
+        assert run(command, "--trust-pickle", tmp_path / "model.pt")[0] == SOUND
 
 
 @pytest.mark.slow

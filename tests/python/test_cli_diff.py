@@ -116,6 +116,44 @@ def test_names_are_compared_without_a_prefix(
     assert diff(capsys, tmp_path / "a", tmp_path / "b.safetensors")[0] == 1
     status, found = diff(capsys, tmp_path / "a", tmp_path / "b.safetensors", "--prefix", "model.")
     assert (status, found["equal"]) == (0, 2)
+    misspelt = main(["diff", "--prefix", "modle.", str(tmp_path / "a"), str(tmp_path / "a")])
+    assert misspelt == 3
+    assert "has a name that begins with 'modle.'" in capsys.readouterr().err
+
+
+class Own:
+    """A class that no pickle may request."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own)
+
+
+def test_an_object_of_a_forbidden_class_leaves_the_other_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, step in (("a", 7), ("b", 8)):
+        SAVES["ours"]({**WEIGHTS, "own": Own(), "step": step, "note": "x"}, tmp_path / name)
+    status, found = diff(capsys, tmp_path / "a", tmp_path / "b")
+    assert status == 1
+    assert found["equal"] == len(WEIGHTS) + 1
+    assert [entry["fqn"] for entry in found["differences"]] == ["step"]
+    assert [entry["fqn"] for entry in found["not_compared"]] == ["own"]
+    assert "Own" in found["not_compared"][0]["reason"]
+    status, found = diff(capsys, tmp_path / "a", tmp_path / "b", "--trust-pickle")
+    assert found["not_compared"] == []
+
+
+def test_a_damaged_checkpoint_is_a_failure_and_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        SAVES["ours"](WEIGHTS, tmp_path / name)
+    (data,) = (tmp_path / "b").glob("*.distcp")
+    contents = bytearray(data.read_bytes())
+    contents[contents.index(WEIGHTS["a"].numpy().tobytes())] ^= 1
+    data.write_bytes(contents)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 3
+    assert data.name in capsys.readouterr().err
 
 
 def test_large_tensors_are_compared_in_pieces(

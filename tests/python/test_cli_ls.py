@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -41,6 +41,8 @@ def test_ls_lists_steps_and_marks_damaged_and_unfinished_ones(
     (data,) = (tmp_path / "step-120").glob("*.distcp")
     os.truncate(data, 100)
     (tmp_path / "step-130").mkdir()
+    (tmp_path / "step-16" / ".first").mkdir()  # Sorts before all files.
+    (tmp_path / "step-16" / "metrics.json").write_text('{"loss": 0.0625, "other": NaN}')
     hour_ago = (tmp_path / "step-8" / ".metadata").stat().st_mtime - 3700
     os.utime(tmp_path / "step-8" / ".metadata", (hour_ago, hour_ago))
 
@@ -51,13 +53,14 @@ def test_ls_lists_steps_and_marks_damaged_and_unfinished_ones(
     assert "unfinished" in lines[0]
     assert "damaged" in lines[1]
     assert "has 100 bytes instead of" in lines[1]
-    assert lines[2].endswith("whole, newest  loss=0.0625")
+    assert lines[2].endswith("whole, newest  loss=0.0625 other=nan")
     assert "1 h ago  whole" in lines[3]
     assert len({line.index("KiB") for line in lines[1:]}) == 1
 
     _, printed = output(capsys, "ls", "--json", tmp_path)
-    facts = json.loads(printed)
+    facts = json.loads(printed, parse_constant=pytest.fail)
     assert facts["newest"] == 16
+    assert facts["steps"][2]["metrics"] == {"loss": 0.0625, "other": "nan"}
     assert [step["state"] for step in facts["steps"]] == ["unfinished", "damaged", "whole", "whole"]
     assert facts["steps"][2]["nbytes"] > 4000
 
@@ -177,13 +180,15 @@ class Terminal(io.StringIO):
 def test_tables_have_the_same_cells_with_rich(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("rich")
+    Table = pytest.importorskip("rich.table").Table
     monkeypatch.setenv("COLUMNS", "200")
     save_steps(tmp_path, 8)
     _, plain = output(capsys, "ls", tmp_path)
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
-    main(["ls", str(tmp_path)])
+    with patch("rich.table.Table", wraps=Table) as table:
+        main(["ls", str(tmp_path)])
+    table.assert_called_once()
     ours = [part for part in plain.split() if part not in "0123456789"]
     theirs = [part for part in terminal.getvalue().split() if part not in "0123456789"]
     assert ours == theirs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,23 @@ def test_a_long_list_of_differences_is_cut(tmp_path: Path) -> None:
     assert len(str(error)) < 5000
 
 
+def test_a_stored_tensor_in_place_of_an_object_is_a_difference(tmp_path: Path) -> None:
+    save(tmp_path, {"lr": torch.ones(()), "w": torch.ones(2)})
+    error = load_error(tmp_path, {"lr": 0.1, "w": torch.ones(3)})
+    assert "of another type in the checkpoint: lr a tensor, not float" in str(error)
+    assert "of another shape in the checkpoint: w [2], not [3]" in str(error)
+
+
+def test_many_missing_names_are_reported_quickly(tmp_path: Path) -> None:
+    names = [f"{i}.self_attn.q_proj.weight" for i in range(10_000)]
+    value = torch.ones(1)
+    save(tmp_path, {f"model.layers.{name}": value for name in names})
+    begin = time.monotonic()
+    error = load_error(tmp_path, {f"model.layer.{name}": value for name in names})
+    assert "(similar: model.layers.0.self_attn.q_proj.weight)" in str(error)
+    assert time.monotonic() - begin < 5
+
+
 def message_for(path: Path) -> str:
     error = load_error(path)
     assert isinstance(error, NotFoundError)
@@ -84,12 +102,22 @@ def test_a_run_is_named_with_its_steps(tmp_path: Path) -> None:
     )
 
 
+def test_the_newest_of_many_steps_is_named(tmp_path: Path) -> None:
+    for step in range(95, 185):
+        save(tmp_path / f"step-{step}")
+    assert message_for(tmp_path).startswith(
+        f"it is a run with 90 steps, 95 to 184; pass {tmp_path}/step-184, or"
+    )
+
+
 def test_checkpoints_in_subdirectories_are_named(tmp_path: Path) -> None:
     for step in (9, 10):
         save(tmp_path / f"iter_{step}")
     assert message_for(tmp_path) == (
         f"its checkpoints are in iter_9, iter_10; pass one of them, such as {tmp_path}/iter_10"
     )
+    save(tmp_path / "iter_10.5")
+    assert message_for(tmp_path).endswith(f"pass one of them, such as {tmp_path}/iter_10.5")
 
 
 def test_an_unfinished_save_is_named(tmp_path: Path) -> None:

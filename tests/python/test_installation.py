@@ -283,6 +283,30 @@ def test_the_run_command_runs_an_unchanged_script(tmp_path: Path) -> None:
     assert (tmp_path / "2" / ".index").exists()
 
 
+IN_BACKGROUND = """
+import sys, threading, time, torch, torch.distributed.checkpoint as dcp
+
+class Own: ...
+
+class SlowPlanner(dcp.DefaultSavePlanner):
+    def resolve_data(self, write_item):
+        time.sleep(0.5)  # The script has ended.
+        return super().resolve_data(write_item)
+
+dcp.async_save({"own": Own()}, checkpoint_id=sys.argv[1], planner=SlowPlanner())
+"""
+
+
+@pytest.mark.parametrize("module", [[], ["-m"]])
+def test_a_background_save_outlives_the_script(module: list[str], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(IN_BACKGROUND)
+    name = "script" if module else "script.py"
+    done = run(*module, name, tmp_path / "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "1" / ".metadata").exists()
+
+
 def test_the_run_command_ends_as_the_script_ends(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     failed = run("script.py", tmp_path / "1", "fail", cwd=tmp_path)
@@ -290,6 +314,12 @@ def test_the_run_command_ends_as_the_script_ends(tmp_path: Path) -> None:
     assert "KeyError: 'of the script'" in failed.stderr
     assert run("script.py", tmp_path / "1", "exit", cwd=tmp_path).returncode == 7
     assert run("absent.py", cwd=tmp_path).returncode == 1
+
+
+def test_the_run_command_passes_all_words_to_the_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv)")
+    done = run("--no-verify", "script.py", "--", "-x", "--", "--timeout", cwd=tmp_path)
+    assert done.stdout == "['script.py', '--', '-x', '--', '--timeout']\n"
 
 
 INSTALL = """

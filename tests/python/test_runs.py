@@ -287,6 +287,7 @@ from torch_ckpt import FastReader, load
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.runs.step_files import listed_steps
 from torch.distributed.checkpoint.api import CheckpointException
 warnings.simplefilter("ignore")
 tier = StepDirectories(Location(sys.argv[1]))
@@ -294,7 +295,7 @@ right = gone = 0
 print("begun", flush=True)
 while not Path(sys.argv[2]).exists():
     assert not tier.damaged(), tier.damaged()
-    for step in reversed(tier.listed()):  # The oldest first: those that go.
+    for step in reversed(listed_steps(tier.directory)):  # The oldest first: those that go.
         state = state_of(-1, 400_000)
         try:
             load(state, storage_reader=FastReader(tier.path(step).checkpoint_id))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from typing import Any
 
-from torch_ckpt.cli.paths import checkpoint_at
-from torch_ckpt.cli.terminal import DIFFERENT, SOUND, UNKNOWN, print_table
+from torch_ckpt.cli.arguments import add_json, add_trust_pickle, checkpoint_at
+from torch_ckpt.cli.terminal import DIFFERENT, SOUND, UNKNOWN, fail, print_json, print_table
+from torch_ckpt.errors import CorruptionError
 from torch_ckpt.filesystems.location import Location
 
 __all__ = ["add_to"]
@@ -31,29 +30,28 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--prefix",
         default="",
-        help="compare only the names with this prefix, without it; a checkpoint that has no such "
-        "name is compared whole",
+        help="compare only the names with this prefix, without it; if one checkpoint has no such "
+        "name, all of it is compared",
     )
-    parser.add_argument(
-        "--trust-pickle",
-        action="store_true",
-        help="unpickle objects of any class, which can run arbitrary code",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_trust_pickle(parser)
+    add_json(parser)
     parser.set_defaults(command=_diff)
 
 
 def _diff(options: argparse.Namespace) -> int:
     from torch_ckpt.storage.compare import compare  # Imports torch.
 
-    found = compare(
-        checkpoint_at(options.a),
-        checkpoint_at(options.b),
-        prefix=options.prefix,
-        atol=options.atol,
-        rtol=options.rtol,
-        trust_pickle=options.trust_pickle,
-    )
+    try:
+        found = compare(
+            checkpoint_at(options.a),
+            checkpoint_at(options.b),
+            prefix=options.prefix,
+            atol=options.atol,
+            rtol=options.rtol,
+            trust_pickle=options.trust_pickle,
+        )
+    except CorruptionError as error:  # Status 1 means a difference.
+        return fail(error)
     status = DIFFERENT if found.differences else UNKNOWN if found.unknown else SOUND
     if options.json:
         facts = {
@@ -63,8 +61,7 @@ def _diff(options: argparse.Namespace) -> int:
             ],
             "not_compared": [{"fqn": fqn, "reason": why} for fqn, why in found.unknown.items()],
         }
-        json.dump(facts, sys.stdout, indent=1)
-        print()
+        print_json(facts)
         return status
     rows = [*found.differences.items(), *found.unknown.items()]
     if rows:

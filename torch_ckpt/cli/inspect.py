@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import sys
 from collections import defaultdict
 from typing import Any
 
-from torch_ckpt.cli.paths import checkpoint_at
-from torch_ckpt.cli.terminal import SOUND, print_table, printable, size
+from torch_ckpt.cli.arguments import add_trust_pickle, checkpoint_at
+from torch_ckpt.cli.terminal import SOUND, print_json, print_table, printable, size
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.committed_files import (
     Checkpoint,
@@ -33,18 +31,19 @@ def add_to(commands: Any) -> None:
         "FastReader loads, and a run, whose newest step it lists.",
     )
     parser.add_argument("path", type=Location, help="directory or file of the checkpoint, or a run")
+    add_trust_pickle(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, with every box")
     parser.set_defaults(command=_inspect)
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    trust = options.trust_pickle
     summaries = [
-        _summary(described(checkpoint))
-        for checkpoint in open_checkpoints(checkpoint_at(options.path))
+        _summary(described(checkpoint, trust_pickle=trust))
+        for checkpoint in open_checkpoints(checkpoint_at(options.path), trust_pickle=trust)
     ]
     if options.json:
-        json.dump(summaries[0] if len(summaries) == 1 else summaries, sys.stdout, indent=1)
-        print()
+        print_json(summaries[0] if len(summaries) == 1 else summaries)
         return SOUND
     for summary in summaries:
         _print_summary(summary)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+import contextlib
+import math
 import time
 from typing import Any
 
-from torch_ckpt.cli.terminal import DAMAGED, SOUND, print_table, size
+from torch_ckpt.cli.arguments import add_json
+from torch_ckpt.cli.terminal import DAMAGED, SOUND, print_json, print_table, size
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
+from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.runs.step_files import listed_steps, metrics_of
 from torch_ckpt.storage.verify import check_whole
 
@@ -29,7 +31,7 @@ def add_to(commands: Any) -> None:
         "there is no run.",
     )
     parser.add_argument("run", type=Location, help="directory of the run")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     parser.set_defaults(command=_ls)
 
 
@@ -38,14 +40,16 @@ def _ls(options: argparse.Namespace) -> int:
     if not numbers:
         raise NotFoundError(
             f"{options.run} is not a run: it has no directory step-<n>"
-            if (options.run / ".metadata").is_file()
+            if has_checkpoint(options.run)
             else str(no_checkpoint(options.run))
         )
     steps = [_facts(options.run / f"step-{number}", number) for number in numbers]
     newest = next((step["step"] for step in steps if step["state"] == "whole"), None)
     if options.json:
-        json.dump({"run": str(options.run), "newest": newest, "steps": steps}, sys.stdout, indent=1)
-        print()
+        for step in steps:  # JSON has neither NaN nor infinity.
+            metrics = step["metrics"].items()
+            step["metrics"] = {k: v if math.isfinite(v) else str(v) for k, v in metrics}
+        print_json({"run": str(options.run), "newest": newest, "steps": steps})
     else:
         print_table([_row(step, newest) for step in steps], right=(0, 1, 2))
     return DAMAGED if any(step["state"] == "damaged" for step in steps) else SOUND
@@ -72,11 +76,10 @@ def _facts(path: Location, number: int) -> dict[str, Any]:
 
 def _nbytes(path: Location) -> int:
     total = 0
-    try:
+    with contextlib.suppress(CheckpointError):  # Removed meanwhile.
         for name in path.names():
-            total += (path / name).nbytes()
-    except CheckpointError:  # A directory, or a file that was removed meanwhile.
-        pass
+            with contextlib.suppress(CheckpointError):  # A directory.
+                total += (path / name).nbytes()
     return total
 
 

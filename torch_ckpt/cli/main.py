@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch_ckpt
 from torch_ckpt.cli import agent, diff, inspect, ls, run, verify, watch
-from torch_ckpt.cli.terminal import DAMAGED, FAILED, SOUND
+from torch_ckpt.cli.terminal import DAMAGED, FAILED, INTERRUPTED, SOUND, fail
 from torch_ckpt.errors import CheckpointError, CorruptionError
 
 __all__ = ["main"]
@@ -21,13 +21,15 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    options = _parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], int] = options.command
     try:
+        options = _parser().parse_args(arguments)
+        command: Callable[[argparse.Namespace], int] = options.command
         return command(options)
     except CheckpointError as error:
-        print(f"torch-ckpt: {error}", file=sys.stderr)
-        return DAMAGED if isinstance(error, CorruptionError) else FAILED
+        status = fail(error)
+        return DAMAGED if isinstance(error, CorruptionError) else status
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:  # The reader closed the pipe, for example `head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return SOUND

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
-import runpy
 import sys
+from types import CodeType, ModuleType
 from typing import Any
 
-from torch_ckpt.cli.terminal import SOUND
+from torch_ckpt.cli.arguments import add_trust_pickle, seconds
+from torch_ckpt.cli.terminal import INTERRUPTED, SOUND
+from torch_ckpt.filesystems.location import Location
 
 __all__ = ["add_to"]
 
@@ -27,38 +30,60 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=seconds,
         metavar="SECONDS",
         help="deadline of each exchange between ranks (default: 1800)",
     )
-    parser.add_argument(
-        "--trust-pickle",
-        action="store_true",
-        help="unpickle objects of any class, which can run arbitrary code",
-    )
+    add_trust_pickle(parser)
     parser.add_argument("--no-verify", action="store_true", help="do not verify loaded bytes")
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
-    parser.add_argument("script", help="the script, or the module after -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    parser.set_defaults(command=_run)
+    # One argument: between two positionals, argparse drops a "--" of the script.
+    parser.add_argument(
+        "words",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="the script, or the module after -m, and its arguments",
+    )
+    parser.set_defaults(command=_run, parser=parser)
 
 
 def _run(options: argparse.Namespace) -> int:
+    if not options.words:
+        options.parser.error("a script is missing")
     from torch_ckpt.integrations.installation import install  # Imports torch.
 
     timeout = {} if options.timeout is None else {"timeout_s": options.timeout}
     install(verify=not options.no_verify, trust_pickle=options.trust_pickle, **timeout)
-    sys.argv[:] = [options.script, *options.arguments]
+    sys.argv[:] = options.words
     try:
-        if options.is_module:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
-            runpy.run_path(options.script, run_name="__main__")
-    except (SystemExit, KeyboardInterrupt):
+        module, code = (_module if options.is_module else _script)(options.words[0])
+        # It stays: a save in the background pickles classes of __main__ after the script has ended.
+        sys.modules["__main__"] = module
+        exec(code, vars(module))
+    except SystemExit:
         raise
-    except BaseException:  # DCP's CheckpointException derives from BaseException.
-        sys.excepthook(*sys.exc_info())
-        return _SCRIPT_FAILED
+    except BaseException as error:  # DCP's CheckpointException derives from BaseException.
+        sys.excepthook(type(error), error, error.__traceback__)
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else _SCRIPT_FAILED
     return SOUND
+
+
+def _script(name: str) -> tuple[ModuleType, CodeType]:
+    sys.path.insert(0, os.path.dirname(os.path.abspath(name)))
+    module = ModuleType("__main__")
+    module.__file__ = name
+    return module, compile(Location(name).read(), name, "exec")
+
+
+def _module(name: str) -> tuple[ModuleType, CodeType]:
+    sys.path.insert(0, os.getcwd())
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:  # A package.
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec is not None else None
+    if spec is None or code is None:
+        raise ModuleNotFoundError(f"cannot run {name}: there is no such Python module")
+    module = importlib.util.module_from_spec(spec)
+    module.__name__ = "__main__"
+    sys.argv[0] = str(spec.origin)
+    return module, code

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
-__all__ = ["DAMAGED", "DIFFERENT", "FAILED", "SOUND", "UNKNOWN", "print_table", "printable", "size"]
+__all__ = [
+    "DAMAGED",
+    "DIFFERENT",
+    "FAILED",
+    "INTERRUPTED",
+    "SOUND",
+    "UNKNOWN",
+    "fail",
+    "print_json",
+    "print_table",
+    "printable",
+    "size",
+]
 
 SOUND, DAMAGED, UNKNOWN, FAILED = 0, 1, 2, 3
 """Exit statuses."""
 
 DIFFERENT = 1
 """Exit status of a comparison that found a difference."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as in a shell."""
+
+
+def fail(error: object) -> int:
+    """Prints an error, and returns the exit status of a failure."""
+    print(f"torch-ckpt: {error}", file=sys.stderr)
+    return FAILED
+
+
+def print_json(facts: Any) -> None:
+    """Prints facts as JSON."""
+    json.dump(facts, sys.stdout, indent=1, allow_nan=False)
+    print()
 
 
 def printable(name: str) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+import contextlib
 import time
 from typing import Any
 
-from torch_ckpt.cli.paths import checkpoint_at
-from torch_ckpt.cli.terminal import DAMAGED, SOUND, UNKNOWN, printable
+from torch_ckpt.cli.arguments import add_json, add_trust_pickle, checkpoint_at
+from torch_ckpt.cli.terminal import DAMAGED, SOUND, UNKNOWN, print_json, printable
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.verify import examine
 
 __all__ = ["add_to"]
@@ -29,7 +29,8 @@ def add_to(commands: Any) -> None:
         "cannot be read.",
     )
     parser.add_argument("path", type=Location, help="directory or file of the checkpoint, or a run")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_trust_pickle(parser)
+    add_json(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(command=_verify)
 
@@ -37,12 +38,14 @@ def add_to(commands: Any) -> None:
 def _verify(options: argparse.Namespace) -> int:
     path = checkpoint_at(options.path)
     begin = time.monotonic()
-    bar = None if options.quiet or not sys.stderr.isatty() else _Progress()
-    try:
-        report = examine(path, watch=bar)
-    finally:
-        if bar is not None:
-            bar.close()
+    progress = [0, 0]  # Checked bytes, all bytes.
+
+    def watch(done: int, total: int) -> None:
+        progress[:] = done, total
+
+    bar = progress_bar("verifying", path, lambda: progress[1], lambda: progress[0])
+    with contextlib.nullcontext() if options.quiet else bar:
+        report = examine(path, watch=watch, trust_pickle=options.trust_pickle)
     seconds = max(time.monotonic() - begin, 1e-9)
     status = DAMAGED if report.damage else UNKNOWN if report.doubts else SOUND
     outcome = {DAMAGED: "damaged", UNKNOWN: "no damage found", SOUND: "sound"}[status]
@@ -56,8 +59,7 @@ def _verify(options: argparse.Namespace) -> int:
             "nbytes": report.nbytes,
             "seconds": seconds,
         }
-        json.dump(facts, sys.stdout, indent=1)
-        print()
+        print_json(facts)
         return status
     if str(path) != str(options.path):
         print(f"the newest step is {printable(str(path))}")
@@ -71,22 +73,3 @@ def _verify(options: argparse.Namespace) -> int:
     speed = f"{report.nbytes} bytes in {seconds:.2f} s, {report.nbytes / seconds / 1e9:.2f} GB/s"
     print(f"{outcome} ({speed})")
     return status
-
-
-class _Progress:
-    """A progress bar on the terminal."""
-
-    _WIDTH = 30
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-
-    def __call__(self, done: int, total: int, name: str) -> None:
-        fraction = min(done / max(total, 1), 1.0)
-        bar = "#" * round(fraction * self._WIDTH)
-        speed = done / max(time.monotonic() - self._begin, 1e-9) / 1e9
-        sys.stderr.write(f"\r[{bar:{self._WIDTH}}] {fraction:4.0%} {speed:6.2f} GB/s  {name}\x1b[K")
-        sys.stderr.flush()
-
-    def close(self) -> None:
-        sys.stderr.write("\r\x1b[K")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from torch_ckpt.cli.arguments import seconds
 from torch_ckpt.cli.terminal import FAILED, SOUND
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
@@ -44,7 +45,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--until-step", type=int, metavar="STEP", help="end after this step")
     parser.add_argument(
         "--interval",
-        type=float,
+        type=seconds,
         default=10.0,
         metavar="SECONDS",
         help="time between two searches for new steps (default: %(default)g)",
@@ -67,17 +68,20 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _new_steps(options: argparse.Namespace) -> Iterator[int]:
-    """Yields committed steps: the existing ones if ``--all``, then the newest new one each time."""
-    last = -1
+    """Yields committed steps: the existing ones if ``--all``, then the newest new one each time.
+
+    A step is new if it was not committed at the search before: a run that resumed at an earlier
+    step commits lower numbers again.
+    """
+    known: set[int] = set()
     if options.all:
-        for step in sorted(committed_steps(options.run)):
-            last = step
-            yield step
+        known.update(committed_steps(options.run))
+        yield from sorted(known)
     while True:
-        newest = max(committed_steps(options.run), default=-1)
-        if newest > last:
-            last = newest
-            yield newest
+        committed = set(committed_steps(options.run))
+        new, known = committed - known, committed
+        if new:
+            yield max(new)
         elif options.once:
             return
         else:

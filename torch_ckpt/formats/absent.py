@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Sequence
 
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import metadata_prefixes
 
 __all__ = ["no_checkpoint"]
 
-_METADATA = re.compile(r"(?:__\d+)?\.metadata")
 _NUMBER = re.compile(r"\d+")
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
-_MOST_CHILDREN = 64
-"""Subdirectories to search for a checkpoint. A larger directory is not searched completely."""
+_MOST_CHILDREN = 1000
+"""Names to search for a checkpoint, those with the highest numbers."""
 
 
 def no_checkpoint(path: Location) -> NotFoundError:
@@ -56,15 +57,13 @@ def _reason(path: Location) -> str:
 
 def _checkpoints_below(path: Location, names: Sequence[str]) -> list[str]:
     """Returns the subdirectories that have a committed checkpoint, ordered by their numbers."""
+    ordered = sorted(names, key=lambda name: [*map(int, _NUMBER.findall(name))])
     found = []
-    for name in [name for name in names if "." not in name][-_MOST_CHILDREN:]:
-        try:
-            below = (path / name).names()
-        except CheckpointError:  # A file, or a directory that cannot be read.
-            continue
-        if any(_METADATA.fullmatch(child) for child in below):
-            found.append(name)
-    return sorted(found, key=lambda name: [*map(int, _NUMBER.findall(name))])
+    for name in ordered[-_MOST_CHILDREN:]:
+        with contextlib.suppress(CheckpointError):  # A directory that cannot be read.
+            if not name.startswith(".") and metadata_prefixes(path / name):
+                found.append(name)
+    return found
 
 
 def _similar(path: Location) -> str:

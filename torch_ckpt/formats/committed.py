@@ -18,10 +18,12 @@ from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["INDEX_MARK", "committed_id", "open_committed"]
+__all__ = ["INDEX_MARK", "committed_id", "has_checkpoint", "metadata_prefixes", "open_committed"]
 
 INDEX_MARK = "torch_ckpt: sealed by an index"
 """An entry of ``storage_meta.modules`` in metadata that was committed with an index."""
+
+_COMMIT_FILE = re.compile(r"((?:__\d+)?)\.(metadata|index)")
 
 _MAX_NAMES_TRIED = 8  # More than one: a name itself may be damaged.
 
@@ -29,6 +31,27 @@ _MAX_NAMES_TRIED = 8  # More than one: a name itself may be damaged.
 _PICKLED_MARK = re.compile(
     rb"(\x8c%c|X%c\0\0\0)%s" % (len(INDEX_MARK), len(INDEX_MARK), re.escape(INDEX_MARK.encode()))
 )
+
+
+def has_checkpoint(directory: Location) -> bool:
+    """Returns whether a checkpoint of all ranks is committed in a directory, whole or damaged."""
+    return (directory / ".metadata").is_file()
+
+
+def metadata_prefixes(directory: Location) -> list[str]:
+    """Returns the prefixes of all commit files in a directory, sorted.
+
+    A prefix is empty, or ``__0`` for the checkpoint of rank 0 alone. The list is empty for a file,
+    and for a directory that does not exist or has no committed checkpoint.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    try:
+        names = [] if directory.is_file() else directory.names()
+    except NotFoundError:
+        return []
+    return sorted({match[1] for match in map(_COMMIT_FILE.fullmatch, names) if match})
 
 
 def open_committed(

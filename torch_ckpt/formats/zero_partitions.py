@@ -65,7 +65,7 @@ def read_partitions(files: Files, names: dict[int, str], groups: list[Shapes]) -
     first = min(names)
     try:
         ranks[first] = files.read(names[first])
-    except Exception:  # Another file may tell how many ranks there are, and which tensors suffer.
+    except Exception:  # Another file may show the number of ranks, and which tensors are damaged.
         first = max(names)
         ranks[first] = files.read(names[first])
     count = ranks[first].at(_TOP, "partition_count", kind=(int, list))

@@ -19,12 +19,13 @@ from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.runs.background.agent import backend_for
 from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import Mode, StepDirectories, Verify
-from torch_ckpt.runs.step_files import write_metrics
+from torch_ckpt.runs.step_files import lease, write_metrics
 from torch_ckpt.runs.step_tiers import StepTiers, common_step
 from torch_ckpt.storage.writer import FastWriter
 
@@ -161,6 +162,7 @@ class Run:
             [*memory, self._disk], self._group, process_group, timeout_s, self._location
         )
         self._pending: BackgroundSave | None = None
+        self._metrics: Mapping[str, float] | None = None  # Those of the last save.
         self._schedule = SaveSchedule(every, max_overhead)
         self._boundary = StepBoundary()
 
@@ -223,7 +225,8 @@ class Run:
                 once the new one is complete.
             state: State dict, as for :func:`torch_ckpt.save`.
             metrics: Numbers to store with the step, such as ``{"loss": 2.5}``, for ``keep_best``
-                and :meth:`best_step`. Those of the first rank count.
+                and :meth:`best_step`. Those of the first rank count. They are not stored if
+                ``persist`` is ``False``.
             persist: Whether to write the step to disk. With ``False``, the agent retains the step
                 in memory for restarted ranks. The agent writes the newest step to disk when the
                 ranks end or die, or when the run falls back to saving without the agent.
@@ -259,7 +262,7 @@ class Run:
                 )
             self.skipped += 1
             return False
-        self._begin(step, self.timeout_s, metrics)
+        self._begin(step, self.timeout_s, metrics if persist else None)
         failure: Exception | None = None
         if self.asynchronous:
             try:
@@ -385,7 +388,7 @@ class Run:
             with run.lease(100) as path:
                 dcp.load(state, storage_reader=FastReader(path))
         """
-        with self._disk.lease(step) as path:
+        with lease(self._disk.directory, step) as path:
             yield path.checkpoint_id
 
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int | None:
@@ -504,13 +507,16 @@ class Run:
     ) -> None:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
-        Then the first rank stores the metrics.
+        Then the first rank stores the metrics. If the save replaces a checkpoint, which keeps its
+        own until then, :meth:`_committed` stores them.
         """
         path = self._disk.path(step)
+        self._metrics = metrics
 
         def begin(steps: list[int]) -> int:
             common = common_step(steps)
-            write_metrics(path, metrics)
+            if not has_checkpoint(path):
+                write_metrics(path, metrics)
             return common
 
         self._decide(
@@ -546,6 +552,7 @@ class Run:
         if not self._group.is_coordinator:
             return
         try:
+            write_metrics(self._disk.path(step), self._metrics)
             self._disk.sweep()
             if self.keep_last is None and self.keep_best is None:
                 return

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch_ckpt.api import load
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.runs.step_files import (
-    lease,
     leased_steps,
     listed_steps,
     metrics_of,
@@ -65,14 +65,6 @@ class StepDirectories:
         """Returns the directory of a step."""
         return self.directory / f"step-{step}"
 
-    def listed(self) -> list[int]:
-        """Returns all directories with the name of a step, whole or not, the newest first.
-
-        Raises:
-            StorageError: The directory of the run cannot be read.
-        """
-        return listed_steps(self.directory)
-
     def report(self) -> None:
         """Returns ``None``: all ranks have the same disk."""
 
@@ -81,7 +73,7 @@ class StepDirectories:
 
         Warns of steps that were committed and are damaged.
         """
-        for step in self.listed():
+        for step in listed_steps(self.directory):
             try:
                 self._check(self.path(step))
             except NotFoundError:
@@ -94,7 +86,7 @@ class StepDirectories:
     def damaged(self) -> list[int]:
         """Returns the steps that were committed and are damaged, the newest first."""
         found = []
-        for step in self.listed():
+        for step in listed_steps(self.directory):
             try:
                 self._check(self.path(step))
             except NotFoundError:
@@ -134,15 +126,11 @@ class StepDirectories:
         """
         sign = 1 if mode == "min" else -1
         found = []
-        for step in self.listed():
+        for step in listed_steps(self.directory):
             value = metrics_of(self.path(step)).get(monitor, math.nan)
-            if not math.isnan(value) and (self.path(step) / ".metadata").exists():
+            if not math.isnan(value) and has_checkpoint(self.path(step)):
                 found.append((sign * value, step))
         return [step for _, step in sorted(found)[:count]]
-
-    def lease(self, step: int) -> contextlib.AbstractContextManager[Location]:
-        """Protects a step from removal within the block; see :func:`lease`."""
-        return lease(self.directory, step)
 
     def retain(self, saved: int, *, last: int, every: int | None, best: Sequence[int] = ()) -> None:
         """Removes steps except the newest ``last``, the multiples of ``every`` and the best ones.
@@ -161,7 +149,7 @@ class StepDirectories:
         """
         newest: list[int] = []
         protected = {saved, *best, *leased_steps(self.directory)}
-        for step in self.listed():
+        for step in listed_steps(self.directory):
             if len(newest) < max(last, 1):
                 try:
                     check_whole(self.path(step))
@@ -172,7 +160,7 @@ class StepDirectories:
                 except CheckpointError:
                     continue
             else:
-                committed = (self.path(step) / ".metadata").exists()
+                committed = has_checkpoint(self.path(step))
             if step in protected or (committed and every is not None and step % every == 0):
                 continue
             if newest:  # A step newer than all whole steps may be a save in progress.

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import has_checkpoint
 
 __all__ = [
     "LEASE_S",
@@ -38,6 +39,7 @@ _RENEW_S = 60.0
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _LEASE = re.compile(r"\.lease-(0|[1-9][0-9]*)-[0-9a-f]+")
 _METRICS = "metrics.json"
+_PENDING = ".pending-"
 
 
 def listed_steps(directory: Location) -> list[int]:
@@ -61,7 +63,7 @@ def committed_steps(directory: Location) -> list[int]:
         StorageError: The directory of the run cannot be read.
     """
     steps = listed_steps(directory)
-    return [step for step in steps if (directory / f"step-{step}" / ".metadata").is_file()]
+    return [step for step in steps if has_checkpoint(directory / f"step-{step}")]
 
 
 # ---- Metrics ----
@@ -118,7 +120,7 @@ def lease(directory: Location, step: int) -> Iterator[Location]:
         StorageError: The lease cannot be written.
     """
     path = directory / f"step-{step}"
-    if not (path / ".metadata").is_file():
+    if not has_checkpoint(path):
         raise _no_step(directory, step)
     file = directory / f".lease-{step}-{secrets.token_hex(8)}"
     _renew(file)
@@ -132,7 +134,7 @@ def lease(directory: Location, step: int) -> Iterator[Location]:
     thread = threading.Thread(target=renew, name="torch_ckpt-lease", daemon=True)
     try:
         # A removal that began before the lease was written has renamed the step by now.
-        if not (path / ".metadata").is_file():
+        if not has_checkpoint(path):
             raise _no_step(directory, step)
         thread.start()
         yield path
@@ -149,10 +151,14 @@ def leased_steps(directory: Location) -> set[int]:
 
 
 def remove_expired_leases(directory: Location) -> None:
-    """Deletes the leases of processes that have died."""
+    """Deletes the leases of processes that have died, and the files of unfinished renewals."""
     for _, file, is_valid in _leases(directory):
         if not is_valid:
             file.discard()
+    for name in directory.names():
+        written = (directory / name).modified_s() if name.startswith(_PENDING) else None
+        if written is not None and time.time() - written > LEASE_S:
+            (directory / name).discard()
 
 
 def _leases(directory: Location) -> Iterator[tuple[int, Location, bool]]:
@@ -183,7 +189,7 @@ def _no_step(directory: Location, step: int) -> NotFoundError:
 
 def _replace(file: Location, contents: bytes) -> None:
     """Writes a file, so that readers find the old contents or the new ones."""
-    pending = file.with_name(f".pending-{secrets.token_hex(8)}")
+    pending = file.with_name(f"{_PENDING}{secrets.token_hex(8)}")
     try:
         pending.write(contents, sync=False)
         pending.rename(file)

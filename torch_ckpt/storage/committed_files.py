@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch_ckpt._core import _native
-from torch_ckpt.errors import CheckpointError, NotFoundError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.absent import no_checkpoint
-from torch_ckpt.formats.committed import open_committed
+from torch_ckpt.formats.committed import metadata_prefixes, open_committed
 
 __all__ = [
     "Checkpoint",
     "described",
-    "find_checkpoints",
-    "is_committed",
     "open_checkpoint",
     "open_checkpoints",
 ]
-
-_METADATA = re.compile(r"((?:__\d+)?)\.(metadata|index)")
 
 
 @dataclass
@@ -38,60 +32,51 @@ class Checkpoint:
     format: str | None = None  # None for DCP's.
 
 
-def find_checkpoints(directory: Location) -> list[str]:
-    """Returns the prefixes of all metadata files: empty, or ``__0`` for that of rank 0 alone.
+def open_checkpoint(directory: Location, prefix: str, *, trust_pickle: bool = False) -> Checkpoint:
+    """Opens the checkpoint whose metadata has this prefix.
 
-    Raises:
-        NotFoundError: No checkpoint is committed in the directory.
+    Args:
+        directory: Directory of the checkpoint.
+        prefix: One of :func:`metadata_prefixes`.
+        trust_pickle: As for :func:`open_checkpoints`.
     """
-    try:
-        names = directory.names()
-    except NotFoundError:
-        names = []
-    found = {match[1] for match in map(_METADATA.fullmatch, names) if match}
-    if not found:
-        raise no_checkpoint(directory)
-    return sorted(found)
-
-
-def open_checkpoint(directory: Location, prefix: str) -> Checkpoint:
-    """Opens the checkpoint whose metadata has this prefix."""
     path = directory / f"{prefix}.metadata"
     metadata, index = open_committed(directory, prefix)
     if index is None:
-        return described(Checkpoint(path, metadata, None, [], None, None))
+        checkpoint = Checkpoint(path, metadata, None, [], None, None)
+        return described(checkpoint, trust_pickle=trust_pickle)
     entries = index if index.has_entries else None
     return Checkpoint(path, metadata, index, index.files, entries, index.save_id)
 
 
-def open_checkpoints(path: Location) -> list[Checkpoint]:
+def open_checkpoints(path: Location, *, trust_pickle: bool = False) -> list[Checkpoint]:
     """Opens all checkpoints of a directory, or a file or directory of another format.
+
+    Args:
+        path: The directory or file.
+        trust_pickle: Whether pickles may contain any class and run any code.
 
     Raises:
         NotFoundError: There is no checkpoint.
         CorruptionError: A checkpoint is damaged.
-        UnsupportedError: The format is not supported.
+        UnsupportedError: The format is not supported, or a pickle requests a forbidden class.
     """
-    if is_committed(path):
-        return [open_checkpoint(path, prefix) for prefix in find_checkpoints(path)]
+    if prefixes := metadata_prefixes(path):
+        return [open_checkpoint(path, prefix, trust_pickle=trust_pickle) for prefix in prefixes]
     from torch_ckpt.formats.recognise import open_stored
 
-    opened = open_stored(path, verify=True, trust_pickle=False)
+    opened = open_stored(path, verify=True, trust_pickle=trust_pickle)
     assert opened.index is not None
     index = opened.index
     return [Checkpoint(path, None, index, index.files, index, None, opened.format)]
 
 
-def is_committed(path: Location) -> bool:
-    """Returns whether a path is a directory of DCP with a commit file."""
-    try:
-        return not path.is_file() and any(map(_METADATA.fullmatch, path.names()))
-    except NotFoundError:
-        return False
-
-
-def described(checkpoint: Checkpoint) -> Checkpoint:
+def described(checkpoint: Checkpoint, *, trust_pickle: bool = False) -> Checkpoint:
     """Returns the checkpoint with entries; unpickles the metadata if the index has none.
+
+    Args:
+        checkpoint: The checkpoint.
+        trust_pickle: As for :func:`open_checkpoints`.
 
     Raises:
         UnsupportedError: The metadata is in a custom form of its planner.
@@ -102,8 +87,9 @@ def described(checkpoint: Checkpoint) -> Checkpoint:
     from torch_ckpt.formats.megatron import unflattened
     from torch_ckpt.formats.metadata import load_committed
 
+    pickled = checkpoint.metadata.read_pickle()
     metadata = unflattened(
-        load_committed(checkpoint.metadata.read_pickle(), where=str(checkpoint.path))
+        load_committed(pickled, where=str(checkpoint.path), trust_pickle=trust_pickle)
     )
     files = checkpoint.files
     if checkpoint.index is None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torch_ckpt._core.tensors import DTYPE_CODES
+from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.reader import FastReader
 
@@ -60,17 +61,20 @@ def compare(
     Args:
         a: The first checkpoint, of any format that :class:`FastReader` loads.
         b: The second checkpoint.
-        prefix: Compare only FQNs with this prefix, without it. A checkpoint that has no such FQN is
-            compared whole.
+        prefix: Compare only FQNs with this prefix, without it. If one checkpoint has no such FQN,
+            all of it is compared.
         atol: Absolute tolerance. With both tolerances 0, tensors must be equal bit for bit.
         rtol: Tolerance relative to ``b``.
         trust_pickle: Whether pickles may contain any class and run any code.
 
     Raises:
         CheckpointError: A checkpoint cannot be read.
+        NotFoundError: Neither checkpoint has an FQN with the prefix.
     """
     sides = [_Side(path, prefix, trust_pickle) for path in (a, b)]
     one, two = sides
+    if not one.has_prefix and not two.has_prefix:
+        raise NotFoundError(f"neither {a} nor {b} has a name that begins with {prefix!r}")
     found = Comparison()
     for fqn in sorted(one.names.keys() ^ two.names.keys()):
         where = "A" if fqn in one.names else "B"
@@ -107,6 +111,7 @@ class _Side:
         self._reader.set_up_storage_reader(self._metadata, True)
         stored = list(self._metadata.state_dict_metadata)
         chosen = [fqn for fqn in stored if fqn.startswith(prefix)]
+        self.has_prefix = bool(chosen) or not prefix
         self.names: Mapping[str, str] = (
             {fqn.removeprefix(prefix): fqn for fqn in chosen}
             if chosen
@@ -245,7 +250,16 @@ def _larger(x: float, y: float) -> float:
 def _compare_objects(sides: Sequence[_Side], fqns: Sequence[str], found: Comparison) -> None:
     if not fqns:
         return
-    for fqn, x, y in zip(fqns, *(side.objects(fqns) for side in sides), strict=True):
+    try:
+        loaded = [side.objects(fqns) for side in sides]
+    except UnsupportedError as error:  # An object of a forbidden class.
+        if len(fqns) == 1:
+            found.unknown[fqns[0]] = str(error)
+            return
+        for fqn in fqns:
+            _compare_objects(sides, [fqn], found)
+        return
+    for fqn, x, y in zip(fqns, *loaded, strict=True):
         try:
             same = _is_equal(x, y)
         except Exception as error:

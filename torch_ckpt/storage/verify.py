@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import open_committed
+from torch_ckpt.formats.committed import metadata_prefixes, open_committed
 from torch_ckpt.options import READ_THREADS, IoOptions
 from torch_ckpt.storage.committed_files import (
     Checkpoint,
-    find_checkpoints,
-    is_committed,
     open_checkpoint,
     open_checkpoints,
 )
@@ -26,7 +24,8 @@ __all__ = ["Report", "check_sound", "check_whole", "examine"]
 _RECORD_NBYTES = 4 << 20  # Bytes read at a time from a record of torch.save.
 _STEP_NBYTES = 256 << 20  # Bytes checked between two calls of watch().
 
-_Advance = Callable[[int, str], None]
+_Watch = Callable[[int, int], None]
+_Advance = Callable[[int], None]
 
 
 @dataclass
@@ -46,13 +45,18 @@ class Report:
     nbytes: int = 0
 
 
-def examine(path: Location, *, watch: Callable[[int, int, str], None] | None = None) -> Report:
+def examine(
+    path: Location,
+    *,
+    watch: _Watch | None = None,
+    trust_pickle: bool = False,
+) -> Report:
     """Verifies every byte of a checkpoint and reports all damage.
 
     Args:
         path: A directory of DCP, or a file or directory of another format.
-        watch: Progress callback. Its arguments are the bytes checked so far, the total bytes, and
-            the file name.
+        watch: Progress callback. Its arguments are the bytes checked so far and the total bytes.
+        trust_pickle: Whether pickles may contain any class and run any code.
 
     Raises:
         NotFoundError: There is no checkpoint.
@@ -64,22 +68,17 @@ def examine(path: Location, *, watch: Callable[[int, int, str], None] | None = N
         assert not examine(Location("run/step-100")).damage
     """
     report = Report()
-    if not is_committed(path):
-        _examine_files(path, report, watch)
+    prefixes = metadata_prefixes(path)
+    if not prefixes:
+        _examine_files(path, report, watch, trust_pickle)
         return report
     checkpoints: list[Checkpoint] = []
-    for prefix in find_checkpoints(path):
+    for prefix in prefixes:
         try:
-            checkpoints.append(open_checkpoint(path, prefix))
+            checkpoints.append(open_checkpoint(path, prefix, trust_pickle=trust_pickle))
         except CorruptionError as error:
             report.damage.append(str(error))
-    total = sum(nbytes for checkpoint in checkpoints for _, nbytes in checkpoint.files)
-
-    def advance(nbytes: int, name: str) -> None:
-        report.nbytes += nbytes
-        if watch is not None:
-            watch(report.nbytes, total, name)
-
+    advance = _advancing(report, checkpoints, watch)
     for checkpoint in checkpoints:
         if checkpoint.index is not None:
             if _check_structure(checkpoint, checkpoint.index, report):
@@ -89,31 +88,45 @@ def examine(path: Location, *, watch: Callable[[int, int, str], None] | None = N
     return report
 
 
+def _advancing(report: Report, checkpoints: list[Checkpoint], watch: _Watch | None) -> _Advance:
+    """Returns a function that counts checked bytes and calls ``watch``."""
+    total = sum(nbytes for checkpoint in checkpoints for _, nbytes in checkpoint.files)
+
+    def advance(nbytes: int) -> None:
+        report.nbytes += nbytes
+        if watch is not None:
+            watch(report.nbytes, total)
+
+    advance(0)
+    return advance
+
+
 def _examine_files(
-    path: Location, report: Report, watch: Callable[[int, int, str], None] | None
+    path: Location,
+    report: Report,
+    watch: _Watch | None,
+    trust_pickle: bool,
 ) -> None:
     """Checks files of other formats: their structure, and the CRCs of the records of torch.save."""
     from torch_ckpt.formats.torch_save import is_archive  # Imports torch.
 
     try:
-        (checkpoint,) = open_checkpoints(path)
+        (checkpoint,) = open_checkpoints(path, trust_pickle=trust_pickle)
     except CorruptionError as error:
         report.damage.append(str(error))
         return
+    advance = _advancing(report, [checkpoint], watch)
     directory = path.parent if path.is_file() else path
-    for name, nbytes in checkpoint.files:
+    for name, _ in checkpoint.files:
         if not is_archive((directory / name).read_range(0, 512)[1]):
             report.doubts.append(f"{name} has no checksums: only its structure was verified")
             continue
-        total = nbytes
         with (directory / name).open() as stream, zipfile.ZipFile(stream) as archive:
             for record in archive.infolist():
                 try:
                     with archive.open(record) as contents:
                         while data := contents.read(_RECORD_NBYTES):
-                            report.nbytes += len(data)
-                            if watch is not None:
-                                watch(report.nbytes, total, name)
+                            advance(len(data))
                 except (zipfile.BadZipFile, EOFError) as error:
                     report.damage.append(f"{name}: {error}")
 
@@ -233,7 +246,7 @@ def _check_blocks(
                 report.damage.append(f"{name} [{begin}, {nbytes}): {error}")
                 report.fqns.update(fqn for _, _, fqn in slices[number])
                 break
-            advance(end - begin, name)
+            advance(end - begin)
         for begin, end in _merge_adjacent(damaged):
             fqns = [fqn for low, high, fqn in slices[number] if low < end and high > begin]
             report.fqns.update(fqns)
@@ -262,7 +275,7 @@ def _check_archives(checkpoint: Checkpoint, report: Report, advance: _Advance) -
             except (NotFoundError, CorruptionError) as error:
                 report.damage.append(f"{name} [{begin}, {end}): {fqn}: {error}")
                 report.fqns.add(fqn)
-            advance(end - begin, name)
+            advance(end - begin)
     report.doubts.append(
         f"{checkpoint.path} has no index: only the checksums of zip records were verified"
     )

@@ -1,0 +1,41 @@
+"""Arguments that several commands have in common."""
+
+from __future__ import annotations
+
+import argparse
+
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import metadata_prefixes
+from torch_ckpt.runs.step_files import committed_steps
+
+__all__ = ["add_json", "add_trust_pickle", "checkpoint_at", "seconds"]
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_trust_pickle(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--trust-pickle``."""
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="unpickle objects of any class, which can run arbitrary code",
+    )
+
+
+def seconds(text: str) -> float:
+    """Returns a positive number of seconds; argparse reports a ``ValueError`` as a usage error."""
+    value = float(text)
+    if not value > 0:
+        raise ValueError(text)
+    return value
+
+
+def checkpoint_at(path: Location) -> Location:
+    """Returns the path itself, or of a run the directory of the newest committed step."""
+    if path.is_file() or metadata_prefixes(path):
+        return path
+    steps = committed_steps(path)
+    return path / f"step-{steps[0]}" if steps else path
