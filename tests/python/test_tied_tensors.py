@@ -11,9 +11,10 @@ import torch.distributed.checkpoint as dcp
 from checkpoints import failure_of
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.checkpoint.planner import LoadPlan
 
 import torch_ckpt
-from torch_ckpt import FastReader, SafetensorsWriter
+from torch_ckpt import FastLoadPlanner, FastReader, SafetensorsWriter
 from torch_ckpt.planning.ties import tied_names
 
 
@@ -73,6 +74,23 @@ def test_a_missing_name_is_loaded_through_the_name_that_shares_its_tensor(
     torch_ckpt.load(other.state_dict(), storage_reader=FastReader(tmp_path))
     for name, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], value), name
+
+
+class CountingPlanner(FastLoadPlanner):
+    calls = 0
+
+    def create_local_plan(self) -> LoadPlan:
+        self.calls += 1
+        return super().create_local_plan()
+
+
+def test_an_overridden_planner_is_called_once_for_tied_names(tmp_path: Path) -> None:
+    torch_ckpt.save({"a": torch.ones(3)}, checkpoint_id=tmp_path)
+    value = torch.zeros(3)
+    planner = CountingPlanner()
+    torch_ckpt.load({"a": value, "b": value}, checkpoint_id=tmp_path, planner=planner)
+    assert planner.calls == 1
+    assert value.tolist() == [1.0] * 3
 
 
 def test_a_missing_name_with_a_tensor_of_its_own_is_an_error(tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ __all__ = ["with_differences"]
 _MOST = 20
 """Maximum number of names in each list of a message."""
 
+_MOST_CANDIDATES = 200
+"""Names that are compared with a missing name."""
+
 
 def with_differences(
     error: RuntimeError | ValueError, state_dict: dict[str, Any], metadata: Metadata
@@ -31,10 +34,12 @@ def with_differences(
     stored = metadata.state_dict_metadata
     missing = [fqn for fqn in state_dict if fqn not in stored]
     unrequested = [fqn for fqn in stored if fqn not in state_dict]
-    shapes, dtypes = [], []
+    kinds, shapes, dtypes = [], [], []
     for fqn, value in state_dict.items():
         entry = stored.get(fqn)
         if not isinstance(value, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
+            if isinstance(entry, TensorStorageMetadata):
+                kinds.append(f"{fqn} a tensor, not {type(value).__name__}")
             continue
         if entry.size != value.size():
             shapes.append(f"{fqn} {list(entry.size)}, not {list(value.size())}")
@@ -42,6 +47,7 @@ def with_differences(
             dtypes.append(f"{fqn} {entry.properties.dtype}, not {value.dtype}")
     lines = [
         ("missing in the checkpoint", _with_similar(missing, unrequested)),
+        ("of another type in the checkpoint", kinds),
         ("of another shape in the checkpoint", shapes),
         ("of another dtype in the checkpoint, which is no error", dtypes),
         ("in the checkpoint, but not requested", unrequested),
@@ -56,10 +62,17 @@ def _with_similar(missing: Sequence[str], unrequested: Sequence[str]) -> list[st
     for number, fqn in enumerate(missing):
         close = number < _MOST and (
             [name for name in unrequested if name.endswith(f".{fqn}") or fqn.endswith(f".{name}")]
-            or difflib.get_close_matches(fqn, unrequested[:10_000], n=1)
+            or difflib.get_close_matches(fqn, _candidates(fqn, unrequested), n=1)
         )
         described.append(f"{fqn} (similar: {close[0]})" if close else fqn)
     return described
+
+
+def _candidates(fqn: str, names: Sequence[str]) -> list[str]:
+    """Returns names with the same last component, those of similar length; few, for the time."""
+    last = fqn.rpartition(".")[2]
+    alike = [name for name in names if name.rpartition(".")[2] == last] or names
+    return sorted(alike, key=lambda name: abs(len(name) - len(fqn)))[:_MOST_CANDIDATES]
 
 
 def _listed(names: Iterable[str]) -> str:

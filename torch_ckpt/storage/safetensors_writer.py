@@ -133,7 +133,7 @@ class SafetensorsWriter(FastWriter):
 
     Example::
 
-        dcp.save(model.state_dict(), storage_writer=SafetensorsWriter("model"))
+        torch_ckpt.save(model.state_dict(), storage_writer=SafetensorsWriter("model"))
     """
 
     _committed_names = COMMITTED_NAMES
