@@ -197,6 +197,29 @@ def test_the_best_model_is_loaded_at_the_end_as_a_trainer_does(tmp_path: Path) -
         assert torch.equal(parameter, ours.model.get_parameter(name)), name
 
 
+@pytest.mark.parametrize(
+    ("losses", "loaded"),
+    [
+        ([9, 5, 1, 4, 6, 7, 8], 8),  # The best step is 6, which is not saved.
+        ([1, 5, 6, 4, 6, 7, 8], STEPS),  # As a trainer does: no step was the best when saved.
+    ],
+)
+def test_the_best_step_need_not_be_saved(tmp_path: Path, losses: list[int], loaded: int) -> None:
+    callback = RunCallback(Run(tmp_path / "run", every=1000, keep_best=1, monitor="eval_score"))
+    options = best_options(metric_for_best_model="score", greater_is_better=False, save_steps=4)
+    trainer = trainer_of(tmp_path / "out", callback, save_strategy="steps", **options)
+    scores = iter(losses)
+    trainer.compute_metrics = lambda _: {"score": float(next(scores))}
+    callback.train(trainer)
+
+    weights = {name: torch.empty_like(w) for name, w in trainer.model.state_dict().items()}
+    callback.run.restore({"model": weights}, step=loaded)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+    if loaded != STEPS:
+        assert trainer.state.best_model_checkpoint == f"{tmp_path}/run/step-{loaded}"
+
+
 def test_adapters_of_peft_are_saved_without_the_base_model(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 

@@ -45,7 +45,7 @@ class RunCallback(TrainerCallback):
     steps; ``save_total_limit`` and ``save_on_each_node`` have no effect.
 
     ``load_best_model_at_end`` needs a run that retains the best step, such as
-    ``Run(path, keep_best=1, monitor="eval_loss")``.
+    ``Run(path, keep_best=1, monitor="eval_loss")``. It loads the best saved step.
 
     A callback alone cannot resume, because ``Trainer`` chooses its position in the data before the
     first event of a callback. Call :meth:`train` instead of ``trainer.train()``. While it trains,
@@ -158,9 +158,8 @@ class _TrainerStorage:
         trainer.store_flos()
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         state.stateful_callbacks = _states_of(callbacks)
-        best = state.best_global_step
-        if best is not None:
-            state.best_model_checkpoint = f"{self._run.directory}/step-{best}"
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = f"{self._run.directory}/step-{state.global_step}"
         metrics = _metrics_at(state.global_step, state.log_history)
         monitor = self._run.monitor
         is_evaluated = bool(metrics) and (monitor is None or monitor in metrics)
@@ -169,11 +168,15 @@ class _TrainerStorage:
         )
 
     def load_best(self) -> None:
-        """Loads the model of the best step, at the end of the training."""
+        """Loads the model of the best saved step, at the end of the training."""
+        best = self._run.best_step()
+        if best is None:
+            return
         trainer = self._trainer
+        trainer.state.best_model_checkpoint = f"{self._run.directory}/step-{best}"
         model, options = trainer.model, self._options
         weights = {"model": self._saved(get_model_state_dict(model, options=options))}
-        self._run.restore(weights, step=trainer.state.best_global_step)
+        self._run.restore(weights, step=best)
         set_model_state_dict(model, weights["model"], options=_lenient(options))
 
     def load(self, checkpoint: str | None) -> None:
