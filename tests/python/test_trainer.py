@@ -24,6 +24,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 from torch_ckpt import CheckpointError, FastReader, Run
+from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations.trainer import RunCallback
 from torch_ckpt.runs.step_files import metrics_of
@@ -271,3 +272,14 @@ def test_what_cannot_be_done_through_a_run_is_refused(tmp_path: Path) -> None:
         callback.train(trainer)
     with pytest.raises(ValueError, match="does not have this callback"):
         RunCallback(Run(tmp_path / "run")).train(trainer)
+
+
+def test_training_that_would_save_nothing_to_the_run_is_refused(tmp_path: Path) -> None:
+    callback = RunCallback(Run(tmp_path / "run", every=4))
+    trainer = trainer_of(tmp_path / "out", callback)
+    with pytest.raises(UnsupportedError, match=r"callback\.train\(trainer\)"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    callback.train(trainer)
+    with pytest.raises(UnsupportedError):
+        trainer.train()

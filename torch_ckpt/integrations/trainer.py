@@ -58,7 +58,7 @@ class RunCallback(TrainerCallback):
         UnsupportedError: The trainer uses DeepSpeed, ``save_only_model``, ``push_to_hub``,
             ``enable_jit_checkpoint``, or ``load_best_model_at_end`` with a run that does not retain
             the best step. Raised when the trainer is constructed with this callback, or by
-            :meth:`train`.
+            :meth:`train`. Also raised by ``trainer.train()`` outside :meth:`train`.
 
     Example::
 
@@ -69,12 +69,24 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self._is_training = False  # Whether the trainer saves to the run.
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Refuses a trainer whose options a run cannot fulfil."""
         _refuse(args, self.run)
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Refuses a training that saves nothing to the run.
+
+        Raises:
+            UnsupportedError: :meth:`train` did not begin the training.
+        """
+        if not self._is_training:
+            raise UnsupportedError(
+                "cannot save to the run in trainer.train(): call callback.train(trainer) instead"
+            )
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -109,6 +121,7 @@ class RunCallback(TrainerCallback):
         step = self.run.latest_step()
         with contextlib.ExitStack() as stack:
             stack.enter_context(storage.replacing_files())
+            stack.enter_context(mock.patch.object(self, "_is_training", True))
             if step is None:
                 return trainer.train(**options)
             folder = stack.enter_context(tempfile.TemporaryDirectory())
