@@ -42,7 +42,7 @@ class Phases:
     def end(
         self, done: str, nbytes: int, path: Location, *details: str, is_coordinator: bool
     ) -> None:
-        """Ends the last phase, and logs all of them.
+        """Ends the last phase, and logs all phases since the previous call.
 
         Logs each phase at level DEBUG. The coordinator also logs one line at level INFO.
 
@@ -54,11 +54,12 @@ class Phases:
             is_coordinator: Whether this rank is the coordinator.
         """
         end = time.monotonic()
-        ends = [begin for _, begin in self._begun[1:]] + [end]
-        for (phase, begin), until in zip(self._begun, ends, strict=True):
+        begun, self._begun = self._begun, []
+        ends = [begin for _, begin in begun[1:]] + [end]
+        for (phase, begin), until in zip(begun, ends, strict=True):
             _LOG.debug("%s: %s took %.3f s", path, phase, until - begin)
         if is_coordinator:
-            seconds = max(end - self._begun[0][1], 1e-6)
+            seconds = max(end - begun[0][1], 1e-6)
             _LOG.info(
                 "%s %s: %s in %.2f s, %.2f GB/s, %s",
                 *(done, path, readable_nbytes(nbytes), seconds, nbytes / seconds / 1e9),

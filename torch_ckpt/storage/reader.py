@@ -335,7 +335,6 @@ class FastReader(StorageReader):
     def _log_loaded(self, nbytes: int, exchange: _native.ExchangeStream | None) -> None:
         ranks = dist.get_world_size() if can_exchange() else 1
         details = [
-            "O_DIRECT" if self.io.direct else "page cache",
             f"rank {dist.get_rank()} of {ranks} ranks" if ranks > 1 else "1 rank",
             "without an exchange" if exchange is None else "with an exchange",
         ]
