@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from progress_bars import SavePlanner, Terminal, on_a_terminal
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, SafetensorsWriter
@@ -80,11 +81,6 @@ def test_a_second_read_is_logged_without_the_times_of_the_first(
     )
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def wait_for_bar(terminal: Terminal) -> None:
     end = time.monotonic() + SOON_S
     while "B/s" not in terminal.getvalue() and time.monotonic() < end:
@@ -125,11 +121,17 @@ def test_a_long_save_or_load_shows_a_bar_on_a_terminal(
     assert f"loading {tmp_path}: 100%" in terminal.getvalue()
 
 
-def test_a_short_save_shows_no_bar(
-    state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    torch_ckpt.save(state, checkpoint_id=tmp_path)
-    torch_ckpt.load(state, checkpoint_id=tmp_path)
+def test_a_short_save_shows_no_bar(state: dict[str, Any], tmp_path: Path) -> None:
+    with on_a_terminal() as terminal:
+        torch_ckpt.save(state, checkpoint_id=tmp_path)
+        torch_ckpt.load(state, checkpoint_id=tmp_path)
     assert terminal.getvalue() == ""
+
+
+def test_a_save_in_the_background_shows_no_bar(state: dict[str, Any], tmp_path: Path) -> None:
+    planner = SavePlanner()
+    with on_a_terminal():
+        torch_ckpt.save(state, checkpoint_id=tmp_path / "1", planner=planner)
+        assert planner.had_bar
+        torch_ckpt.async_save(state, checkpoint_id=tmp_path / "2", planner=planner).result()
+    assert planner.had_bar is False
