@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from progress_bars import SavePlanner, Terminal, on_a_terminal
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastWriter, SafetensorsWriter
+from torch_ckpt import FastReader, FastWriter, SafetensorsWriter, SnapshotStager
 from torch_ckpt.storage import progress
 
 SOON_S = 20
@@ -62,6 +62,22 @@ def test_each_phase_is_logged_at_debug_level(
         *("planning", "writing", "committing"),
         *("opening", "planning", "reading"),
     ]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_copy_of_an_asynchronous_save_is_logged_at_debug_level(
+    state: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, blocking: bool
+) -> None:
+    caplog.set_level(logging.DEBUG, "torch_ckpt")
+    stager = SnapshotStager(blocking=blocking)
+    writer = FastWriter(tmp_path, stager=stager)
+    saved: Any = torch_ckpt.async_save(state, storage_writer=writer)
+    (saved if blocking else saved.upload_completion).result()
+    nbytes = state["w"].nbytes + state["v"].nbytes
+    copied, *_ = lines(caplog, logging.DEBUG)
+    assert re.fullmatch(
+        rf"the snapshot of {tmp_path}: copied {nbytes} bytes in [\d.]+ s", copied
+    ), copied
 
 
 def test_a_second_read_is_logged_without_the_times_of_the_first(
