@@ -19,8 +19,8 @@ import torch_ckpt
 
 
 class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -28,11 +28,11 @@ class Lines(logging.Handler):
 
 
 @contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    handler, logger = Lines(), logging.getLogger("torch_ckpt")
+def logged(at: int = logging.INFO) -> Iterator[list[str]]:
+    handler, logger = Lines(at), logging.getLogger("torch_ckpt")
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(at)
     try:
         yield handler.lines
     finally:
@@ -69,3 +69,35 @@ def test_only_the_first_rank_logs_and_shows_a_bar(path: Path, options: dict[str,
     assert len(lines) == (0 if rank else 2)
     if is_alone and not rank:
         assert ", 1 rank, without an exchange" in lines[1]
+
+
+@on_ranks(2)
+def test_only_the_first_rank_logs_a_save_of_the_agent(path: Path) -> None:
+    state = {"w": torch.ones(1000), "step": 1}
+    with (
+        logged() as lines,
+        torch_ckpt.Run(path / "run", asynchronous=True, agent=True, timeout_s=60) as run,
+    ):
+        run.save(1, state)
+        run.wait()
+        run.save(2, state, persist=False)
+    if dist.get_rank():
+        assert lines == []
+        return
+    (saved,) = lines
+    assert re.fullmatch(
+        rf"saved {path}/run/step-1: \d\.\d\d kB in [\d.]+ s, [\d.]+ GB/s, 2 ranks, by the agent",
+        saved,
+    ), saved
+
+
+@on_ranks(2)
+def test_each_rank_logs_its_copy_to_the_memory_of_the_agent(path: Path) -> None:
+    state = {"w": torch.ones(1000), "step": 1}
+    with (
+        torch_ckpt.Run(path / "run", asynchronous=True, agent=True, timeout_s=60) as run,
+        logged(logging.DEBUG) as lines,
+    ):
+        run.save(1, state, persist=False)
+    (copied,) = lines
+    assert re.fullmatch(rf"the slot of {path}/run/step-1: copied \d+ bytes in [\d.]+ s", copied)
