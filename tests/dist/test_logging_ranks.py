@@ -1,58 +1,103 @@
-"""What ranks log and warn of: one line for all ranks, and nothing about a missing process group."""
+"""What ranks log and show: one line and one progress bar for all ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from progress_bars import LoadPlanner, SavePlanner, on_a_terminal
 from ranks import on_ranks
 
 import torch_ckpt
 
 
 class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
 
-@on_ranks(2)
-def test_only_the_first_rank_logs_a_save_and_a_load(path: Path) -> None:
-    handler, logger = Lines(), logging.getLogger("torch_ckpt")
+@contextlib.contextmanager
+def logged(at: int = logging.INFO) -> Iterator[list[str]]:
+    handler, logger = Lines(at), logging.getLogger("torch_ckpt")
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(at)
     try:
-        state = {"w": torch.ones(8 << 20)}  # So large that the ranks exchange reads.
-        torch_ckpt.save(state, checkpoint_id=path / "step")
-        torch_ckpt.load(state, checkpoint_id=path / "step")
+        yield handler.lines
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
+
+
+@on_ranks(2)
+def test_only_the_first_rank_logs_a_save_and_a_load(path: Path) -> None:
+    with logged() as lines:
+        state = {"w": torch.ones(8 << 20)}  # So large that the ranks exchange reads.
+        torch_ckpt.save(state, checkpoint_id=path / "step")
+        torch_ckpt.load(state, checkpoint_id=path / "step")
     if dist.get_rank():
-        assert handler.lines == []
+        assert lines == []
         return
-    saved, loaded = handler.lines
+    saved, loaded = lines
     assert re.search(r"saved .*: 33\.\d\d MB in .* GB/s, 2 ranks, ", saved)
     assert re.search(r"loaded .*, rank 0 of 2 ranks, with an exchange$", loaded)
 
 
+@pytest.mark.parametrize("options", [{}, {"no_dist": True}, {"use_collectives": False}], ids=str)
 @on_ranks(2)
-def test_a_rank_that_saves_alone_within_a_group_warns_of_nothing(path: Path) -> None:
-    from torch_ckpt.integrations.lightning import FastCheckpointIO
+def test_only_the_first_rank_logs_and_shows_a_bar(path: Path, options: dict[str, Any]) -> None:
+    rank = dist.get_rank()
+    is_alone = "no_dist" in options
+    own = path / str(rank) if is_alone else path
+    state = {"w": torch.ones(3), f"step {rank}": 7}
+    saving, loading = SavePlanner(), LoadPlanner()
+    with on_a_terminal(), logged() as lines:
+        torch_ckpt.save(state, checkpoint_id=own, planner=saving, **options)
+        torch_ckpt.load(state, checkpoint_id=own, planner=loading, no_dist=is_alone)
+    assert [saving.had_bar, loading.had_bar] == [rank == 0] * 2
+    assert len(lines) == (0 if rank else 2)
+    if is_alone and not rank:
+        assert ", 1 rank, without an exchange" in lines[1]
 
-    own = path / str(dist.get_rank())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch_ckpt.save({"w": torch.ones(3)}, checkpoint_id=own / "a", no_dist=True)
-        torch_ckpt.load({"w": torch.ones(3)}, checkpoint_id=own / "a", no_dist=True)
-        plugin = FastCheckpointIO(asynchronous=True)
-        plugin.save_checkpoint({"state_dict": {"w": torch.ones(3)}}, own / "b")
-        plugin.load_checkpoint(own / "b")
+
+@on_ranks(2)
+def test_only_the_first_rank_logs_a_save_of_the_agent(path: Path) -> None:
+    state = {"w": torch.ones(1000), "step": 1}
+    with (
+        logged() as lines,
+        torch_ckpt.Run(path / "run", asynchronous=True, agent=True, timeout_s=60) as run,
+    ):
+        run.save(1, state)
+        run.wait()
+        run.save(2, state, persist=False)
+    if dist.get_rank():
+        assert lines == []
+        return
+    (saved,) = lines
+    assert re.fullmatch(
+        rf"saved {path}/run/step-1: \d\.\d\d kB in [\d.]+ s, [\d.]+ GB/s, 2 ranks, by the agent",
+        saved,
+    ), saved
+
+
+@on_ranks(2)
+def test_each_rank_logs_its_copy_to_the_memory_of_the_agent(path: Path) -> None:
+    state = {"w": torch.ones(1000), "step": 1}
+    with (
+        torch_ckpt.Run(path / "run", asynchronous=True, agent=True, timeout_s=60) as run,
+        logged(logging.DEBUG) as lines,
+    ):
+        run.save(1, state, persist=False)
+    (copied,) = lines
+    assert re.fullmatch(rf"the slot of {path}/run/step-1: copied \d+ bytes in [\d.]+ s", copied)

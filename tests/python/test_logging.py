@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from progress_bars import SavePlanner, Terminal, on_a_terminal
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastWriter, SafetensorsWriter
+from torch_ckpt import FastReader, FastWriter, SafetensorsWriter, SnapshotStager
 from torch_ckpt.storage import progress
 
 SOON_S = 20
@@ -43,9 +44,7 @@ def test_each_save_and_load_is_one_line(
     numbers = r"4\.\d\d MB in \d+\.\d\d s, \d+\.\d\d GB/s"
     mode = r"(io_uring|threads), (O_DIRECT|page cache).*"
     assert re.fullmatch(rf"saved {tmp_path}/1: {numbers}, 1 rank, {mode}", saved)
-    assert re.fullmatch(
-        rf"loaded {tmp_path}/1: {numbers}, O_DIRECT, 1 rank, without an exchange", loaded
-    )
+    assert re.fullmatch(rf"loaded {tmp_path}/1: {numbers}, 1 rank, without an exchange", loaded)
     assert re.fullmatch(
         rf"saved {tmp_path}/2: {numbers}, 1 rank, {mode}, in the background", in_background
     )
@@ -65,9 +64,37 @@ def test_each_phase_is_logged_at_debug_level(
     ]
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_copy_of_an_asynchronous_save_is_logged_at_debug_level(
+    state: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, blocking: bool
+) -> None:
+    caplog.set_level(logging.DEBUG, "torch_ckpt")
+    stager = SnapshotStager(blocking=blocking)
+    writer = FastWriter(tmp_path, stager=stager)
+    saved: Any = torch_ckpt.async_save(state, storage_writer=writer)
+    (saved if blocking else saved.upload_completion).result()
+    nbytes = state["w"].nbytes + state["v"].nbytes
+    copied, *_ = lines(caplog, logging.DEBUG)
+    assert re.fullmatch(
+        rf"the snapshot of {tmp_path}: copied {nbytes} bytes in [\d.]+ s", copied
+    ), copied
+
+
+def test_a_second_read_is_logged_without_the_times_of_the_first(
+    state: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dcp.save(state, storage_writer=FastWriter(tmp_path))
+    reader, planner = FastReader(tmp_path), dcp.DefaultLoadPlanner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.create_local_plan()
+    reader.read_data(plan, planner)
+    caplog.set_level(logging.DEBUG, "torch_ckpt")
+    reader.read_data(plan, planner)
+    assert re.fullmatch(
+        rf"{tmp_path}: reading took [\d.]+ s", "".join(lines(caplog, logging.DEBUG))
+    )
 
 
 def wait_for_bar(terminal: Terminal) -> None:
@@ -110,11 +137,17 @@ def test_a_long_save_or_load_shows_a_bar_on_a_terminal(
     assert f"loading {tmp_path}: 100%" in terminal.getvalue()
 
 
-def test_a_short_save_shows_no_bar(
-    state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    torch_ckpt.save(state, checkpoint_id=tmp_path)
-    torch_ckpt.load(state, checkpoint_id=tmp_path)
+def test_a_short_save_shows_no_bar(state: dict[str, Any], tmp_path: Path) -> None:
+    with on_a_terminal() as terminal:
+        torch_ckpt.save(state, checkpoint_id=tmp_path)
+        torch_ckpt.load(state, checkpoint_id=tmp_path)
     assert terminal.getvalue() == ""
+
+
+def test_a_save_in_the_background_shows_no_bar(state: dict[str, Any], tmp_path: Path) -> None:
+    planner = SavePlanner()
+    with on_a_terminal():
+        torch_ckpt.save(state, checkpoint_id=tmp_path / "1", planner=planner)
+        assert planner.had_bar
+        torch_ckpt.async_save(state, checkpoint_id=tmp_path / "2", planner=planner).result()
+    assert planner.had_bar is False

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 from torch_ckpt import CheckpointError, FastReader, Run
+from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations.trainer import RunCallback
 from torch_ckpt.runs.step_files import metrics_of
@@ -197,6 +198,29 @@ def test_the_best_model_is_loaded_at_the_end_as_a_trainer_does(tmp_path: Path) -
         assert torch.equal(parameter, ours.model.get_parameter(name)), name
 
 
+@pytest.mark.parametrize(
+    ("losses", "loaded"),
+    [
+        ([9, 5, 1, 4, 6, 7, 8], 8),  # The best step is 6, which is not saved.
+        ([1, 5, 6, 4, 6, 7, 8], STEPS),  # As a trainer does: no step was the best when saved.
+    ],
+)
+def test_the_best_step_need_not_be_saved(tmp_path: Path, losses: list[int], loaded: int) -> None:
+    callback = RunCallback(Run(tmp_path / "run", every=1000, keep_best=1, monitor="eval_score"))
+    options = best_options(metric_for_best_model="score", greater_is_better=False, save_steps=4)
+    trainer = trainer_of(tmp_path / "out", callback, save_strategy="steps", **options)
+    scores = iter(losses)
+    trainer.compute_metrics = lambda _: {"score": float(next(scores))}
+    callback.train(trainer)
+
+    weights = {name: torch.empty_like(w) for name, w in trainer.model.state_dict().items()}
+    callback.run.restore({"model": weights}, step=loaded)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+    if loaded != STEPS:
+        assert trainer.state.best_model_checkpoint == f"{tmp_path}/run/step-{loaded}"
+
+
 def test_adapters_of_peft_are_saved_without_the_base_model(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
@@ -248,3 +272,14 @@ def test_what_cannot_be_done_through_a_run_is_refused(tmp_path: Path) -> None:
         callback.train(trainer)
     with pytest.raises(ValueError, match="does not have this callback"):
         RunCallback(Run(tmp_path / "run")).train(trainer)
+
+
+def test_training_that_would_save_nothing_to_the_run_is_refused(tmp_path: Path) -> None:
+    callback = RunCallback(Run(tmp_path / "run", every=4))
+    trainer = trainer_of(tmp_path / "out", callback)
+    with pytest.raises(UnsupportedError, match=r"callback\.train\(trainer\)"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    callback.train(trainer)
+    with pytest.raises(UnsupportedError):
+        trainer.train()

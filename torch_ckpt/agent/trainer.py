@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
+import logging
 import os
 import secrets
 import sys
@@ -38,8 +40,12 @@ from torch_ckpt.coordination.connect import this_machine
 from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import open_committed
+from torch_ckpt.storage.progress import Phases, is_first
 
 __all__ = ["MemoryCheckpoint", "OnBusy", "SnapshotAgent", "StagedSave"]
+
+_LOG = logging.getLogger("torch_ckpt")
 
 OnBusy = Literal["wait", "skip", "error"]
 """Behavior of a save while earlier saves occupy all slots: wait, skip the save, or raise."""
@@ -253,7 +259,10 @@ class SnapshotAgent:
             header, tensors_id=self._share.tensors, share=self._share.sharing
         )
         slot.begin(header.to_native(), table, contents.nbytes)
+        copying = time.monotonic()
         contents.copy_to(slot, self._devices)
+        seconds = time.monotonic() - copying
+        _LOG.debug("the slot of %s: copied %d bytes in %.3f s", directory, contents.nbytes, seconds)
         slot.complete()
         if not is_shared:
             self._share.set_copied_all(header.save)
@@ -324,14 +333,28 @@ class SnapshotAgent:
         Raises:
             CheckpointError: The state could not be staged; see :meth:`stage` for the other errors.
         """
+        phases = Phases("staging")
         staged = self.stage(state_dict, directory, step=step, sync=sync, persist=persist)
         if staged is None:
             return None
         if persist:
-            return self._waiting.submit(self.persist, staged)
+            phases.begin("persisting")
+            return self._waiting.submit(self._persist, staged, phases)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _persist(self, staged: StagedSave, phases: Phases) -> None:
+        """Waits until the agent has committed a save. The first rank logs it."""
+        self.persist(staged)
+        ranks = self._place.world_size
+        if not (self._group.is_coordinator and is_first(ranks) and _LOG.isEnabledFor(logging.INFO)):
+            return
+        with contextlib.suppress(CheckpointError):  # The save succeeded, readable or not.
+            _, index = open_committed(staged.directory, "")
+            nbytes = 0 if index is None else sum(nbytes for _, nbytes in index.files)
+            details = [f"{ranks} ranks" if ranks > 1 else "1 rank", "by the agent"]
+            phases.end("saved", nbytes, staged.directory, *details, is_first=True)
 
     def newest(self) -> MemoryCheckpoint | None:
         """Returns the newest save in memory that is complete on all ranks; ``None`` if none is.

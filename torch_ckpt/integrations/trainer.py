@@ -45,7 +45,7 @@ class RunCallback(TrainerCallback):
     steps; ``save_total_limit`` and ``save_on_each_node`` have no effect.
 
     ``load_best_model_at_end`` needs a run that retains the best step, such as
-    ``Run(path, keep_best=1, monitor="eval_loss")``.
+    ``Run(path, keep_best=1, monitor="eval_loss")``. It loads the best saved step.
 
     A callback alone cannot resume, because ``Trainer`` chooses its position in the data before the
     first event of a callback. Call :meth:`train` instead of ``trainer.train()``. While it trains,
@@ -58,7 +58,7 @@ class RunCallback(TrainerCallback):
         UnsupportedError: The trainer uses DeepSpeed, ``save_only_model``, ``push_to_hub``,
             ``enable_jit_checkpoint``, or ``load_best_model_at_end`` with a run that does not retain
             the best step. Raised when the trainer is constructed with this callback, or by
-            :meth:`train`.
+            :meth:`train`. Also raised by ``trainer.train()`` outside :meth:`train`.
 
     Example::
 
@@ -69,12 +69,24 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self._is_training = False  # Whether the trainer saves to the run.
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Refuses a trainer whose options a run cannot fulfil."""
         _refuse(args, self.run)
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Refuses a training that saves nothing to the run.
+
+        Raises:
+            UnsupportedError: :meth:`train` did not begin the training.
+        """
+        if not self._is_training:
+            raise UnsupportedError(
+                "cannot save to the run in trainer.train(): call callback.train(trainer) instead"
+            )
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -109,6 +121,7 @@ class RunCallback(TrainerCallback):
         step = self.run.latest_step()
         with contextlib.ExitStack() as stack:
             stack.enter_context(storage.replacing_files())
+            stack.enter_context(mock.patch.object(self, "_is_training", True))
             if step is None:
                 return trainer.train(**options)
             folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -158,9 +171,8 @@ class _TrainerStorage:
         trainer.store_flos()
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         state.stateful_callbacks = _states_of(callbacks)
-        best = state.best_global_step
-        if best is not None:
-            state.best_model_checkpoint = f"{self._run.directory}/step-{best}"
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = f"{self._run.directory}/step-{state.global_step}"
         metrics = _metrics_at(state.global_step, state.log_history)
         monitor = self._run.monitor
         is_evaluated = bool(metrics) and (monitor is None or monitor in metrics)
@@ -169,11 +181,15 @@ class _TrainerStorage:
         )
 
     def load_best(self) -> None:
-        """Loads the model of the best step, at the end of the training."""
+        """Loads the model of the best saved step, at the end of the training."""
+        best = self._run.best_step()
+        if best is None:
+            return
         trainer = self._trainer
+        trainer.state.best_model_checkpoint = f"{self._run.directory}/step-{best}"
         model, options = trainer.model, self._options
         weights = {"model": self._saved(get_model_state_dict(model, options=options))}
-        self._run.restore(weights, step=trainer.state.best_global_step)
+        self._run.restore(weights, step=best)
         set_model_state_dict(model, weights["model"], options=_lenient(options))
 
     def load(self, checkpoint: str | None) -> None:

@@ -42,7 +42,7 @@ class Staged:
         release: Callable[[Staged], None],
     ) -> None:
         self.has_unstaged = has_unstaged
-        self._name = name
+        self.name = name
         self._address, self._nbytes = address, nbytes
         self._release = release
         self._thread_lock = threading.Lock()
@@ -65,9 +65,9 @@ class Staged:
     def __str__(self) -> str:
         if self._thread is None:
             return (
-                f"{self._name}: no thread writes it, but something refers to what stage() returned"
+                f"{self.name}: no thread writes it, but something refers to what stage() returned"
             )
-        return f"{self._name}: thread {self._thread.name!r} is writing it"
+        return f"{self.name}: thread {self._thread.name!r} is writing it"
 
     @property
     def is_over(self) -> bool:

@@ -230,8 +230,7 @@ class SnapshotStager:
         staged = self._use(snapshot, placed, name)
         try:
             if self.blocking:
-                placed.copy_all(snapshot, self._devices)
-                copied.build_wrappers()
+                self._copy(placed, snapshot, copied, staged)
                 state = PartlyStaged(staged, copied.state) if placed.unstaged else copied.state
                 return state, staged
             return self._copy_in_background(placed, snapshot, copied, staged), staged
@@ -267,6 +266,15 @@ class SnapshotStager:
         weakref.finalize(view, release, staged).atexit = False
         return staged
 
+    def _copy(
+        self, placed: _Placed, snapshot: _native.Snapshot, copied: CopiedState, staged: Staged
+    ) -> None:
+        begin = time.monotonic()
+        placed.copy_all(snapshot, self._devices)
+        seconds = time.monotonic() - begin
+        _LOG.debug("%s: copied %d bytes in %.3f s", staged.name, placed.copied_nbytes, seconds)
+        copied.build_wrappers()
+
     def _copy_in_background(
         self, placed: _Placed, snapshot: _native.Snapshot, copied: CopiedState, staged: Staged
     ) -> Future[dict[str, Any]]:
@@ -274,8 +282,7 @@ class SnapshotStager:
 
         def copy() -> None:
             try:
-                placed.copy_all(snapshot, self._devices)
-                copied.build_wrappers()
+                self._copy(placed, snapshot, copied, staged)
             except BaseException as error:
                 staged.release()
                 done.set_exception(error)
@@ -353,11 +360,13 @@ class _Placed:
 
     Attributes:
         nbytes: Size of the snapshot, in bytes; at least one page.
+        copied_nbytes: Length of all memory runs in the snapshot, in bytes.
         unstaged: Memory runs that do not fit in ``max_nbytes``.
     """
 
     def __init__(self, tensors: Iterable[CopiedTensor], max_nbytes: int | None) -> None:
         self.unstaged: list[MemoryRun] = []
+        self.copied_nbytes = 0
         self._places: list[tuple[MemoryRun, torch.Tensor, int]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._inspected: _native.TensorBatch | None = None
@@ -369,6 +378,7 @@ class _Placed:
                 continue
             self._places.append((run, run.live_bytes(), offset))
             end = offset + run.nbytes
+            self.copied_nbytes += run.nbytes
         self.nbytes = max(end, _SMALLEST_NBYTES)
 
     def inspect(self) -> _native.TensorBatch:

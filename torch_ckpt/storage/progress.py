@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
+import torch.distributed as dist
+
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["Phases", "progress_bar", "readable_nbytes"]
+__all__ = ["Phases", "is_first", "progress_bar", "readable_nbytes"]
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -22,6 +24,18 @@ _BAR_AFTER_S = 3.0
 _BAR_INTERVAL_S = 0.2
 
 
+def is_first(ranks: int) -> bool:
+    """Returns whether this rank logs a save or load, and shows its progress bar.
+
+    The coordinator of several ranks does. If each rank saves or loads alone, rank 0 does.
+
+    Args:
+        ranks: On the coordinator, the number of ranks that save or load together; 0 elsewhere.
+    """
+    is_alone = ranks == 1 and dist.is_available() and dist.is_initialized()
+    return ranks > 0 and not (is_alone and dist.get_rank())
+
+
 class Phases:
     """The durations of the phases of one save or load on one rank, for the log.
 
@@ -29,7 +43,7 @@ class Phases:
 
         phases = Phases("planning")
         phases.begin("writing")
-        phases.end("saved", nbytes, path, "4 ranks", is_coordinator=True)
+        phases.end("saved", nbytes, path, "4 ranks", is_first=True)
     """
 
     def __init__(self, first: str) -> None:
@@ -39,26 +53,25 @@ class Phases:
         """Ends the current phase, and begins another."""
         self._begun.append((phase, time.monotonic()))
 
-    def end(
-        self, done: str, nbytes: int, path: Location, *details: str, is_coordinator: bool
-    ) -> None:
-        """Ends the last phase, and logs all of them.
+    def end(self, done: str, nbytes: int, path: Location, *details: str, is_first: bool) -> None:
+        """Ends the last phase, and logs all phases since the previous call.
 
-        Logs each phase at level DEBUG. The coordinator also logs one line at level INFO.
+        Logs each phase at level DEBUG. The first rank also logs one line at level INFO.
 
         Args:
             done: What was done: ``"saved"`` or ``"loaded"``.
             nbytes: Number of bytes.
             path: The checkpoint.
             *details: Further words for the INFO line.
-            is_coordinator: Whether this rank is the coordinator.
+            is_first: Whether this rank logs for all ranks; see :func:`is_first`.
         """
         end = time.monotonic()
-        ends = [begin for _, begin in self._begun[1:]] + [end]
-        for (phase, begin), until in zip(self._begun, ends, strict=True):
+        begun, self._begun = self._begun, []
+        ends = [begin for _, begin in begun[1:]] + [end]
+        for (phase, begin), until in zip(begun, ends, strict=True):
             _LOG.debug("%s: %s took %.3f s", path, phase, until - begin)
-        if is_coordinator:
-            seconds = max(end - self._begun[0][1], 1e-6)
+        if is_first:
+            seconds = max(end - begun[0][1], 1e-6)
             _LOG.info(
                 "%s %s: %s in %.2f s, %.2f GB/s, %s",
                 *(done, path, readable_nbytes(nbytes), seconds, nbytes / seconds / 1e9),

@@ -43,7 +43,7 @@ from torch_ckpt.storage.exchange import (
     these_processes,
 )
 from torch_ckpt.storage.loading import Load, Source
-from torch_ckpt.storage.progress import Phases, progress_bar
+from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 
 __all__ = ["FastReader"]
 
@@ -136,7 +136,7 @@ class FastReader(StorageReader):
         self._local_items: tuple[Sequence[ReadItem], Any] | None = None
         self._load: Load | None = None  # Set between planning and reading.
         self._phases = Phases("opening")
-        self._is_coordinator = True
+        self._ranks = 0  # Number of ranks that load together; 0 except on the coordinator.
         self._exchanged: str | None = None  # Token of the last exchange that this rank joined.
         self._shared_save_id: str | None = None  # Id of the save that all ranks load.
         self._metadata_error: Exception | None = None  # Why the shared metadata is unreadable.
@@ -222,7 +222,7 @@ class FastReader(StorageReader):
         if isinstance(metadata, UnreadableMetadata):
             raise metadata.error
         self._phases.begin("planning")
-        self._metadata, self._is_coordinator = metadata, is_coordinator
+        self._metadata, self._ranks = metadata, int(is_coordinator)
 
     def _read_metadata(self, prefix: str) -> Metadata:
         """Opens the checkpoint with this prefix, and returns its metadata."""
@@ -274,6 +274,7 @@ class FastReader(StorageReader):
             CheckpointError: The ranks have opened different checkpoints, because a save replaced
                 the checkpoint in between.
         """
+        self._ranks = len(plans)
         wanted = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Wanted)]
         if len(wanted) < len(plans):
             return plans  # The planner has made new plans. Each rank then reads by itself.
@@ -323,7 +324,7 @@ class FastReader(StorageReader):
             load, self._load = self._load, None
             if load is None or load.items is not items:  # The planner may have changed the plan.
                 load = Load(self._source(), items)
-            if self._is_coordinator:
+            if is_first(self._ranks):
                 bar = progress_bar("loading", self.location, load.wanted_nbytes, load.loaded_nbytes)
                 stack.enter_context(bar)
             load.run(planner, exchange)
@@ -333,15 +334,11 @@ class FastReader(StorageReader):
         return future
 
     def _log_loaded(self, nbytes: int, exchange: _native.ExchangeStream | None) -> None:
-        ranks = dist.get_world_size() if can_exchange() else 1
         details = [
-            "O_DIRECT" if self.io.direct else "page cache",
-            f"rank {dist.get_rank()} of {ranks} ranks" if ranks > 1 else "1 rank",
+            f"rank {dist.get_rank()} of {self._ranks} ranks" if self._ranks > 1 else "1 rank",
             "without an exchange" if exchange is None else "with an exchange",
         ]
-        self._phases.end(
-            "loaded", nbytes, self.location, *details, is_coordinator=self._is_coordinator
-        )
+        self._phases.end("loaded", nbytes, self.location, *details, is_first=is_first(self._ranks))
 
     def _source(self) -> Source:
         if self._metadata is None:

@@ -260,7 +260,7 @@ class SafetensorsWriter(FastWriter):
         names = publish(self.location, layout, self.save_id, sync=self.sync_files)
         self._remove_files(stale_model_files(self._found, names))
         _describe(metadata, layout, names, self)
-        self._log_saved(sum(file.nbytes for file in layout.files), len(results))
+        self._log_saved(sum(file.nbytes for file in layout.files))
 
 
 def _ties_of(plans: Sequence[SavePlan]) -> dict[str, str]:

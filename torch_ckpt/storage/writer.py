@@ -62,7 +62,7 @@ from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
 from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
 from torch_ckpt.storage.data_file import write_data_file
 from torch_ckpt.storage.gc import remove_files, stale_files
-from torch_ckpt.storage.progress import Phases, progress_bar
+from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 from torch_ckpt.storage.rank_work import RankWork, split, work_for
 from torch_ckpt.storage.written_file import WrittenFile
 
@@ -174,6 +174,7 @@ class FastWriter(StagingWriter):
         self._writing = threading.Lock()
         self.rank: int | None = None
         self.use_collectives = True
+        self._ranks = 0  # Number of ranks that save together; 0 except on the coordinator.
         self._pools: list[_native.BufferPool] = []
         self._found: frozenset[str] = frozenset()  # Names in the directory before this save.
         self._plan: GlobalPlanEntry | None = None  # On the coordinator, if planned in columns.
@@ -230,6 +231,7 @@ class FastWriter(StagingWriter):
         self._check_idle()
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
+        self._ranks = int(is_coordinator)
         if self._began:
             # DCP calls reset only if it also has a checkpoint id. Each save needs an id of its own,
             # since the names of data files must be unique.
@@ -287,6 +289,7 @@ class FastWriter(StagingWriter):
         Raises:
             MismatchError: Ranks disagree on the dtype or sizes of a tensor.
         """
+        self._ranks = len(plans)
         with gc_paused():
             plans = share_out(plans)
         return self._place(plans)
@@ -319,7 +322,7 @@ class FastWriter(StagingWriter):
             A list that receives the job of each file.
         """
         jobs: list[_native.FileJob] = []
-        if self.rank or self._staged is not None:
+        if not is_first(self._ranks) or self._staged is not None:
             yield jobs
             return
 
@@ -413,17 +416,15 @@ class FastWriter(StagingWriter):
         self._raise_if_missing(missing)
         uncoordinated_rank = None if self.use_collectives else self.rank
         self._remove_files(stale_files(self._found, files, uncoordinated_rank))
-        self._log_saved(sum(file.nbytes for _, file in written), len(results))
+        self._log_saved(sum(file.nbytes for _, file in written))
 
-    def _log_saved(self, nbytes: int, ranks: int) -> None:
-        details = [f"{ranks} ranks" if ranks > 1 else "1 rank"]
+    def _log_saved(self, nbytes: int) -> None:
+        details = [f"{self._ranks} ranks" if self._ranks > 1 else "1 rank"]
         if self.io_mode is not None:
             details.append(str(self.io_mode))
         if self._staged is not None:
             details.append("in the background")
-        # Each rank finishes its own checkpoint if the ranks do not commit one together.
-        is_coordinator = self.use_collectives or not self.rank
-        self._phases.end("saved", nbytes, self.location, *details, is_coordinator=is_coordinator)
+        self._phases.end("saved", nbytes, self.location, *details, is_first=is_first(self._ranks))
 
     def _write_files(
         self,
