@@ -50,7 +50,7 @@ def test_only_the_first_rank_logs_a_save_and_a_load(path: Path) -> None:
         assert lines == []
         return
     saved, loaded = lines
-    assert re.search(r"saved .*: 33\.\d\d MB in .* GB/s, 2 ranks, ", saved)
+    assert re.search(r"saved .*: 32\.\d\d MiB in .* GB/s, 2 ranks, ", saved)
     assert re.search(r"loaded .*, rank 0 of 2 ranks, with an exchange$", loaded)
 
 
@@ -86,7 +86,7 @@ def test_only_the_first_rank_logs_a_save_of_the_agent(path: Path) -> None:
         return
     (saved,) = lines
     assert re.fullmatch(
-        rf"saved {path}/run/step-1: \d\.\d\d kB in [\d.]+ s, [\d.]+ GB/s, 2 ranks, by the agent",
+        rf"saved {path}/run/step-1: \d\.\d\d KiB in [\d.]+ s, [\d.]+ GB/s, 2 ranks, by the agent",
         saved,
     ), saved
 

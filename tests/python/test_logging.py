@@ -41,7 +41,7 @@ def test_each_save_and_load_is_one_line(
     tensors = {name: state[name] for name in ("w", "v")}
     dcp.save(tensors, storage_writer=SafetensorsWriter(tmp_path / "3"))
     saved, loaded, in_background, exported = lines(caplog, logging.INFO)
-    numbers = r"4\.\d\d MB in \d+\.\d\d s, \d+\.\d\d GB/s"
+    numbers = r"4\.\d\d MiB in \d+\.\d\d s, \d+\.\d\d GB/s"
     mode = r"(io_uring|threads), (O_DIRECT|page cache).*"
     assert re.fullmatch(rf"saved {tmp_path}/1: {numbers}, 1 rank, {mode}", saved)
     assert re.fullmatch(rf"loaded {tmp_path}/1: {numbers}, 1 rank, without an exchange", loaded)

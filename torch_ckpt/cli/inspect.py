@@ -8,13 +8,14 @@ from collections import defaultdict
 from typing import Any
 
 from torch_ckpt.cli.arguments import add_trust_pickle, checkpoint_at
-from torch_ckpt.cli.terminal import SOUND, print_json, print_table, printable, size
+from torch_ckpt.cli.terminal import SOUND, print_json, print_table, printable
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.committed_files import (
     Checkpoint,
     described,
     open_checkpoints,
 )
+from torch_ckpt.storage.progress import readable_nbytes
 
 __all__ = ["add_to"]
 
@@ -116,18 +117,21 @@ def _print_summary(summary: dict[str, Any]) -> None:
             tensor["dtype"],
             str(tensor["shape"]),
             f"{len(tensor['boxes'])} boxes",
-            size(sum(nbytes for *_, nbytes in _extents(tensor["boxes"]))),
+            readable_nbytes(sum(nbytes for *_, nbytes in _extents(tensor["boxes"]))),
         )
         for tensor in summary["tensors"]
     ]
-    rows += [(o["fqn"], "object", "", "", size(o["nbytes"])) for o in summary["objects"]]
+    rows += [(o["fqn"], "object", "", "", readable_nbytes(o["nbytes"])) for o in summary["objects"]]
     print_table(rows, right=(4,))
     print(f"{len(summary['tensors'])} tensors, {len(summary['objects'])} objects")
-    print_table([(file["name"], size(file["nbytes"])) for file in summary["files"]], right=(1,))
-    print(f"{len(summary['files'])} files, {size(nbytes)}")
+    print_table(
+        [(file["name"], readable_nbytes(file["nbytes"])) for file in summary["files"]], right=(1,)
+    )
+    print(f"{len(summary['files'])} files, {readable_nbytes(nbytes)}")
     per_rank = [rank["nbytes"] for rank in summary["ranks"]]
     for rank in summary["ranks"]:
-        print(f"  rank {'?' if rank['rank'] is None else rank['rank']}: {size(rank['nbytes'])}")
+        name = "?" if rank["rank"] is None else rank["rank"]
+        print(f"  rank {name}: {readable_nbytes(rank['nbytes'])}")
     if per_rank and sum(per_rank):
         most = max(per_rank) * len(per_rank) / sum(per_rank)
         print(f"the busiest of {len(per_rank)} ranks wrote {most:.2f} times the mean")

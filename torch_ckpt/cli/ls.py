@@ -9,12 +9,13 @@ import time
 from typing import Any
 
 from torch_ckpt.cli.arguments import add_json
-from torch_ckpt.cli.terminal import DAMAGED, SOUND, print_json, print_table, size
+from torch_ckpt.cli.terminal import DAMAGED, SOUND, print_json, print_table
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.runs.step_files import listed_steps, metrics_of
+from torch_ckpt.storage.progress import readable_nbytes
 from torch_ckpt.storage.verify import check_whole
 
 __all__ = ["add_to"]
@@ -86,7 +87,7 @@ def _nbytes(path: Location) -> int:
 def _row(step: dict[str, Any], newest: int | None) -> list[str]:
     return [
         f"step {step['step']}",
-        size(step["nbytes"]),
+        readable_nbytes(step["nbytes"]),
         _age(step["age_s"]),
         "whole, newest" if step["step"] == newest else step["state"],
         " ".join(f"{name}={value:g}" for name, value in step["metrics"].items()),

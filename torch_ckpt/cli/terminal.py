@@ -1,4 +1,4 @@
-"""Exit statuses of all commands, and what they print: tables, sizes and names."""
+"""Exit statuses of all commands, and what they print: tables, JSON and names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ __all__ = [
     "print_json",
     "print_table",
     "printable",
-    "size",
 ]
 
 SOUND, DAMAGED, UNKNOWN, FAILED = 0, 1, 2, 3
@@ -47,16 +46,6 @@ def print_json(facts: Any) -> None:
 def printable(name: str) -> str:
     """Returns a name with its unprintable characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
-
-
-def size(nbytes: int) -> str:
-    """Returns a number of bytes with a binary unit; the numbers of a column align at the right."""
-    value = float(nbytes)
-    for unit in ("B  ", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B  " else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"
 
 
 def print_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:

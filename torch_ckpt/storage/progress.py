@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
-import torch.distributed as dist
-
 from torch_ckpt.filesystems.location import Location
 
 __all__ = ["Phases", "is_first", "progress_bar", "readable_nbytes"]
@@ -32,6 +30,8 @@ def is_first(ranks: int) -> bool:
     Args:
         ranks: On the coordinator, the number of ranks that save or load together; 0 elsewhere.
     """
+    import torch.distributed as dist  # Not above: torch-ckpt verify runs without torch.
+
     is_alone = ranks == 1 and dist.is_available() and dist.is_initialized()
     return ranks > 0 and not (is_alone and dist.get_rank())
 
@@ -119,10 +119,10 @@ def progress_bar(
 
 
 def readable_nbytes(nbytes: int) -> str:
-    """Returns a number of bytes with a decimal unit, such as ``"1.07 GB"``."""
+    """Returns a number of bytes with a binary unit, such as ``"1.07 GiB"``."""
     size = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"
+        size /= 1024
+    return f"{size:.2f} TiB"
