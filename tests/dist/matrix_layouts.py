@@ -132,6 +132,7 @@ MESHES: dict[tuple[int, ...], tuple[str, ...]] = {
     (2, 2): ("outer", "inner"),
     (2, 3): ("outer", "inner"),
     (2, 4): ("outer", "inner"),
+    (2, 2, 2): ("replicas", "outer", "inner"),
 }
 
 
@@ -197,16 +198,27 @@ def _fsdp_tp(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return _fsdp(_tp(net, mesh["inner"]), mesh["outer"])
 
 
+def _hsdp_tp(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return _fsdp(_tp(net, mesh["inner"]), mesh["replicas", "outer"])
+
+
 def _ddp(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(net, process_group=mesh.get_group())
 
 
-def _grid(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Boxes that are cut in both dimensions, unevenly."""
-    for name, parameter in list(net.named_parameters()):
-        columns = Shard(parameter.ndim - 1) if parameter.ndim > 1 else Replicate()
-        _distribute(net, name, mesh, (Shard(0), columns))
-    return net
+def _placed(*placements: Placement) -> Callable[[Net, DeviceMesh], nn.Module]:
+    """Parameters are DTensors of these placements; those of one dimension are cut only by rows."""
+
+    def spread(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(net.named_parameters()):
+            own = (
+                Replicate() if isinstance(one, Shard) and one.dim >= parameter.ndim else one
+                for one in placements
+            )
+            _distribute(net, name, mesh, tuple(own))
+        return net
+
+    return spread
 
 
 def _pp(stages: list[list[str]]) -> Callable[[Net, DeviceMesh], nn.Module]:
@@ -255,7 +267,11 @@ LAYOUTS: dict[str, Layout] = {
     "tp_2": Layout((2,), _tp),
     "tp_4": Layout((4,), _tp),
     "fsdp_tp_2x2": Layout((2, 2), _fsdp_tp),
-    "grid_2x3": Layout((2, 3), _grid),
+    "hsdp_tp_2x2x2": Layout((2, 2, 2), _hsdp_tp),
+    "grid_2x3": Layout((2, 3), _placed(Shard(0), Shard(1))),
+    "rows_of_rows_2x2": Layout((2, 2), _placed(Shard(0), Shard(0))),
+    "replicated_columns_2x2": Layout((2, 2), _placed(Replicate(), Shard(1))),
+    "rows_of_grid_2x2x2": Layout((2, 2, 2), _placed(Shard(0), Shard(1), Shard(0))),
     "pp_2": Layout((2,), _pp(TWO_STAGES)),
     "pp_3": Layout((3,), _pp(THREE_STAGES)),
     "experts_4": Layout((4,), _experts),

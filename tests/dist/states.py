@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ckpt import FastReader, FastWriter
 
@@ -50,10 +51,15 @@ def full_value(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.T
 def local_part(
     full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> torch.Tensor:
-    """The view of ``full`` that this rank holds; reckoned here, not by DTensor."""
+    """The view of ``full`` that this rank holds; reckoned here, not by DTensor.
+
+    A strided shard is a chunk of what the other mesh dimensions have cut, as FSDP over TP has it.
+    """
     part = full
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+    strided = [isinstance(placement, _StridedShard) for placement in placements]
+    for mesh_dim in sorted(range(len(placements)), key=strided.__getitem__):
+        placement = placements[mesh_dim]
+        if isinstance(placement, (Shard, _StridedShard)):
             chunks = part.chunk(mesh.size(mesh_dim), placement.dim)
             rank = mesh.get_local_rank(mesh_dim)
             empty = part.narrow(placement.dim, 0, 0)

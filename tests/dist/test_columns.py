@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,16 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
 from torch_ckpt import FastSavePlanner
@@ -65,6 +75,29 @@ def test_uneven_shards_over_several_meshes_are_listed_as_by_stock() -> None:
             for number, place in enumerate(places)
         }
     )
+
+
+@pytest.mark.thin("2x2")
+@pytest.mark.parametrize("shape", [(2, 2), (4,)], ids=["2x2", "4"])
+@on_ranks(4)
+def test_strided_shards_are_refused_just_where_stock_lists_other_rows(
+    shape: tuple[int, ...],
+) -> None:
+    mesh = init_device_mesh("cpu", shape)
+    every = [Replicate(), Shard(0), *(_StridedShard(0, split_factor=k) for k in (1, 2, 3, 4))]
+    refused = []
+    for numel, places in itertools.product(
+        (1, 4, 6, 7, 8, 13), itertools.product(every, repeat=mesh.ndim)
+    ):
+        tensor = distribute_tensor(torch.arange(numel), mesh, places, src_data_rank=None)
+        rows = tensor.to_local().tolist()
+        (size,), (first,) = compute_local_shape_and_global_offset((numel,), mesh, places)
+        stock_is_wrong = rows != list(range(first, first + size))
+        fault = columns._box_fault(tensor, torch.Size([size]))
+        assert (fault is not None) == stock_is_wrong, (numel, places)
+        refused.append(stock_is_wrong)
+    assert any(refused)
+    assert not all(refused)
 
 
 @on_ranks(2)

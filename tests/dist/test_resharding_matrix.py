@@ -24,8 +24,7 @@ from exchanging import Exchanging
 from matrix_layouts import LAYOUTS, WORLD, Model, Net
 from ranks import Worlds
 from states import READERS, WRITERS, full_value, local_part
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 import torch_ckpt
 
@@ -119,11 +118,7 @@ def own_part(name: str, like: torch.Tensor) -> torch.Tensor:
     assert (like.shape, like.dtype) == (full.shape, full.dtype), name
     if not isinstance(like, DTensor):
         return full
-    mesh, placements = like.device_mesh, like.placements
-    if isinstance(placements[0], _StridedShard):  # FSDP cuts what TP has cut.
-        full = local_part(full, mesh["inner"], placements[1:])
-        return local_part(full, mesh["outer"], (Shard(placements[0].dim),))
-    return local_part(full, mesh, placements)
+    return local_part(full, like.device_mesh, like.placements)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

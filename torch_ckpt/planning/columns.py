@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _cr
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ckpt._core import _native, _tensor_view
+from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.planning.replicas import OBJECT_NBYTES, check_dtype, list_item
 
 __all__ = ["has_sharded_tensors", "overrides", "table_of"]
@@ -53,6 +56,7 @@ def table_of(
     Raises:
         ValueError: A table cannot represent a value.
         TypeError: A table cannot represent a value.
+        UnsupportedError: DCP's box for a DTensor is not what its local tensor holds.
 
     Example::
 
@@ -63,7 +67,7 @@ def table_of(
         state_dict,
         table,
         # Cached for this call only: a mesh may be equal to one of an earlier group of other ranks.
-        _tensor_view.ShardBoxes(DTensor, Shard, Replicate, _box_of),
+        _tensor_view.ShardBoxes(DTensor, Shard, Replicate, functools.partial(_box_of, state_dict)),
         lambda fqn, value: _list(table, fqn, value, for_load),
     )
     return table, sources
@@ -106,11 +110,14 @@ def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> lis
     return sources
 
 
-def _box_of(tensor: DTensor) -> _tensor_view.ShardBox | None:
+def _box_of(state_dict: dict[str, Any], tensor: DTensor) -> _tensor_view.ShardBox | None:
     """Returns the box of a DTensor's local shard; ``None`` if this rank is not in its mesh.
+
+    Called once for all DTensors of the same mesh, placements and sizes.
 
     Raises:
         ValueError: The DTensor is a partial sum.
+        UnsupportedError: The box is not what the local tensor holds.
     """
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError("a partial DTensor has no box")
@@ -119,7 +126,46 @@ def _box_of(tensor: DTensor) -> _tensor_view.ShardBox | None:
     sizes, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
+    if why := _box_fault(tensor, torch.Size(sizes)):
+        fqn = next(fqn for fqn, value in state_dict.items() if value is tensor)
+        raise UnsupportedError(
+            f"cannot plan {fqn!r} of sizes {list(tensor.shape)} with placements "
+            f"{tensor.placements} on a mesh of {list(tensor.device_mesh.shape)}: {why}"
+        )
     return _tensor_view.ShardBox(tensor.shape, offsets, sizes)
+
+
+def _box_fault(tensor: DTensor, sizes: torch.Size) -> str | None:
+    """Returns why a local tensor does not hold DCP's box for it; ``None`` if it does.
+
+    DCP describes a shard by its first index and its sizes, so a strided shard must be contiguous.
+    ``fully_shard`` over tensor parallelism chunks each TP shard. The placements chunk the rows of
+    all TP shards of an FSDP rank, which differs for some uneven sizes.
+    """
+    local = tensor._local_tensor.shape
+    if local != sizes and (local.numel() or sizes.numel()):
+        return f"this rank holds {list(local)} of it, but the placements imply {list(sizes)}"
+    for dim in {each.dim for each in tensor.placements if isinstance(each, _StridedShard)}:
+        rows = _indices(tensor, dim)
+        if len(rows) and rows[-1] - rows[0] >= len(rows):
+            return f"this rank holds several ranges of dimension {dim}, and DCP stores one"
+    return None
+
+
+def _indices(tensor: DTensor, dim: int) -> torch.Tensor:
+    """Returns the indices of this rank's shard along a dimension, by the placements' definition."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    indices = torch.arange(tensor.size(dim))
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
+            count, rank = mesh.size(mesh_dim), coordinate[mesh_dim]
+            pieces = indices.chunk(int(getattr(placement, "split_factor", 1)))
+            chunks = [piece.chunk(count) for piece in pieces]
+            indices = torch.cat(
+                [each[rank] if rank < len(each) else each[0][:0] for each in chunks]
+            )
+    return indices
 
 
 def _shard_of(value: Any, item: WriteItem) -> torch.Tensor | None:

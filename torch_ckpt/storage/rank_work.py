@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, gc_paused, is_temporary, printable
+from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.planning.columns import overrides
 from torch_ckpt.planning.item_views import PlannedItems, to_write_item
 from torch_ckpt.planning.replicas import CutItem, work_of
 from torch_ckpt.planning.save_planner import FastSavePlanner
@@ -139,7 +142,13 @@ def _in_columns(
     """Converts DCP's items to columns.
 
     The function resolves every tensor, since its dtype and sizes may differ from the plan.
+
+    Raises:
+        UnsupportedError: A shard under a stock planner differs in sizes from its box in the plan.
     """
+    may_resize = overrides(
+        planner, DefaultSavePlanner, ("resolve_data", "lookup_object", "transform_object")
+    )
     table = _native.ItemTable()
     sources: list[torch.Tensor | Unresolved | None] = []
     waits: list[bool] = []
@@ -161,6 +170,8 @@ def _in_columns(
             add(item, None, None)
             continue
         tensor = resolve_whole(planner, item)
+        if not may_resize:
+            _check_shard(item, tensor)
         waits.append(can_wait(tensor))
         kind = _tensor_view.tensor_kind(tensor)
         if transforms.extensions or kind == _tensor_view.TensorKind.TORCHS_OWN:
@@ -179,6 +190,22 @@ def _in_columns(
         as_planned = _is_as_planned(item, tensor)
         add(item, tensor if is_live else Unresolved(), name if as_planned else None)
     return RankWork(_native.Work(table), sources, waits, written, dtypes)
+
+
+def _check_shard(item: WriteItem, tensor: torch.Tensor) -> None:
+    """Checks that a shard fills its box in the plan, which :func:`table_of` checks for our planner.
+
+    Stock's writer stores such a shard without an error, and then the metadata does not describe it.
+    """
+    planned = item.whole if isinstance(item, CutItem) and item.whole is not None else item
+    data = planned.tensor_data
+    if planned.type != WriteItemType.SHARD or data is None or tensor.size() == data.chunk.sizes:
+        return
+    if tensor.numel() or data.chunk.sizes.numel():
+        raise UnsupportedError(
+            f"cannot write {item.index.fqn!r} of sizes {list(data.size)}: this rank holds "
+            f"{list(tensor.size())} of it, but its placements imply {list(data.chunk.sizes)}"
+        )
 
 
 def _name(item: WriteItem) -> str:
