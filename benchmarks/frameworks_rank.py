@@ -1,8 +1,10 @@
-"""One rank of bench_frameworks.py: holds an FSDP1 model, and saves it."""
+"""One rank of bench_frameworks.py: saves an FSDP1 model, or flattened buffers."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 FLAT, GATHERED, STOCK = "flat shards, FastWriter", "all-gather, FastWriter", "all-gather, stock"
+CUT, WHOLE = "ranges", "whole tensors"
 WIDTH = 1024
 LAYER_NBYTES = 12 * WIDTH * WIDTH * 4 * 3  # Weights, and two moments of AdamW.
 
@@ -33,6 +36,44 @@ class FrameworkRank(Rank):
         self.model = FullyShardedDataParallel(torch.nn.Sequential(*layers), **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         return len(layers) * LAYER_NBYTES
+
+    def prepare_buffers(self, buffers: int, tensors: int, shape: list[int]) -> int:
+        """Makes flattened buffers of equal tensors. The ranks cut each buffer into equal ranges.
+
+        Args:
+            buffers: Number of buffers, such as layers that FSDP1 wraps.
+            tensors: Number of tensors of each.
+            shape: Sizes of each tensor.
+
+        Returns:
+            The bytes of all ranks.
+        """
+        numel = math.prod(shape)
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        cuts = [numel * tensors * number // ranks for number in range(ranks + 1)]
+        whole = [round(cut / numel) * numel for cut in cuts]  # The nearest ends of tensors.
+        self.shards = {
+            contender: {
+                f"{buffer}.{name}": shard
+                for buffer in range(buffers)
+                for name, shard in _ranges(ends[rank], ends[rank + 1], tensors, shape)
+            }
+            for contender, ends in ((CUT, cuts), (WHOLE, whole))
+        }
+        return buffers * tensors * numel * 4
+
+    def save_buffers(self, contender: str, folder: str) -> Answer:
+        """Returns the seconds of the save, and the number of boxes of all ranks."""
+        from torch_ckpt import FastSavePlanner, FastWriter
+
+        dist.barrier()
+        begin = time.perf_counter()
+        writer = FastWriter(self.directory / folder)
+        dcp.save(self.shards[contender], storage_writer=writer, planner=FastSavePlanner())
+        seconds = time.perf_counter() - begin
+        boxes = torch.tensor(sum(len(each.boxes) for each in self.shards[contender].values()))
+        dist.all_reduce(boxes)
+        return {"total_s": seconds, "boxes": boxes.item()}
 
     def save_by(self, contender: str, folder: str) -> Answer:
         """Returns the seconds of the state dicts and of the save, and the bytes sent on lo."""
@@ -56,6 +97,16 @@ class FrameworkRank(Rank):
             dcp.save(state, storage_writer=torch_ckpt.FastWriter(path))
         state_s, save_s = made - begin, time.perf_counter() - resumed
         return {"state_s": state_s, "save_s": save_s, "total_s": state_s + save_s, "wire": wire}
+
+
+def _ranges(begin: int, end: int, tensors: int, shape: list[int]) -> Iterator[tuple[str, Any]]:
+    """What a rank has of a buffer of equal tensors."""
+    from torch_ckpt import FlatShard
+
+    numel = math.prod(shape)
+    for number in range(begin // numel, min(-(-end // numel), tensors)):
+        first, last = max(begin - number * numel, 0), min(end - number * numel, numel)
+        yield str(number), FlatShard(torch.randn(last - first), str(number), shape, first)
 
 
 def _sent_nbytes() -> int:

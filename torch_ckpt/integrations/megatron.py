@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    is_main_replica,
-)
-from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
@@ -36,6 +31,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.metadata import dump_metadata
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.integrations.megatron_queues import BackgroundSave, async_modules, poll_threads
+from torch_ckpt.integrations.megatron_values import ShardedValues, values_to_save
 from torch_ckpt.integrations.replacing import replacing
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.item_views import PlannedItems
@@ -50,8 +46,6 @@ from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["FastLoadStrategy", "FastSaveStrategy", "replaced_strategies"]
-
-_ByKey = dict[str, list[Any]]  # Sharded tensors, or sharded objects, of each key.
 
 
 class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -126,7 +120,7 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
             RankTimeoutError: A rank was late, stuck or gone.
         """
         save(
-            self._to_dcp(sharded_state_dict),
+            values_to_save(sharded_state_dict),
             storage_writer=self._writer_for(checkpoint_dir),
             planner=_save_planner(),
             timeout_s=self.timeout_s,
@@ -152,7 +146,7 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         modules = async_modules(async_strategy)
         poll_threads(modules["AsyncCallsQueue"])
         future = async_save(
-            self._to_dcp(sharded_state_dict),
+            values_to_save(sharded_state_dict),
             storage_writer=self._writer_for(checkpoint_dir),
             planner=_save_planner(),
             timeout_s=self.timeout_s,
@@ -170,7 +164,7 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         Raises:
             StorageError: The memory cannot be allocated.
         """
-        self._stager.reserve(self._to_dcp(sharded_state_dict))
+        self._stager.reserve(values_to_save(sharded_state_dict))
 
     def _writer_for(self, checkpoint_dir: Any) -> _Writer:
         if self._background is not None:
@@ -184,22 +178,6 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         self._writer.separation_hint = self.separation_hint
         self._writer.keeps_plans = self.use_cached_ckpt_structure
         return self._writer
-
-    def _to_dcp(self, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns the values that this rank may write, as DCP's planners accept them."""
-        by_key, _, _ = _grouped(sharded_state_dict)
-        state: dict[str, Any] = {}
-        for key, shards in by_key.items():
-            written = [shard for shard in shards if _may_write(shard)]
-            if not written:
-                continue
-            if isinstance(written[0], ShardedTensor):
-                _check_data(written)
-                state[key] = _local_shards(written)
-            else:
-                # FastWriter pickles the list as Megatron does.
-                state[key] = [shard.data for shard in written]
-        return state
 
 
 class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
@@ -261,18 +239,10 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             CheckpointException: A rank raised an error. It derives from ``BaseException``.
             RankTimeoutError: A rank was late, stuck or gone.
         """
-        by_key, paths, names = _grouped(sharded_state_dict)
-        state: dict[str, Any] = {}
-        resized = set()
-        for key, shards in by_key.items():
-            if not isinstance(shards[0], ShardedTensor):
-                state[key] = None
-                continue
-            for shard in shards:
-                _prepare(shard)
-            if any(shard.allow_shape_mismatch for shard in shards):
-                resized.add(key)
-            state[key] = _local_shards(shards)
+        values = ShardedValues(sharded_state_dict)
+        state, resized = values.state, values.resized
+        for shard in itertools.chain.from_iterable(resized.values()):
+            shard.data.detach().zero_()  # Rows that the checkpoint lacks.
         planner = _LoadPlanner(resized)
         load(
             state,
@@ -283,10 +253,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             timeout_s=self.timeout_s,
         )
         self.cached_global_metadata = planner.metadata
-        loaded = {key: _loaded(shards, state[key]) for key, shards in by_key.items()}
-        nested = torch_dist._replace_sharded_keys_with_state_dict_keys(loaded, paths, names)
-        torch_dist._restore_dict_types(nested, sharded_state_dict)
-        return cast(dict[str, Any], nested)
+        return values.loaded()
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
         """Removes the files whose names begin with a ``separation_hint``, and their tensors.
@@ -336,59 +303,6 @@ def _without(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {key: value for key, value in values.items() if not key.startswith(prefix)}
 
 
-# ---- Megatron's sharded values ----
-
-
-def _grouped(sharded_state_dict: dict[str, Any]) -> tuple[_ByKey, Any, Any]:
-    """Returns the sharded values by key, and what restores the nested dict from them."""
-    return cast(
-        tuple[_ByKey, Any, Any],
-        torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict),
-    )
-
-
-def _may_write(shard: ShardedTensor | ShardedObject) -> bool:
-    """Returns whether this rank lists a shard. The planner assigns tensors that several list."""
-    is_assigned = isinstance(shard.replica_id, int) or isinstance(shard, ShardedObject)
-    return not is_assigned or is_main_replica(shard.replica_id)
-
-
-def _check_data(shards: Iterable[ShardedTensor]) -> None:
-    for shard in shards:
-        if shard.data is None:
-            raise ValueError(f"cannot save {shard.key!r}: {shard} has no data")
-
-
-def _local_shards(shards: Sequence[ShardedTensor]) -> LocalShards:
-    """Returns the boxes of one key. Shards with the same box are listed once."""
-    boxes: dict[tuple[int, ...], torch.Tensor] = {}
-    for shard in shards:
-        axes = (None,) * shard.prepend_axis_num
-        boxes.setdefault(tuple(shard.global_offset), shard.data.detach()[axes])
-    return LocalShards(shards[0].global_shape, list(boxes.items()))
-
-
-def _prepare(shard: ShardedTensor) -> None:
-    """Allocates a tensor to load, or sets the values that the checkpoint may lack to zero."""
-    if shard.data is None:
-        zeros = shard.allow_shape_mismatch
-        shard.init_data(torch.device("cpu"), torch.zeros if zeros else torch.empty)
-    elif shard.allow_shape_mismatch:
-        shard.data.detach().zero_()
-
-
-def _loaded(shards: Sequence[Any], value: Any) -> Any:
-    """Returns the loaded values of one key, in the order of its sharded values."""
-    if not isinstance(shards[0], ShardedTensor):
-        return value
-    first: dict[tuple[int, ...], torch.Tensor] = {}
-    for shard in shards:
-        data = first.setdefault(tuple(shard.global_offset), shard.data)
-        if data is not shard.data:
-            shard.data.detach().copy_(data)
-    return [shard.data for shard in shards]
-
-
 # ---- Planners, writer and reader ----
 
 
@@ -403,9 +317,9 @@ class _LoadPlanner(FastLoadPlanner):
         resized: Keys of these tensors.
     """
 
-    def __init__(self, resized: set[str]) -> None:
+    def __init__(self, resized: Iterable[str]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._resized = resized
+        self._resized = list(resized)
 
     def set_up_planner(
         self,
