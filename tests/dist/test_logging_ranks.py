@@ -71,7 +71,8 @@ def test_only_the_first_rank_logs_and_shows_a_bar(path: Path, options: dict[str,
         assert ", 1 rank, without an exchange" in lines[1]
 
 
-@on_ranks(2)
+@pytest.mark.usefixtures("memory")
+@on_ranks()  # Ranks that were started with this memory.
 def test_only_the_first_rank_logs_a_save_of_the_agent(path: Path) -> None:
     state = {"w": torch.ones(1000), "step": 1}
     with (
@@ -91,7 +92,8 @@ def test_only_the_first_rank_logs_a_save_of_the_agent(path: Path) -> None:
     ), saved
 
 
-@on_ranks(2)
+@pytest.mark.usefixtures("memory")
+@on_ranks()  # Ranks that were started with this memory.
 def test_each_rank_logs_its_copy_to_the_memory_of_the_agent(path: Path) -> None:
     state = {"w": torch.ones(1000), "step": 1}
     with (

@@ -1,6 +1,6 @@
 """The documents: every snippet runs when it is pasted alone, links lead somewhere, lines are short.
 
-A ``python`` block runs in a fresh interpreter in an empty directory. A ``bash`` block runs in a
+A ``python`` block runs in a process of its own in an empty directory. A ``bash`` block runs in a
 directory that has what a clone has. Blocks below a comment such as ``<!-- run command -->`` install
 packages or take minutes: CI runs the test command, and a reader the others.
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import run_python
 
 import torch_ckpt
 import torch_ckpt.agent
@@ -47,24 +48,29 @@ def blocks(language: str) -> Iterator[pytest.ParameterSet]:
             if line == f"```{language}" and not UNTRIED.fullmatch(lines[number - 1]):
                 end = lines.index("```", number)
                 code = "\n".join(lines[number + 1 : end]) + "\n"
-                yield pytest.param(code, id=f"{names(path)}:{number + 1}")
+                marks = [pytest.mark.slow] if "torchrun" in code else []
+                yield pytest.param(code, id=f"{names(path)}:{number + 1}", marks=marks)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What a snippet has in its environment."""
+    memory = folder / "memory"
+    memory.mkdir()
+    return {
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CKPT_MEMORY": str(memory),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
 def run(command: list[str], folder: Path) -> None:
     """Runs a snippet; ends all that it has started."""
-    memory = folder / "memory"
-    memory.mkdir()
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CKPT_MEMORY": str(memory),
-            "CUDA_VISIBLE_DEVICES": "",
-        },
+        env={**os.environ, **environment(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -83,7 +89,8 @@ def run(command: list[str], folder: Path) -> None:
 def test_a_python_snippet_runs_alone(code: str, tmp_path: Path) -> None:
     script = tmp_path / "snippet.py"
     script.write_text(code)
-    run([sys.executable, str(script)], tmp_path)
+    done = run_python(script, folder=tmp_path, timeout_s=RUN_TIMEOUT_S, **environment(tmp_path))
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("code", list(blocks("bash")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import blank, data_files, differences, loads
+from forks import run_python
 from torch.distributed.checkpoint import (
     CheckpointException,
     DefaultLoadPlanner,
@@ -267,19 +267,20 @@ if __name__ == "__main__":
 
 
 def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch_ckpt.cli.main", "run", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+    code = "import sys; from torch_ckpt.cli.main import main; sys.exit(main())"
+    return run_python("-c", code, "run", *arguments, folder=cwd)
 
 
 def test_the_run_command_runs_an_unchanged_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run("script.py", tmp_path / "1", "-x", "--flag", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split(" /")[0] == "[0, 1, 2, 3, 4] ['-x', '--flag'] script.py __main__\n"
+    assert done.returncode == 0, done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last == "[0, 1, 2, 3, 4] ['-x', '--flag'] script.py __main__"
     assert (tmp_path / "1" / ".index").exists()
 
     done = run("-m", "script", tmp_path / "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout
     assert (tmp_path / "2" / ".index").exists()
 
 
@@ -302,8 +303,8 @@ def test_a_background_save_outlives_the_script(module: list[str], tmp_path: Path
     (tmp_path / "script.py").write_text(IN_BACKGROUND)
     name = "script" if module else "script.py"
     done = run(*module, name, tmp_path / "1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stdout
+    assert "Traceback" not in done.stdout
     assert (tmp_path / "1" / ".metadata").exists()
 
 
@@ -311,7 +312,7 @@ def test_the_run_command_ends_as_the_script_ends(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     failed = run("script.py", tmp_path / "1", "fail", cwd=tmp_path)
     assert failed.returncode == 1
-    assert "KeyError: 'of the script'" in failed.stderr
+    assert "KeyError: 'of the script'" in failed.stdout
     assert run("script.py", tmp_path / "1", "exit", cwd=tmp_path).returncode == 7
     assert run("absent.py", cwd=tmp_path).returncode == 1
 
@@ -340,8 +341,9 @@ dcp.save({{"w": torch.ones(3)}}, checkpoint_id=sys.argv[1])
     ],
 )
 def test_install_lasts_wherever_it_is_called(install: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", INSTALL.format(install=install), tmp_path / "step"]
-    subprocess.run(command, check=True, timeout=100)
+    code = INSTALL.format(install=install)
+    done = run_python("-c", code, tmp_path / "step", folder=tmp_path)
+    assert done.returncode == 0, done.stdout
     assert (tmp_path / "step" / ".index").exists()
 
 

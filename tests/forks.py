@@ -5,16 +5,23 @@ The server has no threads and no process group. Processes end with it, and it en
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import itertools
 import logging
 import os
 import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, reduction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -22,7 +29,7 @@ import torch.distributed as dist
 
 TIMEOUT_S = 60
 PR_SET_PDEATHSIG = 1
-TESTS = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def fork_context() -> Any:
@@ -37,7 +44,7 @@ def fork_context() -> Any:
 
 def rank_environment() -> dict[str, str]:
     """What the server must have in its environment, besides what this process has."""
-    folders = [str(TESTS), str(TESTS.parents[1]), os.environ.get("PYTHONPATH")]
+    folders = [*map(str, (ROOT / "tests/dist", ROOT / "tests", ROOT)), os.environ.get("PYTHONPATH")]
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         "CUDA_VISIBLE_DEVICES": "",
@@ -46,6 +53,73 @@ def rank_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "FATAL",  # Of connections that kills have cut.
     }
+
+
+def run_python(
+    *arguments: object, folder: Path, timeout_s: float = TIMEOUT_S, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Does what ``python`` does with these arguments, in a process that has imported torch.
+
+    Args:
+        *arguments: A script, or ``-c`` and code; then its own arguments.
+        folder: The working directory.
+        timeout_s: For the process, which is killed then with all of its session.
+        **environment: What it has in its environment, besides what this process has.
+
+    Returns:
+        The exit status, and the output, where both streams are one.
+    """
+    words = [str(argument) for argument in arguments]
+    with tempfile.TemporaryFile("w+") as output:
+        with mock.patch.dict(os.environ, rank_environment()):  # The server's, if it starts now.
+            process = fork_context().Process(
+                target=_be_python,
+                args=(words, str(folder), environment, reduction.DupFd(output.fileno())),
+            )
+            process.start()
+        process.join(timeout_s)
+        is_late = process.exitcode is None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # And what it has started.
+        process.join()
+        output.seek(0)
+        printed = output.read()
+    assert not is_late, f"{words} does not end:\n{printed}"
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(words, process.exitcode, printed)
+
+
+def _be_python(words: list[str], folder: str, environment: dict[str, str], output: Any) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ.update(environment)
+    os.dup2(output.detach(), 1)
+    os.dup2(1, 2)
+    status = 0
+    try:
+        _run_main(words)
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _run_main(words: list[str]) -> None:
+    is_code = words[0] == "-c"
+    sys.argv[:] = ["-c", *words[2:]] if is_code else words
+    sys.path.insert(0, "" if is_code else str(Path(words[0]).resolve().parent))
+    main = ModuleType("__main__")
+    if not is_code:
+        main.__file__ = words[0]
+    sys.modules["__main__"] = main  # It stays, as in an interpreter.
+    code = words[1] if is_code else Path(words[0]).read_text()
+    exec(compile(code, words[0], "exec"), vars(main))
 
 
 class Forks:
