@@ -196,7 +196,7 @@ def main() -> None:
         run_pytest("--full", "-m", "slow")
         run_pytest("--full", "-m", "not slow", workers=2)
     else:
-        run_pytest(workers=3)
+        run_pytest(workers=2)
 
 
 if __name__ == "__main__":
