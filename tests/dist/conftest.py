@@ -8,12 +8,12 @@ import pytest
 from ranks import Ranks, Worlds
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def worlds() -> Iterator[Worlds]:
-    """Worlds of gloo ranks, kept for the whole session."""
-    kept = Worlds()
-    yield kept
-    kept.close()
+    """Worlds of gloo ranks. Each group of a rank has a thread that wakes up 100 times a second."""
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
 
 
 @pytest.fixture

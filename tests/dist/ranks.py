@@ -1,7 +1,7 @@
 """Runs functions on gloo ranks, each a process of its own, and leaves no process behind.
 
-Processes are forked from one that has imported torch, and a world outlives a call: `Worlds` keeps
-one of each size for the whole test session and replaces one in which a call went wrong. Linux only:
+Processes are forked from one that has imported torch, and a world outlives a call: `Worlds` has one
+of each size for the tests of a file and replaces one in which a call went wrong. Linux only:
 ranks ask the kernel to die with the process that started them.
 """
 
