@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import re
@@ -182,7 +183,9 @@ def test_the_functions_for_tools_read_our_checkpoints(path: Path) -> None:
         assert {key: tuple(value.global_shape) for key, value in metadata.items()} == {
             **{key: tuple(whole(key).shape) for key in KEYS},
         }
-        assert set(serialization.load_sharded_metadata(str(path))) - set(metadata) == {
+        objects = set(serialization.load_sharded_metadata(str(path))) - set(metadata)
+        # Later versions store what is not sharded as an object.
+        assert {key for key in objects if not key.startswith("common_state/")} == {
             "extra/shard_0_2",
             "extra/shard_1_2",
             "same/shard_0_1",
@@ -343,11 +346,14 @@ def queue_of(strategy: str, persistent: bool) -> Any:
 def begin(path: Path, strategy: Any, queue: Any, name: str, state: dict[str, Any]) -> Any:
     """Schedules an asynchronous save as Megatron does."""
     path.mkdir(exist_ok=True)
-    save = functools.partial(FastSaveStrategy.async_save, strategy, async_strategy=name)
-    with mock.patch.object(strategy, "async_save", save):  # 0.16.1 passes no name.
-        request = mcore.save(
-            state, str(path), strategy, async_sharded_save=True, content_metadata={"kind": "test"}
-        )
+    options: dict[str, Any] = {"async_sharded_save": True, "content_metadata": {"kind": "test"}}
+    with contextlib.ExitStack() as stack:
+        if "async_strategy" in inspect.signature(mcore.save).parameters:
+            options["async_strategy"] = name
+        else:  # 0.16.1 passes no name.
+            save = functools.partial(FastSaveStrategy.async_save, strategy, async_strategy=name)
+            stack.enter_context(mock.patch.object(strategy, "async_save", save))
+        request = mcore.save(state, str(path), strategy, **options)
     queue.schedule_async_request(request)
     return request
 
