@@ -11,9 +11,9 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import (
@@ -60,12 +60,6 @@ _WRITER_ARGUMENTS = (
     "per_thread_copy_ahead",
     "overwrite",
 )
-_SAVE_PLANNER_ARGUMENTS = (
-    "flatten_state_dict",
-    "flatten_sharded_tensors",
-    "dedup_save_to_lowest_rank",
-)
-_LOAD_PLANNER_ARGUMENTS = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
 
 
 @contextlib.contextmanager
@@ -88,7 +82,6 @@ def installed(
     - A call without a planner, or with a ``DefaultSavePlanner`` or ``DefaultLoadPlanner``, uses
       :class:`FastSavePlanner` or :class:`FastLoadPlanner` with the same arguments.
     - Every exchange between ranks has a deadline.
-
     - Megatron-Core's own strategies for ``torch_dist`` save and load with this package, as those of
       :mod:`torch_ckpt.integrations.megatron`.
 
@@ -283,27 +276,6 @@ class _Replaced:
             path, registry, io=self._io, verify=self._verify, trust_pickle=self._trust_pickle
         )
 
-    def save_planner(self, given: SavePlanner | None) -> SavePlanner:
-        """Returns a planner for a ``DefaultSavePlanner`` or ``None``, or another planner itself."""
-        if given is None:
-            return FastSavePlanner()
-        if type(given) is not DefaultSavePlanner:
-            return given
-        arguments = {name: getattr(given, name) for name in _SAVE_PLANNER_ARGUMENTS}
-        ours = FastSavePlanner(**arguments)
-        _log_replaced(given, ours)
-        return ours
-
-    def load_planner(self, given: LoadPlanner | None) -> LoadPlanner:
-        """Returns a planner for a ``DefaultLoadPlanner`` or ``None``, or another planner itself."""
-        if given is None:
-            return FastLoadPlanner()
-        if type(given) is not DefaultLoadPlanner:
-            return given
-        ours = FastLoadPlanner(**{name: getattr(given, name) for name in _LOAD_PLANNER_ARGUMENTS})
-        _log_replaced(given, ours)
-        return ours
-
     def _warn_unless(self, expected: type, given: object) -> None:
         if isinstance(given, expected) or type(given) in PROCESS.unreplaced:
             return
@@ -340,7 +312,7 @@ class _Replaced:
         use_collectives: bool = True,
     ) -> Metadata:
         """The replacement of ``state_dict_saver._save_state_dict``."""
-        writer, planner = self.writer(storage_writer), self.save_planner(planner)
+        writer, planner = self.writer(storage_writer), _save_planner(planner)
         if coordinator_rank:
             return self._save(
                 *(state_dict, writer, process_group, coordinator_rank, no_dist, planner),
@@ -361,7 +333,7 @@ class _Replaced:
         planner: LoadPlanner | None = None,
     ) -> None:
         """The replacement of ``state_dict_loader._load_state_dict``."""
-        reader, planner = self.reader(storage_reader), self.load_planner(planner)
+        reader, planner = self.reader(storage_reader), _load_planner(planner)
         if coordinator_rank:
             self._load(state_dict, reader, process_group, coordinator_rank, no_dist, planner)
             return
@@ -414,7 +386,7 @@ class _Executor:
                     writer = self._replaced.writer(storage_writer)
             elif checkpoint_id:
                 writer = self._replaced.new_writer(checkpoint_id)
-            planner = self._replaced.save_planner(planner)
+            planner = _save_planner(planner)
             order = Order(checkpoint_id, writer, planner, use_collectives)
             state = staging_future_or_state_dict
             if not isinstance(state, _StagedState):
@@ -448,6 +420,27 @@ class _ProcessStager(AsyncStager):
 
     def close(self) -> None:
         """Does nothing, because later saves reuse the memory."""
+
+
+def _save_planner(given: SavePlanner | None) -> SavePlanner:
+    names = ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank")
+    return cast(SavePlanner, _planner(given, DefaultSavePlanner, FastSavePlanner, names))
+
+
+def _load_planner(given: LoadPlanner | None) -> LoadPlanner:
+    names = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
+    return cast(LoadPlanner, _planner(given, DefaultLoadPlanner, FastLoadPlanner, names))
+
+
+def _planner(given: Any, stock: type, ours: Callable[..., Any], names: Sequence[str]) -> Any:
+    """Returns our planner for ``None`` or one of exactly the stock class, or another one itself."""
+    if given is None:
+        return ours()
+    if type(given) is not stock:
+        return given
+    replacement = ours(**{name: getattr(given, name) for name in names})
+    _log_replaced(given, replacement)
+    return replacement
 
 
 def _log_replaced(given: object, ours: object) -> None:
