@@ -36,6 +36,8 @@ class _Process:
             ``integrations/installation``.
         unreplaced: Classes of writers and readers that were used as they are, with a warning.
             Owner: ``integrations/installation``.
+        replaced: The first value of an attribute of torch or Megatron, and the replacements that
+            apply. Owner: ``integrations/replacing``.
         forkable: Loops of ``coordination/loop``, and all stagers.
     """
 
@@ -49,6 +51,7 @@ class _Process:
         self.unsettled: set[Any] = set()
         self.installed: list[Any] = []
         self.unreplaced: weakref.WeakSet[type] = weakref.WeakSet()
+        self.replaced: dict[tuple[Any, str], list[Any]] = {}
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
         os.register_at_fork(after_in_child=self._after_fork)
 

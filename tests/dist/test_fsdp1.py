@@ -14,7 +14,7 @@ from states import READERS, WRITERS, assert_same
 from test_layouts import BEGUN_RATE, CONFIG, TRAINED_RATE, Net, full_state, load_begun, train
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
@@ -213,3 +213,32 @@ def test_shards_refer_to_the_memory_of_training() -> None:
         for parameter in net.parameters():
             parameter.fill_(3)
     assert all((v.local == 3).all() for v in before.values() if isinstance(v, FlatShard))
+
+
+@on_ranks(2)
+def test_step_counters_are_those_of_ranks_that_train_the_parameter(path: Path) -> None:
+    def load(net: nn.Module, optimizer: Any) -> None:
+        model, optim = torch_ckpt.fsdp1_state_dict(net, optimizer)
+        dcp.load({"model": model, "optim": optim}, checkpoint_id=path / "1")
+        torch_ckpt.load_fsdp1_state_dict(net, optimizer, model, optim)
+
+    net, optimizer = build("orig", seed=0, rate=TRAINED_RATE)
+    optimizer.add_param_group({"params": []})
+    train(net, optimizer)
+    model, optim = torch_ckpt.fsdp1_state_dict(net, optimizer)
+    with torch_ckpt.installed():
+        dcp.save({"model": model, "optim": optim}, checkpoint_id=path / "1")
+        net, optimizer = build("orig", seed=1, rate=BEGUN_RATE)
+        optimizer.add_param_group({"params": []})
+        load(net, optimizer)
+        train(net, optimizer)
+        model, optim = torch_ckpt.fsdp1_state_dict(net, optimizer)
+        dcp.save({"model": model, "optim": optim}, checkpoint_id=path / "2")
+        _, own = get_state_dict(net, optimizer, options=StateDictOptions(full_state_dict=True))
+        if dist.get_rank():
+            return
+        steps = {f"optim.state.{fqn}.step": each["step"] for fqn, each in own["state"].items()}
+        stored = {fqn: torch.tensor(-1.0) for fqn in steps}
+        torch_ckpt.load(stored, checkpoint_id=path / "2", no_dist=True)
+    assert len(set(map(float, steps.values()))) == 1
+    assert stored == steps

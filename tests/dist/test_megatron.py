@@ -438,6 +438,48 @@ def fail_asynchronously(folder: Path, name: str) -> None:
         assert (folder / "next/metadata.json").exists()
 
 
+def fail_in_conversion(path: Path, asynchronous: bool) -> None:
+    """One rank has no data to save; the next save succeeds."""
+    state = {"rows": shard("rows", 0)}
+    if dist.get_rank():
+        state["rows"].data = None
+    strategy = FastSaveStrategy()
+    path.mkdir(exist_ok=True)
+
+    def save_state() -> None:
+        if asynchronous:
+            for finalize in strategy.async_save(state, path).finalize_fns:
+                finalize()
+        else:
+            strategy.save(state, path)
+
+    with on_cpu():
+        failures = failures_of(save_state)
+        assert list(failures) == [1]
+        assert "cannot save 'rows'" in failures[1].message
+        state["rows"] = shard("rows", 0)
+        save_state()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_without_data_fails_the_save_on_every_rank(
+    worlds: Worlds, tmp_path: Path, asynchronous: bool
+) -> None:
+    worlds.run(2, fail_in_conversion, tmp_path / "checkpoint", asynchronous)
+
+
+@on_ranks(2)
+def test_a_replica_may_be_without_data(path: Path) -> None:
+    rank = dist.get_rank()
+    one = ShardedTensor.from_rank_offsets("one", torch.ones(3), replica_id=(0, 0, rank))
+    if rank:
+        one.data = None
+    FastSaveStrategy().save({"one": one}, path)
+    loaded = {"one": torch.zeros(3)}
+    torch_ckpt.load(loaded, checkpoint_id=path)
+    assert loaded["one"].tolist() == [1.0] * 3
+
+
 # ---- The example ----
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import RankError, Worlds, run_ranks
 from states import assert_same
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron_states import KEYS, entities, expected, on_cpu, shard
 
 from torch_ckpt import Run
@@ -74,3 +76,14 @@ def test_ranks_restore_from_memory_what_other_ranks_saved(ranks: int, tmp_path: 
         run_ranks(2, save_and_die, tmp_path)
     shutil.rmtree(tmp_path / "step-2", ignore_errors=True)  # Persisted after the death.
     run_ranks(ranks, restore if ranks == 2 else restore_keys, tmp_path, AGENT)
+
+
+def test_a_tensor_without_data_is_an_error(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(1, save_nothing, tmp_path)
+
+
+def save_nothing(path: Path) -> None:
+    empty = ShardedTensor.from_rank_offsets("w", torch.ones(3))
+    empty.data = None
+    with pytest.raises(ValueError, match="cannot save or load 'w'"):
+        Run(path).save(1, {"model": ShardedState({"w": empty})})

@@ -29,14 +29,20 @@ from test_resharding_matrix import (
 )
 from test_safetensors import load_model
 from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastWriter, SafetensorsWriter
+from torch_ckpt import FastReader, FastSavePlanner, FastWriter, SafetensorsWriter
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -162,3 +168,44 @@ def test_fsdp_over_tp_is_refused_where_dcp_gives_rows_to_another_rank(path: Path
         assert "'w'" in next(iter(failures.values())).message
         assert not list(folder.glob(".metadata")) + list(folder.glob("*.safetensors"))
     assert failures_of(dcp.load, {"w": tensor}, storage_reader=FastReader(path / "sound"))
+
+
+def uneven(values: torch.Tensor) -> DTensor:
+    """5 and 1 of 6 rows, with functions that list their boxes, as Megatron-FSDP makes them."""
+    first, count = ((0, 5), (5, 1))[dist.get_rank()]
+    local = values[first : first + count].clone()
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = DTensor.from_local(
+        *(local, mesh, [Shard(0)]), run_check=False, shape=values.shape, stride=values.stride()
+    )
+    chunk = ChunkStorageMetadata(torch.Size((first, 0)), local.size())
+
+    def write_items(fqn: str, whole: DTensor) -> list[WriteItem]:
+        data = TensorWriteData(chunk, TensorProperties(dtype=local.dtype), whole.size())
+        index = MetadataIndex(fqn, chunk.offsets)
+        return [WriteItem(index, WriteItemType.SHARD, tensor_data=data)]
+
+    kept: Any = tensor._local_tensor
+    kept.__create_write_items__ = write_items
+    kept.__create_chunk_list__ = lambda: [chunk]
+    return tensor
+
+
+@pytest.mark.parametrize("planner", [FastSavePlanner, dcp.DefaultSavePlanner])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@on_ranks(2)
+def test_uneven_shards_that_list_their_boxes_are_stored_and_loaded(
+    path: Path, asynchronous: bool, planner: type[dcp.DefaultSavePlanner]
+) -> None:
+    values = torch.arange(18.0).view(6, 3)
+    state = {"w": uneven(values)}
+    if asynchronous:
+        saved = torch_ckpt.async_save(state, checkpoint_id=path, planner=planner())
+        saved.result()
+    else:
+        torch_ckpt.save(state, checkpoint_id=path, planner=planner())
+    whole, loaded = {"w": torch.zeros(6, 3)}, {"w": uneven(torch.zeros(6, 3))}
+    torch_ckpt.load(whole, checkpoint_id=path)
+    torch_ckpt.load(loaded, checkpoint_id=path)
+    assert torch.equal(whole["w"], values)
+    assert torch.equal(loaded["w"].to_local(), state["w"].to_local())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -86,6 +86,34 @@ def test_a_checkpoint_keeps_its_metrics_until_another_replaces_it(
     assert metrics_of(Location(tmp_path / "step-10"))["loss"] == 2.0
 
 
+def test_each_step_of_slow_background_saves_has_its_own_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = FastWriter.finish
+
+    def finish_late(*arguments: Any, **named: Any) -> None:
+        time.sleep(0.2)  # The next save has begun.
+        finish(*arguments, **named)
+
+    monkeypatch.setattr(FastWriter, "finish", finish_late)
+    with Run(tmp_path, asynchronous=True, keep_best=1, keep_last=1, monitor="loss") as run:
+        for step, loss in ((10, 1.0), (20, 3.0), (30, 2.5)):
+            run.save(step, state_of(step), metrics={"loss": loss})
+    assert steps_in(tmp_path) == [10, 30]
+    assert metrics_of(Location(tmp_path / "step-30")) == {"loss": 2.5}
+
+
+def test_a_metric_that_is_no_number_is_an_error_before_the_save(tmp_path: Path) -> None:
+    run = save_all(Run(tmp_path), {10: 3.0})
+    with pytest.raises(ValueError, match="could not convert"):
+        run.save(10, state_of(11), metrics={"loss": "abc"})  # type: ignore[dict-item]
+    state = state_of(-1)
+    run.restore(state)
+    assert state["w"][0] == 10
+    (tmp_path / "step-10" / "metrics.json").write_text('{"loss": 1%s}' % ("0" * 400))
+    assert metrics_of(Location(tmp_path / "step-10")) == {}
+
+
 def test_steps_without_metrics_are_retained_as_usual(tmp_path: Path) -> None:
     run = Run(tmp_path, keep_best=1, monitor="loss", keep_last=1)
     for step in (1, 2, 3):
@@ -161,11 +189,23 @@ def test_a_lease_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     save_all(Run(tmp_path), {1: 1.0})
     with Run(tmp_path).lease(1):
         (file,) = tmp_path.glob(".lease-1-*")
-        first = json.loads(file.read_text())["renewed"]
+        first = file.stat().st_mtime_ns
         end = time.monotonic() + 20
-        while json.loads(file.read_text())["renewed"] == first and time.monotonic() < end:
+        while file.stat().st_mtime_ns == first and time.monotonic() < end:
             time.sleep(0.01)
-        assert json.loads(file.read_text())["renewed"] > first
+        assert file.stat().st_mtime_ns > first
+
+
+@pytest.mark.parametrize("age_s", [-1000, 1000], ids=["future", "past"])
+def test_an_old_lease_protects_nothing_whatever_it_contains(age_s: int, tmp_path: Path) -> None:
+    run = save_all(Run(tmp_path, keep_last=1), {1: 1.0})
+    lease = tmp_path / ".lease-1-00"
+    lease.touch()  # Empty, as a power cut leaves it.
+    then = time.time() - age_s
+    os.utime(lease, (then, then))
+    save_all(run, {2: 1.0})
+    assert steps_in(tmp_path) == [2]
+    assert not lease.exists()
 
 
 def test_a_step_that_is_not_there_cannot_be_leased(tmp_path: Path) -> None:

@@ -260,6 +260,10 @@ def test_a_stock_checkpoint_exits_2_as_long_as_nothing_contradicts_it(
         (["ls", "s3://bucket/run"], "no file system is registered for s3://"),
         (["run", "--timeout", "-5", "script.py"], "--timeout: invalid seconds value: '-5'"),
         (["run", "--no-verify"], "a script is missing"),
+        (["diff", "--atol", "-1", "a", "b"], "--atol: invalid tolerance value: '-1'"),
+        (["watch", "{empty}", "--exec", " "], "--exec: invalid command value: ' '"),
+        (["watch", "{empty}", "--once", "--exec", "true"], "{empty} is not a run"),
+        (["ls", "{empty}"], "{empty} is not a run: it has no directory step-<n>"),
         (["verify", "{empty}/file"], "{empty}/file"),
         (["verify"], "path"),
         (["verify", "--fast", "{empty}"], "--fast"),
@@ -326,6 +330,13 @@ def test_verify_shows_a_bar_on_a_terminal(
     terminal.truncate(0)
     main(["verify", "--quiet", str(tmp_path)])
     assert terminal.getvalue() == ""
+
+
+def test_output_that_cannot_be_written_is_a_failure(saved: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*MODULE, "verify", saved], stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == FAILED
+    assert b"No space left" in done.stderr
 
 
 def test_trusted_pickles_are_inspected_and_verified(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -141,6 +142,35 @@ def test_an_object_of_a_forbidden_class_leaves_the_other_results(
     assert "Own" in found["not_compared"][0]["reason"]
     status, found = diff(capsys, tmp_path / "a", tmp_path / "b", "--trust-pickle")
     assert found["not_compared"] == []
+
+
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "shape": (np.ones(1), np.ones(3)),
+    "dtype": (np.ones(2, np.float32), np.ones(2)),
+    "integer": (torch.tensor([2**60]), torch.tensor([2**60 + 1])),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_values_that_are_nearly_equal_differ(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in zip("ab", OTHERS[kind], strict=True):
+        SAVES["ours"]({"x": value}, tmp_path / name)
+    options = ("--trust-pickle", "--atol", "0.5")
+    assert diff(capsys, tmp_path / "a", tmp_path / "b", *options)[0] == 1
+    assert diff(capsys, tmp_path / "a", tmp_path / "a", *options)[0] == 0
+
+
+def test_a_checkpoint_equals_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SAVES["ours"]({"nan": np.array([math.nan]), "plain": Plain()}, tmp_path / "a")
+    status, found = diff(capsys, tmp_path / "a", tmp_path / "a", "--trust-pickle")
+    assert (status, found["equal"]) == (2, 1)
+    assert "their class has no comparison" in found["not_compared"][0]["reason"]
+
+
+class Plain:
+    """A class without a comparison."""
 
 
 def test_a_damaged_checkpoint_is_a_failure_and_no_difference(

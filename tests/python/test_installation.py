@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, IoOptions
 from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.integrations import installation
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging import stager
 
@@ -276,7 +281,7 @@ def test_the_run_command_runs_an_unchanged_script(tmp_path: Path) -> None:
     done = run("script.py", tmp_path / "1", "-x", "--flag", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     last = done.stdout.splitlines()[-1]
-    assert last == "[0, 1, 2, 3, 4] ['-x', '--flag'] script.py __main__"
+    assert last == f"[0, 1, 2, 3, 4] ['-x', '--flag'] {tmp_path}/script.py __main__"
     assert (tmp_path / "1" / ".index").exists()
 
     done = run("-m", "script", tmp_path / "2", cwd=tmp_path)
@@ -314,7 +319,10 @@ def test_the_run_command_ends_as_the_script_ends(tmp_path: Path) -> None:
     assert failed.returncode == 1
     assert "KeyError: 'of the script'" in failed.stdout
     assert run("script.py", tmp_path / "1", "exit", cwd=tmp_path).returncode == 7
-    assert run("absent.py", cwd=tmp_path).returncode == 1
+    absent = run("absent.py", cwd=tmp_path)
+    assert absent.returncode == 3
+    assert "torch-ckpt: " in absent.stdout
+    assert "Traceback" not in absent.stdout
 
 
 def test_the_run_command_passes_all_words_to_the_script(tmp_path: Path) -> None:
@@ -356,6 +364,54 @@ def test_after_the_block_dcp_has_its_own_functions_again() -> None:
     with torch_ckpt.installed(), torch_ckpt.installed():
         assert functions() != before
     assert functions() == before
+
+
+def test_overlapping_blocks_leave_nothing_replaced() -> None:
+    before = state_dict_saver._save_state_dict
+    first, second = torch_ckpt.installed(), torch_ckpt.installed()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert state_dict_saver._save_state_dict is not before
+    second.__exit__(None, None, None)
+    assert state_dict_saver._save_state_dict is before
+
+
+def test_a_module_that_was_only_searched_is_noticed_when_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "searched_module.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    function = Mock()
+    with installation._after_import("searched_module", function):
+        assert importlib.util.find_spec("searched_module") is not None
+        function.assert_not_called()
+        importlib.import_module("searched_module")
+        function.assert_called_once()
+    del sys.modules["searched_module"]
+
+
+LIKE_PYTHON = """
+import dataclasses, multiprocessing, sys
+
+@dataclasses.dataclass
+class Own:
+    value: float
+
+def make(value):
+    return Own(value)
+
+if __name__ == "__main__":
+    assert dataclasses.fields(Own)[0].type is float
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print([type(each) is Own for each in pool.map(make, [1, 2])])
+"""
+
+
+def test_the_run_command_is_like_python(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LIKE_PYTHON)
+    done = run("script.py", cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[True, True]"
 
 
 def test_conversions_from_and_to_torch_save_are_replaced(

@@ -10,6 +10,7 @@ from typing import Any
 from torch_ckpt.agent.memory import run_of
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.process import run_agent
+from torch_ckpt.cli.arguments import seconds
 from torch_ckpt.options import IoOptions
 
 __all__ = ["add_to"]
@@ -27,14 +28,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument("run", type=Path, help="name of the run: the directory of its steps")
     parser.add_argument(
         "--linger",
-        type=float,
+        type=seconds,
         default=defaults.linger_s,
         metavar="SECONDS",
         help="time to retain the snapshots after all trainers have died (default: %(default)g)",
     )
     parser.add_argument(
         "--first-within",
-        type=float,
+        type=seconds,
         metavar="SECONDS",
         help="time to wait for the first trainer (default: as --linger)",
     )
@@ -46,7 +47,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--peers-timeout",
-        type=float,
+        type=seconds,
         default=defaults.peers_timeout_s,
         metavar="SECONDS",
         help="time that a save waits for the agents of other machines (default: %(default)g)",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.runs.step_files import committed_steps
 
-__all__ = ["add_json", "add_trust_pickle", "checkpoint_at", "seconds"]
+__all__ = ["add_json", "add_trust_pickle", "checkpoint_at", "command", "seconds", "tolerance"]
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,22 @@ def seconds(text: str) -> float:
     if not value > 0:
         raise ValueError(text)
     return value
+
+
+def tolerance(text: str) -> float:
+    """Returns a number that is not negative."""
+    value = float(text)
+    if not value >= 0:
+        raise ValueError(text)
+    return value
+
+
+def command(text: str) -> list[str]:
+    """Returns the words of a command."""
+    words = shlex.split(text)
+    if not words:
+        raise ValueError(text)
+    return words
 
 
 def checkpoint_at(path: Location) -> Location:

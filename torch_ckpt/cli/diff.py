@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from torch_ckpt.cli.arguments import add_json, add_trust_pickle, checkpoint_at
+from torch_ckpt.cli.arguments import add_json, add_trust_pickle, checkpoint_at, tolerance
 from torch_ckpt.cli.terminal import DIFFERENT, SOUND, UNKNOWN, fail, print_json, print_table
 from torch_ckpt.errors import CorruptionError
 from torch_ckpt.filesystems.location import Location
@@ -25,8 +25,8 @@ def add_to(commands: Any) -> None:
     )
     for name in ("a", "b"):
         parser.add_argument(name, type=Location, help="checkpoint, or a run for its newest step")
-    parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance")
-    parser.add_argument("--rtol", type=float, default=0.0, help="tolerance relative to B")
+    parser.add_argument("--atol", type=tolerance, default=0.0, help="absolute tolerance")
+    parser.add_argument("--rtol", type=tolerance, default=0.0, help="tolerance relative to B")
     parser.add_argument(
         "--prefix",
         default="",

@@ -9,11 +9,10 @@ import time
 from typing import Any
 
 from torch_ckpt.cli.arguments import add_json
-from torch_ckpt.cli.terminal import DAMAGED, SOUND, print_json, print_table
-from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.cli.terminal import DAMAGED, SOUND, fail, print_json, print_table
+from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
-from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.runs.step_files import listed_steps, metrics_of
 from torch_ckpt.storage.progress import readable_nbytes
 from torch_ckpt.storage.verify import check_whole
@@ -39,11 +38,10 @@ def add_to(commands: Any) -> None:
 def _ls(options: argparse.Namespace) -> int:
     numbers = listed_steps(options.run)
     if not numbers:
-        raise NotFoundError(
-            f"{options.run} is not a run: it has no directory step-<n>"
-            if has_checkpoint(options.run)
-            else str(no_checkpoint(options.run))
-        )
+        with contextlib.suppress(NotFoundError):
+            if options.run.is_file() or options.run.names():
+                return fail(f"{options.run} is not a run: it has no directory step-<n>")
+        raise no_checkpoint(options.run)
     steps = [_facts(options.run / f"step-{number}", number) for number in numbers]
     newest = next((step["step"] for step in steps if step["state"] == "whole"), None)
     if options.json:
@@ -62,8 +60,10 @@ def _facts(path: Location, number: int) -> dict[str, Any]:
         check_whole(path)
     except NotFoundError:
         state = "unfinished"
-    except CheckpointError as error:
+    except CorruptionError as error:
         state, reason = "damaged", str(error)
+    except CheckpointError as error:
+        state, reason = "unknown", str(error)
     modified = (path / ".metadata").modified_s()
     return {
         "step": number,

@@ -6,6 +6,7 @@ For a checkpoint with an index, the command neither imports torch nor unpickles 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import NoReturn
 
 import torch_ckpt
 from torch_ckpt.cli import agent, diff, inspect, ls, run, verify, watch
-from torch_ckpt.cli.terminal import DAMAGED, FAILED, INTERRUPTED, SOUND, fail
+from torch_ckpt.cli.terminal import DAMAGED, FAILED, INTERRUPTED, PIPE_CLOSED, fail
 from torch_ckpt.errors import CheckpointError, CorruptionError
 
 __all__ = ["main"]
@@ -21,10 +22,14 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # For names that it cannot encode.
     try:
         options = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace], int] = options.command
-        return command(options)
+        status = command(options)
+        sys.stdout.flush()
+        return status
     except CheckpointError as error:
         status = fail(error)
         return DAMAGED if isinstance(error, CorruptionError) else status
@@ -32,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # The reader closed the pipe, for example `head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return SOUND
+        return PIPE_CLOSED
+    except Exception as error:
+        return fail(f"{type(error).__name__}: {error}")
 
 
 class _Parser(argparse.ArgumentParser):

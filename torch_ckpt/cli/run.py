@@ -6,11 +6,12 @@ import argparse
 import importlib.util
 import os
 import sys
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from torch_ckpt.cli.arguments import add_trust_pickle, seconds
 from torch_ckpt.cli.terminal import INTERRUPTED, SOUND
+from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 
 __all__ = ["add_to"]
@@ -55,35 +56,39 @@ def _run(options: argparse.Namespace) -> int:
     timeout = {} if options.timeout is None else {"timeout_s": options.timeout}
     install(verify=not options.no_verify, trust_pickle=options.trust_pickle, **timeout)
     sys.argv[:] = options.words
+    module, source = (_module if options.is_module else _script)(options.words[0])
+    # They stay: a save in the background pickles classes of __main__ after the script has ended.
+    # Python has the second name in processes that multiprocessing spawns, and for their results.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     try:
-        module, code = (_module if options.is_module else _script)(options.words[0])
-        # It stays: a save in the background pickles classes of __main__ after the script has ended.
-        sys.modules["__main__"] = module
-        exec(code, vars(module))
+        exec(compile(source, str(module.__file__), "exec", dont_inherit=True), vars(module))
     except SystemExit:
         raise
     except BaseException as error:  # DCP's CheckpointException derives from BaseException.
-        sys.excepthook(type(error), error, error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else _SCRIPT_FAILED
     return SOUND
 
 
-def _script(name: str) -> tuple[ModuleType, CodeType]:
-    sys.path.insert(0, os.path.dirname(os.path.abspath(name)))
+def _script(name: str) -> tuple[ModuleType, bytes]:
+    """Returns the main module of a script, and its source."""
     module = ModuleType("__main__")
-    module.__file__ = name
-    return module, compile(Location(name).read(), name, "exec")
+    module.__file__ = os.path.abspath(name)
+    source = Location(name).read()
+    sys.path.insert(0, os.path.dirname(os.path.realpath(name)))
+    return module, source
 
 
-def _module(name: str) -> tuple[ModuleType, CodeType]:
+def _module(name: str) -> tuple[ModuleType, str]:
+    """Returns a module as the main module, and its source."""
     sys.path.insert(0, os.getcwd())
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:  # A package.
         spec = importlib.util.find_spec(f"{name}.__main__")
-    code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec is not None else None
-    if spec is None or code is None:
-        raise ModuleNotFoundError(f"cannot run {name}: there is no such Python module")
+    loader: Any = None if spec is None else spec.loader
+    if spec is None or not hasattr(loader, "get_source"):
+        raise NotFoundError(f"cannot run {name}: there is no Python module of this name")
     module = importlib.util.module_from_spec(spec)
     module.__name__ = "__main__"
     sys.argv[0] = str(spec.origin)
-    return module, code
+    return module, loader.get_source(spec.name)

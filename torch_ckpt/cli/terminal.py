@@ -13,6 +13,7 @@ __all__ = [
     "DIFFERENT",
     "FAILED",
     "INTERRUPTED",
+    "PIPE_CLOSED",
     "SOUND",
     "UNKNOWN",
     "fail",
@@ -29,6 +30,9 @@ DIFFERENT = 1
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in a shell."""
+
+PIPE_CLOSED = 141
+"""Exit status if the reader of the output has gone, as in a shell."""
 
 
 def fail(error: object) -> int:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from torch_ckpt.cli.arguments import seconds
+from torch_ckpt.cli.arguments import command, seconds
 from torch_ckpt.cli.terminal import FAILED, SOUND
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_files import committed_steps, lease
+from torch_ckpt.runs.step_files import committed_steps, lease, listed_steps
 
 __all__ = ["add_to"]
 
@@ -35,7 +34,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--exec",
         dest="words",
-        type=shlex.split,
+        type=command,
         required=True,
         metavar="COMMAND",
         help="command, split into words as by a shell; no shell runs it",
@@ -73,6 +72,8 @@ def _new_steps(options: argparse.Namespace) -> Iterator[int]:
     A step is new if it was not committed at the search before: a run that resumed at an earlier
     step commits lower numbers again.
     """
+    if options.once and not listed_steps(options.run):
+        raise NotFoundError(f"{options.run} is not a run: it has no directory step-<n>")
     known: set[int] = set()
     if options.all:
         known.update(committed_steps(options.run))

@@ -257,10 +257,14 @@ def _param_states(
             yield fqn, dict(values)
             continue
         number = info.param_indices[fqn]
+        shape = info.handle.flat_param._shapes[number]
+        # Without elements here, the parameter has no gradient, and its step counter stands still.
+        is_elsewhere = not param.numel() and bool(shape.numel())
         state = {}
         for name, value in values.items():
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                state[name] = value
+                if not is_elsewhere:
+                    state[name] = value
                 continue
             if value.size() != param.size():
                 raise UnsupportedError(
@@ -284,6 +288,8 @@ def _load_optimizer(
     infos = _get_fqn_to_fsdp_param_info(model)
     groups = {fqn: group for group in loaded["param_groups"] for fqn in group["params"]}
     for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
         fqn = param_to_fqns[group["params"][0]][0]
         if fqn not in groups:
             raise MismatchError(f"cannot load the options of {fqn!r}: no group lists it")

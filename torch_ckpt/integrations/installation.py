@@ -193,10 +193,11 @@ def _after_import(name: str, function: Callable[[], None]) -> Iterator[None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as Python does, and calls a function after it was executed."""
+    """Finds one module as Python does, and calls a function once after it was executed."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self._name, self._function = name, function
+        self._is_searching = False
 
     def remove(self) -> None:
         """Removes the finder from ``sys.meta_path``."""
@@ -205,17 +206,22 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """Finds the module by the other finders."""
-        if name != self._name:
+        if name != self._name or self._is_searching:
             return None
-        self.remove()
-        spec = importlib.util.find_spec(name)
+        self._is_searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_searching = False
         if spec is None or spec.loader is None:
             return spec
-        execute, function = spec.loader.exec_module, self._function
+        execute = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
             execute(module)
-            function()
+            if self in sys.meta_path:  # The context has not ended.
+                self.remove()
+                self._function()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

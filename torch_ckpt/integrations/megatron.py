@@ -120,7 +120,7 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
             RankTimeoutError: A rank was late, stuck or gone.
         """
         save(
-            values_to_save(sharded_state_dict),
+            _values(sharded_state_dict),
             storage_writer=self._writer_for(checkpoint_dir),
             planner=_save_planner(),
             timeout_s=self.timeout_s,
@@ -146,7 +146,7 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         modules = async_modules(async_strategy)
         poll_threads(modules["AsyncCallsQueue"])
         future = async_save(
-            values_to_save(sharded_state_dict),
+            _values(sharded_state_dict),
             storage_writer=self._writer_for(checkpoint_dir),
             planner=_save_planner(),
             timeout_s=self.timeout_s,
@@ -304,6 +304,24 @@ def _without(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 # ---- Planners, writer and reader ----
+
+
+def _values(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values to save, or one that fails the save on all ranks."""
+    try:
+        return values_to_save(sharded_state_dict)
+    except Exception as error:
+        return {"": _Failure(error)}
+
+
+class _Failure:
+    """A value whose planning raises an error, which all ranks exchange."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        raise self._error
 
 
 def _save_planner() -> FastSavePlanner:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.dist_checkpointing.dict_utils import merge
-from megatron.core.dist_checkpointing.mapping import apply_factory_merges
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
@@ -23,8 +23,8 @@ class ShardedState:
     in spite of ``allow_shape_mismatch``.
 
     Args:
-        sharded_state_dict: State dict as for ``dist_checkpointing.save`` and ``load``. Values that
-            are not sharded are those of one rank.
+        sharded_state_dict: State dict as for ``dist_checkpointing.save`` and ``load``, whose
+            tensors all have data. Values that are not sharded are those of one rank.
 
     Attributes:
         loaded: After a restore, the state dict as ``dist_checkpointing.load`` returns it, for the
@@ -48,6 +48,9 @@ class ShardedState:
         """Returns the values of this rank, for DCP."""
         sharded, self._nonpersistent, self._factories = load_preprocess(self._given)
         sharded, common = extract_sharded_base(sharded)
+        for value in nested_values(sharded):
+            if isinstance(value, ShardedTensor) and value.data is None:
+                raise ValueError(f"cannot save or load {value.key!r}: {value} has no data")
         self._values = ShardedValues(sharded)
         # Planners store a tuple as one object, so its content may change shape.
         return {"common": (common,), "sharded": self._values.state}

@@ -96,14 +96,16 @@ def _grouped(sharded_state_dict: dict[str, Any]) -> tuple[_ByKey, Any, Any]:
 
 def _may_write(shard: ShardedTensor | ShardedObject) -> bool:
     """Returns whether this rank lists a shard. The planner assigns tensors that several list."""
+    if is_main_replica(shard.replica_id):
+        return True
     is_assigned = isinstance(shard.replica_id, int) or isinstance(shard, ShardedObject)
-    return not is_assigned or is_main_replica(shard.replica_id)
+    return not is_assigned and shard.data is not None
 
 
 def _local_shards(shards: Sequence[ShardedTensor]) -> LocalShards:
     """Returns the boxes of one key. Shards with the same box are listed once."""
     boxes: dict[tuple[int, ...], torch.Tensor] = {}
-    for shard in shards:
+    for shard in sorted(shards, key=lambda shard: not shard.data.numel()):  # Empty ones last.
         axes = (None,) * shard.prepend_axis_num
         boxes.setdefault(tuple(shard.global_offset), shard.data.detach()[axes])
     return LocalShards(shards[0].global_shape, list(boxes.items()))
@@ -113,9 +115,9 @@ def _loaded(shards: Sequence[Any], value: Any) -> Any:
     """Returns the loaded values of one key, in the order of its sharded values."""
     if not isinstance(shards[0], ShardedTensor):
         return list(value)
-    first: dict[tuple[int, ...], torch.Tensor] = {}
+    first: dict[tuple[Any, ...], torch.Tensor] = {}
     for shard in shards:
-        data = first.setdefault(tuple(shard.global_offset), shard.data)
+        data = first.setdefault((*shard.global_offset, shard.data.shape), shard.data)
         if data is not shard.data:
             shard.data.detach().copy_(data)
     return [shard.data for shard in shards]

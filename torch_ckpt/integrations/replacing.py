@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from torch_ckpt.process_state import PROCESS
+
 __all__ = ["replacing"]
 
 
@@ -13,18 +15,23 @@ __all__ = ["replacing"]
 def replacing(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """Replaces an attribute within a block, like ``mock.patch.object``.
 
-    A replacement that began within the block and has not ended, as that of :func:`install`, remains
-    after the block.
+    Blocks may overlap, as those of several threads: the last one that has begun and not ended
+    applies. After the last of them, the attribute has its first value again.
 
     Args:
         owner: Module or class with the attribute.
         name: The attribute.
         replacement: Its value within the block.
     """
-    original = getattr(owner, name)
+    values = PROCESS.replaced.setdefault((owner, name), [getattr(owner, name)])
+    values.append(replacement)
     setattr(owner, name, replacement)
     try:
         yield
     finally:
-        if getattr(owner, name) is replacement:
-            setattr(owner, name, original)
+        is_last = getattr(owner, name) is values[-1]
+        values[:] = [value for value in values if value is not replacement]
+        if is_last:  # Nobody else has replaced it.
+            setattr(owner, name, values[-1])
+        if len(values) == 1:
+            PROCESS.replaced.pop((owner, name), None)

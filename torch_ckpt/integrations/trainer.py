@@ -112,8 +112,11 @@ class RunCallback(TrainerCallback):
 
         Raises:
             UnsupportedError: A run cannot fulfil an option of the trainer.
-            ValueError: The trainer does not have this callback.
+            ValueError: The trainer does not have this callback, or ``resume_from_checkpoint`` is
+                given.
         """
+        if "resume_from_checkpoint" in options:
+            raise ValueError("cannot pass resume_from_checkpoint: the run has the newest step")
         if self not in trainer.callback_handler.callbacks:
             raise ValueError("the trainer does not have this callback: pass it as callbacks=[...]")
         _refuse(trainer.args, self.run)

@@ -156,7 +156,7 @@ def _indices(tensor: DTensor, dim: int) -> torch.Tensor:
     """Returns the indices of this rank's shard along a dimension, by the placements' definition."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    indices = torch.arange(tensor.size(dim))
+    indices = torch.arange(tensor.size(dim), device="cpu")
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
             count, rank = mesh.size(mesh_dim), coordinate[mesh_dim]

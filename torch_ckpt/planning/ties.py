@@ -47,7 +47,7 @@ def has_no_elements(value: object) -> bool:
 
     The memory of such a DTensor does not show whether it is tied. The other ranks decide.
     """
-    return isinstance(value, DTensor) and not value._local_tensor.numel()
+    return isinstance(value, DTensor) and bool(value.numel()) and not value._local_tensor.numel()
 
 
 def common_ties(

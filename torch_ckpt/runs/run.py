@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import time
@@ -30,6 +31,8 @@ from torch_ckpt.runs.step_tiers import StepTiers, common_step
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["OnBusy", "Run"]
+
+_Metrics = dict[str, float] | None  # Of a step; None on all ranks but the first.
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -162,7 +165,6 @@ class Run:
             [*memory, self._disk], self._group, process_group, timeout_s, self._location
         )
         self._pending: BackgroundSave | None = None
-        self._metrics: Mapping[str, float] | None = None  # Those of the last save.
         self._schedule = SaveSchedule(every, max_overhead)
         self._boundary = StepBoundary()
 
@@ -248,8 +250,6 @@ class Run:
         """
         if step < 0:
             raise ValueError(f"{step=} is negative")
-        if self.monitor is not None and metrics is not None and self.monitor not in metrics:
-            raise ValueError(f"step {step} was not saved: metrics has no {self.monitor!r}")
         if not persist and not self._is_for_agent:
             raise ValueError("persist=False: only an agent can retain a step in memory alone")
         begin = time.monotonic()
@@ -262,15 +262,15 @@ class Run:
                 )
             self.skipped += 1
             return False
-        self._begin(step, self.timeout_s, metrics if persist else None)
+        numbers = self._begin(step, self.timeout_s, metrics if persist else None)
         failure: Exception | None = None
         if self.asynchronous:
             try:
-                self._save_in_background(step, state, persist=persist)
+                self._save_in_background(step, state, numbers, persist=persist)
             except Exception as error:  # `_tune` reports it to the other ranks.
                 failure = error
         else:
-            self._save_now(step, state, self.timeout_s)
+            self._save_now(step, state, numbers, self.timeout_s)
         self._tune(step, time.monotonic() - begin, failure)
         return True
 
@@ -504,26 +504,38 @@ class Run:
 
     def _begin(
         self, step: int, timeout_s: float, metrics: Mapping[str, float] | None = None
-    ) -> None:
+    ) -> _Metrics:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
         Then the first rank stores the metrics. If the save replaces a checkpoint, which keeps its
         own until then, :meth:`_committed` stores them.
+
+        Returns:
+            The metrics on the first rank; ``None`` on the others.
         """
         path = self._disk.path(step)
-        self._metrics = metrics
+        numbers: _Metrics = None
+
+        def own() -> int:
+            nonlocal numbers
+            if self._group.is_coordinator and metrics is not None:
+                numbers = {name: float(value) for name, value in metrics.items()}
+                if self.monitor is not None and self.monitor not in numbers:
+                    raise ValueError(f"step {step} was not saved: metrics has no {self.monitor!r}")
+            return self._settled(step, timeout_s)
 
         def begin(steps: list[int]) -> int:
             common = common_step(steps)
             if not has_checkpoint(path):
-                write_metrics(path, metrics)
+                write_metrics(path, numbers)
             return common
 
-        self._decide(
-            "beginning to save", lambda: self._settled(step, timeout_s), begin, timeout_s=timeout_s
-        )
+        self._decide("beginning to save", own, begin, timeout_s=timeout_s)
+        return numbers
 
-    def _save_now(self, step: int, state: dict[str, Any], timeout_s: float) -> None:
+    def _save_now(
+        self, step: int, state: dict[str, Any], metrics: _Metrics, timeout_s: float
+    ) -> None:
         save(
             state,
             checkpoint_id=self._disk.path(step).checkpoint_id,
@@ -533,26 +545,27 @@ class Run:
             timeout_s=timeout_s,
         )
         self._boundary.stored = step
-        self._committed(step)
+        self._committed(step, metrics)
 
-    def _save_in_background(self, step: int, state: dict[str, Any], *, persist: bool) -> None:
+    def _save_in_background(
+        self, step: int, state: dict[str, Any], metrics: _Metrics, *, persist: bool
+    ) -> None:
         assert self._backend is not None
         future = self._backend.save(
             step, state, self._disk.path(step).checkpoint_id, persist=persist
         )
-        then = (
-            self._committed if persist or not self._backend.can_stay_in_memory else lambda _: None
-        )
-        self._pending = BackgroundSave(step, future, lambda: then(step))
+        is_stored = persist or not self._backend.can_stay_in_memory
+        then = functools.partial(self._committed, step, metrics) if is_stored else lambda: None
+        self._pending = BackgroundSave(step, future, then)
         self._boundary.stored = step
 
-    def _committed(self, step: int) -> None:
+    def _committed(self, step: int, metrics: _Metrics) -> None:
         """Counts a committed step; on the coordinator, removes the steps not to be retained."""
         self.saved += 1
         if not self._group.is_coordinator:
             return
         try:
-            write_metrics(self._disk.path(step), self._metrics)
+            write_metrics(self._disk.path(step), metrics)
             self._disk.sweep()
             if self.keep_last is None and self.keep_best is None:
                 return
@@ -592,8 +605,8 @@ class Run:
         if reason is not None or step is None:
             return reason or "nothing was saved after it"
         try:
-            self._begin(step, timeout_s)
-            self._save_now(step, state(), timeout_s)
+            metrics = self._begin(step, timeout_s)
+            self._save_now(step, state(), metrics, timeout_s)
         except BaseException as save_error:  # Even an interrupt: the error of training is raised.
             return f"step {step} was not saved after it: {why(save_error)}"
         return f"step {step} was saved after it"

@@ -58,8 +58,11 @@ class StepDirectories:
         self, directory: Location, *, verify: Verify = "quick", reader: dict[str, Any] | None = None
     ) -> None:
         self.directory = directory
-        self._check: Callable[[Location], None] = check_sound if verify == "full" else check_whole
         self._reader = dict(reader or {})
+        self._check: Callable[[Location], None] = functools.partial(
+            check_sound if verify == "full" else check_whole,
+            trust_pickle=self._reader.get("trust_pickle", False),
+        )
 
     def path(self, step: int) -> Location:
         """Returns the directory of a step."""
@@ -152,7 +155,9 @@ class StepDirectories:
         for step in listed_steps(self.directory):
             if len(newest) < max(last, 1):
                 try:
-                    check_whole(self.path(step))
+                    check_whole(
+                        self.path(step), trust_pickle=self._reader.get("trust_pickle", False)
+                    )
                     newest.append(step)
                     continue
                 except NotFoundError:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import secrets
@@ -83,8 +82,7 @@ def write_metrics(step: Location, metrics: Mapping[str, float] | None) -> None:
         (step / _METRICS).discard()
         return
     step.create_directories()
-    numbers = {name: float(value) for name, value in metrics.items()}
-    _replace(step / _METRICS, json.dumps(numbers, indent=1).encode())
+    _replace(step / _METRICS, json.dumps(dict(metrics), indent=1).encode())
 
 
 def metrics_of(step: Location) -> dict[str, float]:
@@ -95,7 +93,11 @@ def metrics_of(step: Location) -> dict[str, float]:
         return {}
     if not isinstance(stored, dict):
         return {}
-    return {name: float(value) for name, value in stored.items() if isinstance(value, int | float)}
+    numbers = {name: value for name, value in stored.items() if isinstance(value, int | float)}
+    try:
+        return {name: float(value) for name, value in numbers.items()}
+    except OverflowError:  # An integer of hundreds of digits.
+        return {}
 
 
 # ---- Leases ----
@@ -156,8 +158,7 @@ def remove_expired_leases(directory: Location) -> None:
         if not is_valid:
             file.discard()
     for name in directory.names():
-        written = (directory / name).modified_s() if name.startswith(_PENDING) else None
-        if written is not None and time.time() - written > LEASE_S:
+        if name.startswith(_PENDING) and (_age_s(directory / name) or 0) > LEASE_S:
             (directory / name).discard()
 
 
@@ -169,17 +170,19 @@ def _leases(directory: Location) -> Iterator[tuple[int, Location, bool]]:
     for name in names:
         if match := _LEASE.fullmatch(name):
             file = directory / name
-            try:
-                renewed = float(json.loads(file.read())["renewed"])
-            except NotFoundError:
-                continue
-            except (CheckpointError, ValueError, TypeError, KeyError):
-                renewed = math.inf  # An unreadable lease protects its step.
-            yield int(match[1]), file, time.time() - renewed < LEASE_S
+            age = _age_s(file)
+            yield int(match[1]), file, age is None or abs(age) < LEASE_S
+
+
+def _age_s(file: Location) -> float | None:
+    """Returns the seconds since the last write; ``None`` if they are unknown."""
+    written = file.modified_s()
+    return None if written is None else time.time() - written
 
 
 def _renew(file: Location) -> None:
-    owner = {"renewed": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+    """Writes the lease again, with its owner for people. The time of the write counts."""
+    owner = {"host": socket.gethostname(), "pid": os.getpid()}
     _replace(file, json.dumps(owner).encode())
 
 

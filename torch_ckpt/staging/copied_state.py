@@ -124,6 +124,9 @@ class CopiedState(StateDictStager):
     def _copy(self, x: torch.Tensor, memo: Any) -> torch.Tensor | _Deferred:
         if type(x) is DTensor:
             local = self.deepcopy_with_tensor_offload(x._local_tensor, memo)
+            for name in ("__create_write_items__", "__create_chunk_list__"):
+                if name in vars(x._local_tensor):  # Uneven shards of Megatron-FSDP.
+                    setattr(local, name, vars(x._local_tensor)[name])
             # DTensor.__init__ does nothing, but it imports all of torch's compiler.
             make = functools.partial(
                 DTensor.__new__, DTensor, spec=x._spec, requires_grad=x.requires_grad

@@ -27,7 +27,7 @@ from torch_ckpt.storage.reader import FastReader
 __all__ = ["Comparison", "compare"]
 
 _PIECE_NBYTES = 64 << 20
-"""Bytes of each checkpoint in memory at a time."""
+"""Bytes of each checkpoint in memory at a time, as numbers of 8 bytes."""
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets, sizes.
 
@@ -199,7 +199,7 @@ def _batches(side: _Side, fqns: Sequence[str]) -> Iterator[list[tuple[str, _Box]
     nbytes = 0
     for fqn in fqns:
         entry = side.entry(fqn)
-        itemsize = entry.properties.dtype.itemsize
+        itemsize = max(entry.properties.dtype.itemsize, 8)  # Unequal elements become float64.
         for box in _pieces(tuple(entry.size), itemsize):
             box_nbytes = math.prod(box[1]) * itemsize
             if batch and nbytes + box_nbytes > _PIECE_NBYTES:
@@ -233,14 +233,19 @@ def _difference(x: torch.Tensor, y: torch.Tensor, atol: float, rtol: float) -> t
     unequal = (x.view(torch.uint8) != y.view(torch.uint8)).view(-1, x.dtype.itemsize).any(dim=1)
     if not unequal.any():
         return 0, 0.0
+    x, y = x[unequal], y[unequal]
     wide = torch.complex128 if x.dtype.is_complex else torch.float64
-    x, y = x[unequal].to(wide), y[unequal].to(wide)
+    distances = (x.to(wide) - y.to(wide)).abs()
+    if not x.dtype.is_floating_point and not x.dtype.is_complex:
+        # Of close integers, int64 has the exact distance, and of distant ones float64 has.
+        exact = (x.to(torch.int64) - y.to(torch.int64)).abs()
+        distances = torch.where(distances < 2**53, exact.to(wide), distances)
     if atol or rtol:
-        beyond = ~torch.isclose(x, y, atol=atol, rtol=rtol, equal_nan=True)
-        x, y = x[beyond], y[beyond]
-    if not len(x):
+        same = (distances <= atol + rtol * y.to(wide).abs()) | (x == y) | ((x != x) & (y != y))
+        distances = distances[~same]
+    if not len(distances):
         return 0, 0.0
-    return len(x), float((x - y).abs().max())
+    return len(distances), float(distances.max())
 
 
 def _larger(x: float, y: float) -> float:
@@ -282,8 +287,13 @@ def _is_equal(x: Any, y: Any) -> bool:
         return len(x) == len(y) and all(map(_is_equal, x, y))
     if isinstance(x, float):
         return x == y or (math.isnan(x) and math.isnan(y))
-    equal = x == y
-    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+    if isinstance(x, torch.Generator):
+        return torch.equal(x.get_state(), y.get_state())
+    if type(x).__module__ == "numpy" and hasattr(x, "tobytes"):
+        return bool(x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes())
+    if getattr(type(x), "__eq__", None) is object.__eq__:
+        raise TypeError("their class has no comparison")
+    return bool(x == y)
 
 
 def _short(value: object) -> str:

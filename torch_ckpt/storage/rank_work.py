@@ -204,7 +204,7 @@ def _check_shard(item: WriteItem, tensor: torch.Tensor) -> None:
     if tensor.numel() or data.chunk.sizes.numel():
         raise UnsupportedError(
             f"cannot write {item.index.fqn!r} of sizes {list(data.size)}: this rank holds "
-            f"{list(tensor.size())} of it, but its placements imply {list(data.chunk.sizes)}"
+            f"{list(tensor.size())} of it, but its box in the plan has {list(data.chunk.sizes)}"
         )
 
 

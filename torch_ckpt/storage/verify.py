@@ -131,11 +131,12 @@ def _examine_files(
                     report.damage.append(f"{name}: {error}")
 
 
-def check_whole(path: Location) -> None:
+def check_whole(path: Location, *, trust_pickle: bool = False) -> None:
     """Checks that a checkpoint opens, and that its files exist with the right lengths.
 
     Args:
         path: Directory of the checkpoint.
+        trust_pickle: Whether pickles may contain any class and run any code.
 
     Raises:
         NotFoundError: The directory has no committed checkpoint.
@@ -149,12 +150,14 @@ def check_whole(path: Location) -> None:
         check_whole(Location("run/step-100"))
     """
     try:
-        _check_files(path)
+        _check_files(path, trust_pickle)
     except CorruptionError:
-        _check_files(path)  # A concurrent removal or commit may have caused the first error.
+        _check_files(
+            path, trust_pickle
+        )  # A concurrent removal or commit may have caused the first error.
 
 
-def _check_files(path: Location) -> None:
+def _check_files(path: Location, trust_pickle: bool) -> None:
     metadata, index = open_committed(path, "")
     lengths: dict[str, int] = {}
     if index is not None:
@@ -162,7 +165,9 @@ def _check_files(path: Location) -> None:
     else:
         from torch_ckpt.formats.metadata import load_committed
 
-        stored = load_committed(metadata.read_pickle(), where=str(path / ".metadata"))
+        stored = load_committed(
+            metadata.read_pickle(), where=str(path / ".metadata"), trust_pickle=trust_pickle
+        )
         for info in stored.storage_data.values():
             end = info.offset + info.length
             lengths[info.relative_path] = max(end, lengths.get(info.relative_path, 0))
@@ -175,11 +180,12 @@ def _check_files(path: Location) -> None:
             raise CorruptionError(f"{path / name} has {found} bytes instead of {nbytes}")
 
 
-def check_sound(path: Location) -> None:
+def check_sound(path: Location, *, trust_pickle: bool = False) -> None:
     """Verifies every byte of a checkpoint, like ``torch-ckpt verify``, and raises on damage.
 
     Args:
         path: Directory of the checkpoint.
+        trust_pickle: Whether pickles may contain any class and run any code.
 
     Raises:
         NotFoundError: The directory has no committed checkpoint.
@@ -190,8 +196,8 @@ def check_sound(path: Location) -> None:
 
         check_sound(Location("run/step-100"))
     """
-    check_whole(path)
-    damage = examine(path).damage
+    check_whole(path, trust_pickle=trust_pickle)
+    damage = examine(path, trust_pickle=trust_pickle).damage
     if damage:
         more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
         raise CorruptionError(f"{path} is damaged: {damage[0]}{more}")
