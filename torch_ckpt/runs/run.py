@@ -26,13 +26,13 @@ from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import Mode, StepDirectories, Verify
-from torch_ckpt.runs.step_files import lease, write_metrics
+from torch_ckpt.runs.step_files import checked_metrics, lease, write_metrics
 from torch_ckpt.runs.step_tiers import StepTiers, common_step
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["OnBusy", "Run"]
 
-_Metrics = dict[str, float] | None  # Of a step; None on all ranks but the first.
+_Metrics = Mapping[str, float] | None  # Those of a step, by name.
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -481,9 +481,7 @@ class Run:
 
     def _is_coordinator_busy(self) -> bool:
         """Returns whether the previous save is in progress on the coordinator, the last to end."""
-        return self._decide(
-            "checking the previous save", lambda: self._is_busy, lambda busy: busy[0]
-        )
+        return self._decide("checking the last save", lambda: self._is_busy, lambda busy: busy[0])
 
     def _settle(self, timeout_s: float) -> None:
         pending = self._pending
@@ -502,16 +500,11 @@ class Run:
         self._settle(timeout_s or self.timeout_s)
         return step
 
-    def _begin(
-        self, step: int, timeout_s: float, metrics: Mapping[str, float] | None = None
-    ) -> _Metrics:
+    def _begin(self, step: int, timeout_s: float, metrics: _Metrics = None) -> _Metrics:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
-        Then the first rank stores the metrics. If the save replaces a checkpoint, which keeps its
-        own until then, :meth:`_committed` stores them.
-
-        Returns:
-            The metrics on the first rank; ``None`` on the others.
+        Then the first rank stores the metrics, and returns them. If the save replaces a checkpoint,
+        which keeps its own until then, :meth:`_committed` stores them.
         """
         path = self._disk.path(step)
         numbers: _Metrics = None
@@ -519,9 +512,7 @@ class Run:
         def own() -> int:
             nonlocal numbers
             if self._group.is_coordinator and metrics is not None:
-                numbers = {name: float(value) for name, value in metrics.items()}
-                if self.monitor is not None and self.monitor not in numbers:
-                    raise ValueError(f"step {step} was not saved: metrics has no {self.monitor!r}")
+                numbers = checked_metrics(step, metrics, self.monitor)
             return self._settled(step, timeout_s)
 
         def begin(steps: list[int]) -> int:
@@ -569,9 +560,8 @@ class Run:
             self._disk.sweep()
             if self.keep_last is None and self.keep_best is None:
                 return
-            best: list[int] = []
-            if self.keep_best is not None and self.monitor is not None:
-                best = self._disk.best(self.monitor, self.mode, self.keep_best)
+            monitor, count = self.monitor, self.keep_best
+            best = self._disk.best(monitor, self.mode, count) if monitor and count else []
             self._disk.retain(step, last=self.keep_last or 1, every=self.keep_every, best=best)
         except (CheckpointError, OSError) as error:
             warnings.warn(f"old steps were not removed: {error}", stacklevel=2)
@@ -586,9 +576,7 @@ class Run:
             return interval
 
         try:
-            agreed = self._decide(
-                "agreeing on the next save", own, lambda intervals: max(intervals)
-            )
+            agreed = self._decide("agreeing on the next save", own, lambda each: max(each))
         except BaseException:
             with contextlib.suppress(CheckpointError):  # It failed for the same reason.
                 self._settle(self.timeout_s)

@@ -21,6 +21,7 @@ from torch_ckpt.formats.committed import has_checkpoint
 
 __all__ = [
     "LEASE_S",
+    "checked_metrics",
     "committed_steps",
     "lease",
     "leased_steps",
@@ -66,6 +67,20 @@ def committed_steps(directory: Location) -> list[int]:
 
 
 # ---- Metrics ----
+
+
+def checked_metrics(
+    step: int, metrics: Mapping[str, float], monitor: str | None
+) -> dict[str, float]:
+    """Returns metrics as numbers.
+
+    Raises:
+        ValueError: A value is no number, or ``monitor`` is missing.
+    """
+    numbers = {name: float(value) for name, value in metrics.items()}
+    if monitor is not None and monitor not in numbers:
+        raise ValueError(f"step {step} was not saved: metrics has no {monitor!r}")
+    return numbers
 
 
 def write_metrics(step: Location, metrics: Mapping[str, float] | None) -> None:
