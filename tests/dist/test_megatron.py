@@ -19,6 +19,7 @@ import torch.distributed as dist
 from example_runs import output_of
 from ranks import Worlds, on_ranks
 from states import assert_same, failures_of
+from torch.distributed.checkpoint import CheckpointException
 
 pytest.importorskip("megatron.core")
 
@@ -31,7 +32,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron_states import KEYS, entities, expected, on_cpu, shard, whole
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastWriter
+from torch_ckpt import CheckpointError, FastReader, FastWriter
 from torch_ckpt.integrations.megatron import FastLoadStrategy, FastSaveStrategy
 from torch_ckpt.integrations.megatron_queues import async_modules
 
@@ -454,9 +455,10 @@ def fail_in_conversion(path: Path, asynchronous: bool) -> None:
             strategy.save(state, path)
 
     with on_cpu():
-        failures = failures_of(save_state)
-        assert list(failures) == [1]
-        assert "cannot save 'rows'" in failures[1].message
+        # With a cached plan, staging already notices.
+        errors = (CheckpointException, CheckpointError, ValueError)
+        with pytest.raises(errors, match="cannot save 'rows'"):
+            save_state()
         state["rows"] = shard("rows", 0)
         save_state()
 

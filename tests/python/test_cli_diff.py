@@ -163,9 +163,9 @@ def test_values_that_are_nearly_equal_differ(
 
 
 def test_a_checkpoint_equals_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    SAVES["ours"]({"nan": np.array([math.nan]), "plain": Plain()}, tmp_path / "a")
+    SAVES["ours"]({"nan": np.array([math.nan]), "none": None, "plain": Plain()}, tmp_path / "a")
     status, found = diff(capsys, tmp_path / "a", tmp_path / "a", "--trust-pickle")
-    assert (status, found["equal"]) == (2, 1)
+    assert (status, found["equal"]) == (2, 2)
     assert "their class has no comparison" in found["not_compared"][0]["reason"]
 
 

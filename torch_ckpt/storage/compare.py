@@ -277,6 +277,8 @@ def _compare_objects(sides: Sequence[_Side], fqns: Sequence[str], found: Compari
 
 
 def _is_equal(x: Any, y: Any) -> bool:
+    if x is y:  # None, or a class or function.
+        return True
     if type(x) is not type(y):
         return False
     if isinstance(x, torch.Tensor):
