@@ -69,7 +69,7 @@ def _with_similar(missing: Sequence[str], unrequested: Sequence[str]) -> list[st
 
 
 def _candidates(fqn: str, names: Sequence[str]) -> list[str]:
-    """Returns names with the same last component, those of similar length; few, for the time."""
+    """Returns a few names of similar length, with the same last component if any have it."""
     last = fqn.rpartition(".")[2]
     alike = [name for name in names if name.rpartition(".")[2] == last] or names
     return sorted(alike, key=lambda name: abs(len(name) - len(fqn)))[:_MOST_CANDIDATES]

@@ -207,7 +207,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
             if type(error) not in (RuntimeError, ValueError) or self.metadata is None:
                 raise
             if self._drop_tied(self.metadata):
-                return FastLoadPlanner.create_local_plan(self)  # Not an override, a second time.
+                return FastLoadPlanner.create_local_plan(self)  # An override is called once.
             raise with_differences(error, self.state_dict, self.metadata) from None
 
     def _plan(self) -> LoadPlan:

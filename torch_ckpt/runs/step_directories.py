@@ -59,10 +59,11 @@ class StepDirectories:
     ) -> None:
         self.directory = directory
         self._reader = dict(reader or {})
-        self._check: Callable[[Location], None] = functools.partial(
-            check_sound if verify == "full" else check_whole,
-            trust_pickle=self._reader.get("trust_pickle", False),
-        )
+        trust_pickle = self._reader.get("trust_pickle", False)
+        self._check_whole = functools.partial(check_whole, trust_pickle=trust_pickle)
+        self._check: Callable[[Location], None] = self._check_whole
+        if verify == "full":
+            self._check = functools.partial(check_sound, trust_pickle=trust_pickle)
 
     def path(self, step: int) -> Location:
         """Returns the directory of a step."""
@@ -155,9 +156,7 @@ class StepDirectories:
         for step in listed_steps(self.directory):
             if len(newest) < max(last, 1):
                 try:
-                    check_whole(
-                        self.path(step), trust_pickle=self._reader.get("trust_pickle", False)
-                    )
+                    self._check_whole(self.path(step))
                     newest.append(step)
                     continue
                 except NotFoundError:

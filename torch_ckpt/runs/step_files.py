@@ -84,7 +84,7 @@ def checked_metrics(
 
 
 def write_metrics(step: Location, metrics: Mapping[str, float] | None) -> None:
-    """Writes the metrics of a step before its checkpoint is committed, or removes old ones.
+    """Writes the metrics of a step, or removes old ones.
 
     Args:
         step: Directory of the step. Created if missing.

@@ -27,7 +27,7 @@ from torch_ckpt.storage.reader import FastReader
 __all__ = ["Comparison", "compare"]
 
 _PIECE_NBYTES = 64 << 20
-"""Bytes of each checkpoint in memory at a time, as numbers of 8 bytes."""
+"""Bytes of each checkpoint in memory at a time, if each element had at least 8 bytes."""
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets, sizes.
 
@@ -237,7 +237,7 @@ def _difference(x: torch.Tensor, y: torch.Tensor, atol: float, rtol: float) -> t
     wide = torch.complex128 if x.dtype.is_complex else torch.float64
     distances = (x.to(wide) - y.to(wide)).abs()
     if not x.dtype.is_floating_point and not x.dtype.is_complex:
-        # Of close integers, int64 has the exact distance, and of distant ones float64 has.
+        # int64 is exact for close integers. It overflows for distant ones, which need float64.
         exact = (x.to(torch.int64) - y.to(torch.int64)).abs()
         distances = torch.where(distances < 2**53, exact.to(wide), distances)
     if atol or rtol:
