@@ -41,7 +41,7 @@ PACKAGES = [
     {"staging"},
     {"storage"},
     {"api"},
-    {"agent"},
+    {"agent", "conversion"},
     {"runs"},
     {"integrations", "cli"},
     {"__init__", "__main__"},
@@ -60,6 +60,7 @@ WITHOUT_FILES = (
     "storage",
     "runs",
     "coordination",
+    "conversion",
     "cli",
 )
 

@@ -84,7 +84,9 @@ def mean(loss: torch.Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
-def engine_of(stage: int, dtype: str, net: str = "net", optimizer: Any = None) -> Any:
+def engine_of(
+    stage: int, dtype: str, net: str = "net", optimizer: Any = None, *, universal: bool = False
+) -> Any:
     """A DeepSpeed engine on the ranks of this world."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", MASTER_PORT="29500")
@@ -99,6 +101,7 @@ def engine_of(stage: int, dtype: str, net: str = "net", optimizer: Any = None) -
         "zero_allow_untested_optimizer": True,
         "optimizer": optimizer or {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-3}},
         # Several flat groups for each parameter group.
+        "checkpoint": {"load_universal": universal},
         "zero_optimization": {"stage": stage, **({"sub_group_size": 40} if stage == 3 else {})},
     }
     if dtype != "fp32":
@@ -138,13 +141,20 @@ def save_engine(
     engine.destroy()
 
 
-def resume_engine(path: Path, stage: int, dtype: str) -> list[float]:
-    """The losses of DeepSpeed's own resume."""
-    engine = engine_of(stage, dtype)
-    engine.load_checkpoint(str(path))
+def resume_engine(
+    path: Path, stage: int, dtype: str, universal: bool = False
+) -> tuple[list[float], list[tuple[float, float]], dict[str, Any]]:
+    """DeepSpeed's own resume: losses, rate and decay of each group, and the client's state."""
+    engine = engine_of(stage, dtype, universal=universal)
+    _, client = engine.load_checkpoint(str(path))
+    for state in engine.optimizer.optimizer.state.values() if universal and stage == 3 else ():
+        # DeepSpeed gives all flat groups one tensor, which Adam then increments for each of them.
+        state["step"] = state["step"].clone()
     losses = train_engine(engine, STEPS, dtype)
+    assert engine.global_steps == 2 * STEPS
+    options = [(group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
     engine.destroy()
-    return losses
+    return losses, options, {name: client[name] for name in CLIENT}
 
 
 def resume_fsdp(path: Path) -> tuple[list[float], list[tuple[float, float]]]:

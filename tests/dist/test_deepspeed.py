@@ -21,6 +21,8 @@ from deepspeed_runs import (
 from ranks import Ranks, Worlds
 from states import assert_same
 
+from torch_ckpt.cli.main import main
+
 # The ranks alone import it. Here it must not be needed.
 has_package = importlib.util.find_spec("deepspeed") is not None
 pytestmark = [
@@ -81,7 +83,7 @@ def test_training_continues_with_fsdp2_as_deepspeed_resumes_it(
     engines: Ranks, saved: Save, worlds: Worlds, kind: str, ranks: int
 ) -> None:
     path = saved(kind)
-    expected = engines.run(resume_engine, path, *_stage(kind))[0]
+    expected, _, _ = engines.run(resume_engine, path, *_stage(kind))[0]
     for losses, options in worlds.run(ranks, resume_fsdp, path):
         assert losses == pytest.approx(expected, abs=1e-6)
         assert options == [(1e-3, 0.1), (5e-4, 0.0)]
@@ -119,6 +121,32 @@ def test_the_state_of_another_optimizer_loads(engines: Ranks, tmp_path: Path, st
     loaded = loaded_whole(tmp_path)
     del loaded["rng"]
     assert_same(loaded, expected)
+
+
+@pytest.fixture(scope="module")
+def other_engines() -> Iterator[Ranks]:
+    """Three ranks for DeepSpeed."""
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+@pytest.mark.thin("1-fp32-1", "3-fp32-2", "2-bf16-3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["1-fp32", "2-bf16", "3-fp32"])
+def test_deepspeed_resumes_from_a_universal_folder_on_other_ranks_and_stages(
+    engines: Ranks, other_engines: Ranks, saved: Save, tmp_path: Path, kind: str, stage: int
+) -> None:
+    path, dtype = saved(kind), _stage(kind)[1]
+    losses, options, client = engines.run(resume_engine, path, *_stage(kind))[0]
+    target = tmp_path / "universal"
+    assert main(["convert", str(path), str(target), "--to", "universal"]) == 0
+    assert_same(loaded_whole(target), loaded_whole(path))
+    resumed = other_engines.run(resume_engine, tmp_path, stage, dtype, True)
+    for found, found_options, found_client in resumed:
+        assert found == pytest.approx(losses, abs=1e-6 if dtype == "fp32" else 2e-2)
+        assert found_client == client
+        assert found_options == options
+    assert not list(tmp_path.glob(".*"))
 
 
 def _stage(kind: str) -> tuple[int, str]:

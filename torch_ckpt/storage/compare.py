@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_ckpt._core.tensors import DTYPE_CODES
 from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.storage.reader import FastReader
+from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
 
 __all__ = ["Comparison", "compare"]
 
 _PIECE_NBYTES = 64 << 20
 """Bytes of each checkpoint in memory at a time, if each element had at least 8 bytes."""
-
-_Box = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets, sizes.
 
 
 @dataclass
@@ -71,7 +60,7 @@ def compare(
         CheckpointError: A checkpoint cannot be read.
         NotFoundError: Neither checkpoint has an FQN with the prefix.
     """
-    sides = [_Side(path, prefix, trust_pickle) for path in (a, b)]
+    sides = [StoredValues(path, prefix, trust_pickle=trust_pickle) for path in (a, b)]
     one, two = sides
     if not one.has_prefix and not two.has_prefix:
         raise NotFoundError(f"neither {a} nor {b} has a name that begins with {prefix!r}")
@@ -102,81 +91,8 @@ def compare(
     return found
 
 
-class _Side:
-    """One of the two checkpoints."""
-
-    def __init__(self, path: Location, prefix: str, trust_pickle: bool) -> None:
-        self._reader = FastReader(path.checkpoint_id, trust_pickle=trust_pickle, exchange="off")
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, True)
-        stored = list(self._metadata.state_dict_metadata)
-        chosen = [fqn for fqn in stored if fqn.startswith(prefix)]
-        self.has_prefix = bool(chosen) or not prefix
-        self.names: Mapping[str, str] = (
-            {fqn.removeprefix(prefix): fqn for fqn in chosen}
-            if chosen
-            else {fqn: fqn for fqn in stored}
-        )
-
-    def entry(self, fqn: str) -> Any:
-        return self._metadata.state_dict_metadata[self.names[fqn]]
-
-    def load(self, boxes: Sequence[tuple[str, _Box]]) -> list[torch.Tensor]:
-        """Loads boxes of tensors."""
-        targets, items = [], []
-        for number, (fqn, (offsets, sizes)) in enumerate(boxes):
-            entry = self.entry(fqn)
-            targets.append(torch.empty(sizes, dtype=entry.properties.dtype))
-            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for item in create_read_items_for_chunk_list(self.names[fqn], entry, [chunk]):
-                # The planner finds the target by its number.
-                index = MetadataIndex(item.dest_index.fqn, item.dest_index.offset, number)
-                items.append(_with_destination(item, index))
-        self._read(items, _Pieces(targets))
-        return targets
-
-    def objects(self, fqns: Sequence[str]) -> list[Any]:
-        """Loads objects."""
-        state: dict[str, Any] = dict.fromkeys(self.names[fqn] for fqn in fqns)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(state, self._metadata, True)
-        self._read(planner.create_local_plan().items, planner)
-        return [planner.state_dict[self.names[fqn]] for fqn in fqns]
-
-    def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        self._reader.read_data(LoadPlan(items), planner).wait()
-
-
-def _with_destination(item: ReadItem, index: MetadataIndex) -> ReadItem:
-    return ReadItem(
-        item.type,
-        index,
-        item.dest_offsets,
-        item.storage_index,
-        item.storage_offsets,
-        item.lengths,
-    )
-
-
-class _Pieces(DefaultLoadPlanner):
-    """A planner whose targets are the pieces themselves."""
-
-    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._targets = targets
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        number = read_item.dest_index.index
-        assert number is not None
-        return narrow_tensor_by_index(
-            self._targets[number], read_item.dest_offsets, read_item.lengths
-        )
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
-
-
 def _compare_tensors(
-    sides: Sequence[_Side], fqns: Sequence[str], found: Comparison, atol: float, rtol: float
+    sides: Sequence[StoredValues], fqns: Sequence[str], found: Comparison, atol: float, rtol: float
 ) -> None:
     different: dict[str, tuple[int, float]] = {}  # Count, largest absolute difference.
     for batch in _batches(sides[0], fqns):
@@ -193,14 +109,14 @@ def _compare_tensors(
     found.equal += len(fqns) - len(different)
 
 
-def _batches(side: _Side, fqns: Sequence[str]) -> Iterator[list[tuple[str, _Box]]]:
+def _batches(side: StoredValues, fqns: Sequence[str]) -> Iterator[list[tuple[str, Box]]]:
     """Yields batches of boxes that need at most 64 MiB, except for single elements."""
-    batch: list[tuple[str, _Box]] = []
+    batch: list[tuple[str, Box]] = []
     nbytes = 0
     for fqn in fqns:
         entry = side.entry(fqn)
         itemsize = max(entry.properties.dtype.itemsize, 8)  # Unequal elements become float64.
-        for box in _pieces(tuple(entry.size), itemsize):
+        for box in pieces_of(entry.size, itemsize, _PIECE_NBYTES):
             box_nbytes = math.prod(box[1]) * itemsize
             if batch and nbytes + box_nbytes > _PIECE_NBYTES:
                 yield batch
@@ -209,22 +125,6 @@ def _batches(side: _Side, fqns: Sequence[str]) -> Iterator[list[tuple[str, _Box]
             nbytes += box_nbytes
     if batch:
         yield batch
-
-
-def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[_Box]:
-    """Cuts a tensor into boxes of at most 64 MiB."""
-    sizes = list(shape)
-    for dim in range(len(sizes)):
-        below = math.prod(shape[dim + 1 :]) * itemsize
-        sizes[dim] = min(shape[dim], max(1, _PIECE_NBYTES // max(below, 1)))
-        if below <= _PIECE_NBYTES:
-            break
-    steps = [range(0, full, size) for full, size in zip(shape, sizes, strict=True) if full]
-    if len(steps) < len(shape):
-        return  # A tensor without elements.
-    for offsets in itertools.product(*steps):
-        ends = (min(o + s, full) for o, s, full in zip(offsets, sizes, shape, strict=True))
-        yield offsets, tuple(end - o for end, o in zip(ends, offsets, strict=True))
 
 
 def _difference(x: torch.Tensor, y: torch.Tensor, atol: float, rtol: float) -> tuple[int, float]:
@@ -252,7 +152,7 @@ def _larger(x: float, y: float) -> float:
     return math.nan if math.isnan(x) or math.isnan(y) else max(x, y)
 
 
-def _compare_objects(sides: Sequence[_Side], fqns: Sequence[str], found: Comparison) -> None:
+def _compare_objects(sides: Sequence[StoredValues], fqns: Sequence[str], found: Comparison) -> None:
     if not fqns:
         return
     try:

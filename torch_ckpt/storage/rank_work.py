@@ -20,7 +20,11 @@ from torch_ckpt.planning.item_views import PlannedItems, to_write_item
 from torch_ckpt.planning.replicas import CutItem, work_of
 from torch_ckpt.planning.save_planner import FastSavePlanner
 
-__all__ = ["RankWork", "Unresolved", "resolve_whole", "split", "work_for"]
+__all__ = ["LatePlanner", "RankWork", "Unresolved", "resolve_whole", "split", "work_for"]
+
+
+class LatePlanner(DefaultSavePlanner):
+    """A planner that creates a tensor when it is written, with the dtype and sizes of the plan."""
 
 
 class Unresolved:
@@ -160,6 +164,14 @@ def _in_columns(
         sources.append(source)
         dtypes.append(dtype)
 
+    def add_box(item: WriteItem, dtype: torch.dtype, sizes: torch.Size) -> str:
+        name = _native.DTYPE_NAMES[DTYPE_CODES[dtype]]
+        table.add_tensor(
+            *(_name(item), name, dtype.itemsize, "contiguous_format", False, False, sizes),
+            *(False, [0] * len(sizes), sizes),
+        )
+        return name
+
     for planned in items:
         item = _check_cut(planned, planner) if isinstance(planned, CutItem) else planned
         if item is None:
@@ -168,6 +180,17 @@ def _in_columns(
             waits.append(can_wait(None))
             table.add_object(_name(item), 0)
             add(item, None, None)
+            continue
+        if isinstance(planner, LatePlanner):
+            data = item.tensor_data
+            assert data is not None and data.chunk is not None
+            waits.append(can_wait(None))
+            if data.properties.dtype in DTYPE_CODES:
+                name = add_box(item, data.properties.dtype, data.chunk.sizes)
+                add(item, Unresolved(), name)
+            else:
+                table.add_object(_name(item), 0)
+                add(item, None, None)
             continue
         tensor = resolve_whole(planner, item)
         if not may_resize:
@@ -181,12 +204,7 @@ def _in_columns(
         is_live = not is_temporary(tensor)
         if isinstance(item, CutItem):
             tensor = item.rows_of(tensor)
-        dtype, sizes = tensor.dtype, tensor.size()
-        name = _native.DTYPE_NAMES[DTYPE_CODES[dtype]]
-        table.add_tensor(
-            *(_name(item), name, dtype.itemsize, "contiguous_format", False, False, sizes),
-            *(False, [0] * len(sizes), sizes),
-        )
+        name = add_box(item, tensor.dtype, tensor.size())
         as_planned = _is_as_planned(item, tensor)
         add(item, tensor if is_live else Unresolved(), name if as_planned else None)
     return RankWork(_native.Work(table), sources, waits, written, dtypes)

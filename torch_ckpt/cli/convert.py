@@ -1,0 +1,58 @@
+"""``torch-ckpt convert``: writes a checkpoint of any format as one of another format."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from torch_ckpt.cli.arguments import add_trust_pickle, checkpoint_at
+from torch_ckpt.cli.terminal import SOUND
+from torch_ckpt.filesystems.location import Location
+
+__all__ = ["add_to"]
+
+_FORMATS = ("dcp", "safetensors", "torch", "universal")
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "convert",
+        help="write a checkpoint of any format in another format",
+        description="Writes a checkpoint of any format in another one. Tensors pass through memory "
+        "in pieces of 32 MiB. What has a checksum is verified. The target appears when it is "
+        "complete. A conversion is not needed to load a checkpoint. Exit status: 0 if the target "
+        "is complete; 1 if the source is damaged; 3 for other errors.",
+    )
+    parser.add_argument("source", type=Location, help="checkpoint, or a run for its newest step")
+    parser.add_argument("target", type=Location, help="checkpoint to write")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=_FORMATS,
+        help="dcp: a directory that stock DCP loads; safetensors: a Hugging Face directory; torch: "
+        "one file for torch.load; universal: a universal folder of DeepSpeed",
+    )
+    parser.add_argument(
+        "--prefix",
+        default="",
+        help="convert only names that begin with this, without it, such as 'model.'",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
+    add_trust_pickle(parser)
+    parser.set_defaults(command=_convert)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from torch_ckpt.conversion.convert import convert  # Imports torch.
+
+    convert(
+        checkpoint_at(options.source),
+        options.target,
+        options.to,
+        prefix=options.prefix,
+        overwrite=options.overwrite,
+        trust_pickle=options.trust_pickle,
+    )
+    print(f"wrote {options.target}")
+    return SOUND

@@ -1,0 +1,69 @@
+"""Converts a checkpoint into another format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch_ckpt.api import save
+from torch_ckpt.conversion.pieces import Source
+from torch_ckpt.conversion.planner import ConversionPlanner
+from torch_ckpt.conversion.torch_file import write_torch_file
+from torch_ckpt.conversion.universal import write_universal
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
+from torch_ckpt.storage.writer import FastWriter
+
+__all__ = ["TARGETS", "convert"]
+
+
+def convert(
+    source: Location,
+    target: Location,
+    to: str,
+    *,
+    prefix: str = "",
+    overwrite: bool = False,
+    trust_pickle: bool = False,
+) -> None:
+    """Converts a checkpoint of any format that :class:`FastReader` loads.
+
+    Loads the tensors in pieces of at most 32 MiB, and verifies what has a checksum. The target
+    appears when it is complete.
+
+    Args:
+        source: The checkpoint to read.
+        target: The checkpoint to write.
+        to: Its format, one of :data:`TARGETS`.
+        prefix: Convert only names with this prefix, without it.
+        overwrite: Whether to replace a checkpoint at ``target``.
+        trust_pickle: Whether pickles may contain any class and run any code.
+
+    Raises:
+        AlreadyExistsError: There is a checkpoint at ``target``, and ``overwrite`` is false.
+        NotFoundError: There is no checkpoint at ``source``, or no name with the prefix.
+        UnsupportedError: The target's format cannot have a value of the source.
+        CheckpointError: The source cannot be read, or the target cannot be written.
+    """
+    with Source(source, prefix, trust_pickle=trust_pickle) as values:
+        TARGETS[to](values, target, overwrite)
+
+
+def _to_dcp(source: Source, target: Location, overwrite: bool) -> None:
+    _save(source, FastWriter(target.checkpoint_id, overwrite=overwrite))
+
+
+def _to_safetensors(source: Source, target: Location, overwrite: bool) -> None:
+    _save(source, SafetensorsWriter(target.checkpoint_id, overwrite=overwrite))
+
+
+def _save(source: Source, writer: FastWriter) -> None:
+    save({}, storage_writer=writer, planner=ConversionPlanner(source), no_dist=True)
+
+
+TARGETS: dict[str, Callable[[Source, Location, bool], None]] = {
+    "dcp": _to_dcp,
+    "safetensors": _to_safetensors,
+    "torch": write_torch_file,
+    "universal": write_universal,
+}
+"""Format -> how it is written."""

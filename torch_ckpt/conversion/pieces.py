@@ -1,0 +1,185 @@
+"""The values of a checkpoint in the order in which a conversion writes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torch_ckpt.errors import NotFoundError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.torch_archive import PendingTensor
+from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
+
+__all__ = ["PIECE_NBYTES", "Piece", "Source", "TensorFacts"]
+
+PIECE_NBYTES = 32 << 20
+"""Maximum bytes of a piece with more than one element, and of small pieces that load together."""
+
+_Loaded = Future[dict[int, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """A tensor of the source, as the target has it."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor. Its elements are consecutive in row-major order.
+
+    Attributes:
+        number: Its number in the order of the conversion.
+        tensor: Number of its tensor in this order.
+        name: Name of the tensor.
+        box: Offsets and sizes.
+    """
+
+    number: int
+    tensor: int
+    name: str
+    box: Box
+
+
+class Source:
+    """The source of a conversion.
+
+    While one batch of pieces is written, a thread loads the next one.
+
+    Args:
+        path: A checkpoint of any format that :class:`FastReader` loads.
+        prefix: Convert only names with this prefix, without it.
+        trust_pickle: Whether pickles may contain any class and run any code.
+
+    Attributes:
+        tensors: Name -> facts of the tensor.
+        objects: Name -> object.
+        paths: Name -> keys from the root of the nested state dict.
+        loaded_nbytes: Bytes of the pieces that were taken so far.
+
+    Raises:
+        NotFoundError: There is no name with the prefix.
+        CheckpointError: The checkpoint cannot be read.
+    """
+
+    def __init__(self, path: Location, prefix: str = "", *, trust_pickle: bool = False) -> None:
+        self.path = path
+        self._values = StoredValues(path, prefix, trust_pickle=trust_pickle)
+        if not self._values.has_prefix:
+            raise NotFoundError(f"{path} has no name that begins with {prefix!r}")
+        self.tensors: dict[str, TensorFacts] = {}
+        objects: list[str] = []
+        for name in self._values.names:
+            entry = self._values.entry(name)
+            if isinstance(entry, TensorStorageMetadata):
+                self.tensors[name] = TensorFacts(entry.properties.dtype, tuple(entry.size))
+            else:
+                objects.append(name)
+        loaded = self._values.objects(objects) if objects else []
+        self.objects: dict[str, Any] = dict(zip(objects, loaded, strict=True))
+        stored_paths = self._values.metadata.planner_data or {}
+        self.paths = {
+            name: _without(prefix, tuple(stored_paths.get(fqn, (fqn,))), name)
+            for name, fqn in self._values.names.items()
+        }
+        self.loaded_nbytes = 0
+        self._pieces: list[Piece] = []
+        self._batch_of: list[int] = []
+        self._batches: list[list[Piece]] = []
+        self._loaded: dict[int, _Loaded] = {}
+        self._current: dict[int, torch.Tensor] = {}
+        self._thread = ThreadPoolExecutor(1, "torch_ckpt-read")
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(facts.nbytes for facts in self.tensors.values())
+
+    def pending(self) -> dict[str, PendingTensor]:
+        """Returns all tensors by name, as they are pickled."""
+        return {
+            name: PendingTensor(name, facts.dtype, facts.sizes)
+            for name, facts in self.tensors.items()
+        }
+
+    def cut(self, names: Sequence[str]) -> list[Piece]:
+        """Cuts tensors into pieces, which are to be loaded in this order.
+
+        A tensor without elements has one piece without elements.
+        """
+        self._pieces, self._batch_of, self._batches = [], [], []
+        nbytes = PIECE_NBYTES
+        for tensor, name in enumerate(names):
+            facts = self.tensors[name]
+            sizes, itemsize = facts.sizes, facts.dtype.itemsize
+            boxes = list(pieces_of(sizes, itemsize, PIECE_NBYTES)) if math.prod(sizes) else []
+            for box in boxes or [((0,) * len(sizes), sizes)]:
+                piece = Piece(len(self._pieces), tensor, name, box)
+                piece_nbytes = math.prod(box[1]) * itemsize
+                if nbytes + piece_nbytes > PIECE_NBYTES:
+                    self._batches.append([])
+                    nbytes = 0
+                nbytes += piece_nbytes
+                self._batches[-1].append(piece)
+                self._batch_of.append(len(self._batches) - 1)
+                self._pieces.append(piece)
+        return self._pieces
+
+    def take(self, number: int) -> torch.Tensor:
+        """Loads a piece. The caller owns its memory.
+
+        Raises:
+            CheckpointError: The piece cannot be read.
+        """
+        if number not in self._current:
+            batch = self._batch_of[number]
+            future = self._loaded.pop(batch, None) or self._load(batch)
+            self._current = future.result()
+            if batch + 1 < len(self._batches):
+                self._loaded = {batch + 1: self._load(batch + 1)}
+        tensor = self._current.pop(number)
+        self.loaded_nbytes += tensor.nbytes
+        return tensor
+
+    def _load(self, batch: int) -> _Loaded:
+        def load() -> dict[int, torch.Tensor]:
+            pieces = self._batches[batch]
+            tensors = self._values.load([(piece.name, piece.box) for piece in pieces])
+            return {piece.number: tensor for piece, tensor in zip(pieces, tensors, strict=True)}
+
+        return self._thread.submit(load)
+
+
+def _without(prefix: str, keys: tuple[str | int, ...], name: str) -> tuple[str | int, ...]:
+    """Returns the keys of a name without its prefix; the name itself if a key has the prefix."""
+    while prefix and keys:
+        key = f"{keys[0]}."
+        if not prefix.startswith(key):
+            return (name,)
+        prefix, keys = prefix.removeprefix(key), keys[1:]
+    return keys or (name,)

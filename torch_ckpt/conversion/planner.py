@@ -1,0 +1,79 @@
+"""A save planner that reads the tensors of another checkpoint while the writer writes them."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from torch_ckpt.conversion.pieces import Source
+from torch_ckpt.formats.safetensors_layout import DTYPES
+from torch_ckpt.storage.rank_work import LatePlanner
+
+__all__ = ["ConversionPlanner"]
+
+
+class ConversionPlanner(LatePlanner):
+    """Saves all values of a source.
+
+    The order of the tensors is that of :class:`SafetensorsWriter` within a file, since the source
+    loads them in the order of the plan.
+
+    Args:
+        source: The source.
+    """
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._source = source
+        self._numbers: dict[MetadataIndex, int] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """Plans a box for each piece, and an item for each object."""
+        source = self._source
+        order = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+        def place(name: str) -> tuple[int, str]:
+            dtype = str(source.tensors[name].dtype).removeprefix("torch.")
+            return order.get(dtype, len(order)), name
+
+        items: list[WriteItem] = []
+        for piece in source.cut(sorted(source.tensors, key=place)):
+            facts = source.tensors[piece.name]
+            offsets, sizes = map(torch.Size, piece.box)
+            index = MetadataIndex(piece.name, offsets)
+            self._numbers[index] = piece.number
+            properties = TensorProperties(dtype=facts.dtype)
+            chunk = ChunkStorageMetadata(offsets, sizes)
+            data = TensorWriteData(chunk, properties, torch.Size(facts.sizes))
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        for name in source.objects:
+            items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+        self.plan = SavePlan(items, planner_data=dict(source.paths))
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        """Describes the values, with the keys of the nested state dict."""
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = all_plans[0].planner_data
+        return plans, metadata
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Loads a piece, or pickles an object."""
+        if write_item.type != WriteItemType.BYTE_IO:
+            return self._source.take(self._numbers[write_item.index])
+        data = io.BytesIO()
+        torch.save(self._source.objects[write_item.index.fqn], data)
+        return data

@@ -1,0 +1,120 @@
+"""Writes files of ``torch.save`` whose tensors are loaded piece by piece."""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+
+from torch_ckpt._core import _native, _tensor_view
+from torch_ckpt.conversion.pieces import Piece, Source
+from torch_ckpt.errors import AlreadyExistsError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor, lay_out
+from torch_ckpt.options import IoOptions
+from torch_ckpt.storage.file_jobs import finished
+from torch_ckpt.storage.progress import progress_bar
+
+__all__ = ["lay_out_value", "write_files", "write_torch_file"]
+
+_IO = IoOptions(buffer_nbytes=16 << 20)
+_SMALL_NBYTES = 1 << 20
+"""A file of at most this length is written in one call."""
+
+
+def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
+    """Writes a source as one file of ``torch.save``.
+
+    Raises:
+        AlreadyExistsError: The file exists and ``overwrite`` is false, or it is a directory.
+        UnsupportedError: An object cannot be pickled.
+        StorageError: The file cannot be written.
+    """
+    if target.exists() and not (overwrite and target.is_file()):
+        raise AlreadyExistsError(f"cannot write {target}: it exists")
+    state: dict[str, Any] = {}
+    for name, value in {**source.objects, **source.pending()}.items():
+        set_element(state, source.paths[name], value)
+    layout = lay_out_value(state, target)
+    target.parent.create_directories()
+    unpublished = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        write_files(source, [(unpublished, layout)], target)
+    except BaseException:
+        unpublished.discard()
+        raise
+    unpublished.rename(target)
+    target.parent.sync()
+
+
+def lay_out_value(value: Any, path: Location) -> ArchiveLayout:
+    """Lays out the file of a value.
+
+    Raises:
+        UnsupportedError: The value cannot be pickled.
+    """
+    try:
+        return lay_out(value)
+    except Exception as error:
+        raise UnsupportedError(f"cannot write {path}: pickling failed: {error}") from error
+
+
+def write_files(
+    source: Source, files: Sequence[tuple[Location, ArchiveLayout]], target: Location
+) -> None:
+    """Writes and syncs new files, one after the other.
+
+    Args:
+        source: The source of their pending tensors.
+        files: Path and layout of each file.
+        target: The target of the conversion, for the progress bar.
+
+    Raises:
+        CheckpointError: A tensor cannot be read.
+        StorageError: A file cannot be written. It may exist, incomplete.
+    """
+    pieces = source.cut([tensor.name for _, layout in files for _, tensor in layout.pending()])
+    pieces_of: dict[int, list[Piece]] = {}  # By the number of the tensor in this order.
+    for piece in pieces:
+        pieces_of.setdefault(piece.tensor, []).append(piece)
+    pool = _native.BufferPool(_IO.buffer_nbytes, _IO.block_nbytes)
+    number = 0
+
+    def written(tensor: PendingTensor) -> list[Piece]:
+        nonlocal number
+        number += 1
+        return pieces_of[number - 1]
+
+    with progress_bar("writing", target, lambda: source.nbytes, lambda: source.loaded_nbytes):
+        for path, layout in files:
+            if layout.nbytes <= _SMALL_NBYTES:
+                for record, tensor in layout.pending():
+                    loaded = [_elements(source, piece, tensor) for piece in written(tensor)]
+                    record.content = b"".join(bytes(_bytes_of(one)) for one in loaded)
+                    record.crc = zlib.crc32(record.content)
+                path.write(layout.encode(), sync=True)
+                continue
+            job = _native.SharedFileJob(
+                path.file_system, path.path, layout.nbytes, pool, _IO.direct, True
+            )
+            with finished(job):
+                for record, tensor in layout.pending():
+                    for piece in written(tensor):
+                        elements = _elements(source, piece, tensor)
+                        record.crc = zlib.crc32(_bytes_of(elements), record.crc)
+                        view = _tensor_view.view(elements, tensor.name, writable=False)
+                        job.write([(view, record.offset, tensor.sizes, piece.box[0])])
+                for offset, data in layout.known_parts():
+                    job.put(offset, data)
+
+
+def _elements(source: Source, piece: Piece, tensor: PendingTensor) -> torch.Tensor:
+    return source.take(piece.number).to(tensor.dtype)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())

@@ -1,0 +1,204 @@
+"""Writes universal folders of DeepSpeed, which its engines load with ``load_universal``.
+
+A folder has a file for the weights and for each state of each parameter. Engines of all ZeRO stages
+load it, on any number of ranks. DeepSpeed need not be installed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+
+from torch_ckpt.conversion.pieces import Source
+from torch_ckpt.conversion.torch_file import lay_out_value, write_files
+from torch_ckpt.errors import AlreadyExistsError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor
+
+__all__ = ["write_universal"]
+
+_FOLDER = "zero"
+_POINTER = "latest_universal"
+_MODEL, _STATE, _GROUPS = "model.", "optim.state.", "optim.param_groups."
+
+_MODEL_FILE = "mp_rank_00_model_states.pt"
+_ZERO3_MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+"""An engine of ZeRO-3 reads this file in place of the other one, and only its counters."""
+
+_MIN_VERSION = "0.3.17"  # Engines require a version, at least this one.
+
+
+def write_universal(source: Source, target: Location, overwrite: bool) -> None:
+    """Writes a source with the names of ``get_state_dict`` as a universal folder.
+
+    The parameters of ``optim.param_groups`` become the atoms: their weights, in fp32, and their
+    states. Other tensors of the model are buffers or frozen parameters. DeepSpeed stores them with
+    the model, and does not load them from a universal folder.
+
+    Also writes the file ``latest_universal`` beside the folder.
+
+    Raises:
+        AlreadyExistsError: The folder exists, and ``overwrite`` is false.
+        UnsupportedError: The names are others, or a state has another shape than its parameter.
+        StorageError: A file cannot be written.
+    """
+    if target.exists() and not overwrite:
+        raise AlreadyExistsError(f"cannot write {target}: it exists")
+    groups = _parameter_groups(source)
+    unpublished = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    files = _files(source, groups, unpublished)
+    unpublished_pointer = target.with_name(f".{_POINTER}.{secrets.token_hex(8)}.tmp")
+    try:
+        for folder in {path.parent for path, _ in files}:
+            folder.create_directories()
+        write_files(source, files, target)
+        for folder in {path.parent for path, _ in files} | {unpublished / _FOLDER}:
+            folder.sync()
+        if overwrite and target.exists():
+            target.remove_all()
+        unpublished.rename(target)
+        unpublished_pointer.write(target.name.encode(), sync=True)
+        unpublished_pointer.rename(target.with_name(_POINTER))
+        target.parent.sync()
+    except BaseException:
+        unpublished.remove_all()
+        unpublished_pointer.discard()
+        raise
+
+
+def _parameter_groups(source: Source) -> list[dict[str, Any]]:
+    state: dict[str, Any] = {}
+    for name, value in {**source.objects, **source.pending()}.items():
+        if name.startswith(_GROUPS):
+            set_element(state, source.paths[name], value)
+    groups: Any = state.get("optim", {}).get("param_groups")
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and "params" in group for group in groups
+    ):
+        raise _wrong_names(source, f"it has no {_GROUPS}0.params")
+    for fqn in (fqn for group in groups for fqn in group["params"]):
+        if f"{_MODEL}{fqn}" not in source.tensors:
+            raise _wrong_names(source, f"it has no tensor {_MODEL}{fqn}")
+    return groups
+
+
+def _wrong_names(source: Source, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"cannot write {source.path} as a universal folder: {what}; a universal folder needs the "
+        "names of get_state_dict, such as model.layer.weight and optim.state.layer.weight.exp_avg"
+    )
+
+
+def _files(
+    source: Source, groups: list[dict[str, Any]], folder: Location
+) -> list[tuple[Location, ArchiveLayout]]:
+    """Returns path and layout of each file."""
+    files: list[tuple[Location, ArchiveLayout]] = []
+
+    def add(path: Location, value: Any) -> None:
+        files.append((path, lay_out_value(value, path)))
+
+    zero, steps = folder / _FOLDER, {}
+    states = _states(source)
+    for number, group in enumerate(groups):
+        for fqn in group["params"]:
+            sizes = source.tensors[f"{_MODEL}{fqn}"].sizes
+            weights = PendingTensor(f"{_MODEL}{fqn}", torch.float32, sizes)
+            add(zero / fqn / "fp32.pt", {"param": weights})
+            for name, tensor in states.get(fqn, {}).items():
+                if tensor.sizes == sizes:
+                    add(zero / fqn / f"{name}.pt", {"param": tensor})
+                elif not tensor.sizes:
+                    steps.setdefault(number, {})[name] = tensor
+                    if name == "step":
+                        add(zero / fqn / "step.pt", tensor)
+                else:
+                    raise UnsupportedError(
+                        f"cannot write {source.path} as a universal folder: state {name!r} of "
+                        f"{fqn!r} has sizes {list(tensor.sizes)}, and the parameter {list(sizes)}"
+                    )
+    add(zero / "optimizer_state.pt", _common_state(source, groups, steps))
+    model = _model_state(source, groups)
+    add(folder / _MODEL_FILE, model)
+    add(folder / _ZERO3_MODEL_FILE, {**model, "module": {}, "buffer_names": []})
+    return files
+
+
+def _states(source: Source) -> dict[str, dict[str, PendingTensor]]:
+    """Returns the tensors of the optimizer's state: FQN -> name -> tensor."""
+    states: dict[str, dict[str, PendingTensor]] = {}
+    for name, tensor in source.pending().items():
+        if name.startswith(_STATE):
+            fqn, _, state = name.removeprefix(_STATE).rpartition(".")
+            states.setdefault(fqn, {})[state] = tensor
+    return states
+
+
+def _common_state(
+    source: Source,
+    groups: list[dict[str, Any]],
+    steps: Mapping[int, Mapping[str, PendingTensor]],
+) -> dict[str, Any]:
+    """Returns the state that parameters have in common.
+
+    An engine of ZeRO-3 gives the options of the first group to all groups. So the options that it
+    reads are those which all groups have in common. Its groups keep the other options.
+    """
+    numbered = [{**group, "params": [number]} for number, group in enumerate(groups)]
+    first, *others = groups
+    shared = {
+        key: value
+        for key, value in first.items()
+        if key == "params" or all(key in group and group[key] == value for group in others)
+    }
+    zero3_groups = [{**shared, "params": [0]}, *numbered[1:]]
+    return {
+        "param_groups": numbered,
+        "optimizer_state_dict": {
+            "state": {number: dict(steps.get(number, {})) for number in range(len(groups))},
+            "param_groups": zero3_groups,
+        },
+        "ds_version": str(source.objects.get("ds_version", _MIN_VERSION)),
+    }
+
+
+def _model_state(source: Source, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the state of the engine, and all that is neither a parameter nor its state."""
+    trained = {fqn for group in groups for fqn in group["params"]}
+    rest: dict[str, Any] = {}
+    module: dict[str, Any] = {}
+    for name, value in {**source.objects, **source.pending()}.items():
+        if name.startswith((_STATE, _GROUPS)):
+            continue
+        if not name.startswith(_MODEL):
+            set_element(rest, source.paths[name], value)
+        elif (fqn := name.removeprefix(_MODEL)) not in trained:
+            module[fqn] = value
+    defaults = {
+        "lr_scheduler": None,
+        "global_steps": 0,
+        "skipped_steps": 0,
+        "global_samples": 0,
+        "ds_config": {},
+        "ds_version": _MIN_VERSION,
+    }
+    return {
+        **defaults,
+        **rest,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "module": module,
+        "buffer_names": [fqn for fqn in module],
+        "param_shapes": [
+            OrderedDict(
+                (fqn, torch.Size(source.tensors[f"{_MODEL}{fqn}"].sizes)) for fqn in group["params"]
+            )
+            for group in groups
+        ],
+        "shared_params": {},
+    }

@@ -1,0 +1,284 @@
+"""The layout of a ``torch.save`` file whose tensors are written later, piece by piece.
+
+A file is a zip archive without compression: one pickle, and a record of elements for each tensor.
+The lengths of all parts follow from the pickled value and from the dtypes and shapes of the
+tensors. So each record has its offset before a tensor is in memory. Records begin at multiples of
+64 bytes, as in torch's own files.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.storage import TypedStorage, UntypedStorage
+
+__all__ = ["ArchiveLayout", "PendingTensor", "Record", "lay_out"]
+
+_ALIGNMENT = 64
+_LIMIT = 0xFFFFFFFF  # Larger numbers need the fields of zip64.
+_MAX_RECORDS = 0xFFFF
+_VERSION, _VERSION_64 = 20, 45
+_DOS_DATE = 0x21  # 1980-01-01.
+_NAMES = torch.storage._dtype_to_storage_type_map()
+
+
+@dataclass(frozen=True)
+class PendingTensor:
+    """Takes the place of a contiguous CPU tensor in a value.
+
+    Attributes:
+        name: Identifies the tensor to the writer.
+        dtype: Its dtype.
+        sizes: Its sizes.
+    """
+
+    name: str
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+@dataclass
+class Record:
+    """A record of the archive.
+
+    Attributes:
+        path: Its name in the archive.
+        nbytes: Length of its content.
+        content: The content, or the tensor whose elements it will have.
+        header_offset: Offset of its header in the file.
+        offset: Offset of its content in the file.
+        crc: CRC-32 of its content. The writer sets that of a pending tensor.
+    """
+
+    path: str
+    nbytes: int
+    content: bytes | PendingTensor
+    header_offset: int = 0
+    offset: int = 0
+    crc: int = 0
+
+    def header(self) -> bytes:
+        """Returns the header, whose end is at :attr:`offset`."""
+        path = self.path.encode()
+        wide = self.nbytes > _LIMIT
+        extra = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if wide else b""
+        padding = self.offset - self.header_offset - 30 - len(path) - len(extra)
+        extra += b"FB" + struct.pack("<H", padding - 4) + b"Z" * (padding - 4)
+        nbytes = min(self.nbytes, _LIMIT)
+        return (
+            struct.pack(
+                "<4s5H3I2H",
+                *(b"PK\3\4", _VERSION_64 if wide else _VERSION, 0, 0, 0, _DOS_DATE),
+                *(self.crc, nbytes, nbytes, len(path), len(extra)),
+            )
+            + path
+            + extra
+        )
+
+    def place_at(self, begin: int) -> int:
+        """Places the header at an offset; returns the offset of the end of the content."""
+        self.header_offset = begin
+        wide = 20 if self.nbytes > _LIMIT else 0
+        end = begin + 30 + len(self.path.encode()) + wide + 4
+        self.offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return self.offset + self.nbytes
+
+    def directory_entry(self) -> bytes:
+        """Returns the record's entry in the directory of the archive."""
+        path = self.path.encode()
+        wide = [n for n in (self.nbytes, self.nbytes, self.header_offset) if n > _LIMIT]
+        extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+        version = _VERSION_64 if wide else _VERSION
+        nbytes = min(self.nbytes, _LIMIT)
+        return (
+            struct.pack(
+                "<4s6H3I5H2I",
+                *(b"PK\1\2", version, version, 0, 0, 0, _DOS_DATE),
+                *(self.crc, nbytes, nbytes, len(path), len(extra), 0, 0, 0),
+                *(0, min(self.header_offset, _LIMIT)),
+            )
+            + path
+            + extra
+        )
+
+
+@dataclass
+class ArchiveLayout:
+    """The records of a file, and its length.
+
+    Attributes:
+        records: The records, in the order of their offsets.
+        directory_offset: Offset of the directory.
+        nbytes: Length of the file.
+    """
+
+    records: list[Record]
+    directory_offset: int = field(init=False, default=0)
+    nbytes: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        end = 0
+        for record in self.records:
+            end = record.place_at(end)
+        self.directory_offset = end
+        self.nbytes = end + len(self.directory())
+
+    def pending(self) -> list[tuple[Record, PendingTensor]]:
+        """Returns the records whose elements are still to be written."""
+        return [
+            (record, record.content)
+            for record in self.records
+            if isinstance(record.content, PendingTensor)
+        ]
+
+    def directory(self) -> bytes:
+        """Returns the directory and the end of the archive."""
+        entries = b"".join(record.directory_entry() for record in self.records)
+        offset, count = self.directory_offset, len(self.records)
+        end = b""
+        if offset > _LIMIT or len(entries) > _LIMIT or count > _MAX_RECORDS:
+            wide = offset + len(entries)
+            end = struct.pack(
+                "<4sQ2H2I4Q",
+                *(b"PK\6\6", 44, _VERSION_64, _VERSION_64, 0, 0),
+                *(count, count, len(entries), offset),
+            ) + struct.pack("<4sIQI", b"PK\6\7", 0, wide, 1)
+        few = min(count, _MAX_RECORDS)
+        end += struct.pack(
+            "<4s4H2IH",
+            *(b"PK\5\6", 0, 0, few, few, min(len(entries), _LIMIT), min(offset, _LIMIT), 0),
+        )
+        return entries + end
+
+    def encode(self) -> bytes:
+        """Returns the whole file. Requires: no tensor is pending."""
+        out = bytearray(self.nbytes)
+        for offset, data in self.known_parts():
+            out[offset : offset + len(data)] = data
+        return bytes(out)
+
+    def known_parts(self) -> list[tuple[int, bytes]]:
+        """Returns offsets and bytes of all parts but the elements of pending tensors.
+
+        Requires: all CRCs are known.
+        """
+        parts: list[tuple[int, bytes]] = []
+        for record in self.records:
+            parts.append((record.header_offset, record.header()))
+            if isinstance(record.content, bytes):
+                parts.append((record.offset, record.content))
+        return [*parts, (self.directory_offset, self.directory())]
+
+
+def lay_out(value: Any) -> ArchiveLayout:
+    """Lays out the file of a value.
+
+    Args:
+        value: What ``torch.save`` would pickle, with a :class:`PendingTensor` in the place of each
+            tensor that is written later.
+
+    Raises:
+        Exception: As ``pickle`` raises for a value that cannot be pickled.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(value)
+    records = [_known("archive/data.pkl", stream.getvalue())]
+    records.append(_known("archive/byteorder", b"little"))
+    for number, content in enumerate(pickler.contents):
+        path = f"archive/data/{number}"
+        if isinstance(content, bytes):
+            records.append(_known(path, content))
+        else:
+            records.append(Record(path, content.nbytes, content))
+    records.append(_known("archive/version", b"3\n"))
+    return ArchiveLayout(records)
+
+
+def _known(path: str, content: bytes) -> Record:
+    return Record(path, len(content), content, crc=zlib.crc32(content))
+
+
+@dataclass(frozen=True)
+class _PendingStorage:
+    tensor: PendingTensor
+    typed: bool
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles as ``torch.save`` does, and collects the contents of the records.
+
+    Attributes:
+        contents: Number of a record -> its content.
+    """
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=2)
+        self.contents: list[bytes | PendingTensor] = []
+        self._numbers: dict[int, int] = {}  # Address of a storage -> number of its record.
+        self._alive: list[Any] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        """Pickles a pending tensor as a tensor."""
+        if not isinstance(value, PendingTensor):
+            return NotImplemented
+        strides = _strides(value.sizes)
+        where = (0, value.sizes, strides, False, OrderedDict())
+        if value.dtype in torch.storage._new_dtypes():
+            storage = _PendingStorage(value, False)
+            return torch._utils._rebuild_tensor_v3, (storage, *where, value.dtype)
+        return torch._utils._rebuild_tensor_v2, (_PendingStorage(value, True), *where)
+
+    def persistent_id(self, value: Any) -> Any:
+        """Gives each storage a record."""
+        if isinstance(value, _PendingStorage):
+            tensor = value.tensor
+            numel = math.prod(tensor.sizes)
+            if not value.typed:
+                return self._id(UntypedStorage, tensor, tensor.nbytes)
+            return self._id(_storage_class(tensor.dtype), tensor, numel)
+        if isinstance(value, TypedStorage):
+            dtype, untyped, numel = value.dtype, value._untyped_storage, value._size()
+            kind = _storage_class(dtype)
+        elif isinstance(value, UntypedStorage):
+            untyped, numel, kind = value, value.nbytes(), UntypedStorage
+        else:
+            return None
+        key = untyped.data_ptr()
+        if key and key in self._numbers:
+            return ("storage", kind, str(self._numbers[key]), "cpu", numel)
+        self._alive.append(untyped)
+        self._numbers[key] = len(self.contents)
+        elements = torch.empty(0, dtype=torch.uint8).set_(untyped.cpu())
+        return self._id(kind, elements.numpy().tobytes(), numel)
+
+    def _id(self, kind: Any, content: bytes | PendingTensor, numel: int) -> Any:
+        self.contents.append(content)
+        return ("storage", kind, str(len(self.contents) - 1), "cpu", numel)
+
+
+def _storage_class(dtype: torch.dtype) -> Any:
+    return getattr(torch, _NAMES[dtype])
+
+
+def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

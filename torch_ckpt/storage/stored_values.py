@@ -1,0 +1,130 @@
+"""Reads the values of a checkpoint of any format, a few pieces at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.storage.reader import FastReader
+
+__all__ = ["Box", "StoredValues", "pieces_of"]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+class StoredValues:
+    """The values of an open checkpoint.
+
+    Args:
+        path: A checkpoint of any format that :class:`FastReader` loads.
+        prefix: Show only FQNs with this prefix, without it. If there are none, show all FQNs.
+        trust_pickle: Whether pickles may contain any class and run any code.
+
+    Attributes:
+        metadata: DCP's metadata of the checkpoint.
+        has_prefix: Whether there are FQNs with the prefix.
+        names: Shown name -> FQN in the checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+    """
+
+    def __init__(self, path: Location, prefix: str = "", *, trust_pickle: bool = False) -> None:
+        self._reader = FastReader(path.checkpoint_id, trust_pickle=trust_pickle, exchange="off")
+        self.metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self.metadata, True)
+        stored = list(self.metadata.state_dict_metadata)
+        chosen = [fqn for fqn in stored if fqn.startswith(prefix)]
+        self.has_prefix = bool(chosen) or not prefix
+        self.names: Mapping[str, str] = (
+            {fqn.removeprefix(prefix): fqn for fqn in chosen}
+            if chosen
+            else {fqn: fqn for fqn in stored}
+        )
+
+    def entry(self, name: str) -> Any:
+        """Returns DCP's metadata of a value."""
+        return self.metadata.state_dict_metadata[self.names[name]]
+
+    def load(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """Loads boxes of tensors, by the tensors' names."""
+        targets, items = [], []
+        for number, (name, (offsets, sizes)) in enumerate(boxes):
+            entry = self.entry(name)
+            targets.append(torch.empty(sizes, dtype=entry.properties.dtype))
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for item in create_read_items_for_chunk_list(self.names[name], entry, [chunk]):
+                # The planner finds the target by its number.
+                index = MetadataIndex(item.dest_index.fqn, item.dest_index.offset, number)
+                items.append(_with_destination(item, index))
+        self._read(items, _Pieces(targets))
+        return targets
+
+    def objects(self, names: Sequence[str]) -> list[Any]:
+        """Loads objects, by their names."""
+        state: dict[str, Any] = dict.fromkeys(self.names[name] for name in names)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(state, self.metadata, True)
+        self._read(planner.create_local_plan().items, planner)
+        return [planner.state_dict[self.names[name]] for name in names]
+
+    def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        self._reader.read_data(LoadPlan(items), planner).wait()
+
+
+def pieces_of(sizes: Sequence[int], itemsize: int, max_nbytes: int) -> Iterator[Box]:
+    """Cuts a tensor into boxes, each a range of the row-major elements, in their order.
+
+    A box has at most ``max_nbytes``, or one element. A tensor without elements has no box.
+    """
+    cut = list(sizes)
+    for dim in range(len(cut)):
+        below = math.prod(sizes[dim + 1 :]) * itemsize
+        cut[dim] = min(sizes[dim], max(1, max_nbytes // max(below, 1)))
+        if below <= max_nbytes:
+            break
+    steps = [range(0, full, size) for full, size in zip(sizes, cut, strict=True) if full]
+    if len(steps) < len(sizes):
+        return
+    for offsets in itertools.product(*steps):
+        ends = (min(o + s, full) for o, s, full in zip(offsets, cut, sizes, strict=True))
+        yield offsets, tuple(end - o for end, o in zip(ends, offsets, strict=True))
+
+
+def _with_destination(item: ReadItem, index: MetadataIndex) -> ReadItem:
+    return ReadItem(
+        item.type,
+        index,
+        item.dest_offsets,
+        item.storage_index,
+        item.storage_offsets,
+        item.lengths,
+    )
+
+
+class _Pieces(DefaultLoadPlanner):
+    """A planner whose targets are the pieces themselves."""
+
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._targets = targets
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        number = read_item.dest_index.index
+        assert number is not None
+        return narrow_tensor_by_index(
+            self._targets[number], read_item.dest_offsets, read_item.lengths
+        )
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
