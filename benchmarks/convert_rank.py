@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -20,22 +19,52 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 DIRECT, CONVERTED = "FastReader", "ds_to_universal, then DeepSpeed"
+OURS = "torch-ckpt convert --to universal"
+WEIGHTS, OURS_WEIGHTS = "zero_to_fp32", "torch-ckpt convert --to torch --prefix model."
 WIDTH = 1024
 LAYER_NBYTES = 4 * WIDTH * WIDTH * 4 * 3  # Weights in fp32, and two moments of Adam.
 
-# Without the imports, which take seconds.
-_CONVERSION = """
-import sys, time
-from types import SimpleNamespace
-from deepspeed.checkpoint import ds_to_universal
-options = SimpleNamespace(
+# Each prints its seconds without the imports, and the peak memory of its largest process in MiB: in
+# all, and beyond what the imports need.
+_MEASURED = """
+import resource, sys, time
+{imports}
+
+def peak_mib():  # That of getrusage includes the process before exec.
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+imported, begin = peak_mib(), time.perf_counter()
+{run}
+seconds = time.perf_counter() - begin
+peak = max(peak_mib(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)
+print("measured", seconds, peak, peak - imported)
+"""
+_CONVERSIONS = {
+    CONVERTED: _MEASURED.format(
+        imports="import types\nfrom deepspeed.checkpoint import ds_to_universal",
+        run="""
+ds_to_universal.main(types.SimpleNamespace(
     input_folder=sys.argv[1], output_folder=sys.argv[2], num_extract_workers=4,
     num_merge_workers=2, keep_temp_folder=False, strict=True, inject_missing_state=False,
-)
-begin = time.perf_counter()
-ds_to_universal.main(options)
-print("seconds", time.perf_counter() - begin)
-"""
+))
+""",
+    ),
+    OURS: _MEASURED.format(
+        imports="from torch_ckpt.cli.main import main\nimport torch_ckpt.conversion.convert",
+        run='assert main(["convert", sys.argv[1], sys.argv[2], "--to", "universal"]) == 0',
+    ),
+    WEIGHTS: _MEASURED.format(
+        imports="from deepspeed.utils import zero_to_fp32",
+        run="zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(sys.argv[1], sys.argv[2])",
+    ),
+    OURS_WEIGHTS: _MEASURED.format(
+        imports="from torch_ckpt.cli.main import main\nimport torch_ckpt.conversion.convert",
+        run="""
+assert main(["convert", sys.argv[1], sys.argv[2], "--to", "torch", "--prefix", "model."]) == 0
+""",
+    ),
+}
 
 
 class ConvertRank(Rank):
@@ -78,13 +107,10 @@ class ConvertRank(Rank):
                 "rank_rss": meter.usage.rss_growth / MIB,
                 "convert_rss": 0.0,
             }
-        seconds, convert_rss = torch.zeros(1), 0.0
-        if dist.get_rank() == 0:
-            seconds[0], convert_rss = self._convert()
-        dist.broadcast(seconds, 0)
+        convert_s, _, convert_rss = self.convert(CONVERTED)
         with Meter() as meter:
             self.engine.load_checkpoint(str(self.directory))
-        load_s, convert_s = meter.usage.total_seconds, float(seconds)
+        load_s = meter.usage.total_seconds
         return {
             "convert_s": convert_s,
             "load_s": load_s,
@@ -92,6 +118,23 @@ class ConvertRank(Rank):
             "rank_rss": meter.usage.rss_growth / MIB,
             "convert_rss": convert_rss,
         }
+
+    def convert(self, contender: str) -> tuple[float, float, float]:
+        """Converts on the first rank; returns seconds, peak MiB, and those beyond the imports."""
+        measured = torch.zeros(3, dtype=torch.float64)
+        if dist.get_rank() == 0:
+            source, target = self.directory / "saved", self.directory / "universal"
+            if contender == WEIGHTS:  # It takes the folder above.
+                source = self.directory
+            command = [sys.executable, "-c", _CONVERSIONS[contender], str(source), str(target)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{contender} failed: {done.stderr[-1000:]}")
+            line = next(line for line in done.stdout.splitlines() if line.startswith("measured"))
+            measured = torch.tensor([float(word) for word in line.split()[1:]], dtype=torch.float64)
+        dist.broadcast(measured, 0)
+        seconds, peak, growth = measured.tolist()
+        return seconds, peak, growth
 
     def _layers(self) -> list[Any]:
         return [lambda: nn.Linear(WIDTH, 4 * WIDTH, bias=False)] * self.count
@@ -126,21 +169,13 @@ class ConvertRank(Rank):
             optim_state_dict=state["optim"],
         )
 
-    def _convert(self) -> tuple[float, float]:
-        """Returns the seconds of DeepSpeed's conversion, and the MiB of its largest process."""
-        source, target = self.directory / "saved", self.directory / "universal"
-        command = [sys.executable, "-c", _CONVERSION, str(source), str(target)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        seconds = next(line for line in done.stdout.splitlines() if line.startswith("seconds"))
-        peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-        return float(seconds.split()[1]), peak_kib / 1024
-
     def forget(self) -> None:
         """Removes what the conversion wrote."""
         if dist.get_rank() == 0:
             from machine import remove_tree
 
-            remove_tree(Path(self.directory / "universal"))
+            target = Path(self.directory / "universal")
+            target.unlink() if target.is_file() else remove_tree(target)
         dist.barrier()
 
 

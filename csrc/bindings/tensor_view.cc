@@ -8,6 +8,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/version.h>
 
 #include <map>
 #include <optional>
@@ -170,7 +171,17 @@ py::tuple tensor_extent(py::handle object) {
 }
 
 // Returns whether no other tensor shares the tensor's storage.
-bool has_own_storage(py::handle tensor) { return unpack(tensor).storage().use_count() == 1; }
+bool has_own_storage(py::handle tensor) {
+  const at::Tensor& unpacked = unpack(tensor);
+  int64_t owners = static_cast<int64_t>(unpacked.storage().use_count());
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  // The Python object of a storage owns it, and may have no other reference than the storage's own.
+  // Earlier versions do not count that object.
+  PyObject* object = unpacked.storage().unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
+  if (object != nullptr && Py_REFCNT(object) == 1) --owners;
+#endif
+  return owners == 1;
+}
 
 // Returns a view of a tensor whose memory the engine can access. Raises ValueError if the storage
 // is smaller than sizes and strides require.

@@ -7,6 +7,8 @@ import itertools
 import math
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -288,3 +290,24 @@ class CuttingLoadPlanner(DefaultLoadPlanner):
                 )
         self.rng.shuffle(items)
         return dataclasses.replace(plan, items=items)
+
+
+_MEMORY = """
+import {module}, sys
+from torch_ckpt.cli.main import main
+
+def peak_kib():  # That of getrusage includes the process before exec.
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+before = peak_kib()
+assert main(sys.argv[1:]) == 0
+print(peak_kib() - before)
+"""
+
+
+def memory_growth_kib(module: str, *arguments: object) -> int:
+    """The peak memory of `torch-ckpt` in a new process, beyond that of importing a module."""
+    command = [sys.executable, "-c", _MEMORY.format(module=module), *map(str, arguments)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    return int(done.stdout.splitlines()[-1])

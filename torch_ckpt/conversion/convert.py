@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from torch_ckpt.api import save
-from torch_ckpt.conversion.pieces import Source
+from torch_ckpt.conversion.pieces import IO, Source
 from torch_ckpt.conversion.planner import ConversionPlanner
 from torch_ckpt.conversion.torch_file import write_torch_file
 from torch_ckpt.conversion.universal import write_universal
@@ -27,7 +29,7 @@ def convert(
 ) -> None:
     """Converts a checkpoint of any format that :class:`FastReader` loads.
 
-    Loads the tensors in pieces of at most 32 MiB, and verifies what has a checksum. The target
+    Loads the tensors in pieces of at most 16 MiB, and verifies what has a checksum. The target
     appears when it is complete.
 
     Args:
@@ -49,15 +51,19 @@ def convert(
 
 
 def _to_dcp(source: Source, target: Location, overwrite: bool) -> None:
-    _save(source, FastWriter(target.checkpoint_id, overwrite=overwrite))
+    _save(source, FastWriter(target.checkpoint_id, io=IO, overwrite=overwrite))
 
 
 def _to_safetensors(source: Source, target: Location, overwrite: bool) -> None:
-    _save(source, SafetensorsWriter(target.checkpoint_id, overwrite=overwrite))
+    _save(source, SafetensorsWriter(target.checkpoint_id, io=IO, overwrite=overwrite))
 
 
 def _save(source: Source, writer: FastWriter) -> None:
-    save({}, storage_writer=writer, planner=ConversionPlanner(source), no_dist=True)
+    try:
+        save({}, storage_writer=writer, planner=ConversionPlanner(source), no_dist=True)
+    except CheckpointException as error:
+        failure, _ = next(iter(error.failures.values()))
+        raise failure from error
 
 
 TARGETS: dict[str, Callable[[Source, Location, bool], None]] = {

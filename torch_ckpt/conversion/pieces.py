@@ -15,11 +15,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import PendingTensor
+from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
 
-__all__ = ["PIECE_NBYTES", "Piece", "Source", "TensorFacts"]
+__all__ = ["IO", "PIECE_NBYTES", "Piece", "Source", "TensorFacts"]
 
-PIECE_NBYTES = 32 << 20
+IO = IoOptions(buffer_nbytes=16 << 20)
+"""I/O buffers of the source, and of the target."""
+
+PIECE_NBYTES = 16 << 20
 """Maximum bytes of a piece with more than one element, and of small pieces that load together."""
 
 _Loaded = Future[dict[int, torch.Tensor]]
@@ -78,7 +82,7 @@ class Source:
 
     def __init__(self, path: Location, prefix: str = "", *, trust_pickle: bool = False) -> None:
         self.path = path
-        self._values = StoredValues(path, prefix, trust_pickle=trust_pickle)
+        self._values = StoredValues(path, prefix, io=IO, trust_pickle=trust_pickle)
         if not self._values.has_prefix:
             raise NotFoundError(f"{path} has no name that begins with {prefix!r}")
         self.tensors: dict[str, TensorFacts] = {}

@@ -11,17 +11,15 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt.conversion.pieces import Piece, Source
-from torch_ckpt.errors import AlreadyExistsError, UnsupportedError
+from torch_ckpt.conversion.pieces import IO, Piece, Source
+from torch_ckpt.errors import AlreadyExistsError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor, lay_out
-from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.file_jobs import finished
 from torch_ckpt.storage.progress import progress_bar
 
-__all__ = ["lay_out_value", "write_files", "write_torch_file"]
+__all__ = ["check_target", "lay_out_value", "write_files", "write_torch_file"]
 
-_IO = IoOptions(buffer_nbytes=16 << 20)
 _SMALL_NBYTES = 1 << 20
 """A file of at most this length is written in one call."""
 
@@ -34,8 +32,7 @@ def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
         UnsupportedError: An object cannot be pickled.
         StorageError: The file cannot be written.
     """
-    if target.exists() and not (overwrite and target.is_file()):
-        raise AlreadyExistsError(f"cannot write {target}: it exists")
+    check_target(target, overwrite and target.is_file())
     state: dict[str, Any] = {}
     for name, value in {**source.objects, **source.pending()}.items():
         set_element(state, source.paths[name], value)
@@ -49,6 +46,20 @@ def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
         raise
     unpublished.rename(target)
     target.parent.sync()
+
+
+def check_target(target: Location, overwrite: bool) -> None:
+    """Checks that there is no file or directory, unless it is to be overwritten.
+
+    Raises:
+        AlreadyExistsError: There is one.
+    """
+    try:
+        names = target.parent.names()
+    except NotFoundError:
+        return
+    if target.name in names and not overwrite:
+        raise AlreadyExistsError(f"cannot write {target}: it exists")
 
 
 def lay_out_value(value: Any, path: Location) -> ArchiveLayout:
@@ -81,7 +92,7 @@ def write_files(
     pieces_of: dict[int, list[Piece]] = {}  # By the number of the tensor in this order.
     for piece in pieces:
         pieces_of.setdefault(piece.tensor, []).append(piece)
-    pool = _native.BufferPool(_IO.buffer_nbytes, _IO.block_nbytes)
+    pool = _native.BufferPool(IO.buffer_nbytes, IO.block_nbytes)
     number = 0
 
     def written(tensor: PendingTensor) -> list[Piece]:
@@ -99,7 +110,7 @@ def write_files(
                 path.write(layout.encode(), sync=True)
                 continue
             job = _native.SharedFileJob(
-                path.file_system, path.path, layout.nbytes, pool, _IO.direct, True
+                path.file_system, path.path, layout.nbytes, pool, IO.direct, True
             )
             with finished(job):
                 for record, tensor in layout.pending():
@@ -108,6 +119,7 @@ def write_files(
                         record.crc = zlib.crc32(_bytes_of(elements), record.crc)
                         view = _tensor_view.view(elements, tensor.name, writable=False)
                         job.write([(view, record.offset, tensor.sizes, piece.box[0])])
+                        del elements, view  # Frees the memory before the next piece is taken.
                 for offset, data in layout.known_parts():
                     job.put(offset, data)
 
@@ -117,4 +129,5 @@ def _elements(source: Source, piece: Piece, tensor: PendingTensor) -> torch.Tens
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    elements: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(elements)

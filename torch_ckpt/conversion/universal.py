@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from torch_ckpt.conversion.pieces import Source
-from torch_ckpt.conversion.torch_file import lay_out_value, write_files
-from torch_ckpt.errors import AlreadyExistsError, UnsupportedError
+from torch_ckpt.conversion.torch_file import check_target, lay_out_value, write_files
+from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor
 
@@ -47,8 +47,7 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
         UnsupportedError: The names are others, or a state has another shape than its parameter.
         StorageError: A file cannot be written.
     """
-    if target.exists() and not overwrite:
-        raise AlreadyExistsError(f"cannot write {target}: it exists")
+    check_target(target, overwrite)
     groups = _parameter_groups(source)
     unpublished = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     files = _files(source, groups, unpublished)
@@ -59,12 +58,14 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
         write_files(source, files, target)
         for folder in {path.parent for path, _ in files} | {unpublished / _FOLDER}:
             folder.sync()
-        if overwrite and target.exists():
-            target.remove_all()
+        replaced = target.with_name(f".{target.name}.{secrets.token_hex(8)}.old")
+        if target.name in target.parent.names():
+            target.rename(replaced)
         unpublished.rename(target)
         unpublished_pointer.write(target.name.encode(), sync=True)
         unpublished_pointer.rename(target.with_name(_POINTER))
         target.parent.sync()
+        replaced.remove_all()
     except BaseException:
         unpublished.remove_all()
         unpublished_pointer.discard()
@@ -103,7 +104,8 @@ def _files(
     def add(path: Location, value: Any) -> None:
         files.append((path, lay_out_value(value, path)))
 
-    zero, steps = folder / _FOLDER, {}
+    zero = folder / _FOLDER
+    steps: dict[int, dict[str, PendingTensor]] = {}
     states = _states(source)
     for number, group in enumerate(groups):
         for fqn in group["params"]:
@@ -179,7 +181,7 @@ def _model_state(source: Source, groups: list[dict[str, Any]]) -> dict[str, Any]
             set_element(rest, source.paths[name], value)
         elif (fqn := name.removeprefix(_MODEL)) not in trained:
             module[fqn] = value
-    defaults = {
+    defaults: dict[str, Any] = {
         "lr_scheduler": None,
         "global_steps": 0,
         "skipped_steps": 0,
@@ -193,7 +195,7 @@ def _model_state(source: Source, groups: list[dict[str, Any]]) -> dict[str, Any]
         "dp_world_size": 1,
         "mp_world_size": 1,
         "module": module,
-        "buffer_names": [fqn for fqn in module],
+        "buffer_names": list(module),
         "param_shapes": [
             OrderedDict(
                 (fqn, torch.Size(source.tensors[f"{_MODEL}{fqn}"].sizes)) for fqn in group["params"]

@@ -237,7 +237,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, PendingTensor):
             return NotImplemented
         strides = _strides(value.sizes)
-        where = (0, value.sizes, strides, False, OrderedDict())
+        where: tuple[Any, ...] = (0, value.sizes, strides, False, OrderedDict())
         if value.dtype in torch.storage._new_dtypes():
             storage = _PendingStorage(value, False)
             return torch._utils._rebuild_tensor_v3, (storage, *where, value.dtype)
@@ -252,8 +252,8 @@ class _Pickler(pickle.Pickler):
                 return self._id(UntypedStorage, tensor, tensor.nbytes)
             return self._id(_storage_class(tensor.dtype), tensor, numel)
         if isinstance(value, TypedStorage):
-            dtype, untyped, numel = value.dtype, value._untyped_storage, value._size()
-            kind = _storage_class(dtype)
+            untyped, kind = value._untyped_storage, _storage_class(value.dtype)
+            numel = untyped.nbytes() // value.dtype.itemsize
         elif isinstance(value, UntypedStorage):
             untyped, numel, kind = value, value.nbytes(), UntypedStorage
         else:
@@ -263,7 +263,7 @@ class _Pickler(pickle.Pickler):
             return ("storage", kind, str(self._numbers[key]), "cpu", numel)
         self._alive.append(untyped)
         self._numbers[key] = len(self.contents)
-        elements = torch.empty(0, dtype=torch.uint8).set_(untyped.cpu())
+        elements = torch.empty(0, dtype=torch.uint8).set_(untyped.cpu())  # type: ignore[no-untyped-call]
         return self._id(kind, elements.numpy().tobytes(), numel)
 
     def _id(self, kind: Any, content: bytes | PendingTensor, numel: int) -> Any:

@@ -183,7 +183,7 @@ def _in_columns(
             continue
         if isinstance(planner, LatePlanner):
             data = item.tensor_data
-            assert data is not None and data.chunk is not None
+            assert data is not None
             waits.append(can_wait(None))
             if data.properties.dtype in DTYPE_CODES:
                 name = add_box(item, data.properties.dtype, data.chunk.sizes)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.reader import FastReader
 
 __all__ = ["Box", "StoredValues", "pieces_of"]
@@ -29,6 +30,7 @@ class StoredValues:
     Args:
         path: A checkpoint of any format that :class:`FastReader` loads.
         prefix: Show only FQNs with this prefix, without it. If there are none, show all FQNs.
+        io: Memory budgets and I/O modes.
         trust_pickle: Whether pickles may contain any class and run any code.
 
     Attributes:
@@ -40,8 +42,17 @@ class StoredValues:
         CheckpointError: The checkpoint cannot be read.
     """
 
-    def __init__(self, path: Location, prefix: str = "", *, trust_pickle: bool = False) -> None:
-        self._reader = FastReader(path.checkpoint_id, trust_pickle=trust_pickle, exchange="off")
+    def __init__(
+        self,
+        path: Location,
+        prefix: str = "",
+        *,
+        io: IoOptions | None = None,
+        trust_pickle: bool = False,
+    ) -> None:
+        self._reader = FastReader(
+            path.checkpoint_id, io=io, trust_pickle=trust_pickle, exchange="off"
+        )
         self.metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, True)
         stored = list(self.metadata.state_dict_metadata)

@@ -1,0 +1,234 @@
+"""`torch-ckpt convert` writes the values of any format in any other, in bounded memory."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import DTYPES, bits, memory_growth_kib
+from deepspeed_checkpoints import write as write_deepspeed
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+import torch_ckpt
+from torch_ckpt import errors
+from torch_ckpt.cli.main import main
+from torch_ckpt.conversion import pieces
+from torch_ckpt.conversion.convert import convert
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.torch_archive import PendingTensor, lay_out
+
+
+def elements(dtype: torch.dtype) -> torch.Tensor:
+    numbers = torch.arange(35).reshape(5, 7)
+    return numbers.to(torch.float32).to(dtype) if dtype.is_floating_point else numbers.to(dtype)
+
+
+STATE: dict[str, Any] = {
+    "model": {
+        "wide": torch.arange(9 * 11 * 13.0).reshape(9, 11, 13),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(3),
+        **{str(dtype).removeprefix("torch."): elements(dtype) for dtype in DTYPES},
+    },
+    "list": [torch.ones(2), {"deep": torch.zeros(2), "text": "a"}],
+    "options": {"lr": 0.1, "betas": (0.9, 0.99)},
+    "step": 7,
+}
+SAVES: dict[str, Callable[[Path], Any]] = {
+    "ours": lambda path: torch_ckpt.save(STATE, checkpoint_id=path),
+    "stock": lambda path: dcp.save(STATE, storage_writer=FileSystemWriter(path)),
+    "torch": lambda path: torch.save(STATE, path),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes these small tensors consist of several pieces."""
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 200)
+
+
+def run(*arguments: object) -> int:
+    return main(list(map(str, arguments)))
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+@pytest.mark.parametrize("source", SAVES)
+def test_every_value_is_the_same_in_the_other_format(tmp_path: Path, source: str, to: str) -> None:
+    SAVES[source](tmp_path / "source")
+    assert run("convert", tmp_path / "source", tmp_path / "target", "--to", to) == 0
+    assert run("diff", tmp_path / "source", tmp_path / "target") == 0
+    assert run("verify", tmp_path / "target") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
+
+
+def test_torch_loads_the_file(tmp_path: Path) -> None:
+    SAVES["ours"](tmp_path / "source")
+    convert(Location(tmp_path / "source"), Location(tmp_path / "x.pt"), "torch")
+    for options in ({}, {"mmap": True}):
+        state = torch.load(tmp_path / "x.pt", **options)
+        assert state["options"] == STATE["options"]
+        assert state["step"] == 7
+        assert state["list"][1]["text"] == "a"
+        for name, tensor in STATE["model"].items():
+            assert state["model"][name].dtype == tensor.dtype
+            assert bits(state["model"][name]) == bits(tensor), name
+    assert zipfile.ZipFile(tmp_path / "x.pt").testzip() is None
+
+
+def test_stock_dcp_loads_the_directory(tmp_path: Path) -> None:
+    SAVES["torch"](tmp_path / "source")
+    convert(Location(tmp_path / "source"), Location(tmp_path / "target"), "dcp")
+    state = {"model": {"wide": torch.empty(9, 11, 13)}, "step": 0}
+    dcp.load(state, storage_reader=FileSystemReader(tmp_path / "target"))
+    assert state["step"] == 7
+    assert torch.equal(state["model"]["wide"], STATE["model"]["wide"])
+
+
+def test_a_model_becomes_safetensors_without_its_prefix(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    state = {"model": {"w": STATE["model"]["wide"], "b": torch.ones(3).bfloat16()}, "step": 7}
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
+    arguments = ("convert", tmp_path / "source", tmp_path / "hf", "--to", "safetensors")
+    assert run(*arguments) == 3  # "step" is no tensor.
+    assert run(*arguments, "--prefix", "model.") == 0
+    loaded = load_file(tmp_path / "hf" / "model.safetensors")
+    assert loaded.keys() == {"w", "b"}
+    assert loaded["w"].equal(state["model"]["w"])
+
+
+def test_a_prefix_that_no_name_has_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    SAVES["ours"](tmp_path / "source")
+    assert run("convert", tmp_path / "source", tmp_path / "x", "--to", "dcp", "--prefix", "x.") == 3
+    assert "has no name that begins with 'x.'" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "universal"])
+def test_a_target_is_replaced_only_on_demand(
+    tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_deepspeed(tmp_path / "source", 3)
+    prefix = () if to == "universal" else ("--prefix", "model.up.")
+    arguments = ("convert", tmp_path / "source", tmp_path / "target", "--to", to, *prefix)
+    assert run(*arguments) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "target").rglob("*.pt")}
+    assert run(*arguments) == 3
+    assert "exists" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in (tmp_path / "target").rglob("*.pt")} == before
+    assert run(*arguments, "--overwrite") == 0
+    assert run("verify", tmp_path / "target") in (0, 2)  # Safetensors have no checksums.
+    assert {path.name for path in tmp_path.iterdir()} <= {"source", "target", "latest_universal"}
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "universal"])
+def test_a_damaged_source_leaves_no_target(
+    tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last tensor is damaged, so others have been written."""
+    groups = [{"lr": 0.1, "params": ["a", "b"]}]
+    model = {"a": torch.arange(100.0), "b": torch.arange(200.0)}
+    state: dict[str, Any] = {"model": model, "optim": {"state": {}, "param_groups": groups}}
+    if to == "safetensors":
+        state = {"model": model}
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
+    (data,) = (tmp_path / "source").glob("*.distcp")
+    contents = bytearray(data.read_bytes())
+    contents[contents.index(model["b"].numpy().tobytes()) + 700] ^= 1
+    data.write_bytes(contents)
+    assert run("convert", tmp_path / "source", tmp_path / "target", "--to", to) == 1
+    assert data.name in capsys.readouterr().err
+    assert not any((tmp_path / "target").glob("*"))
+    assert not (tmp_path / "target").is_file()
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_universal_folder_has_every_value_of_its_source(tmp_path: Path, stage: int) -> None:
+    write_deepspeed(tmp_path / "source", stage)
+    assert run("convert", tmp_path / "source", tmp_path / "target", "--to", "universal") == 0
+    assert (tmp_path / "latest_universal").read_text() == "target"
+    assert run("diff", tmp_path / "source", tmp_path, "--prefix", "model.") == 0
+    assert run("diff", tmp_path / "source", tmp_path, "--prefix", "optim.") == 0
+
+
+def test_a_universal_folder_needs_the_names_of_get_state_dict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    SAVES["ours"](tmp_path / "source")
+    assert run("convert", tmp_path / "source", tmp_path / "target", "--to", "universal") == 3
+    assert "optim.param_groups.0.params" in capsys.readouterr().err
+
+
+def test_half_precision_weights_become_fp32_in_a_universal_folder(tmp_path: Path) -> None:
+    weight = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    optim = {"state": {"w": {"momentum": weight + 1}}, "param_groups": [{"params": ["w"]}]}
+    torch_ckpt.save({"model": {"w": weight}, "optim": optim}, checkpoint_id=tmp_path / "source")
+    convert(Location(tmp_path / "source"), Location(tmp_path / "target"), "universal")
+    stored = torch.load(tmp_path / "target" / "zero" / "w" / "fp32.pt")["param"]
+    assert stored.dtype == torch.float32
+    assert stored.equal(weight.float())
+    stored = torch.load(tmp_path / "target" / "zero" / "w" / "momentum.pt")["param"]
+    assert stored.equal(weight + 1)
+
+
+def test_objects_of_unknown_classes_are_refused(tmp_path: Path) -> None:
+    torch_ckpt.save({"w": torch.ones(2), "half": Fraction(1, 2)}, checkpoint_id=tmp_path / "source")
+    with pytest.raises(errors.UnsupportedError, match="Fraction"):
+        convert(Location(tmp_path / "source"), Location(tmp_path / "target"), "torch")
+    convert(
+        *(Location(tmp_path / "source"), Location(tmp_path / "target"), "torch"), trust_pickle=True
+    )
+    assert torch.load(tmp_path / "target", weights_only=False)["half"] == Fraction(1, 2)
+
+
+def test_an_archive_of_more_than_4_gib_is_laid_out_for_zip64(tmp_path: Path) -> None:
+    """Without its elements: the file is sparse."""
+    layout = lay_out(
+        {
+            "a": PendingTensor("a", torch.uint8, (5 << 30,)),
+            "b": PendingTensor("b", torch.int32, (3,)),
+        }
+    )
+    with (tmp_path / "x.pt").open("wb") as file:
+        for offset, data in layout.known_parts():
+            file.seek(offset)
+            file.write(data)
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+        found = {info.filename: info.file_size for info in archive.infolist()}
+    assert found["archive/data/0"] == 5 << 30
+    assert found["archive/data/1"] == 12
+    loaded = torch.load(tmp_path / "x.pt", mmap=True)
+    assert loaded["a"].shape == (5 << 30,)
+    assert loaded["b"].tolist() == [0, 0, 0]
+    assert all(record.offset % 64 == 0 for record in layout.records)
+
+
+def test_a_tensor_in_an_object_keeps_its_elements(tmp_path: Path) -> None:
+    """Tensors within objects are pickled with them, and may share a storage."""
+    shared = torch.arange(6.0)
+    layout = lay_out({"a": shared[:2], "b": shared[3:], "h": torch.ones(2).half()})
+    (tmp_path / "x.pt").write_bytes(layout.encode())
+    loaded = torch.load(tmp_path / "x.pt")
+    assert loaded["a"].tolist() == [0, 1]
+    assert loaded["b"].tolist() == [3, 4, 5]
+    assert loaded["b"].untyped_storage().data_ptr() == loaded["a"].untyped_storage().data_ptr()
+    assert loaded["h"].dtype == torch.float16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
+def test_memory_is_bounded(tmp_path: Path, to: str) -> None:
+    state = {"large": torch.zeros(1 << 30, dtype=torch.uint8)}
+    state |= {f"layer{n}": torch.zeros(1 << 18) for n in range(256)}
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
+    arguments = ["convert", tmp_path / "source", tmp_path / "target", "--to", to]
+    assert 0 < memory_growth_kib("torch_ckpt.conversion.convert", *arguments) < 256 << 10
