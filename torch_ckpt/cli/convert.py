@@ -38,6 +38,11 @@ def add_to(commands: Any) -> None:
         default="",
         help="convert only names that begin with this, without it, such as 'model.'",
     )
+    parser.add_argument(
+        "--rules",
+        type=Location,
+        help="file with rules: how the shards of model-parallel ranks of DeepSpeed make parameters",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
     add_trust_pickle(parser)
     parser.set_defaults(command=_convert)
@@ -51,6 +56,7 @@ def _convert(options: argparse.Namespace) -> int:
         options.target,
         options.to,
         prefix=options.prefix,
+        rules=None if options.rules is None else options.rules.read().decode(),
         overwrite=options.overwrite,
         trust_pickle=options.trust_pickle,
     )

@@ -24,6 +24,7 @@ def convert(
     to: str,
     *,
     prefix: str = "",
+    rules: str | None = None,
     overwrite: bool = False,
     trust_pickle: bool = False,
 ) -> None:
@@ -37,6 +38,7 @@ def convert(
         target: The checkpoint to write.
         to: Its format, one of :data:`TARGETS`.
         prefix: Convert only names with this prefix, without it.
+        rules: As for :class:`FastReader`.
         overwrite: Whether to replace a checkpoint at ``target``.
         trust_pickle: Whether pickles may contain any class and run any code.
 
@@ -46,7 +48,7 @@ def convert(
         UnsupportedError: The target's format cannot have a value of the source.
         CheckpointError: The source cannot be read, or the target cannot be written.
     """
-    with Source(source, prefix, trust_pickle=trust_pickle) as values:
+    with Source(source, prefix, rules=rules, trust_pickle=trust_pickle) as values:
         TARGETS[to](values, target, overwrite)
 
 

@@ -67,6 +67,7 @@ class Source:
     Args:
         path: A checkpoint of any format that :class:`FastReader` loads.
         prefix: Convert only names with this prefix, without it.
+        rules: As for :class:`FastReader`.
         trust_pickle: Whether pickles may contain any class and run any code.
 
     Attributes:
@@ -80,9 +81,16 @@ class Source:
         CheckpointError: The checkpoint cannot be read.
     """
 
-    def __init__(self, path: Location, prefix: str = "", *, trust_pickle: bool = False) -> None:
+    def __init__(
+        self,
+        path: Location,
+        prefix: str = "",
+        *,
+        rules: str | None = None,
+        trust_pickle: bool = False,
+    ) -> None:
         self.path = path
-        self._values = StoredValues(path, prefix, io=IO, trust_pickle=trust_pickle)
+        self._values = StoredValues(path, prefix, io=IO, trust_pickle=trust_pickle, rules=rules)
         if not self._values.has_prefix:
             raise NotFoundError(f"{path} has no name that begins with {prefix!r}")
         self.tensors: dict[str, TensorFacts] = {}

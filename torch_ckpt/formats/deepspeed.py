@@ -22,18 +22,24 @@ from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.deepspeed_files import (
+    Boxed,
+    Computed,
     File,
     Files,
     Mapped,
+    Model,
     Optimizer,
     Partitioned,
     Shapes,
     Stored,
     Value,
+    empty_box,
     sizes_of,
 )
+from torch_ckpt.formats.deepspeed_parallel import unite
 from torch_ckpt.formats.deepspeed_universal import FOLDER, read_universal
 from torch_ckpt.formats.opened import Opened
+from torch_ckpt.formats.rules import Rules
 from torch_ckpt.formats.torch_save import flatten, is_plain_data
 from torch_ckpt.formats.zero_partitions import add_partition, partition_of, read_partitions
 
@@ -41,7 +47,8 @@ __all__ = ["deepspeed_folder", "open_deepspeed"]
 
 _RANK_FILE = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_EXPERT_FILE = re.compile(r"layer_.*model_states\.pt|expp_rank_.*_optim_states\.pt")
+_EXPERT_FILE = re.compile(r"layer_.*_expert_.*model_states\.pt|expp_rank_.*_optim_states\.pt")
+_LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _POINTERS = ("latest", "latest_universal")
 
 _ADAM_OPTIONS = {
@@ -67,23 +74,6 @@ class _Names:
     model: dict[int, str]
     optimizer: dict[int, str]
     zero3: bool  # Whether each rank has a model file.
-
-
-@dataclass
-class _Model:
-    """The model files.
-
-    Attributes:
-        groups: The parameters of each flat group of the optimizer.
-        tensors: FQN -> buffer, frozen parameter or extra state.
-        aliases: FQN -> FQN of the parameter that it shares.
-        rest: Name -> a value of the engine or of the client.
-    """
-
-    groups: list[Shapes]
-    tensors: dict[str, Value]
-    aliases: dict[str, str]
-    rest: dict[str, Stored]
 
 
 def deepspeed_folder(path: Location) -> Location | None:
@@ -114,11 +104,15 @@ def deepspeed_folder(path: Location) -> Location | None:
     return None
 
 
-def open_deepspeed(folder: Location, *, verify: bool, trust_pickle: bool) -> Opened:
+def open_deepspeed(
+    folder: Location, *, verify: bool, trust_pickle: bool, rules: Rules | None = None
+) -> Opened:
     """Opens a folder with the model and optimizer files of all ranks, or a universal folder.
 
     Args:
         folder: The folder of the tag.
+        rules: How the shards of model-parallel ranks make parameters. By default, as the checkpoint
+            describes it.
         verify: Whether to check pickles against their CRC-32.
         trust_pickle: Whether pickles may contain any class and run any code. The classes of
             DeepSpeed are then imported.
@@ -127,20 +121,55 @@ def open_deepspeed(folder: Location, *, verify: bool, trust_pickle: bool) -> Ope
         NotFoundError: The file of a rank is missing.
         CorruptionError: A file is damaged, or the files disagree. The message names the file and
             the FQN.
-        UnsupportedError: The checkpoint has tensor, pipeline or expert parallelism, or no ZeRO
-            partitions, or a pickle requests a forbidden class or function.
+        MismatchError: The rules do not match the parameters.
+        UnsupportedError: The checkpoint has expert parallelism, or no ZeRO partitions, or tensor
+            parallelism that it does not describe, or a pickle requests a forbidden class or
+            function.
         StorageError: A file cannot be read.
     """
     names = _file_names(folder)
     files = Files(folder, verify=verify, trust_pickle=trust_pickle)
     with gc_paused():
-        model = _read_model(files, names)
         if FOLDER in folder.names():
-            optimizer = read_universal(files, model.groups)
+            if rules is not None:
+                raise UnsupportedError(
+                    f"cannot load {folder} with rules: a universal folder has whole parameters"
+                )
+            models = [_read_model(files, of_rank) for _, of_rank in sorted(names.items())]
+            model = models[0]
+            # Pipeline stages have other parameters, and tensor-parallel ranks the same ones.
+            for others in zip(*(one.groups for one in models), strict=True):
+                for shapes in others[1:]:
+                    others[0].update(shapes)
+            optimizer = read_universal(files, model.groups, whole=len(names) == 1)
         else:
-            optimizer = read_partitions(files, names.optimizer, model.groups)
+            ranks = []
+            for _, of_rank in sorted(names.items()):
+                model = _read_model(files, of_rank)
+                ranks.append((model, read_partitions(files, of_rank.optimizer, model.groups)))
+            model, optimizer = ranks[0]
+            if len(ranks) > 1 or rules is not None:
+                _add_layers(files, [model for model, _ in ranks])
+                model, optimizer = unite(files, ranks, _tensor_ranks(files, ranks), rules)
         _complete(optimizer, model.rest.get("ds_config"))
         return _Entries(files).of(model, optimizer)
+
+
+def _tensor_ranks(files: Files, ranks: Sequence[tuple[Model, Optimizer]]) -> int:
+    """Returns the number of tensor-parallel ranks of a pipeline stage.
+
+    Raises:
+        NotFoundError: The files of a rank are missing.
+    """
+    stored = ranks[0][0].rest.get("checkpoint_parallel_dimensions")
+    degrees = stored.value if stored is not None and isinstance(stored.value, dict) else {}
+    tensor, stages = degrees.get("tp_degree", len(ranks)), degrees.get("pp_degree", 1)
+    if tensor * stages != len(ranks):
+        raise NotFoundError(
+            f"cannot load {files.folder}: {tensor * stages} model-parallel ranks have saved it, "
+            f"and it has files of {len(ranks)}"
+        )
+    return int(tensor)
 
 
 def _complete(optimizer: Optimizer, config: Stored | None) -> None:
@@ -167,45 +196,54 @@ def _is_adamw(config: Stored | None) -> bool:
     return value is not False
 
 
-def _file_names(folder: Location) -> _Names:
-    """Returns the names of the files of all ranks.
+def _file_names(folder: Location) -> dict[int, _Names]:
+    """Returns the names of the files of all ranks, by model-parallel rank.
 
     Raises:
         NotFoundError: There is no model file, or no optimizer file.
-        UnsupportedError: The checkpoint is not one of a data-parallel engine.
+        UnsupportedError: The checkpoint has expert parallelism.
     """
     model: dict[int, str] = {}
-    optimizer: dict[int, str] = {}
-    by_rank: dict[int, str] = {}
+    optimizer: dict[int, dict[int, str]] = {}
+    by_rank: dict[int, dict[int, str]] = {}
     listed = folder.names()
     for name in listed:
         rank_file, model_file = _RANK_FILE.fullmatch(name), _MODEL_FILE.fullmatch(name)
-        shard = rank_file[2] if rank_file else model_file[1] if model_file else "0"
-        if _EXPERT_FILE.fullmatch(name) or int(shard):
+        if _EXPERT_FILE.fullmatch(name):
             raise UnsupportedError(
-                f"cannot load {folder}: {name} is of tensor, pipeline or expert parallelism; only "
-                "checkpoints of data parallelism load"
+                f"cannot load {folder}: {name} is of expert parallelism, which is not supported"
             )
         if rank_file:
             kind = by_rank if rank_file[3] == "model" else optimizer
+            of_rank = kind.setdefault(int(rank_file[2]), {})
             rank = int(rank_file[1])
-            if kind.setdefault(rank, name) != name:
+            if of_rank.setdefault(rank, name) != name:
                 raise CorruptionError(
-                    f"cannot load {folder}: both {kind[rank]} and {name} are of rank {rank}"
+                    f"cannot load {folder}: both {of_rank[rank]} and {name} are of rank {rank}"
                 )
         elif model_file:
-            model[0] = name
-    if not model and not by_rank:
+            model[int(model_file[1])] = name
+    found = model or by_rank
+    if not found:
         raise NotFoundError(f"cannot load {folder}: it has no model file of DeepSpeed")
     if not optimizer and FOLDER not in listed:
+        first = next(iter(model.values()), None) or next(iter(by_rank[min(by_rank)].values()))
         raise UnsupportedError(
-            f"cannot load {folder}: it has no optimizer files of ZeRO; load "
-            f"{folder / next(iter((model or by_rank).values()))} by itself"
+            f"cannot load {folder}: it has no optimizer files of ZeRO; load {folder / first} by "
+            "itself"
         )
-    return _Names(model or by_rank, optimizer, not model)
+    names: dict[int, _Names] = {}
+    for shard in range(max({*found, *optimizer}) + 1):
+        if shard not in found or (optimizer and shard not in optimizer):
+            raise NotFoundError(
+                f"cannot load {folder}: it has no files of model-parallel rank {shard}"
+            )
+        of_shard = {0: model[shard]} if model else by_rank[shard]
+        names[shard] = _Names(of_shard, optimizer.get(shard, {}), not model)
+    return names
 
 
-def _read_model(files: Files, names: _Names) -> _Model:
+def _read_model(files: Files, names: _Names) -> Model:
     opened: dict[int, File] = {}
     first = files.read(names.model[min(names.model)])
     opened[min(names.model)] = first
@@ -224,7 +262,9 @@ def _read_model(files: Files, names: _Names) -> _Model:
             )
     tensors: dict[str, Value] = {}
     buffers = first.at("buffer_names", kind=list)
-    for fqn, value in first.at("module", kind=dict).items():
+    # A pipeline stage stores its module in files of layers.
+    module = {} if first.at("module") is None else first.at("module", kind=dict)
+    for fqn, value in module.items():
         # ZeRO-3 leaves an empty tensor in place of each parameter.
         is_empty = isinstance(value, torch.Tensor) and not value.numel()
         if not (names.zero3 and is_empty) or fqn in buffers:
@@ -236,7 +276,25 @@ def _read_model(files: Files, names: _Names) -> _Model:
         for key, value in first.state.items()
         if key not in _CONSUMED
     }
-    return _Model(groups, tensors, dict(first.state.get("shared_params") or {}), rest)
+    aliases = dict(first.state.get("shared_params") or {})
+    return Model(groups, tensors, aliases, rest, buffers, first)
+
+
+def _add_layers(files: Files, models: Sequence[Model]) -> None:
+    """Adds the buffers and frozen parameters that pipeline stages store in files of layers.
+
+    The file of a layer has names without the number of the layer. Each tensor-parallel rank of the
+    first stage gets those of all stages.
+    """
+    wanted = {fqn for model in models for fqn in model.buffers}
+    wanted |= {fqn for model in models for fqn in model.file.state.get("frozen_param_shapes") or ()}
+    for name in files.folder.names():
+        if (found := _LAYER_FILE.fullmatch(name)) is None:
+            continue
+        file = files.read(name)
+        for key, value in file.at(kind=dict).items():
+            if (fqn := f"{int(found[1])}.{key}") in wanted:
+                models[int(found[2] or 0)].tensors[fqn] = Stored(file, value, (key,))
 
 
 def _groups(file: File) -> list[Shapes]:
@@ -274,7 +332,7 @@ class _Entries:
         self.paths: dict[str, Sequence[str | int]] = {}
         self.contents = _Contents()
 
-    def of(self, model: _Model, optimizer: Optimizer) -> Opened:
+    def of(self, model: Model, optimizer: Optimizer) -> Opened:
         """Returns the open checkpoint."""
         weights: dict[str, Value] = {**model.tensors, **optimizer.weights}
         for alias, fqn in model.aliases.items():
@@ -301,7 +359,11 @@ class _Entries:
     def _add(self, keys: tuple[str | int, ...], value: Value) -> None:
         if isinstance(value, Partitioned):
             self._add_tensor(keys, value.dtype, value.sizes, value.boxes())
-        elif isinstance(value, Mapped):
+        elif isinstance(value, Boxed):
+            self._add_tensor(
+                keys, value.dtype, value.sizes, value.boxes or [empty_box(value.sizes)]
+            )
+        elif isinstance(value, Mapped | Computed):
             self._add_read(keys, value.file, value.dtype, value.sizes, value.tensor)
         elif keys[0] == "optim" and keys[-1] == "step" and isinstance(value.value, int | float):
             step = torch.tensor(float(value.value))  # As torch has it.

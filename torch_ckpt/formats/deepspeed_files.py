@@ -7,7 +7,7 @@ read as plain data, so DeepSpeed need not be installed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,15 +22,19 @@ from torch_ckpt.formats.opened import ForeignFiles
 from torch_ckpt.formats.torch_save import Archive, Objects
 
 __all__ = [
+    "Boxed",
+    "Computed",
     "File",
     "Files",
     "Fragment",
     "Mapped",
+    "Model",
     "Optimizer",
     "Partitioned",
     "Shapes",
     "Stored",
     "Value",
+    "empty_box",
     "sizes_of",
 ]
 
@@ -95,7 +99,7 @@ class Partitioned:
     def boxes(self) -> list[_native.IndexBox]:
         """Returns the boxes of the fragments, at most ``2 * ndim - 1`` for each."""
         if not math.prod(self.sizes):
-            return [([0] * len(self.sizes), list(self.sizes), 0, 0, 0, True, ())]
+            return [empty_box(self.sizes)]
         boxes: list[_native.IndexBox] = []
         for _, file, begin, numel, offset in self.fragments:
             for offsets, sizes in _native.flat_range_to_boxes(self.sizes, begin, begin + numel):
@@ -103,6 +107,20 @@ class Partitioned:
                 boxes.append((offsets, sizes, file, offset, nbytes, True, ()))
                 offset += nbytes  # The elements of a flat range are in row-major order.
         return boxes
+
+
+@dataclass
+class Boxed:
+    """A tensor whose boxes lie in several files, each with consecutive elements."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    boxes: list[_native.IndexBox]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.sizes) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -138,7 +156,49 @@ class Mapped:
         return tensor.reshape(self.sizes)
 
 
-Value = Partitioned | Mapped | Stored
+@dataclass(frozen=True)
+class Computed:
+    """A tensor that is computed from stored ones when it is loaded.
+
+    Attributes:
+        file: The file of a stored one.
+        dtype: Its dtype.
+        sizes: Its sizes.
+        tensor: Returns the tensor.
+    """
+
+    file: File
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    tensor: Callable[[], torch.Tensor]
+
+
+Value = Partitioned | Boxed | Mapped | Stored | Computed
+
+
+@dataclass
+class Model:
+    """The model files of one model-parallel rank.
+
+    Attributes:
+        groups: The parameters of each flat group of the optimizer.
+        tensors: FQN -> buffer, frozen parameter or extra state.
+        aliases: FQN -> FQN of the parameter that it shares.
+        rest: Name -> a value of the engine or of the client.
+        buffers: FQNs of the buffers.
+        file: One of the files.
+    """
+
+    groups: list[Shapes]
+    tensors: dict[str, Value]
+    aliases: dict[str, str]
+    rest: dict[str, Stored]
+    buffers: Sequence[str]
+    file: File
+
+    def sizes(self) -> Shapes:
+        """Returns the sizes of each parameter of the optimizer."""
+        return {fqn: sizes for shapes in self.groups for fqn, sizes in shapes.items()}
 
 
 @dataclass
@@ -262,6 +322,24 @@ class Files:
             self.first = self.first or file
         return file
 
+    def read_boxes(self, value: Boxed) -> torch.Tensor:
+        """Reads a whole tensor.
+
+        Raises:
+            CorruptionError: A file has become shorter.
+            StorageError: A file cannot be read.
+        """
+        tensor = torch.empty(value.sizes, dtype=value.dtype)
+        for offsets, sizes, file, offset, nbytes, _, _ in value.boxes:
+            path = self.folder / self.foreign.files[file][0]
+            elements = bytearray(path.read_range(offset, nbytes)[1])
+            if len(elements) != nbytes:
+                raise CorruptionError(f"cannot read {path}: it ends before {offset + nbytes}")
+            where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            if elements:
+                tensor[where] = torch.frombuffer(elements, dtype=value.dtype).view(list(sizes))
+        return tensor
+
     def open_ranks(
         self, names: dict[int, str], count: int, opened: dict[int, File]
     ) -> dict[int, CheckpointError]:
@@ -334,6 +412,11 @@ class Files:
             )
         for error in absent.values():
             raise error
+
+
+def empty_box(sizes: Sequence[int]) -> _native.IndexBox:
+    """Returns the box of a tensor without elements. An index requires one."""
+    return ([0] * len(sizes), list(sizes), 0, 0, 0, True, ())
 
 
 def sizes_of(file: File, fqn: str, sizes: Any) -> tuple[int, ...]:

@@ -30,12 +30,13 @@ _OPTIMIZER = "optimizer_state"
 _WEIGHTS = "fp32"
 
 
-def read_universal(files: Files, groups: list[Shapes]) -> Optimizer:
+def read_universal(files: Files, groups: list[Shapes], *, whole: bool) -> Optimizer:
     """Reads the files of each parameter.
 
     Args:
         files: The files of the checkpoint.
         groups: The parameters of each flat group.
+        whole: Whether the groups have the sizes of whole parameters, and not those of shards.
 
     Raises:
         NotFoundError: A parameter has no folder or no weights.
@@ -55,7 +56,8 @@ def read_universal(files: Files, groups: list[Shapes]) -> Optimizer:
             if _WEIGHTS not in stems:
                 raise NotFoundError(f"cannot load {fqn!r}: {folder} has no {fqn}/{_WEIGHTS}.pt")
             values = {
-                stem: _value(files.read(f"{FOLDER}/{fqn}/{stem}.pt"), fqn, sizes) for stem in stems
+                stem: _value(files.read(f"{FOLDER}/{fqn}/{stem}.pt"), fqn, sizes if whole else None)
+                for stem in stems
             }
             weights[fqn] = values.pop(_WEIGHTS)
             states[fqn] = {**scalars, **values}
@@ -78,14 +80,16 @@ def _stems(folder: Location, fqn: str) -> list[str]:
     return [name.removesuffix(".pt") for name in (folder / fqn).names() if name.endswith(".pt")]
 
 
-def _value(file: File, fqn: str, sizes: tuple[int, ...]) -> Value:
-    """Returns the tensor or the number of a file."""
+def _value(file: File, fqn: str, sizes: tuple[int, ...] | None) -> Value:
+    """Returns the tensor or the number of a file. It has the sizes, if they are known."""
     is_hinted = isinstance(file.state, dict)
     value = file.at("param", kind=torch.Tensor) if is_hinted else file.state
     if not isinstance(value, torch.Tensor):
         return Stored(file, value, ())
     if file.name.endswith("/step.pt"):
         sizes = ()
+    if sizes is None:
+        return Mapped(file, value.dtype, tuple(value.shape))
     is_flat = not is_hinted and value.ndim == 1 and value.numel() == math.prod(sizes)
     if tuple(value.shape) != sizes and not is_flat:
         raise file.damage(f"{fqn!r} has shape {tuple(value.shape)}, and {sizes} in param_shapes")

@@ -8,6 +8,7 @@ from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.dcp import open_dcp
 from torch_ckpt.formats.deepspeed import deepspeed_folder, open_deepspeed
 from torch_ckpt.formats.opened import Opened
+from torch_ckpt.formats.rules import Rules
 from torch_ckpt.formats.safetensors import (
     is_safetensors,
     open_safetensors,
@@ -18,7 +19,14 @@ from torch_ckpt.formats.torch_save import is_archive, is_legacy, open_torch_save
 __all__ = ["open_stored"]
 
 
-def open_stored(path: Location, prefix: str = "", *, verify: bool, trust_pickle: bool) -> Opened:
+def open_stored(
+    path: Location,
+    prefix: str = "",
+    *,
+    verify: bool,
+    trust_pickle: bool,
+    rules: Rules | None = None,
+) -> Opened:
     """Opens a checkpoint of any format: a file, or a directory of DCP, safetensors or DeepSpeed.
 
     Args:
@@ -26,13 +34,20 @@ def open_stored(path: Location, prefix: str = "", *, verify: bool, trust_pickle:
         prefix: Prefix of the file name of DCP's metadata.
         verify: Whether to check for damage.
         trust_pickle: Whether pickles may contain any class and run any code.
+        rules: How the shards of model-parallel ranks of DeepSpeed make parameters.
 
     Raises:
         NotFoundError: There is no checkpoint at ``path``.
         CorruptionError: The checkpoint is damaged.
-        UnsupportedError: The format is not supported, or a pickle requests a forbidden class or
-            function.
+        UnsupportedError: The format is not supported, or has no rules, or a pickle requests a
+            forbidden class or function.
     """
+    if rules is not None:
+        if (folder := deepspeed_folder(path)) is None:
+            raise UnsupportedError(
+                f"cannot load {path} with rules: it is not a checkpoint of DeepSpeed"
+            )
+        return open_deepspeed(folder, verify=verify, trust_pickle=trust_pickle, rules=rules)
     if path.is_file():
         if prefix:  # Only a DCP directory can have metadata of single ranks.
             raise NotFoundError(f"cannot load the checkpoint of one rank from {path}: it is a file")

@@ -27,6 +27,7 @@ from torch_ckpt.filesystems.location import Location, can_reach
 from torch_ckpt.formats.metadata import UnreadableMetadata
 from torch_ckpt.formats.opened import Contents, Opened
 from torch_ckpt.formats.recognise import open_stored
+from torch_ckpt.formats.rules import Rules
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.load_planner import (
     LocalReads,
@@ -89,6 +90,9 @@ class FastReader(StorageReader):
             at least 16 MiB and 1/16 of all reads (as it does for replicas), and at most 256 ranks
             share bytes. ``"off"``: never. A load without other ranks (``no_dist=True``) never
             exchanges bytes.
+        rules: How the shards of model-parallel ranks of a DeepSpeed checkpoint make parameters:
+            :class:`torch_ckpt.formats.rules.Rules`, or their text. By default, as the checkpoint
+            describes it.
 
     Raises:
         NotFoundError: ``path`` has no committed checkpoint, or a data file is missing.
@@ -99,7 +103,7 @@ class FastReader(StorageReader):
         UnsupportedError: A pickle requests a forbidden class or function, which the message names.
             Or the format of a file is not supported.
         CancelledError: A rank failed that was to send bytes to this rank.
-        ValueError: ``exchange`` is neither ``"auto"`` nor ``"off"``.
+        ValueError: ``exchange`` is neither ``"auto"`` nor ``"off"``, or ``rules`` cannot be parsed.
 
     Example::
 
@@ -117,6 +121,7 @@ class FastReader(StorageReader):
         verify: bool = True,
         trust_pickle: bool = False,
         exchange: ExchangeMode = "auto",
+        rules: Rules | str | None = None,
     ) -> None:
         super().__init__()
         if exchange not in get_args(ExchangeMode):
@@ -126,6 +131,7 @@ class FastReader(StorageReader):
         self.verify = verify
         self.trust_pickle = trust_pickle
         self.exchange: ExchangeMode = exchange
+        self.rules = Rules.parse(rules) if isinstance(rules, str) else rules
         self.transforms = _StorageReaderTransforms(_extension_registry)
         self.load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
@@ -237,7 +243,11 @@ class FastReader(StorageReader):
     def _open(self, prefix: str) -> Opened:
         """Opens the checkpoint of all ranks, or that of one rank."""
         return open_stored(
-            self.location, prefix, verify=self.verify, trust_pickle=self.trust_pickle
+            self.location,
+            prefix,
+            verify=self.verify,
+            trust_pickle=self.trust_pickle,
+            rules=self.rules,
         )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

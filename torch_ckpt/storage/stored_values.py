@@ -32,6 +32,7 @@ class StoredValues:
         prefix: Show only FQNs with this prefix, without it. If there are none, show all FQNs.
         io: Memory budgets and I/O modes.
         trust_pickle: Whether pickles may contain any class and run any code.
+        rules: As for :class:`FastReader`.
 
     Attributes:
         metadata: DCP's metadata of the checkpoint.
@@ -49,9 +50,10 @@ class StoredValues:
         *,
         io: IoOptions | None = None,
         trust_pickle: bool = False,
+        rules: str | None = None,
     ) -> None:
         self._reader = FastReader(
-            path.checkpoint_id, io=io, trust_pickle=trust_pickle, exchange="off"
+            path.checkpoint_id, io=io, trust_pickle=trust_pickle, exchange="off", rules=rules
         )
         self.metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, True)

@@ -1,0 +1,479 @@
+"""Unites the model-parallel ranks of a DeepSpeed checkpoint into whole parameters.
+
+The files of each tensor- or pipeline-parallel rank have shards with the same FQNs. A rule for each
+FQN says how its shards make the parameter: one of the caller, or one that follows from the
+``universal_checkpoint_info`` of the checkpoint. Shards become boxes of the whole parameter, which
+still lie in DeepSpeed's files. Only what a rule computes is read as a whole, when it is loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torch_ckpt._core import _native
+from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
+from torch_ckpt.formats.deepspeed_files import (
+    Boxed,
+    Computed,
+    Files,
+    Model,
+    Optimizer,
+    Partitioned,
+    Stored,
+    Value,
+)
+from torch_ckpt.formats.rules import (
+    Average,
+    Boxes,
+    Cast,
+    Fused,
+    Operator,
+    Padded,
+    Placed,
+    Replicated,
+    Rule,
+    Rules,
+    Shard,
+    Shards,
+    Sizes,
+    Transpose,
+    Union,
+    Unique,
+    check_cover,
+)
+
+__all__ = ["rules_from_info", "unite"]
+
+_CHECKED_NBYTES = 1 << 20
+"""Replicas of at most this size are compared when they are loaded."""
+
+_SCALE_POWERS = {"fp32": 1, "exp_avg": -1, "exp_avg_sq": -2}
+"""How the scale of a weight applies to each state: a gradient has the inverse scale."""
+
+_MAX_MAP_VERSION = 1
+
+Ranks = Sequence[tuple[Model, Optimizer]]
+
+
+def unite(
+    files: Files, ranks: Ranks, tensor_ranks: int, rules: Rules | None
+) -> tuple[Model, Optimizer]:
+    """Unites the states of model-parallel ranks.
+
+    Args:
+        files: The files of the checkpoint.
+        ranks: The model and optimizer of each rank. Ranks of a pipeline stage follow one another.
+        tensor_ranks: Number of tensor-parallel ranks in a pipeline stage.
+        rules: The rules of the caller, which must match each parameter. Otherwise they follow from
+            the checkpoint.
+
+    Returns:
+        The model and the optimizer.
+
+    Raises:
+        MismatchError: The rules do not match the parameters, or the shards of a parameter. The
+            message names them.
+        CorruptionError: The shards of a parameter overlap, or do not cover it.
+        UnsupportedError: The checkpoint does not say how it is sharded.
+    """
+    return _United(files, ranks, tensor_ranks, rules).result()
+
+
+class _United:
+    def __init__(self, files: Files, ranks: Ranks, tensor_ranks: int, rules: Rules | None) -> None:
+        self.files, self.ranks, self.tensor_ranks = files, ranks, tensor_ranks
+        self.trained = list({fqn: None for model, _ in ranks for fqn in model.sizes()})
+        others = {fqn: None for model, _ in ranks for fqn in model.tensors}
+        self.others = [fqn for fqn in others if fqn not in self.trained]
+        buffers = {fqn for model, _ in ranks for fqn in model.buffers}
+        shards = {fqn: self._shards(fqn) for fqn in self.trained}
+        shards |= {fqn: self._shards(fqn) for fqn in self.others if fqn not in buffers}
+        self.rules = self._own_rules(shards) if rules is None else rules.matches(shards)
+
+    def _shards(self, fqn: str) -> dict[int, Sizes]:
+        """Returns the shards of a parameter: those of the first pipeline stage that has it."""
+        found: dict[int, Sizes] = {}
+        for rank, (model, _) in enumerate(self.ranks):
+            if found and next(iter(found)) // self.tensor_ranks != rank // self.tensor_ranks:
+                break
+            if (sizes := model.sizes().get(fqn)) is not None:
+                found[rank] = sizes
+            elif fqn in model.tensors:
+                found[rank] = _sizes_of(model.tensors[fqn])
+        return found
+
+    def _own_rules(self, shards: Mapping[str, Shards]) -> dict[str, Rule]:
+        if self.tensor_ranks == 1:
+            return {fqn: Rule(re.escape(fqn), Unique()) for fqn in shards}
+        stored = self.ranks[0][0].rest.get("universal_checkpoint_info")
+        if stored is None or not isinstance(stored.value, dict):
+            raise UnsupportedError(
+                f"cannot load {self.files.folder}: {self.tensor_ranks} tensor-parallel ranks have "
+                "saved it, and it has no universal_checkpoint_info, which says how its parameters "
+                "are sharded; pass FastReader(rules=...)"
+            )
+        return rules_from_info(stored.value, shards)
+
+    def result(self) -> tuple[Model, Optimizer]:
+        model, optimizer = self.ranks[0]
+        weights: dict[str, Value] = {}
+        states: dict[str, dict[str, Value]] = {}
+        for fqn in self.trained:
+            rule, shards = self.rules[fqn], self._shards(fqn)
+            new = rule.renamed(fqn)
+            parts = {rank: self.ranks[rank][1].weights[fqn] for rank in shards}
+            weights[new] = self._united(fqn, "fp32", rule, shards, parts)
+            named = {rank: self.ranks[rank][1].states.get(fqn, {}) for rank in shards}
+            states[new] = {
+                name: self._united(
+                    fqn, name, rule, shards, {rank: values[name] for rank, values in named.items()}
+                )
+                for name in next(iter(named.values()))
+            }
+        tensors = {self._renamed(fqn): self._other(fqn) for fqn in self.others}
+        aliases = {
+            self._renamed(alias): self._renamed(fqn)
+            for one, _ in self.ranks
+            for alias, fqn in one.aliases.items()
+        }
+        united = Model([], tensors, aliases, model.rest, model.buffers, model.file)
+        groups = self._parameter_groups()
+        return united, Optimizer(weights, states, groups, optimizer.rest, optimizer.file)
+
+    def _renamed(self, fqn: str) -> str:
+        rule = self.rules.get(fqn)
+        return fqn if rule is None else rule.renamed(fqn)
+
+    def _other(self, fqn: str) -> Value:
+        """Returns a buffer, which all ranks have, or a frozen parameter."""
+        shards = self._shards(fqn)
+        values = {rank: self.ranks[rank][0].tensors[fqn] for rank in shards}
+        rule, first = self.rules.get(fqn), next(iter(values.values()))
+        is_tensor = not isinstance(first, Stored) or isinstance(first.value, torch.Tensor)
+        if rule is None or not is_tensor:
+            return first
+        return self._united(fqn, "fp32", rule, shards, values)
+
+    def _united(
+        self,
+        fqn: str,
+        name: str,
+        rule: Rule,
+        shards: dict[int, Sizes],
+        values: dict[int, Value],
+    ) -> Value:
+        """Unites the weights, or one state, of a parameter."""
+        first = next(iter(values.values()))
+        if isinstance(first, Stored) and _sizes_of(first) != next(iter(shards.values())):
+            for rank, value in values.items():
+                assert isinstance(value, Stored)
+                if not first.file.same_value(first.value, value.file, value.value):
+                    raise value.file.damage(
+                        f"{name!r} of {fqn!r} on model-parallel rank {rank} differs from that of "
+                        "another rank; are the files of different saves?"
+                    )
+            return first
+        sizes, placed = rule.union.place(fqn, shards)
+        check_cover(fqn, sizes, placed)
+        sizes, placed, then = _without_padding(fqn, sizes, placed, rule.then)
+        sources = {rank: _as_boxed(fqn, value) for rank, value in values.items()}
+        dtype = next(iter(sources.values())).dtype
+        if other := [rank for rank, source in sources.items() if source.dtype != dtype]:
+            raise CorruptionError(
+                f"cannot load {name!r} of {fqn!r}: it is {dtype}, and {sources[other[0]].dtype} on "
+                f"model-parallel rank {other[0]}"
+            )
+        boxes = [
+            box
+            for one in placed
+            for source in sources[one.rank].boxes
+            for box in _placed_boxes(source, one, dtype.itemsize)
+        ]
+        whole = Boxed(dtype, sizes, boxes)
+        compute = self._computation(fqn, name, rule, placed, whole, sources, then)
+        if compute is None:
+            return whole
+        cast = next((getattr(torch, one.dtype) for one in then if isinstance(one, Cast)), None)
+        dtype = cast if cast is not None and name == "fp32" else dtype
+        for one in then:
+            if isinstance(one, Transpose):
+                sizes = _exchanged(fqn, sizes, one)
+        return Computed(self.ranks[next(iter(values))][0].file, dtype, sizes, compute)
+
+    def _computation(
+        self,
+        fqn: str,
+        name: str,
+        rule: Rule,
+        placed: Sequence[Placed],
+        whole: Boxed,
+        sources: Mapping[int, Boxed],
+        then: Sequence[Operator],
+    ) -> Callable[[], torch.Tensor] | None:
+        """Returns what computes the tensor, unless its boxes are the tensor."""
+        files, several = self.files, len(sources) > 1
+        averages = several and isinstance(rule.union, Average)
+        compares = (
+            several and isinstance(rule.union, Replicated) and whole.nbytes <= _CHECKED_NBYTES
+        )
+        scaled = [one for one in placed if one.scale != 1]
+        if scaled and name not in _SCALE_POWERS:
+            raise UnsupportedError(
+                f"cannot load {name!r} of {fqn!r}: the ranks have the weights scaled by "
+                f"{scaled[0].scale}, and how that changes this state is unknown"
+            )
+        steps: list[Operator] = [one for one in then if isinstance(one, Transpose)]
+        steps += [one for one in then if isinstance(one, Cast) and name == "fp32"]
+        if not (averages or compares or scaled or steps):
+            return None
+
+        def compute() -> torch.Tensor:
+            tensor = files.read_boxes(whole)
+            if averages or compares:
+                rows = whole.sizes[0] if whole.sizes else None
+                copies = {rank: files.read_boxes(one) for rank, one in sources.items()}
+                cut = {rank: copy[:rows] if rows else copy for rank, copy in copies.items()}
+                if averages:
+                    mean = sum(copy.double() for copy in cut.values()) / len(cut)
+                    tensor = torch.as_tensor(mean).to(whole.dtype)
+                for rank, copy in cut.items() if compares else ():
+                    if not torch.equal(_bits(copy), _bits(tensor)):
+                        raise CorruptionError(
+                            f"cannot load {name!r} of {fqn!r}: it is replicated, but rank "
+                            f"{rank} has other values than rank {next(iter(cut))}"
+                        )
+            for one in scaled:
+                box = tensor[tuple(slice(a, a + n) for a, n in zip(one.at, one.sizes, strict=True))]
+                box /= one.scale ** _SCALE_POWERS[name]
+            for step in steps:
+                if isinstance(step, Transpose):
+                    tensor = tensor.transpose(step.dim0, step.dim1).contiguous()
+                elif isinstance(step, Cast):
+                    tensor = tensor.to(getattr(torch, step.dtype))
+            return tensor
+
+        return compute
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """Returns the parameter groups of all ranks: the same options, and other parameters."""
+        first = self.ranks[0][1]
+        for rank, (_, optimizer) in enumerate(self.ranks):
+            if [_options(g) for g in optimizer.param_groups] != [
+                _options(g) for g in first.param_groups
+            ]:
+                raise optimizer.file.damage(
+                    f"the parameter groups of model-parallel rank {rank} differ from those of rank "
+                    f"0 in {first.file.name}; are the files of different saves?"
+                )
+        merged: list[dict[str, Any]] = []
+        for groups in zip(*(one.param_groups for _, one in self.ranks), strict=True):
+            params = {fqn: None for group in groups for fqn in group["params"]}
+            merged.append({**groups[0], "params": [self._renamed(fqn) for fqn in params]})
+        return merged
+
+
+def _options(group: Mapping[str, Any]) -> str:
+    return repr({key: value for key, value in group.items() if key != "params"})
+
+
+def _sizes_of(value: Value) -> Sizes:
+    if isinstance(value, Stored):
+        return tuple(value.value.shape) if isinstance(value.value, torch.Tensor) else ()
+    return tuple(value.sizes)
+
+
+def _as_boxed(fqn: str, value: Value) -> Boxed:
+    """Returns the boxes of a shard."""
+    if isinstance(value, Partitioned):
+        return Boxed(value.dtype, value.sizes, value.boxes())
+    if isinstance(value, Stored):
+        tensor, file = value.value, value.file
+        sizes = tuple(tensor.shape)
+        box = ([0] * len(sizes), list(sizes), file.archive.number, file.flat(fqn, tensor))
+        return Boxed(tensor.dtype, sizes, [(*box, tensor.nbytes, True, ())])
+    assert isinstance(value, Boxed)
+    return value
+
+
+def _without_padding(
+    fqn: str, sizes: Sizes, placed: list[Placed], then: Sequence[Operator]
+) -> tuple[Sizes, list[Placed], list[Operator]]:
+    """Cuts the rows beyond the unpadded ones."""
+    for one in then:
+        if not isinstance(one, Padded):
+            continue
+        if not sizes or sizes[0] < one.to:
+            raise MismatchError(f"{fqn!r} has sizes {sizes}, fewer rows than {one}")
+        kept = []
+        for box in placed:
+            rows = min(box.sizes[0], one.to - box.at[0])
+            if rows > 0:
+                cut = (rows, *box.sizes[1:])
+                kept.append(Placed(box.rank, box.offsets, cut, box.at, box.scale))
+        sizes, placed = (one.to, *sizes[1:]), kept
+    return sizes, placed, [one for one in then if not isinstance(one, Padded)]
+
+
+def _exchanged(fqn: str, sizes: Sizes, step: Transpose) -> Sizes:
+    try:
+        out = list(sizes)
+        out[step.dim0], out[step.dim1] = sizes[step.dim1], sizes[step.dim0]
+    except IndexError:
+        raise MismatchError(f"{fqn!r} of sizes {sizes} has no dimensions for {step}") from None
+    return tuple(out)
+
+
+def _placed_boxes(box: _native.IndexBox, one: Placed, itemsize: int) -> Iterator[_native.IndexBox]:
+    """Yields the part of a stored box that lies in a placed one, as boxes of the whole parameter.
+
+    Each has consecutive elements of the stored box.
+    """
+    offsets, sizes, file, begin, _, plain, crc = box
+    low = [max(a, b) for a, b in zip(offsets, one.offsets, strict=True)]
+    high = [
+        min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, one.offsets, one.sizes, strict=True)
+    ]
+    part = [end - start for start, end in zip(low, high, strict=True)]
+    if any(size <= 0 for size in part):
+        return
+    whole_below = len(sizes)  # From this dimension on, the part has the whole stored box.
+    while whole_below > 0 and part[whole_below - 1] == sizes[whole_below - 1]:
+        whole_below -= 1
+    single = max(whole_below - 1, 0)  # Before this dimension, each index is a box of its own.
+    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    for index in itertools.product(*(range(size) for size in part[:single])):
+        at = [*(start + i for start, i in zip(low, index, strict=False)), *low[single:]]
+        cut = [*([1] * single), *part[single:]]
+        skipped = sum((a - o) * s for a, o, s in zip(at, offsets, strides, strict=True))
+        place = [a - o + p for a, o, p in zip(at, one.offsets, one.at, strict=True)]
+        nbytes = math.prod(cut) * itemsize
+        yield (place, cut, file, begin + skipped * itemsize, nbytes, plain, crc)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+# ---- Rules of a checkpoint ----
+
+
+def rules_from_info(info: Mapping[str, Any], shards: Mapping[str, Shards]) -> dict[str, Rule]:
+    """Returns the rules of a ``universal_checkpoint_info``, of which all versions are accepted.
+
+    Its ``affine_map``, where it has one, decides before its lists of patterns, as in DeepSpeed.
+
+    Args:
+        info: The value in a model file.
+        shards: FQN of a parameter -> its shards.
+
+    Returns:
+        FQN -> rule.
+
+    Raises:
+        UnsupportedError: A parameter is sharded in a way that the value does not describe.
+    """
+    geometry = info.get("affine_map") or {}
+    if geometry.get("version", _MAX_MAP_VERSION) > _MAX_MAP_VERSION:
+        raise UnsupportedError(f"cannot use an affine_map of version {geometry['version']}")
+    unsupported = dict(info.get("autotp_unsupported_parameter_patterns") or {})
+    parts: list[tuple[str, dict[str, Any]]] = []
+    for shape in info.get("parameter_with_sub_params") or ():
+        facts = shape if isinstance(shape, dict) else vars(shape)
+        parts += [(pattern, facts) for pattern in facts["patterns"]]
+    widths = info.get("sub_param_shard_widths") or {}
+
+    def match(patterns: Iterable[str], fqn: str) -> str | None:
+        return next((pattern for pattern in patterns if re.match(pattern, fqn)), None)
+
+    def listed(key: str, fqn: str) -> bool:
+        return match(info.get(key) or (), fqn) is not None
+
+    def union_of(fqn: str, of_ranks: Shards) -> Union:
+        if (pattern := match(unsupported, fqn)) is not None:
+            raise UnsupportedError(
+                f"cannot load {fqn!r}: DeepSpeed has not stored how it is sharded: "
+                f"{unsupported[pattern]}"
+            )
+        maps = geometry.get("params") or {}
+        if (pattern := match(maps, fqn)) is not None:
+            return _boxes_of_map(fqn, maps[pattern])
+        if listed("tp_replicated_parameter_patterns", fqn):
+            return Replicated()
+        if listed("parameter_to_average_patterns", fqn):
+            return Average()
+        if listed("parameter_with_2_sub_params_cat_dim_0", fqn):
+            return _fused(2, 0, None, of_ranks)
+        for pattern, facts in parts:
+            if re.match(pattern, fqn):
+                dim = int(facts["partition_dim"])
+                return _fused(facts["shape"][dim], dim, widths.get(pattern), of_ranks)
+        return Shard(1 if listed("parameter_with_row_parallelism_patterns", fqn) else 0)
+
+    def rule_of(fqn: str, of_ranks: Shards) -> Rule:
+        is_padded = listed("vocabulary_parameter_patterns", fqn)
+        then = (Padded(int(info["original_vocab_size"])),) if is_padded else ()
+        return Rule(re.escape(fqn), union_of(fqn, of_ranks), then)
+
+    return {fqn: rule_of(fqn, of_ranks) for fqn, of_ranks in shards.items()}
+
+
+def _fused(parts: Any, dim: int, widths: Any, shards: Shards) -> Fused:
+    """Returns the operator for the sizes of the fused parameters, or for their number."""
+    if isinstance(parts, int) and widths is None:
+        whole = sum(sizes[dim] for sizes in shards.values())
+        return Fused((whole // parts,) * parts, dim)
+    sizes = tuple(parts) if isinstance(parts, list | tuple) else tuple(map(sum, widths))
+    return Fused(sizes, dim, None if widths is None else tuple(map(tuple, widths)))
+
+
+def _boxes_of_map(fqn: str, facts: Mapping[str, Any]) -> Union:
+    """Returns the operator for the pieces of an ``affine_map``, which must be boxes.
+
+    A piece has a shape, and its offset and strides in the whole parameter (``source``) and in the
+    shard (``dest``). Each piece that several ranks have is taken from the first one.
+    """
+    whole = tuple(facts["logical_shape"])
+    if all(
+        tuple(shard["shard_shape"]) == whole and len(shard["pieces"]) == 1
+        for shard in facts["ranks"].values()
+    ) and all(shard["pieces"][0].get("scale", 1.0) == 1 for shard in facts["ranks"].values()):
+        return Replicated()
+    boxes: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    for rank, shard in sorted(facts["ranks"].items()):
+        for piece in shard["pieces"]:
+            sizes = tuple(piece["shape"])
+            at = _box_offsets(whole, sizes, *piece["source"])
+            offsets = _box_offsets(tuple(shard["shard_shape"]), sizes, *piece["dest"])
+            if at is None or offsets is None:
+                raise UnsupportedError(
+                    f"cannot load {fqn!r}: a piece of its affine_map is not a box: {piece}"
+                )
+            scale = piece.get("scale", 1.0)
+            box = (rank, offsets, sizes, at) if scale == 1 else (rank, offsets, sizes, at, scale)
+            boxes.setdefault((at, sizes), box)
+    return Boxes(whole, tuple(boxes.values()))
+
+
+def _box_offsets(
+    whole: Sizes, sizes: Sizes, offset: int, strides: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Returns the offsets of a box, given its first element and its strides in a tensor."""
+    if len(sizes) != len(whole):
+        return None
+    steps = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    if any(
+        size > 1 and stride != step
+        for size, stride, step in zip(sizes, strides, steps, strict=True)
+    ):
+        return None
+    offsets: list[int] = []
+    for step in steps:
+        offsets.append(offset // max(step, 1))
+        offset -= offsets[-1] * step
+    return tuple(offsets)
