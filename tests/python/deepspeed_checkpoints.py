@@ -188,3 +188,61 @@ def _zero12(whole: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
         "base_optimizer_state": {"state": state, "param_groups": _groups()},
         "param_slice_mappings": mappings,
     }
+
+
+def write_shards(
+    folder: Path,
+    shards: list[dict[str, torch.Tensor]],
+    *,
+    info: dict[str, Any] | None = None,
+    stages: int = 1,
+    buffers: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Writes a checkpoint of ZeRO-1 with 2 ranks for each model-parallel rank.
+
+    Args:
+        folder: The folder.
+        shards: The parameters of each model-parallel rank. ``exp_avg`` is twice the weight.
+        info: The ``universal_checkpoint_info``.
+        stages: Number of pipeline stages.
+        buffers: Buffers that all ranks have.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard, tensors in enumerate(shards):
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+        length = -(-flat.numel() // 2)
+        for rank in range(2):
+            begin, end, at = rank * length, min((rank + 1) * length, flat.numel()), 0
+            mapping: OrderedDict[str, FragmentAddress] = OrderedDict()
+            for fqn, tensor in tensors.items():
+                first, last = max(at, begin), min(at + tensor.numel(), end)
+                if first < last:
+                    mapping[fqn] = FragmentAddress(last - first, first - begin)
+                at += tensor.numel()
+            part = flat[begin:end].clone()
+            optim = {
+                "partition_count": [2],
+                "single_partition_of_fp32_groups": [part],
+                "base_optimizer_state": {
+                    "state": {0: {"step": torch.tensor(9.0), "exp_avg": part * 2}},
+                    "param_groups": [{"lr": 0.1, "params": [0]}],
+                },
+                "param_slice_mappings": [mapping],
+            }
+            with deepspeed_classes():
+                name = f"zero_pp_rank_{rank}_mp_rank_{shard:02d}_optim_states.pt"
+                torch.save({"optimizer_state_dict": optim}, folder / name)
+        sizes = OrderedDict((fqn, tensor.size()) for fqn, tensor in tensors.items())
+        model: dict[str, Any] = {
+            "module": {**tensors, **(buffers or {})},
+            "buffer_names": list(buffers or {}),
+            "param_shapes": [sizes],
+            "global_steps": 9,
+            "checkpoint_parallel_dimensions": {
+                "pp_degree": stages,
+                "tp_degree": len(shards) // stages,
+            },
+        }
+        if info is not None:
+            model["universal_checkpoint_info"] = info
+        torch.save(model, folder / f"mp_rank_{shard:02d}_model_states.pt")

@@ -207,12 +207,13 @@ def test_files_of_another_save_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mp_rank_01_model_states.pt", "layer_00-model_00-model_states.pt"]
+    "name",
+    ["layer_0_expert_1_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt"],
 )
-def test_other_parallelism_is_refused(tmp_path: Path, name: str) -> None:
+def test_expert_parallelism_is_refused(tmp_path: Path, name: str) -> None:
     write(tmp_path / "tag", 2)
     (tmp_path / "tag" / name).write_bytes(b"")
-    with pytest.raises(UnsupportedError, match=f"{name} is of tensor, pipeline or expert"):
+    with pytest.raises(UnsupportedError, match=f"{name} is of expert parallelism"):
         FastReader(tmp_path / "tag").read_metadata()
 
 

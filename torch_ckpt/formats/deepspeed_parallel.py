@@ -88,7 +88,8 @@ def unite(
 class _United:
     def __init__(self, files: Files, ranks: Ranks, tensor_ranks: int, rules: Rules | None) -> None:
         self.files, self.ranks, self.tensor_ranks = files, ranks, tensor_ranks
-        self.trained = list({fqn: None for model, _ in ranks for fqn in model.sizes()})
+        self.sizes = [model.sizes() for model, _ in ranks]
+        self.trained = {fqn: None for sizes in self.sizes for fqn in sizes}
         others = {fqn: None for model, _ in ranks for fqn in model.tensors}
         self.others = [fqn for fqn in others if fqn not in self.trained]
         buffers = {fqn for model, _ in ranks for fqn in model.buffers}
@@ -102,8 +103,9 @@ class _United:
         for rank, (model, _) in enumerate(self.ranks):
             if found and next(iter(found)) // self.tensor_ranks != rank // self.tensor_ranks:
                 break
-            if (sizes := model.sizes().get(fqn)) is not None:
-                found[rank] = sizes
+            if fqn in self.trained:
+                if (sizes := self.sizes[rank].get(fqn)) is not None:  # A rank may have no elements.
+                    found[rank] = sizes
             elif fqn in model.tensors:
                 found[rank] = _sizes_of(model.tensors[fqn])
         return found

@@ -43,7 +43,7 @@ def open_stored(
             forbidden class or function.
     """
     if rules is not None:
-        if (folder := deepspeed_folder(path)) is None:
+        if path.is_file() or (folder := deepspeed_folder(path)) is None:
             raise UnsupportedError(
                 f"cannot load {path} with rules: it is not a checkpoint of DeepSpeed"
             )

@@ -232,7 +232,7 @@ class Boxes(Union):
 
     def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
         """See :class:`Union`."""
-        placed = [Placed(*box) for box in self.boxes]
+        placed = [one for box in self.boxes if math.prod((one := Placed(*box)).sizes)]
         for one in placed:
             inside = one.rank in shards and _fits(one.offsets, one.sizes, shards[one.rank])
             if not inside or not _fits(one.at, one.sizes, self.sizes):

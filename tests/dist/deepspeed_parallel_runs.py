@@ -1,0 +1,165 @@
+"""Training with DeepSpeed's tensor and pipeline parallelism on gloo ranks, and with FSDP2."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from deepspeed_runs import loss_of, mean
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_ckpt import FastReader
+
+ROWS = 4  # Of a batch, over all data-parallel ranks.
+STEPS = 3
+TENSOR_RANKS = 2
+
+
+class Layer(nn.Module):
+    """Attention-like, with a fused QKV of grouped heads, and a fused gate and up projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(6, 16)
+        self.o = nn.Linear(8, 6)
+        self.norm = nn.LayerNorm(6)
+        self.gate_up = nn.Linear(6, 20, bias=False)
+        self.down = nn.Linear(10, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x)
+        size = qkv.shape[-1] // 4
+        q, k, v = qkv.split([2 * size, size, size], -1)
+        q = q.unflatten(-1, (-1, 2, 2))  # Heads of size 2; two of them for each one of k and v.
+        k, v = k.unflatten(-1, (-1, 1, 2)), v.unflatten(-1, (-1, 1, 2))
+        x = x + self.o((q * torch.tanh(k) + v).flatten(-3))
+        gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
+        return x + self.down(torch.relu(gate) * up)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.register_buffer("scale", torch.full((6,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+SPECS = [
+    {
+        "patterns": [r".*\.qkv\.(weight|bias)$"],
+        "partition_type": "column",
+        "shape": [[8, 4, 4], -1],
+        "partition_dim": 0,
+    },
+    {
+        "patterns": [r".*\.gate_up\.weight$"],
+        "partition_type": "column",
+        "shape": [2, -1],
+        "partition_dim": 0,
+    },
+    {"patterns": [r".*\.(o|down)\.weight$"], "partition_type": "row"},
+]
+
+
+def batch(step: int, rank: int, ranks: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, 6, generator=generator).chunk(ranks)[rank]
+
+
+def initialized(model: nn.Module, config: dict[str, Any]) -> Any:
+    os.environ.update(
+        RANK=str(dist.get_rank()),
+        WORLD_SIZE=str(dist.get_world_size()),
+        LOCAL_RANK="0",
+        MASTER_PORT="29500",
+        DS_ACCELERATOR="cpu",
+    )
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # It would compile for minutes.
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    config = {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-2}}, **config}
+    return deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config, dist_init_required=False
+    )[0]
+
+
+def save_tensor_parallel(path: Path, stage: int) -> float:
+    """Trains and saves with AutoTP on 2 of 4 ranks; returns the loss of the next step."""
+    torch.manual_seed(0)
+    ranks = dist.get_world_size() // TENSOR_RANKS
+    engine = initialized(
+        Net(),
+        {
+            "train_micro_batch_size_per_gpu": ROWS // ranks,
+            "zero_optimization": {"stage": stage},
+            "tensor_parallel": {
+                "autotp_size": TENSOR_RANKS,
+                "partition_config": {"use_default_specs": False, "layer_specs": SPECS},
+            },
+        },
+    )
+    for step in range(STEPS):
+        loss = loss_of(engine(batch(step, dist.get_rank() // TENSOR_RANKS, ranks)))
+        engine.backward(loss)
+        engine.step()
+    engine.save_checkpoint(str(path))
+    loss = loss_of(engine(batch(STEPS, dist.get_rank() // TENSOR_RANKS, ranks)))
+    engine.destroy()
+    return mean(loss)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.full((6,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.linear(x)) * self.scale
+
+
+def save_pipeline(path: Path) -> None:
+    """Trains and saves with 2 pipeline stages of 2 ranks."""
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    torch.manual_seed(0)
+    net = PipelineModule(
+        layers=[LayerSpec(Block) for _ in range(5)],
+        num_stages=2,
+        loss_fn=nn.MSELoss(),
+        partition_method="uniform",
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 1},
+    }
+    engine = initialized(net, config)
+    rows = [(row, row) for row in torch.randn(64, 1, 6).unbind()]
+    engine.train_batch(iter(rows))
+    engine.save_checkpoint(str(path))
+
+
+def resume_fsdp(path: Path) -> float:
+    """The next loss of FSDP2 after a stock ``dcp.load``."""
+    torch.manual_seed(dist.get_rank() + 1)
+    net = fully_shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(net.parameters())
+    model, optim = get_state_dict(net, optimizer)
+    state = {"model": model, "optim": optim}
+    dcp.load(state, storage_reader=FastReader(path))
+    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    return mean(loss_of(net(batch(STEPS, dist.get_rank(), dist.get_world_size()))))

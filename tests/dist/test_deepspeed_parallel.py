@@ -1,0 +1,105 @@
+"""Checkpoints of DeepSpeed's tensor and pipeline parallelism load without conversion."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed_parallel_runs import resume_fsdp, save_pipeline, save_tensor_parallel
+from deepspeed_runs import convert, loaded_whole
+from ranks import Ranks, Worlds
+from states import assert_same
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Ranks]:
+    """Four ranks that have imported DeepSpeed."""
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel(
+    engines: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, tuple[Path, float]]:
+    """By ZeRO stage: a checkpoint of 2 x 2 ranks, and the loss of the next step."""
+    saved = {}
+    for stage in (1, 3):
+        path = tmp_path_factory.mktemp("tensor") / str(stage)
+        saved[stage] = path, engines.run(save_tensor_parallel, path, stage)[0]
+    return saved
+
+
+def merged_by_deepspeed(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a universal folder."""
+    found = {}
+    for file in (path / "zero").glob("*/*.pt"):
+        value = torch.load(file, weights_only=False)
+        fqn, state = file.parent.name, file.stem
+        name = f"model.{fqn}" if state == "fp32" else f"optim.state.{fqn}.{state}"
+        found[name] = value["param"] if isinstance(value, dict) else value
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tensor_parallel_ranks_are_united_as_deepspeed_unites_them(
+    engines: Ranks, tensor_parallel: dict[int, tuple[Path, float]], stage: int
+) -> None:
+    path, _ = tensor_parallel[stage]
+    engines.run(convert, path / (path / "latest").read_text(), path / "universal")
+    expected = merged_by_deepspeed(path / "universal")
+    expected.pop("model.scale", None)
+    loaded = loaded_whole(path)
+    assert loaded.pop("model.scale").tolist() == [1.5] * 6
+    if stage == 3:  # DeepSpeed stores the steps of ZeRO-3 elsewhere.
+        loaded = {fqn: value for fqn, value in loaded.items() if not fqn.endswith(".step")}
+    assert_same(loaded, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fsdp2_on_other_ranks_has_the_next_loss(
+    tensor_parallel: dict[int, tuple[Path, float]], worlds: Worlds, stage: int, ranks: int
+) -> None:
+    path, expected = tensor_parallel[stage]
+    for loss in worlds.run(ranks, resume_fsdp, path):
+        assert loss == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_patterns_give_what_the_affine_map_gives(
+    tensor_parallel: dict[int, tuple[Path, float]], tmp_path: Path
+) -> None:
+    path, _ = tensor_parallel[1]
+    folder = path / (path / "latest").read_text()
+    for file in folder.iterdir():
+        if file.name.endswith("model_states.pt"):
+            state = torch.load(file, weights_only=False)
+            assert state["universal_checkpoint_info"].pop("affine_map")
+            torch.save(state, tmp_path / file.name)
+        elif file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert_same(loaded_whole(tmp_path), loaded_whole(path))
+
+
+def test_pipeline_stages_are_united_as_deepspeed_unites_them(
+    engines: Ranks, tmp_path: Path
+) -> None:
+    engines.run(save_pipeline, tmp_path)
+    engines.run(convert, tmp_path / (tmp_path / "latest").read_text(), tmp_path / "universal")
+    expected = merged_by_deepspeed(tmp_path / "universal")
+    assert len(expected) == 5 * 2 * 4
+    assert_same(loaded_whole(tmp_path / "universal"), expected)
+    # DeepSpeed's conversion loses the buffers.
+    scales = {f"model.{layer}.scale": torch.full((6,), 1.5) for layer in range(5)}
+    assert_same(loaded_whole(tmp_path), {**expected, **scales})
