@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="comma-separated")
     parser.add_argument("--hub", default="fsdp2", help="the layout of one side of each switch")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="of each loss, absolute")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of each loss, absolute")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses there")
     args = parser.parse_args()

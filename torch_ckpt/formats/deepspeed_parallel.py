@@ -312,13 +312,13 @@ def _without_padding(
             continue
         if not sizes or sizes[0] < one.to:
             raise MismatchError(f"{fqn!r} has sizes {sizes}, fewer rows than {one}")
-        kept = []
+        unpadded = []
         for box in placed:
             rows = min(box.sizes[0], one.to - box.at[0])
             if rows > 0:
                 cut = (rows, *box.sizes[1:])
-                kept.append(Placed(box.rank, box.offsets, cut, box.at, box.scale))
-        sizes, placed = (one.to, *sizes[1:]), kept
+                unpadded.append(Placed(box.rank, box.offsets, cut, box.at, box.scale))
+        sizes, placed = (one.to, *sizes[1:]), unpadded
     return sizes, placed, [one for one in then if not isinstance(one, Padded)]
 
 
