@@ -85,6 +85,11 @@ def test_the_first_rule_that_matches_the_whole_fqn_applies() -> None:
         ("w shard(__import__('os').system('true'))", "malformed"),
         ("w( shard(0)", "regular expression"),
         ("w shard(0) cast('no')", "not a dtype"),
+        ("w shard(-1)", "dim of shard is -1"),
+        ("w shard([0])", r"dim of shard is \[0\]"),
+        ("w fused(3, 0)", "sizes of fused is 3"),
+        ("w fused([3, 'x'], 0)", "sizes of fused"),
+        ("w fused([4], 0, [2, 2])", "widths of fused"),
     ],
 )
 def test_a_line_that_is_no_rule_is_an_error_with_its_number(line: str, message: str) -> None:
@@ -184,6 +189,14 @@ def test_a_parameter_is_renamed_everywhere(tmp_path: Path) -> None:
     groups: dict[str, Any] = {"optim": {"param_groups": [{"lr": 0, "params": []}]}}
     dcp.load(groups, storage_reader=FastReader(tmp_path, rules=rules), no_dist=True)
     assert groups["optim"]["param_groups"] == [{"lr": 0.1, "params": ["new.w", "new.b"]}]
+
+
+def test_a_name_that_two_parameters_would_have_is_an_error(tmp_path: Path) -> None:
+    write_shards(tmp_path, [{"a": tensor(2), "b": tensor(3)}])
+    with pytest.raises(errors.MismatchError, match="two parameters the name 'c'"):
+        loaded(tmp_path, "a|b unique rename('c')")
+    with pytest.raises(errors.MismatchError, match=r"cannot rename 'a' .* group reference"):
+        loaded(tmp_path, "a|b unique rename('\\1')")
 
 
 def test_a_command_reads_rules_from_a_file(tmp_path: Path) -> None:

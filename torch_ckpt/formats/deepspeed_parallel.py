@@ -113,14 +113,20 @@ class _United:
     def _own_rules(self, shards: Mapping[str, Shards]) -> dict[str, Rule]:
         if self.tensor_ranks == 1:
             return {fqn: Rule(re.escape(fqn), Unique()) for fqn in shards}
-        stored = self.ranks[0][0].rest.get("universal_checkpoint_info")
-        if stored is None or not isinstance(stored.value, dict):
-            raise UnsupportedError(
-                f"cannot load {self.files.folder}: {self.tensor_ranks} tensor-parallel ranks have "
-                "saved it, and it has no universal_checkpoint_info, which says how its parameters "
-                "are sharded; pass FastReader(rules=...)"
-            )
-        return rules_from_info(stored.value, shards)
+        by_rank: dict[int, dict[str, Shards]] = {}
+        for fqn, of_ranks in shards.items():
+            by_rank.setdefault(next(iter(of_ranks)), {})[fqn] = of_ranks
+        rules: dict[str, Rule] = {}
+        for rank, of_rank in by_rank.items():
+            stored = self.ranks[rank][0].rest.get("universal_checkpoint_info")
+            if stored is None or not isinstance(stored.value, dict):
+                raise UnsupportedError(
+                    f"cannot load {self.files.folder}: {self.tensor_ranks} tensor-parallel ranks "
+                    "have saved it, and it has no universal_checkpoint_info, which says how its "
+                    "parameters are sharded; pass FastReader(rules=...)"
+                )
+            rules |= rules_from_info(stored.value, of_rank)
+        return rules
 
     def result(self) -> tuple[Model, Optimizer]:
         model, optimizer = self.ranks[0]
@@ -129,9 +135,16 @@ class _United:
         for fqn in self.trained:
             rule, shards = self.rules[fqn], self._shards(fqn)
             new = rule.renamed(fqn)
+            if new in weights:
+                raise MismatchError(f"the rules give two parameters the name {new!r}: {fqn!r} too")
             parts = {rank: self.ranks[rank][1].weights[fqn] for rank in shards}
             weights[new] = self._united(fqn, "fp32", rule, shards, parts)
             named = {rank: self.ranks[rank][1].states.get(fqn, {}) for rank in shards}
+            if len({tuple(sorted(values)) for values in named.values()}) > 1:
+                raise CorruptionError(
+                    f"cannot load the state of {fqn!r} from {self.files.folder}: its "
+                    f"model-parallel ranks {_listed(shards)} have different states"
+                )
             states[new] = {
                 name: self._united(
                     fqn, name, rule, shards, {rank: values[name] for rank, values in named.items()}
@@ -278,6 +291,10 @@ class _United:
             params = {fqn: None for group in groups for fqn in group["params"]}
             merged.append({**groups[0], "params": [self._renamed(fqn) for fqn in params]})
         return merged
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _options(group: Mapping[str, Any]) -> str:

@@ -78,6 +78,12 @@ class Operator:
 
     name: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if not _is_of(value, str(one.type)):
+                raise ValueError(f"{one.name} of {self.name} is {_text(value)}, not {one.type}")
+
     def __str__(self) -> str:
         values = [getattr(self, one.name) for one in fields(self)]
         while values and values[-1] is None:
@@ -285,6 +291,7 @@ class Cast(Operator):
     name = "cast"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"{self.dtype!r} is not a dtype of torch")
 
@@ -343,7 +350,10 @@ class Rule:
             if isinstance(operator, Rename):
                 found = re.fullmatch(self.pattern, fqn)
                 assert found is not None
-                return found.expand(operator.to)
+                try:
+                    return found.expand(operator.to)
+                except re.error as error:
+                    raise MismatchError(f"cannot rename {fqn!r} by {self}: {error}") from None
         return fqn
 
 
@@ -470,6 +480,20 @@ def _operator(node: ast.expr) -> Operator:
     values = [_frozen(ast.literal_eval(value)) for value in call.args]
     named = {str(one.arg): _frozen(ast.literal_eval(one.value)) for one in call.keywords}
     return _OPERATORS[name](*values, **named)
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Returns whether a value is of the annotated type of a field."""
+    if kind == "int":
+        return type(value) is int and value >= 0
+    if kind == "str":
+        return isinstance(value, str)
+    if kind.endswith("| None"):
+        return value is None or _is_of(value, kind.removesuffix(" | None"))
+    if not isinstance(value, tuple):
+        return False
+    inner = kind.removeprefix("tuple[").removesuffix(", ...]")
+    return inner.startswith("tuple[Any") or all(_is_of(one, inner) for one in value)
 
 
 def _frozen(value: Any) -> Any:
