@@ -168,6 +168,20 @@ def test_a_universal_folder_needs_the_names_of_get_state_dict(
     assert "optim.param_groups.0.params" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("fqn", ["../x", "a/b", "..", 7])
+def test_a_name_that_is_no_folder_is_refused(
+    tmp_path: Path, fqn: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {
+        "model": {str(fqn): torch.ones(2)},
+        "optim": {"state": {}, "param_groups": [{"params": [fqn]}]},
+    }
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
+    assert run("convert", tmp_path / "source", tmp_path / "target", "--to", "universal") == 3
+    assert f"{fqn!r} is not the name of a folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_half_precision_weights_become_fp32_in_a_universal_folder(tmp_path: Path) -> None:
     weight = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
     optim = {"state": {"w": {"momentum": weight + 1}}, "param_groups": [{"params": ["w"]}]}

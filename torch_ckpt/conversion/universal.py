@@ -6,6 +6,7 @@ load it, on any number of ranks. DeepSpeed need not be installed.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint._traverse import set_element
 
 from torch_ckpt.conversion.pieces import Source
 from torch_ckpt.conversion.torch_file import check_target, lay_out_value, write_files
-from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor
 
@@ -52,22 +53,28 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
     unpublished = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     files = _files(source, groups, unpublished)
     unpublished_pointer = target.with_name(f".{_POINTER}.{secrets.token_hex(8)}.tmp")
+    replaced = target.with_name(f".{target.name}.{secrets.token_hex(8)}.old")
     try:
         for folder in {path.parent for path, _ in files}:
             folder.create_directories()
         write_files(source, files, target)
         for folder in {path.parent for path, _ in files} | {unpublished / _FOLDER}:
             folder.sync()
-        replaced = target.with_name(f".{target.name}.{secrets.token_hex(8)}.old")
         if target.name in target.parent.names():
             target.rename(replaced)
-        unpublished.rename(target)
+        try:
+            unpublished.rename(target)
+        except BaseException:
+            with contextlib.suppress(CheckpointError):  # There may be none.
+                replaced.rename(target)
+            raise
         unpublished_pointer.write(target.name.encode(), sync=True)
         unpublished_pointer.rename(target.with_name(_POINTER))
         target.parent.sync()
         replaced.remove_all()
     except BaseException:
-        unpublished.remove_all()
+        with contextlib.suppress(CheckpointError):
+            unpublished.remove_all()
         unpublished_pointer.discard()
         raise
 
@@ -83,6 +90,11 @@ def _parameter_groups(source: Source) -> list[dict[str, Any]]:
     ):
         raise _wrong_names(source, f"it has no {_GROUPS}0.params")
     for fqn in (fqn for group in groups for fqn in group["params"]):
+        if not isinstance(fqn, str) or "/" in fqn or fqn in ("", ".", ".."):
+            raise UnsupportedError(
+                f"cannot write {source.path} as a universal folder: {fqn!r} is not the name of a "
+                "folder"
+            )
         if f"{_MODEL}{fqn}" not in source.tensors:
             raise _wrong_names(source, f"it has no tensor {_MODEL}{fqn}")
     return groups
