@@ -57,8 +57,10 @@ def run(*arguments: object) -> int:
     return main(list(map(str, arguments)))
 
 
-@pytest.mark.parametrize("to", ["dcp", "torch"])
-@pytest.mark.parametrize("source", SAVES)
+@pytest.mark.parametrize(
+    ("source", "to"),
+    [("ours", "dcp"), ("ours", "torch"), ("stock", "dcp"), ("stock", "torch"), ("torch", "dcp")],
+)
 def test_every_value_is_the_same_in_the_other_format(tmp_path: Path, source: str, to: str) -> None:
     SAVES[source](tmp_path / "source")
     assert run("convert", tmp_path / "source", tmp_path / "target", "--to", to) == 0
@@ -180,6 +182,90 @@ def test_a_name_that_is_no_folder_is_refused(
     assert run("convert", tmp_path / "source", tmp_path / "target", "--to", "universal") == 3
     assert f"{fqn!r} is not the name of a folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def universal_source(
+    path: Path, *, weight: torch.Tensor | None = None, state: dict[str, Any] | None = None
+) -> None:
+    weight = torch.ones(3) if weight is None else weight
+    optim = {"state": {"w": state or {}}, "param_groups": [{"params": ["w"]}]}
+    torch_ckpt.save({"model": {"w": weight}, "optim": optim}, checkpoint_id=path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"weight": torch.ones(3, dtype=torch.complex64)}, "complex64, not fp32"),
+        ({"weight": torch.ones(3).double()}, "float64, not fp32"),
+        ({"state": {"nested": {"a": torch.ones(3)}}}, "nested.a' is not a state"),
+        ({"state": {"name": "x"}}, "name' is a str"),
+        ({"state": {"half": torch.ones(2)}}, "'half' of 'w' has sizes"),
+        ({"state": {"fp32": torch.ones(3)}}, "is not a state"),
+    ],
+)
+def test_what_a_universal_folder_cannot_have_is_refused(
+    tmp_path: Path,
+    values: dict[str, Any],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    universal_source(tmp_path / "source", **values)
+    assert run("convert", tmp_path / "source", tmp_path / "target", "--to", "universal") == 3
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_step_that_is_a_number_is_in_the_folder(tmp_path: Path) -> None:
+    universal_source(tmp_path / "source", state={"step": 7, "exp_avg": torch.ones(3)})
+    convert(Location(tmp_path / "source"), Location(tmp_path / "target"), "universal")
+    assert torch.load(tmp_path / "target" / "zero" / "w" / "step.pt") == 7
+    common = torch.load(tmp_path / "target" / "zero" / "optimizer_state.pt")
+    assert common["optimizer_state_dict"]["state"][0] == {"step": 7}
+
+
+def test_only_a_universal_folder_is_replaced_by_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    universal_source(tmp_path / "home" / "source")
+    (tmp_path / "home" / "text").write_text("mine")
+    arguments = ("convert", tmp_path / "home" / "source", tmp_path / "home", "--to", "universal")
+    assert run(*arguments, "--overwrite") == 3
+    assert "not a universal folder" in capsys.readouterr().err
+    assert (tmp_path / "home" / "text").read_text() == "mine"
+    inside = tmp_path / "target" / "source"
+    universal_source(tmp_path / "source")
+    assert run("convert", tmp_path / "source", tmp_path / "target", "--to", "universal") == 0
+    universal_source(inside)
+    assert run("convert", inside, inside.parent, "--to", "universal", "--overwrite") == 3
+    assert "the source is in it" in capsys.readouterr().err
+    assert inside.exists()
+
+
+@pytest.mark.parametrize(("first", "second"), [("dcp", "safetensors"), ("safetensors", "dcp")])
+def test_a_checkpoint_of_another_format_is_not_left_beside_the_target(
+    tmp_path: Path, first: str, second: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "source")
+    arguments = ("convert", tmp_path / "source", tmp_path / "target", "--overwrite", "--to")
+    assert run(*arguments, first) == 0
+    assert run(*arguments, second) == 3
+    assert "checkpoint of another format" in capsys.readouterr().err
+
+
+def test_what_would_lose_the_keys_of_a_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"state": {0: torch.ones(3)}, "list": [torch.ones(1)]}, tmp_path / "a.pt")
+    assert run("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--to", "torch") == 3
+    assert "integer keys" in capsys.readouterr().err
+    arguments = ("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--to", "torch", "--prefix")
+    assert run(*arguments, "list.0") == 3
+    assert "is itself a name" in capsys.readouterr().err
+    assert run(*arguments, "list.") == 0
+    assert torch.load(tmp_path / "b.pt")["0"].tolist() == [1]
+    arguments = ("convert", tmp_path / "a.pt", tmp_path, "--to", "torch", "--overwrite")
+    assert run(*arguments, "--prefix", "list.") == 3
+    assert "it is a directory" in capsys.readouterr().err
 
 
 def test_half_precision_weights_become_fp32_in_a_universal_folder(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ from deepspeed_checkpoints import write, write_shards
 
 from torch_ckpt import FastReader, errors
 from torch_ckpt.cli.main import main
-from torch_ckpt.formats.rules import Fused, Rename, Rule, Rules, Shard
+from torch_ckpt.formats.rules import Cast, Fused, Rename, Rule, Rules, Shard
 
 TEXT = r"""
 # A comment.
 embed\.weight   shard(0) padded(50257)
 .*qkv\.weight   fused([8, 4, 4], 0)
 .*norm\.weight  replicated
-old\.(.*)       shard(1) rename("new.\1") cast("bfloat16")
+old\.(.*)       shard(1) cast("bfloat16") rename("new.\1")
 x|y             boxes([4, 4], [[0, [0, 0], [2, 4], [0, 0]], [1, [0, 0], [2, 4], [2, 0], 0.5]])
 z               average transpose(0, 1)
 one             unique
@@ -55,9 +55,7 @@ def test_rules_print_as_the_text_that_they_are_parsed_from() -> None:
     rules = Rules.parse(TEXT)
     assert len(rules.rules) == 7
     assert Rules.parse(str(rules)) == rules
-    assert rules.rules[3] == Rule(
-        r"old\.(.*)", Shard(1), (Rename(r"new.\1"), *rules.rules[3].then[1:])
-    )
+    assert rules.rules[3] == Rule(r"old\.(.*)", Shard(1), (Cast("bfloat16"), Rename(r"new.\1")))
     assert str(Rule("a", Fused((8, 4, 4), 0))) == "a fused([8, 4, 4], 0)"
 
 
@@ -69,7 +67,7 @@ def test_the_first_rule_that_matches_the_whole_fqn_applies() -> None:
     ]
     with pytest.raises(errors.MismatchError, match="no rule matches 'b'"):
         rules.matches(["a", "b"])
-    with pytest.raises(errors.MismatchError, match=r"first to match no FQN: 'a.\*'"):
+    with pytest.raises(errors.MismatchError, match=r"no FQN is left for the patterns 'a.\*'"):
         rules.matches(["a"])
 
 
@@ -81,7 +79,13 @@ def test_the_first_rule_that_matches_the_whole_fqn_applies() -> None:
         ("w shard(0) shard(1)", r"shard\(1\) is not the first"),
         ("w frobnicate(1)", "frobnicate"),
         ("w shard(0", "never closed"),
-        ("w shard()", "dim"),
+        ("w shard()", "shard missing .* 'dim'"),
+        ("w shard(0) padded(0)", "no elements"),
+        ("w shard(0) transpose(0, 1) padded(2)", "not in the order padded, transpose"),
+        ("w shard(0) cast('bfloat16') cast('float32')", "each once"),
+        ("w shard(0) rename('')", "empty"),
+        ("w boxes([4], [0])", "0 is not a box"),
+        ("w boxes([4], [[0, [0], [4], [0], 0]])", "not a box"),
         ("w shard(__import__('os').system('true'))", "malformed"),
         ("w( shard(0)", "regular expression"),
         ("w shard(0) cast('no')", "not a dtype"),
@@ -254,6 +258,52 @@ def test_every_pattern_of_deepspeed_becomes_a_rule(tmp_path: Path) -> None:
     whole["embed"] = whole["embed"][:7]
     for fqn, value in whole.items():
         assert state[f"model.{fqn}"].equal(value), fqn
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"tp_replicated_parameter_patterns": 5},
+        {"tp_replicated_parameter_patterns": "w"},
+        {"tp_replicated_parameter_patterns": ["("]},
+        {"vocabulary_parameter_patterns": ["w"]},
+        {"parameter_with_sub_params": [5]},
+        {"parameter_with_sub_params": [{"patterns": ["w"], "partition_dim": 9, "shape": [1]}]},
+        {"affine_map": 5},
+        {"affine_map": {"params": {"w": {}}}},
+    ],
+)
+def test_an_invalid_description_is_an_error_that_names_the_file(
+    tmp_path: Path, info: dict[str, Any]
+) -> None:
+    write_shards(tmp_path, [{"w": tensor(2)}] * 2, info=info)
+    with pytest.raises(errors.CorruptionError, match=r"mp_rank_00.*universal_checkpoint_info is"):
+        FastReader(tmp_path).read_metadata()
+
+
+def test_every_rank_has_a_part_of_a_sharded_parameter(tmp_path: Path) -> None:
+    write_shards(tmp_path, [{"w": tensor(2), "only": tensor(3)}, {"w": tensor(2)}])
+    with pytest.raises(errors.MismatchError, match=r"'only' is shard.0., but only rank 0 of 2"):
+        loaded(tmp_path, ".* shard(0)")
+    assert loaded(tmp_path, "w shard(0)\nonly unique")["model.only"].equal(tensor(3))
+
+
+def test_a_computed_tensor_is_computed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although a conversion loads it in many pieces."""
+    from torch_ckpt.conversion import pieces
+    from torch_ckpt.formats.deepspeed_files import Files
+
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 100)
+    whole, calls, read = tensor(100, 4), [], Files.read_boxes
+    monkeypatch.setattr(Files, "read_boxes", lambda *args: calls.append(1) or read(*args))
+    write_shards(tmp_path / "saved", [{"w": part} for part in whole.chunk(2)])
+    (tmp_path / "rules").write_text("w shard(0) cast('bfloat16')")
+    arguments = [str(tmp_path / "saved"), str(tmp_path / "x.pt"), "--to", "torch"]
+    assert main(["convert", *arguments, "--rules", str(tmp_path / "rules")]) == 0
+    assert torch.load(tmp_path / "x.pt")["model"]["w"].equal(whole.bfloat16())
+    assert len(calls) == 1
 
 
 def test_an_affine_map_decides_before_the_patterns(tmp_path: Path) -> None:

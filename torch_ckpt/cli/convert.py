@@ -56,7 +56,7 @@ def _convert(options: argparse.Namespace) -> int:
         options.target,
         options.to,
         prefix=options.prefix,
-        rules=None if options.rules is None else options.rules.read().decode(),
+        rules=None if options.rules is None else options.rules.read().decode(errors="replace"),
         overwrite=options.overwrite,
         trust_pickle=options.trust_pickle,
     )

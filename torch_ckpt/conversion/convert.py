@@ -11,7 +11,11 @@ from torch_ckpt.conversion.pieces import IO, Source
 from torch_ckpt.conversion.planner import ConversionPlanner
 from torch_ckpt.conversion.torch_file import write_torch_file
 from torch_ckpt.conversion.universal import write_universal
+from torch_ckpt.errors import AlreadyExistsError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import metadata_prefixes
+from torch_ckpt.formats.deepspeed import deepspeed_folder
+from torch_ckpt.formats.torch_save import is_archive
 from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
 from torch_ckpt.storage.writer import FastWriter
 
@@ -43,13 +47,43 @@ def convert(
         trust_pickle: Whether pickles may contain any class and run any code.
 
     Raises:
-        AlreadyExistsError: There is a checkpoint at ``target``, and ``overwrite`` is false.
+        AlreadyExistsError: There is a checkpoint at ``target``, and ``overwrite`` is false, or it
+            is of another format.
         NotFoundError: There is no checkpoint at ``source``, or no name with the prefix.
         UnsupportedError: The target's format cannot have a value of the source.
         CheckpointError: The source cannot be read, or the target cannot be written.
     """
+    target = target.absolute()
+    _check_other_formats(target, to)
+    is_torchs = source.is_file() and is_archive(source.read_range(0, 4)[1])
+    if to == "torch" and not prefix and is_torchs:
+        raise UnsupportedError(
+            f"cannot convert {source}: it is a file of torch.save already, and a conversion would "
+            "lose what DCP's names lose, such as integer keys"
+        )
     with Source(source, prefix, rules=rules, trust_pickle=trust_pickle) as values:
         TARGETS[to](values, target, overwrite)
+
+
+def _check_other_formats(target: Location, to: str) -> None:
+    """Checks that a target directory has no checkpoint of another format, which would remain.
+
+    Raises:
+        AlreadyExistsError: It has one.
+    """
+    if not target.is_directory():
+        return
+    found = {
+        "dcp": bool(metadata_prefixes(target)),
+        "safetensors": any(name.endswith(".safetensors") for name in target.names()),
+        "universal": deepspeed_folder(target) is not None,
+    }
+    for other, exists in found.items():
+        if exists and other != to:
+            raise AlreadyExistsError(
+                f"cannot write {target}: it has a checkpoint of another format, {other}; remove "
+                "it, or choose another target"
+            )
 
 
 def _to_dcp(source: Source, target: Location, overwrite: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torch_ckpt.errors import NotFoundError
+from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import PendingTensor
 from torch_ckpt.options import IoOptions
@@ -93,6 +93,8 @@ class Source:
         self._values = StoredValues(path, prefix, io=IO, trust_pickle=trust_pickle, rules=rules)
         if not self._values.has_prefix:
             raise NotFoundError(f"{path} has no name that begins with {prefix!r}")
+        if "" in self._values.names:
+            raise UnsupportedError(f"{prefix!r} is itself a name in {path}, and not a prefix")
         self.tensors: dict[str, TensorFacts] = {}
         objects: list[str] = []
         for name in self._values.names:
@@ -194,4 +196,4 @@ def _without(prefix: str, keys: tuple[str | int, ...], name: str) -> tuple[str |
         if not prefix.startswith(key):
             return (name,)
         prefix, keys = prefix.removeprefix(key), keys[1:]
-    return keys or (name,)
+    return (str(keys[0]), *keys[1:]) if keys else (name,)  # The root is a dict.

@@ -32,7 +32,9 @@ def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
         UnsupportedError: An object cannot be pickled.
         StorageError: The file cannot be written.
     """
-    check_target(target, overwrite and target.is_file())
+    if target.is_directory():
+        raise AlreadyExistsError(f"cannot write {target}: it is a directory")
+    check_target(target, overwrite)
     state: dict[str, Any] = {}
     for name, value in {**source.objects, **source.pending()}.items():
         set_element(state, source.paths[name], value)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._traverse import set_element
 
 from torch_ckpt.conversion.pieces import Source
 from torch_ckpt.conversion.torch_file import check_target, lay_out_value, write_files
-from torch_ckpt.errors import CheckpointError, UnsupportedError
+from torch_ckpt.errors import AlreadyExistsError, CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor
 
@@ -25,6 +25,7 @@ __all__ = ["write_universal"]
 
 _FOLDER = "zero"
 _POINTER = "latest_universal"
+_WEIGHTS = "fp32"
 _MODEL, _STATE, _GROUPS = "model.", "optim.state.", "optim.param_groups."
 
 _MODEL_FILE = "mp_rank_00_model_states.pt"
@@ -37,18 +38,22 @@ _MIN_VERSION = "0.3.17"  # Engines require a version, at least this one.
 def write_universal(source: Source, target: Location, overwrite: bool) -> None:
     """Writes a source with the names of ``get_state_dict`` as a universal folder.
 
-    The parameters of ``optim.param_groups`` become the atoms: their weights, in fp32, and their
+    Each parameter of ``optim.param_groups`` gets a folder with its weights, in fp32, and its
     states. Other tensors of the model are buffers or frozen parameters. DeepSpeed stores them with
     the model, and does not load them from a universal folder.
 
     Also writes the file ``latest_universal`` beside the folder.
 
     Raises:
-        AlreadyExistsError: The folder exists, and ``overwrite`` is false.
-        UnsupportedError: The names are others, or a state has another shape than its parameter.
+        AlreadyExistsError: The folder exists, and ``overwrite`` is false, or it is no universal
+            folder.
+        UnsupportedError: The names are others, or the format cannot have a value: weights of a
+            wider dtype than fp32, or a state that is neither a number nor as large as its
+            parameter.
         StorageError: A file cannot be written.
     """
     check_target(target, overwrite)
+    _check_replaced(source, target)
     groups = _parameter_groups(source)
     unpublished = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     files = _files(source, groups, unpublished)
@@ -79,6 +84,22 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
         raise
 
 
+def _check_replaced(source: Source, target: Location) -> None:
+    """Checks that what is to be replaced is a universal folder without the source.
+
+    Raises:
+        AlreadyExistsError: It is something else.
+    """
+    if not target.is_directory():
+        if target.is_file():
+            raise AlreadyExistsError(f"cannot write {target}: it is a file")
+        return
+    if not (target / _FOLDER / "optimizer_state.pt").is_file():
+        raise AlreadyExistsError(f"cannot replace {target}: it is not a universal folder")
+    if target in source.path.absolute().parents:
+        raise AlreadyExistsError(f"cannot replace {target}: the source is in it")
+
+
 def _parameter_groups(source: Source) -> list[dict[str, Any]]:
     state: dict[str, Any] = {}
     for name, value in {**source.objects, **source.pending()}.items():
@@ -89,15 +110,23 @@ def _parameter_groups(source: Source) -> list[dict[str, Any]]:
         isinstance(group, dict) and "params" in group for group in groups
     ):
         raise _wrong_names(source, f"it has no {_GROUPS}0.params")
+    seen: set[str] = set()
     for fqn in (fqn for group in groups for fqn in group["params"]):
         if not isinstance(fqn, str) or "/" in fqn or fqn in ("", ".", ".."):
-            raise UnsupportedError(
-                f"cannot write {source.path} as a universal folder: {fqn!r} is not the name of a "
-                "folder"
-            )
-        if f"{_MODEL}{fqn}" not in source.tensors:
+            raise _unsupported(source, f"{fqn!r} is not the name of a folder")
+        if fqn in seen:
+            raise _unsupported(source, f"{fqn!r} is in its parameter groups twice")
+        seen.add(fqn)
+        facts = source.tensors.get(f"{_MODEL}{fqn}")
+        if facts is None:
             raise _wrong_names(source, f"it has no tensor {_MODEL}{fqn}")
+        if not facts.dtype.is_floating_point or facts.dtype.itemsize > 4:
+            raise _unsupported(source, f"the weights of {fqn!r} are {facts.dtype}, not fp32")
     return groups
+
+
+def _unsupported(source: Source, why: str) -> UnsupportedError:
+    return UnsupportedError(f"cannot write {source.path} as a universal folder: {why}")
 
 
 def _wrong_names(source: Source, what: str) -> UnsupportedError:
@@ -117,25 +146,24 @@ def _files(
         files.append((path, lay_out_value(value, path)))
 
     zero = folder / _FOLDER
-    steps: dict[int, dict[str, PendingTensor]] = {}
-    states = _states(source)
+    steps: dict[int, dict[str, Any]] = {}
+    states = _states(source, groups)
     for number, group in enumerate(groups):
         for fqn in group["params"]:
             sizes = source.tensors[f"{_MODEL}{fqn}"].sizes
             weights = PendingTensor(f"{_MODEL}{fqn}", torch.float32, sizes)
-            add(zero / fqn / "fp32.pt", {"param": weights})
-            for name, tensor in states.get(fqn, {}).items():
-                if tensor.sizes == sizes:
-                    add(zero / fqn / f"{name}.pt", {"param": tensor})
-                elif not tensor.sizes:
-                    steps.setdefault(number, {})[name] = tensor
+            add(zero / fqn / f"{_WEIGHTS}.pt", {"param": weights})
+            for name, value in states[fqn].items():
+                is_tensor = isinstance(value, PendingTensor)
+                if is_tensor and value.sizes == sizes and name != "step":
+                    add(zero / fqn / f"{name}.pt", {"param": value})
+                elif not is_tensor or not value.sizes:
+                    steps.setdefault(number, {})[name] = value
                     if name == "step":
-                        add(zero / fqn / "step.pt", tensor)
+                        add(zero / fqn / "step.pt", value)
                 else:
-                    raise UnsupportedError(
-                        f"cannot write {source.path} as a universal folder: state {name!r} of "
-                        f"{fqn!r} has sizes {list(tensor.sizes)}, and the parameter {list(sizes)}"
-                    )
+                    what = f"state {name!r} of {fqn!r} has sizes {list(value.sizes)}"
+                    raise _unsupported(source, f"{what}, and the parameter {list(sizes)}")
     add(zero / "optimizer_state.pt", _common_state(source, groups, steps))
     model = _model_state(source, groups)
     add(folder / _MODEL_FILE, model)
@@ -143,20 +171,29 @@ def _files(
     return files
 
 
-def _states(source: Source) -> dict[str, dict[str, PendingTensor]]:
-    """Returns the tensors of the optimizer's state: FQN -> name -> tensor."""
-    states: dict[str, dict[str, PendingTensor]] = {}
-    for name, tensor in source.pending().items():
-        if name.startswith(_STATE):
-            fqn, _, state = name.removeprefix(_STATE).rpartition(".")
-            states.setdefault(fqn, {})[state] = tensor
+def _states(source: Source, groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the optimizer's state: FQN -> name -> a tensor or a number.
+
+    Raises:
+        UnsupportedError: A state belongs to no parameter, or has another form.
+    """
+    states: dict[str, dict[str, Any]] = {fqn: {} for group in groups for fqn in group["params"]}
+    for name, value in {**source.objects, **source.pending()}.items():
+        if not name.startswith(_STATE):
+            continue
+        fqn, _, state = name.removeprefix(_STATE).rpartition(".")
+        if fqn not in states or state == _WEIGHTS:
+            raise _unsupported(source, f"{name!r} is not a state of a parameter in a group")
+        if not isinstance(value, PendingTensor | int | float):
+            raise _unsupported(source, f"{name!r} is a {type(value).__name__}")
+        states[fqn][state] = value
     return states
 
 
 def _common_state(
     source: Source,
     groups: list[dict[str, Any]],
-    steps: Mapping[int, Mapping[str, PendingTensor]],
+    steps: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Returns the state that parameters have in common.
 

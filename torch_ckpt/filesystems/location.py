@@ -180,6 +180,14 @@ class Location:
         except StorageError as error:
             return error.errno != errno.EISDIR
 
+    def is_directory(self) -> bool:
+        """Returns whether the location is a directory."""
+        try:
+            self.exists()
+        except StorageError as error:
+            return error.errno == errno.EISDIR
+        return False
+
     def nbytes(self) -> int:
         """Returns the length of the file, in bytes.
 

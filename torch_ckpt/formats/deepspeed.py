@@ -440,7 +440,13 @@ class _Contents:
     """
 
     read: dict[str, Callable[[], object]] = field(default_factory=dict)
+    _last: tuple[str, object] = ("", None)
 
     def value(self, fqn: str) -> object:
-        """Returns an object, or a tensor that only torch can read."""
-        return self.read[fqn]()
+        """Returns an object, or a tensor that has no extent.
+
+        Several boxes of a tensor are usually loaded one after the other, so the last one stays.
+        """
+        if self._last[0] != fqn:
+            self._last = fqn, self.read[fqn]()
+        return self._last[1]

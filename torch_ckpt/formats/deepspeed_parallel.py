@@ -58,6 +58,9 @@ _SCALE_POWERS = {"fp32": 1, "exp_avg": -1, "exp_avg_sq": -2}
 
 _MAX_MAP_VERSION = 1
 
+_INVALID = (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError)
+"""What the use of a value of another type or form raises."""
+
 Ranks = Sequence[tuple[Model, Optimizer]]
 
 
@@ -77,9 +80,9 @@ def unite(
         The model and the optimizer.
 
     Raises:
-        MismatchError: The rules do not match the parameters, or the shards of a parameter. The
-            message names them.
-        CorruptionError: The shards of a parameter overlap, or do not cover it.
+        MismatchError: The rules do not match the parameters, or the shards of a parameter
+            overlap or do not cover it. The message names them.
+        CorruptionError: The files of ranks disagree, or a value is invalid.
         UnsupportedError: The checkpoint does not say how it is sharded.
     """
     return _United(files, ranks, tensor_ranks, rules).result()
@@ -123,9 +126,14 @@ class _United:
                 raise UnsupportedError(
                     f"cannot load {self.files.folder}: {self.tensor_ranks} tensor-parallel ranks "
                     "have saved it, and it has no universal_checkpoint_info, which says how its "
-                    "parameters are sharded; pass FastReader(rules=...)"
+                    "parameters are sharded; pass FastReader(rules=...), or --rules"
                 )
-            rules |= rules_from_info(stored.value, of_rank)
+            try:
+                rules |= rules_from_info(stored.value, of_rank)
+            except (*_INVALID, re.error) as error:
+                raise stored.file.damage(
+                    f"its universal_checkpoint_info is invalid: {type(error).__name__}: {error}"
+                ) from error
         return rules
 
     def result(self) -> tuple[Model, Optimizer]:
@@ -194,6 +202,11 @@ class _United:
                         "another rank; are the files of different saves?"
                     )
             return first
+        if len(shards) < self.tensor_ranks and not isinstance(rule.union, Unique | Boxes):
+            raise MismatchError(
+                f"{fqn!r} is {rule.union}, but only rank {_listed(shards)} of {self.tensor_ranks} "
+                "tensor-parallel ranks has it"
+            )
         sizes, placed = rule.union.place(fqn, shards)
         check_cover(fqn, sizes, placed)
         sizes, placed, then = _without_padding(fqn, sizes, placed, rule.then)
@@ -411,7 +424,10 @@ def rules_from_info(info: Mapping[str, Any], shards: Mapping[str, Shards]) -> di
         return next((pattern for pattern in patterns if re.match(pattern, fqn)), None)
 
     def listed(key: str, fqn: str) -> bool:
-        return match(info.get(key) or (), fqn) is not None
+        patterns = info.get(key) or []
+        if not isinstance(patterns, list | tuple):
+            raise TypeError(f"{key} is not a list")
+        return match(patterns, fqn) is not None
 
     def union_of(fqn: str, of_ranks: Shards) -> Union:
         if (pattern := match(unsupported, fqn)) is not None:

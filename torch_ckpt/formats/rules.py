@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from torch_ckpt.errors import CorruptionError, MismatchError
+from torch_ckpt.errors import MismatchError
 
 __all__ = [
     "Average",
@@ -82,7 +82,8 @@ class Operator:
         for one in fields(self):
             value = getattr(self, one.name)
             if not _is_of(value, str(one.type)):
-                raise ValueError(f"{one.name} of {self.name} is {_text(value)}, not {one.type}")
+                kind = str(one.type).replace("int", "int from 0 on")
+                raise ValueError(f"{one.name} of {self.name} is {_text(value)}, not {kind}")
 
     def __str__(self) -> str:
         values = [getattr(self, one.name) for one in fields(self)]
@@ -236,6 +237,24 @@ class Boxes(Union):
 
     name = "boxes"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for box in self.boxes:
+            sizes = "tuple[int, ...]"
+            kinds = ["int", sizes, sizes, sizes]
+            scale = box[4] if isinstance(box, tuple) and len(box) == 5 else 1.0
+            is_box = isinstance(box, tuple) and len(box) in (4, 5)
+            if (
+                not is_box
+                or not all(map(_is_of, box, kinds))
+                or not isinstance(scale, float | int)
+                or not scale
+            ):
+                raise ValueError(
+                    f"{_text(box)} is not a box: rank, offsets, sizes, offsets in the whole, and "
+                    "perhaps a factor"
+                )
+
     def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
         """See :class:`Union`."""
         placed = [one for box in self.boxes if math.prod((one := Placed(*box)).sizes)]
@@ -261,6 +280,11 @@ class Padded(Operator):
     to: int
 
     name = "padded"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.to:
+            raise ValueError("padded to 0 rows has no elements")
 
 
 @dataclass(frozen=True)
@@ -308,6 +332,11 @@ class Rename(Operator):
 
     name = "rename"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.to:
+            raise ValueError("the new name is empty")
+
 
 _OPERATORS: dict[str, type[Operator]] = {
     kind.name: kind
@@ -318,6 +347,10 @@ _OPERATORS: dict[str, type[Operator]] = {
 }
 
 
+_STEPS: tuple[type[Operator], ...] = (Padded, Transpose, Cast, Rename)
+"""The steps after the union, in the order in which they are taken."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """A pattern, and what is done with the parameters whose FQN it matches.
@@ -325,10 +358,11 @@ class Rule:
     Attributes:
         pattern: Regular expression that matches a whole FQN.
         union: How the shards of ranks make the parameter.
-        then: Further steps, in this order.
+        then: Further steps, at most one of each kind: ``padded``, ``transpose``, ``cast`` and
+            ``rename``, in this order.
 
     Raises:
-        ValueError: The pattern is not a regular expression.
+        ValueError: The pattern is not a regular expression, or the steps have another order.
     """
 
     pattern: str
@@ -340,6 +374,10 @@ class Rule:
             re.compile(self.pattern)
         except re.error as error:
             raise ValueError(f"{self.pattern!r} is not a regular expression: {error}") from None
+        order = [_STEPS.index(type(one)) for one in self.then]
+        if order != sorted(set(order)):
+            steps = ", ".join(kind.name for kind in _STEPS)
+            raise ValueError(f"the steps of {self} are not in the order {steps}, each once")
 
     def __str__(self) -> str:
         return " ".join([self.pattern, str(self.union), *map(str, self.then)])
@@ -411,8 +449,8 @@ class Rules:
         unused = [rule.pattern for rule in self.rules if id(rule) not in used]
         if unused:
             raise MismatchError(
-                f"these patterns are the first to match no FQN: {_some(unused)}; FQNs are "
-                f"{_some(list(found))}"
+                f"no FQN is left for the patterns {_some(unused)}: they match none, or rules above "
+                f"match theirs; FQNs are {_some(list(found))}"
             )
         return {fqn: rule for fqn, rule in found.items() if rule is not None}
 
@@ -421,7 +459,7 @@ def check_cover(fqn: str, sizes: Sizes, placed: Sequence[Placed]) -> None:
     """Checks that boxes cover each element of a parameter once.
 
     Raises:
-        CorruptionError: Two boxes overlap, or elements are in no box.
+        MismatchError: Two boxes overlap, or elements are in no box.
     """
     boxes = [one for one in placed if math.prod(one.sizes)]
     for number, one in enumerate(boxes):
@@ -431,13 +469,13 @@ def check_cover(fqn: str, sizes: Sizes, placed: Sequence[Placed]) -> None:
                 for a, n, b, m in zip(one.at, one.sizes, other.at, other.sizes, strict=True)
             ]
             if not any(apart):
-                raise CorruptionError(
+                raise MismatchError(
                     f"{fqn!r} has elements of both rank {other.rank} and rank {one.rank}: boxes at "
                     f"{other.at} of {other.sizes} and at {one.at} of {one.sizes}"
                 )
     covered = sum(math.prod(one.sizes) for one in boxes)
     if covered != math.prod(sizes):
-        raise CorruptionError(
+        raise MismatchError(
             f"{fqn!r} of sizes {sizes} has {math.prod(sizes)} elements, and its ranks have "
             f"{covered} of them"
         )
@@ -479,7 +517,11 @@ def _operator(node: ast.expr) -> Operator:
         raise ValueError(f"{ast.unparse(node)} is not one of {', '.join(_OPERATORS)}")
     values = [_frozen(ast.literal_eval(value)) for value in call.args]
     named = {str(one.arg): _frozen(ast.literal_eval(one.value)) for one in call.keywords}
-    return _OPERATORS[name](*values, **named)
+    kind = _OPERATORS[name]
+    try:
+        return kind(*values, **named)
+    except TypeError as error:
+        raise ValueError(str(error).replace(f"{kind.__name__}.__init__()", name)) from None
 
 
 def _is_of(value: Any, kind: str) -> bool:

@@ -28,7 +28,7 @@ _LIMIT = 0xFFFFFFFF  # Larger numbers need the fields of zip64.
 _MAX_RECORDS = 0xFFFF
 _VERSION, _VERSION_64 = 20, 45
 _DOS_DATE = 0x21  # 1980-01-01.
-_NAMES = torch.storage._dtype_to_storage_type_map()
+_STORAGE_CLASSES = torch.storage._dtype_to_storage_type_map()
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _storage_class(dtype: torch.dtype) -> Any:
-    return getattr(torch, _NAMES[dtype])
+    return getattr(torch, _STORAGE_CLASSES[dtype])
 
 
 def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
