@@ -17,9 +17,10 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import torch_ckpt
 from torch_ckpt import errors
+from torch_ckpt.cli import convert as convert_command
 from torch_ckpt.cli.main import main
 from torch_ckpt.conversion import pieces
-from torch_ckpt.conversion.convert import convert
+from torch_ckpt.conversion.convert import TARGETS, convert
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import PendingTensor, lay_out
 
@@ -67,6 +68,14 @@ def test_every_value_is_the_same_in_the_other_format(tmp_path: Path, source: str
     assert run("diff", tmp_path / "source", tmp_path / "target") == 0
     assert run("verify", tmp_path / "target") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
+def test_a_tensor_without_elements_may_be_the_first(tmp_path: Path, to: str) -> None:
+    state = {"a": torch.empty(0, 4), "b": torch.ones(3)}
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
+    assert run("convert", tmp_path / "source", tmp_path / "target", "--to", to) == 0
+    assert run("diff", tmp_path / "source", tmp_path / "target") == 0
 
 
 def test_torch_loads_the_file(tmp_path: Path) -> None:
@@ -332,3 +341,8 @@ def test_memory_is_bounded(tmp_path: Path, to: str) -> None:
     torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
     arguments = ["convert", tmp_path / "source", tmp_path / "target", "--to", to]
     assert 0 < memory_growth_kib("torch_ckpt.conversion.convert", *arguments) < 256 << 10
+
+
+def test_the_command_offers_every_format() -> None:
+    """It does not import them, since that imports torch."""
+    assert set(convert_command._FORMATS) == set(TARGETS)

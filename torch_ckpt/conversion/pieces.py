@@ -18,7 +18,7 @@ from torch_ckpt.formats.torch_archive import PendingTensor
 from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
 
-__all__ = ["IO", "PIECE_NBYTES", "Piece", "Source", "TensorFacts"]
+__all__ = ["IO", "PIECE_NBYTES", "Piece", "Source"]
 
 IO = IoOptions(buffer_nbytes=16 << 20)
 """I/O buffers of the source, and of the target."""
@@ -27,19 +27,6 @@ PIECE_NBYTES = 16 << 20
 """Maximum bytes of a piece with more than one element, and of small pieces that load together."""
 
 _Loaded = Future[dict[int, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class TensorFacts:
-    """A tensor of the source, as the target has it."""
-
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.sizes) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -71,7 +58,7 @@ class Source:
         trust_pickle: Whether pickles may contain any class and run any code.
 
     Attributes:
-        tensors: Name -> facts of the tensor.
+        tensors: Name -> the tensor, as it is pickled.
         objects: Name -> object.
         paths: Name -> keys from the root of the nested state dict.
         loaded_nbytes: Bytes of the pieces that were taken so far.
@@ -95,12 +82,13 @@ class Source:
             raise NotFoundError(f"{path} has no name that begins with {prefix!r}")
         if "" in self._values.names:
             raise UnsupportedError(f"{prefix!r} is itself a name in {path}, and not a prefix")
-        self.tensors: dict[str, TensorFacts] = {}
+        self.tensors: dict[str, PendingTensor] = {}
         objects: list[str] = []
         for name in self._values.names:
             entry = self._values.entry(name)
             if isinstance(entry, TensorStorageMetadata):
-                self.tensors[name] = TensorFacts(entry.properties.dtype, tuple(entry.size))
+                sizes = tuple(entry.size)
+                self.tensors[name] = PendingTensor(name, entry.properties.dtype, sizes)
             else:
                 objects.append(name)
         loaded = self._values.objects(objects) if objects else []
@@ -132,14 +120,7 @@ class Source:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(facts.nbytes for facts in self.tensors.values())
-
-    def pending(self) -> dict[str, PendingTensor]:
-        """Returns all tensors by name, as they are pickled."""
-        return {
-            name: PendingTensor(name, facts.dtype, facts.sizes)
-            for name, facts in self.tensors.items()
-        }
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def cut(self, names: Sequence[str]) -> list[Piece]:
         """Cuts tensors into pieces, which are to be loaded in this order.
@@ -147,7 +128,7 @@ class Source:
         A tensor without elements has one piece without elements.
         """
         self._pieces, self._batch_of, self._batches = [], [], []
-        nbytes = PIECE_NBYTES
+        nbytes = 0
         for tensor, name in enumerate(names):
             facts = self.tensors[name]
             sizes, itemsize = facts.sizes, facts.dtype.itemsize
@@ -155,7 +136,7 @@ class Source:
             for box in boxes or [((0,) * len(sizes), sizes)]:
                 piece = Piece(len(self._pieces), tensor, name, box)
                 piece_nbytes = math.prod(box[1]) * itemsize
-                if nbytes + piece_nbytes > PIECE_NBYTES:
+                if not self._batches or nbytes + piece_nbytes > PIECE_NBYTES:
                     self._batches.append([])
                     nbytes = 0
                 nbytes += piece_nbytes

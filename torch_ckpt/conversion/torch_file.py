@@ -36,7 +36,7 @@ def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
         raise AlreadyExistsError(f"cannot write {target}: it is a directory")
     check_target(target, overwrite)
     state: dict[str, Any] = {}
-    for name, value in {**source.objects, **source.pending()}.items():
+    for name, value in {**source.objects, **source.tensors}.items():
         set_element(state, source.paths[name], value)
     layout = lay_out_value(state, target)
     target.parent.create_directories()

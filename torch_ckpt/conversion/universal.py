@@ -102,7 +102,7 @@ def _check_replaced(source: Source, target: Location) -> None:
 
 def _parameter_groups(source: Source) -> list[dict[str, Any]]:
     state: dict[str, Any] = {}
-    for name, value in {**source.objects, **source.pending()}.items():
+    for name, value in {**source.objects, **source.tensors}.items():
         if name.startswith(_GROUPS):
             set_element(state, source.paths[name], value)
     groups: Any = state.get("optim", {}).get("param_groups")
@@ -178,7 +178,7 @@ def _states(source: Source, groups: list[dict[str, Any]]) -> dict[str, dict[str,
         UnsupportedError: A state belongs to no parameter, or has another form.
     """
     states: dict[str, dict[str, Any]] = {fqn: {} for group in groups for fqn in group["params"]}
-    for name, value in {**source.objects, **source.pending()}.items():
+    for name, value in {**source.objects, **source.tensors}.items():
         if not name.startswith(_STATE):
             continue
         fqn, _, state = name.removeprefix(_STATE).rpartition(".")
@@ -223,7 +223,7 @@ def _model_state(source: Source, groups: list[dict[str, Any]]) -> dict[str, Any]
     trained = {fqn for group in groups for fqn in group["params"]}
     rest: dict[str, Any] = {}
     module: dict[str, Any] = {}
-    for name, value in {**source.objects, **source.pending()}.items():
+    for name, value in {**source.objects, **source.tensors}.items():
         if name.startswith((_STATE, _GROUPS)):
             continue
         if not name.startswith(_MODEL):
