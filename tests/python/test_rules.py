@@ -153,6 +153,11 @@ def test_scaled_boxes_are_divided(tmp_path: Path) -> None:
     assert state["optim.state.w.exp_avg"].tolist() == [0.5, 1, 6, 8]  # Saved: 1, 2, 6, 8.
 
 
+def test_a_parameter_may_be_a_scalar(tmp_path: Path) -> None:
+    """Its state has the shape of the step."""
+    assert united(tmp_path, [torch.tensor(2.5)] * 2, "replicated").equal(torch.tensor(2.5))
+
+
 def test_replicas_that_differ_are_an_error(tmp_path: Path) -> None:
     a = tensor(4, 3)
     b = a.clone()

@@ -193,7 +193,9 @@ class _United:
     ) -> Value:
         """Unites the weights, or one state, of a parameter."""
         first = next(iter(values.values()))
-        if isinstance(first, Stored) and _sizes_of(first) != next(iter(shards.values())):
+        is_tensor = not isinstance(first, Stored) or isinstance(first.value, torch.Tensor)
+        if not is_tensor or (name != "fp32" and _sizes_of(first) != next(iter(shards.values()))):
+            assert isinstance(first, Stored)
             for rank, value in values.items():
                 assert isinstance(value, Stored)
                 if not first.file.same_value(first.value, value.file, value.value):
