@@ -183,6 +183,7 @@ class DeepSpeedTraining:
         net = Gpt(kind)
         config = {
             "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),
+            "gradient_clipping": 0.0,
             "optimizer": {"type": "Adam", "params": {"torch_adam": True, **OPTIONS}},
             "zero_optimization": {"stage": int(layout[-1])},
             "checkpoint": {"load_universal": True},

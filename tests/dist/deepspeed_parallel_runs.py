@@ -90,14 +90,18 @@ def initialized(model: nn.Module, config: dict[str, Any]) -> Any:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # It would compile for minutes.
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    config = {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-2}}, **config}
+    config = {
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-2}},
+        **config,
+    }
     return deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config, dist_init_required=False
     )[0]
 
 
-def save_tensor_parallel(path: Path, stage: int) -> float:
-    """Trains and saves with AutoTP on 2 of 4 ranks; returns the loss of the next step."""
+def save_tensor_parallel(path: Path, stage: int) -> list[float]:
+    """Trains and saves with AutoTP on 2 of 4 ranks; returns the losses of the steps after it."""
     torch.manual_seed(0)
     ranks = dist.get_world_size() // TENSOR_RANKS
     engine = initialized(
@@ -111,14 +115,16 @@ def save_tensor_parallel(path: Path, stage: int) -> float:
             },
         },
     )
-    for step in range(STEPS):
+    losses = []
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            engine.save_checkpoint(str(path))
         loss = loss_of(engine(batch(step, dist.get_rank() // TENSOR_RANKS, ranks)))
         engine.backward(loss)
         engine.step()
-    engine.save_checkpoint(str(path))
-    loss = loss_of(engine(batch(STEPS, dist.get_rank() // TENSOR_RANKS, ranks)))
+        losses.append(mean(loss))
     engine.destroy()
-    return mean(loss)
+    return losses[STEPS:]
 
 
 class Block(nn.Module):
@@ -153,8 +159,8 @@ def save_pipeline(path: Path) -> None:
     engine.save_checkpoint(str(path))
 
 
-def resume_fsdp(path: Path) -> float:
-    """The next loss of FSDP2 after a stock ``dcp.load``."""
+def resume_fsdp(path: Path) -> list[float]:
+    """The losses of FSDP2 after a stock ``dcp.load``."""
     torch.manual_seed(dist.get_rank() + 1)
     net = fully_shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(net.parameters())
@@ -162,4 +168,11 @@ def resume_fsdp(path: Path) -> float:
     state = {"model": model, "optim": optim}
     dcp.load(state, storage_reader=FastReader(path))
     set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    return mean(loss_of(net(batch(STEPS, dist.get_rank(), dist.get_world_size()))))
+    losses = []
+    for step in range(STEPS, 2 * STEPS):
+        loss = loss_of(net(batch(step, dist.get_rank(), dist.get_world_size())))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+    return losses

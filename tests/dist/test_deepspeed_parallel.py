@@ -32,8 +32,8 @@ def engines() -> Iterator[Ranks]:
 @pytest.fixture(scope="module")
 def tensor_parallel(
     engines: Ranks, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, tuple[Path, float]]:
-    """By ZeRO stage: a checkpoint of 2 x 2 ranks, and the loss of the next step."""
+) -> dict[int, tuple[Path, list[float]]]:
+    """By ZeRO stage: a checkpoint of 2 x 2 ranks, and the losses of the steps after it."""
     saved = {}
     for stage in (1, 3):
         path = tmp_path_factory.mktemp("tensor") / str(stage)
@@ -54,7 +54,7 @@ def merged_by_deepspeed(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_tensor_parallel_ranks_are_united_as_deepspeed_unites_them(
-    engines: Ranks, tensor_parallel: dict[int, tuple[Path, float]], stage: int
+    engines: Ranks, tensor_parallel: dict[int, tuple[Path, list[float]]], stage: int
 ) -> None:
     path, _ = tensor_parallel[stage]
     engines.run(convert, path / (path / "latest").read_text(), path / "universal")
@@ -69,16 +69,16 @@ def test_tensor_parallel_ranks_are_united_as_deepspeed_unites_them(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_fsdp2_on_other_ranks_has_the_next_loss(
-    tensor_parallel: dict[int, tuple[Path, float]], worlds: Worlds, stage: int, ranks: int
+def test_training_continues_with_fsdp2_on_other_ranks(
+    tensor_parallel: dict[int, tuple[Path, list[float]]], worlds: Worlds, stage: int, ranks: int
 ) -> None:
     path, expected = tensor_parallel[stage]
-    for loss in worlds.run(ranks, resume_fsdp, path):
-        assert loss == pytest.approx(expected, abs=1e-6)
+    for losses in worlds.run(ranks, resume_fsdp, path):
+        assert losses == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_patterns_give_what_the_affine_map_gives(
-    tensor_parallel: dict[int, tuple[Path, float]], tmp_path: Path
+    tensor_parallel: dict[int, tuple[Path, list[float]]], tmp_path: Path
 ) -> None:
     path, _ = tensor_parallel[1]
     folder = path / (path / "latest").read_text()
