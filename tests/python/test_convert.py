@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import torch_ckpt
 from torch_ckpt import errors
+from torch_ckpt._core import _tensor_view
 from torch_ckpt.cli import convert as convert_command
 from torch_ckpt.cli.main import main
 from torch_ckpt.conversion import pieces
@@ -346,3 +347,17 @@ def test_memory_is_bounded(tmp_path: Path, to: str) -> None:
 def test_the_command_offers_every_format() -> None:
     """It does not import them, since that imports torch."""
     assert set(convert_command._FORMATS) == set(TARGETS)
+
+
+def test_a_tensor_is_temporary_although_its_storage_had_a_python_object() -> None:
+    """Otherwise the writer does not count its memory."""
+    loaded = torch.ones(3)
+    assert loaded.untyped_storage().nbytes() == 12
+    assert _tensor_view.has_own_storage(loaded)
+    view = loaded[:2]
+    assert not _tensor_view.has_own_storage(view)
+    del view
+    storage = loaded.untyped_storage()
+    assert not _tensor_view.has_own_storage(loaded)
+    del storage
+    assert _tensor_view.has_own_storage(loaded)
