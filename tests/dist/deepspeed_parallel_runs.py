@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from deepspeed_runs import loss_of, mean
+from deepspeed_runs import initialized, loss_of, mean
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -78,35 +76,19 @@ def batch(step: int, rank: int, ranks: int) -> torch.Tensor:
     return torch.randn(ROWS, 6, generator=generator).chunk(ranks)[rank]
 
 
-def initialized(model: nn.Module, config: dict[str, Any]) -> Any:
-    os.environ.update(
-        RANK=str(dist.get_rank()),
-        WORLD_SIZE=str(dist.get_world_size()),
-        LOCAL_RANK="0",
-        MASTER_PORT="29500",
-        DS_ACCELERATOR="cpu",
-    )
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # It would compile for minutes.
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    config = {
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-2}},
-        **config,
-    }
-    return deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config, dist_init_required=False
-    )[0]
+ADAM = {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-2}}
 
 
 def save_tensor_parallel(path: Path, stage: int) -> list[float]:
     """Trains and saves with AutoTP on 2 of 4 ranks; returns the losses of the steps after it."""
     torch.manual_seed(0)
     ranks = dist.get_world_size() // TENSOR_RANKS
+    net = Net()
     engine = initialized(
-        Net(),
+        net,
+        net.parameters(),
         {
+            "optimizer": ADAM,
             "train_micro_batch_size_per_gpu": ROWS // ranks,
             "zero_optimization": {"stage": stage},
             "tensor_parallel": {
@@ -149,11 +131,12 @@ def save_pipeline(path: Path) -> None:
         partition_method="uniform",
     )
     config = {
+        "optimizer": ADAM,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": 1},
     }
-    engine = initialized(net, config)
+    engine = initialized(net, net.parameters(), config)
     rows = [(row, row) for row in torch.randn(64, 1, 6).unbind()]
     engine.train_batch(iter(rows))
     engine.save_checkpoint(str(path))

@@ -84,37 +84,45 @@ def mean(loss: torch.Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
-def engine_of(
-    stage: int, dtype: str, net: str = "net", optimizer: Any = None, *, universal: bool = False
-) -> Any:
+def initialized(model: nn.Module, parameters: Any, config: dict[str, Any]) -> Any:
     """A DeepSpeed engine on the ranks of this world."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", MASTER_PORT="29500")
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.update(
+        RANK=str(dist.get_rank()),
+        WORLD_SIZE=str(dist.get_world_size()),
+        LOCAL_RANK="0",
+        MASTER_PORT="29500",
+        DS_ACCELERATOR="cpu",
+    )
     import deepspeed
 
     # It would compile for minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    return deepspeed.initialize(
+        model=model,
+        model_parameters=parameters,
+        config={"gradient_clipping": 0.0, **config},
+        dist_init_required=False,
+    )[0]
+
+
+def engine_of(
+    stage: int, dtype: str, net: str = "net", optimizer: Any = None, *, universal: bool = False
+) -> Any:
+    """An engine of one of the nets."""
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS // ranks,
-        "gradient_clipping": 0.0,
+        "train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(),
         "zero_allow_untested_optimizer": True,
         "optimizer": optimizer or {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-3}},
-        # Several flat groups for each parameter group.
         "checkpoint": {"load_universal": universal},
+        # Several flat groups for each parameter group.
         "zero_optimization": {"stage": stage, **({"sub_group_size": 40} if stage == 3 else {})},
     }
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
     torch.manual_seed(0)
     model = NETS[net]()
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    return deepspeed.initialize(
-        model=model,
-        model_parameters=groups_of(model),
-        config=config,
-        dist_init_required=False,
-    )[0]
+    return initialized(model, groups_of(model), config)
 
 
 def train_engine(engine: Any, first: int, dtype: str) -> list[float]:

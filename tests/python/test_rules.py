@@ -293,6 +293,18 @@ def test_every_rank_has_a_part_of_a_sharded_parameter(tmp_path: Path) -> None:
     assert loaded(tmp_path, "w shard(0)\nonly unique")["model.only"].equal(tensor(3))
 
 
+def test_objects_of_the_model_need_no_rule(tmp_path: Path) -> None:
+    write_shards(tmp_path, [{"w": tensor(2)}] * 2)
+    for file in tmp_path.glob("mp_rank_*"):
+        state = torch.load(file, weights_only=False)
+        state["module"]["extra"] = {"a": 1}
+        torch.save(state, file)
+    state = {"model": {"extra": {"a": 0}}}
+    rules = "w shard(0)"
+    dcp.load(state, storage_reader=FastReader(tmp_path, rules=rules), no_dist=True)
+    assert state == {"model": {"extra": {"a": 1}}}
+
+
 def test_a_computed_tensor_is_computed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

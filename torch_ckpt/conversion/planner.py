@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torch_ckpt.conversion.pieces import Source
-from torch_ckpt.formats.safetensors_layout import DTYPES
+from torch_ckpt.formats.safetensors_layout import ORDER
 from torch_ckpt.storage.rank_work import LatePlanner
 
 __all__ = ["ConversionPlanner"]
@@ -43,11 +43,10 @@ class ConversionPlanner(LatePlanner):
     def create_local_plan(self) -> SavePlan:
         """Plans a box for each piece, and an item for each object."""
         source = self._source
-        order = {dtype: number for number, dtype in enumerate(DTYPES)}
 
         def place(name: str) -> tuple[int, str]:
             dtype = str(source.tensors[name].dtype).removeprefix("torch.")
-            return order.get(dtype, len(order)), name
+            return ORDER.get(dtype, len(ORDER)), name
 
         items: list[WriteItem] = []
         for piece in source.cut(sorted(source.tensors, key=place)):

@@ -65,7 +65,7 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
         write_files(source, files, target)
         for folder in {path.parent for path, _ in files} | {unpublished / _FOLDER}:
             folder.sync()
-        if target.name in target.parent.names():
+        if target.is_directory():
             target.rename(replaced)
         try:
             unpublished.rename(target)

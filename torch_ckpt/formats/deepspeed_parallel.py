@@ -46,6 +46,7 @@ from torch_ckpt.formats.rules import (
     Union,
     Unique,
     check_cover,
+    listed,
 )
 
 __all__ = ["rules_from_info", "unite"]
@@ -93,11 +94,11 @@ class _United:
         self.files, self.ranks, self.tensor_ranks = files, ranks, tensor_ranks
         self.sizes = [model.sizes() for model, _ in ranks]
         self.trained = {fqn: None for sizes in self.sizes for fqn in sizes}
-        others = {fqn: None for model, _ in ranks for fqn in model.tensors}
+        others = {fqn: value for model, _ in ranks for fqn, value in model.tensors.items()}
         self.others = [fqn for fqn in others if fqn not in self.trained]
         buffers = {fqn for model, _ in ranks for fqn in model.buffers}
-        shards = {fqn: self._shards(fqn) for fqn in self.trained}
-        shards |= {fqn: self._shards(fqn) for fqn in self.others if fqn not in buffers}
+        frozen = [fqn for fqn in self.others if fqn not in buffers and _is_tensor(others[fqn])]
+        shards = {fqn: self._shards(fqn) for fqn in (*self.trained, *frozen)}
         self.rules = self._own_rules(shards) if rules is None else rules.matches(shards)
 
     def _shards(self, fqn: str) -> dict[int, Sizes]:
@@ -151,7 +152,7 @@ class _United:
             if len({tuple(sorted(values)) for values in named.values()}) > 1:
                 raise CorruptionError(
                     f"cannot load the state of {fqn!r} from {self.files.folder}: its "
-                    f"model-parallel ranks {_listed(shards)} have different states"
+                    f"model-parallel ranks {listed(shards)} have different states"
                 )
             states[new] = {
                 name: self._united(
@@ -174,13 +175,12 @@ class _United:
         return fqn if rule is None else rule.renamed(fqn)
 
     def _other(self, fqn: str) -> Value:
-        """Returns a buffer, which all ranks have, or a frozen parameter."""
+        """Returns a buffer or an object, which all ranks have, or a frozen parameter."""
+        rule = self.rules.get(fqn)
+        if rule is None:
+            return next(model.tensors[fqn] for model, _ in self.ranks if fqn in model.tensors)
         shards = self._shards(fqn)
         values = {rank: self.ranks[rank][0].tensors[fqn] for rank in shards}
-        rule, first = self.rules.get(fqn), next(iter(values.values()))
-        is_tensor = not isinstance(first, Stored) or isinstance(first.value, torch.Tensor)
-        if rule is None or not is_tensor:
-            return first
         return self._united(fqn, "fp32", rule, shards, values)
 
     def _united(
@@ -193,8 +193,9 @@ class _United:
     ) -> Value:
         """Unites the weights, or one state, of a parameter."""
         first = next(iter(values.values()))
-        is_tensor = not isinstance(first, Stored) or isinstance(first.value, torch.Tensor)
-        if not is_tensor or (name != "fp32" and _sizes_of(first) != next(iter(shards.values()))):
+        if not _is_tensor(first) or (
+            name != "fp32" and _sizes_of(first) != next(iter(shards.values()))
+        ):
             assert isinstance(first, Stored)
             for rank, value in values.items():
                 assert isinstance(value, Stored)
@@ -206,12 +207,12 @@ class _United:
             return first
         if len(shards) < self.tensor_ranks and not isinstance(rule.union, Unique | Boxes):
             raise MismatchError(
-                f"{fqn!r} is {rule.union}, but only rank {_listed(shards)} of {self.tensor_ranks} "
+                f"{fqn!r} is {rule.union}, but only rank {listed(shards)} of {self.tensor_ranks} "
                 "tensor-parallel ranks has it"
             )
         sizes, placed = rule.union.place(fqn, shards)
         check_cover(fqn, sizes, placed)
-        sizes, placed, then = _without_padding(fqn, sizes, placed, rule.then)
+        sizes, placed = _without_padding(fqn, sizes, placed, rule.then)
         sources = {rank: _as_boxed(fqn, value) for rank, value in values.items()}
         dtype = next(iter(sources.values())).dtype
         if other := [rank for rank, source in sources.items() if source.dtype != dtype]:
@@ -226,14 +227,19 @@ class _United:
             for box in _placed_boxes(source, one, dtype.itemsize)
         ]
         whole = Boxed(dtype, sizes, boxes)
-        compute = self._computation(fqn, name, rule, placed, whole, sources, then)
+        steps = [
+            one
+            for one in rule.then
+            if isinstance(one, Transpose) or (isinstance(one, Cast) and name == "fp32")
+        ]
+        compute = self._computation(fqn, name, rule, placed, whole, sources, steps)
         if compute is None:
             return whole
-        cast = next((getattr(torch, one.dtype) for one in then if isinstance(one, Cast)), None)
-        dtype = cast if cast is not None and name == "fp32" else dtype
-        for one in then:
-            if isinstance(one, Transpose):
-                sizes = _exchanged(fqn, sizes, one)
+        for step in steps:
+            if isinstance(step, Cast):
+                dtype = getattr(torch, step.dtype)
+            else:
+                sizes = _exchanged(fqn, sizes, step)
         return Computed(self.ranks[next(iter(values))][0].file, dtype, sizes, compute)
 
     def _computation(
@@ -244,7 +250,7 @@ class _United:
         placed: Sequence[Placed],
         whole: Boxed,
         sources: Mapping[int, Boxed],
-        then: Sequence[Operator],
+        steps: Sequence[Transpose | Cast],
     ) -> Callable[[], torch.Tensor] | None:
         """Returns what computes the tensor, unless its boxes are the tensor."""
         files, several = self.files, len(sources) > 1
@@ -258,8 +264,6 @@ class _United:
                 f"cannot load {name!r} of {fqn!r}: the ranks have the weights scaled by "
                 f"{scaled[0].scale}, and how that changes this state is unknown"
             )
-        steps: list[Operator] = [one for one in then if isinstance(one, Transpose)]
-        steps += [one for one in then if isinstance(one, Cast) and name == "fp32"]
         if not (averages or compares or scaled or steps):
             return None
 
@@ -282,10 +286,10 @@ class _United:
                 box = tensor[tuple(slice(a, a + n) for a, n in zip(one.at, one.sizes, strict=True))]
                 box /= one.scale ** _SCALE_POWERS[name]
             for step in steps:
-                if isinstance(step, Transpose):
-                    tensor = tensor.transpose(step.dim0, step.dim1).contiguous()
-                elif isinstance(step, Cast):
+                if isinstance(step, Cast):
                     tensor = tensor.to(getattr(torch, step.dtype))
+                else:
+                    tensor = tensor.transpose(step.dim0, step.dim1).contiguous()
             return tensor
 
         return compute
@@ -308,18 +312,17 @@ class _United:
         return merged
 
 
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
 def _options(group: Mapping[str, Any]) -> str:
     return repr({key: value for key, value in group.items() if key != "params"})
 
 
+def _is_tensor(value: Value) -> bool:
+    return not isinstance(value, Stored) or isinstance(value.value, torch.Tensor)
+
+
 def _sizes_of(value: Value) -> Sizes:
-    if isinstance(value, Stored):
-        return tuple(value.value.shape) if isinstance(value.value, torch.Tensor) else ()
-    return tuple(value.sizes)
+    """Returns the sizes of a tensor."""
+    return tuple(value.value.shape if isinstance(value, Stored) else value.sizes)
 
 
 def _as_boxed(fqn: str, value: Value) -> Boxed:
@@ -337,7 +340,7 @@ def _as_boxed(fqn: str, value: Value) -> Boxed:
 
 def _without_padding(
     fqn: str, sizes: Sizes, placed: list[Placed], then: Sequence[Operator]
-) -> tuple[Sizes, list[Placed], list[Operator]]:
+) -> tuple[Sizes, list[Placed]]:
     """Cuts the rows beyond the unpadded ones."""
     for one in then:
         if not isinstance(one, Padded):
@@ -351,7 +354,7 @@ def _without_padding(
                 cut = (rows, *box.sizes[1:])
                 unpadded.append(Placed(box.rank, box.offsets, cut, box.at, box.scale))
         sizes, placed = (one.to, *sizes[1:]), unpadded
-    return sizes, placed, [one for one in then if not isinstance(one, Padded)]
+    return sizes, placed
 
 
 def _exchanged(fqn: str, sizes: Sizes, step: Transpose) -> Sizes:
@@ -425,7 +428,7 @@ def rules_from_info(info: Mapping[str, Any], shards: Mapping[str, Shards]) -> di
     def match(patterns: Iterable[str], fqn: str) -> str | None:
         return next((pattern for pattern in patterns if re.match(pattern, fqn)), None)
 
-    def listed(key: str, fqn: str) -> bool:
+    def is_in(key: str, fqn: str) -> bool:
         patterns = info.get(key) or []
         if not isinstance(patterns, list | tuple):
             raise TypeError(f"{key} is not a list")
@@ -440,20 +443,20 @@ def rules_from_info(info: Mapping[str, Any], shards: Mapping[str, Shards]) -> di
         maps = geometry.get("params") or {}
         if (pattern := match(maps, fqn)) is not None:
             return _boxes_of_map(fqn, maps[pattern])
-        if listed("tp_replicated_parameter_patterns", fqn):
+        if is_in("tp_replicated_parameter_patterns", fqn):
             return Replicated()
-        if listed("parameter_to_average_patterns", fqn):
+        if is_in("parameter_to_average_patterns", fqn):
             return Average()
-        if listed("parameter_with_2_sub_params_cat_dim_0", fqn):
+        if is_in("parameter_with_2_sub_params_cat_dim_0", fqn):
             return _fused(2, 0, None, of_ranks)
         for pattern, facts in parts:
             if re.match(pattern, fqn):
                 dim = int(facts["partition_dim"])
                 return _fused(facts["shape"][dim], dim, widths.get(pattern), of_ranks)
-        return Shard(1 if listed("parameter_with_row_parallelism_patterns", fqn) else 0)
+        return Shard(1 if is_in("parameter_with_row_parallelism_patterns", fqn) else 0)
 
     def rule_of(fqn: str, of_ranks: Shards) -> Rule:
-        is_padded = listed("vocabulary_parameter_patterns", fqn)
+        is_padded = is_in("vocabulary_parameter_patterns", fqn)
         then = (Padded(int(info["original_vocab_size"])),) if is_padded else ()
         return Rule(re.escape(fqn), union_of(fqn, of_ranks), then)
 

@@ -11,8 +11,8 @@ of a rule unites the shards; the others change the whole parameter. As text::
     .*norm\.(weight|bias)      replicated
     transformer\.(.*)          shard(0) rename("model.\1")
 
-The idea is that of DeepSpeed's Universal Checkpointing (arXiv 2406.18820, section 4), where the
-operators are called patterns.
+The idea is that of DeepSpeed's Universal Checkpointing (arXiv 2406.18820), where the operators are
+called patterns.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ __all__ = [
     "Union",
     "Unique",
     "check_cover",
+    "listed",
 ]
 
 Sizes = tuple[int, ...]
@@ -123,7 +124,7 @@ class Unique(Union):
     def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
         """See :class:`Union`."""
         if len(shards) > 1:
-            raise MismatchError(f"{fqn!r} is unique, but ranks {_ranks(shards)} have it")
+            raise MismatchError(f"{fqn!r} is unique, but ranks {listed(shards)} have it")
         return _whole(shards)
 
 
@@ -580,8 +581,9 @@ def _sizes_by_rank(shards: Shards) -> str:
     return ", ".join(f"{sizes} on rank {rank}" for rank, sizes in shards.items())
 
 
-def _ranks(shards: Shards) -> str:
-    return ", ".join(map(str, shards))
+def listed(ranks: Iterable[int]) -> str:
+    """Returns ranks as text."""
+    return ", ".join(map(str, ranks))
 
 
 def _some(names: Sequence[str]) -> str:

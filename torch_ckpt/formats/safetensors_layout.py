@@ -21,7 +21,15 @@ from typing import Any
 
 from torch_ckpt.errors import UnsupportedError
 
-__all__ = ["DTYPES", "MAX_HEADER_NBYTES", "FilePlace", "ModelFile", "ModelLayout", "TensorFacts"]
+__all__ = [
+    "DTYPES",
+    "MAX_HEADER_NBYTES",
+    "ORDER",
+    "FilePlace",
+    "ModelFile",
+    "ModelLayout",
+    "TensorFacts",
+]
 
 DTYPES = {
     "uint64": ("U64", 8),
@@ -53,7 +61,9 @@ MAX_HEADER_NBYTES = 100_000_000
 """Maximum length of a header that the library accepts."""
 
 _METADATA = {"__metadata__": {"format": "pt"}}
-_ORDER = {dtype: number for number, dtype in enumerate(DTYPES)}
+ORDER = {dtype: number for number, dtype in enumerate(DTYPES)}
+"""Torch dtype -> its place among the tensors of a file."""
+
 _OFFSETS_NBYTES = 2 * 20  # Upper bound for the two decimal numbers of data_offsets.
 
 
@@ -155,7 +165,7 @@ class ModelLayout:
         files: list[ModelFile] = []
         places: dict[str, FilePlace] = {}
         for number, shard in enumerate(shards):
-            shard.sort(key=lambda facts: (_ORDER[facts.dtype], facts.fqn))
+            shard.sort(key=lambda facts: (ORDER[facts.dtype], facts.fqn))
             header, payload_nbytes = _header(shard)
             offset = len(header)
             for facts in shard:

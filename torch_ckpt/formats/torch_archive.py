@@ -14,7 +14,6 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -236,7 +235,7 @@ class _Pickler(pickle.Pickler):
         """Pickles a pending tensor as a tensor."""
         if not isinstance(value, PendingTensor):
             return NotImplemented
-        strides = _strides(value.sizes)
+        strides = torch.empty(value.sizes, device="meta").stride()
         where: tuple[Any, ...] = (0, value.sizes, strides, False, OrderedDict())
         if value.dtype in torch.storage._new_dtypes():
             storage = _PendingStorage(value, False)
@@ -273,12 +272,3 @@ class _Pickler(pickle.Pickler):
 
 def _storage_class(dtype: torch.dtype) -> Any:
     return getattr(torch, _STORAGE_CLASSES[dtype])
-
-
-def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
