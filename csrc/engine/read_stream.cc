@@ -196,7 +196,7 @@ Status ReadStream::open(Lane& lane, const WantedRange* for_device) {
   lane.queue.reset();
   lane.pool.reset();  // Before the next allocation: the budget covers one pool.
   ASSIGN_OR_RETURN(auto pool, make_pool_for(for_device, lane_nbytes_, block_nbytes_));
-  lane.queue = fs_.make_queue(pool->block_count(), pool->arena());
+  lane.queue = fs_.make_queue(pool->block_count());
   lane.pool = std::move(pool);
   lane.for_device = for_device != nullptr;
   return ok_status();
@@ -310,6 +310,7 @@ bool ReadStream::LaneRun::submit_next() {
       return false;
     }
     read.memory = slice(pool_.block(read.block), 0, nbytes);
+    if (!cached) queue_.register_memory(pool_.arena());
   }
   read.unpacking = Unpacking(read.memory);
   const size_t slot = free_slots_.back();

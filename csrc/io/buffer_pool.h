@@ -35,7 +35,7 @@ class BufferPool {
   // Ends the reservation. Requires: every block was released.
   void unclaim() { claimed_.clear(); }
 
-  // The memory of all blocks, for `FileSystem::make_queue`. Valid as long as the pool.
+  // The memory of all blocks, for `IoQueue::register_memory`. Valid as long as the pool.
   MutableBytes arena() const { return arena_; }
 
   int block_count() const { return static_cast<int>(in_use_.size()); }

@@ -111,6 +111,11 @@ class IoQueue {
 
   virtual const QueueMode& mode() const = 0;
 
+  // Registers `memory`, that of most requests, with the kernel if the queue can: then the kernel
+  // does not pin its pages at every direct request. It pins all of them now, which takes longer
+  // than reads of cached bytes. `memory` must outlive the queue. Only the first call has an effect.
+  virtual void register_memory(MutableBytes memory) { (void)memory; }
+
   // Number of requests that `submit` accepts now. Bounded, so memory in flight is bounded.
   virtual int room() const = 0;
   virtual int in_flight() const = 0;
@@ -145,9 +150,8 @@ class FileSystem {
   virtual Status remove(const std::string& path) = 0;
   virtual Status sync_directory(const std::string& path) = 0;
 
-  // Makes a queue for up to `depth` requests. The queue may register `registered`, the memory of
-  // most requests, with the kernel. `registered` must outlive the queue.
-  virtual std::unique_ptr<IoQueue> make_queue(int depth, MutableBytes registered = {}) = 0;
+  // Makes a queue for up to `depth` requests.
+  virtual std::unique_ptr<IoQueue> make_queue(int depth) = 0;
 };
 
 // Returns the parent directory of `path`: "a" for "a/b" and "a/b/", "." for "b", "/" for "/b".

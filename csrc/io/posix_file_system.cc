@@ -98,17 +98,16 @@ Status PosixFileSystem::sync_directory(const std::string& path) {
   return ok_status();
 }
 
-std::unique_ptr<IoQueue> PosixFileSystem::make_queue(int depth, MutableBytes registered) {
+std::unique_ptr<IoQueue> PosixFileSystem::make_queue(int depth) {
   const char* wish = std::getenv("TORCH_CKPT_IO");
   if (wish != nullptr && std::string_view(wish) == "threads") {
     return make_thread_queue(depth, "TORCH_CKPT_IO=threads is set");
   }
 #if TORCH_CKPT_HAVE_URING
-  Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(depth, registered);
+  Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(depth);
   if (queue.ok()) return std::move(*queue);
   return make_thread_queue(depth, queue.status().message());
 #else
-  (void)registered;  // Threads do not register memory.
   return make_thread_queue(depth, "built without liburing");
 #endif
 }

@@ -30,7 +30,7 @@ class PosixFileSystem : public FileSystem {
   // Uses io_uring if the kernel allows it, else threads. The queue's mode has the choice and the
   // reason. The environment variable TORCH_CKPT_IO=threads forces threads, for machines with
   // forbidden or broken io_uring. Each call reads the variable.
-  std::unique_ptr<IoQueue> make_queue(int depth, MutableBytes registered = {}) override;
+  std::unique_ptr<IoQueue> make_queue(int depth) override;
 };
 
 }  // namespace torch_ckpt

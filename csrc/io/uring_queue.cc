@@ -26,7 +26,10 @@ constexpr uint64_t kWakeUpTag = ~uint64_t{0} >> 1;  // `user_data` of a wake-up.
 
 class UringQueue final : public IoQueue {
  public:
-  UringQueue() { mode_.name = "io_uring"; }
+  UringQueue() {
+    mode_.name = "io_uring";
+    mode_.reason = "no memory was named to register";
+  }
 
   ~UringQueue() override {
     if (!ring_ready_) return;
@@ -38,7 +41,7 @@ class UringQueue final : public IoQueue {
   }
 
   Status open(int depth);
-  void register_memory(MutableBytes memory);
+  void register_memory(MutableBytes memory) override;
 
   const QueueMode& mode() const override { return mode_; }
   int room() const override { return std::max(depth_ - in_flight_, 0); }
@@ -64,6 +67,7 @@ class UringQueue final : public IoQueue {
   bool ring_ready_ = false;
   int depth_ = 0;
   QueueMode mode_;
+  bool was_told_memory_ = false;  // `register_memory` had memory.
   std::vector<iovec> registered_;
 
   int in_flight_ = 0;                // Requests that `wait` has not returned yet.
@@ -100,10 +104,8 @@ Status UringQueue::open(int depth) {
 }
 
 void UringQueue::register_memory(MutableBytes memory) {
-  if (memory.empty()) {
-    mode_.reason = "no memory was named to register";
-    return;
-  }
+  if (memory.empty() || was_told_memory_) return;
+  was_told_memory_ = true;
   for (int64_t at = 0; at < ssize(memory); at += kMaxRegisteredBuffer) {
     const MutableBytes chunk =
         slice(memory, at, std::min(kMaxRegisteredBuffer, ssize(memory) - at));
@@ -112,6 +114,7 @@ void UringQueue::register_memory(MutableBytes memory) {
   const int rc = ::io_uring_register_buffers(&ring_, registered_.data(),
                                              static_cast<unsigned>(registered_.size()));
   mode_.registered = rc == 0;
+  mode_.reason.clear();
   if (rc == 0) return;
   registered_.clear();
   mode_.reason =
@@ -269,10 +272,9 @@ std::span<const IoDone> UringQueue::wait() {
 
 }  // namespace
 
-Result<std::unique_ptr<IoQueue>> make_uring_queue(int depth, MutableBytes registered) {
+Result<std::unique_ptr<IoQueue>> make_uring_queue(int depth) {
   auto queue = std::make_unique<UringQueue>();
   RETURN_IF_ERROR(queue->open(depth));
-  queue->register_memory(registered);
   return std::unique_ptr<IoQueue>(std::move(queue));
 }
 

@@ -104,7 +104,7 @@ class InterruptedFileSystem : public PosixFileSystem {
  public:
   explicit InterruptedFileSystem(uint32_t seed) : seed_(seed) {}
 
-  std::unique_ptr<IoQueue> make_queue(int depth, MutableBytes) override {
+  std::unique_ptr<IoQueue> make_queue(int depth) override {
     return std::make_unique<InterruptedQueue>(depth, seed_++, counts);
   }
 

@@ -34,11 +34,10 @@ constexpr int64_t kArena = 256 * kBlock;
 
 enum class QueueKind { kUring, kUringUnregistered, kThreads };
 
-Result<std::unique_ptr<IoQueue>> make_queue_of(QueueKind kind, int depth,
-                                               [[maybe_unused]] MutableBytes arena) {
+Result<std::unique_ptr<IoQueue>> make_queue_of(QueueKind kind, int depth) {
   if (kind == QueueKind::kThreads) return make_thread_queue(depth, "asked for");
 #if TORCH_CKPT_HAVE_URING
-  return make_uring_queue(depth, kind == QueueKind::kUring ? arena : MutableBytes());
+  return make_uring_queue(depth);
 #else
   return unsupported("built without liburing");
 #endif
@@ -50,7 +49,7 @@ class IoQueueTest : public testing::TestWithParam<std::tuple<QueueKind, Caching>
     Result<Memory> memory = HeapMemorySource().allocate(kArena);
     ASSERT_OK(memory);
     memory_ = std::move(*memory);
-    Result<std::unique_ptr<IoQueue>> probe = make_queue_of(std::get<0>(GetParam()), 1, {});
+    Result<std::unique_ptr<IoQueue>> probe = make_queue_of(std::get<0>(GetParam()), 1);
     if (probe.status().code() == StatusCode::kUnsupported) GTEST_SKIP() << probe.status().message();
     ASSERT_OK(probe);
   }
@@ -59,8 +58,10 @@ class IoQueueTest : public testing::TestWithParam<std::tuple<QueueKind, Caching>
   Caching caching() const { return std::get<1>(GetParam()); }
 
   std::unique_ptr<IoQueue> make_queue(int depth) {
-    Result<std::unique_ptr<IoQueue>> queue = make_queue_of(std::get<0>(GetParam()), depth, arena());
+    const QueueKind kind = std::get<0>(GetParam());
+    Result<std::unique_ptr<IoQueue>> queue = make_queue_of(kind, depth);
     EXPECT_OK(queue);
+    if (kind != QueueKind::kUringUnregistered) (*queue)->register_memory(arena());
     return std::move(*queue);
   }
 

@@ -35,9 +35,10 @@ TEST(UringQueueTest, GoesOnWithoutRegistrationWhenTheKernelRefusesTheMemory) {
   void* address = ::mmap(nullptr, kBlock, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(address, MAP_FAILED);
   const MutableBytes forbidden(static_cast<std::byte*>(address), kBlock);
-  Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(2, forbidden);
+  Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(2);
   if (queue.status().code() == StatusCode::kUnsupported) GTEST_SKIP() << queue.status().message();
   ASSERT_OK(queue);
+  (*queue)->register_memory(forbidden);
   EXPECT_FALSE((*queue)->mode().registered);
   EXPECT_THAT((*queue)->mode().reason, HasSubstr("cannot register 4096 bytes of buffers: "));
   ::munmap(address, kBlock);
@@ -47,10 +48,12 @@ TEST(UringQueueTest, GoesOnWithoutRegistrationWhenTheKernelRefusesTheMemory) {
 TEST(UringQueueTest, TheSameMemoryIsRegisteredAgainAndAgain) {
   ASSERT_OK_AND_ASSIGN(const Memory memory, HeapMemorySource().allocate(kArena));
   for (int round = 0; round < 20; ++round) {
-    Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(2, memory.bytes());
+    Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(2);
     if (queue.status().code() == StatusCode::kUnsupported) GTEST_SKIP() << queue.status().message();
     ASSERT_OK(queue);
     const QueueMode& mode = (*queue)->mode();
+    EXPECT_FALSE(mode.registered);
+    (*queue)->register_memory(memory.bytes());
     if (round == 0 && !mode.registered) GTEST_SKIP() << mode.reason;  // The limit is very low here.
     EXPECT_TRUE(mode.registered) << mode.reason;
   }
@@ -66,7 +69,7 @@ TEST(UringQueueTest, ASlowRequestEndsOnceAndAsItShould) {
   const int writer = pipe[1];
   ASSERT_EQ(::dup3(pipe[0], file->buffered_fd(), O_CLOEXEC), file->buffered_fd());
   ::close(pipe[0]);
-  Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(1, {});
+  Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(1);
   if (queue.status().code() == StatusCode::kUnsupported) GTEST_SKIP() << queue.status().message();
   std::array<std::byte, 8> memory = {};
   const IoRequest request{
@@ -96,7 +99,7 @@ TEST(UringQueueTest, ALostRingGivesErrorsAndNoHang) {
                        fs.open("/proc/version", OpenMode::kRead, Caching::kBuffered));
   const int ring_fd = ::open("/dev/null", O_RDONLY | O_CLOEXEC);  // The next number to be used.
   ::close(ring_fd);
-  Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(2, {});
+  Result<std::unique_ptr<IoQueue>> queue = make_uring_queue(2);
   if (queue.status().code() == StatusCode::kUnsupported) GTEST_SKIP() << queue.status().message();
   ASSERT_OK(queue);
   const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);

@@ -20,7 +20,8 @@ Status FileJob::open(OpenMode mode) {
     return invalid_argument("cannot write ", path_, ": another save is using the same buffers");
   }
   ASSIGN_OR_RETURN(file_, fs_.open(path_, mode, options_.caching));
-  queue_ = fs_.make_queue(pool_.block_count(), pool_.arena());
+  queue_ = fs_.make_queue(pool_.block_count());
+  queue_->register_memory(pool_.arena());
   mode_ = {queue_->mode(), file_->alignment() > 1, file_->fallback_reason()};
   return ok_status();
 }

@@ -67,7 +67,7 @@ class MemoryFileSystem : public FileSystem {
 
   Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode,
                                      Caching caching) override;
-  std::unique_ptr<IoQueue> make_queue(int depth, MutableBytes registered = {}) override;
+  std::unique_ptr<IoQueue> make_queue(int depth) override;
   Result<std::vector<std::string>> list_directory(const std::string& path) override;
 
   Status create_directories(const std::string& path) override {
@@ -370,7 +370,7 @@ inline Result<std::unique_ptr<File>> MemoryFileSystem::open(const std::string& p
   return std::unique_ptr<File>(new MemoryFile(*this, path, data, mode, caching));
 }
 
-inline std::unique_ptr<IoQueue> MemoryFileSystem::make_queue(int depth, MutableBytes) {
+inline std::unique_ptr<IoQueue> MemoryFileSystem::make_queue(int depth) {
   return std::make_unique<MemoryQueue>(*this, depth);
 }
 

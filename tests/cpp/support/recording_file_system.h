@@ -49,7 +49,7 @@ class RecordingFileSystem : public FileSystem {
 
   Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode,
                                      Caching caching) override;
-  std::unique_ptr<IoQueue> make_queue(int depth, MutableBytes registered = {}) override;
+  std::unique_ptr<IoQueue> make_queue(int depth) override;
 
   Result<std::vector<std::string>> list_directory(const std::string& path) override {
     return inner_.list_directory(path);
@@ -184,6 +184,7 @@ class RecordingQueue : public IoQueue {
   }
 
   const QueueMode& mode() const override { return inner_->mode(); }
+  void register_memory(MutableBytes memory) override { inner_->register_memory(memory); }
   int room() const override { return inner_->room(); }
   int in_flight() const override { return inner_->in_flight(); }
 
@@ -250,9 +251,8 @@ inline Result<std::unique_ptr<File>> RecordingFileSystem::open(const std::string
   return std::unique_ptr<File>(new RecordingFile(*this, std::move(file), number));
 }
 
-inline std::unique_ptr<IoQueue> RecordingFileSystem::make_queue(int depth,
-                                                                MutableBytes registered) {
-  return std::make_unique<RecordingQueue>(*this, inner_.make_queue(depth, registered));
+inline std::unique_ptr<IoQueue> RecordingFileSystem::make_queue(int depth) {
+  return std::make_unique<RecordingQueue>(*this, inner_.make_queue(depth));
 }
 
 }  // namespace torch_ckpt
