@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistSaveShardedStrategy,
 )
 
-OURS, MEGATRONS = "FastSaveStrategy", "Megatron's own"
+OURS, ALONE, MEGATRONS = "ours", "ours, without a group", "Megatron's own"
 
 
 class MegatronRank(Rank):
@@ -92,18 +92,32 @@ class MegatronRank(Rank):
         mcore.save(self._state(), str(path), self._saver(contender)[1])
         return {"wall_s": time.perf_counter() - begin, "cpu_s": _cpu_s() - used}
 
-    def load_by(self, contender: str, folder: str, exchange: bool = True) -> Answer:
+    def load_by(self, contender: str, folder: str) -> Answer:
         """Returns the seconds of a load."""
         from torch_ckpt.integrations.megatron import FastLoadStrategy
 
-        if contender == OURS:
-            strategy = FastLoadStrategy(exchange_group=dist.group.WORLD if exchange else None)
-        else:
+        if contender == MEGATRONS:
             strategy = TorchDistLoadShardedStrategy()
+        else:
+            group = dist.group.WORLD if contender == OURS else None
+            strategy = FastLoadStrategy(exchange_group=group)
         state = self._state()
         dist.barrier()
         begin = time.perf_counter()
         mcore.load(state, str(self.directory / folder), strategy)
+        return {"wall_s": time.perf_counter() - begin}
+
+    def read(self, folder: str) -> Answer:
+        """Returns the seconds in which the ranks read each data file once, and keep nothing."""
+        files = sorted((self.directory / folder).glob("*.distcp"))[self._rank :: self._size]
+        dist.barrier()
+        begin = time.perf_counter()
+        buffer = bytearray(4 << 20)
+        for path in files:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+        dist.barrier()
         return {"wall_s": time.perf_counter() - begin}
 
     def save_asynchronously(self, contender: str, folder: str, reserve: bool) -> Answer:

@@ -1,8 +1,7 @@
 #pragma once
 
-// Memory that the engine allocates for I/O buffers and snapshots. Blocks are page-aligned and use
-// huge pages where the kernel grants them. Huge pages speed up direct I/O: each request has fewer
-// segments.
+// Memory that the engine allocates for I/O buffers and snapshots. Blocks are page-aligned. With
+// huge pages, copies have fewer page faults, and requests of direct I/O have fewer segments.
 
 #include <cstdint>
 #include <functional>
@@ -17,9 +16,9 @@ namespace torch_ckpt {
 class Memory {
  public:
   Memory() = default;
-  // `release` frees the underlying memory.
-  Memory(MutableBytes bytes, std::function<void()> release)
-      : bytes_(bytes), release_(std::move(release)) {}
+  // `release` frees the underlying memory. `populated` memory has all its pages.
+  Memory(MutableBytes bytes, std::function<void()> release, bool populated = false)
+      : bytes_(bytes), release_(std::move(release)), populated_(populated) {}
   Memory(Memory&& other) noexcept { *this = std::move(other); }
   Memory& operator=(Memory&& other) noexcept;
   ~Memory();
@@ -27,9 +26,15 @@ class Memory {
   MutableBytes bytes() const { return bytes_; }
   int64_t nbytes() const { return ssize(bytes_); }
 
+  // Allocates all pages now, with so many threads: huge pages, unless these take much longer than
+  // small ones. The bytes do not change. Does nothing if the memory is populated.
+  // Errors: that of the kernel, which has no such memory left.
+  Status populate(int threads = 1);
+
  private:
   MutableBytes bytes_;
   std::function<void()> release_;
+  bool populated_ = false;
 };
 
 // An allocator of blocks. Implementations allocate heap, pinned or shared memory.

@@ -32,13 +32,15 @@ Result<std::shared_ptr<void>> pin(MutableBytes bytes, int ordinal) {
 
 Result<Memory> PinnedMemorySource::allocate(int64_t nbytes) {
   ASSIGN_OR_RETURN(Memory heap, HeapMemorySource().allocate(nbytes));
+  RETURN_IF_ERROR(heap.populate());
   const MutableBytes bytes = heap.bytes();
   ASSIGN_OR_RETURN(std::shared_ptr<void> pinned, pin(bytes, ordinal_));
   auto block = std::make_shared<Memory>(std::move(heap));
-  return Memory(bytes, [block, pinned]() mutable {
+  const auto release = [block, pinned]() mutable {
     pinned.reset();  // Unpin before the memory is freed.
     block.reset();
-  });
+  };
+  return Memory(bytes, release, /*populated=*/true);
 }
 
 }  // namespace torch_ckpt

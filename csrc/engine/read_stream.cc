@@ -271,6 +271,7 @@ class ReadStream::LaneRun {
     Unpacking unpacking;
   };
 
+  bool prepare_for_direct();
   bool submit_next();
   void complete(const IoDone& done);
   void finish(size_t slot);
@@ -283,6 +284,14 @@ class ReadStream::LaneRun {
   std::vector<size_t> free_slots_;
   std::deque<size_t> unpacking_;  // Slots whose reads are done and whose copies may be in progress.
 };
+
+// Prepares the pool for direct reads. Cached reads use few of its pages, so they do not need it.
+bool ReadStream::LaneRun::prepare_for_direct() {
+  const Status status = pool_.populate();
+  if (!status.ok()) work_.fail(status);
+  queue_.register_memory(pool_.arena());
+  return status.ok();
+}
 
 // Returns whether to submit more reads before handling completed ones.
 bool ReadStream::LaneRun::submit_next() {
@@ -310,7 +319,10 @@ bool ReadStream::LaneRun::submit_next() {
       return false;
     }
     read.memory = slice(pool_.block(read.block), 0, nbytes);
-    if (!cached) queue_.register_memory(pool_.arena());
+    if (!cached && !prepare_for_direct()) {
+      pool_.release(read.block);
+      return false;
+    }
   }
   read.unpacking = Unpacking(read.memory);
   const size_t slot = free_slots_.back();

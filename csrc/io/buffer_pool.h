@@ -35,6 +35,10 @@ class BufferPool {
   // Ends the reservation. Requires: every block was released.
   void unclaim() { claimed_.clear(); }
 
+  // Allocates the pages of all blocks, as `Memory::populate` does: worth its time before direct
+  // I/O.
+  Status populate() { return memory_.populate(); }
+
   // The memory of all blocks, for `IoQueue::register_memory`. Valid as long as the pool.
   MutableBytes arena() const { return arena_; }
 
@@ -59,7 +63,7 @@ class BufferPool {
   BufferPool(Memory memory, int block_count, int64_t block_nbytes);
 
   std::atomic_flag claimed_;
-  const Memory memory_;
+  Memory memory_;
   const int64_t block_nbytes_;
   const MutableBytes arena_;
   std::vector<bool> in_use_;

@@ -1,12 +1,14 @@
 #include "base/memory.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "support/status_matchers.h"
 
@@ -46,6 +48,26 @@ TEST(HeapMemoryTest, TwoBlocksDoNotOverlap) {
   std::ranges::fill(a.bytes(), std::byte{1});
   std::ranges::fill(b.bytes(), std::byte{2});
   EXPECT_TRUE(std::ranges::all_of(a.bytes(), [](std::byte byte) { return byte == std::byte{1}; }));
+}
+
+// Returns the number of pages that the process has of a block.
+int64_t resident_pages(const Memory& memory) {
+  std::vector<unsigned char> pages(static_cast<size_t>(memory.nbytes() / kPage));
+  EXPECT_EQ(::mincore(memory.bytes().data(), memory.bytes().size(), pages.data()), 0);
+  return std::ranges::count_if(pages, [](unsigned char page) { return (page & 1) != 0; });
+}
+
+TEST(HeapMemoryTest, PopulatingAllocatesAllPagesAndKeepsTheBytes) {
+  for (const int64_t nbytes : {kPage, kHugePage - kPage, kHugePage, 5 * kHugePage + 3 * kPage}) {
+    for (const int threads : {1, 3}) {
+      ASSERT_OK_AND_ASSIGN(Memory memory, source.allocate(nbytes));
+      memory.bytes().back() = std::byte{7};
+      ASSERT_OK(memory.populate(threads));
+      EXPECT_EQ(resident_pages(memory), nbytes / kPage);
+      EXPECT_EQ(memory.bytes().back(), std::byte{7});
+      ASSERT_OK(memory.populate(threads));
+    }
+  }
 }
 
 TEST(HeapMemoryTest, MoreThanThereIsGivesAnError) {

@@ -67,9 +67,7 @@ class ElsewhereFileSystem : public FileSystem {
   Status sync_directory(const std::string& path) override {
     return disk_.sync_directory(folder_ + path);
   }
-  std::unique_ptr<IoQueue> make_queue(int depth) override {
-    return disk_.make_queue(depth);
-  }
+  std::unique_ptr<IoQueue> make_queue(int depth) override { return disk_.make_queue(depth); }
 
  private:
   const std::string folder_;

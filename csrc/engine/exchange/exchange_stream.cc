@@ -18,6 +18,10 @@ int64_t read_block_nbytes(int64_t piece_nbytes) { return piece_nbytes + 4 * kRea
 // Minimum number of pieces in flight, so that one is received while another is sent.
 constexpr int64_t kMinInFlight = 2;
 
+// Pieces in flight for each rank of the widest ring, which keep all its readers busy. More of them
+// would only take more memory, whose pages must be allocated first.
+constexpr int64_t kInFlightPerRank = 2;
+
 }  // namespace
 
 ExchangeStream::ExchangeStream(std::vector<std::string> files, std::vector<ExchangePiece> pieces,
@@ -121,7 +125,10 @@ Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, Ran
     readers.push_back(std::move(reader));
   }
   std::vector<ExchangePiece> pieces = plan.pieces();
-  const auto most_in_flight = std::max(kMinInFlight, std::ssize(pieces));
+  int64_t widest = kReaders;
+  for (const ReadRing& ring : plan.rings) widest = std::max(widest, std::ssize(ring.ranks));
+  const int64_t most_in_flight =
+      std::clamp<int64_t>(std::ssize(pieces), kMinInFlight, kInFlightPerRank * widest);
   const int64_t pool_nbytes = std::min(room_nbytes, most_in_flight * plan.piece_nbytes);
   RETURN_IF_ERROR(BufferPool::check(pool_nbytes, plan.piece_nbytes));
   return std::unique_ptr<ExchangeStream>(
@@ -132,6 +139,7 @@ Result<std::unique_ptr<ExchangeStream>> ExchangeStream::make(FileSystem& fs, Ran
 // Allocates the memory for pieces, of the kind that the destination device copies from fastest.
 Status ExchangeStream::open_pool() {
   ASSIGN_OR_RETURN(auto pool, make_pool_for(assembly_->for_device(), pool_nbytes_, block_nbytes_));
+  RETURN_IF_ERROR(pool->populate());
   const std::lock_guard<std::mutex> lock(mutex_);
   pool_ = std::move(pool);
   room_ = pool_->block_count();

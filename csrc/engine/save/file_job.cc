@@ -21,6 +21,7 @@ Status FileJob::open(OpenMode mode) {
   }
   ASSIGN_OR_RETURN(file_, fs_.open(path_, mode, options_.caching));
   queue_ = fs_.make_queue(pool_.block_count());
+  RETURN_IF_ERROR(pool_.populate());
   queue_->register_memory(pool_.arena());
   mode_ = {queue_->mode(), file_->alignment() > 1, file_->fallback_reason()};
   return ok_status();

@@ -1,18 +1,12 @@
 #include "engine/save/snapshot.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <atomic>
-#include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/parallel_for.h"
-#include "engine/save/huge_page_budget.h"
 #include "geometry/box.h"
 #include "plan/layout.h"
 
@@ -25,8 +19,6 @@ namespace {
 
 // Unit of work of a thread: long enough for full memory bandwidth, short enough to balance load.
 constexpr int64_t kChunkNbytes = int64_t{4} << 20;
-
-constexpr int64_t kPage = 4096;
 
 // A range of elements of one tensor.
 struct Chunk {
@@ -89,20 +81,6 @@ TensorCopy whole(const PackedCopy& from) {
   return {from.tensor.data, std::move(copy)};
 }
 
-// Populates memory with pages of the advised kind. Returns the time, and an errno or 0.
-std::pair<std::chrono::nanoseconds, int> populate(MutableBytes memory, int advice) {
-  // Advice only: if it fails, the code is still correct, but slower.
-  ::madvise(memory.data(), memory.size(), advice);
-  const auto started = std::chrono::steady_clock::now();
-  if (::madvise(memory.data(), memory.size(), MADV_POPULATE_WRITE) != 0) {
-    if (errno != EINVAL) return {{}, errno};
-    // This kernel lacks MADV_POPULATE_WRITE.
-    for (int64_t at = 0; at < ssize(memory); at += kPage)
-      memory[static_cast<size_t>(at)] = std::byte{0};
-  }
-  return {std::chrono::steady_clock::now() - started, 0};
-}
-
 }  // namespace
 
 int64_t place_in_snapshot(int64_t end, int64_t nbytes) {
@@ -113,23 +91,11 @@ Result<std::unique_ptr<Snapshot>> Snapshot::make(MemorySource& source, int64_t n
                                                  int threads) {
   if (nbytes <= 0) return invalid_argument("cannot make a snapshot of ", nbytes, " bytes");
   ASSIGN_OR_RETURN(Memory memory, source.allocate(nbytes));
+  if (const Status status = memory.populate(threads); !status.ok()) {
+    return errno_status(status.error_number(),
+                        str_cat("cannot allocate ", nbytes, " bytes of snapshot"));
+  }
   const MutableBytes bytes = memory.bytes();
-  // The first chunk has small pages: its time shows whether huge pages are worth theirs.
-  const int64_t first = std::min(kChunkNbytes, ssize(bytes));
-  const auto [small_time, error] = populate(slice(bytes, 0, first), MADV_NOHUGEPAGE);
-  std::atomic<int> failed = error;
-  HugePageBudget huge_pages(small_time, first);
-  parallel_for((ssize(bytes) - first + kChunkNbytes - 1) / kChunkNbytes, threads, [&](int64_t n) {
-    const int64_t begin = first + n * kChunkNbytes;
-    const int64_t nbytes_here = std::min(kChunkNbytes, ssize(bytes) - begin);
-    const bool huge = !huge_pages.is_spent();
-    const auto [time, chunk_error] =
-        populate(slice(bytes, begin, nbytes_here), huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-    if (huge) huge_pages.add(time, nbytes_here);
-    if (chunk_error != 0) failed = chunk_error;
-  });
-  if (failed != 0)
-    return errno_status(failed, str_cat("cannot allocate ", nbytes, " bytes of snapshot"));
   return std::unique_ptr<Snapshot>(new Snapshot(std::move(memory), bytes));
 }
 

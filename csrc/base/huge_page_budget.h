@@ -1,13 +1,13 @@
 #pragma once
 
-// HugePageBudget: decides whether a snapshot should go on using huge pages while it is populated.
+// HugePageBudget: decides whether memory should go on getting huge pages while it is populated.
 //
 // Huge pages usually take half the time of small ones. But if memory is fragmented, the kernel
 // moves other pages to form huge ones, which takes ten times as long. So the budget compares the
 // time of huge pages with the measured time of small pages, and ends when huge pages have cost too
 // much.
 //
-// Snapshot::make uses one budget for all its threads.
+// Memory::populate uses one budget for all its threads.
 
 #include <algorithm>
 #include <chrono>
@@ -19,9 +19,9 @@ namespace torch_ckpt {
 // Used by several threads at a time.
 class HugePageBudget {
  public:
-  // Time beyond that of small pages which huge pages may cost in all. Absorbs the time slices of
-  // other processes.
-  static constexpr std::chrono::nanoseconds kMaxExcess = std::chrono::milliseconds(8);
+  // Time beyond that of small pages which huge pages may cost in all. A save or load of a gigabyte
+  // gains more from them.
+  static constexpr std::chrono::nanoseconds kMaxExcess = std::chrono::milliseconds(32);
 
   // `small_time` is the time to populate `nbytes` with small pages.
   HugePageBudget(std::chrono::nanoseconds small_time, int64_t nbytes)
