@@ -21,6 +21,7 @@ from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.deepspeed_experts import EXPERT_FILE, add_expert_files
 from torch_ckpt.formats.deepspeed_files import (
     Boxed,
     Computed,
@@ -47,7 +48,7 @@ __all__ = ["deepspeed_folder", "open_deepspeed"]
 
 _RANK_FILE = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_EXPERT_FILE = re.compile(r"layer_.*_expert_.*model_states\.pt|expp_rank_.*_optim_states\.pt")
+_EXPERT_OPTIMIZER_FILE = re.compile(r"expp_rank_.*_optim_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _POINTERS = ("latest", "latest_universal")
 
@@ -122,9 +123,9 @@ def open_deepspeed(
         CorruptionError: A file is damaged, or the files disagree. The message names the file and
             the FQN.
         MismatchError: The rules do not match the parameters.
-        UnsupportedError: The checkpoint has expert parallelism, or no ZeRO partitions, or tensor
-            parallelism that it does not describe, or a pickle requests a forbidden class or
-            function.
+        UnsupportedError: The checkpoint has no ZeRO partitions, or tensor parallelism that it does
+            not describe, or tensor parallelism with experts, or a pickle requests a forbidden
+            class or function.
         StorageError: A file cannot be read.
     """
     names = _file_names(folder)
@@ -148,6 +149,7 @@ def open_deepspeed(
                 model = _read_model(files, of_rank)
                 ranks.append((model, read_partitions(files, of_rank.optimizer, model.groups)))
             model, optimizer = ranks[0]
+            add_expert_files(files, model, optimizer.weights)
             if len(ranks) > 1 or rules is not None:
                 _add_layers(files, [model for model, _ in ranks])
                 model, optimizer = unite(files, ranks, _tensor_ranks(files, ranks), rules)
@@ -201,7 +203,8 @@ def _file_names(folder: Location) -> dict[int, _Names]:
 
     Raises:
         NotFoundError: There is no model file, or no optimizer file.
-        UnsupportedError: The checkpoint has expert parallelism.
+        UnsupportedError: The checkpoint has experts without ZeRO, or in a universal folder, or on
+            model-parallel ranks.
     """
     model: dict[int, str] = {}
     optimizer: dict[int, dict[int, str]] = {}
@@ -209,9 +212,13 @@ def _file_names(folder: Location) -> dict[int, _Names]:
     listed = folder.names()
     for name in listed:
         rank_file, model_file = _RANK_FILE.fullmatch(name), _MODEL_FILE.fullmatch(name)
-        if _EXPERT_FILE.fullmatch(name):
+        expert_file = EXPERT_FILE.fullmatch(name)
+        if _EXPERT_OPTIMIZER_FILE.fullmatch(name) or (
+            expert_file and (FOLDER in listed or int(expert_file[1]) > 0)
+        ):
             raise UnsupportedError(
-                f"cannot load {folder}: {name} is of expert parallelism, which is not supported"
+                f"cannot load {folder}: it has {name}, and experts can be loaded only from ZeRO-1 "
+                "and ZeRO-2, without tensor parallelism and universal folders"
             )
         if rank_file:
             kind = by_rank if rank_file[3] == "model" else optimizer

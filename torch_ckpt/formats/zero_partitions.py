@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.formats.deepspeed_experts import Experts
 from torch_ckpt.formats.deepspeed_files import (
     File,
     Files,
@@ -69,9 +70,12 @@ def read_partitions(files: Files, names: dict[int, str], groups: list[Shapes]) -
         first = max(names)
         ranks[first] = files.read(names[first])
     count = ranks[first].at(_TOP, "partition_count", kind=(int, list))
-    count = max([0, *count]) if isinstance(count, list) else count
+    partitions = count if isinstance(count, list) else [count] * len(groups)
+    if len(partitions) != len(groups):
+        raise ranks[first].damage(f"it has partitions of {len(partitions)} of {len(groups)} groups")
+    count = max([0, *partitions])
     absent = files.open_ranks(names, count, ranks)
-    merged = _Merged(groups)
+    merged = _Merged(groups, Experts(groups, ranks[first], partitions))
     for rank, file in sorted(ranks.items()):
         merged.add(rank, count, file)
     files.check_cover(merged.weights, absent, "the weights")
@@ -83,8 +87,10 @@ def read_partitions(files: Files, names: dict[int, str], groups: list[Shapes]) -
 class _Merged:
     """The partitions of all ranks, collected by parameter."""
 
-    def __init__(self, groups: list[Shapes]) -> None:
+    def __init__(self, groups: list[Shapes], experts: Experts) -> None:
+        groups = [experts.all(number, shapes) for number, shapes in enumerate(groups)]
         self.groups = groups
+        self.experts = experts
         self.sizes = {fqn: sizes for shapes in groups for fqn, sizes in shapes.items()}
         self.weights = {fqn: Partitioned(torch.float32, s) for fqn, s in self.sizes.items()}
         self.flat_states: dict[str, dict[str, Partitioned]] = {}
@@ -114,7 +120,7 @@ class _Merged:
                 partition = _zero3_partition(file, number, rank, count)
                 slices = list(_zero3_slices(file, shapes, flat.numel(), partition, count))
             else:
-                slices = list(self._mapped_slices(file, number))
+                slices = list(self._mapped_slices(file, number, rank))
             add_partition(self.weights, file, rank, flat, slices)
             states = file.at(*base, "state", kind=dict).get(number) or {}
             if not isinstance(states, dict):
@@ -150,10 +156,11 @@ class _Merged:
                 f"{first.file.name}; are the files of different saves?"
             )
 
-    def _mapped_slices(self, file: File, group: int) -> Iterator[Slice]:
+    def _mapped_slices(self, file: File, group: int, rank: int) -> Iterator[Slice]:
         """Yields the slices that a file of ZeRO-1 or ZeRO-2 lists for its rank."""
         mapping = file.at(_TOP, "param_slice_mappings", group, kind=dict)
-        for fqn, address in mapping.items():
+        for name, address in mapping.items():
+            fqn = self.experts.name(group, rank, name) if isinstance(name, str) else name
             fields = address if isinstance(address, dict) else vars(address)
             start, numel = fields.get("start"), fields.get("numel")
             if fqn not in self.groups[group] or type(start) is not int or type(numel) is not int:
@@ -255,7 +262,7 @@ def _zero3_partition(file: File, group: int, rank: int, count: int) -> int:
     if facts.get("partition_count") != count:
         raise UnsupportedError(
             f"cannot load {file.path}: group {group} has {facts.get('partition_count')} partitions "
-            f"on {count} ranks, as with expert parallelism"
+            f"on {count} ranks, as with experts under ZeRO-3"
         )
     partition = facts.get("partition_rank")
     if type(partition) is not int or not 0 <= partition < count:

@@ -1,0 +1,148 @@
+"""Training with DeepSpeed's expert parallelism on gloo ranks, and with all experts on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from deepspeed_runs import initialized, loss_of, mean
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from torch_ckpt import FastReader
+
+ROWS = 16  # Of a batch, over all ranks.
+STEPS = 3
+EXPERTS = 4
+LAYERS = 2
+PREFIX = "deepspeed_experts."
+
+
+class Expert(nn.Module):
+    """With a frozen parameter and a buffer, which the optimizer does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 5)
+        self.down = nn.Linear(5, 6)
+        self.down.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.rand(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))) * self.scale
+
+
+class Layer(nn.Module):
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.up = nn.Linear(6, 6)
+        # No token is dropped, so a step does not depend on how the rows are spread over ranks.
+        options = {"k": 1, "min_capacity": 0, "capacity_factor": float(EXPERTS), "use_rts": False}
+        self.moe = MoE(6, Expert(), num_experts=EXPERTS, ep_size=ranks, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.moe(torch.relu(self.up(x)))[0]
+
+
+class Net(nn.Sequential):
+    """A mixture of experts, each different.
+
+    Args:
+        ranks: Number of ranks that share the experts of a layer.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(Layer(ranks) for _ in range(LAYERS)))
+        for number, (name, parameter) in enumerate(self.named_parameters()):
+            if PREFIX in name:
+                parameter.data.mul_(1 + 0.1 * dist.get_rank() + 0.01 * number)
+
+
+def batch(step: int) -> torch.Tensor:
+    """The rows of this rank."""
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randn(ROWS, 6, generator=generator)
+    return rows.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def parameter_groups(net: nn.Module) -> list[dict[str, Any]]:
+    named = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+    experts = [p for name, p in named if PREFIX in name]
+    return [{"params": [p for name, p in named if PREFIX not in name]}, {"params": experts}]
+
+
+def save_experts(
+    path: Path, stage: int, ranks: int, data_first: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Trains and saves with experts on so many ranks.
+
+    Returns:
+        The losses of the steps after the save, and the tensors of the model on this rank, by the
+        names of the model with all experts.
+    """
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+    from deepspeed.utils import groups
+
+    for kept in vars(groups).values():  # Of an earlier run, with another order of ranks.
+        if isinstance(kept, dict) and f"ep_size_{ranks}" in kept:
+            kept.clear()
+    net = Net(ranks)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    engine = initialized(
+        net,
+        split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "all"}),
+        {
+            "optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-2}},
+            "train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(),
+            "zero_optimization": {"stage": stage},
+            "use_data_before_expert_parallelism": data_first,
+        },
+    )
+    first = groups._get_expert_parallel_rank(f"ep_size_{ranks}") * EXPERTS // ranks
+
+    def name_of(local: str) -> str:
+        prefix, found, rest = local.partition(PREFIX)
+        number, _, rest = rest.partition(".")
+        return f"{prefix}{PREFIX}{first + int(number)}.{rest}" if found else local
+
+    losses, tensors = [], {}
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            engine.save_checkpoint(str(path))
+            for name, tensor in engine.module.state_dict().items():
+                tensors[f"model.{name_of(name)}"] = tensor.clone()
+        loss = loss_of(engine(batch(step)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(mean(loss))
+    engine.destroy()
+    return losses[STEPS:], tensors
+
+
+def resume_on_one_rank(path: Path) -> list[float]:
+    """The losses of the model with all experts, after a stock ``dcp.load``."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    net = Net(1)
+    for layer in net:
+        layer.moe.set_deepspeed_parallelism()
+    optimizer = torch.optim.AdamW(parameter_groups(net), lr=1.0)
+    model, optim = get_state_dict(net, optimizer)
+    state = {"model": model, "optim": optim}
+    dcp.load(state, storage_reader=FastReader(path))
+    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    losses = []
+    for step in range(STEPS, 2 * STEPS):
+        loss = loss_of(net(batch(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
