@@ -471,6 +471,19 @@ def test_a_rank_without_data_fails_the_save_on_every_rank(
 
 
 @on_ranks(2)
+def test_a_rank_with_a_wrong_value_fails_the_load_on_every_rank(path: Path) -> None:
+    save(path, "fast")
+    tensor = shard("rows", 0, blank=True)
+    if dist.get_rank():
+        tensor.data = "no tensor"
+    strategy = FastLoadStrategy(exchange_group=dist.group.WORLD, timeout_s=20)
+    with on_cpu():
+        failures = failures_of(strategy.load, {"rows": tensor}, path)
+    assert list(failures) == [1]
+    assert "has no attribute" in failures[1].message
+
+
+@on_ranks(2)
 def test_a_replica_may_be_without_data(path: Path) -> None:
     rank = dist.get_rank()
     one = ShardedTensor.from_rank_offsets("one", torch.ones(3), replica_id=(0, 0, rank))

@@ -11,7 +11,7 @@ import itertools
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, cast
 
@@ -239,13 +239,17 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             CheckpointException: A rank raised an error. It derives from ``BaseException``.
             RankTimeoutError: A rank was late, stuck or gone.
         """
-        values = ShardedValues(sharded_state_dict)
-        state, resized = values.state, values.resized
-        for shard in itertools.chain.from_iterable(resized.values()):
-            shard.data.detach().zero_()  # Rows that the checkpoint lacks.
-        planner = _LoadPlanner(resized)
+        values: ShardedValues | None = None
+        planner = _LoadPlanner()
+        try:
+            values = ShardedValues(sharded_state_dict)
+            for shard in itertools.chain.from_iterable(values.resized.values()):
+                shard.data.detach().zero_()  # Rows that the checkpoint lacks.
+            planner.resized = list(values.resized)
+        except Exception as error:
+            planner.error = error
         load(
-            state,
+            {} if values is None else values.state,
             storage_reader=_Reader(checkpoint_dir, self._opened, **self._options),
             planner=planner,
             process_group=self.exchange_group,
@@ -253,6 +257,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             timeout_s=self.timeout_s,
         )
         self.cached_global_metadata = planner.metadata
+        assert values is not None  # Otherwise, the load has failed.
         return values.loaded()
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
@@ -331,13 +336,15 @@ def _save_planner() -> FastSavePlanner:
 class _LoadPlanner(FastLoadPlanner):
     """Loads what the checkpoint has of tensors that may have another shape there.
 
-    Args:
+    Attributes:
         resized: Keys of these tensors.
+        error: Why this rank has no state dict. All ranks exchange it.
     """
 
-    def __init__(self, resized: Iterable[str]) -> None:
+    def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._resized = list(resized)
+        self.resized: list[str] = []
+        self.error: Exception | None = None
 
     def set_up_planner(
         self,
@@ -346,8 +353,10 @@ class _LoadPlanner(FastLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Replaces tensors of another shape by the boxes that the checkpoint has."""
+        if self.error is not None:
+            raise self.error
         assert metadata is not None
-        for key in self._resized:
+        for key in self.resized:
             stored = metadata.state_dict_metadata.get(key)
             if isinstance(stored, TensorStorageMetadata):
                 state_dict[key] = _within(state_dict[key], stored.size)
