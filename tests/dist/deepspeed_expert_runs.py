@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from deepspeed_runs import initialized, loss_of, mean
+from deepspeed_runs import initialized, loaded_whole, loss_of, mean
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -77,6 +77,32 @@ def parameter_groups(net: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [p for name, p in named if PREFIX not in name]}, {"params": experts}]
 
 
+def engine_of(stage: int, ranks: int, *, data_first: bool = False, universal: bool = False) -> Any:
+    """An engine with the experts on so many ranks."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    net = Net(ranks)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    return initialized(
+        net,
+        split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "all"}),
+        {
+            "optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-2}},
+            "train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(),
+            "zero_optimization": {"stage": stage},
+            "use_data_before_expert_parallelism": data_first,
+            "checkpoint": {"load_universal": universal},
+        },
+    )
+
+
+def train(engine: Any, step: int) -> float:
+    loss = loss_of(engine(batch(step)))
+    engine.backward(loss)
+    engine.step()
+    return mean(loss)
+
+
 def save_experts(
     path: Path, stage: int, ranks: int, data_first: bool
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -86,24 +112,12 @@ def save_experts(
         The losses of the steps after the save, and the tensors of the model on this rank, by the
         names of the model with all experts.
     """
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
     from deepspeed.utils import groups
 
     for kept in vars(groups).values():  # Of an earlier run, with another order of ranks.
         if isinstance(kept, dict) and f"ep_size_{ranks}" in kept:
             kept.clear()
-    net = Net(ranks)
-    trained = [p for p in net.parameters() if p.requires_grad]
-    engine = initialized(
-        net,
-        split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "all"}),
-        {
-            "optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-2}},
-            "train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(),
-            "zero_optimization": {"stage": stage},
-            "use_data_before_expert_parallelism": data_first,
-        },
-    )
+    engine = engine_of(stage, ranks, data_first=data_first)
     first = groups._get_expert_parallel_rank(f"ep_size_{ranks}") * EXPERTS // ranks
 
     def name_of(local: str) -> str:
@@ -117,12 +131,23 @@ def save_experts(
             engine.save_checkpoint(str(path))
             for name, tensor in engine.module.state_dict().items():
                 tensors[f"model.{name_of(name)}"] = tensor.clone()
-        loss = loss_of(engine(batch(step)))
-        engine.backward(loss)
-        engine.step()
-        losses.append(mean(loss))
+        losses.append(train(engine, step))
     engine.destroy()
     return losses[STEPS:], tensors
+
+
+def resume_engine(path: Path) -> list[float]:
+    """The losses of an engine with all experts on each rank, from a universal folder."""
+    engine = engine_of(1, 1, universal=True)
+    engine.load_checkpoint(str(path.parent), tag=path.name)
+    # DeepSpeed does not load frozen parameters and buffers of a universal folder.
+    stored = loaded_whole(path)
+    for name, tensor in engine.module.state_dict().items():
+        if name.endswith(("down.bias", "scale")):
+            tensor.copy_(stored[f"model.{name}"])
+    losses = [train(engine, step) for step in range(STEPS, 2 * STEPS)]
+    engine.destroy()
+    return losses
 
 
 def resume_on_one_rank(path: Path) -> list[float]:

@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed_expert_runs import EXPERTS, LAYERS, resume_on_one_rank, save_experts
+from deepspeed_expert_runs import (
+    EXPERTS,
+    LAYERS,
+    resume_engine,
+    resume_on_one_rank,
+    save_experts,
+)
 from deepspeed_runs import loaded_whole
 from ranks import Ranks, Worlds
 from states import assert_same
 
 from torch_ckpt import FastReader
+from torch_ckpt.cli.main import main
 from torch_ckpt.errors import UnsupportedError
 
 pytestmark = [
@@ -68,6 +75,17 @@ def test_training_continues_with_all_experts_on_one_rank(
 ) -> None:
     path, expected, _ = saved[case]
     assert worlds.run(1, resume_on_one_rank, path)[0] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_deepspeed_resumes_with_all_experts_on_each_rank_from_a_universal_folder(
+    saved: Saved, worlds: Worlds, tmp_path: Path, ranks: int
+) -> None:
+    path, expected, _ = saved[FOUR]
+    target = tmp_path / "universal"
+    assert main(["convert", str(path), str(target), "--to", "universal"]) == 0
+    for losses in worlds.run(ranks, resume_engine, target):
+        assert losses == pytest.approx(expected, abs=1e-6)
 
 
 def test_experts_of_tensor_parallel_ranks_are_refused(saved: Saved, tmp_path: Path) -> None:
