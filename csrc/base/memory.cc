@@ -42,17 +42,12 @@ std::pair<Nanoseconds, int> populate_with(MutableBytes memory, int advice) {
     if (errno != EINVAL) return {{}, errno};
     // This kernel lacks MADV_POPULATE_WRITE.
     for (int64_t at = 0; at < ssize(memory); at += kPage) {
-      volatile std::byte& first = memory[static_cast<size_t>(at)];
-      const std::byte unchanged = first;
-      first = unchanged;
+      // Atomically, because a read may be writing other bytes to the page.
+      auto& first = reinterpret_cast<unsigned char&>(memory[static_cast<size_t>(at)]);
+      std::atomic_ref<unsigned char>(first).fetch_or(0);
     }
   }
   return {thread_time() - started, 0};
-}
-
-Status error_of(int error, int64_t nbytes) {
-  if (error == 0) return ok_status();
-  return errno_status(error, str_cat("cannot allocate ", nbytes, " bytes"));
 }
 
 }  // namespace
@@ -70,23 +65,24 @@ Memory::~Memory() {
 
 Status Memory::populate(int threads) {
   if (populated_) return ok_status();
-  populated_ = true;
-  if (nbytes() < kHugePage)
-    return error_of(populate_with(bytes_, MADV_NOHUGEPAGE).second, nbytes());
-  ASSIGN_OR_RETURN(const Memory sample, HeapMemorySource().allocate(kSampleNbytes));
-  const auto [small_time, failed] = populate_with(sample.bytes(), MADV_NOHUGEPAGE);
+  const Result<Memory> sample = HeapMemorySource().allocate(kSampleNbytes);
+  const auto [small_time, failed] =
+      sample.ok() ? populate_with(sample->bytes(), MADV_NOHUGEPAGE) : std::pair(Nanoseconds(0), 0);
+  const bool may_be_huge = nbytes() >= kHugePage && sample.ok() && failed == 0;
   HugePageBudget huge_pages(small_time, kSampleNbytes);
-  std::atomic<int> error = failed;
+  std::atomic<int> error = 0;
   parallel_for((nbytes() + kChunkNbytes - 1) / kChunkNbytes, threads, [&](int64_t n) {
     const int64_t begin = n * kChunkNbytes;
     const int64_t nbytes_here = std::min(kChunkNbytes, nbytes() - begin);
-    const bool huge = !huge_pages.is_spent();
+    const bool huge = may_be_huge && !huge_pages.is_spent();
     const auto [time, chunk_error] =
         populate_with(slice(bytes_, begin, nbytes_here), huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
     if (huge) huge_pages.add(time, nbytes_here);
     if (chunk_error != 0) error = chunk_error;
   });
-  return error_of(error, nbytes());
+  if (error != 0) return errno_status(error, str_cat("cannot allocate ", nbytes(), " bytes"));
+  populated_ = true;
+  return ok_status();
 }
 
 Result<Memory> HeapMemorySource::allocate(int64_t nbytes) {

@@ -287,10 +287,12 @@ class ReadStream::LaneRun {
 
 // Prepares the pool for direct reads. Cached reads use few of its pages, so they do not need it.
 bool ReadStream::LaneRun::prepare_for_direct() {
-  const Status status = pool_.populate();
-  if (!status.ok()) work_.fail(status);
+  if (const Status status = pool_.populate(); !status.ok()) {
+    work_.fail(status);
+    return false;
+  }
   queue_.register_memory(pool_.arena());
-  return status.ok();
+  return true;
 }
 
 // Returns whether to submit more reads before handling completed ones.

@@ -28,7 +28,7 @@ class UringQueue final : public IoQueue {
  public:
   UringQueue() {
     mode_.name = "io_uring";
-    mode_.reason = "no memory was named to register";
+    mode_.reason = "no buffers are registered";
   }
 
   ~UringQueue() override {

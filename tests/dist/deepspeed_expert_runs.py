@@ -21,14 +21,26 @@ LAYERS = 2
 PREFIX = "deepspeed_experts."
 
 
+def is_trained(name: str, frozen: int | None, count: int) -> bool:
+    """Whether a parameter is trained.
+
+    Args:
+        name: Its FQN.
+        frozen: The number of a frozen expert on each rank; ``None`` if there is none.
+        count: Number of experts of a rank of the run that froze them.
+    """
+    _, found, rest = name.partition(PREFIX)
+    is_frozen = bool(found) and int(rest.split(".")[0]) % count == frozen
+    return not is_frozen and not name.endswith("down.bias")
+
+
 class Expert(nn.Module):
-    """With a frozen parameter and a buffer, which the optimizer does not have."""
+    """With a parameter and a buffer that the optimizer does not have."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(6, 5)
         self.down = nn.Linear(5, 6)
-        self.down.bias.requires_grad_(False)
         self.register_buffer("scale", torch.rand(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,18 +83,26 @@ def batch(step: int) -> torch.Tensor:
     return rows.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def parameter_groups(net: nn.Module) -> list[dict[str, Any]]:
-    named = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
-    experts = [p for name, p in named if PREFIX in name]
-    return [{"params": [p for name, p in named if PREFIX not in name]}, {"params": experts}]
+def trained_parameters(net: nn.Module, frozen: int | None, count: int) -> dict[str, nn.Parameter]:
+    """The trained parameters; the others no longer get gradients."""
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(is_trained(name, frozen, count))
+    return {name: p for name, p in net.named_parameters() if p.requires_grad}
 
 
-def engine_of(stage: int, ranks: int, *, data_first: bool = False, universal: bool = False) -> Any:
+def engine_of(
+    stage: int,
+    ranks: int,
+    *,
+    data_first: bool = False,
+    frozen: int | None = None,
+    universal: bool = False,
+) -> Any:
     """An engine with the experts on so many ranks."""
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
     net = Net(ranks)
-    trained = [p for p in net.parameters() if p.requires_grad]
+    trained = list(trained_parameters(net, frozen, EXPERTS // ranks).values())
     return initialized(
         net,
         split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "all"}),
@@ -104,7 +124,7 @@ def train(engine: Any, step: int) -> float:
 
 
 def save_experts(
-    path: Path, stage: int, ranks: int, data_first: bool
+    path: Path, stage: int, ranks: int, data_first: bool, frozen: int | None
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Trains and saves with experts on so many ranks.
 
@@ -117,7 +137,7 @@ def save_experts(
     for kept in vars(groups).values():  # Of an earlier run, with another order of ranks.
         if isinstance(kept, dict) and f"ep_size_{ranks}" in kept:
             kept.clear()
-    engine = engine_of(stage, ranks, data_first=data_first)
+    engine = engine_of(stage, ranks, data_first=data_first, frozen=frozen)
     first = groups._get_expert_parallel_rank(f"ep_size_{ranks}") * EXPERTS // ranks
 
     def name_of(local: str) -> str:
@@ -150,7 +170,7 @@ def resume_engine(path: Path) -> list[float]:
     return losses
 
 
-def resume_on_one_rank(path: Path) -> list[float]:
+def resume_on_one_rank(path: Path, ranks: int, frozen: int | None) -> list[float]:
     """The losses of the model with all experts, after a stock ``dcp.load``."""
     import deepspeed
 
@@ -158,7 +178,9 @@ def resume_on_one_rank(path: Path) -> list[float]:
     net = Net(1)
     for layer in net:
         layer.moe.set_deepspeed_parallelism()
-    optimizer = torch.optim.AdamW(parameter_groups(net), lr=1.0)
+    trained = trained_parameters(net, frozen, EXPERTS // ranks)
+    groups = ([p for name, p in trained.items() if (PREFIX in name) == kind] for kind in (0, 1))
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1.0)
     model, optim = get_state_dict(net, optimizer)
     state = {"model": model, "optim": optim}
     dcp.load(state, storage_reader=FastReader(path))

@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from states import assert_same
 
 from torch_ckpt import FastReader
 from torch_ckpt.cli.main import main
-from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -32,8 +33,16 @@ pytestmark = [
     ),
 ]
 
+EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts"
 FOUR = "four ranks with experts 2 x 2"
-CASES = {FOUR: (2, 2, False), "data before experts": (2, 2, True), "one expert each": (1, 4, False)}
+# ZeRO stage, ranks with different experts, whether the order is data before experts, and the number
+# of a frozen expert on each rank.
+CASES = {
+    FOUR: (2, 2, False, None),
+    "data before experts": (2, 2, True, None),
+    "one expert each": (1, 4, False, None),
+    "a frozen expert on each rank": (2, 2, False, 1),
+}
 
 Saved = dict[str, tuple[Path, list[float], dict[str, torch.Tensor]]]
 
@@ -66,7 +75,8 @@ def test_all_experts_are_loaded_by_their_numbers_in_the_layer(saved: Saved, case
     loaded = loaded_whole(path)
     assert_same({fqn: value for fqn, value in loaded.items() if fqn in expected}, expected)
     states = [fqn for fqn in loaded if fqn.startswith("optim.") and fqn.endswith(".exp_avg")]
-    assert len(states) == LAYERS * (3 + EXPERTS * 3)
+    _, ranks, _, frozen = CASES[case]
+    assert len(states) == LAYERS * (3 + 3 * (EXPERTS if frozen is None else EXPERTS - ranks))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -74,7 +84,9 @@ def test_training_continues_with_all_experts_on_one_rank(
     saved: Saved, worlds: Worlds, case: str
 ) -> None:
     path, expected, _ = saved[case]
-    assert worlds.run(1, resume_on_one_rank, path)[0] == pytest.approx(expected, abs=1e-6)
+    _, ranks, _, frozen = CASES[case]
+    losses = worlds.run(1, resume_on_one_rank, path, ranks, frozen)[0]
+    assert losses == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -88,19 +100,46 @@ def test_deepspeed_resumes_with_all_experts_on_each_rank_from_a_universal_folder
         assert losses == pytest.approx(expected, abs=1e-6)
 
 
-def test_experts_of_tensor_parallel_ranks_are_refused(saved: Saved, tmp_path: Path) -> None:
+@pytest.fixture
+def copied(saved: Saved, tmp_path: Path) -> Path:
+    """A copy of a checkpoint, to be changed."""
     path, _, _ = saved[FOUR]
-    shutil.copytree(path / (path / "latest").read_text(), tmp_path / "tag")
-    file = next((tmp_path / "tag").glob("layer_1_expert_3_*"))
-    file.rename(file.with_name("layer_1_expert_3_mp_rank_01_model_states.pt"))
-    with pytest.raises(UnsupportedError, match="it has layer_1_expert_3_mp_rank_01"):
-        FastReader(tmp_path / "tag").read_metadata()
+    return Path(shutil.copytree(path / (path / "latest").read_text(), tmp_path / "tag"))
 
 
-def test_autoep_is_refused(saved: Saved, tmp_path: Path) -> None:
-    path, _, _ = saved[FOUR]
-    shutil.copytree(path / (path / "latest").read_text(), tmp_path / "tag")
-    file = tmp_path / "tag/mp_rank_00_model_states.pt"
-    torch.save({**torch.load(file, weights_only=False), "ds_autoep_layers": [{"ep": 2}]}, file)
-    with pytest.raises(UnsupportedError, match="AutoEP is not supported"):
-        FastReader(tmp_path / "tag").read_metadata()
+def test_experts_of_tensor_parallel_ranks_are_refused(copied: Path) -> None:
+    model = copied / "mp_rank_00_model_states.pt"
+    shutil.copy(model, model.with_name("mp_rank_01_model_states.pt"))
+    with pytest.raises(UnsupportedError, match="it has layer_0_expert_0_mp_rank_00"):
+        FastReader(copied).read_metadata()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"ds_autoep_layers": [{"ep": 2}]}, "AutoEP is not supported"),
+        ({"ds_config": "ds.json"}, "it is unknown which ranks have which experts"),
+        ({"shared_params": {f"0.{EXPERT}.0.up.weight": "0.up.weight"}}, "experts share"),
+        ({"dp_world_size": 6}, "on 6 ranks, and the layer has 4 experts"),
+    ],
+)
+def test_experts_that_cannot_be_told_apart_are_an_error(
+    copied: Path, change: dict[str, Any], error: str
+) -> None:
+    file = copied / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(file, weights_only=False), **change}, file)
+    with pytest.raises(CheckpointError, match=error):
+        FastReader(copied).read_metadata()
+
+
+def test_a_missing_file_of_an_expert_is_named(copied: Path) -> None:
+    next(copied.glob("layer_1_expert_2_*")).unlink()
+    with pytest.raises(NotFoundError, match=f"no file of expert 2 of '1.{EXPERT}"):
+        FastReader(copied).read_metadata()
+
+
+def test_a_file_of_an_expert_has_its_weights_only(copied: Path) -> None:
+    file = next(copied.glob("layer_1_expert_2_*"))
+    torch.save({**torch.load(file), "1.up.weight": torch.ones(6, 6)}, file)
+    with pytest.raises(CorruptionError, match=f"{file.name}: it has '1.up.weight'"):
+        FastReader(copied).read_metadata()

@@ -21,7 +21,7 @@ from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.deepspeed_experts import EXPERT_FILE, add_expert_files
+from torch_ckpt.formats.deepspeed_experts import EXPERT_FILE, Experts
 from torch_ckpt.formats.deepspeed_files import (
     Boxed,
     Computed,
@@ -124,8 +124,8 @@ def open_deepspeed(
             the FQN.
         MismatchError: The rules do not match the parameters.
         UnsupportedError: The checkpoint has no ZeRO partitions, or tensor parallelism that it does
-            not describe, or tensor parallelism with experts, or a pickle requests a forbidden
-            class or function.
+            not describe, or experts with tensor or pipeline parallelism or in a universal folder,
+            or a pickle requests a forbidden class or function.
         StorageError: A file cannot be read.
     """
     names = _file_names(folder)
@@ -147,9 +147,16 @@ def open_deepspeed(
             ranks = []
             for _, of_rank in sorted(names.items()):
                 model = _read_model(files, of_rank)
-                ranks.append((model, read_partitions(files, of_rank.optimizer, model.groups)))
+                experts = Experts(files, model)
+                optimizer = read_partitions(files, of_rank.optimizer, experts)
+                # The others are frozen, or buffers.
+                model.tensors.update(
+                    (fqn, value)
+                    for fqn, value in experts.weights.items()
+                    if fqn not in optimizer.weights
+                )
+                ranks.append((model, optimizer))
             model, optimizer = ranks[0]
-            add_expert_files(files, model, optimizer.weights)
             if len(ranks) > 1 or rules is not None:
                 _add_layers(files, [model for model, _ in ranks])
                 model, optimizer = unite(files, ranks, _tensor_ranks(files, ranks), rules)
@@ -212,14 +219,6 @@ def _file_names(folder: Location) -> dict[int, _Names]:
     listed = folder.names()
     for name in listed:
         rank_file, model_file = _RANK_FILE.fullmatch(name), _MODEL_FILE.fullmatch(name)
-        expert_file = EXPERT_FILE.fullmatch(name)
-        if _EXPERT_OPTIMIZER_FILE.fullmatch(name) or (
-            expert_file and (FOLDER in listed or int(expert_file[1]) > 0)
-        ):
-            raise UnsupportedError(
-                f"cannot load {folder}: it has {name}, and experts can be loaded only from ZeRO-1 "
-                "and ZeRO-2, without tensor parallelism and universal folders"
-            )
         if rank_file:
             kind = by_rank if rank_file[3] == "model" else optimizer
             of_rank = kind.setdefault(int(rank_file[2]), {})
@@ -231,6 +230,14 @@ def _file_names(folder: Location) -> dict[int, _Names]:
         elif model_file:
             model[int(model_file[1])] = name
     found = model or by_rank
+    for name in listed:
+        if _EXPERT_OPTIMIZER_FILE.fullmatch(name) or (
+            EXPERT_FILE.fullmatch(name) and (FOLDER in listed or len(found) > 1)
+        ):
+            raise UnsupportedError(
+                f"cannot load {folder}: it has {name}, and experts can be loaded only from ZeRO-1 "
+                "and ZeRO-2, without tensor or pipeline parallelism and universal folders"
+            )
     if not found:
         raise NotFoundError(f"cannot load {folder}: it has no model file of DeepSpeed")
     if not optimizer and FOLDER not in listed:

@@ -2,92 +2,152 @@
 
 The ranks of an expert-parallel group have as many experts each, and every rank numbers its own from
 0. Here, an expert has its number in the layer, as in the same model on one rank. Its optimizer
-state is partitioned over the ranks with the same experts.
+state is partitioned over the ranks with the same experts. Each expert has a file of its weights as
+well, with its number in the layer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
-from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.formats.deepspeed_files import File, Files, Model, Shapes, Stored
 
-__all__ = ["EXPERT_FILE", "Experts", "add_expert_files"]
+__all__ = ["EXPERT_FILE", "Experts"]
 
-_EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
-EXPERT_FILE = re.compile(r"layer_\d+_expert_\d+_mp_rank_(\d+)_model_states\.pt")
-"""The name of a file with the weights of one expert. Its group is the model-parallel rank."""
+EXPERT_FILE = re.compile(r"layer_\d+_expert_(\d+)_mp_rank_\d+_model_states\.pt")
+"""The name of a file with the weights of one expert of one layer."""
+
+_EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(\..*)")
+_DATA_FIRST = "use_data_before_expert_parallelism"
 
 
 class Experts:
-    """The names of experts by rank.
-
-    Args:
-        groups: The parameters of each flat group of the first rank.
-        file: An optimizer file.
-        partitions: Number of partitions of each flat group.
-    """
-
-    def __init__(self, groups: list[Shapes], file: File, partitions: Sequence[int]) -> None:
-        self._partitions = partitions
-        self._ranks = max(partitions, default=0)
-        config = file.state.get("ds_config")
-        name = "use_data_before_expert_parallelism"
-        self._data_first = isinstance(config, dict) and config.get(name) is True
-        self._count: dict[str, int] = {}  # Prefix of names -> number of experts of a rank.
-        for number, shapes in enumerate(groups):
-            found = [_EXPERT.fullmatch(fqn) for fqn in shapes]
-            if self._degree(number) > 1 and not all(found):
-                raise file.damage(
-                    f"group {number} has {partitions[number]} partitions on {self._ranks} ranks, "
-                    "and its parameters are not all of experts"
-                )
-            for match in filter(None, found):
-                count = self._count.get(match[1], 0)
-                self._count[match[1]] = max(count, int(match[2]) + 1)
-
-    def _degree(self, group: int) -> int:
-        """Number of ranks of an expert-parallel group; 1 if all ranks have the same parameters."""
-        return self._ranks // max(self._partitions[group], 1)
-
-    def name(self, group: int, rank: int, fqn: str) -> str:
-        """Returns the FQN of what a rank calls ``fqn``."""
-        if self._data_first:
-            return self._shifted(fqn, rank // max(self._partitions[group], 1))
-        return self._shifted(fqn, rank % self._degree(group))
-
-    def all(self, group: int, shapes: Shapes) -> Shapes:
-        """Returns the parameters of a group on all ranks."""
-        return {
-            self._shifted(fqn, position): sizes
-            for position in range(self._degree(group))
-            for fqn, sizes in shapes.items()
-        }
-
-    def _shifted(self, fqn: str, position: int) -> str:
-        found = _EXPERT.fullmatch(fqn) if position else None
-        if found is None:
-            return fqn
-        return f"{found[1]}{position * self._count[found[1]] + int(found[2])}{found[3]}"
-
-
-def add_expert_files(files: Files, model: Model, trained: Container[str]) -> None:
-    """Adds the frozen parameters and buffers of experts, which have a file each.
+    """The experts of a checkpoint, and their names on each rank.
 
     Args:
         files: The files of the checkpoint.
-        model: The model, which gets them.
-        trained: FQNs of the parameters that the optimizer has.
+        model: The model without the experts.
+
+    Attributes:
+        weights: FQN -> the weights of the experts, as the files of the experts have them.
 
     Raises:
-        UnsupportedError: The checkpoint is one of AutoEP.
+        CorruptionError: A file of an expert has other values.
+        NotFoundError: The file of an expert is missing.
+        UnsupportedError: The checkpoint is one of AutoEP, or parameters of experts are tied.
     """
-    names = [name for name in files.folder.names() if EXPERT_FILE.fullmatch(name)]
-    if names and model.file.state.get("ds_autoep_layers"):
-        raise UnsupportedError(f"cannot load {files.folder}: AutoEP is not supported")
-    for name in names:
-        file = files.read(name)
-        for fqn, value in file.at(kind=dict).items():
-            if fqn not in trained:
-                model.tensors[str(fqn)] = Stored(file, value, (fqn,))
+
+    def __init__(self, files: Files, model: Model) -> None:
+        if model.file.state.get("ds_autoep_layers"):
+            raise UnsupportedError(f"cannot load {files.folder}: AutoEP is not supported")
+        self.weights: dict[str, Stored] = {}
+        self._model = model
+        self._degrees: list[int] = []  # By flat group.
+        self._partitions: Sequence[int] = ()
+        numbers: dict[str, set[int]] = {}  # Prefix of names -> the experts.
+        for name in files.folder.names():
+            if (found := EXPERT_FILE.fullmatch(name)) is None:
+                continue
+            file = files.read(name)
+            for fqn, value in file.at(kind=dict).items():
+                expert = _EXPERT.fullmatch(fqn) if isinstance(fqn, str) else None
+                if expert is None or expert[2] != found[1] or fqn in self.weights:
+                    raise file.damage(f"it has {fqn!r}")
+                self.weights[fqn] = Stored(file, value, (fqn,))
+                numbers.setdefault(expert[1], set()).add(int(expert[2]))
+        self._totals = {prefix: max(found) + 1 for prefix, found in numbers.items()}
+        for prefix, total in self._totals.items():
+            if missing := set(range(total)) - numbers[prefix]:
+                raise NotFoundError(
+                    f"cannot load {files.folder}: it has no file of expert {min(missing)} of "
+                    f"{prefix[:-1]!r}"
+                )
+        tied = [fqn for fqn in model.aliases.items() if any(map(_EXPERT.fullmatch, fqn))]
+        if tied:
+            raise UnsupportedError(f"cannot load {files.folder}: experts share {tied[0][1]!r}")
+
+    @property
+    def group_count(self) -> int:
+        """Number of flat groups."""
+        return len(self._model.groups)
+
+    def rank_count(self, partitions: Sequence[int]) -> int:
+        """Returns the number of data-parallel ranks.
+
+        Args:
+            partitions: Number of partitions of each flat group. Of a group of experts, it is the
+                number of ranks with the same experts.
+        """
+        if not self.weights:
+            return max([0, *partitions])
+        count: int = self._model.file.at("dp_world_size", kind=int)
+        return count
+
+    def on_all_ranks(self, partitions: Sequence[int], file: File) -> list[Shapes]:
+        """Returns the parameters of each flat group, those of all ranks.
+
+        Args:
+            partitions: Number of partitions of each flat group.
+            file: The file with that number.
+
+        Raises:
+            CorruptionError: The experts cannot be on as many ranks.
+            UnsupportedError: Ranks have different parameters that are not experts, or the order of
+                the ranks is unknown.
+        """
+        ranks = self.rank_count(partitions)
+        self._partitions = partitions
+        self._degrees = []
+        spread: list[Shapes] = []
+        for number, (shapes, count) in enumerate(zip(self._model.groups, partitions, strict=True)):
+            degree = ranks // count
+            self._degrees.append(degree)
+            if degree > 1:
+                self._check(number, ranks, file)
+            spread.append(
+                {
+                    self._at(position, degree, fqn): sizes
+                    for position in range(degree)
+                    for fqn, sizes in shapes.items()
+                }
+            )
+        return spread
+
+    def _check(self, group: int, ranks: int, file: File) -> None:
+        """Checks a group whose parameters differ between ranks."""
+        count, degree = self._partitions[group], self._degrees[group]
+        for fqn in self._model.groups[group]:
+            expert = _EXPERT.fullmatch(fqn)
+            if expert is None:
+                raise UnsupportedError(
+                    f"cannot load {file.path}: {fqn!r} has {count} partitions on {ranks} ranks, "
+                    "and is not of an expert of deepspeed.moe"
+                )
+            if ranks % count or self._totals.get(expert[1], 0) % degree:
+                raise file.damage(
+                    f"{fqn!r} has {count} partitions on {ranks} ranks, and the layer has "
+                    f"{self._totals.get(expert[1], 0)} experts"
+                )
+        if count > 1 and not isinstance(self._model.file.state.get("ds_config"), dict):
+            raise UnsupportedError(
+                f"cannot load {self._model.file.path}: without the configuration of DeepSpeed, it "
+                "is unknown which ranks have which experts"
+            )
+
+    def name(self, group: int, rank: int, fqn: str) -> str:
+        """Returns the FQN of what a rank calls ``fqn``."""
+        degree = self._degrees[group]
+        config = self._model.file.state.get("ds_config")
+        if isinstance(config, dict) and config.get(_DATA_FIRST):
+            return self._at(rank // self._partitions[group], degree, fqn)
+        return self._at(rank % degree, degree, fqn)
+
+    def _at(self, position: int, degree: int, fqn: str) -> str:
+        """Returns the FQN of a parameter of a rank at this position of ``degree`` ranks."""
+        expert = _EXPERT.fullmatch(fqn) if position else None
+        if expert is None:
+            return fqn
+        first = position * (self._totals[expert[1]] // degree)
+        return f"{expert[1]}{first + int(expert[2])}{expert[3]}"

@@ -49,13 +49,13 @@ class Slice(NamedTuple):
     numel: int
 
 
-def read_partitions(files: Files, names: dict[int, str], groups: list[Shapes]) -> Optimizer:
+def read_partitions(files: Files, names: dict[int, str], experts: Experts) -> Optimizer:
     """Reads the optimizer files of all ranks.
 
     Args:
         files: The files of the checkpoint.
         names: Rank -> name of its file.
-        groups: The parameters of each flat group.
+        experts: The parameters of each flat group, and which of them a rank has.
 
     Raises:
         NotFoundError: The file of a rank is missing.
@@ -70,12 +70,14 @@ def read_partitions(files: Files, names: dict[int, str], groups: list[Shapes]) -
         first = max(names)
         ranks[first] = files.read(names[first])
     count = ranks[first].at(_TOP, "partition_count", kind=(int, list))
-    partitions = count if isinstance(count, list) else [count] * len(groups)
-    if len(partitions) != len(groups):
-        raise ranks[first].damage(f"it has partitions of {len(partitions)} of {len(groups)} groups")
-    count = max([0, *partitions])
+    partitions = count if isinstance(count, list) else [count] * experts.group_count
+    if len(partitions) != experts.group_count or not all(
+        type(number) is int and number > 0 for number in partitions
+    ):
+        raise ranks[first].damage(f"its partition_count is {str(count)[:200]}")
+    count = experts.rank_count(partitions)
     absent = files.open_ranks(names, count, ranks)
-    merged = _Merged(groups, Experts(groups, ranks[first], partitions))
+    merged = _Merged(experts, experts.on_all_ranks(partitions, ranks[first]))
     for rank, file in sorted(ranks.items()):
         merged.add(rank, count, file)
     files.check_cover(merged.weights, absent, "the weights")
@@ -87,10 +89,9 @@ def read_partitions(files: Files, names: dict[int, str], groups: list[Shapes]) -
 class _Merged:
     """The partitions of all ranks, collected by parameter."""
 
-    def __init__(self, groups: list[Shapes], experts: Experts) -> None:
-        groups = [experts.all(number, shapes) for number, shapes in enumerate(groups)]
-        self.groups = groups
+    def __init__(self, experts: Experts, groups: list[Shapes]) -> None:
         self.experts = experts
+        self.groups = groups
         self.sizes = {fqn: sizes for shapes in groups for fqn, sizes in shapes.items()}
         self.weights = {fqn: Partitioned(torch.float32, s) for fqn, s in self.sizes.items()}
         self.flat_states: dict[str, dict[str, Partitioned]] = {}
@@ -262,7 +263,7 @@ def _zero3_partition(file: File, group: int, rank: int, count: int) -> int:
     if facts.get("partition_count") != count:
         raise UnsupportedError(
             f"cannot load {file.path}: group {group} has {facts.get('partition_count')} partitions "
-            f"on {count} ranks, as with experts under ZeRO-3"
+            f"on {count} ranks"
         )
     partition = facts.get("partition_rank")
     if type(partition) is not int or not 0 <= partition < count:

@@ -247,6 +247,8 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
                 shard.data.detach().zero_()  # Rows that the checkpoint lacks.
             planner.resized = list(values.resized)
         except Exception as error:
+            if self.exchange_group is None:
+                raise  # No other rank waits.
             planner.error = error
         load(
             {} if values is None else values.state,
@@ -257,7 +259,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             timeout_s=self.timeout_s,
         )
         self.cached_global_metadata = planner.metadata
-        assert values is not None  # Otherwise, the load has failed.
+        assert values is not None  # Otherwise the planner has raised the error.
         return values.loaded()
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
