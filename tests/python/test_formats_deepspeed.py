@@ -206,14 +206,11 @@ def test_files_of_another_save_are_refused(tmp_path: Path) -> None:
         FastReader(tmp_path / "tag").read_metadata()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["layer_0_expert_1_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt"],
-)
-def test_expert_parallelism_is_refused(tmp_path: Path, name: str) -> None:
+def test_experts_without_zero_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "tag", 2)
+    name = "expp_rank_0_mp_rank_00_optim_states.pt"
     (tmp_path / "tag" / name).write_bytes(b"")
-    with pytest.raises(UnsupportedError, match=f"{name} is of expert parallelism"):
+    with pytest.raises(UnsupportedError, match=f"it has {name}, and experts can be loaded only"):
         FastReader(tmp_path / "tag").read_metadata()
 
 
