@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,8 +104,13 @@ def make_cold(directory: Path) -> None:
 
 def make_warm(directory: Path) -> None:
     """Reads the files of `directory` once, so that the page cache holds them."""
+    read_files(files_in(directory))
+
+
+def read_files(paths: Iterable[Path]) -> None:
+    """Reads files once with plain reads, and keeps nothing."""
     buffer = bytearray(4 * MIB)
-    for path in files_in(directory):
+    for path in paths:
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass

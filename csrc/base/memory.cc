@@ -65,10 +65,16 @@ Memory::~Memory() {
 
 Status Memory::populate(int threads) {
   if (populated_) return ok_status();
-  const Result<Memory> sample = HeapMemorySource().allocate(kSampleNbytes);
-  const auto [small_time, failed] =
-      sample.ok() ? populate_with(sample->bytes(), MADV_NOHUGEPAGE) : std::pair(Nanoseconds(0), 0);
-  const bool may_be_huge = nbytes() >= kHugePage && sample.ok() && failed == 0;
+  Nanoseconds small_time(0);
+  bool may_be_huge = false;  // Without a sample, it is unknown whether huge pages are slow.
+  if (nbytes() >= kHugePage) {
+    const Result<Memory> sample = HeapMemorySource().allocate(kSampleNbytes);
+    if (sample.ok()) {
+      const auto [time, failed] = populate_with(sample->bytes(), MADV_NOHUGEPAGE);
+      small_time = time;
+      may_be_huge = failed == 0;
+    }
+  }
   HugePageBudget huge_pages(small_time, kSampleNbytes);
   std::atomic<int> error = 0;
   parallel_for((nbytes() + kChunkNbytes - 1) / kChunkNbytes, threads, [&](int64_t n) {

@@ -7,12 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from deepspeed_runs import initialized, loaded_whole, loss_of, mean
+from deepspeed_runs import initialized, loaded_whole, resume_torch, train_step
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-from torch_ckpt import FastReader
 
 ROWS = 16  # Of a batch, over all ranks.
 STEPS = 3
@@ -116,13 +112,6 @@ def engine_of(
     )
 
 
-def train(engine: Any, step: int) -> float:
-    loss = loss_of(engine(batch(step)))
-    engine.backward(loss)
-    engine.step()
-    return mean(loss)
-
-
 def save_experts(
     path: Path, stage: int, ranks: int, data_first: bool, frozen: int | None
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -151,7 +140,7 @@ def save_experts(
             engine.save_checkpoint(str(path))
             for name, tensor in engine.module.state_dict().items():
                 tensors[f"model.{name_of(name)}"] = tensor.clone()
-        losses.append(train(engine, step))
+        losses.append(train_step(engine, batch(step)))
     engine.destroy()
     return losses[STEPS:], tensors
 
@@ -165,7 +154,7 @@ def resume_engine(path: Path) -> list[float]:
     for name, tensor in engine.module.state_dict().items():
         if name.endswith(("down.bias", "scale")):
             tensor.copy_(stored[f"model.{name}"])
-    losses = [train(engine, step) for step in range(STEPS, 2 * STEPS)]
+    losses = [train_step(engine, batch(step)) for step in range(STEPS, 2 * STEPS)]
     engine.destroy()
     return losses
 
@@ -181,15 +170,4 @@ def resume_on_one_rank(path: Path, ranks: int, frozen: int | None) -> list[float
     trained = trained_parameters(net, frozen, EXPERTS // ranks)
     groups = ([p for name, p in trained.items() if (PREFIX in name) == kind] for kind in (0, 1))
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1.0)
-    model, optim = get_state_dict(net, optimizer)
-    state = {"model": model, "optim": optim}
-    dcp.load(state, storage_reader=FastReader(path))
-    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    losses = []
-    for step in range(STEPS, 2 * STEPS):
-        loss = loss_of(net(batch(step)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses
+    return resume_torch(path, net, optimizer, map(batch, range(STEPS, 2 * STEPS)))[0]

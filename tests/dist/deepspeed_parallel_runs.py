@@ -6,14 +6,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from deepspeed_runs import initialized, loss_of, mean
+from deepspeed_runs import initialized, resume_torch, train_step
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-
-from torch_ckpt import FastReader
 
 ROWS = 4  # Of a batch, over all data-parallel ranks.
 STEPS = 3
@@ -101,10 +97,7 @@ def save_tensor_parallel(path: Path, stage: int) -> list[float]:
     for step in range(2 * STEPS):
         if step == STEPS:
             engine.save_checkpoint(str(path))
-        loss = loss_of(engine(batch(step, dist.get_rank() // TENSOR_RANKS, ranks)))
-        engine.backward(loss)
-        engine.step()
-        losses.append(mean(loss))
+        losses.append(train_step(engine, batch(step, dist.get_rank() // TENSOR_RANKS, ranks)))
     engine.destroy()
     return losses[STEPS:]
 
@@ -147,15 +140,6 @@ def resume_fsdp(path: Path) -> list[float]:
     torch.manual_seed(dist.get_rank() + 1)
     net = fully_shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(net.parameters())
-    model, optim = get_state_dict(net, optimizer)
-    state = {"model": model, "optim": optim}
-    dcp.load(state, storage_reader=FastReader(path))
-    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    losses = []
-    for step in range(STEPS, 2 * STEPS):
-        loss = loss_of(net(batch(step, dist.get_rank(), dist.get_world_size())))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean(loss))
-    return losses
+    ranks = dist.get_world_size()
+    batches = (batch(step, dist.get_rank(), ranks) for step in range(STEPS, 2 * STEPS))
+    return resume_torch(path, net, optimizer, batches)[0]

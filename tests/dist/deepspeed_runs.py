@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,14 +126,38 @@ def engine_of(
     return initialized(model, groups_of(model), config)
 
 
+def train_step(engine: Any, rows: torch.Tensor) -> float:
+    """Trains one step; returns the mean loss of all ranks."""
+    loss = loss_of(engine(rows))
+    engine.backward(loss)
+    engine.step()
+    return mean(loss)
+
+
 def train_engine(engine: Any, first: int, dtype: str) -> list[float]:
+    return [train_step(engine, batch(step, DTYPES[dtype])) for step in range(first, first + STEPS)]
+
+
+def resume_torch(
+    path: Path,
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[torch.Tensor],
+    **client: Any,
+) -> tuple[list[float], dict[str, Any]]:
+    """Loads by a stock ``dcp.load``, and trains; returns the losses, and what was loaded."""
+    model, optim = get_state_dict(net, optimizer)
+    state = {"model": model, "optim": optim, **client}
+    dcp.load(state, storage_reader=FastReader(path))
+    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     losses = []
-    for step in range(first, first + STEPS):
-        loss = loss_of(engine(batch(step, DTYPES[dtype])))
-        engine.backward(loss)
-        engine.step()
+    for rows in batches:
+        loss = loss_of(net(rows))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(mean(loss))
-    return losses
+    return losses, state
 
 
 def save_engine(
@@ -170,18 +195,9 @@ def resume_fsdp(path: Path) -> tuple[list[float], list[tuple[float, float]]]:
     torch.manual_seed(dist.get_rank() + 1)
     net = fully_shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(groups_of(net, scale=7))
-    model, optim = get_state_dict(net, optimizer)
-    state = {"model": model, "optim": optim, "epoch": 0, "nested": {"a": []}}
-    dcp.load(state, storage_reader=FastReader(path))
-    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    batches = map(batch, range(STEPS, 2 * STEPS))
+    losses, state = resume_torch(path, net, optimizer, batches, epoch=0, nested={"a": []})
     assert {name: state[name] for name in CLIENT} == CLIENT
-    losses = []
-    for step in range(STEPS, 2 * STEPS):
-        loss = loss_of(net(batch(step)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean(loss))
     return losses, [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
 
 

@@ -148,7 +148,7 @@ def open_deepspeed(
             for _, of_rank in sorted(names.items()):
                 model = _read_model(files, of_rank)
                 experts = Experts(files, model)
-                optimizer = read_partitions(files, of_rank.optimizer, experts)
+                optimizer = read_partitions(files, of_rank.optimizer, model.groups, experts)
                 # The others are frozen, or buffers.
                 model.tensors.update(
                     (fqn, value)

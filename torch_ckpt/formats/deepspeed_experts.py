@@ -44,8 +44,7 @@ class Experts:
             raise UnsupportedError(f"cannot load {files.folder}: AutoEP is not supported")
         self.weights: dict[str, Stored] = {}
         self._model = model
-        self._degrees: list[int] = []  # By flat group.
-        self._partitions: Sequence[int] = ()
+        self._config = model.file.state.get("ds_config")
         numbers: dict[str, set[int]] = {}  # Prefix of names -> the experts.
         for name in files.folder.names():
             if (found := EXPERT_FILE.fullmatch(name)) is None:
@@ -68,11 +67,6 @@ class Experts:
         if tied:
             raise UnsupportedError(f"cannot load {files.folder}: experts share {tied[0][1]!r}")
 
-    @property
-    def group_count(self) -> int:
-        """Number of flat groups."""
-        return len(self._model.groups)
-
     def rank_count(self, partitions: Sequence[int]) -> int:
         """Returns the number of data-parallel ranks.
 
@@ -85,63 +79,62 @@ class Experts:
         count: int = self._model.file.at("dp_world_size", kind=int)
         return count
 
-    def on_all_ranks(self, partitions: Sequence[int], file: File) -> list[Shapes]:
-        """Returns the parameters of each flat group, those of all ranks.
+    def on_all_ranks(self, shapes: Shapes, partitions: int, ranks: int, file: File) -> Shapes:
+        """Returns the parameters of a flat group, those of all ranks.
 
         Args:
-            partitions: Number of partitions of each flat group.
-            file: The file with that number.
+            shapes: The parameters of the first rank.
+            partitions: Number of partitions of the group.
+            ranks: Number of data-parallel ranks.
+            file: The file with these numbers.
 
         Raises:
             CorruptionError: The experts cannot be on as many ranks.
             UnsupportedError: Ranks have different parameters that are not experts, or the order of
                 the ranks is unknown.
         """
-        ranks = self.rank_count(partitions)
-        self._partitions = partitions
-        self._degrees = []
-        spread: list[Shapes] = []
-        for number, (shapes, count) in enumerate(zip(self._model.groups, partitions, strict=True)):
-            degree = ranks // count
-            self._degrees.append(degree)
-            if degree > 1:
-                self._check(number, ranks, file)
-            spread.append(
-                {
-                    self._at(position, degree, fqn): sizes
-                    for position in range(degree)
-                    for fqn, sizes in shapes.items()
-                }
-            )
-        return spread
+        degree = ranks // partitions
+        if degree > 1:
+            self._check(shapes, partitions, ranks, file)
+        return {
+            self._at(position, degree, fqn): sizes
+            for position in range(degree)
+            for fqn, sizes in shapes.items()
+        }
 
-    def _check(self, group: int, ranks: int, file: File) -> None:
+    def _check(self, shapes: Shapes, partitions: int, ranks: int, file: File) -> None:
         """Checks a group whose parameters differ between ranks."""
-        count, degree = self._partitions[group], self._degrees[group]
-        for fqn in self._model.groups[group]:
+        for fqn in shapes:
             expert = _EXPERT.fullmatch(fqn)
             if expert is None:
                 raise UnsupportedError(
-                    f"cannot load {file.path}: {fqn!r} has {count} partitions on {ranks} ranks, "
-                    "and is not of an expert of deepspeed.moe"
+                    f"cannot load {file.path}: {fqn!r} has {partitions} partitions on {ranks} "
+                    "ranks, and is not of an expert of deepspeed.moe"
                 )
-            if ranks % count or self._totals.get(expert[1], 0) % degree:
+            total = self._totals.get(expert[1], 0)
+            if ranks % partitions or total % (ranks // partitions):
                 raise file.damage(
-                    f"{fqn!r} has {count} partitions on {ranks} ranks, and the layer has "
-                    f"{self._totals.get(expert[1], 0)} experts"
+                    f"{fqn!r} has {partitions} partitions on {ranks} ranks, and the layer has "
+                    f"{total} experts"
                 )
-        if count > 1 and not isinstance(self._model.file.state.get("ds_config"), dict):
+        if partitions > 1 and not isinstance(self._config, dict):
             raise UnsupportedError(
                 f"cannot load {self._model.file.path}: without the configuration of DeepSpeed, it "
                 "is unknown which ranks have which experts"
             )
 
-    def name(self, group: int, rank: int, fqn: str) -> str:
-        """Returns the FQN of what a rank calls ``fqn``."""
-        degree = self._degrees[group]
-        config = self._model.file.state.get("ds_config")
-        if isinstance(config, dict) and config.get(_DATA_FIRST):
-            return self._at(rank // self._partitions[group], degree, fqn)
+    def name(self, fqn: str, rank: int, partitions: int, ranks: int) -> str:
+        """Returns the FQN of what a rank calls ``fqn``.
+
+        Args:
+            fqn: The name on the rank.
+            rank: The data-parallel rank.
+            partitions: Number of partitions of the flat group.
+            ranks: Number of data-parallel ranks.
+        """
+        degree = ranks // partitions
+        if isinstance(self._config, dict) and self._config.get(_DATA_FIRST):
+            return self._at(rank // partitions, degree, fqn)
         return self._at(rank % degree, degree, fqn)
 
     def _at(self, position: int, degree: int, fqn: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,13 +49,16 @@ class Slice(NamedTuple):
     numel: int
 
 
-def read_partitions(files: Files, names: dict[int, str], experts: Experts) -> Optimizer:
+def read_partitions(
+    files: Files, names: dict[int, str], groups: list[Shapes], experts: Experts
+) -> Optimizer:
     """Reads the optimizer files of all ranks.
 
     Args:
         files: The files of the checkpoint.
         names: Rank -> name of its file.
-        experts: The parameters of each flat group, and which of them a rank has.
+        groups: The parameters of each flat group on the first rank.
+        experts: Which experts a rank has.
 
     Raises:
         NotFoundError: The file of a rank is missing.
@@ -70,14 +73,18 @@ def read_partitions(files: Files, names: dict[int, str], experts: Experts) -> Op
         first = max(names)
         ranks[first] = files.read(names[first])
     count = ranks[first].at(_TOP, "partition_count", kind=(int, list))
-    partitions = count if isinstance(count, list) else [count] * experts.group_count
-    if len(partitions) != experts.group_count or not all(
+    partitions = count if isinstance(count, list) else [count] * len(groups)
+    if len(partitions) != len(groups) or not all(
         type(number) is int and number > 0 for number in partitions
     ):
         raise ranks[first].damage(f"its partition_count is {str(count)[:200]}")
     count = experts.rank_count(partitions)
     absent = files.open_ranks(names, count, ranks)
-    merged = _Merged(experts, experts.on_all_ranks(partitions, ranks[first]))
+    groups = [
+        experts.on_all_ranks(shapes, number, count, ranks[first])
+        for shapes, number in zip(groups, partitions, strict=True)
+    ]
+    merged = _Merged(groups, partitions, experts)
     for rank, file in sorted(ranks.items()):
         merged.add(rank, count, file)
     files.check_cover(merged.weights, absent, "the weights")
@@ -89,9 +96,10 @@ def read_partitions(files: Files, names: dict[int, str], experts: Experts) -> Op
 class _Merged:
     """The partitions of all ranks, collected by parameter."""
 
-    def __init__(self, experts: Experts, groups: list[Shapes]) -> None:
-        self.experts = experts
+    def __init__(self, groups: list[Shapes], partitions: Sequence[int], experts: Experts) -> None:
         self.groups = groups
+        self.partitions = partitions
+        self.experts = experts
         self.sizes = {fqn: sizes for shapes in groups for fqn, sizes in shapes.items()}
         self.weights = {fqn: Partitioned(torch.float32, s) for fqn, s in self.sizes.items()}
         self.flat_states: dict[str, dict[str, Partitioned]] = {}
@@ -121,7 +129,7 @@ class _Merged:
                 partition = _zero3_partition(file, number, rank, count)
                 slices = list(_zero3_slices(file, shapes, flat.numel(), partition, count))
             else:
-                slices = list(self._mapped_slices(file, number, rank))
+                slices = list(self._mapped_slices(file, number, rank, count))
             add_partition(self.weights, file, rank, flat, slices)
             states = file.at(*base, "state", kind=dict).get(number) or {}
             if not isinstance(states, dict):
@@ -157,11 +165,13 @@ class _Merged:
                 f"{first.file.name}; are the files of different saves?"
             )
 
-    def _mapped_slices(self, file: File, group: int, rank: int) -> Iterator[Slice]:
+    def _mapped_slices(self, file: File, group: int, rank: int, count: int) -> Iterator[Slice]:
         """Yields the slices that a file of ZeRO-1 or ZeRO-2 lists for its rank."""
         mapping = file.at(_TOP, "param_slice_mappings", group, kind=dict)
         for name, address in mapping.items():
-            fqn = self.experts.name(group, rank, name) if isinstance(name, str) else name
+            fqn = name
+            if isinstance(name, str):
+                fqn = self.experts.name(name, rank, self.partitions[group], count)
             fields = address if isinstance(address, dict) else vars(address)
             start, numel = fields.get("start"), fields.get("numel")
             if fqn not in self.groups[group] or type(start) is not int or type(numel) is not int:
