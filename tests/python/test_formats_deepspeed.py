@@ -16,7 +16,7 @@ from torch_ckpt import FastReader
 from torch_ckpt.cli.main import main
 from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.deepspeed_files import Files, Fragment, Partitioned
+from torch_ckpt.formats.rank_files import Files, Fragment, Partitioned
 
 STAGES = (2, 3)
 Change = Callable[[int, dict[str, Any]], Any]
@@ -191,7 +191,7 @@ def test_partitions_in_another_order_than_ranks_load(tmp_path: Path) -> None:
 
 
 def test_elements_that_two_ranks_have_are_refused(tmp_path: Path) -> None:
-    files = Files(Location(tmp_path), verify=True, trust_pickle=False)
+    files = Files(Location(tmp_path), "DeepSpeed", verify=True, trust_pickle=False)
     files.foreign.files.append(("name", 16))
     twice = [Fragment(0, 0, 0, 2, 0), Fragment(1, 0, 0, 2, 8)]
     with pytest.raises(CorruptionError, match=r"'w' .*\[0, 2\) of rank 0 .*\[0, 2\) of rank 1"):

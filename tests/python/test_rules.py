@@ -310,7 +310,7 @@ def test_a_computed_tensor_is_computed_once(
 ) -> None:
     """Although a conversion loads it in many pieces."""
     from torch_ckpt.conversion import pieces
-    from torch_ckpt.formats.deepspeed_files import Files
+    from torch_ckpt.formats.rank_files import Files
 
     monkeypatch.setattr(pieces, "PIECE_NBYTES", 100)
     whole, calls, read = tensor(100, 4), [], Files.read_boxes

@@ -7,41 +7,23 @@ a load reads byte ranges of DeepSpeed's own files.
 
 from __future__ import annotations
 
-import copy
-import functools
-import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.deepspeed_experts import EXPERT_FILE, Experts
-from torch_ckpt.formats.deepspeed_files import (
-    Boxed,
-    Computed,
-    File,
-    Files,
-    Mapped,
-    Model,
-    Optimizer,
-    Partitioned,
-    Shapes,
-    Stored,
-    Value,
-    empty_box,
-    sizes_of,
-)
+from torch_ckpt.formats.deepspeed_files import STAND_INS, Model, Optimizer, Shapes, sizes_of
 from torch_ckpt.formats.deepspeed_parallel import unite
 from torch_ckpt.formats.deepspeed_universal import FOLDER, read_universal
 from torch_ckpt.formats.opened import Opened
+from torch_ckpt.formats.rank_files import Computed, Entries, File, Files, Partitioned, Stored, Value
 from torch_ckpt.formats.rules import Rules
-from torch_ckpt.formats.torch_save import flatten, is_plain_data
 from torch_ckpt.formats.zero_partitions import add_partition, partition_of, read_partitions
 
 __all__ = ["deepspeed_folder", "open_deepspeed"]
@@ -129,7 +111,9 @@ def open_deepspeed(
         StorageError: A file cannot be read.
     """
     names = _file_names(folder)
-    files = Files(folder, verify=verify, trust_pickle=trust_pickle)
+    files = Files(
+        folder, "DeepSpeed", verify=verify, trust_pickle=trust_pickle, stand_ins=STAND_INS
+    )
     with gc_paused():
         if FOLDER in folder.names():
             if rules is not None:
@@ -161,7 +145,7 @@ def open_deepspeed(
                 _add_layers(files, [model for model, _ in ranks])
                 model, optimizer = unite(files, ranks, _tensor_ranks(files, ranks), rules)
         _complete(optimizer, model.rest.get("ds_config"))
-        return _Entries(files).of(model, optimizer)
+        return _opened(files, model, optimizer)
 
 
 def _tensor_ranks(files: Files, ranks: Sequence[tuple[Model, Optimizer]]) -> int:
@@ -337,130 +321,32 @@ def _frozen(
     return tensors
 
 
-class _Entries:
-    """Adds values to the index under the FQNs of DCP."""
-
-    def __init__(self, files: Files) -> None:
-        self.files = files
-        self.foreign = files.foreign
-        self.paths: dict[str, Sequence[str | int]] = {}
-        self.contents = _Contents()
-
-    def of(self, model: Model, optimizer: Optimizer) -> Opened:
-        """Returns the open checkpoint."""
-        weights: dict[str, Value] = {**model.tensors, **optimizer.weights}
-        for alias, fqn in model.aliases.items():
-            if fqn not in weights:
-                raise CorruptionError(
-                    f"cannot load {alias!r} of {self.files.folder}: it shares {fqn!r}, which is "
-                    "missing"
-                )
-            weights[alias] = weights[fqn]
-        for fqn, value in weights.items():
-            self._add(("model", fqn), value)
-        for fqn, states in optimizer.states.items():
-            for name, state in states.items():
-                keys = ("optim", "state", fqn, name)
-                self._add(keys, state)
-        groups = optimizer.param_groups
-        self._add(("optim", "param_groups"), Stored(optimizer.file, groups, ()))
-        for key, value in {**optimizer.rest, **model.rest}.items():
-            self._add(("client", key) if key in ("model", "optim") else (key,), value)
-        self.foreign.paths = self.paths
-        version = hashlib.sha256(b"".join(self.files.versions)).digest()
-        return self.foreign.opened(self.contents, version)
-
-    def _add(self, keys: tuple[str | int, ...], value: Value) -> None:
-        if isinstance(value, Partitioned):
-            self._add_tensor(keys, value.dtype, value.sizes, value.boxes())
-        elif isinstance(value, Boxed):
-            self._add_tensor(
-                keys, value.dtype, value.sizes, value.boxes or [empty_box(value.sizes)]
+def _opened(files: Files, model: Model, optimizer: Optimizer) -> Opened:
+    """Returns the open checkpoint, whose FQNs are those of ``get_state_dict``."""
+    entries = Entries(files)
+    weights: dict[str, Value] = {**model.tensors, **optimizer.weights}
+    for alias, fqn in model.aliases.items():
+        if fqn not in weights:
+            raise CorruptionError(
+                f"cannot load {alias!r} of {files.folder}: it shares {fqn!r}, which is missing"
             )
-        elif isinstance(value, Mapped | Computed):
-            self._add_read(keys, value.file, value.dtype, value.sizes, value.tensor)
-        elif keys[0] == "optim" and keys[-1] == "step" and isinstance(value.value, int | float):
-            step = torch.tensor(float(value.value))  # As torch has it.
-            self._add_read(keys, value.file, step.dtype, (), lambda: step)
-        else:
-            flat, paths = flatten({"": value.value}, value.file.archive)
-            for name, one in flat.items():
-                self._add_stored(keys, value, paths[name][1:], one)
-
-    def _add_stored(
-        self, keys: tuple[str | int, ...], stored: Stored, within: tuple[str | int, ...], value: Any
-    ) -> None:
-        """Adds a tensor or object within a stored value."""
-        name = ".".join(map(str, (*stored.keys, *within)))
-        keys = (*keys, *within)
-        read = functools.partial(stored.file.objects.value, name)
-        if is_plain_data(value):
-            read = functools.partial(copy.copy, value)
-        if stored.file.is_indexed:
-            fqn = self._named(keys)
-            stored.file.archive.add(self.foreign, fqn, value)
-            self.contents.read[fqn] = read
-        elif isinstance(value, torch.Tensor):
-            self._add_read(keys, stored.file, value.dtype, tuple(value.shape), read)
-        else:
-            fqn = self._named(keys)
-            self.foreign.entries.append((fqn, None, [self._box(stored.file, ())]))
-            self.contents.read[fqn] = read
-
-    def _add_read(
-        self,
-        keys: tuple[str | int, ...],
-        file: File,
-        dtype: torch.dtype,
-        sizes: tuple[int, ...],
-        read: Callable[[], object],
-    ) -> None:
-        """Adds a tensor without an extent."""
-        self._add_tensor(keys, dtype, sizes, [self._box(file, sizes)])
-        self.contents.read[".".join(map(str, keys))] = read
-
-    def _add_tensor(
-        self,
-        keys: tuple[str | int, ...],
-        dtype: torch.dtype,
-        sizes: Sequence[int],
-        boxes: list[_native.IndexBox],
-    ) -> None:
-        name = str(dtype).removeprefix("torch.")
-        properties = (name, "contiguous_format", False, False, list(sizes))
-        self.foreign.entries.append((self._named(keys), properties, boxes))
-
-    def _box(self, file: File, sizes: tuple[int, ...]) -> _native.IndexBox:
-        """Returns the box of a value without an extent. An index requires one in some file."""
-        assert self.files.first is not None
-        indexed = file if file.is_indexed else self.files.first
-        return indexed.archive.box(sizes, plain=False)
-
-    def _named(self, keys: Iterable[str | int]) -> str:
-        keys = tuple(keys)
-        fqn = ".".join(map(str, keys))
-        if fqn in self.paths:
-            raise CorruptionError(f"cannot load {self.files.folder}: it has {fqn!r} twice")
-        self.paths[fqn] = keys
-        return fqn
+        weights[alias] = weights[fqn]
+    for fqn, value in weights.items():
+        entries.add(("model", fqn), value)
+    for fqn, states in optimizer.states.items():
+        for name, state in states.items():
+            value = _as_tensor(state) if name == "step" else state
+            entries.add(("optim", "state", fqn, name), value)
+    groups = optimizer.param_groups
+    entries.add(("optim", "param_groups"), Stored(optimizer.file, groups, ()))
+    for key, value in {**optimizer.rest, **model.rest}.items():
+        entries.add(("client", key) if key in ("model", "optim") else (key,), value)
+    return entries.opened()
 
 
-@dataclass
-class _Contents:
-    """The values without extents.
-
-    Attributes:
-        read: FQN -> reads the value.
-    """
-
-    read: dict[str, Callable[[], object]] = field(default_factory=dict)
-    _last: tuple[str, object] = ("", None)
-
-    def value(self, fqn: str) -> object:
-        """Returns an object, or a tensor that has no extent.
-
-        Several boxes of a tensor are usually loaded one after the other, so the last one stays.
-        """
-        if self._last[0] != fqn:
-            self._last = fqn, self.read[fqn]()
-        return self._last[1]
+def _as_tensor(step: Value) -> Value:
+    """Returns a number as the tensor that torch's optimizers have."""
+    if not isinstance(step, Stored) or not isinstance(step.value, int | float):
+        return step
+    tensor = torch.tensor(float(step.value))
+    return Computed(step.file, tensor.dtype, (), lambda: tensor)

@@ -12,7 +12,8 @@ import re
 from collections.abc import Sequence
 
 from torch_ckpt.errors import NotFoundError, UnsupportedError
-from torch_ckpt.formats.deepspeed_files import File, Files, Model, Shapes, Stored
+from torch_ckpt.formats.deepspeed_files import Model, Shapes
+from torch_ckpt.formats.rank_files import File, Files, Stored
 
 __all__ = ["EXPERT_FILE", "Experts"]
 

@@ -8,25 +8,23 @@ still lie in DeepSpeed's files. Only what a rule computes is read as a whole, wh
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
-from torch_ckpt.formats.deepspeed_files import (
+from torch_ckpt.formats.deepspeed_files import Model, Optimizer
+from torch_ckpt.formats.rank_files import (
     Boxed,
     Computed,
     Files,
-    Model,
-    Optimizer,
-    Partitioned,
     Stored,
     Value,
+    as_boxed,
+    part_of_box,
 )
 from torch_ckpt.formats.rules import (
     Average,
@@ -213,7 +211,7 @@ class _United:
         sizes, placed = rule.union.place(fqn, shards)
         check_cover(fqn, sizes, placed)
         sizes, placed = _without_padding(fqn, sizes, placed, rule.then)
-        sources = {rank: _as_boxed(fqn, value) for rank, value in values.items()}
+        sources = {rank: as_boxed(fqn, value) for rank, value in values.items()}
         dtype = next(iter(sources.values())).dtype
         if other := [rank for rank, source in sources.items() if source.dtype != dtype]:
             raise CorruptionError(
@@ -224,7 +222,7 @@ class _United:
             box
             for one in placed
             for source in sources[one.rank].boxes
-            for box in _placed_boxes(source, one, dtype.itemsize)
+            for box in part_of_box(source, one, dtype.itemsize)
         ]
         whole = Boxed(dtype, sizes, boxes)
         steps = [
@@ -325,19 +323,6 @@ def _sizes_of(value: Value) -> Sizes:
     return tuple(value.value.shape if isinstance(value, Stored) else value.sizes)
 
 
-def _as_boxed(fqn: str, value: Value) -> Boxed:
-    """Returns the boxes of a shard."""
-    if isinstance(value, Partitioned):
-        return Boxed(value.dtype, value.sizes, value.boxes())
-    if isinstance(value, Stored):
-        tensor, file = value.value, value.file
-        sizes = tuple(tensor.shape)
-        box = ([0] * len(sizes), list(sizes), file.archive.number, file.flat(fqn, tensor))
-        return Boxed(tensor.dtype, sizes, [(*box, tensor.nbytes, True, ())])
-    assert isinstance(value, Boxed)
-    return value
-
-
 def _without_padding(
     fqn: str, sizes: Sizes, placed: list[Placed], then: Sequence[Operator]
 ) -> tuple[Sizes, list[Placed]]:
@@ -364,33 +349,6 @@ def _exchanged(fqn: str, sizes: Sizes, step: Transpose) -> Sizes:
     except IndexError:
         raise MismatchError(f"{fqn!r} of sizes {sizes} has no dimensions for {step}") from None
     return tuple(out)
-
-
-def _placed_boxes(box: _native.IndexBox, one: Placed, itemsize: int) -> Iterator[_native.IndexBox]:
-    """Yields the part of a stored box that lies in a placed one, as boxes of the whole parameter.
-
-    Each has consecutive elements of the stored box.
-    """
-    offsets, sizes, file, begin, _, plain, crc = box
-    low = [max(a, b) for a, b in zip(offsets, one.offsets, strict=True)]
-    high = [
-        min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, one.offsets, one.sizes, strict=True)
-    ]
-    part = [end - start for start, end in zip(low, high, strict=True)]
-    if any(size <= 0 for size in part):
-        return
-    whole_below = len(sizes)  # From this dimension on, the part has the whole stored box.
-    while whole_below > 0 and part[whole_below - 1] == sizes[whole_below - 1]:
-        whole_below -= 1
-    single = max(whole_below - 1, 0)  # Before this dimension, each index is a box of its own.
-    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-    for index in itertools.product(*(range(size) for size in part[:single])):
-        at = [*(start + i for start, i in zip(low, index, strict=False)), *low[single:]]
-        cut = [*([1] * single), *part[single:]]
-        skipped = sum((a - o) * s for a, o, s in zip(at, offsets, strides, strict=True))
-        place = [a - o + p for a, o, p in zip(at, one.offsets, one.at, strict=True)]
-        nbytes = math.prod(cut) * itemsize
-        yield (place, cut, file, begin + skipped * itemsize, nbytes, plain, crc)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

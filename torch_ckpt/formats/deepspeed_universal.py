@@ -12,15 +12,8 @@ import torch
 
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.deepspeed_files import (
-    File,
-    Files,
-    Mapped,
-    Optimizer,
-    Shapes,
-    Stored,
-    Value,
-)
+from torch_ckpt.formats.deepspeed_files import Optimizer, Shapes
+from torch_ckpt.formats.rank_files import File, Files, Mapped, Stored, Value
 from torch_ckpt.formats.zero_partitions import named_groups, rest_of
 
 __all__ = ["FOLDER", "read_universal"]

@@ -17,16 +17,8 @@ import torch
 
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.formats.deepspeed_experts import Experts
-from torch_ckpt.formats.deepspeed_files import (
-    File,
-    Files,
-    Fragment,
-    Optimizer,
-    Partitioned,
-    Shapes,
-    Stored,
-    Value,
-)
+from torch_ckpt.formats.deepspeed_files import Optimizer, Shapes
+from torch_ckpt.formats.rank_files import File, Files, Fragment, Partitioned, Stored, Value
 
 __all__ = ["Slice", "add_partition", "named_groups", "partition_of", "read_partitions", "rest_of"]
 

@@ -1,0 +1,521 @@
+"""Checkpoints of which each rank wrote its own files of ``torch.save``: their tensors and objects.
+
+A tensor of the checkpoint consists of boxes in the files of several ranks. The format, such as
+DeepSpeed, finds which, and :class:`Entries` adds them to the index.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_ckpt._core import _native
+from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.object_pickles import NO_STAND_INS, StandIns
+from torch_ckpt.formats.opened import ForeignFiles, Opened
+from torch_ckpt.formats.rules import Placed
+from torch_ckpt.formats.torch_save import Archive, Objects, flatten, is_plain_data
+
+__all__ = [
+    "Boxed",
+    "Computed",
+    "Entries",
+    "File",
+    "Files",
+    "Fragment",
+    "Mapped",
+    "Partitioned",
+    "Stored",
+    "Value",
+    "as_boxed",
+    "empty_box",
+    "part_of_box",
+]
+
+
+class Fragment(NamedTuple):
+    """Consecutive elements of a flattened parameter in a file.
+
+    Attributes:
+        rank: The rank that wrote them.
+        file: Number of the file.
+        begin: Number of the first element in the parameter.
+        numel: Number of elements.
+        offset: Offset of the first element in the file, in bytes.
+    """
+
+    rank: int
+    file: int
+    begin: int
+    numel: int
+    offset: int
+
+
+@dataclass
+class Partitioned:
+    """A tensor with the shape of a parameter, whose elements lie in several files."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    fragments: list[Fragment] = field(default_factory=list)
+
+    def boxes(self) -> list[_native.IndexBox]:
+        """Returns the boxes of the fragments, at most ``2 * ndim - 1`` for each."""
+        if not math.prod(self.sizes):
+            return [empty_box(self.sizes)]
+        boxes: list[_native.IndexBox] = []
+        for _, file, begin, numel, offset in self.fragments:
+            for offsets, sizes in _native.flat_range_to_boxes(self.sizes, begin, begin + numel):
+                nbytes = math.prod(sizes) * self.dtype.itemsize
+                boxes.append((offsets, sizes, file, offset, nbytes, True, ()))
+                offset += nbytes  # The elements of a flat range are in row-major order.
+        return boxes
+
+
+@dataclass
+class Boxed:
+    """A tensor whose boxes lie in several files, each with consecutive elements."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    boxes: list[_native.IndexBox]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A value as it is in a file: a tensor, an object, or a dict or list of these.
+
+    Attributes:
+        file: The file.
+        value: The value. The storages of its tensors have no memory.
+        keys: The keys of the value in the file.
+    """
+
+    file: File
+    value: Any
+    keys: tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A whole tensor of a file that the index cannot name, because it is in a subdirectory.
+
+    Torch maps the file into memory. A load then reads the pages of the elements that it wants.
+    """
+
+    file: File
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+
+    def tensor(self) -> torch.Tensor:
+        """Returns the tensor."""
+        state = self.file.objects.mapped_state()
+        tensor: torch.Tensor = state["param"] if isinstance(state, dict) else state
+        return tensor.reshape(self.sizes)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A tensor that is computed from stored ones when it is loaded.
+
+    Attributes:
+        file: The file of a stored one.
+        dtype: Its dtype.
+        sizes: Its sizes.
+        tensor: Returns the tensor.
+    """
+
+    file: File
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    tensor: Callable[[], torch.Tensor]
+
+
+Value = Partitioned | Boxed | Mapped | Stored | Computed
+
+
+class File:
+    """An open file."""
+
+    def __init__(self, name: str, archive: Archive, state: Any, objects: Objects) -> None:
+        self.name = name
+        self.archive = archive
+        self.state = state
+        self.objects = objects
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the index can name the file, which is directly in the folder."""
+        return "/" not in self.name
+
+    @property
+    def path(self) -> Location:
+        """The path of the file."""
+        return self.archive.path
+
+    def at(self, *keys: str | int, kind: type | tuple[type, ...] = object) -> Any:
+        """Returns a value in the nested state.
+
+        Raises:
+            CorruptionError: The value is missing or of another type.
+        """
+        value = self.state
+        for key in keys:
+            try:
+                value = value[key]
+            except (KeyError, IndexError, TypeError):
+                raise self.damage(f"it has no {'.'.join(map(str, keys))}") from None
+        if not isinstance(value, kind):
+            raise self.damage(f"{'.'.join(map(str, keys))} is a {type(value).__name__}")
+        return value
+
+    def flat(self, fqn: str, tensor: torch.Tensor) -> int:
+        """Returns the offset in bytes of the first element of a contiguous tensor.
+
+        Raises:
+            CorruptionError: The file does not have the tensor's elements in row-major order.
+        """
+        record = self.archive.record_of(fqn, tensor)
+        if record is None or not tensor.is_contiguous():
+            raise self.damage(f"the elements of {fqn!r} are not contiguous")
+        offset, nbytes, _ = record
+        begin = int(tensor.storage_offset()) * tensor.itemsize
+        if tensor.numel() and begin + tensor.numel() * tensor.itemsize > nbytes:
+            raise self.damage(f"the elements of {fqn!r} exceed their record")
+        return offset + begin
+
+    def same_value(self, value: Any, other: File, theirs: Any) -> bool:
+        """Returns whether a value here equals one of another file. Compares tensors by CRC-32."""
+        if not isinstance(value, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+            return type(value) is type(theirs) and repr(value) == repr(theirs)
+        records = self.archive.record_of("", value), other.archive.record_of("", theirs)
+        if records[0] is None or records[1] is None:
+            return True  # Only torch can read such tensors.
+        return value.shape == theirs.shape and records[0][1:] == records[1][1:]
+
+    def damage(self, what: str) -> CorruptionError:
+        """Returns the error for unexpected contents."""
+        return CorruptionError(f"cannot read {self.path}: {what}")
+
+
+class Files:
+    """Opens the files of a checkpoint, and numbers them.
+
+    Args:
+        folder: The directory.
+        format: Name of the format.
+        verify: Whether to check pickles against their CRC-32.
+        trust_pickle: Whether pickles may contain any class and run any code.
+        stand_ins: Further classes that the pickles may contain.
+    """
+
+    def __init__(
+        self,
+        folder: Location,
+        format: str,
+        *,
+        verify: bool,
+        trust_pickle: bool,
+        stand_ins: StandIns = NO_STAND_INS,
+    ) -> None:
+        self.folder = folder
+        self.foreign = ForeignFiles(folder, folder, format)
+        self.versions: list[bytes] = []
+        self.first: File | None = None
+        self._verify = verify
+        self._trust_pickle = trust_pickle
+        self._stand_ins = stand_ins
+
+    def read(self, name: str) -> File:
+        """Opens a file of ``torch.save``.
+
+        The index names the files that are directly in the folder. Their tensors have extents.
+
+        Raises:
+            NotFoundError: The file is missing.
+            CorruptionError: The file is damaged.
+            UnsupportedError: The pickle requests a forbidden class or function.
+        """
+        archive = Archive(self.folder / name, len(self.foreign.files))
+        if self._verify:
+            archive.check_pickle()
+        state, objects = archive.read_state(
+            trust_pickle=self._trust_pickle, stand_ins=self._stand_ins
+        )
+        self.versions.append(archive.version)
+        file = File(name, archive, state, objects)
+        if file.is_indexed:
+            self.foreign.files.append((name, archive.nbytes))
+            self.first = self.first or file
+        return file
+
+    def read_boxes(self, value: Boxed) -> torch.Tensor:
+        """Reads a whole tensor.
+
+        Raises:
+            CorruptionError: A file has become shorter.
+            StorageError: A file cannot be read.
+        """
+        tensor = torch.empty(value.sizes, dtype=value.dtype)
+        for offsets, sizes, file, offset, nbytes, _, _ in value.boxes:
+            path = self.folder / self.foreign.files[file][0]
+            elements = bytearray(path.read_range(offset, nbytes)[1])
+            if len(elements) != nbytes:
+                raise CorruptionError(f"cannot read {path}: it ends before {offset + nbytes}")
+            where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            if elements:
+                tensor[where] = torch.frombuffer(elements, dtype=value.dtype).view(list(sizes))
+        return tensor
+
+    def open_ranks(
+        self, names: dict[int, str], count: int, opened: dict[int, File]
+    ) -> dict[int, CheckpointError]:
+        """Opens the files of ranks ``[0, count)``.
+
+        Args:
+            names: Rank -> name of its file.
+            count: Number of ranks that have saved.
+            opened: Rank -> open file, to which the files are added.
+
+        Returns:
+            Rank -> why its file cannot be read.
+
+        Raises:
+            CorruptionError: There are files of further ranks.
+        """
+        if more := sorted(rank for rank in names if rank >= count):
+            raise CorruptionError(
+                f"cannot load {self.folder}: {count} ranks have saved it, but it has "
+                f"{names[more[0]]}; is it of another save?"
+            )
+        absent: dict[int, CheckpointError] = {}
+        for rank in range(count):
+            try:
+                if rank not in names:
+                    raise NotFoundError(f"there is no file of rank {rank} in {self.folder}")
+                if rank not in opened:
+                    opened[rank] = self.read(names[rank])
+            except (NotFoundError, CorruptionError) as error:
+                absent[rank] = error
+        return absent
+
+    def check_cover(
+        self, tensors: dict[str, Partitioned], absent: dict[int, CheckpointError], what: str
+    ) -> None:
+        """Checks that fragments have each element of each tensor exactly once.
+
+        Args:
+            tensors: FQN -> tensor.
+            absent: Rank -> why its file cannot be read.
+            what: The kind of the tensors, for messages.
+
+        Raises:
+            CheckpointError: An element is missing, since the file of its rank cannot be read.
+            CorruptionError: The files disagree.
+        """
+        for fqn, tensor in tensors.items():
+            position = 0
+            for fragment in sorted(tensor.fragments, key=lambda one: one.begin):
+                if fragment.begin != position:
+                    break
+                position += fragment.numel
+            else:
+                if position == math.prod(tensor.sizes):
+                    continue
+            for rank, error in absent.items():
+                raise type(error)(
+                    f"cannot load {what} of {fqn!r} from {self.folder}: the part of rank {rank} "
+                    f"cannot be read: {error}"
+                ) from error
+            ranges = [
+                f"[{one.begin}, {one.begin + one.numel}) of rank {one.rank} in "
+                f"{self.foreign.files[one.file][0]}"
+                for one in tensor.fragments
+            ]
+            raise CorruptionError(
+                f"cannot load {what} of {fqn!r} from {self.folder}: its files have elements "
+                f"{', '.join(ranges) or 'of no rank'}, not each of [0, {math.prod(tensor.sizes)}) "
+                "once"
+            )
+        for error in absent.values():
+            raise error
+
+
+def empty_box(sizes: Sequence[int]) -> _native.IndexBox:
+    """Returns the box of a tensor without elements. An index requires one."""
+    return ([0] * len(sizes), list(sizes), 0, 0, 0, True, ())
+
+
+def as_boxed(fqn: str, value: Value) -> Boxed:
+    """Returns the boxes of a shard."""
+    if isinstance(value, Partitioned):
+        return Boxed(value.dtype, value.sizes, value.boxes())
+    if isinstance(value, Stored):
+        tensor, file = value.value, value.file
+        sizes = tuple(tensor.shape)
+        box = ([0] * len(sizes), list(sizes), file.archive.number, file.flat(fqn, tensor))
+        return Boxed(tensor.dtype, sizes, [(*box, tensor.nbytes, True, ())])
+    assert isinstance(value, Boxed)
+    return value
+
+
+def part_of_box(box: _native.IndexBox, one: Placed, itemsize: int) -> Iterator[_native.IndexBox]:
+    """Yields the part of a stored box that lies in a placed one, as boxes of the whole tensor.
+
+    Each has consecutive elements of the stored box.
+    """
+    offsets, sizes, file, begin, _, plain, crc = box
+    low = [max(a, b) for a, b in zip(offsets, one.offsets, strict=True)]
+    high = [
+        min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, one.offsets, one.sizes, strict=True)
+    ]
+    part = [end - start for start, end in zip(low, high, strict=True)]
+    if any(size <= 0 for size in part):
+        return
+    whole_below = len(sizes)  # From this dimension on, the part has the whole stored box.
+    while whole_below > 0 and part[whole_below - 1] == sizes[whole_below - 1]:
+        whole_below -= 1
+    single = max(whole_below - 1, 0)  # Before this dimension, each index is a box of its own.
+    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    for index in itertools.product(*(range(size) for size in part[:single])):
+        at = [*(start + i for start, i in zip(low, index, strict=False)), *low[single:]]
+        cut = [*([1] * single), *part[single:]]
+        skipped = sum((a - o) * s for a, o, s in zip(at, offsets, strides, strict=True))
+        place = [a - o + p for a, o, p in zip(at, one.offsets, one.at, strict=True)]
+        nbytes = math.prod(cut) * itemsize
+        yield (place, cut, file, begin + skipped * itemsize, nbytes, plain, crc)
+
+
+class Entries:
+    """Adds values to the index of a checkpoint, under the FQNs of DCP.
+
+    Args:
+        files: The files of the checkpoint.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self.foreign = files.foreign
+        self._paths: dict[str, Sequence[str | int]] = {}
+        self._contents = _Contents()
+
+    def opened(self) -> Opened:
+        """Returns the open checkpoint.
+
+        Raises:
+            CorruptionError: A name or a number in the files is invalid.
+        """
+        self.foreign.paths = self._paths
+        version = hashlib.sha256(b"".join(self.files.versions)).digest()
+        return self.foreign.opened(self._contents, version)
+
+    def add(self, keys: tuple[str | int, ...], value: Value) -> None:
+        """Adds a value under keys from the root of the state dict, or each value within it.
+
+        Raises:
+            CorruptionError: There is a value under these keys already.
+        """
+        if isinstance(value, Partitioned):
+            self._add_tensor(keys, value.dtype, value.sizes, value.boxes())
+        elif isinstance(value, Boxed):
+            self._add_tensor(
+                keys, value.dtype, value.sizes, value.boxes or [empty_box(value.sizes)]
+            )
+        elif isinstance(value, Mapped | Computed):
+            self._add_read(keys, value.file, value.dtype, value.sizes, value.tensor)
+        else:
+            flat, paths = flatten({"": value.value}, value.file.archive)
+            for name, one in flat.items():
+                self._add_stored(keys, value, paths[name][1:], one)
+
+    def _add_stored(
+        self, keys: tuple[str | int, ...], stored: Stored, within: tuple[str | int, ...], value: Any
+    ) -> None:
+        """Adds a tensor or object within a stored value."""
+        name = ".".join(map(str, (*stored.keys, *within)))
+        keys = (*keys, *within)
+        read = functools.partial(stored.file.objects.value, name)
+        if is_plain_data(value):
+            read = functools.partial(copy.copy, value)
+        if stored.file.is_indexed:
+            fqn = self._named(keys)
+            stored.file.archive.add(self.foreign, fqn, value)
+            self._contents.read[fqn] = read
+        elif isinstance(value, torch.Tensor):
+            self._add_read(keys, stored.file, value.dtype, tuple(value.shape), read)
+        else:
+            fqn = self._named(keys)
+            self.foreign.entries.append((fqn, None, [self._box(stored.file, ())]))
+            self._contents.read[fqn] = read
+
+    def _add_read(
+        self,
+        keys: tuple[str | int, ...],
+        file: File,
+        dtype: torch.dtype,
+        sizes: tuple[int, ...],
+        read: Callable[[], object],
+    ) -> None:
+        """Adds a tensor without an extent."""
+        self._add_tensor(keys, dtype, sizes, [self._box(file, sizes)])
+        self._contents.read[".".join(map(str, keys))] = read
+
+    def _add_tensor(
+        self,
+        keys: tuple[str | int, ...],
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        boxes: list[_native.IndexBox],
+    ) -> None:
+        name = str(dtype).removeprefix("torch.")
+        properties = (name, "contiguous_format", False, False, list(sizes))
+        self.foreign.entries.append((self._named(keys), properties, boxes))
+
+    def _box(self, file: File, sizes: tuple[int, ...]) -> _native.IndexBox:
+        """Returns the box of a value without an extent. An index requires one in some file."""
+        assert self.files.first is not None
+        indexed = file if file.is_indexed else self.files.first
+        return indexed.archive.box(sizes, plain=False)
+
+    def _named(self, keys: Iterable[str | int]) -> str:
+        keys = tuple(keys)
+        fqn = ".".join(map(str, keys))
+        if fqn in self._paths:
+            raise CorruptionError(f"cannot load {self.files.folder}: it has {fqn!r} twice")
+        self._paths[fqn] = keys
+        return fqn
+
+
+@dataclass
+class _Contents:
+    """The values without extents.
+
+    Attributes:
+        read: FQN -> reads the value.
+    """
+
+    read: dict[str, Callable[[], object]] = field(default_factory=dict)
+    _last: tuple[str, object] = ("", None)
+
+    def value(self, fqn: str) -> object:
+        """Returns an object, or a tensor that has no extent.
+
+        Several boxes of a tensor are usually loaded one after the other, so the last one stays.
+        """
+        if self._last[0] != fqn:
+            self._last = fqn, self.read[fqn]()
+        return self._last[1]
