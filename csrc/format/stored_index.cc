@@ -36,12 +36,6 @@ bool is_utf8(std::string_view text) {
   return true;
 }
 
-// Returns whether the name denotes a file directly in the checkpoint directory.
-bool is_plain_name(std::string_view name) {
-  return !name.empty() && name != "." && name != ".." &&
-         name.find_first_of(std::string_view("/\0", 2)) == std::string_view::npos;
-}
-
 // Interpolates the position in [low, high) of a hash, assuming uniformly distributed hashes.
 int64_t expected_position(uint64_t hash, uint64_t low_hash, uint64_t high_hash, int64_t low,
                           int64_t high) {
@@ -53,6 +47,17 @@ int64_t expected_position(uint64_t hash, uint64_t low_hash, uint64_t high_hash, 
 }
 
 }  // namespace
+
+bool is_inside_directory(std::string_view name) {
+  if (name.empty() || name == "." || name.front() == '/') return false;
+  if (name.find('\0') != std::string_view::npos) return false;
+  for (size_t begin = 0; begin <= name.size();) {
+    const size_t end = std::min(name.find('/', begin), name.size());
+    if (name.substr(begin, end - begin) == "..") return false;
+    begin = end + 1;
+  }
+  return true;
+}
 
 Status StoredIndex::to_signed(uint64_t value, int64_t* out) const {
   if (!std::in_range<int64_t>(value)) return unsound("a number is too large");
@@ -80,7 +85,11 @@ Result<StoredFile> StoredIndex::file(int64_t number) const {
   RETURN_IF_ERROR(read_records(records::kFileSection, number, &from, 1));
   StoredFile out;
   RETURN_IF_ERROR(text(from.name, records::kMaxTextNbytes, &out.name));
-  if (!is_plain_name(out.name)) return unsound("it names a file outside the checkpoint");
+  // The engine writes no subdirectories. Other formats have them.
+  const bool is_in_subdirectory = !is_foreign() && out.name.find('/') != std::string::npos;
+  if (is_in_subdirectory || !is_inside_directory(out.name)) {
+    return unsound("it names a file outside the checkpoint");
+  }
   RETURN_IF_ERROR(to_signed(from.nbytes, &out.nbytes));
   RETURN_IF_ERROR(to_signed(from.first_sum, &out.first_sum));
   const int64_t blocks = is_foreign() ? 0 : BlockGrid::block_count(out.nbytes, block_nbytes());

@@ -24,6 +24,9 @@
 
 namespace torch_ckpt {
 
+// Whether the name of a file, relative to the checkpoint directory, stays inside this directory.
+bool is_inside_directory(std::string_view name);
+
 struct StoredFile {
   std::string name;
   int64_t nbytes = 0;

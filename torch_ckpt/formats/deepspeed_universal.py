@@ -13,7 +13,7 @@ import torch
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.deepspeed_files import Optimizer, Shapes
-from torch_ckpt.formats.rank_files import File, Files, Mapped, Stored, Value
+from torch_ckpt.formats.rank_files import File, Files, Stored, Value
 from torch_ckpt.formats.zero_partitions import named_groups, rest_of
 
 __all__ = ["FOLDER", "read_universal"]
@@ -73,17 +73,16 @@ def _stems(folder: Location, fqn: str) -> list[str]:
     return [name.removesuffix(".pt") for name in (folder / fqn).names() if name.endswith(".pt")]
 
 
-def _value(file: File, fqn: str, sizes: tuple[int, ...] | None) -> Value:
+def _value(file: File, fqn: str, sizes: tuple[int, ...] | None) -> Stored:
     """Returns the tensor or the number of a file. It has the sizes, if they are known."""
     is_hinted = isinstance(file.state, dict)
     value = file.at("param", kind=torch.Tensor) if is_hinted else file.state
-    if not isinstance(value, torch.Tensor):
-        return Stored(file, value, ())
+    keys = ("param",) if is_hinted else ()
+    if not isinstance(value, torch.Tensor) or sizes is None:
+        return Stored(file, value, keys)
     if file.name.endswith("/step.pt"):
         sizes = ()
-    if sizes is None:
-        return Mapped(file, value.dtype, tuple(value.shape))
     is_flat = not is_hinted and value.ndim == 1 and value.numel() == math.prod(sizes)
     if tuple(value.shape) != sizes and not is_flat:
         raise file.damage(f"{fqn!r} has shape {tuple(value.shape)}, and {sizes} in param_shapes")
-    return Mapped(file, value.dtype, sizes)
+    return Stored(file, value.reshape(sizes), keys)

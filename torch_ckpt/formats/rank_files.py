@@ -32,7 +32,6 @@ __all__ = [
     "File",
     "Files",
     "Fragment",
-    "Mapped",
     "Partitioned",
     "Stored",
     "Value",
@@ -111,24 +110,6 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Mapped:
-    """A whole tensor of a file that the index cannot name, because it is in a subdirectory.
-
-    Torch maps the file into memory. A load then reads the pages of the elements that it wants.
-    """
-
-    file: File
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-
-    def tensor(self) -> torch.Tensor:
-        """Returns the tensor."""
-        state = self.file.objects.mapped_state()
-        tensor: torch.Tensor = state["param"] if isinstance(state, dict) else state
-        return tensor.reshape(self.sizes)
-
-
-@dataclass(frozen=True)
 class Computed:
     """A tensor that is computed from stored ones when it is loaded.
 
@@ -145,7 +126,7 @@ class Computed:
     tensor: Callable[[], torch.Tensor]
 
 
-Value = Partitioned | Boxed | Mapped | Stored | Computed
+Value = Partitioned | Boxed | Stored | Computed
 
 
 class File:
@@ -156,11 +137,6 @@ class File:
         self.archive = archive
         self.state = state
         self.objects = objects
-
-    @property
-    def is_indexed(self) -> bool:
-        """Whether the index can name the file, which is directly in the folder."""
-        return "/" not in self.name
 
     @property
     def path(self) -> Location:
@@ -235,15 +211,12 @@ class Files:
         self.folder = folder
         self.foreign = ForeignFiles(folder, folder, format)
         self.versions: list[bytes] = []
-        self.first: File | None = None
         self._verify = verify
         self._trust_pickle = trust_pickle
         self._stand_ins = stand_ins
 
     def read(self, name: str) -> File:
         """Opens a file of ``torch.save``.
-
-        The index names the files that are directly in the folder. Their tensors have extents.
 
         Raises:
             NotFoundError: The file is missing.
@@ -258,9 +231,7 @@ class Files:
         )
         self.versions.append(archive.version)
         file = File(name, archive, state, objects)
-        if file.is_indexed:
-            self.foreign.files.append((name, archive.nbytes))
-            self.first = self.first or file
+        self.foreign.files.append((name, archive.nbytes))
         return file
 
     def read_boxes(self, value: Boxed) -> torch.Tensor:
@@ -435,7 +406,7 @@ class Entries:
             self._add_tensor(
                 keys, value.dtype, value.sizes, value.boxes or [empty_box(value.sizes)]
             )
-        elif isinstance(value, Mapped | Computed):
+        elif isinstance(value, Computed):
             self._add_read(keys, value.file, value.dtype, value.sizes, value.tensor)
         else:
             flat, paths = flatten({"": value.value}, value.file.archive)
@@ -451,16 +422,9 @@ class Entries:
         read = functools.partial(stored.file.objects.value, name)
         if is_plain_data(value):
             read = functools.partial(copy.copy, value)
-        if stored.file.is_indexed:
-            fqn = self._named(keys)
-            stored.file.archive.add(self.foreign, fqn, value)
-            self._contents.read[fqn] = read
-        elif isinstance(value, torch.Tensor):
-            self._add_read(keys, stored.file, value.dtype, tuple(value.shape), read)
-        else:
-            fqn = self._named(keys)
-            self.foreign.entries.append((fqn, None, [self._box(stored.file, ())]))
-            self._contents.read[fqn] = read
+        fqn = self._named(keys)
+        stored.file.archive.add(self.foreign, fqn, value)
+        self._contents.read[fqn] = read
 
     def _add_read(
         self,
@@ -471,7 +435,7 @@ class Entries:
         read: Callable[[], object],
     ) -> None:
         """Adds a tensor without an extent."""
-        self._add_tensor(keys, dtype, sizes, [self._box(file, sizes)])
+        self._add_tensor(keys, dtype, sizes, [file.archive.box(sizes, plain=False)])
         self._contents.read[".".join(map(str, keys))] = read
 
     def _add_tensor(
@@ -484,12 +448,6 @@ class Entries:
         name = str(dtype).removeprefix("torch.")
         properties = (name, "contiguous_format", False, False, list(sizes))
         self.foreign.entries.append((self._named(keys), properties, boxes))
-
-    def _box(self, file: File, sizes: tuple[int, ...]) -> _native.IndexBox:
-        """Returns the box of a value without an extent. An index requires one in some file."""
-        assert self.files.first is not None
-        indexed = file if file.is_indexed else self.files.first
-        return indexed.archive.box(sizes, plain=False)
 
     def _named(self, keys: Iterable[str | int]) -> str:
         keys = tuple(keys)

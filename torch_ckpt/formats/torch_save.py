@@ -217,8 +217,9 @@ class Objects:
         if fqn in self.objects and is_plain_data(value):
             return value
         if self._mapped is None:
-            self._mapped = _tensor_view.flatten(self.mapped_state())[0]
-        return self._mapped[fqn]
+            # The state of a file may be a single value, whose FQN is empty.
+            self._mapped = _tensor_view.flatten({"": self.mapped_state()})[0]
+        return self._mapped[f".{fqn}" if fqn else ""]
 
     def mapped_state(self) -> Any:
         """Returns the state dict, with storages mapped into memory where possible.

@@ -13,17 +13,6 @@ namespace {
 // Bounds the number of open files.
 constexpr size_t kMaxOpenFiles = 128;
 
-// Whether a file name from the metadata stays inside the checkpoint directory.
-bool is_inside_directory(const std::string& path) {
-  if (path.empty() || path.front() == '/') return false;
-  for (size_t begin = 0; begin <= path.size();) {
-    const size_t end = std::min(path.find('/', begin), path.size());
-    if (path.substr(begin, end - begin) == "..") return false;
-    begin = end + 1;
-  }
-  return true;
-}
-
 }  // namespace
 
 struct LoadJob::State {
