@@ -21,6 +21,7 @@ from torch_ckpt.formats.rank_files import (
     Boxed,
     Computed,
     Files,
+    Loaded,
     Stored,
     Value,
     as_boxed,
@@ -320,6 +321,7 @@ def _is_tensor(value: Value) -> bool:
 
 def _sizes_of(value: Value) -> Sizes:
     """Returns the sizes of a tensor."""
+    assert not isinstance(value, Loaded)
     return tuple(value.value.shape if isinstance(value, Stored) else value.sizes)
 
 

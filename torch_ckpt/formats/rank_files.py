@@ -32,6 +32,7 @@ __all__ = [
     "File",
     "Files",
     "Fragment",
+    "Loaded",
     "Partitioned",
     "Stored",
     "Value",
@@ -108,6 +109,10 @@ class Stored:
     value: Any
     keys: tuple[str | int, ...]
 
+    def read(self) -> object:
+        """Returns the value with its elements: those of tensors are mapped into memory."""
+        return self.file.objects.value(".".join(map(str, self.keys)))
+
 
 @dataclass(frozen=True)
 class Computed:
@@ -126,7 +131,22 @@ class Computed:
     tensor: Callable[[], torch.Tensor]
 
 
-Value = Partitioned | Boxed | Stored | Computed
+@dataclass(frozen=True)
+class Loaded:
+    """An object that is a whole file, and was read with it.
+
+    Attributes:
+        value: The object.
+        file: Number of the file.
+        nbytes: Its length.
+    """
+
+    value: object
+    file: int
+    nbytes: int
+
+
+Value = Partitioned | Boxed | Stored | Computed | Loaded
 
 
 class File:
@@ -229,10 +249,20 @@ class Files:
         state, objects = archive.read_state(
             trust_pickle=self._trust_pickle, stand_ins=self._stand_ins
         )
-        self.versions.append(archive.version)
-        file = File(name, archive, state, objects)
-        self.foreign.files.append((name, archive.nbytes))
-        return file
+        self.add(name, archive.nbytes, archive.version)
+        return File(name, archive, state, objects)
+
+    def add(self, name: str, nbytes: int, version: bytes) -> int:
+        """Adds an open file to the index, and returns its number.
+
+        Args:
+            name: Its name.
+            nbytes: Its length.
+            version: Identifies its contents.
+        """
+        self.versions.append(version)
+        self.foreign.files.append((name, nbytes))
+        return len(self.foreign.files) - 1
 
     def read_boxes(self, value: Boxed) -> torch.Tensor:
         """Reads a whole tensor.
@@ -408,10 +438,27 @@ class Entries:
             )
         elif isinstance(value, Computed):
             self._add_read(keys, value.file, value.dtype, value.sizes, value.tensor)
+        elif isinstance(value, Loaded):
+            self.add_object(keys, value)
         else:
             flat, paths = flatten({"": value.value}, value.file.archive)
             for name, one in flat.items():
                 self._add_stored(keys, value, paths[name][1:], one)
+
+    def add_object(self, keys: tuple[str | int, ...], value: Stored | Loaded) -> None:
+        """Adds a value as one object, even if it is a tensor.
+
+        Raises:
+            CorruptionError: There is a value under these keys already.
+        """
+        fqn = self._named(keys)
+        if isinstance(value, Loaded):
+            box: _native.IndexBox = ((), (), value.file, 0, value.nbytes, False, ())
+            self._contents.read[fqn] = lambda: copy.deepcopy(value.value)
+        else:
+            box = value.file.archive.box((), plain=False)
+            self._contents.read[fqn] = value.read
+        self.foreign.entries.append((fqn, None, [box]))
 
     def _add_stored(
         self, keys: tuple[str | int, ...], stored: Stored, within: tuple[str | int, ...], value: Any

@@ -14,6 +14,11 @@ from torch_ckpt.formats.safetensors import (
     open_safetensors,
     open_safetensors_directory,
 )
+from torch_ckpt.formats.torch_checkpointing import (
+    has_metadata,
+    has_rank_files,
+    open_torch_checkpointing,
+)
 from torch_ckpt.formats.torch_save import is_archive, is_legacy, open_torch_save
 
 __all__ = ["open_stored"]
@@ -27,7 +32,7 @@ def open_stored(
     trust_pickle: bool,
     rules: Rules | None = None,
 ) -> Opened:
-    """Opens a checkpoint of any format: a file, or a directory of DCP, safetensors or DeepSpeed.
+    """Opens a checkpoint of any format: a file, or a directory.
 
     Args:
         path: The directory or file.
@@ -57,12 +62,26 @@ def open_stored(
     except NotFoundError:
         if prefix:
             raise
-        names = _safetensors_in(path)
-        if not names:
-            if (folder := deepspeed_folder(path)) is None:
-                raise no_checkpoint(path) from None
-            return open_deepspeed(folder, verify=verify, trust_pickle=trust_pickle)
-    return open_safetensors_directory(path, names)
+    return _open_directory(path, verify=verify, trust_pickle=trust_pickle)
+
+
+def _open_directory(path: Location, *, verify: bool, trust_pickle: bool) -> Opened:
+    """Opens a directory that has no checkpoint of DCP."""
+    try:
+        names = path.names()
+    except NotFoundError:
+        raise no_checkpoint(path) from None
+    if has_metadata(path, names):
+        return open_torch_checkpointing(path, verify=verify, trust_pickle=trust_pickle)
+    endings = (".safetensors", ".safetensors.index.json")
+    safetensors = sorted(name for name in names if name.endswith(endings))
+    if safetensors:
+        return open_safetensors_directory(path, safetensors)
+    if (folder := deepspeed_folder(path)) is not None:
+        return open_deepspeed(folder, verify=verify, trust_pickle=trust_pickle)
+    if has_rank_files(names):
+        return open_torch_checkpointing(path, verify=verify, trust_pickle=trust_pickle)
+    raise no_checkpoint(path)
 
 
 def _open_file(path: Location, *, verify: bool, trust_pickle: bool) -> Opened:
@@ -81,12 +100,3 @@ def _open_file(path: Location, *, verify: bool, trust_pickle: bool) -> Opened:
     raise UnsupportedError(
         f"cannot load {path}: it is neither a safetensors file nor a file of torch.save"
     )
-
-
-def _safetensors_in(directory: Location) -> list[str]:
-    """Returns the names of all safetensors files and their indexes, sorted."""
-    try:
-        names = directory.names()
-    except NotFoundError:
-        return []
-    return sorted(n for n in names if n.endswith((".safetensors", ".safetensors.index.json")))

@@ -46,6 +46,7 @@ __all__ = [
     "Union",
     "Unique",
     "check_cover",
+    "fits",
     "listed",
 ]
 
@@ -260,8 +261,8 @@ class Boxes(Union):
         """See :class:`Union`."""
         placed = [one for box in self.boxes if math.prod((one := Placed(*box)).sizes)]
         for one in placed:
-            inside = one.rank in shards and _fits(one.offsets, one.sizes, shards[one.rank])
-            if not inside or not _fits(one.at, one.sizes, self.sizes):
+            inside = one.rank in shards and fits(one.offsets, one.sizes, shards[one.rank])
+            if not inside or not fits(one.at, one.sizes, self.sizes):
                 raise MismatchError(
                     f"{fqn!r} cannot be united: box {one.offsets} of {one.sizes} of rank "
                     f"{one.rank} at {one.at} exceeds its shard, {shards.get(one.rank)}, or the "
@@ -570,7 +571,8 @@ def _at(sizes: Sizes, dim: int, offset: int) -> Sizes:
     return _replaced((0,) * len(sizes), dim, offset)
 
 
-def _fits(offsets: Sizes, sizes: Sizes, within: Sizes) -> bool:
+def fits(offsets: Sizes, sizes: Sizes, within: Sizes) -> bool:
+    """Returns whether a box lies within a tensor of other sizes."""
     return len(offsets) == len(sizes) == len(within) and all(
         offset >= 0 and size >= 0 and offset + size <= end
         for offset, size, end in zip(offsets, sizes, within, strict=True)

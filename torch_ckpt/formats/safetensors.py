@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CorruptionError, MismatchError, NotFoundError, UnsupportedError
@@ -24,7 +26,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.safetensors_layout import DTYPES, MAX_HEADER_NBYTES
 
-__all__ = ["is_safetensors", "open_safetensors", "open_safetensors_directory"]
+__all__ = ["is_safetensors", "open_safetensors", "open_safetensors_directory", "read_tensors"]
 
 _MAX_NBYTES = 2**63 - 1
 _MAX_NDIM = 64
@@ -130,6 +132,36 @@ def open_safetensors_directory(directory: Location, names: Sequence[str]) -> Ope
                 ) from error
             merged.add(name, header, fqns)
         return merged.opened()
+
+
+def read_tensors(
+    path: Location, number: int
+) -> tuple[int, bytes, dict[str, tuple[torch.dtype, tuple[int, ...], list[_native.IndexBox]]]]:
+    """Reads the header of a file.
+
+    Args:
+        path: The file.
+        number: Its number among the files of a foreign index.
+
+    Returns:
+        The length of the file, a hash that identifies its contents, and for each FQN the dtype, the
+        sizes and the box of the tensor.
+
+    Raises:
+        CorruptionError: The header is damaged or inconsistent.
+        UnsupportedError: Torch has no dtype for a tensor.
+        StorageError: The file cannot be read.
+    """
+    header = _read_header(path)
+    found: dict[str, tuple[torch.dtype, tuple[int, ...], list[_native.IndexBox]]] = {}
+    for fqn, (word, sizes, begin, end) in header.tensors.items():
+        if not (name := _DTYPES[word][0]):
+            raise UnsupportedError(
+                f"cannot load {fqn!r} of {path}: its dtype packs several elements into a byte"
+            )
+        box = ([0] * len(sizes), sizes, number, begin, end - begin, True, ())
+        found[fqn] = getattr(torch, name), tuple(sizes), [box]
+    return header.file_nbytes, header.digest, found
 
 
 @dataclass

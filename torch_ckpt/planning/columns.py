@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _cr
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.formats.placements import shard_ranges
 from torch_ckpt.planning.replicas import OBJECT_NBYTES, check_dtype, list_item
 
 __all__ = ["has_sharded_tensors", "overrides", "table_of"]
@@ -145,27 +145,13 @@ def _box_fault(tensor: DTensor, sizes: torch.Size) -> str | None:
     local = tensor._local_tensor.shape
     if local != sizes and (local.numel() or sizes.numel()):
         return f"this rank holds {list(local)} of it, but the placements imply {list(sizes)}"
-    for dim in {each.dim for each in tensor.placements if isinstance(each, _StridedShard)}:
-        rows = _indices(tensor, dim)
-        if len(rows) and rows[-1] - rows[0] >= len(rows):
-            return f"this rank holds several ranges of dimension {dim}, and DCP stores one"
-    return None
-
-
-def _indices(tensor: DTensor, dim: int) -> torch.Tensor:
-    """Returns the indices of this rank's shard along a dimension, by the placements' definition."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    indices = torch.arange(tensor.size(dim), device="cpu")
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
-            count, rank = mesh.size(mesh_dim), coordinate[mesh_dim]
-            pieces = indices.chunk(int(getattr(placement, "split_factor", 1)))
-            chunks = [piece.chunk(count) for piece in pieces]
-            indices = torch.cat(
-                [each[rank] if rank < len(each) else each[0][:0] for each in chunks]
-            )
-    return indices
+    ranges = shard_ranges(tensor.shape, mesh.shape, coordinate, tensor.placements)
+    for dim, of_dim in enumerate(ranges):
+        if len(of_dim) > 1:
+            return f"this rank holds several ranges of dimension {dim}, and DCP stores one"
+    return None
 
 
 def _shard_of(value: Any, item: WriteItem) -> torch.Tensor | None:
