@@ -145,6 +145,10 @@ class Loaded:
     file: int
     nbytes: int
 
+    def read(self) -> object:
+        """Returns a copy of the value."""
+        return copy.deepcopy(self.value)
+
 
 Value = Partitioned | Boxed | Stored | Computed | Loaded
 
@@ -439,26 +443,39 @@ class Entries:
         elif isinstance(value, Computed):
             self._add_read(keys, value.file, value.dtype, value.sizes, value.tensor)
         elif isinstance(value, Loaded):
-            self.add_object(keys, value)
+            self._add_object(keys, value, value.read)
         else:
             flat, paths = flatten({"": value.value}, value.file.archive)
             for name, one in flat.items():
                 self._add_stored(keys, value, paths[name][1:], one)
 
-    def add_object(self, keys: tuple[str | int, ...], value: Stored | Loaded) -> None:
-        """Adds a value as one object, even if it is a tensor.
+    def add_rank_state(
+        self, keys: tuple[str | int, ...], rank: int, ranks: int, value: Stored | Loaded
+    ) -> None:
+        """Adds a value of one rank, in the form and under the name of a ``RankState``.
+
+        Args:
+            keys: Keys from the root of the state dict.
+            rank: The rank.
+            ranks: Number of ranks.
+            value: The value.
 
         Raises:
             CorruptionError: There is a value under these keys already.
         """
+        self._add_object((*keys, f"rank_{rank:05}_of_{ranks:05}"), value, lambda: (value.read(),))
+
+    def _add_object(
+        self, keys: tuple[str | int, ...], value: Stored | Loaded, read: Callable[[], object]
+    ) -> None:
+        """Adds an object: its box is the pickle or the file that has it."""
         fqn = self._named(keys)
         if isinstance(value, Loaded):
             box: _native.IndexBox = ((), (), value.file, 0, value.nbytes, False, ())
-            self._contents.read[fqn] = lambda: copy.deepcopy(value.value)
         else:
             box = value.file.archive.box((), plain=False)
-            self._contents.read[fqn] = value.read
         self.foreign.entries.append((fqn, None, [box]))
+        self._contents.read[fqn] = read
 
     def _add_stored(
         self, keys: tuple[str | int, ...], stored: Stored, within: tuple[str | int, ...], value: Any

@@ -54,6 +54,7 @@ _TORCH, _JSON, _RAW, _SAFETENSORS = (
     f"{kind}Serialization" for kind in ("Torch", "Json", "Raw", "Safetensors")
 )
 _MAX_SIZE = 2**60
+_MAX_SPLIT = 2**20  # Ranks of a mesh dimension.
 _INVALID = (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError)
 """What the use of a value of another type or form raises."""
 
@@ -169,13 +170,15 @@ def _items(directory: Location) -> dict[str, _Item]:
             ) from None
     stated = {name for item in items.values() for name, _ in item.files.values()}
     for key, files in _rank_files(set(names) - stated).items():
+        if key in items:
+            continue
         missing = sorted(set(range(max(files))) - set(files))
         if missing:
             raise NotFoundError(
                 f"cannot load {directory}: it has {files[max(files)][0]}, and no file of {key!r} "
                 f"of rank {missing[0]}"
             )
-        items.setdefault(key, _Item(files))
+        items[key] = _Item(files)
     return items
 
 
@@ -300,7 +303,7 @@ class _Reader:
             else:
                 for rank, value in by_rank.items():
                     assert isinstance(value, Stored | Loaded)
-                    entries.add_object((*keys, f"rank_{rank:05}_of_{count:05}"), value)
+                    entries.add_rank_state(keys, rank, count, value)
 
     def _read(self, name: str, serialization: str) -> dict[tuple[str | int, ...], _Value]:
         """Reads a file, and returns its values by their keys in the item."""
@@ -353,14 +356,14 @@ class _Reader:
                 f"{type(error).__name__}: {error}"
             ) from None
         sizes = tuple(_local(tensor).shape if isinstance(tensor, torch.Tensor) else tensor.sizes)
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and shard.is_whole:
-            return None  # A plain tensor. That all ranks have the same one is an assumption.
         for box in shard.boxes:
             if not fits(box.offsets, box.sizes, sizes) or not fits(box.at, box.sizes, shard.sizes):
                 raise CorruptionError(
                     f"cannot load {self._named(path)}: by its sharding, rank {rank} has "
                     f"{list(box.sizes)} of it, and its file has {list(sizes)}"
                 )
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and shard.is_whole:
+            return None  # A plain tensor. That all ranks have the same one is an assumption.
         return shard
 
     def _united(
@@ -465,12 +468,13 @@ def _placement(stated: Mapping[str, Any]) -> Placement:
     kind = stated["type"]
     if kind == "Replicate":
         return Replicate()
-    dim = stated["dim"]
-    if kind == "StridedShard":
-        return _StridedShard(dim, split_factor=stated["split_factor"])
-    if kind != "Shard" or type(dim) is not int:
+    (dim,) = _ints([stated["dim"]])
+    if kind == "Shard":
+        return Shard(dim)
+    (factor,) = _ints([stated["split_factor"]])
+    if kind != "StridedShard" or not 0 < factor <= _MAX_SPLIT:
         raise ValueError(f"unknown placement {stated}")
-    return Shard(dim)
+    return _StridedShard(dim, split_factor=factor)
 
 
 def _ints(values: Iterable[int]) -> tuple[int, ...]:

@@ -1,0 +1,260 @@
+"""FastReader on hand-made directories of torch_checkpointing: shardings, damage, hostile files."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from torch_ckpt import FastReader
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    MismatchError,
+    NotFoundError,
+    UnsupportedError,
+)
+
+WHOLE = torch.arange(24.0).view(6, 4)
+ALIEN = "StridedShard"
+MESH = {"device_type": "cpu", "mesh_shape": (2,), "mesh_data": (0, 1), "mesh_dim_names": None}
+
+
+def dtensor_sharding(**changes: Any) -> dict[str, Any]:
+    facts = {
+        "global_shape": [6, 4],
+        "dtype": "torch.float32",
+        "stride": [4, 1],
+        "mesh_spec": MESH,
+        "placements": [{"type": "Shard", "dim": 0}],
+        **changes,
+    }
+    return {"type": "DTensorShardingMetadata", "data": facts}
+
+
+def boxes(at: Any, sizes: Any, local: Any = ((0, 0),)) -> dict[str, Any]:
+    facts = {
+        "global_shape": [6, 4],
+        "global_offsets": at,
+        "local_offsets": local,
+        "local_sizes": sizes,
+        "dtype": "torch.float32",
+    }
+    return {"type": "default_tensor_v1", "data": facts}
+
+
+def write(
+    path: Path,
+    *shardings: dict[str, Any],
+    parts: tuple[torch.Tensor, ...] = (WHOLE[:3], WHOLE[3:]),
+    **changes: Any,
+) -> None:
+    """Two ranks with a part each: both of the only sharding, or each of its own."""
+    path.mkdir(exist_ok=True)
+    for rank, part in enumerate(parts):
+        torch.save({"w": part.clone()}, path / f"model_{rank}.pt")
+    groups = [{"sharding_metadata": shardings[0], "ranks": (0, 1)}]
+    if len(shardings) > 1:
+        groups = [
+            {"sharding_metadata": one, "ranks": (rank,)} for rank, one in enumerate(shardings)
+        ]
+    item = {"nested_path_to_metadata": {'["w"]': groups}, "rank_to_layout_info": {0: None, 1: None}}
+    metadata = {"metadata": {"model": item}, "world_size": 2, "version": "2.0", **changes}
+    (path / "metadata.pkl").write_bytes(pickle.dumps(metadata))
+
+
+def loaded(path: Path) -> torch.Tensor:
+    state = {"model": {"w": torch.zeros(6, 4)}}
+    dcp.load(state, storage_reader=FastReader(path), no_dist=True)
+    return state["model"]["w"]
+
+
+def test_shards_by_placements_and_by_boxes(tmp_path: Path) -> None:
+    write(tmp_path / "a", dtensor_sharding())
+    columns = WHOLE[:, :1], WHOLE[:, 1:]
+    first = boxes([(0, 0)], [(6, 1)])
+    write(tmp_path / "b", first, boxes([(0, 1)], [(6, 3)]), parts=columns)
+    # Two boxes of one local tensor, and a part of it that is not in the whole tensor.
+    both = torch.cat([WHOLE[4:], torch.zeros(1, 4), WHOLE[:2]])
+    several = boxes([(4, 0), (0, 0)], [(2, 4), (2, 4)], [(0, 0), (3, 0)])
+    write(tmp_path / "c", several, boxes([(2, 0)], [(2, 4)]), parts=(both, WHOLE[2:4]))
+    for name in "abc":
+        assert torch.equal(loaded(tmp_path / name), WHOLE)
+
+
+def test_a_box_that_several_ranks_have_is_read_once(tmp_path: Path) -> None:
+    replicated = boxes([(0, 0)], [(6, 4)])
+    write(tmp_path, replicated, replicated, parts=(WHOLE, WHOLE))
+    assert torch.equal(loaded(tmp_path), WHOLE)
+
+
+def test_a_shard_that_is_not_contiguous_loads(tmp_path: Path) -> None:
+    write(tmp_path, dtensor_sharding())
+    torch.save({"w": WHOLE[:3].t().contiguous().t()}, tmp_path / "model_0.pt")
+    assert not torch.load(tmp_path / "model_0.pt")["w"].is_contiguous()
+    assert torch.equal(loaded(tmp_path), WHOLE)
+
+
+UNSOUND: dict[str, tuple[tuple[dict[str, Any], ...], type[CheckpointError], str]] = {
+    "hole": ((boxes([(0, 0)], [(3, 4)]), boxes([(3, 0)], [(2, 4)])), MismatchError, "20 of them"),
+    "overlap": (
+        (boxes([(0, 0)], [(3, 4)]), boxes([(2, 0)], [(3, 4)])),
+        MismatchError,
+        "elements of both",
+    ),
+    "beyond": (
+        (boxes([(0, 0)], [(3, 4)]), boxes([(4, 0)], [(3, 4)])),
+        CorruptionError,
+        "by its sharding",
+    ),
+    "local": (
+        (boxes([(0, 0)], [(3, 4)]), boxes([(0, 0)], [(6, 4)])),
+        CorruptionError,
+        r"rank 1 has \[6, 4\] of it, and its file has \[3, 4\]",
+    ),
+    "negative": ((boxes([(-1, 0)], [(3, 4)]),) * 2, CorruptionError, "not sizes or offsets"),
+    "dims": ((boxes([(0,)], [(3,)], [(0,)]),) * 2, CorruptionError, "by its sharding"),
+    "sizes": ((dtensor_sharding(global_shape=[9, 4]),), CorruptionError, r"rank 0 has \[5, 4\]"),
+    "mesh": (
+        (dtensor_sharding(mesh_spec={**MESH, "mesh_data": (5, 6)}),),
+        CorruptionError,
+        "invalid",
+    ),
+    "mesh of 0": (
+        (dtensor_sharding(mesh_spec={**MESH, "mesh_shape": (0,)}),),
+        CorruptionError,
+        "invalid",
+    ),
+    "placement": (
+        (dtensor_sharding(placements=[{"type": "Partial", "dim": 0}]),),
+        CorruptionError,
+        "invalid",
+    ),
+    "dim": (
+        (dtensor_sharding(placements=[{"type": "Shard", "dim": 7}]),),
+        CorruptionError,
+        "invalid",
+    ),
+    "split": (
+        (dtensor_sharding(placements=[{"type": ALIEN, "dim": 0, "split_factor": 2**50}]),),
+        CorruptionError,
+        "unknown placement",
+    ),
+    "ranges": (
+        (dtensor_sharding(placements=[{"type": ALIEN, "dim": 0, "split_factor": 2}]),),
+        UnsupportedError,
+        "several ranges",
+    ),
+    "facts": (({"type": "DTensorShardingMetadata", "data": [1]},), CorruptionError, "invalid"),
+    "kind": (({"type": "Blocks", "data": {}},), UnsupportedError, "unknown kind 'Blocks'"),
+}
+
+
+@pytest.mark.parametrize("case", UNSOUND)
+def test_shardings_that_are_unsound_are_refused_with_the_name(tmp_path: Path, case: str) -> None:
+    shardings, kind, match = UNSOUND[case]
+    write(tmp_path, *shardings)
+    with pytest.raises(kind, match=match) as caught:
+        FastReader(tmp_path).read_metadata()
+    assert "model.w" in str(caught.value)
+
+
+def test_ranks_that_disagree_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, dtensor_sharding())
+    torch.save({"w": WHOLE[3:].double()}, tmp_path / "model_1.pt")
+    with pytest.raises(CorruptionError, match=r"'model\.w'.*its dtypes are .*float32.*float64"):
+        FastReader(tmp_path).read_metadata()
+    torch.save({"w": 5}, tmp_path / "model_1.pt")
+    with pytest.raises(CorruptionError, match="sharded on rank 0, and not on rank 1"):
+        FastReader(tmp_path).read_metadata()
+    torch.save({}, tmp_path / "model_1.pt")
+    with pytest.raises(MismatchError, match=r"'model\.w'.*12 of them"):
+        FastReader(tmp_path).read_metadata()
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda data: data[:40],
+    "other": lambda _: pickle.dumps([1]),
+    "no items": lambda _: pickle.dumps({"world_size": 2, "version": "2.0"}),
+    "version": lambda _: pickle.dumps({"metadata": {}, "world_size": 2, "version": "9.0"}),
+    "no ranks": lambda _: pickle.dumps({"metadata": {}, "world_size": 0}),
+    "paths": lambda data: data.replace(b'["w"]', b"[[[[["),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_metadata_is_refused(tmp_path: Path, damage: str) -> None:
+    write(tmp_path, dtensor_sharding())
+    file = tmp_path / "metadata.pkl"
+    file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    with pytest.raises(CorruptionError, match=r"metadata\.pkl: it is not the metadata of"):
+        FastReader(tmp_path).read_metadata()
+
+
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_metadata_runs_no_code(tmp_path: Path) -> None:
+    write(tmp_path, dtensor_sharding())
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(Hostile(tmp_path / "made")))
+    with pytest.raises(UnsupportedError, match=r"metadata\.pkl: .*mkdir"):
+        FastReader(tmp_path).read_metadata()
+    assert not (tmp_path / "made").exists()
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    metadata = copy.deepcopy(pickle.loads((path / "metadata.pkl").read_bytes()))
+    change(metadata["metadata"]["model"]["rank_to_layout_info"])
+    (path / "metadata.pkl").write_bytes(pickle.dumps(metadata))
+
+
+def layout(name: str, kind: str = "TorchSerialization") -> dict[str, Any]:
+    return {"file_path": name, "serialization_format": {"type": kind}}
+
+
+def test_files_outside_the_directory_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    write(path, dtensor_sharding())
+    (path / "model_1.pt").rename(tmp_path / "model_1.pt")
+    rewrite(path, lambda layouts: layouts.update({1: layout("../model_1.pt")}))
+    with pytest.raises(CorruptionError, match="a file outside the checkpoint"):
+        FastReader(path).read_metadata()
+
+
+def test_other_serializations_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, dtensor_sharding())
+    rewrite(tmp_path, lambda layouts: layouts.update({1: layout("model_1.pt", "Zip")}))
+    with pytest.raises(UnsupportedError, match=r"'model' .*model_1\.pt is serialized by Zip"):
+        FastReader(tmp_path).read_metadata()
+    rewrite(tmp_path, lambda layouts: layouts.update({1: layout("a.json", "JsonSerialization")}))
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(CorruptionError, match=r"a\.json: invalid JSON"):
+        FastReader(tmp_path).read_metadata()
+
+
+def test_a_directory_of_something_else(tmp_path: Path) -> None:
+    """Files with the names of ranks and of the metadata, which are not of this format."""
+    save_file({"w": WHOLE}, tmp_path / "model.safetensors")
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps({"mine": 1}))
+    state = {"w": torch.zeros(6, 4)}
+    dcp.load(state, storage_reader=FastReader(tmp_path), no_dist=True)
+    assert torch.equal(state["w"], WHOLE)
+    epochs = tmp_path / "epochs"
+    epochs.mkdir()
+    for epoch in (0, 10):
+        torch.save({"w": WHOLE + epoch}, epochs / f"model_{epoch}.pt")
+    with pytest.raises(NotFoundError, match="no checkpoint is committed"):
+        FastReader(epochs).read_metadata()
