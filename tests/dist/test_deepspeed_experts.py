@@ -117,7 +117,7 @@ def test_experts_of_tensor_parallel_ranks_are_refused(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"ds_autoep_layers": [{"ep": 2}]}, "AutoEP is not supported"),
+        ({"ds_autoep_layers": [{"ep": 2}]}, "its ds_autoep_layers are invalid"),
         ({"ds_config": "ds.json"}, "it is unknown which ranks have which experts"),
         ({"shared_params": {f"0.{EXPERT}.0.up.weight": "0.up.weight"}}, "experts share"),
         ({"dp_world_size": 6}, "on 6 ranks, and the layer has 4 experts"),

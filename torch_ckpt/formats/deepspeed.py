@@ -23,7 +23,7 @@ from torch_ckpt.formats.deepspeed_parallel import unite
 from torch_ckpt.formats.deepspeed_universal import FOLDER, read_universal
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.rank_files import Computed, Entries, File, Files, Partitioned, Stored, Value
-from torch_ckpt.formats.rules import Rules
+from torch_ckpt.formats.rules import Rule, Rules
 from torch_ckpt.formats.zero_partitions import add_partition, partition_of, read_partitions
 
 __all__ = ["deepspeed_folder", "open_deepspeed"]
@@ -128,22 +128,28 @@ def open_deepspeed(
                     others[0].update(shapes)
             optimizer = read_universal(files, model.groups, whole=len(names) == 1)
         else:
-            ranks = []
+            ranks: list[tuple[Model, Optimizer]] = []
+            expert_rules: dict[str, Rule] = {}
             for _, of_rank in sorted(names.items()):
                 model = _read_model(files, of_rank)
                 experts = Experts(files, model)
+                if experts.rules and len(names) > 1:
+                    raise _refused_experts(folder, "ds_autoep_layers")
+                expert_rules |= experts.rules
                 optimizer = read_partitions(files, of_rank.optimizer, model.groups, experts)
                 # The others are frozen, or buffers.
+                ranks += experts.ranks(model, optimizer)
+                trained = {fqn for _, of_rank in ranks for fqn in of_rank.weights}
                 model.tensors.update(
-                    (fqn, value)
-                    for fqn, value in experts.weights.items()
-                    if fqn not in optimizer.weights
+                    (fqn, value) for fqn, value in experts.weights.items() if fqn not in trained
                 )
-                ranks.append((model, optimizer))
             model, optimizer = ranks[0]
             if len(ranks) > 1 or rules is not None:
-                _add_layers(files, [model for model, _ in ranks])
-                model, optimizer = unite(files, ranks, _tensor_ranks(files, ranks), rules)
+                tensor_ranks = len(ranks)
+                if not expert_rules:
+                    tensor_ranks = _tensor_ranks(files, ranks)
+                    _add_layers(files, [model for model, _ in ranks])
+                model, optimizer = unite(files, ranks, tensor_ranks, rules, expert_rules)
         _complete(optimizer, model.rest.get("ds_config"))
         return _opened(files, model, optimizer)
 
@@ -218,10 +224,7 @@ def _file_names(folder: Location) -> dict[int, _Names]:
         if _EXPERT_OPTIMIZER_FILE.fullmatch(name) or (
             EXPERT_FILE.fullmatch(name) and (FOLDER in listed or len(found) > 1)
         ):
-            raise UnsupportedError(
-                f"cannot load {folder}: it has {name}, and experts can be loaded only from ZeRO-1 "
-                "and ZeRO-2, without tensor or pipeline parallelism and universal folders"
-            )
+            raise _refused_experts(folder, name)
     if not found:
         raise NotFoundError(f"cannot load {folder}: it has no model file of DeepSpeed")
     if not optimizer and FOLDER not in listed:
@@ -239,6 +242,13 @@ def _file_names(folder: Location) -> dict[int, _Names]:
         of_shard = {0: model[shard]} if model else by_rank[shard]
         names[shard] = _Names(of_shard, optimizer.get(shard, {}), not model)
     return names
+
+
+def _refused_experts(folder: Location, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"cannot load {folder}: it has {what}, and experts can be loaded only with ZeRO, without "
+        "tensor or pipeline parallelism, and without a file of each in a universal folder"
+    )
 
 
 def _read_model(files: Files, names: _Names) -> Model:

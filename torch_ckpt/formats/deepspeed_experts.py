@@ -2,18 +2,24 @@
 
 The ranks of an expert-parallel group have as many experts each, and every rank numbers its own from
 0. Here, an expert has its number in the layer, as in the same model on one rank. Its optimizer
-state is partitioned over the ranks with the same experts. Each expert has a file of its weights as
-well, with its number in the layer.
+state is partitioned over the ranks with the same experts. With ZeRO-1 and ZeRO-2, each expert has a
+file of its weights as well, with its number in the layer.
+
+Layers of ``deepspeed.moe`` have parameters of their own for each expert. AutoEP stacks all experts
+of a rank in one parameter, so a rank has a shard of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from torch_ckpt._core import _native
 from torch_ckpt.errors import NotFoundError, UnsupportedError
-from torch_ckpt.formats.deepspeed_files import Model, Shapes
-from torch_ckpt.formats.rank_files import File, Files, Stored
+from torch_ckpt.formats.deepspeed_files import Model, Optimizer, Shapes
+from torch_ckpt.formats.deepspeed_rules import boxes_of_map
+from torch_ckpt.formats.rank_files import Boxed, File, Files, Stored, Value, as_boxed
+from torch_ckpt.formats.rules import Boxes, Rule
 
 __all__ = ["EXPERT_FILE", "Experts"]
 
@@ -21,6 +27,7 @@ EXPERT_FILE = re.compile(r"layer_\d+_expert_(\d+)_mp_rank_\d+_model_states\.pt")
 """The name of a file with the weights of one expert of one layer."""
 
 _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(\..*)")
+_STACKED = re.compile(r"(.*)\.(\d{1,9})")
 _DATA_FIRST = "use_data_before_expert_parallelism"
 
 
@@ -33,26 +40,33 @@ class Experts:
 
     Attributes:
         weights: FQN -> the weights of the experts, as the files of the experts have them.
+        rules: FQN -> how the shards of AutoEP's expert-parallel ranks make the parameter.
 
     Raises:
         CorruptionError: A file of an expert has other values.
         NotFoundError: The file of an expert is missing.
-        UnsupportedError: The checkpoint is one of AutoEP, or parameters of experts are tied.
+        UnsupportedError: Parameters of experts are tied, or the experts of AutoEP are not boxes.
     """
 
     def __init__(self, files: Files, model: Model) -> None:
-        if model.file.state.get("ds_autoep_layers"):
-            raise UnsupportedError(f"cannot load {files.folder}: AutoEP is not supported")
-        self.weights: dict[str, Stored] = {}
+        self.rules = _stacked_rules(model.file)
+        self.weights: dict[str, Value] = {}
         self._model = model
         self._config = model.file.state.get("ds_config")
+        self._shards: dict[str, tuple[str, int]] = {}  # Name of a shard -> FQN and position.
         numbers: dict[str, set[int]] = {}  # Prefix of names -> the experts.
+        stacked: dict[str, dict[int, Stored]] = {}
         for name in files.folder.names():
             if (found := EXPERT_FILE.fullmatch(name)) is None:
                 continue
             file = files.read(name)
             for fqn, value in file.at(kind=dict).items():
-                expert = _EXPERT.fullmatch(fqn) if isinstance(fqn, str) else None
+                is_text = isinstance(fqn, str)
+                part = _STACKED.fullmatch(fqn) if is_text else None
+                if part is not None and part[1] in self.rules and part[2] == found[1]:
+                    stacked.setdefault(part[1], {})[int(part[2])] = Stored(file, value, (fqn,))
+                    continue
+                expert = _EXPERT.fullmatch(fqn) if is_text else None
                 if expert is None or expert[2] != found[1] or fqn in self.weights:
                     raise file.damage(f"it has {fqn!r}")
                 self.weights[fqn] = Stored(file, value, (fqn,))
@@ -64,6 +78,8 @@ class Experts:
                     f"cannot load {files.folder}: it has no file of expert {min(missing)} of "
                     f"{prefix[:-1]!r}"
                 )
+        for fqn, parts in stacked.items():
+            self.weights[fqn] = self._stack(fqn, parts)
         tied = [fqn for fqn in model.aliases.items() if any(map(_EXPERT.fullmatch, fqn))]
         if tied:
             raise UnsupportedError(f"cannot load {files.folder}: experts share {tied[0][1]!r}")
@@ -75,7 +91,7 @@ class Experts:
             partitions: Number of partitions of each flat group. Of a group of experts, it is the
                 number of ranks with the same experts.
         """
-        if not self.weights:
+        if not self.weights and not self.rules:
             return max([0, *partitions])
         count: int = self._model.file.at("dp_world_size", kind=int)
         return count
@@ -103,14 +119,75 @@ class Experts:
             for fqn, sizes in shapes.items()
         }
 
+    def ranks(self, model: Model, optimizer: Optimizer) -> list[tuple[Model, Optimizer]]:
+        """Returns the model and the optimizer of each expert-parallel rank of AutoEP.
+
+        The first one has the parameters that are not of experts. Without AutoEP, it is the only
+        one.
+        """
+        if not self.rules:
+            return [(model, optimizer)]
+        count = 1 + max((position for _, position in self._shards.values()), default=0)
+        ranks: list[tuple[Model, Optimizer]] = []
+        for position in range(count):
+            # Name in the optimizer -> FQN, of the parameters of this rank.
+            names: dict[str, str] = {}
+            for name in optimizer.weights:
+                fqn, shard = self._shards.get(name, (name, 0))
+                if shard == position:
+                    names[name] = fqn
+            own_fqns = set(names.values())
+            groups = [
+                {fqn: sizes for fqn, sizes in shapes.items() if fqn in own_fqns}
+                for shapes in model.groups
+            ]
+            param_groups = [
+                {**group, "params": [names[name] for name in group["params"] if name in names]}
+                for group in optimizer.param_groups
+            ]
+            weights = {fqn: optimizer.weights[name] for name, fqn in names.items()}
+            states = {fqn: optimizer.states.get(name, {}) for name, fqn in names.items()}
+            own = Optimizer(weights, states, param_groups, optimizer.rest, optimizer.file)
+            tensors = {} if position else model.tensors
+            rank = Model(groups, tensors, model.aliases, model.rest, model.buffers, model.file)
+            ranks.append((rank, own))
+        return ranks
+
+    def _stack(self, fqn: str, parts: Mapping[int, Stored]) -> Boxed:
+        """Returns a parameter of AutoEP from the files of its experts.
+
+        Raises:
+            CorruptionError: The files do not have every expert, or have different ones.
+            NotFoundError: The file of an expert is missing.
+        """
+        boxes = {number: as_boxed(fqn, part) for number, part in parts.items()}
+        first = next(iter(boxes.values()))
+        for number in range(max(parts) + 1):
+            if number not in parts:
+                folder = self._model.file.path.parent
+                raise NotFoundError(
+                    f"cannot load {folder}: it has no file of expert {number} of {fqn!r}"
+                )
+            if (boxes[number].dtype, boxes[number].sizes) != (first.dtype, first.sizes):
+                raise parts[number].file.damage(f"{fqn!r} has another shape than in other files")
+        placed: list[_native.IndexBox] = [
+            ([number, *offsets], [1, *sizes], file, begin, nbytes, plain, ())
+            for number, one in sorted(boxes.items())
+            for offsets, sizes, file, begin, nbytes, plain, _ in one.boxes
+        ]
+        return Boxed(first.dtype, (len(parts), *first.sizes), placed)
+
     def _check(self, shapes: Shapes, partitions: int, ranks: int, file: File) -> None:
         """Checks a group whose parameters differ between ranks."""
         for fqn in shapes:
+            if fqn in self.rules:
+                self._check_stacked(fqn, ranks // partitions, file)
+                continue
             expert = _EXPERT.fullmatch(fqn)
             if expert is None:
                 raise UnsupportedError(
                     f"cannot load {file.path}: {fqn!r} has {partitions} partitions on {ranks} "
-                    "ranks, and is not of an expert of deepspeed.moe"
+                    "ranks, and is not of an expert"
                 )
             total = self._totals.get(expert[1], 0)
             if ranks % partitions or total % (ranks // partitions):
@@ -123,6 +200,13 @@ class Experts:
                 f"cannot load {self._model.file.path}: without the configuration of DeepSpeed, it "
                 "is unknown which ranks have which experts"
             )
+
+    def _check_stacked(self, fqn: str, degree: int, file: File) -> None:
+        """Checks that as many ranks share a parameter of AutoEP as its rule says."""
+        union = self.rules[fqn].union
+        count = 1 + max(box[0] for box in union.boxes) if isinstance(union, Boxes) else 1
+        if count != degree:
+            raise file.damage(f"{degree} ranks share {fqn!r}, and its affine_map has {count}")
 
     def name(self, fqn: str, rank: int, partitions: int, ranks: int) -> str:
         """Returns the FQN of what a rank calls ``fqn``.
@@ -139,9 +223,34 @@ class Experts:
         return self._at(rank % degree, degree, fqn)
 
     def _at(self, position: int, degree: int, fqn: str) -> str:
-        """Returns the FQN of a parameter of a rank at this position of ``degree`` ranks."""
+        """Returns the name of a parameter of a rank at this position of ``degree`` ranks."""
+        if fqn in self.rules:
+            name = f"{fqn} of expert-parallel rank {position}"
+            self._shards[name] = fqn, position
+            return name
         expert = _EXPERT.fullmatch(fqn) if position else None
         if expert is None:
             return fqn
         first = position * (self._totals[expert[1]] // degree)
         return f"{expert[1]}{first + int(expert[2])}{expert[3]}"
+
+
+def _stacked_rules(file: File) -> dict[str, Rule]:
+    """Returns the rules of AutoEP's parameters, whose experts ranks share.
+
+    Raises:
+        CorruptionError: What the model file says of them is invalid.
+        UnsupportedError: The experts of a rank are not boxes.
+    """
+    rules: dict[str, Rule] = {}
+    for layer in file.state.get("ds_autoep_layers") or ():
+        try:
+            maps = layer["affine_maps"]["params"]
+            rules |= {
+                fqn: Rule(re.escape(fqn), boxes_of_map(fqn, one)) for fqn, one in maps.items()
+            }
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise file.damage(
+                f"its ds_autoep_layers are invalid: {type(error).__name__}: {error}"
+            ) from None
+    return rules

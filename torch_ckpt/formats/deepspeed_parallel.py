@@ -8,15 +8,15 @@ still lie in DeepSpeed's files. Only what a rule computes is read as a whole, wh
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
 from torch_ckpt.formats.deepspeed_files import Model, Optimizer
+from torch_ckpt.formats.deepspeed_rules import rules_from_info
 from torch_ckpt.formats.rank_files import (
     Boxed,
     Computed,
@@ -31,32 +31,27 @@ from torch_ckpt.formats.rules import (
     Average,
     Boxes,
     Cast,
-    Fused,
     Operator,
     Padded,
     Placed,
     Replicated,
     Rule,
     Rules,
-    Shard,
     Shards,
     Sizes,
     Transpose,
-    Union,
     Unique,
     check_cover,
     listed,
 )
 
-__all__ = ["rules_from_info", "unite"]
+__all__ = ["unite"]
 
 _CHECKED_NBYTES = 1 << 20
 """Replicas of at most this size are compared when they are loaded."""
 
 _SCALE_POWERS = {"fp32": 1, "exp_avg": -1, "exp_avg_sq": -2}
 """How the scale of a weight applies to each state: a gradient has the inverse scale."""
-
-_MAX_MAP_VERSION = 1
 
 _INVALID = (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError)
 """What the use of a value of another type or form raises."""
@@ -65,7 +60,11 @@ Ranks = Sequence[tuple[Model, Optimizer]]
 
 
 def unite(
-    files: Files, ranks: Ranks, tensor_ranks: int, rules: Rules | None
+    files: Files,
+    ranks: Ranks,
+    tensor_ranks: int,
+    rules: Rules | None,
+    expert_rules: Mapping[str, Rule],
 ) -> tuple[Model, Optimizer]:
     """Unites the states of model-parallel ranks.
 
@@ -75,6 +74,8 @@ def unite(
         tensor_ranks: Number of tensor-parallel ranks in a pipeline stage.
         rules: The rules of the caller, which must match each parameter. Otherwise they follow from
             the checkpoint.
+        expert_rules: FQN -> rule of a parameter that expert-parallel ranks share. Other parameters
+            of such ranks are those of the first one.
 
     Returns:
         The model and the optimizer.
@@ -85,11 +86,18 @@ def unite(
         CorruptionError: The files of ranks disagree, or a value is invalid.
         UnsupportedError: The checkpoint does not say how it is sharded.
     """
-    return _United(files, ranks, tensor_ranks, rules).result()
+    return _United(files, ranks, tensor_ranks, rules, expert_rules).result()
 
 
 class _United:
-    def __init__(self, files: Files, ranks: Ranks, tensor_ranks: int, rules: Rules | None) -> None:
+    def __init__(
+        self,
+        files: Files,
+        ranks: Ranks,
+        tensor_ranks: int,
+        rules: Rules | None,
+        expert_rules: Mapping[str, Rule],
+    ) -> None:
         self.files, self.ranks, self.tensor_ranks = files, ranks, tensor_ranks
         self.sizes = [model.sizes() for model, _ in ranks]
         self.trained = {fqn: None for sizes in self.sizes for fqn in sizes}
@@ -98,7 +106,13 @@ class _United:
         buffers = {fqn for model, _ in ranks for fqn in model.buffers}
         frozen = [fqn for fqn in self.others if fqn not in buffers and _is_tensor(others[fqn])]
         shards = {fqn: self._shards(fqn) for fqn in (*self.trained, *frozen)}
-        self.rules = self._own_rules(shards) if rules is None else rules.matches(shards)
+        if rules is not None:
+            self.rules = rules.matches(shards)
+        elif tensor_ranks == 1 or expert_rules:
+            unique = {fqn: Rule(re.escape(fqn), Unique()) for fqn in shards}
+            self.rules = {**unique, **expert_rules}
+        else:
+            self.rules = self._own_rules(shards)
 
     def _shards(self, fqn: str) -> dict[int, Sizes]:
         """Returns the shards of a parameter: those of the first pipeline stage that has it."""
@@ -114,8 +128,6 @@ class _United:
         return found
 
     def _own_rules(self, shards: Mapping[str, Shards]) -> dict[str, Rule]:
-        if self.tensor_ranks == 1:
-            return {fqn: Rule(re.escape(fqn), Unique()) for fqn in shards}
         by_rank: dict[int, dict[str, Shards]] = {}
         for fqn, of_ranks in shards.items():
             by_rank.setdefault(next(iter(of_ranks)), {})[fqn] = of_ranks
@@ -355,125 +367,3 @@ def _exchanged(fqn: str, sizes: Sizes, step: Transpose) -> Sizes:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-# ---- Rules of a checkpoint ----
-
-
-def rules_from_info(info: Mapping[str, Any], shards: Mapping[str, Shards]) -> dict[str, Rule]:
-    """Returns the rules of a ``universal_checkpoint_info``, of which all versions are accepted.
-
-    Its ``affine_map``, where it has one, decides before its lists of patterns, as in DeepSpeed.
-
-    Args:
-        info: The value in a model file.
-        shards: FQN of a parameter -> its shards.
-
-    Returns:
-        FQN -> rule.
-
-    Raises:
-        UnsupportedError: A parameter is sharded in a way that the value does not describe.
-    """
-    geometry = info.get("affine_map") or {}
-    if geometry.get("version", _MAX_MAP_VERSION) > _MAX_MAP_VERSION:
-        raise UnsupportedError(f"cannot use an affine_map of version {geometry['version']}")
-    unsupported = dict(info.get("autotp_unsupported_parameter_patterns") or {})
-    parts: list[tuple[str, dict[str, Any]]] = []
-    for shape in info.get("parameter_with_sub_params") or ():
-        facts = shape if isinstance(shape, dict) else vars(shape)
-        parts += [(pattern, facts) for pattern in facts["patterns"]]
-    widths = info.get("sub_param_shard_widths") or {}
-
-    def match(patterns: Iterable[str], fqn: str) -> str | None:
-        return next((pattern for pattern in patterns if re.match(pattern, fqn)), None)
-
-    def is_in(key: str, fqn: str) -> bool:
-        patterns = info.get(key) or []
-        if not isinstance(patterns, list | tuple):
-            raise TypeError(f"{key} is not a list")
-        return match(patterns, fqn) is not None
-
-    def union_of(fqn: str, of_ranks: Shards) -> Union:
-        if (pattern := match(unsupported, fqn)) is not None:
-            raise UnsupportedError(
-                f"cannot load {fqn!r}: DeepSpeed has not stored how it is sharded: "
-                f"{unsupported[pattern]}"
-            )
-        maps = geometry.get("params") or {}
-        if (pattern := match(maps, fqn)) is not None:
-            return _boxes_of_map(fqn, maps[pattern])
-        if is_in("tp_replicated_parameter_patterns", fqn):
-            return Replicated()
-        if is_in("parameter_to_average_patterns", fqn):
-            return Average()
-        if is_in("parameter_with_2_sub_params_cat_dim_0", fqn):
-            return _fused(2, 0, None, of_ranks)
-        for pattern, facts in parts:
-            if re.match(pattern, fqn):
-                dim = int(facts["partition_dim"])
-                return _fused(facts["shape"][dim], dim, widths.get(pattern), of_ranks)
-        return Shard(1 if is_in("parameter_with_row_parallelism_patterns", fqn) else 0)
-
-    def rule_of(fqn: str, of_ranks: Shards) -> Rule:
-        is_padded = is_in("vocabulary_parameter_patterns", fqn)
-        then = (Padded(int(info["original_vocab_size"])),) if is_padded else ()
-        return Rule(re.escape(fqn), union_of(fqn, of_ranks), then)
-
-    return {fqn: rule_of(fqn, of_ranks) for fqn, of_ranks in shards.items()}
-
-
-def _fused(parts: Any, dim: int, widths: Any, shards: Shards) -> Fused:
-    """Returns the operator for the sizes of the fused parameters, or for their number."""
-    if isinstance(parts, int) and widths is None:
-        whole = sum(sizes[dim] for sizes in shards.values())
-        return Fused((whole // parts,) * parts, dim)
-    sizes = tuple(parts) if isinstance(parts, list | tuple) else tuple(map(sum, widths))
-    return Fused(sizes, dim, None if widths is None else tuple(map(tuple, widths)))
-
-
-def _boxes_of_map(fqn: str, facts: Mapping[str, Any]) -> Union:
-    """Returns the operator for the pieces of an ``affine_map``, which must be boxes.
-
-    A piece has a shape, and its offset and strides in the whole parameter (``source``) and in the
-    shard (``dest``). Each piece that several ranks have is taken from the first one.
-    """
-    whole = tuple(facts["logical_shape"])
-    if all(
-        tuple(shard["shard_shape"]) == whole and len(shard["pieces"]) == 1
-        for shard in facts["ranks"].values()
-    ) and all(shard["pieces"][0].get("scale", 1.0) == 1 for shard in facts["ranks"].values()):
-        return Replicated()
-    boxes: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-    for rank, shard in sorted(facts["ranks"].items()):
-        for piece in shard["pieces"]:
-            sizes = tuple(piece["shape"])
-            at = _box_offsets(whole, sizes, *piece["source"])
-            offsets = _box_offsets(tuple(shard["shard_shape"]), sizes, *piece["dest"])
-            if at is None or offsets is None:
-                raise UnsupportedError(
-                    f"cannot load {fqn!r}: a piece of its affine_map is not a box: {piece}"
-                )
-            scale = piece.get("scale", 1.0)
-            box = (rank, offsets, sizes, at) if scale == 1 else (rank, offsets, sizes, at, scale)
-            boxes.setdefault((at, sizes), box)
-    return Boxes(whole, tuple(boxes.values()))
-
-
-def _box_offsets(
-    whole: Sizes, sizes: Sizes, offset: int, strides: Sequence[int]
-) -> tuple[int, ...] | None:
-    """Returns the offsets of a box, given its first element and its strides in a tensor."""
-    if len(sizes) != len(whole):
-        return None
-    steps = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
-    if any(
-        size > 1 and stride != step
-        for size, stride, step in zip(sizes, strides, steps, strict=True)
-    ):
-        return None
-    offsets: list[int] = []
-    for step in steps:
-        offsets.append(offset // max(step, 1))
-        offset -= offsets[-1] * step
-    return tuple(offsets)

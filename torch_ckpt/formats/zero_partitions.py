@@ -25,9 +25,10 @@ __all__ = ["Slice", "add_partition", "named_groups", "partition_of", "read_parti
 _TOP = "optimizer_state_dict"
 _ZERO3_WEIGHTS = "fp32_flat_groups"
 _ZERO12_WEIGHTS = "single_partition_of_fp32_groups"
+_ZERO3_GROUPS = "ds_zero_partition_groups"
 _GEOMETRY = {
     *("base_optimizer_state", "group_paddings", "param_alignment_paddings", "partition_count"),
-    *("param_slice_mappings", "zero_stage", "ds_zero_partition_groups", "ds_version"),
+    *("param_slice_mappings", "zero_stage", _ZERO3_GROUPS, "ds_version"),
     *("param_groups", "universal_checkpoint_info", _TOP, _ZERO3_WEIGHTS, _ZERO12_WEIGHTS),
 }
 
@@ -66,19 +67,18 @@ def read_partitions(
         ranks[first] = files.read(names[first])
     count = ranks[first].at(_TOP, "partition_count", kind=(int, list))
     partitions = count if isinstance(count, list) else [count] * len(groups)
+    if facts := ranks[first].at(_TOP, kind=dict).get(_ZERO3_GROUPS):
+        # With ZeRO-3, groups of experts have fewer partitions than the others.
+        partitions = [one.get("partition_count") for one in facts]
     if len(partitions) != len(groups) or not all(
         type(number) is int and number > 0 for number in partitions
     ):
         raise ranks[first].damage(f"its partition_count is {str(count)[:200]}")
     count = experts.rank_count(partitions)
     absent = files.open_ranks(names, count, ranks)
-    groups = [
-        experts.on_all_ranks(shapes, number, count, ranks[first])
-        for shapes, number in zip(groups, partitions, strict=True)
-    ]
-    merged = _Merged(groups, partitions, experts)
+    merged = _Merged(groups, partitions, experts, count, ranks[first])
     for rank, file in sorted(ranks.items()):
-        merged.add(rank, count, file)
+        merged.add(rank, file)
     files.check_cover(merged.weights, absent, "the weights")
     for name, tensors in merged.flat_states.items():
         files.check_cover(tensors, absent, repr(name))
@@ -88,10 +88,23 @@ def read_partitions(
 class _Merged:
     """The partitions of all ranks, collected by parameter."""
 
-    def __init__(self, groups: list[Shapes], partitions: Sequence[int], experts: Experts) -> None:
-        self.groups = groups
+    def __init__(
+        self,
+        local_groups: list[Shapes],
+        partitions: Sequence[int],
+        experts: Experts,
+        ranks: int,
+        file: File,
+    ) -> None:
+        self.local_groups = local_groups
         self.partitions = partitions
         self.experts = experts
+        self.ranks = ranks
+        self.groups = [
+            experts.on_all_ranks(shapes, count, ranks, file)
+            for shapes, count in zip(local_groups, partitions, strict=True)
+        ]
+        groups = self.groups
         self.sizes = {fqn: sizes for shapes in groups for fqn, sizes in shapes.items()}
         self.weights = {fqn: Partitioned(torch.float32, s) for fqn, s in self.sizes.items()}
         self.flat_states: dict[str, dict[str, Partitioned]] = {}
@@ -99,7 +112,7 @@ class _Merged:
         self.first: tuple[int, File] | None = None
         self._read: dict[str, int] = {}  # FQN -> number of elements that former ranks have.
 
-    def add(self, rank: int, count: int, file: File) -> None:
+    def add(self, rank: int, file: File) -> None:
         """Adds the file of a rank. Requires: the ranks are added in order."""
         is_zero3 = _ZERO3_WEIGHTS in file.at(_TOP, kind=dict)
         weights = _ZERO3_WEIGHTS if is_zero3 else _ZERO12_WEIGHTS
@@ -115,13 +128,12 @@ class _Merged:
                 f"it has {len(file.at(_TOP, weights))} flat groups, and param_shapes has "
                 f"{len(self.groups)}"
             )
-        for number, shapes in enumerate(self.groups):
+        for number in range(len(self.groups)):
             flat = file.at(_TOP, weights, number, kind=torch.Tensor)
             if is_zero3:
-                partition = _zero3_partition(file, number, rank, count)
-                slices = list(_zero3_slices(file, shapes, flat.numel(), partition, count))
+                slices = list(self._zero3_slices(file, number, rank, flat.numel()))
             else:
-                slices = list(self._mapped_slices(file, number, rank, count))
+                slices = list(self._mapped_slices(file, number, rank))
             add_partition(self.weights, file, rank, flat, slices)
             states = file.at(*base, "state", kind=dict).get(number) or {}
             if not isinstance(states, dict):
@@ -157,13 +169,45 @@ class _Merged:
                 f"{first.file.name}; are the files of different saves?"
             )
 
-    def _mapped_slices(self, file: File, group: int, rank: int, count: int) -> Iterator[Slice]:
+    def _zero3_slices(self, file: File, group: int, rank: int, flat_numel: int) -> Iterator[Slice]:
+        """Yields the slices that a rank of ZeRO-3 has, which follow from the shapes."""
+        count, shapes = self.partitions[group], self.local_groups[group]
+        partition = self._zero3_partition(file, group, rank)
+        start = 0
+        for name, sizes in shapes.items():
+            fqn = self.experts.name(name, rank, count, self.ranks)
+            numel = math.prod(sizes)
+            yield partition_of(fqn, numel, partition, count, start)
+            start += -(-numel // count)
+        if start != flat_numel:
+            raise file.damage(
+                f"a flat group of {', '.join(map(repr, itertools.islice(shapes, 3)))} and so on "
+                f"has {flat_numel} elements, and their shapes require {start} for each of {count} "
+                "ranks"
+            )
+
+    def _zero3_partition(self, file: File, group: int, rank: int) -> int:
+        """Returns the number of the partition of a group that a rank has."""
+        count = self.partitions[group]
+        if not file.at(_TOP, kind=dict).get(_ZERO3_GROUPS):
+            return rank
+        facts = file.at(_TOP, _ZERO3_GROUPS, group, kind=dict)
+        partition = facts.get("partition_rank")
+        if (
+            facts.get("partition_count") != count
+            or type(partition) is not int
+            or not 0 <= partition < count
+        ):
+            raise file.damage(f"the partition of group {group} is {str(facts)[:200]}")
+        return partition
+
+    def _mapped_slices(self, file: File, group: int, rank: int) -> Iterator[Slice]:
         """Yields the slices that a file of ZeRO-1 or ZeRO-2 lists for its rank."""
         mapping = file.at(_TOP, "param_slice_mappings", group, kind=dict)
         for name, address in mapping.items():
             fqn = name
             if isinstance(name, str):
-                fqn = self.experts.name(name, rank, self.partitions[group], count)
+                fqn = self.experts.name(name, rank, self.partitions[group], self.ranks)
             fields = address if isinstance(address, dict) else vars(address)
             start, numel = fields.get("start"), fields.get("numel")
             if fqn not in self.groups[group] or type(start) is not int or type(numel) is not int:
@@ -239,38 +283,6 @@ def partition_of(fqn: str, numel: int, partition: int, count: int, start: int) -
     length = -(-numel // count)
     begin = min(partition * length, numel)
     return Slice(fqn, begin, start, min(length, numel - begin))
-
-
-def _zero3_slices(
-    file: File, shapes: Shapes, flat_numel: int, partition: int, count: int
-) -> Iterator[Slice]:
-    start = 0
-    for fqn, sizes in shapes.items():
-        numel = math.prod(sizes)
-        yield partition_of(fqn, numel, partition, count, start)
-        start += -(-numel // count)
-    if start != flat_numel:
-        raise file.damage(
-            f"a flat group of {', '.join(map(repr, itertools.islice(shapes, 3)))} and so on has "
-            f"{flat_numel} elements, and their shapes require {start} for each of {count} ranks"
-        )
-
-
-def _zero3_partition(file: File, group: int, rank: int, count: int) -> int:
-    """Returns the number of the partition of a group that a rank has."""
-    partitions = file.at(_TOP, kind=dict).get("ds_zero_partition_groups")
-    if not partitions:
-        return rank
-    facts = file.at(_TOP, "ds_zero_partition_groups", group, kind=dict)
-    if facts.get("partition_count") != count:
-        raise UnsupportedError(
-            f"cannot load {file.path}: group {group} has {facts.get('partition_count')} partitions "
-            f"on {count} ranks"
-        )
-    partition = facts.get("partition_rank")
-    if type(partition) is not int or not 0 <= partition < count:
-        raise file.damage(f"the partition of group {group} is {partition!r}")
-    return partition
 
 
 def named_groups(file: File, param_groups: list[Any], groups: list[Shapes]) -> list[dict[str, Any]]:
