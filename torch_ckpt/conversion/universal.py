@@ -7,9 +7,10 @@ load it, on any number of ranks. DeepSpeed need not be installed.
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ _MODEL, _STATE, _GROUPS = "model.", "optim.state.", "optim.param_groups."
 _MODEL_FILE = "mp_rank_00_model_states.pt"
 _ZERO3_MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 """An engine of ZeRO-3 reads this file in place of the other one, and only its counters."""
+
+_STACKED_EXPERTS = re.compile(r".*\.experts\.w[123]")
+"""Names that AutoEP gives to the stacked parameters of experts."""
 
 _MIN_VERSION = "0.3.17"  # Engines require a version, at least this one.
 
@@ -152,11 +156,12 @@ def _files(
         for fqn in group["params"]:
             sizes = source.tensors[f"{_MODEL}{fqn}"].sizes
             weights = PendingTensor(f"{_MODEL}{fqn}", torch.float32, sizes)
-            add(zero / fqn / f"{_WEIGHTS}.pt", {"param": weights})
+            hints = _hints(fqn, sizes)
+            add(zero / fqn / f"{_WEIGHTS}.pt", {"param": weights, **hints})
             for name, value in states[fqn].items():
                 is_tensor = isinstance(value, PendingTensor)
                 if is_tensor and value.sizes == sizes and name != "step":
-                    add(zero / fqn / f"{name}.pt", {"param": value})
+                    add(zero / fqn / f"{name}.pt", {"param": value, **hints})
                 elif not is_tensor or not value.sizes:
                     steps.setdefault(number, {})[name] = value
                     if name == "step":
@@ -169,6 +174,16 @@ def _files(
     add(folder / _MODEL_FILE, model)
     add(folder / _ZERO3_MODEL_FILE, {**model, "module": {}, "buffer_names": []})
     return files
+
+
+def _hints(fqn: str, sizes: Sequence[int]) -> dict[str, Any]:
+    """Returns what DeepSpeed must know of a parameter beside its elements.
+
+    An engine with AutoEP takes the experts of a rank from a parameter only if it is marked so.
+    """
+    if _STACKED_EXPERTS.fullmatch(fqn) and len(sizes) == 3:
+        return {"cat_dim": 0, "is_expert_param": True, "ep_num_experts": sizes[0]}
+    return {}
 
 
 def _states(source: Source, groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

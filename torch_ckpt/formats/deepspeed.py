@@ -135,11 +135,11 @@ def open_deepspeed(
                 experts = Experts(files, model)
                 if experts.rules and len(names) > 1:
                     raise _refused_experts(folder, "ds_autoep_layers")
-                expert_rules |= experts.rules
                 optimizer = read_partitions(files, of_rank.optimizer, model.groups, experts)
                 # The others are frozen, or buffers.
                 ranks += experts.ranks(model, optimizer)
                 trained = {fqn for _, of_rank in ranks for fqn in of_rank.weights}
+                expert_rules |= {fqn: r for fqn, r in experts.rules.items() if fqn in trained}
                 model.tensors.update(
                     (fqn, value) for fqn, value in experts.weights.items() if fqn not in trained
                 )

@@ -78,8 +78,11 @@ def _value(file: File, fqn: str, sizes: tuple[int, ...] | None) -> Stored:
     is_hinted = isinstance(file.state, dict)
     value = file.at("param", kind=torch.Tensor) if is_hinted else file.state
     keys = ("param",) if is_hinted else ()
-    if not isinstance(value, torch.Tensor) or sizes is None:
+    # The parameters of AutoEP are whole, and param_shapes has those of a rank.
+    has_own_sizes = sizes is None or (is_hinted and file.state.get("is_expert_param"))
+    if not isinstance(value, torch.Tensor) or has_own_sizes:
         return Stored(file, value, keys)
+    assert sizes is not None
     if file.name.endswith("/step.pt"):
         sizes = ()
     is_flat = not is_hinted and value.ndim == 1 and value.numel() == math.prod(sizes)
