@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,31 +76,50 @@ def batch(step: int, rank: int, ranks: int) -> torch.Tensor:
 ADAM = {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-2}}
 
 
-def save_tensor_parallel(path: Path, stage: int) -> list[float]:
-    """Trains and saves with AutoTP on 2 of 4 ranks; returns the losses of the steps after it."""
+def engine_of(stage: int, tensor_ranks: int, *, universal: bool = False) -> Any:
+    """An engine with AutoTP on so many ranks."""
     torch.manual_seed(0)
-    ranks = dist.get_world_size() // TENSOR_RANKS
     net = Net()
-    engine = initialized(
+    return initialized(
         net,
         net.parameters(),
         {
             "optimizer": ADAM,
-            "train_micro_batch_size_per_gpu": ROWS // ranks,
+            "train_micro_batch_size_per_gpu": ROWS * tensor_ranks // dist.get_world_size(),
             "zero_optimization": {"stage": stage},
+            "checkpoint": {"load_universal": universal},
             "tensor_parallel": {
-                "autotp_size": TENSOR_RANKS,
+                "autotp_size": tensor_ranks,
                 "partition_config": {"use_default_specs": False, "layer_specs": SPECS},
             },
         },
     )
+
+
+def train(engine: Any, tensor_ranks: int, step: int) -> float:
+    ranks = dist.get_world_size() // tensor_ranks
+    return train_step(engine, batch(step, dist.get_rank() // tensor_ranks, ranks))
+
+
+def save_tensor_parallel(path: Path, stage: int) -> list[float]:
+    """Trains and saves with AutoTP on 2 of 4 ranks; returns the losses of the steps after it."""
+    engine = engine_of(stage, TENSOR_RANKS)
     losses = []
     for step in range(2 * STEPS):
         if step == STEPS:
             engine.save_checkpoint(str(path))
-        losses.append(train_step(engine, batch(step, dist.get_rank() // TENSOR_RANKS, ranks)))
+        losses.append(train(engine, TENSOR_RANKS, step))
     engine.destroy()
     return losses[STEPS:]
+
+
+def resume_tensor_parallel(path: Path, stage: int, tensor_ranks: int) -> list[float]:
+    """The losses of an engine that resumes from a universal folder."""
+    engine = engine_of(stage, tensor_ranks, universal=True)
+    engine.load_checkpoint(str(path.parent), tag=path.name)
+    losses = [train(engine, tensor_ranks, step) for step in range(STEPS, 2 * STEPS)]
+    engine.destroy()
+    return losses
 
 
 class Block(nn.Module):

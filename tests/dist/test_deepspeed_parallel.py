@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed_parallel_runs import resume_fsdp, save_pipeline, save_tensor_parallel
+from deepspeed_parallel_runs import (
+    resume_fsdp,
+    resume_tensor_parallel,
+    save_pipeline,
+    save_tensor_parallel,
+)
 from deepspeed_runs import convert, loaded_whole
 from ranks import Ranks, Worlds
 from states import assert_same
+
+from torch_ckpt.cli.main import main
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -74,6 +81,23 @@ def test_training_continues_with_fsdp2_on_other_ranks(
 ) -> None:
     path, expected = tensor_parallel[stage]
     for losses in worlds.run(ranks, resume_fsdp, path):
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 4)])
+@pytest.mark.parametrize("source", [1, 3])
+def test_tensor_parallel_engines_resume_from_a_universal_folder(
+    tensor_parallel: dict[int, tuple[Path, list[float]]],
+    engines: Ranks,
+    tmp_path: Path,
+    source: int,
+    stage: int,
+    ranks: int,
+) -> None:
+    path, expected = tensor_parallel[source]
+    target = tmp_path / "universal"
+    assert main(["convert", str(path), str(target), "--to", "universal"]) == 0
+    for losses in engines.run(resume_tensor_parallel, target, stage, ranks):
         assert losses == pytest.approx(expected, abs=1e-6)
 
 
