@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed_runs import initialized, resume_torch, train_step
+from deepspeed_runs import initialized, prepare, resume_torch, train_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -132,27 +132,50 @@ class Block(nn.Module):
         return x + torch.relu(self.linear(x)) * self.scale
 
 
-def save_pipeline(path: Path) -> None:
-    """Trains and saves with 2 pipeline stages of 2 ranks."""
+def pipeline_engine(stages: int, *, universal: bool = False) -> Any:
+    """An engine with so many pipeline stages."""
     from deepspeed.pipe import LayerSpec, PipelineModule
 
+    prepare()
     torch.manual_seed(0)
     net = PipelineModule(
         layers=[LayerSpec(Block) for _ in range(5)],
-        num_stages=2,
+        num_stages=stages,
         loss_fn=nn.MSELoss(),
         partition_method="uniform",
     )
     config = {
         "optimizer": ADAM,
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
+        "gradient_accumulation_steps": ROWS * stages // dist.get_world_size(),
         "zero_optimization": {"stage": 1},
+        "checkpoint": {"load_universal": universal},
     }
-    engine = initialized(net, net.parameters(), config)
-    rows = [(row, row) for row in torch.randn(64, 1, 6).unbind()]
-    engine.train_batch(iter(rows))
-    engine.save_checkpoint(str(path))
+    return initialized(net, net.parameters(), config)
+
+
+def train_pipeline(engine: Any, stages: int, step: int) -> float:
+    ranks = dist.get_world_size() // stages
+    rows = batch(step, 0, 1)[dist.get_rank() % ranks :: ranks].split(1)
+    return float(engine.train_batch(iter([(row, row / 2) for row in rows])))
+
+
+def save_pipeline(path: Path) -> list[float]:
+    """Trains and saves with 2 stages of 2 ranks; returns the losses of the steps after it."""
+    engine = pipeline_engine(2)
+    losses = []
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            engine.save_checkpoint(str(path))
+        losses.append(train_pipeline(engine, 2, step))
+    return losses[STEPS:]
+
+
+def resume_pipeline(path: Path, stages: int) -> list[float]:
+    """The losses of an engine that resumes from a universal folder."""
+    engine = pipeline_engine(stages, universal=True)
+    engine.load_checkpoint(str(path.parent), tag=path.name)
+    return [train_pipeline(engine, stages, step) for step in range(STEPS, 2 * STEPS)]
 
 
 def resume_fsdp(path: Path) -> list[float]:

@@ -85,8 +85,8 @@ def mean(loss: torch.Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
-def initialized(model: nn.Module, parameters: Any, config: dict[str, Any]) -> Any:
-    """A DeepSpeed engine on the ranks of this world."""
+def prepare() -> None:
+    """Lets DeepSpeed use the ranks of this world."""
     os.environ.update(
         RANK=str(dist.get_rank()),
         WORLD_SIZE=str(dist.get_world_size()),
@@ -99,6 +99,13 @@ def initialized(model: nn.Module, parameters: Any, config: dict[str, Any]) -> An
     # It would compile for minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+
+
+def initialized(model: nn.Module, parameters: Any, config: dict[str, Any]) -> Any:
+    """A DeepSpeed engine on the ranks of this world."""
+    prepare()
+    import deepspeed
+
     return deepspeed.initialize(
         model=model,
         model_parameters=parameters,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from deepspeed_parallel_runs import (
     resume_fsdp,
+    resume_pipeline,
     resume_tensor_parallel,
     save_pipeline,
     save_tensor_parallel,
@@ -116,10 +117,10 @@ def test_the_patterns_give_what_the_affine_map_gives(
     assert_same(loaded_whole(tmp_path), loaded_whole(path))
 
 
-def test_pipeline_stages_are_united_as_deepspeed_unites_them(
+def test_pipeline_stages_are_united_and_other_numbers_of_them_resume(
     engines: Ranks, tmp_path: Path
 ) -> None:
-    engines.run(save_pipeline, tmp_path)
+    losses = engines.run(save_pipeline, tmp_path)[0]
     engines.run(convert, tmp_path / (tmp_path / "latest").read_text(), tmp_path / "universal")
     expected = merged_by_deepspeed(tmp_path / "universal")
     assert len(expected) == 5 * 2 * 4
@@ -127,3 +128,8 @@ def test_pipeline_stages_are_united_as_deepspeed_unites_them(
     # DeepSpeed's conversion loses the buffers.
     scales = {f"model.{layer}.scale": torch.full((6,), 1.5) for layer in range(5)}
     assert_same(loaded_whole(tmp_path), {**expected, **scales})
+    target = tmp_path / "ours"
+    assert main(["convert", str(tmp_path), str(target), "--to", "universal"]) == 0
+    for stages in (2, 4):
+        for resumed in engines.run(resume_pipeline, target, stages):
+            assert resumed == pytest.approx(losses, abs=1e-6)
