@@ -20,7 +20,7 @@ def add_to(commands: Any) -> None:
         "convert",
         help="write a checkpoint of any format in another format",
         description="Writes a checkpoint of any format in another one. Tensors pass through memory "
-        "in pieces of 16 MiB. What has a checksum is verified. The target appears when it is "
+        "in pieces of 8 MiB. What has a checksum is verified. The target appears when it is "
         "complete. A conversion is not needed to load a checkpoint. Exit status: 0 if the target "
         "is complete; 1 if the source is damaged; 3 for other errors.",
     )

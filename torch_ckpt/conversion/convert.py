@@ -34,7 +34,7 @@ def convert(
 ) -> None:
     """Converts a checkpoint of any format that :class:`FastReader` loads.
 
-    Loads the tensors in pieces of at most 16 MiB, and verifies what has a checksum. The target
+    Loads the tensors in pieces of at most 8 MiB, and verifies what has a checksum. The target
     appears when it is complete.
 
     Args:

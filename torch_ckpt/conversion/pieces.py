@@ -23,7 +23,7 @@ __all__ = ["IO", "PIECE_NBYTES", "Piece", "Source"]
 IO = IoOptions(buffer_nbytes=16 << 20)
 """I/O buffers of the source, and of the target."""
 
-PIECE_NBYTES = 16 << 20
+PIECE_NBYTES = 8 << 20
 """Maximum bytes of a piece with more than one element, and of small pieces that load together."""
 
 _Loaded = Future[dict[int, torch.Tensor]]
