@@ -13,7 +13,8 @@ from deepspeed_checkpoints import write, write_shards
 
 from torch_ckpt import FastReader, errors
 from torch_ckpt.cli.main import main
-from torch_ckpt.formats.rules import Cast, Fused, Rename, Rule, Rules, Shard
+from torch_ckpt.formats.rules import Cast, Rename, Rule, Rules
+from torch_ckpt.formats.unions import Fused, Shard
 
 TEXT = r"""
 # A comment.
@@ -310,17 +311,31 @@ def test_a_computed_tensor_is_computed_once(
 ) -> None:
     """Although a conversion loads it in many pieces."""
     from torch_ckpt.conversion import pieces
-    from torch_ckpt.formats.rank_files import Files
 
     monkeypatch.setattr(pieces, "PIECE_NBYTES", 100)
-    whole, calls, read = tensor(100, 4), [], Files.read_boxes
-    monkeypatch.setattr(Files, "read_boxes", lambda *args: calls.append(1) or read(*args))
+    whole, calls, unite = tensor(100, 4), [], Rule.unite
+    monkeypatch.setattr(Rule, "unite", lambda *args: calls.append(1) or unite(*args))
     write_shards(tmp_path / "saved", [{"w": part} for part in whole.chunk(2)])
     (tmp_path / "rules").write_text("w shard(0) cast('bfloat16')")
     arguments = [str(tmp_path / "saved"), str(tmp_path / "x.pt"), "--to", "torch"]
     assert main(["convert", *arguments, "--rules", str(tmp_path / "rules")]) == 0
     assert torch.load(tmp_path / "x.pt")["model"]["w"].equal(whole.bfloat16())
     assert len(calls) == 1
+
+
+def test_a_rule_unites_tensors_without_a_checkpoint() -> None:
+    q, k = tensor(4, 3), tensor(2, 3) + 100
+    parts = {rank: torch.cat([q.chunk(2)[rank], k.chunk(2)[rank]]) for rank in (0, 1)}
+    sizes = {rank: tuple(part.shape) for rank, part in parts.items()}
+    [rule] = Rules.parse('w fused([4, 2], 0) padded(5) transpose(0, 1) cast("float16")').rules
+    whole = rule.unite("w", sizes, parts.__getitem__)
+    assert whole.equal(torch.cat([q, k])[:5].t().half())
+    assert rule.unite("w", sizes, parts.__getitem__, "exp_avg").dtype == torch.float32
+    [rule] = Rules.parse("w average").rules
+    assert rule.unite("w", sizes, parts.__getitem__).equal((parts[0] + parts[1]) / 2)
+    [rule] = Rules.parse("w replicated").rules
+    with pytest.raises(errors.CorruptionError, match="'w': it is replicated, but rank 1 has other"):
+        rule.unite("w", sizes, parts.__getitem__)
 
 
 def test_an_affine_map_decides_before_the_patterns(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.formats.deepspeed_files import Model, Optimizer, Shapes
 from torch_ckpt.formats.deepspeed_rules import boxes_of_map
 from torch_ckpt.formats.rank_files import Boxed, File, Files, Stored, Value, as_boxed
-from torch_ckpt.formats.rules import Boxes, Rule
+from torch_ckpt.formats.rules import Rule
+from torch_ckpt.formats.unions import Boxes
 
 __all__ = ["EXPERT_FILE", "Experts"]
 

@@ -9,7 +9,7 @@ still lie in DeepSpeed's files. Only what a rule computes is read as a whole, wh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,31 +27,22 @@ from torch_ckpt.formats.rank_files import (
     as_boxed,
     part_of_box,
 )
-from torch_ckpt.formats.rules import (
+from torch_ckpt.formats.rules import Rule, Rules
+from torch_ckpt.formats.unions import (
     Average,
     Boxes,
-    Cast,
-    Operator,
-    Padded,
-    Placed,
     Replicated,
-    Rule,
-    Rules,
     Shards,
     Sizes,
-    Transpose,
     Unique,
-    check_cover,
     listed,
 )
 
 __all__ = ["unite"]
 
+_WEIGHTS = "fp32"
 _CHECKED_NBYTES = 1 << 20
 """Replicas of at most this size are compared when they are loaded."""
-
-_SCALE_POWERS = {"fp32": 1, "exp_avg": -1, "exp_avg_sq": -2}
-"""How the scale of a weight applies to each state: a gradient has the inverse scale."""
 
 _INVALID = (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError)
 """What the use of a value of another type or form raises."""
@@ -158,7 +149,7 @@ class _United:
             if new in weights:
                 raise MismatchError(f"the rules give two parameters the name {new!r}: {fqn!r} too")
             parts = {rank: self.ranks[rank][1].weights[fqn] for rank in shards}
-            weights[new] = self._united(fqn, "fp32", rule, shards, parts)
+            weights[new] = self._united(fqn, _WEIGHTS, rule, shards, parts)
             named = {rank: self.ranks[rank][1].states.get(fqn, {}) for rank in shards}
             if len({tuple(sorted(values)) for values in named.values()}) > 1:
                 raise CorruptionError(
@@ -192,7 +183,7 @@ class _United:
             return next(model.tensors[fqn] for model, _ in self.ranks if fqn in model.tensors)
         shards = self._shards(fqn)
         values = {rank: self.ranks[rank][0].tensors[fqn] for rank in shards}
-        return self._united(fqn, "fp32", rule, shards, values)
+        return self._united(fqn, _WEIGHTS, rule, shards, values)
 
     def _united(
         self,
@@ -205,7 +196,7 @@ class _United:
         """Unites the weights, or one state, of a parameter."""
         first = next(iter(values.values()))
         if not _is_tensor(first) or (
-            name != "fp32" and _sizes_of(first) != next(iter(shards.values()))
+            name != _WEIGHTS and _sizes_of(first) != next(iter(shards.values()))
         ):
             assert isinstance(first, Stored)
             for rank, value in values.items():
@@ -221,9 +212,8 @@ class _United:
                 f"{fqn!r} is {rule.union}, but only rank {listed(shards)} of {self.tensor_ranks} "
                 "tensor-parallel ranks has it"
             )
-        sizes, placed = rule.union.place(fqn, shards)
-        check_cover(fqn, sizes, placed)
-        sizes, placed = _without_padding(fqn, sizes, placed, rule.then)
+        state = None if name == _WEIGHTS else name
+        sizes, placed = rule.place(fqn, shards, state)
         sources = {rank: as_boxed(fqn, value) for rank, value in values.items()}
         dtype = next(iter(sources.values())).dtype
         if other := [rank for rank, source in sources.items() if source.dtype != dtype]:
@@ -238,72 +228,26 @@ class _United:
             for box in part_of_box(source, one, dtype.itemsize)
         ]
         whole = Boxed(dtype, sizes, boxes)
-        steps = [
-            one
-            for one in rule.then
-            if isinstance(one, Transpose) or (isinstance(one, Cast) and name == "fp32")
-        ]
-        compute = self._computation(fqn, name, rule, placed, whole, sources, steps)
-        if compute is None:
+        is_computed = rule.changes(state) or any(one.scale != 1 for one in placed)
+        if len(sources) > 1 and not is_computed:
+            is_compared = isinstance(rule.union, Replicated) and whole.nbytes <= _CHECKED_NBYTES
+            is_computed = is_compared or isinstance(rule.union, Average)
+        if not is_computed:
             return whole
-        for step in steps:
-            if isinstance(step, Cast):
-                dtype = getattr(torch, step.dtype)
-            else:
-                sizes = _exchanged(fqn, sizes, step)
-        return Computed(self.ranks[next(iter(values))][0].file, dtype, sizes, compute)
-
-    def _computation(
-        self,
-        fqn: str,
-        name: str,
-        rule: Rule,
-        placed: Sequence[Placed],
-        whole: Boxed,
-        sources: Mapping[int, Boxed],
-        steps: Sequence[Transpose | Cast],
-    ) -> Callable[[], torch.Tensor] | None:
-        """Returns what computes the tensor, unless its boxes are the tensor."""
-        files, several = self.files, len(sources) > 1
-        averages = several and isinstance(rule.union, Average)
-        compares = (
-            several and isinstance(rule.union, Replicated) and whole.nbytes <= _CHECKED_NBYTES
-        )
-        scaled = [one for one in placed if one.scale != 1]
-        if scaled and name not in _SCALE_POWERS:
-            raise UnsupportedError(
-                f"cannot load {name!r} of {fqn!r}: the ranks have the weights scaled by "
-                f"{scaled[0].scale}, and how that changes this state is unknown"
-            )
-        if not (averages or compares or scaled or steps):
-            return None
+        result = torch.empty(sizes, dtype=dtype, device="meta")
+        for step in rule.changes(state):
+            try:
+                result = step.apply(result)
+            except IndexError:
+                raise MismatchError(
+                    f"{fqn!r} of sizes {sizes} has no dimensions for {step}"
+                ) from None
 
         def compute() -> torch.Tensor:
-            tensor = files.read_boxes(whole)
-            if averages or compares:
-                rows = whole.sizes[0] if whole.sizes else None
-                copies = {rank: files.read_boxes(one) for rank, one in sources.items()}
-                cut = {rank: copy[:rows] if rows else copy for rank, copy in copies.items()}
-                if averages:
-                    mean = sum(copy.double() for copy in cut.values()) / len(cut)
-                    tensor = torch.as_tensor(mean).to(whole.dtype)
-                for rank, copy in cut.items() if compares else ():
-                    if not torch.equal(_bits(copy), _bits(tensor)):
-                        raise CorruptionError(
-                            f"cannot load {name!r} of {fqn!r}: it is replicated, but rank "
-                            f"{rank} has other values than rank {next(iter(cut))}"
-                        )
-            for one in scaled:
-                box = tensor[tuple(slice(a, a + n) for a, n in zip(one.at, one.sizes, strict=True))]
-                box /= one.scale ** _SCALE_POWERS[name]
-            for step in steps:
-                if isinstance(step, Cast):
-                    tensor = tensor.to(getattr(torch, step.dtype))
-                else:
-                    tensor = tensor.transpose(step.dim0, step.dim1).contiguous()
-            return tensor
+            return rule.unite(fqn, shards, lambda rank: self.files.read_boxes(sources[rank]), state)
 
-        return compute
+        file = self.ranks[next(iter(values))][0].file
+        return Computed(file, result.dtype, tuple(result.shape), compute)
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         """Returns the parameter groups of all ranks: the same options, and other parameters."""
@@ -335,35 +279,3 @@ def _sizes_of(value: Value) -> Sizes:
     """Returns the sizes of a tensor."""
     assert not isinstance(value, Loaded)
     return tuple(value.value.shape if isinstance(value, Stored) else value.sizes)
-
-
-def _without_padding(
-    fqn: str, sizes: Sizes, placed: list[Placed], then: Sequence[Operator]
-) -> tuple[Sizes, list[Placed]]:
-    """Cuts the rows beyond the unpadded ones."""
-    for one in then:
-        if not isinstance(one, Padded):
-            continue
-        if not sizes or sizes[0] < one.to:
-            raise MismatchError(f"{fqn!r} has sizes {sizes}, fewer rows than {one}")
-        unpadded = []
-        for box in placed:
-            rows = min(box.sizes[0], one.to - box.at[0])
-            if rows > 0:
-                cut = (rows, *box.sizes[1:])
-                unpadded.append(Placed(box.rank, box.offsets, cut, box.at, box.scale))
-        sizes, placed = (one.to, *sizes[1:]), unpadded
-    return sizes, placed
-
-
-def _exchanged(fqn: str, sizes: Sizes, step: Transpose) -> Sizes:
-    try:
-        out = list(sizes)
-        out[step.dim0], out[step.dim1] = sizes[step.dim1], sizes[step.dim0]
-    except IndexError:
-        raise MismatchError(f"{fqn!r} of sizes {sizes} has no dimensions for {step}") from None
-    return tuple(out)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

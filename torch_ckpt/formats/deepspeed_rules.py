@@ -8,18 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.formats.rules import (
-    Average,
-    Boxes,
-    Fused,
-    Padded,
-    Replicated,
-    Rule,
-    Shard,
-    Shards,
-    Sizes,
-    Union,
-)
+from torch_ckpt.formats.rules import Padded, Rule
+from torch_ckpt.formats.unions import Average, Boxes, Fused, Replicated, Shard, Shards, Sizes, Union
 
 __all__ = ["boxes_of_map", "rules_from_info"]
 

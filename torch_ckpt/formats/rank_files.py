@@ -22,8 +22,8 @@ from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.object_pickles import NO_STAND_INS, StandIns
 from torch_ckpt.formats.opened import ForeignFiles, Opened
-from torch_ckpt.formats.rules import Placed
 from torch_ckpt.formats.torch_save import Archive, Objects, flatten, is_plain_data
+from torch_ckpt.formats.unions import Placed
 
 __all__ = [
     "Boxed",

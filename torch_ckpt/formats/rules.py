@@ -18,257 +18,31 @@ called patterns.
 from __future__ import annotations
 
 import ast
-import math
+import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from torch_ckpt.errors import MismatchError
+from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
+from torch_ckpt.formats.unions import (
+    Average,
+    Boxes,
+    Fused,
+    Operator,
+    Placed,
+    Replicated,
+    Shard,
+    Shards,
+    Sizes,
+    Union,
+    Unique,
+    check_cover,
+)
 
-__all__ = [
-    "Average",
-    "Boxes",
-    "Cast",
-    "Fused",
-    "Operator",
-    "Padded",
-    "Placed",
-    "Rename",
-    "Replicated",
-    "Rule",
-    "Rules",
-    "Shard",
-    "Shards",
-    "Transpose",
-    "Union",
-    "Unique",
-    "check_cover",
-    "fits",
-    "listed",
-]
-
-Sizes = tuple[int, ...]
-Shards = Mapping[int, Sizes]
-"""Rank -> sizes of its shard of a parameter."""
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A box of a shard, and its place in the whole parameter.
-
-    Attributes:
-        rank: The rank of the shard.
-        offsets: Offsets of the box in the shard.
-        sizes: Its sizes.
-        at: Its offsets in the whole parameter.
-        scale: The shard has the elements multiplied by this.
-    """
-
-    rank: int
-    offsets: Sizes
-    sizes: Sizes
-    at: Sizes
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class Operator:
-    """A step from shards to a parameter. Prints as in the text of a rule."""
-
-    name: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if not _is_of(value, str(one.type)):
-                kind = str(one.type).replace("int", "int from 0 on")
-                raise ValueError(f"{one.name} of {self.name} is {_text(value)}, not {kind}")
-
-    def __str__(self) -> str:
-        values = [getattr(self, one.name) for one in fields(self)]
-        while values and values[-1] is None:
-            values.pop()
-        return f"{self.name}({', '.join(map(_text, values))})" if values else self.name
-
-
-class Union(Operator):
-    """An operator that unites the shards of ranks."""
-
-    def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
-        """Returns the sizes of the whole parameter, and the boxes that it consists of.
-
-        Args:
-            fqn: FQN of the parameter, for messages.
-            shards: Its shards, in the order of the ranks.
-
-        Raises:
-            MismatchError: The shards cannot be united so.
-        """
-        raise NotImplementedError
-
-
-def _whole(shards: Shards) -> tuple[Sizes, list[Placed]]:
-    rank, sizes = next(iter(shards.items()))
-    origin = (0,) * len(sizes)
-    return sizes, [Placed(rank, origin, sizes, origin)]
-
-
-@dataclass(frozen=True)
-class Unique(Union):
-    """One rank has the parameter."""
-
-    name = "unique"
-
-    def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
-        """See :class:`Union`."""
-        if len(shards) > 1:
-            raise MismatchError(f"{fqn!r} is unique, but ranks {listed(shards)} have it")
-        return _whole(shards)
-
-
-class _OfEqualSizes(Union):
-    """All ranks have the whole parameter."""
-
-    def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
-        """See :class:`Union`."""
-        if len(set(shards.values())) > 1:
-            raise MismatchError(
-                f"{fqn!r} is {self.name}, but has sizes {_sizes_by_rank(shards)} on its ranks"
-            )
-        return _whole(shards)
-
-
-@dataclass(frozen=True)
-class Replicated(_OfEqualSizes):
-    """All ranks have the same elements. A load of a small parameter checks that."""
-
-    name = "replicated"
-
-
-@dataclass(frozen=True)
-class Average(_OfEqualSizes):
-    """The parameter is the mean over the ranks."""
-
-    name = "average"
-
-
-@dataclass(frozen=True)
-class Shard(Union):
-    """The shards follow one another along a dimension.
-
-    Attributes:
-        dim: The dimension.
-    """
-
-    dim: int
-
-    name = "shard"
-
-    def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
-        """See :class:`Union`."""
-        widths = _widths(fqn, shards, self.dim)
-        first = next(iter(shards.values()))
-        placed: list[Placed] = []
-        end = 0
-        for (rank, sizes), width in zip(shards.items(), widths, strict=True):
-            placed.append(Placed(rank, (0,) * len(sizes), sizes, _at(sizes, self.dim, end)))
-            end += width
-        return _replaced(first, self.dim, end), placed
-
-
-@dataclass(frozen=True)
-class Fused(Union):
-    """Several parameters in one, each of which is sharded: QKV, or gate and up.
-
-    Attributes:
-        sizes: Sizes of these parameters along ``dim``.
-        dim: The dimension along which they follow one another, and are sharded.
-        widths: For each of them, its size on each rank. By default, equal on all ranks.
-    """
-
-    sizes: tuple[int, ...]
-    dim: int
-    widths: tuple[tuple[int, ...], ...] | None = None
-
-    name = "fused"
-
-    def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
-        """See :class:`Union`."""
-        count = len(shards)
-        widths = self.widths
-        if widths is None:
-            if any(size % count for size in self.sizes):
-                raise MismatchError(
-                    f"{fqn!r} is {self}, but {count} ranks cannot have equal parts of it"
-                )
-            widths = tuple((size // count,) * count for size in self.sizes)
-        found = _widths(fqn, shards, self.dim)
-        asked = [sum(of_ranks) for of_ranks in zip(*widths, strict=True)]
-        if asked != found or [sum(of_part) for of_part in widths] != list(self.sizes):
-            raise MismatchError(
-                f"{fqn!r} is {self}, but has sizes {_sizes_by_rank(shards)} on its ranks"
-            )
-        placed: list[Placed] = []
-        begins, at = [0] * count, 0
-        for of_part in widths:
-            for number, (rank, sizes) in enumerate(shards.items()):
-                box = _replaced(sizes, self.dim, of_part[number])
-                offsets = _at(sizes, self.dim, begins[number])
-                if of_part[number]:
-                    placed.append(Placed(rank, offsets, box, _at(sizes, self.dim, at)))
-                begins[number] += of_part[number]
-                at += of_part[number]
-        return _replaced(next(iter(shards.values())), self.dim, at), placed
-
-
-@dataclass(frozen=True)
-class Boxes(Union):
-    """Any boxes.
-
-    Attributes:
-        sizes: Sizes of the whole parameter.
-        boxes: For each box: rank, offsets in its shard, sizes, and offsets in the whole parameter.
-            A fifth element is the factor by which the shard has its elements multiplied.
-    """
-
-    sizes: tuple[int, ...]
-    boxes: tuple[tuple[Any, ...], ...]
-
-    name = "boxes"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for box in self.boxes:
-            sizes = "tuple[int, ...]"
-            kinds = ["int", sizes, sizes, sizes]
-            scale = box[4] if isinstance(box, tuple) and len(box) == 5 else 1.0
-            is_box = isinstance(box, tuple) and len(box) in (4, 5)
-            if (
-                not is_box
-                or not all(map(_is_of, box, kinds))
-                or not isinstance(scale, float | int)
-                or not scale
-            ):
-                raise ValueError(
-                    f"{_text(box)} is not a box: rank, offsets, sizes, offsets in the whole, and "
-                    "perhaps a factor"
-                )
-
-    def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
-        """See :class:`Union`."""
-        placed = [one for box in self.boxes if math.prod((one := Placed(*box)).sizes)]
-        for one in placed:
-            inside = one.rank in shards and fits(one.offsets, one.sizes, shards[one.rank])
-            if not inside or not fits(one.at, one.sizes, self.sizes):
-                raise MismatchError(
-                    f"{fqn!r} cannot be united: box {one.offsets} of {one.sizes} of rank "
-                    f"{one.rank} at {one.at} exceeds its shard, {shards.get(one.rank)}, or the "
-                    f"whole parameter, {self.sizes}"
-                )
-        return self.sizes, placed
+__all__ = ["Cast", "Padded", "Rename", "Rule", "Rules", "Transpose"]
 
 
 @dataclass(frozen=True)
@@ -303,6 +77,10 @@ class Transpose(Operator):
 
     name = "transpose"
 
+    def apply(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor after this step."""
+        return tensor.transpose(self.dim0, self.dim1).contiguous()
+
 
 @dataclass(frozen=True)
 class Cast(Operator):
@@ -320,6 +98,10 @@ class Cast(Operator):
         super().__post_init__()
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"{self.dtype!r} is not a dtype of torch")
+
+    def apply(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor after this step."""
+        return tensor.to(getattr(torch, self.dtype))
 
 
 @dataclass(frozen=True)
@@ -348,6 +130,9 @@ _OPERATORS: dict[str, type[Operator]] = {
     )
 }
 
+
+_SCALE_POWERS: dict[str | None, int] = {None: 1, "exp_avg": -1, "exp_avg_sq": -2}
+"""How the scale of the weights applies to each state: a gradient has the inverse scale."""
 
 _STEPS: tuple[type[Operator], ...] = (Padded, Transpose, Cast, Rename)
 """The steps after the union, in the order in which they are taken."""
@@ -383,6 +168,105 @@ class Rule:
 
     def __str__(self) -> str:
         return " ".join([self.pattern, str(self.union), *map(str, self.then)])
+
+    def place(
+        self, fqn: str, shards: Shards, state: str | None = None
+    ) -> tuple[Sizes, list[Placed]]:
+        """Returns the sizes of the parameter without padding, and the boxes that it consists of.
+
+        Args:
+            fqn: FQN of the parameter.
+            shards: Its shards, in the order of the ranks.
+            state: Name of the state of the optimizer; ``None`` for the weights.
+
+        Raises:
+            MismatchError: The shards overlap, do not cover it, or cannot be united so.
+            UnsupportedError: The shards are scaled, and how that changes the state is unknown.
+        """
+        sizes, placed = self.union.place(fqn, shards)
+        check_cover(fqn, sizes, placed)
+        scaled = [one.scale for one in placed if one.scale != 1]
+        if scaled and state not in _SCALE_POWERS:
+            raise UnsupportedError(
+                f"cannot load {state!r} of {fqn!r}: the ranks have the weights scaled by "
+                f"{scaled[0]}, and how that changes this state is unknown"
+            )
+        for step in self.then:
+            if not isinstance(step, Padded):
+                continue
+            if not sizes or sizes[0] < step.to:
+                raise MismatchError(f"{fqn!r} has sizes {sizes}, fewer rows than {step}")
+            sizes = (step.to, *sizes[1:])
+            cut = ((one, min(one.sizes[0], step.to - one.at[0])) for one in placed)
+            placed = [
+                dataclasses.replace(one, sizes=(rows, *one.sizes[1:]))
+                for one, rows in cut
+                if rows > 0
+            ]
+        return sizes, placed
+
+    def changes(self, state: str | None = None) -> list[Transpose | Cast]:
+        """Returns the steps that change the elements of the weights, or of a state."""
+        return [
+            step
+            for step in self.then
+            if isinstance(step, Transpose) or (isinstance(step, Cast) and state is None)
+        ]
+
+    def unite(
+        self,
+        fqn: str,
+        shards: Shards,
+        read: Callable[[int], torch.Tensor],
+        state: str | None = None,
+    ) -> torch.Tensor:
+        """Returns the whole parameter, or one state of it, after all steps.
+
+        Args:
+            fqn: FQN of the parameter.
+            shards: Its shards, in the order of the ranks.
+            read: Returns the shard of a rank. Called once for each rank.
+            state: Name of the state of the optimizer; ``None`` for the weights.
+
+        Raises:
+            CorruptionError: The parameter is replicated, and ranks have other elements.
+            MismatchError: The shards cannot be united so.
+            UnsupportedError: The shards are scaled, and how that changes the state is unknown.
+
+        Example::
+
+            whole = rule.unite("w", {rank: tuple(t.shape) for rank, t in parts.items()}, parts.get)
+        """
+        sizes, placed = self.place(fqn, shards, state)
+        whole: torch.Tensor | None = None
+        mean: torch.Tensor | None = None
+        on_all_ranks = isinstance(self.union, Replicated | Average)
+        for rank in shards if on_all_ranks else dict.fromkeys(one.rank for one in placed):
+            shard = read(rank)
+            if whole is None:
+                whole = torch.empty(sizes, dtype=shard.dtype)
+            elif on_all_ranks:
+                others = shard[: sizes[0]] if sizes else shard
+                if isinstance(self.union, Average):
+                    mean = (whole.double() if mean is None else mean) + others.double()
+                elif not torch.equal(_bits(others), _bits(whole)):
+                    raise CorruptionError(
+                        f"cannot load {state or 'the weights'} of {fqn!r}: it is replicated, but "
+                        f"rank {rank} has other values than rank {next(iter(shards))}"
+                    )
+            for one in placed:
+                if one.rank == rank:
+                    part = shard[_slices(one.offsets, one.sizes)]
+                    if one.scale != 1:
+                        part = part / one.scale ** _SCALE_POWERS[state]
+                    whole[_slices(one.at, one.sizes)] = part
+        if whole is None:  # It has no elements.
+            whole = torch.empty(sizes, dtype=read(next(iter(shards))).dtype)
+        if mean is not None:
+            whole = (mean / len(shards)).to(whole.dtype)
+        for step in self.changes(state):
+            whole = step.apply(whole)
+        return whole
 
     def renamed(self, fqn: str) -> str:
         """Returns the FQN that the parameter has after this rule."""
@@ -457,30 +341,12 @@ class Rules:
         return {fqn: rule for fqn, rule in found.items() if rule is not None}
 
 
-def check_cover(fqn: str, sizes: Sizes, placed: Sequence[Placed]) -> None:
-    """Checks that boxes cover each element of a parameter once.
+def _slices(offsets: Sizes, sizes: Sizes) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
-    Raises:
-        MismatchError: Two boxes overlap, or elements are in no box.
-    """
-    boxes = [one for one in placed if math.prod(one.sizes)]
-    for number, one in enumerate(boxes):
-        for other in boxes[:number]:
-            apart = [
-                a + n <= b or b + m <= a
-                for a, n, b, m in zip(one.at, one.sizes, other.at, other.sizes, strict=True)
-            ]
-            if not any(apart):
-                raise MismatchError(
-                    f"{fqn!r} has elements of both rank {other.rank} and rank {one.rank}: boxes at "
-                    f"{other.at} of {other.sizes} and at {one.at} of {one.sizes}"
-                )
-    covered = sum(math.prod(one.sizes) for one in boxes)
-    if covered != math.prod(sizes):
-        raise MismatchError(
-            f"{fqn!r} of sizes {sizes} has {math.prod(sizes)} elements, and its ranks have "
-            f"{covered} of them"
-        )
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _parse(line: str) -> Rule:
@@ -526,66 +392,8 @@ def _operator(node: ast.expr) -> Operator:
         raise ValueError(str(error).replace(f"{kind.__name__}.__init__()", name)) from None
 
 
-def _is_of(value: Any, kind: str) -> bool:
-    """Returns whether a value is of the annotated type of a field."""
-    if kind == "int":
-        return type(value) is int and value >= 0
-    if kind == "str":
-        return isinstance(value, str)
-    if kind.endswith("| None"):
-        return value is None or _is_of(value, kind.removesuffix(" | None"))
-    if not isinstance(value, tuple):
-        return False
-    inner = kind.removeprefix("tuple[").removesuffix(", ...]")
-    return inner.startswith("tuple[Any") or all(_is_of(one, inner) for one in value)
-
-
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_text, value))}]"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def _widths(fqn: str, shards: Shards, dim: int) -> list[int]:
-    """Returns the sizes along a dimension, if the other sizes are equal."""
-    first = next(iter(shards.values()))
-    if not 0 <= dim < len(first):
-        raise MismatchError(f"{fqn!r} of sizes {first} has no dimension {dim}")
-    if len({_replaced(sizes, dim, 0) for sizes in shards.values()}) > 1:
-        raise MismatchError(
-            f"{fqn!r} cannot be united along dimension {dim}: its ranks have sizes "
-            f"{_sizes_by_rank(shards)}"
-        )
-    return [sizes[dim] for sizes in shards.values()]
-
-
-def _replaced(sizes: Sizes, dim: int, size: int) -> Sizes:
-    return (*sizes[:dim], size, *sizes[dim + 1 :])
-
-
-def _at(sizes: Sizes, dim: int, offset: int) -> Sizes:
-    return _replaced((0,) * len(sizes), dim, offset)
-
-
-def fits(offsets: Sizes, sizes: Sizes, within: Sizes) -> bool:
-    """Returns whether a box lies within a tensor of other sizes."""
-    return len(offsets) == len(sizes) == len(within) and all(
-        offset >= 0 and size >= 0 and offset + size <= end
-        for offset, size, end in zip(offsets, sizes, within, strict=True)
-    )
-
-
-def _sizes_by_rank(shards: Shards) -> str:
-    return ", ".join(f"{sizes} on rank {rank}" for rank, sizes in shards.items())
-
-
-def listed(ranks: Iterable[int]) -> str:
-    """Returns ranks as text."""
-    return ", ".join(map(str, ranks))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -42,9 +42,9 @@ from torch_ckpt.formats.rank_files import (
     as_boxed,
     part_of_box,
 )
-from torch_ckpt.formats.rules import Placed, check_cover, fits
 from torch_ckpt.formats.safetensors import read_tensors
 from torch_ckpt.formats.torch_save import flatten, is_plain
+from torch_ckpt.formats.unions import Placed, check_cover, fits
 
 __all__ = ["has_metadata", "has_rank_files", "open_torch_checkpointing"]
 
