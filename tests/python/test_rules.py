@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,24 @@ def test_objects_of_the_model_need_no_rule(tmp_path: Path) -> None:
     rules = "w shard(0)"
     dcp.load(state, storage_reader=FastReader(tmp_path, rules=rules), no_dist=True)
     assert state == {"model": {"extra": {"a": 1}}}
+
+
+def test_inspect_lists_the_rule_of_each_parameter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_shards(tmp_path, [{"w": tensor(2), "b": tensor(3)}] * 2)
+    (tmp_path / "rules.txt").write_text("# ours\nb replicated\n.* shard(0)\n")
+    arguments = ["inspect", str(tmp_path), "--rules", str(tmp_path / "rules.txt")]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["rules"]
+    assert found == [{"fqn": "w", "rule": ".* shard(0)"}, {"fqn": "b", "rule": "b replicated"}]
+    # What is printed is rules again.
+    assert str(Rules.parse("\n".join(one["rule"] for one in found))) == ".* shard(0)\nb replicated"
+    assert main(arguments) == 0
+    out = capsys.readouterr().out.splitlines()
+    [line] = [number for number, line in enumerate(out) if "rules that unite" in line]
+    assert out[line + 1].split() == ["w", ".*", "shard(0)"]
+    assert out[line + 2].split() == ["b", "b", "replicated"]
 
 
 def test_a_computed_tensor_is_computed_once(

@@ -9,7 +9,16 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.runs.step_files import committed_steps
 
-__all__ = ["add_json", "add_trust_pickle", "checkpoint_at", "command", "seconds", "tolerance"]
+__all__ = [
+    "add_json",
+    "add_rules",
+    "add_trust_pickle",
+    "checkpoint_at",
+    "command",
+    "rules_of",
+    "seconds",
+    "tolerance",
+]
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +33,20 @@ def add_trust_pickle(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="unpickle objects of any class, which can run arbitrary code",
     )
+
+
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--rules``."""
+    parser.add_argument(
+        "--rules",
+        type=Location,
+        help="file with rules: how the shards of model-parallel ranks of DeepSpeed make parameters",
+    )
+
+
+def rules_of(options: argparse.Namespace) -> str | None:
+    """Returns the text of the file of ``--rules``."""
+    return None if options.rules is None else options.rules.read().decode(errors="replace")
 
 
 def seconds(text: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from torch_ckpt.cli.arguments import add_trust_pickle, checkpoint_at
+from torch_ckpt.cli.arguments import add_rules, add_trust_pickle, checkpoint_at, rules_of
 from torch_ckpt.cli.terminal import SOUND
 from torch_ckpt.filesystems.location import Location
 
@@ -38,11 +38,7 @@ def add_to(commands: Any) -> None:
         default="",
         help="convert only names that begin with this, without it, such as 'model.'",
     )
-    parser.add_argument(
-        "--rules",
-        type=Location,
-        help="file with rules: how the shards of model-parallel ranks of DeepSpeed make parameters",
-    )
+    add_rules(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
     add_trust_pickle(parser)
     parser.set_defaults(command=_convert)
@@ -56,7 +52,7 @@ def _convert(options: argparse.Namespace) -> int:
         options.target,
         options.to,
         prefix=options.prefix,
-        rules=None if options.rules is None else options.rules.read().decode(errors="replace"),
+        rules=rules_of(options),
         overwrite=options.overwrite,
         trust_pickle=options.trust_pickle,
     )

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from torch_ckpt.cli.arguments import add_trust_pickle, checkpoint_at
+from torch_ckpt.cli.arguments import add_rules, add_trust_pickle, checkpoint_at, rules_of
 from torch_ckpt.cli.terminal import SOUND, print_json, print_table, printable
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.committed_files import (
@@ -32,6 +32,7 @@ def add_to(commands: Any) -> None:
         "FastReader loads, and a run, whose newest step it lists.",
     )
     parser.add_argument("path", type=Location, help="directory or file of the checkpoint, or a run")
+    add_rules(parser)
     add_trust_pickle(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, with every box")
     parser.set_defaults(command=_inspect)
@@ -39,9 +40,10 @@ def add_to(commands: Any) -> None:
 
 def _inspect(options: argparse.Namespace) -> int:
     trust = options.trust_pickle
+    path, rules = checkpoint_at(options.path), rules_of(options)
     summaries = [
         _summary(described(checkpoint, trust_pickle=trust))
-        for checkpoint in open_checkpoints(checkpoint_at(options.path), trust_pickle=trust)
+        for checkpoint in open_checkpoints(path, trust_pickle=trust, rules=rules)
     ]
     if options.json:
         print_json(summaries[0] if len(summaries) == 1 else summaries)
@@ -81,6 +83,7 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "save_id": checkpoint.save_id,
         "tensors": tensors,
         "objects": objects,
+        "rules": [{"fqn": fqn, "rule": str(rule)} for fqn, rule in checkpoint.rules.items()],
         "files": [
             {"name": name, "nbytes": nbytes, "rank": _rank_of(name)}
             for name, nbytes in checkpoint.files
@@ -124,6 +127,9 @@ def _print_summary(summary: dict[str, Any]) -> None:
     rows += [(o["fqn"], "object", "", "", readable_nbytes(o["nbytes"])) for o in summary["objects"]]
     print_table(rows, right=(4,))
     print(f"{len(summary['tensors'])} tensors, {len(summary['objects'])} objects")
+    if rules := summary["rules"]:
+        print("parameters, and the rules that unite their shards")
+        print_table([(one["fqn"], one["rule"]) for one in rules])
     print_table(
         [(file["name"], readable_nbytes(file["nbytes"])) for file in summary["files"]], right=(1,)
     )

@@ -7,8 +7,9 @@ a load reads byte ranges of DeepSpeed's own files.
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,7 @@ def open_deepspeed(
     files = Files(
         folder, "DeepSpeed", verify=verify, trust_pickle=trust_pickle, stand_ins=STAND_INS
     )
+    applied: Mapping[str, Rule] = {}
     with gc_paused():
         if FOLDER in folder.names():
             if rules is not None:
@@ -149,9 +151,9 @@ def open_deepspeed(
                 if not expert_rules:
                     tensor_ranks = _tensor_ranks(files, ranks)
                     _add_layers(files, [model for model, _ in ranks])
-                model, optimizer = unite(files, ranks, tensor_ranks, rules, expert_rules)
+                model, optimizer, applied = unite(files, ranks, tensor_ranks, rules, expert_rules)
         _complete(optimizer, model.rest.get("ds_config"))
-        return _opened(files, model, optimizer)
+        return dataclasses.replace(_opened(files, model, optimizer), rules=applied)
 
 
 def _tensor_ranks(files: Files, ranks: Sequence[tuple[Model, Optimizer]]) -> int:

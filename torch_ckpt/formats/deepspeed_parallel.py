@@ -56,7 +56,7 @@ def unite(
     tensor_ranks: int,
     rules: Rules | None,
     expert_rules: Mapping[str, Rule],
-) -> tuple[Model, Optimizer]:
+) -> tuple[Model, Optimizer, Mapping[str, Rule]]:
     """Unites the states of model-parallel ranks.
 
     Args:
@@ -69,7 +69,7 @@ def unite(
             of such ranks are those of the first one.
 
     Returns:
-        The model and the optimizer.
+        The model, the optimizer, and the rule of each parameter.
 
     Raises:
         MismatchError: The rules do not match the parameters, or the shards of a parameter
@@ -77,7 +77,8 @@ def unite(
         CorruptionError: The files of ranks disagree, or a value is invalid.
         UnsupportedError: The checkpoint does not say how it is sharded.
     """
-    return _United(files, ranks, tensor_ranks, rules, expert_rules).result()
+    united = _United(files, ranks, tensor_ranks, rules, expert_rules)
+    return *united.result(), united.rules
 
 
 class _United:

@@ -17,6 +17,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.index import to_metadata
+from torch_ckpt.formats.rules import Rule
 
 __all__ = ["Contents", "ForeignFiles", "Opened"]
 
@@ -43,6 +44,7 @@ class Opened:
         index: The engine's index; ``None`` if there is only the metadata.
         contents: The values that have no slice of their own; ``None`` if all values have one.
         format: Name of the format; ``None`` for DCP's.
+        rules: FQN -> the rule by which the shards of model-parallel ranks make the parameter.
     """
 
     metadata: Metadata
@@ -50,6 +52,7 @@ class Opened:
     index: _native.Index | None
     contents: Contents | None = None
     format: str | None = None
+    rules: Mapping[str, Rule] = field(default_factory=dict)
 
 
 @dataclass

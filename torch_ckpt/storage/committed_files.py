@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes, open_committed
+
+if TYPE_CHECKING:
+    from torch_ckpt.formats.rules import Rule
 
 __all__ = [
     "Checkpoint",
@@ -30,6 +34,7 @@ class Checkpoint:
     entries: Iterable[_native.IndexEntry] | None  # None if only the pickle describes the tensors.
     save_id: str | None
     format: str | None = None  # None for DCP's.
+    rules: Mapping[str, Rule] = field(default_factory=dict)  # FQN -> how its shards are united.
 
 
 def open_checkpoint(directory: Location, prefix: str, *, trust_pickle: bool = False) -> Checkpoint:
@@ -49,26 +54,32 @@ def open_checkpoint(directory: Location, prefix: str, *, trust_pickle: bool = Fa
     return Checkpoint(path, metadata, index, index.files, entries, index.save_id)
 
 
-def open_checkpoints(path: Location, *, trust_pickle: bool = False) -> list[Checkpoint]:
+def open_checkpoints(
+    path: Location, *, trust_pickle: bool = False, rules: str | None = None
+) -> list[Checkpoint]:
     """Opens all checkpoints of a directory, or a file or directory of another format.
 
     Args:
         path: The directory or file.
         trust_pickle: Whether pickles may contain any class and run any code.
+        rules: How the shards of model-parallel ranks make parameters, as text.
 
     Raises:
         NotFoundError: There is no checkpoint.
         CorruptionError: A checkpoint is damaged.
         UnsupportedError: The format is not supported, or a pickle requests a forbidden class.
     """
-    if prefixes := metadata_prefixes(path):
+    if rules is None and (prefixes := metadata_prefixes(path)):
         return [open_checkpoint(path, prefix, trust_pickle=trust_pickle) for prefix in prefixes]
     from torch_ckpt.formats.recognise import open_stored
+    from torch_ckpt.formats.rules import Rules
 
-    opened = open_stored(path, verify=True, trust_pickle=trust_pickle)
+    parsed = None if rules is None else Rules.parse(rules)
+    opened = open_stored(path, verify=True, trust_pickle=trust_pickle, rules=parsed)
     assert opened.index is not None
     index = opened.index
-    return [Checkpoint(path, None, index, index.files, index, None, opened.format)]
+    files = index.files
+    return [Checkpoint(path, None, index, files, index, None, opened.format, opened.rules)]
 
 
 def described(checkpoint: Checkpoint, *, trust_pickle: bool = False) -> Checkpoint:
