@@ -230,7 +230,7 @@ def test_files_outside_the_directory_are_refused(tmp_path: Path) -> None:
     write(path, dtensor_sharding())
     (path / "model_1.pt").rename(tmp_path / "model_1.pt")
     rewrite(path, lambda layouts: layouts.update({1: layout("../model_1.pt")}))
-    with pytest.raises(CorruptionError, match="a file outside the checkpoint"):
+    with pytest.raises(CorruptionError, match=r"its file '\.\./model_1\.pt' is outside"):
         FastReader(path).read_metadata()
 
 
@@ -258,3 +258,21 @@ def test_a_directory_of_something_else(tmp_path: Path) -> None:
         torch.save({"w": WHOLE + epoch}, epochs / f"model_{epoch}.pt")
     with pytest.raises(NotFoundError, match="no checkpoint is committed"):
         FastReader(epochs).read_metadata()
+
+
+def test_layouts_of_other_ranks_or_types_are_refused(tmp_path: Path) -> None:
+    for change in ({1: {"file_path": 5, "serialization_format": {"type": "x"}}}, {7: None}):
+        write(tmp_path, dtensor_sharding())
+        rewrite(tmp_path, lambda layouts, change=change: layouts.update(change))
+        with pytest.raises(CorruptionError, match="it is not the metadata of"):
+            FastReader(tmp_path).read_metadata()
+
+
+def test_views_of_equal_storages_are_not_equal(tmp_path: Path) -> None:
+    """Each rank has another part of a buffer that all have whole."""
+    for rank in range(2):
+        torch.save({"w": WHOLE[2 * rank : 2 * rank + 2]}, tmp_path / f"model_{rank}.pt")
+    state = {f"model.w.rank_0000{rank}_of_00002": None for rank in range(2)}
+    dcp.load(state, storage_reader=FastReader(tmp_path), no_dist=True)
+    for rank, (part,) in enumerate(state.values()):
+        assert torch.equal(part, WHOLE[2 * rank : 2 * rank + 2])

@@ -199,13 +199,18 @@ class File:
         return offset + begin
 
     def same_value(self, value: Any, other: File, theirs: Any) -> bool:
-        """Returns whether a value here equals one of another file. Compares tensors by CRC-32."""
+        """Returns whether a value here equals one of another file. Compares tensors by CRC-32.
+
+        A tensor that only torch can read is not compared.
+        """
         if not isinstance(value, torch.Tensor) or not isinstance(theirs, torch.Tensor):
             return type(value) is type(theirs) and repr(value) == repr(theirs)
         records = self.archive.record_of("", value), other.archive.record_of("", theirs)
         if records[0] is None or records[1] is None:
-            return True  # Only torch can read such tensors.
-        return value.shape == theirs.shape and records[0][1:] == records[1][1:]
+            return True
+        # Equal storages may have different tensors in them.
+        layouts = [(t.shape, t.dtype, t.stride(), t.storage_offset()) for t in (value, theirs)]
+        return layouts[0] == layouts[1] and records[0][1:] == records[1][1:]
 
     def damage(self, what: str) -> CorruptionError:
         """Returns the error for unexpected contents."""
