@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from states import assert_same
 
 from torch_ckpt import FastReader
 from torch_ckpt.cli.main import main
-from torch_ckpt.errors import CheckpointError, NotFoundError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -129,6 +129,15 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], None], pattern: str) -
 
 MAPS = "its ds_autoep_layers are invalid"
 EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "no dict": (lambda layer: layer.update(affine_maps=5), MAPS),
+    "no pieces": (
+        lambda layer: [
+            one["ranks"][rank].update(pieces=[])
+            for one in layer["affine_maps"]["params"].values()
+            for rank in (0, 1)
+        ],
+        "2 ranks share .*, and its affine_map has 1",
+    ),
     "no map": (lambda layer: layer.pop("affine_maps"), MAPS),
     "no ranks": (lambda layer: layer.update(affine_maps={"params": {"w": {}}}), MAPS),
     "one rank": (
@@ -147,10 +156,33 @@ def test_layers_that_are_invalid_are_an_error(copied: Callable[[str], Path], edi
         FastReader(folder).read_metadata()
 
 
-def test_a_missing_file_of_a_frozen_expert_is_named(copied: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("missing", [[2], [3], range(EXPERTS)], ids=["one", "last", "all"])
+def test_a_missing_file_of_a_frozen_expert_is_named(
+    copied: Callable[[str], Path], missing: Iterable[int]
+) -> None:
     folder = copied("stage 1, frozen")
-    next(folder.glob("layer_1_expert_2_*")).unlink()
-    with pytest.raises(NotFoundError, match=r"no file of expert 2 of 'layers\.1\.mlp\.experts"):
+    for expert in missing:
+        next(folder.glob(f"layer_1_expert_{expert}_*")).unlink()
+    match = rf"no file of expert {min(missing)} of 'layers\.1\.mlp\.experts"
+    with pytest.raises(NotFoundError, match=match):
+        FastReader(folder).read_metadata()
+
+
+def test_two_files_of_a_frozen_expert_are_refused(copied: Callable[[str], Path]) -> None:
+    folder = copied("stage 1, frozen")
+    file = next(folder.glob("layer_1_expert_3_*"))
+    shutil.copy(file, folder / file.name.replace("layer_1", "layer_7"))
+    with pytest.raises(CorruptionError, match="which is no tensor or in another file"):
+        FastReader(folder).read_metadata()
+
+
+def test_files_of_exchanged_ranks_are_refused(copied: Callable[[str], Path]) -> None:
+    folder = copied("stage 3")
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
+    (folder / names[0]).rename(folder / "other")
+    (folder / names[1]).rename(folder / names[0])
+    (folder / "other").rename(folder / names[1])
+    with pytest.raises(CorruptionError, match="the partition of group 0 is"):
         FastReader(folder).read_metadata()
 
 

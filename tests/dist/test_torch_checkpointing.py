@@ -18,13 +18,13 @@ from ranks import Worlds
 from states import assert_same, full_value, local, local_part, sharded
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import torch_ckpt
 from torch_ckpt import FastReader, RankState
 from torch_ckpt.cli.main import main
-from torch_ckpt.errors import NotFoundError
+from torch_ckpt.errors import MismatchError, NotFoundError, UnsupportedError
 
 has_package = importlib.util.find_spec("torch_checkpointing") is not None
 pytestmark = [
@@ -251,9 +251,45 @@ def test_the_file_of_a_rank_is_missing(worlds: Worlds, tmp_path: Path) -> None:
         path = tmp_path / f"{reshards}"
         worlds.run(3, save, path, "fsdp", reshards, {})
         (path / "model_1.pt").unlink()
-        match = r"model_1\.pt, the file of rank 1" if reshards else "no checkpoint is committed"
-        with pytest.raises(NotFoundError, match=match):
+        match = r"model_1\.pt, the file of rank 1" if reshards else r"'model\.up' .* 30 of them"
+        with pytest.raises(NotFoundError if reshards else MismatchError, match=match):
             FastReader(path).read_metadata()
+
+
+def save_odd(path: Path) -> None:
+    """DTensors whose shards make no whole tensor, beside a value that all ranks have."""
+    mesh = init_device_mesh("cpu", (2,))
+    rank = dist.get_rank()
+    alone = DeviceMesh("cpu", [rank])
+    ones = torch.ones(2) + rank
+    state = {
+        "alone": DTensor.from_local(ones, alone, [Shard(0)], run_check=False),
+        "tuple": (DTensor.from_local(ones, mesh, [Shard(0)], run_check=False), 1),
+        "step": 7,
+    }
+    path.mkdir(exist_ok=True)
+    torch.save(state, path / f"model_{rank}.pt")
+    partial = DTensor.from_local(ones, mesh, [Partial()], run_check=False)
+    (path / "partial").mkdir(exist_ok=True)
+    torch.save({"p": partial}, path / "partial" / f"model_{rank}.pt")
+    dist.barrier()
+
+
+def test_shards_that_make_no_tensor_are_not_lost(worlds: Worlds, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    worlds.run(2, save_odd, path)
+    state: dict[str, Any] = {f"model.alone.rank_0000{rank}_of_00002": None for rank in range(2)}
+    dcp.load(state, storage_reader=FastReader(path), no_dist=True)
+    for rank, (own,) in enumerate(state.values()):
+        assert own.tolist() == [1.0 + rank] * 2
+    state = {"model": {"tuple": None, "step": 0}}
+    with pytest.raises(dcp.CheckpointException, match="it is a tuple that contains a DTensor"):
+        dcp.load(state, storage_reader=FastReader(path), no_dist=True)
+    state["model"].pop("tuple")
+    dcp.load(state, storage_reader=FastReader(path), no_dist=True)
+    assert state["model"]["step"] == 7
+    with pytest.raises(UnsupportedError, match=r"'model\.p' .*: it has the placement P"):
+        FastReader(path / "partial").read_metadata()
 
 
 WIDE = (4096, 1024)  # 16 MiB.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import os
 import pickle
@@ -9,10 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_ckpt import FastReader
 from torch_ckpt.errors import (
@@ -118,11 +123,11 @@ UNSOUND: dict[str, tuple[tuple[dict[str, Any], ...], type[CheckpointError], str]
     "local": (
         (boxes([(0, 0)], [(3, 4)]), boxes([(0, 0)], [(6, 4)])),
         CorruptionError,
-        r"rank 1 has \[6, 4\] of it, and its file has \[3, 4\]",
+        r"rank 1 has \[6, 4\] at \[0, 0\] of \[6, 4\] of it, and its file has \[3, 4\]",
     ),
-    "negative": ((boxes([(-1, 0)], [(3, 4)]),) * 2, CorruptionError, "not sizes or offsets"),
+    "negative": ((boxes([(-1, 0)], [(3, 4)]),) * 2, CorruptionError, "not sizes, offsets or ranks"),
     "dims": ((boxes([(0,)], [(3,)], [(0,)]),) * 2, CorruptionError, "by its sharding"),
-    "sizes": ((dtensor_sharding(global_shape=[9, 4]),), CorruptionError, r"rank 0 has \[5, 4\]"),
+    "sizes": ((dtensor_sharding(global_shape=[9, 4]),), CorruptionError, r"rank 0 has \[5, 4\] at"),
     "mesh": (
         (dtensor_sharding(mesh_spec={**MESH, "mesh_data": (5, 6)}),),
         CorruptionError,
@@ -146,7 +151,7 @@ UNSOUND: dict[str, tuple[tuple[dict[str, Any], ...], type[CheckpointError], str]
     "split": (
         (dtensor_sharding(placements=[{"type": ALIEN, "dim": 0, "split_factor": 2**50}]),),
         CorruptionError,
-        "unknown placement",
+        "a split factor of",
     ),
     "ranges": (
         (dtensor_sharding(placements=[{"type": ALIEN, "dim": 0, "split_factor": 2}]),),
@@ -276,3 +281,130 @@ def test_views_of_equal_storages_are_not_equal(tmp_path: Path) -> None:
     dcp.load(state, storage_reader=FastReader(tmp_path), no_dist=True)
     for rank, (part,) in enumerate(state.values()):
         assert torch.equal(part, WHOLE[2 * rank : 2 * rank + 2])
+
+
+def names_in(path: Path) -> set[str]:
+    return set(FastReader(path).read_metadata().state_dict_metadata)
+
+
+def loaded_at(path: Path, fqn: str) -> Any:
+    state = {fqn: None}
+    dcp.load(state, storage_reader=FastReader(path), no_dist=True)
+    return state[fqn]
+
+
+def save_values(path: Path, *values: Any) -> None:
+    """The value of an item on each rank."""
+    path.mkdir(exist_ok=True)
+    for rank, value in enumerate(values):
+        torch.save({"v": value}, path / f"item_{rank}.pt")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [np.arange(5000), np.concatenate([np.arange(4999), [7]])],
+        [(torch.tensor(1), 1), (torch.tensor(2), 1)],
+        [collections.deque([torch.tensor(1)]), collections.deque([torch.tensor(2)])],
+        [1.0, 1.0 + 1e-12],
+        [1, True],
+    ],
+    ids=["numpy", "tuple", "deque", "float", "bool"],
+)
+def test_objects_that_differ_are_those_of_each_rank(tmp_path: Path, values: list[Any]) -> None:
+    save_values(tmp_path / "same", values[0], copy.deepcopy(values[0]))
+    assert names_in(tmp_path / "same") == {"item.v"}
+    save_values(tmp_path / "other", *values)
+    names = [f"item.v.rank_0000{rank}_of_00002" for rank in range(2)]
+    assert names_in(tmp_path / "other") == set(names)
+    for name, value in zip(names, values, strict=True):
+        (found,) = loaded_at(tmp_path / "other", name)
+        assert repr(found) == repr(value)
+
+
+def test_tensors_without_checksums_are_compared(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_values(tmp_path, WHOLE, WHOLE + 1)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert names_in(tmp_path) == {f"item.v.rank_0000{rank}_of_00002" for rank in range(2)}
+
+
+def test_tensors_that_only_torch_reads_are_compared(tmp_path: Path) -> None:
+    sparse = torch.eye(3).to_sparse()
+    save_values(tmp_path / "same", sparse, sparse.clone())
+    assert names_in(tmp_path / "same") == {"item.v"}
+    save_values(tmp_path / "other", sparse, 2 * sparse)
+    assert len(names_in(tmp_path / "other")) == 2
+
+
+def test_replicas_of_a_shard_that_differ_are_refused_when_they_are_loaded(tmp_path: Path) -> None:
+    mesh = {**MESH, "mesh_shape": (2, 2), "mesh_data": (0, 1, 2, 3)}
+    placements = [{"type": "Replicate"}, {"type": "Shard", "dim": 0}]
+    write(tmp_path, dtensor_sharding(mesh_spec=mesh, placements=placements), world_size=4)
+
+    def change(metadata: dict[str, Any]) -> None:
+        metadata["rank_to_layout_info"].update({2: None, 3: None})
+        metadata["nested_path_to_metadata"]['["w"]'][0]["ranks"] = (0, 1, 2, 3)
+
+    metadata = pickle.loads((tmp_path / "metadata.pkl").read_bytes())
+    change(metadata["metadata"]["model"])
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(metadata))
+    torch.save({"w": WHOLE[:3].clone(), "n": 5}, tmp_path / "model_2.pt")
+    torch.save({"w": WHOLE[3:].clone(), "n": 5}, tmp_path / "model_3.pt")
+    assert torch.equal(loaded(tmp_path), WHOLE)
+    torch.save({"w": WHOLE[3:] + 1, "n": 5}, tmp_path / "model_3.pt")
+    assert loaded_at(tmp_path, "model.n") == 5
+    with pytest.raises(dcp.CheckpointException, match="ranks 1 and 3 have the same shard"):
+        loaded(tmp_path)
+
+
+def test_an_item_may_be_on_some_ranks_only(tmp_path: Path) -> None:
+    write(tmp_path, dtensor_sharding())
+    torch.save({"epoch": 3}, tmp_path / "client_1.pt")
+    torch.save({"w": 1}, tmp_path / "step_1700000000.pt")  # Not a rank.
+    assert torch.equal(loaded(tmp_path), WHOLE)
+    assert loaded_at(tmp_path, "client.epoch") == 3
+    torch.save({"epoch": 3}, tmp_path / "client_01.pt")
+    assert names_in(tmp_path) == {"model.w", "client.epoch"}
+    (tmp_path / "client_1.json").write_text("{}")
+    with pytest.raises(CorruptionError, match=r"both client_1\.json and client_1\.pt are of rank"):
+        names_in(tmp_path)
+
+
+def test_the_metadata_and_a_file_that_disagree_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, dtensor_sharding(global_shape=[4, 2], stride=[2, 1]))
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(1)], run_check=False)
+        torch.save({"w": tensor}, tmp_path / "model_0.pt")
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(CorruptionError, match=r"by the metadata, and .* by its file"):
+        names_in(tmp_path)
+
+
+def test_damaged_metadata_beside_safetensors_is_refused(tmp_path: Path) -> None:
+    save_file({"w": WHOLE}, tmp_path / "model_0.safetensors")
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps({"metadata": 1})[:9])
+    with pytest.raises(CorruptionError, match=r"metadata\.pkl: it is not the metadata of"):
+        names_in(tmp_path)
+
+
+def test_safetensors_of_ranks_without_a_sharding(tmp_path: Path) -> None:
+    write(tmp_path, dtensor_sharding())
+    for rank in range(2):
+        name = f"weights_{rank}.safetensors"
+        part = {"w": WHOLE[3 * rank : 3 * rank + 3].clone(), "s": torch.ones(2) + rank}
+        save_file(part, tmp_path / name)
+        rewrite(
+            tmp_path,
+            lambda layouts, rank=rank, name=name: layouts.update(
+                {rank: layout(name, "SafetensorsSerialization")}
+            ),
+        )
+    assert torch.equal(loaded(tmp_path), WHOLE)
+    (found,) = loaded_at(tmp_path, "model.s.rank_00001_of_00002")
+    assert found.tolist() == [2.0, 2.0]

@@ -141,6 +141,7 @@ def open_deepspeed(
                 # The others are frozen, or buffers.
                 ranks += experts.ranks(model, optimizer)
                 trained = {fqn for _, of_rank in ranks for fqn in of_rank.weights}
+                experts.check_all(trained)
                 expert_rules |= {fqn: r for fqn, r in experts.rules.items() if fqn in trained}
                 model.tensors.update(
                     (fqn, value) for fqn, value in experts.weights.items() if fqn not in trained

@@ -12,11 +12,13 @@ of a rank in one parameter, so a rank has a shard of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import NotFoundError, UnsupportedError
-from torch_ckpt.formats.deepspeed_files import Model, Optimizer, Shapes
+from torch_ckpt.formats.deepspeed_files import Model, Optimizer, Shapes, sizes_of
 from torch_ckpt.formats.deepspeed_rules import boxes_of_map
 from torch_ckpt.formats.rank_files import Boxed, File, Files, Stored, Value, as_boxed
 from torch_ckpt.formats.rules import Rule
@@ -50,7 +52,7 @@ class Experts:
     """
 
     def __init__(self, files: Files, model: Model) -> None:
-        self.rules = _stacked_rules(model.file)
+        self.rules, self._sizes = _stacked_rules(model.file)
         self.weights: dict[str, Value] = {}
         self._model = model
         self._config = model.file.state.get("ds_config")
@@ -65,7 +67,10 @@ class Experts:
                 is_text = isinstance(fqn, str)
                 part = _STACKED.fullmatch(fqn) if is_text else None
                 if part is not None and part[1] in self.rules and part[2] == found[1]:
-                    stacked.setdefault(part[1], {})[int(part[2])] = Stored(file, value, (fqn,))
+                    experts, number = stacked.setdefault(part[1], {}), int(part[2])
+                    if number in experts or not isinstance(value, torch.Tensor):
+                        raise file.damage(f"it has {fqn!r}, which is no tensor or in another file")
+                    experts[number] = Stored(file, value, (fqn,))
                     continue
                 expert = _EXPERT.fullmatch(fqn) if is_text else None
                 if expert is None or expert[2] != found[1] or fqn in self.weights:
@@ -158,19 +163,21 @@ class Experts:
         """Returns a parameter of AutoEP from the files of its experts.
 
         Raises:
-            CorruptionError: The files do not have every expert, or have different ones.
+            CorruptionError: An expert has another shape or dtype.
             NotFoundError: The file of an expert is missing.
         """
         boxes = {number: as_boxed(fqn, part) for number, part in parts.items()}
         first = next(iter(boxes.values()))
-        for number in range(max(parts) + 1):
-            if number not in parts:
-                folder = self._model.file.path.parent
-                raise NotFoundError(
-                    f"cannot load {folder}: it has no file of expert {number} of {fqn!r}"
+        count, *sizes = self._sizes[fqn]
+        for number, box in boxes.items():
+            if number >= count or box.dtype != first.dtype or box.sizes != tuple(sizes):
+                raise parts[number].file.damage(
+                    f"expert {number} of {fqn!r} is {box.dtype} of {box.sizes}, and the parameter "
+                    f"{first.dtype} of {self._sizes[fqn]}"
                 )
-            if (boxes[number].dtype, boxes[number].sizes) != (first.dtype, first.sizes):
-                raise parts[number].file.damage(f"{fqn!r} has another shape than in other files")
+        for number in range(count):
+            if number not in parts:
+                raise self._missing(fqn, number)
         placed: list[_native.IndexBox] = [
             ([number, *offsets], [1, *sizes], file, begin, nbytes, plain, ())
             for number, one in sorted(boxes.items())
@@ -202,10 +209,25 @@ class Experts:
                 "is unknown which ranks have which experts"
             )
 
+    def check_all(self, trained: Collection[str]) -> None:
+        """Checks that each parameter of AutoEP is trained, or in the files of experts.
+
+        Raises:
+            NotFoundError: The files of the experts are missing.
+        """
+        for fqn in self.rules:
+            if fqn not in trained and fqn not in self.weights:
+                raise self._missing(fqn, 0)
+
+    def _missing(self, fqn: str, expert: int) -> NotFoundError:
+        folder = self._model.file.path.parent
+        return NotFoundError(f"cannot load {folder}: it has no file of expert {expert} of {fqn!r}")
+
     def _check_stacked(self, fqn: str, degree: int, file: File) -> None:
         """Checks that as many ranks share a parameter of AutoEP as its rule says."""
         union = self.rules[fqn].union
-        count = 1 + max(box[0] for box in union.boxes) if isinstance(union, Boxes) else 1
+        ranks = [box[0] for box in union.boxes] if isinstance(union, Boxes) else []
+        count = 1 + max(ranks, default=0)
         if count != degree:
             raise file.damage(f"{degree} ranks share {fqn!r}, and its affine_map has {count}")
 
@@ -236,22 +258,22 @@ class Experts:
         return f"{expert[1]}{first + int(expert[2])}{expert[3]}"
 
 
-def _stacked_rules(file: File) -> dict[str, Rule]:
-    """Returns the rules of AutoEP's parameters, whose experts ranks share.
+def _stacked_rules(file: File) -> tuple[dict[str, Rule], Shapes]:
+    """Returns the rules of AutoEP's parameters, whose experts ranks share, and their sizes.
 
     Raises:
         CorruptionError: What the model file says of them is invalid.
         UnsupportedError: The experts of a rank are not boxes.
     """
     rules: dict[str, Rule] = {}
-    for layer in file.state.get("ds_autoep_layers") or ():
-        try:
-            maps = layer["affine_maps"]["params"]
-            rules |= {
-                fqn: Rule(re.escape(fqn), boxes_of_map(fqn, one)) for fqn, one in maps.items()
-            }
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise file.damage(
-                f"its ds_autoep_layers are invalid: {type(error).__name__}: {error}"
-            ) from None
-    return rules
+    sizes: Shapes = {}
+    try:
+        for layer in file.state.get("ds_autoep_layers") or ():
+            for fqn, one in layer["affine_maps"]["params"].items():
+                rules[fqn] = Rule(re.escape(fqn), boxes_of_map(fqn, one))
+                sizes[fqn] = sizes_of(file, fqn, one["logical_shape"])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise file.damage(
+            f"its ds_autoep_layers are invalid: {type(error).__name__}: {error}"
+        ) from None
+    return rules, sizes

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 __all__ = ["shard_ranges"]
+
+_MAX_PIECES = 1 << 16
+"""A split factor is a number of ranks of a mesh dimension."""
 
 _Ranges = list[tuple[int, int]]
 
@@ -21,23 +23,44 @@ def shard_ranges(
 ) -> list[_Ranges]:
     """Returns the ranges ``[begin, end)`` of each dimension that a rank has.
 
-    Each dimension has one range, unless a strided shard has several.
+    Each dimension has one range, or none if it is empty, unless a strided shard has several.
 
     Args:
         sizes: Sizes of the whole tensor.
         mesh_sizes: Sizes of the mesh.
         coordinate: Coordinate of the rank in the mesh.
         placements: One for each dimension of the mesh.
+
+    Raises:
+        ValueError: The split factor of a strided shard is not a number of ranks.
     """
-    ranges: list[_Ranges] = [[(0, size)] for size in sizes]
+    ranges: list[_Ranges] = [[(0, size)] if size else [] for size in sizes]
     for count, rank, placement in zip(mesh_sizes, coordinate, placements, strict=True):
         if not isinstance(placement, (Shard, _StridedShard)):
             continue
         pieces = int(getattr(placement, "split_factor", 1))
-        whole = ranges[placement.dim]
-        chunks = (_chunk(_chunk(whole, pieces, piece), count, rank) for piece in range(pieces))
-        ranges[placement.dim] = functools.reduce(_joined, chunks)
+        if not 0 < pieces <= _MAX_PIECES:
+            raise ValueError(f"a split factor of {pieces}")
+        whole, out = ranges[placement.dim], _Joined()
+        if len(whole) * pieces > _MAX_PIECES:
+            raise ValueError(f"a split factor of {pieces} after others")
+        for piece in range(pieces):
+            for one in _chunk(_chunk(whole, pieces, piece), count, rank):
+                out.add(*one)
+        ranges[placement.dim] = out.ranges
     return ranges
+
+
+class _Joined:
+    """Ranges, those that follow one another as one."""
+
+    def __init__(self) -> None:
+        self.ranges: _Ranges = []
+
+    def add(self, begin: int, end: int) -> None:
+        if self.ranges and self.ranges[-1][1] == begin:
+            begin = self.ranges.pop()[0]
+        self.ranges.append((begin, end))
 
 
 def _chunk(ranges: _Ranges, count: int, number: int) -> _Ranges:
@@ -52,10 +75,3 @@ def _chunk(ranges: _Ranges, count: int, number: int) -> _Ranges:
             out.append((first, last))
         low, high = low - (end - begin), high - (end - begin)
     return out
-
-
-def _joined(ranges: _Ranges, more: _Ranges) -> _Ranges:
-    """Returns both ranges, those that follow one another as one."""
-    if ranges and more and ranges[-1][1] == more[0][0]:
-        return [*ranges[:-1], (ranges[-1][0], more[0][1]), *more[1:]]
-    return ranges + more

@@ -42,6 +42,9 @@ __all__ = [
 ]
 
 
+_MAX_RANKS = 1 << 20
+
+
 class Fragment(NamedTuple):
     """Consecutive elements of a flattened parameter in a file.
 
@@ -205,12 +208,18 @@ class File:
         """
         if not isinstance(value, torch.Tensor) or not isinstance(theirs, torch.Tensor):
             return type(value) is type(theirs) and repr(value) == repr(theirs)
-        records = self.archive.record_of("", value), other.archive.record_of("", theirs)
-        if records[0] is None or records[1] is None:
+        mine, yours = self.archive.record_of("", value), other.archive.record_of("", theirs)
+        if mine is None or yours is None:
             return True
         # Equal storages may have different tensors in them.
         layouts = [(t.shape, t.dtype, t.stride(), t.storage_offset()) for t in (value, theirs)]
-        return layouts[0] == layouts[1] and records[0][1:] == records[1][1:]
+        if layouts[0] != layouts[1] or mine[1] != yours[1]:
+            return False
+        if mine[2] and yours[2]:
+            return mine[2] == yours[2]
+        # Torch can save without checksums.
+        elements = self.path.read_range(mine[0], mine[1])[1]
+        return elements == other.path.read_range(yours[0], yours[1])[1]
 
     def damage(self, what: str) -> CorruptionError:
         """Returns the error for unexpected contents."""
@@ -312,6 +321,8 @@ class Files:
                 f"cannot load {self.folder}: {count} ranks have saved it, but it has "
                 f"{names[more[0]]}; is it of another save?"
             )
+        if count > _MAX_RANKS:
+            raise CorruptionError(f"cannot load {self.folder}: {count} ranks have saved it")
         absent: dict[int, CheckpointError] = {}
         for rank in range(count):
             try:
@@ -448,14 +459,14 @@ class Entries:
         elif isinstance(value, Computed):
             self._add_read(keys, value.file, value.dtype, value.sizes, value.tensor)
         elif isinstance(value, Loaded):
-            self._add_object(keys, value, value.read)
+            self.add_object(keys, value, value.read)
         else:
             flat, paths = flatten({"": value.value}, value.file.archive)
             for name, one in flat.items():
                 self._add_stored(keys, value, paths[name][1:], one)
 
     def add_rank_state(
-        self, keys: tuple[str | int, ...], rank: int, ranks: int, value: Stored | Loaded
+        self, keys: tuple[str | int, ...], rank: int, ranks: int, value: Stored | Boxed | Loaded
     ) -> None:
         """Adds a value of one rank, in the form and under the name of a ``RankState``.
 
@@ -468,15 +479,33 @@ class Entries:
         Raises:
             CorruptionError: There is a value under these keys already.
         """
-        self._add_object((*keys, f"rank_{rank:05}_of_{ranks:05}"), value, lambda: (value.read(),))
 
-    def _add_object(
-        self, keys: tuple[str | int, ...], value: Stored | Loaded, read: Callable[[], object]
+        def read() -> object:
+            return (self.files.read_boxes(value) if isinstance(value, Boxed) else value.read(),)
+
+        self.add_object((*keys, f"rank_{rank:05}_of_{ranks:05}"), value, read)
+
+    def add_object(
+        self,
+        keys: tuple[str | int, ...],
+        value: Stored | Boxed | Loaded,
+        read: Callable[[], object],
     ) -> None:
-        """Adds an object: its box is the pickle or the file that has it."""
+        """Adds a value as one object, even if it is a tensor.
+
+        Args:
+            keys: Keys from the root of the state dict.
+            value: The value.
+            read: Returns it.
+
+        Raises:
+            CorruptionError: There is a value under these keys already.
+        """
         fqn = self._named(keys)
         if isinstance(value, Loaded):
             box: _native.IndexBox = ((), (), value.file, 0, value.nbytes, False, ())
+        elif isinstance(value, Boxed):
+            box = ((), (), *value.boxes[0][2:5], False, ())
         else:
             box = value.file.archive.box((), plain=False)
         self.foreign.entries.append((fqn, None, [box]))
@@ -486,9 +515,11 @@ class Entries:
         self, keys: tuple[str | int, ...], stored: Stored, within: tuple[str | int, ...], value: Any
     ) -> None:
         """Adds a tensor or object within a stored value."""
-        name = ".".join(map(str, (*stored.keys, *within)))
         keys = (*keys, *within)
-        read = functools.partial(stored.file.objects.value, name)
+        read = stored.read
+        if within:
+            name = ".".join(map(str, (*stored.keys, *within)))
+            read = functools.partial(stored.file.objects.value, name)
         if is_plain_data(value):
             read = functools.partial(copy.copy, value)
         fqn = self._named(keys)

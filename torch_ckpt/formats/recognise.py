@@ -14,11 +14,8 @@ from torch_ckpt.formats.safetensors import (
     open_safetensors,
     open_safetensors_directory,
 )
-from torch_ckpt.formats.torch_checkpointing import (
-    has_metadata,
-    has_rank_files,
-    open_torch_checkpointing,
-)
+from torch_ckpt.formats.torch_checkpointing import open_torch_checkpointing
+from torch_ckpt.formats.torch_checkpointing_items import has_rank_files, stated_items
 from torch_ckpt.formats.torch_save import is_archive, is_legacy, open_torch_save
 
 __all__ = ["open_stored"]
@@ -71,8 +68,8 @@ def _open_directory(path: Location, *, verify: bool, trust_pickle: bool) -> Open
         names = path.names()
     except NotFoundError:
         raise no_checkpoint(path) from None
-    if has_metadata(path, names):
-        return open_torch_checkpointing(path, verify=verify, trust_pickle=trust_pickle)
+    if (items := stated_items(path, names)) is not None:
+        return open_torch_checkpointing(path, items, verify=verify, trust_pickle=trust_pickle)
     endings = (".safetensors", ".safetensors.index.json")
     safetensors = sorted(name for name in names if name.endswith(endings))
     if safetensors:
@@ -80,7 +77,7 @@ def _open_directory(path: Location, *, verify: bool, trust_pickle: bool) -> Open
     if (folder := deepspeed_folder(path)) is not None:
         return open_deepspeed(folder, verify=verify, trust_pickle=trust_pickle)
     if has_rank_files(names):
-        return open_torch_checkpointing(path, verify=verify, trust_pickle=trust_pickle)
+        return open_torch_checkpointing(path, {}, verify=verify, trust_pickle=trust_pickle)
     raise no_checkpoint(path)
 
 

@@ -40,6 +40,7 @@ from torch_ckpt.formats.unions import (
     Union,
     Unique,
     check_cover,
+    slices,
 )
 
 __all__ = ["Cast", "Padded", "Rename", "Rule", "Rules", "Transpose"]
@@ -256,10 +257,10 @@ class Rule:
                     )
             for one in placed:
                 if one.rank == rank:
-                    part = shard[_slices(one.offsets, one.sizes)]
+                    part = shard[slices(one.offsets, one.sizes)]
                     if one.scale != 1:
                         part = part / one.scale ** _SCALE_POWERS[state]
-                    whole[_slices(one.at, one.sizes)] = part
+                    whole[slices(one.at, one.sizes)] = part
         if whole is None:  # It has no elements.
             whole = torch.empty(sizes, dtype=read(next(iter(shards))).dtype)
         if mean is not None:
@@ -339,10 +340,6 @@ class Rules:
                 f"match theirs; FQNs are {_some(list(found))}"
             )
         return {fqn: rule for fqn, rule in found.items() if rule is not None}
-
-
-def _slices(offsets: Sizes, sizes: Sizes) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

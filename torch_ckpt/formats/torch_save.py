@@ -217,9 +217,9 @@ class Objects:
         if fqn in self.objects and is_plain_data(value):
             return value
         if self._mapped is None:
-            # The state of a file may be a single value, whose FQN is empty.
             self._mapped = _tensor_view.flatten({"": self.mapped_state()})[0]
-        return self._mapped[f".{fqn}" if fqn else ""]
+        # The state of a file may be a single value, whose FQN is empty.
+        return self._mapped[f".{fqn}" if f".{fqn}" in self._mapped else fqn]
 
     def mapped_state(self) -> Any:
         """Returns the state dict, with storages mapped into memory where possible.
@@ -312,6 +312,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether the tensor's elements are stored as they are in its storage."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
         and tensor.dtype in DTYPE_CODES
         and not tensor.is_conj()
         and not tensor.is_neg()

@@ -24,6 +24,7 @@ __all__ = [
     "check_cover",
     "fits",
     "listed",
+    "slices",
 ]
 
 Sizes = tuple[int, ...]
@@ -226,7 +227,7 @@ class Boxes(Union):
                 not is_box
                 or not all(map(_is_of, box, kinds))
                 or not isinstance(scale, float | int)
-                or not scale
+                or not (scale and math.isfinite(scale))
             ):
                 raise ValueError(
                     f"{_text(box)} is not a box: rank, offsets, sizes, offsets in the whole, and "
@@ -327,6 +328,11 @@ def fits(offsets: Sizes, sizes: Sizes, within: Sizes) -> bool:
         offset >= 0 and size >= 0 and offset + size <= end
         for offset, size, end in zip(offsets, sizes, within, strict=True)
     )
+
+
+def slices(offsets: Sizes, sizes: Sizes) -> tuple[slice, ...]:
+    """Returns what selects a box of a tensor."""
+    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
 def _sizes_by_rank(shards: Shards) -> str:

@@ -192,11 +192,13 @@ class _Merged:
         if not file.at(_TOP, kind=dict).get(_ZERO3_GROUPS):
             return rank
         facts = file.at(_TOP, _ZERO3_GROUPS, group, kind=dict)
-        partition = facts.get("partition_rank")
+        partition, ranks = facts.get("partition_rank"), facts.get("partition_ranks")
         if (
             facts.get("partition_count") != count
             or type(partition) is not int
             or not 0 <= partition < count
+            # Older versions do not store the ranks.
+            or (ranks is not None and list(ranks)[partition : partition + 1] != [rank])
         ):
             raise file.damage(f"the partition of group {group} is {str(facts)[:200]}")
         return partition
