@@ -21,3 +21,10 @@ def pair() -> Iterator[Ranks]:
     """Two ranks of a test alone."""
     with Ranks(2) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Ranks]:
+    """Four ranks that import DeepSpeed, which no other test should have around."""
+    with Ranks(4) as ranks:
+        yield ranks

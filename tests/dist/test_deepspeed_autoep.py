@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,6 @@ CASES = {
 }
 
 Saved = dict[str, tuple[Path, list[float]]]
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Ranks]:
-    """Four ranks that have imported DeepSpeed."""
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +44,6 @@ CASES = {
 }
 
 Saved = dict[str, tuple[Path, list[float], dict[str, torch.Tensor]]]
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Ranks]:
-    """Four ranks that have imported DeepSpeed."""
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,6 @@ pytestmark = [
         importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Ranks]:
-    """Four ranks that have imported DeepSpeed."""
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")
