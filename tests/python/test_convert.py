@@ -361,3 +361,12 @@ def test_a_tensor_is_temporary_although_its_storage_had_a_python_object() -> Non
     assert not _tensor_view.has_own_storage(loaded)
     del storage
     assert _tensor_view.has_own_storage(loaded)
+
+
+def test_a_conversion_that_fails_leaves_no_directory(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "step": 5}, tmp_path / "a.pt")
+    assert run("convert", tmp_path / "a.pt", tmp_path / "b", "--to", "safetensors") == 3
+    assert not (tmp_path / "b").exists()
+    (tmp_path / "b").mkdir()
+    assert run("convert", tmp_path / "a.pt", tmp_path / "b", "--to", "safetensors") == 3
+    assert (tmp_path / "b").exists()

@@ -216,8 +216,20 @@ def test_a_command_reads_rules_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "rules.txt").write_text("w shard(1)\n")
     arguments = [str(tmp_path / "saved"), str(tmp_path / "x.pt"), "--to", "torch"]
     assert main(["convert", *arguments]) == 3  # Without a universal_checkpoint_info.
-    assert main(["convert", *arguments, "--rules", str(tmp_path / "rules.txt")]) == 0
+    rules = ["--rules", str(tmp_path / "rules.txt")]
+    assert main(["convert", *arguments, *rules]) == 0
     assert torch.load(tmp_path / "x.pt")["model"]["w"].equal(whole)
+    assert main(["diff", *arguments[:2], *rules]) == 0
+    assert main(["diff", *arguments[:2]]) == 3
+    assert main(["verify", arguments[0], "--quiet", *rules]) == 0
+    assert main(["verify", arguments[1], "--quiet", *rules]) == 3  # It has no shards.
+
+
+def test_without_rules_the_error_lists_what_they_must_match(tmp_path: Path) -> None:
+    write_shards(tmp_path, [{"w": tensor(2, 3), "b": tensor(3)}, {"w": tensor(1, 3)}])
+    match = r"pass FastReader\(rules=.*: w of \[\(2, 3\), \(1, 3\)\]; b of \[\(3,\)\]$"
+    with pytest.raises(errors.UnsupportedError, match=match):
+        FastReader(tmp_path).read_metadata()
 
 
 INFO = {

@@ -35,12 +35,13 @@ def add_trust_pickle(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_rules(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--rules``."""
+def add_rules(parser: argparse.ArgumentParser, of: str = "a checkpoint") -> None:
+    """Adds ``--rules``, for one of the checkpoints of the command."""
     parser.add_argument(
         "--rules",
         type=Location,
-        help="file with rules: how the shards of model-parallel ranks of DeepSpeed make parameters",
+        help="file with rules: how the shards of model-parallel ranks make parameters, if "
+        f"{of} is of DeepSpeed",
     )
 
 

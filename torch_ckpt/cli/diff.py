@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from torch_ckpt.cli.arguments import add_json, add_trust_pickle, checkpoint_at, tolerance
+from torch_ckpt.cli.arguments import (
+    add_json,
+    add_rules,
+    add_trust_pickle,
+    checkpoint_at,
+    rules_of,
+    tolerance,
+)
 from torch_ckpt.cli.terminal import DIFFERENT, SOUND, UNKNOWN, fail, print_json, print_table
 from torch_ckpt.errors import CorruptionError
 from torch_ckpt.filesystems.location import Location
@@ -19,9 +26,9 @@ def add_to(commands: Any) -> None:
         "diff",
         help="compare two checkpoints, of any formats",
         description="Compares two checkpoints, tensor by tensor, whatever their formats and their "
-        "sharding. Reads both in pieces of 64 MiB. Without a tolerance, tensors must be equal bit "
-        "for bit. Exit status: 0 if they are equal; 1 if they differ; 2 if they are equal, but not "
-        "every value can be compared; 3 if one cannot be read.",
+        "sharding. Reads both in pieces of 8 Mi elements. Without a tolerance, tensors must be "
+        "equal bit for bit. Exit status: 0 if they are equal; 1 if they differ; 2 if they are "
+        "equal, but not every value can be compared; 3 if one cannot be read.",
     )
     for name in ("a", "b"):
         parser.add_argument(name, type=Location, help="checkpoint, or a run for its newest step")
@@ -33,6 +40,7 @@ def add_to(commands: Any) -> None:
         help="compare only the names with this prefix, without it; if one checkpoint has no such "
         "name, all of it is compared",
     )
+    add_rules(parser, of="A")
     add_trust_pickle(parser)
     add_json(parser)
     parser.set_defaults(command=_diff)
@@ -49,6 +57,7 @@ def _diff(options: argparse.Namespace) -> int:
             atol=options.atol,
             rtol=options.rtol,
             trust_pickle=options.trust_pickle,
+            rules=rules_of(options),
         )
     except CorruptionError as error:  # Status 1 means a difference.
         return fail(error)

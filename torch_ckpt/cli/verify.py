@@ -7,7 +7,7 @@ import contextlib
 import time
 from typing import Any
 
-from torch_ckpt.cli.arguments import add_json, add_trust_pickle, checkpoint_at
+from torch_ckpt.cli.arguments import add_json, add_rules, add_trust_pickle, checkpoint_at, rules_of
 from torch_ckpt.cli.terminal import DAMAGED, SOUND, UNKNOWN, print_json, printable
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.progress import progress_bar
@@ -29,6 +29,7 @@ def add_to(commands: Any) -> None:
         "cannot be read.",
     )
     parser.add_argument("path", type=Location, help="directory or file of the checkpoint, or a run")
+    add_rules(parser)
     add_trust_pickle(parser)
     add_json(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -45,7 +46,8 @@ def _verify(options: argparse.Namespace) -> int:
 
     bar = progress_bar("verifying", path, lambda: progress[1], lambda: progress[0])
     with contextlib.nullcontext() if options.quiet else bar:
-        report = examine(path, watch=watch, trust_pickle=options.trust_pickle)
+        rules = rules_of(options)
+        report = examine(path, watch=watch, trust_pickle=options.trust_pickle, rules=rules)
     seconds = max(time.monotonic() - begin, 1e-9)
     status = DAMAGED if report.damage else UNKNOWN if report.doubts else SOUND
     outcome = {DAMAGED: "damaged", UNKNOWN: "no damage found", SOUND: "sound"}[status]

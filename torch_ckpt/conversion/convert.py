@@ -61,8 +61,14 @@ def convert(
             f"cannot convert {source}: it is a file of torch.save already, and a conversion would "
             "lose what DCP's names lose, such as integer keys"
         )
+    existed = target.is_directory()
     with Source(source, prefix, rules=rules, trust_pickle=trust_pickle) as values:
-        TARGETS[to](values, target, overwrite)
+        try:
+            TARGETS[to](values, target, overwrite)
+        except BaseException:
+            if not existed and target.is_directory() and not target.names():
+                target.remove_all()
+            raise
 
 
 def _check_other_formats(target: Location, to: str) -> None:

@@ -44,6 +44,8 @@ _WEIGHTS = "fp32"
 _CHECKED_NBYTES = 1 << 20
 """Replicas of at most this size are compared when they are loaded."""
 
+_MAX_NAMED = 50
+
 _INVALID = (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError)
 """What the use of a value of another type or form raises."""
 
@@ -127,10 +129,13 @@ class _United:
         for rank, of_rank in by_rank.items():
             stored = self.ranks[rank][0].rest.get("universal_checkpoint_info")
             if stored is None or not isinstance(stored.value, dict):
+                found = [f"{fqn} of {[*of_ranks.values()]}" for fqn, of_ranks in of_rank.items()]
                 raise UnsupportedError(
                     f"cannot load {self.files.folder}: {self.tensor_ranks} tensor-parallel ranks "
                     "have saved it, and it has no universal_checkpoint_info, which says how its "
-                    "parameters are sharded; pass FastReader(rules=...), or --rules"
+                    "parameters are sharded; pass FastReader(rules=...), or --rules. Its "
+                    f"parameters and their sizes on each rank: {'; '.join(found[:_MAX_NAMED])}"
+                    + (f"; and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else "")
                 )
             try:
                 rules |= rules_from_info(stored.value, of_rank)

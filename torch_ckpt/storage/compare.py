@@ -44,6 +44,7 @@ def compare(
     atol: float = 0.0,
     rtol: float = 0.0,
     trust_pickle: bool = False,
+    rules: str | None = None,
 ) -> Comparison:
     """Compares two checkpoints, value by value.
 
@@ -55,13 +56,15 @@ def compare(
         atol: Absolute tolerance. With both tolerances 0, tensors must be equal bit for bit.
         rtol: Tolerance relative to ``b``.
         trust_pickle: Whether pickles may contain any class and run any code.
+        rules: For ``a``, as for :class:`FastReader`.
 
     Raises:
         CheckpointError: A checkpoint cannot be read.
         NotFoundError: Neither checkpoint has an FQN with the prefix.
     """
-    sides = [StoredValues(path, prefix, trust_pickle=trust_pickle) for path in (a, b)]
-    one, two = sides
+    one = StoredValues(a, prefix, trust_pickle=trust_pickle, rules=rules)
+    two = StoredValues(b, prefix, trust_pickle=trust_pickle)
+    sides = [one, two]
     if not one.has_prefix and not two.has_prefix:
         raise NotFoundError(f"neither {a} nor {b} has a name that begins with {prefix!r}")
     found = Comparison()

@@ -69,7 +69,9 @@ class FastReader(StorageReader):
     - a safetensors file;
     - a directory of safetensors files. If there is a ``*.safetensors.index.json`` of Hugging Face,
       it lists the files; otherwise all files are loaded. The directory may be one of
-      ``HuggingFaceStorageWriter``, with one file per rank.
+      ``HuggingFaceStorageWriter``, with one file per rank;
+    - a directory of DeepSpeed: of ZeRO stages 1 to 3, or a universal folder;
+    - a directory of meta-pytorch's ``torch_checkpointing``.
 
     Args:
         path: Directory or file of the checkpoint.

@@ -50,6 +50,7 @@ def examine(
     *,
     watch: _Watch | None = None,
     trust_pickle: bool = False,
+    rules: str | None = None,
 ) -> Report:
     """Verifies every byte of a checkpoint and reports all damage.
 
@@ -57,6 +58,7 @@ def examine(
         path: A directory of DCP, or a file or directory of another format.
         watch: Progress callback. Its arguments are the bytes checked so far and the total bytes.
         trust_pickle: Whether pickles may contain any class and run any code.
+        rules: As for :class:`FastReader`.
 
     Raises:
         NotFoundError: There is no checkpoint.
@@ -69,8 +71,8 @@ def examine(
     """
     report = Report()
     prefixes = metadata_prefixes(path)
-    if not prefixes:
-        _examine_files(path, report, watch, trust_pickle)
+    if rules is not None or not prefixes:
+        _examine_files(path, report, watch, trust_pickle, rules)
         return report
     checkpoints: list[Checkpoint] = []
     for prefix in prefixes:
@@ -106,12 +108,13 @@ def _examine_files(
     report: Report,
     watch: _Watch | None,
     trust_pickle: bool,
+    rules: str | None,
 ) -> None:
     """Checks files of other formats: their structure, and the CRCs of the records of torch.save."""
     from torch_ckpt.formats.torch_save import is_archive  # Imports torch.
 
     try:
-        (checkpoint,) = open_checkpoints(path, trust_pickle=trust_pickle)
+        (checkpoint,) = open_checkpoints(path, trust_pickle=trust_pickle, rules=rules)
     except CorruptionError as error:
         report.damage.append(str(error))
         return
