@@ -23,7 +23,8 @@ from torch_ckpt.formats.deepspeed_files import STAND_INS, Model, Optimizer, Shap
 from torch_ckpt.formats.deepspeed_parallel import unite
 from torch_ckpt.formats.deepspeed_universal import FOLDER, read_universal
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.formats.rank_files import Computed, Entries, File, Files, Partitioned, Stored, Value
+from torch_ckpt.formats.rank_entries import Entries
+from torch_ckpt.formats.rank_files import Computed, File, Files, Partitioned, Stored, Value
 from torch_ckpt.formats.rules import Rule, Rules
 from torch_ckpt.formats.zero_partitions import add_partition, partition_of, read_partitions
 
