@@ -116,46 +116,59 @@ def open_deepspeed(
     files = Files(
         folder, "DeepSpeed", verify=verify, trust_pickle=trust_pickle, stand_ins=STAND_INS
     )
+    is_universal = FOLDER in folder.names()
+    if is_universal and rules is not None:
+        raise UnsupportedError(
+            f"cannot load {folder} with rules: a universal folder has whole parameters"
+        )
     applied: Mapping[str, Rule] = {}
     with gc_paused():
-        if FOLDER in folder.names():
-            if rules is not None:
-                raise UnsupportedError(
-                    f"cannot load {folder} with rules: a universal folder has whole parameters"
-                )
-            models = [_read_model(files, of_rank) for _, of_rank in sorted(names.items())]
-            model = models[0]
-            # Pipeline stages have other parameters, and tensor-parallel ranks the same ones.
-            for others in zip(*(one.groups for one in models), strict=True):
-                for shapes in others[1:]:
-                    others[0].update(shapes)
-            optimizer = read_universal(files, model.groups, whole=len(names) == 1)
+        if is_universal:
+            model, optimizer = _whole(files, names)
         else:
-            ranks: list[tuple[Model, Optimizer]] = []
-            expert_rules: dict[str, Rule] = {}
-            for _, of_rank in sorted(names.items()):
-                model = _read_model(files, of_rank)
-                experts = Experts(files, model)
-                if experts.rules and len(names) > 1:
-                    raise _refused_experts(folder, "ds_autoep_layers")
-                optimizer = read_partitions(files, of_rank.optimizer, model.groups, experts)
-                # The others are frozen, or buffers.
-                ranks += experts.ranks(model, optimizer)
-                trained = {fqn for _, of_rank in ranks for fqn in of_rank.weights}
-                experts.check_all(trained)
-                expert_rules |= {fqn: r for fqn, r in experts.rules.items() if fqn in trained}
-                model.tensors.update(
-                    (fqn, value) for fqn, value in experts.weights.items() if fqn not in trained
-                )
-            model, optimizer = ranks[0]
-            if len(ranks) > 1 or rules is not None:
-                tensor_ranks = len(ranks)
-                if not expert_rules:
-                    tensor_ranks = _tensor_ranks(files, ranks)
-                    _add_layers(files, [model for model, _ in ranks])
-                model, optimizer, applied = unite(files, ranks, tensor_ranks, rules, expert_rules)
+            model, optimizer, applied = _united(files, names, rules)
         _complete(optimizer, model.rest.get("ds_config"))
         return dataclasses.replace(_opened(files, model, optimizer), rules=applied)
+
+
+def _whole(files: Files, names: Mapping[int, _Names]) -> tuple[Model, Optimizer]:
+    """Reads a universal folder."""
+    models = [_read_model(files, of_rank) for _, of_rank in sorted(names.items())]
+    model = models[0]
+    # Pipeline stages have other parameters, and tensor-parallel ranks the same ones.
+    for others in zip(*(one.groups for one in models), strict=True):
+        for shapes in others[1:]:
+            others[0].update(shapes)
+    return model, read_universal(files, model.groups, whole=len(names) == 1)
+
+
+def _united(
+    files: Files, names: Mapping[int, _Names], rules: Rules | None
+) -> tuple[Model, Optimizer, Mapping[str, Rule]]:
+    """Reads the files of all model-parallel ranks, and unites their shards."""
+    ranks: list[tuple[Model, Optimizer]] = []
+    expert_rules: dict[str, Rule] = {}
+    for _, of_rank in sorted(names.items()):
+        model = _read_model(files, of_rank)
+        experts = Experts(files, model)
+        if experts.rules and len(names) > 1:
+            raise _refused_experts(files.folder, "ds_autoep_layers")
+        optimizer = read_partitions(files, of_rank.optimizer, model.groups, experts)
+        of_experts = experts.ranks(model, optimizer)
+        trained = {fqn for _, one in of_experts for fqn in one.weights}
+        experts.check_all(trained)
+        expert_rules |= {fqn: rule for fqn, rule in experts.rules.items() if fqn in trained}
+        # The others are frozen, or buffers.
+        model.tensors.update(
+            (fqn, value) for fqn, value in experts.weights.items() if fqn not in trained
+        )
+        ranks += of_experts
+    if len(ranks) == 1 and rules is None:
+        return *ranks[0], {}
+    if expert_rules:
+        return unite(files, ranks, len(ranks), rules, expert_rules)
+    _add_layers(files, [model for model, _ in ranks])
+    return unite(files, ranks, _tensor_ranks(files, ranks), rules, {})
 
 
 def _tensor_ranks(files: Files, ranks: Sequence[tuple[Model, Optimizer]]) -> int:
