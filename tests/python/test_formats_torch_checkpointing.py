@@ -99,6 +99,62 @@ def test_a_box_that_several_ranks_have_is_read_once(tmp_path: Path) -> None:
     replicated = boxes([(0, 0)], [(6, 4)])
     write(tmp_path, replicated, replicated, parts=(WHOLE, WHOLE))
     assert torch.equal(loaded(tmp_path), WHOLE)
+    assert box_count(tmp_path) == 1
+    # Both ranks have the middle rows, at other offsets, beside what is in no box.
+    first = boxes([(0, 0), (2, 0)], [(2, 4), (2, 4)], [(0, 0), (2, 0)])
+    second = boxes([(2, 0), (4, 0)], [(2, 4), (2, 4)], [(1, 0), (3, 0)])
+    rest = torch.full((1, 4), 9.0)
+    write(tmp_path, first, second, parts=(WHOLE[:4], torch.cat([rest, WHOLE[2:]])))
+    assert torch.equal(loaded(tmp_path), WHOLE)
+    assert box_count(tmp_path) == 3
+    write(tmp_path, first, second, parts=(WHOLE[:4], torch.cat([rest, WHOLE[2:] + 1])))
+    with pytest.raises(dcp.CheckpointException, match="ranks 0 and 1 have the same shard"):
+        loaded(tmp_path)
+
+
+def box_count(path: Path) -> int:
+    return len(FastReader(path).read_metadata().state_dict_metadata["model.w"].chunks)
+
+
+def test_a_box_in_a_larger_local_tensor(tmp_path: Path) -> None:
+    larger = torch.cat([torch.zeros(1, 4), WHOLE, torch.zeros(1, 4)])
+    both = boxes([(0, 0)], [(6, 4)], [(1, 0)])
+    write(tmp_path, both, both, parts=(larger, larger + 0))
+    assert torch.equal(loaded(tmp_path), WHOLE)
+
+
+def test_a_tensor_of_the_metadata_that_no_file_has_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, dtensor_sharding())
+    for rank in range(2):
+        torch.save({"other": 1}, tmp_path / f"model_{rank}.pt")
+    with pytest.raises(CorruptionError, match=r"'model\.w' .* the metadata has it, and no file"):
+        names_in(tmp_path)
+
+
+def test_views_of_different_storages_may_be_equal(tmp_path: Path) -> None:
+    """The library stages whole storages, so a rank may save more than its shard."""
+    mesh = {**MESH, "mesh_shape": (2, 2), "mesh_data": (0, 1, 2, 3)}
+    placements = [{"type": "Replicate"}, {"type": "Shard", "dim": 0}]
+    write(tmp_path, dtensor_sharding(mesh_spec=mesh, placements=placements), world_size=4)
+    metadata = pickle.loads((tmp_path / "metadata.pkl").read_bytes())
+    item = metadata["metadata"]["model"]
+    item["rank_to_layout_info"].update({2: None, 3: None})
+    item["nested_path_to_metadata"]['["w"]'][0]["ranks"] = (0, 1, 2, 3)
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(metadata))
+    torch.save({"w": WHOLE[:3]}, tmp_path / "model_2.pt")
+    torch.save({"w": WHOLE.t().contiguous().t()[3:]}, tmp_path / "model_3.pt")
+    assert torch.equal(loaded(tmp_path), WHOLE)
+
+
+def test_a_file_with_a_tensor_that_only_torch_reads(tmp_path: Path) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
+    write(tmp_path, dtensor_sharding())
+    for rank in range(2):
+        state = {"w": WHOLE[3 * rank :][:3].clone(), "q": quantized, "v": torch.zeros(2) + rank}
+        torch.save(state, tmp_path / f"model_{rank}.pt")
+    assert torch.equal(loaded(tmp_path), WHOLE)
+    values = {f"model.v.rank_0000{rank}_of_00002" for rank in range(2)}
+    assert names_in(tmp_path) == {"model.w", "model.q", *values}
 
 
 def test_a_shard_that_is_not_contiguous_loads(tmp_path: Path) -> None:
@@ -178,8 +234,8 @@ def test_ranks_that_disagree_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptionError, match=r"'model\.w'.*its dtypes are .*float32.*float64"):
         FastReader(tmp_path).read_metadata()
     torch.save({"w": 5}, tmp_path / "model_1.pt")
-    with pytest.raises(CorruptionError, match="sharded on rank 0, and not on rank 1"):
-        FastReader(tmp_path).read_metadata()
+    with pytest.raises(dcp.CheckpointException, match="sharded on rank 0, and not on rank 1"):
+        loaded_at(tmp_path, "model.w")
     torch.save({}, tmp_path / "model_1.pt")
     with pytest.raises(MismatchError, match=r"'model\.w'.*12 of them"):
         FastReader(tmp_path).read_metadata()
@@ -408,3 +464,26 @@ def test_safetensors_of_ranks_without_a_sharding(tmp_path: Path) -> None:
     assert torch.equal(loaded(tmp_path), WHOLE)
     (found,) = loaded_at(tmp_path, "model.s.rank_00001_of_00002")
     assert found.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({0, 8}, {8, 0}),
+        (({"a": 1, "b": 2},), ({"b": 2, "a": 1},)),
+        ((torch.ones(4)[:2], 1), (torch.ones(2), 1)),
+        (float("nan"), float("nan")),
+        ((np.arange(3), "s" * 5), (np.arange(3), "".join(["s"] * 5))),
+    ],
+    ids=["set", "dict", "view", "nan", "text"],
+)
+def test_objects_that_are_equal_are_shown_once(tmp_path: Path, one: Any, other: Any) -> None:
+    save_values(tmp_path, one, other)
+    assert names_in(tmp_path) == {"item.v"}
+
+
+def test_json_that_is_nested_without_end_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, dtensor_sharding())
+    (tmp_path / "deep_0.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(CorruptionError, match=r"deep_0\.json: invalid JSON"):
+        names_in(tmp_path)

@@ -369,6 +369,27 @@ def test_a_rule_unites_tensors_without_a_checkpoint() -> None:
         rule.unite("w", sizes, parts.__getitem__)
 
 
+def test_rules_that_tensors_contradict_are_errors() -> None:
+    sizes = {0: (2, 2), 1: (2, 2)}
+
+    def unite(text: str, *parts: torch.Tensor) -> torch.Tensor:
+        [rule] = Rules.parse(f"w {text}").rules
+        return rule.unite("w", sizes, parts.__getitem__)
+
+    ones = torch.ones(2, 2)
+    with pytest.raises(errors.MismatchError, match=r"float32 of \(1, 2\) on rank 1, and not"):
+        unite("shard(0)", ones, ones[:1])
+    with pytest.raises(errors.MismatchError, match=r"int64 .* on rank 1, and not torch\.float32"):
+        unite("replicated", ones, ones.long())
+    with pytest.raises(errors.MismatchError, match="int64, of which there is no average"):
+        unite("average", ones.long(), ones.long())
+    with pytest.raises(errors.MismatchError, match="no dimensions for transpose"):
+        unite("shard(0) transpose(0, 3)", ones, ones)
+    for text in ("fused([4, 4], 0, [[2, 2], [4]])", 'unique cast("qint8")', "shard(" + "-" * 5000):
+        with pytest.raises(ValueError, match="line 1 of the rules"):
+            Rules.parse(f"w {text}")
+
+
 def test_an_affine_map_decides_before_the_patterns(tmp_path: Path) -> None:
     whole = tensor(4, 3)
     ranks = {

@@ -240,14 +240,7 @@ class _United:
             is_computed = is_compared or isinstance(rule.union, Average)
         if not is_computed:
             return whole
-        result = torch.empty(sizes, dtype=dtype, device="meta")
-        for step in rule.changes(state):
-            try:
-                result = step.apply(result)
-            except IndexError:
-                raise MismatchError(
-                    f"{fqn!r} of sizes {sizes} has no dimensions for {step}"
-                ) from None
+        result = rule.changed(fqn, torch.empty(sizes, dtype=dtype, device="meta"), state)
 
         def compute() -> torch.Tensor:
             return rule.unite(fqn, shards, lambda rank: self.files.read_boxes(sources[rank]), state)

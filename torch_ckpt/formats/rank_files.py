@@ -199,24 +199,32 @@ class File:
         return offset + begin
 
     def same_value(self, value: Any, other: File, theirs: Any) -> bool:
-        """Returns whether a value here equals one of another file. Compares tensors by CRC-32.
+        """Returns whether a value here may equal one of another file: objects by their text.
 
-        A tensor that only torch can read is not compared.
+        Tensors are compared by their CRC-32, and those that only torch can read are not.
         """
         if not isinstance(value, torch.Tensor) or not isinstance(theirs, torch.Tensor):
             return type(value) is type(theirs) and repr(value) == repr(theirs)
-        mine, yours = self.archive.record_of("", value), other.archive.record_of("", theirs)
-        if mine is None or yours is None:
-            return True
-        # Equal storages may have different tensors in them.
-        layouts = [(t.shape, t.dtype, t.stride(), t.storage_offset()) for t in (value, theirs)]
-        if layouts[0] != layouts[1] or mine[1] != yours[1]:
+        same = self.same_record(value, other, theirs)
+        return value.shape == theirs.shape if same is None else same
+
+    def same_record(self, tensor: torch.Tensor, other: File, theirs: torch.Tensor) -> bool | None:
+        """Returns whether a tensor has the same elements as one of another file, by their CRC-32.
+
+        The result is ``None`` if that cannot be told without reading both.
+        """
+        if tensor.shape != theirs.shape or tensor.dtype != theirs.dtype:
             return False
-        if mine[2] and yours[2]:
-            return mine[2] == yours[2]
-        # Torch can save without checksums.
-        elements = self.path.read_range(mine[0], mine[1])[1]
-        return elements == other.path.read_range(yours[0], yours[1])[1]
+        mine, yours = self.archive.record_of("", tensor), other.archive.record_of("", theirs)
+        if mine is None or yours is None or not (mine[2] and yours[2]):
+            return None  # Torch can also save without checksums.
+        same_view = tensor.stride() == theirs.stride()
+        same_view = same_view and tensor.storage_offset() == theirs.storage_offset()
+        if same_view and mine[1:] == yours[1:]:
+            return True
+        # Different storages may have views with the same elements.
+        is_view = tensor.nbytes != mine[1] or theirs.nbytes != yours[1] or not same_view
+        return None if is_view else False
 
     def damage(self, what: str) -> CorruptionError:
         """Returns the error for unexpected contents."""

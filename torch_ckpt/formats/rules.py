@@ -26,7 +26,9 @@ from typing import Any
 
 import torch
 
+from torch_ckpt._core.tensors import DTYPE_CODES
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
+from torch_ckpt.formats.equality import same_bits
 from torch_ckpt.formats.unions import (
     Average,
     Boxes,
@@ -97,7 +99,7 @@ class Cast(Operator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+        if getattr(torch, self.dtype, None) not in DTYPE_CODES:
             raise ValueError(f"{self.dtype!r} is not a dtype of torch")
 
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -244,13 +246,14 @@ class Rule:
         on_all_ranks = isinstance(self.union, Replicated | Average)
         for rank in shards if on_all_ranks else dict.fromkeys(one.rank for one in placed):
             shard = read(rank)
+            self._check_shard(fqn, rank, shard, shards[rank], whole)
             if whole is None:
                 whole = torch.empty(sizes, dtype=shard.dtype)
             elif on_all_ranks:
                 others = shard[: sizes[0]] if sizes else shard
                 if isinstance(self.union, Average):
                     mean = (whole.double() if mean is None else mean) + others.double()
-                elif not torch.equal(_bits(others), _bits(whole)):
+                elif not same_bits(others, whole):
                     raise CorruptionError(
                         f"cannot load {state or 'the weights'} of {fqn!r}: it is replicated, but "
                         f"rank {rank} has other values than rank {next(iter(shards))}"
@@ -265,9 +268,36 @@ class Rule:
             whole = torch.empty(sizes, dtype=read(next(iter(shards))).dtype)
         if mean is not None:
             whole = (mean / len(shards)).to(whole.dtype)
+        return self.changed(fqn, whole, state)
+
+    def changed(self, fqn: str, whole: torch.Tensor, state: str | None = None) -> torch.Tensor:
+        """Returns the parameter, or a state of it, after the steps that change its elements.
+
+        Raises:
+            MismatchError: It does not have the dimensions of a step.
+        """
         for step in self.changes(state):
-            whole = step.apply(whole)
+            try:
+                whole = step.apply(whole)
+            except IndexError:
+                sizes = tuple(whole.shape)
+                raise MismatchError(
+                    f"{fqn!r} of sizes {sizes} has no dimensions for {step}"
+                ) from None
         return whole
+
+    def _check_shard(
+        self, fqn: str, rank: int, shard: torch.Tensor, sizes: Sizes, whole: torch.Tensor | None
+    ) -> None:
+        """Checks a shard that was read against its sizes, and against those of other ranks."""
+        dtype = shard.dtype if whole is None else whole.dtype
+        if tuple(shard.shape) != tuple(sizes) or shard.dtype != dtype:
+            raise MismatchError(
+                f"{fqn!r} is {shard.dtype} of {tuple(shard.shape)} on rank {rank}, and not {dtype} "
+                f"of {tuple(sizes)}"
+            )
+        if isinstance(self.union, Average) and not shard.is_floating_point():
+            raise MismatchError(f"{fqn!r} is {shard.dtype}, of which there is no average")
 
     def renamed(self, fqn: str) -> str:
         """Returns the FQN that the parameter has after this rule."""
@@ -311,7 +341,7 @@ class Rules:
                 continue
             try:
                 rules.append(_parse(words))
-            except (SyntaxError, TypeError, ValueError) as error:
+            except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError) as error:
                 raise ValueError(f"line {number} of the rules, {words!r}: {error}") from None
         return cls(tuple(rules))
 
@@ -340,10 +370,6 @@ class Rules:
                 f"match theirs; FQNs are {_some(list(found))}"
             )
         return {fqn: rule for fqn, rule in found.items() if rule is not None}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _parse(line: str) -> Rule:

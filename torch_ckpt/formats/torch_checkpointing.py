@@ -11,11 +11,10 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
-import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,9 +22,16 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
-from torch_ckpt.errors import CorruptionError, MismatchError, NotFoundError, UnsupportedError
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    MismatchError,
+    NotFoundError,
+    UnsupportedError,
+)
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.data_classes import NeedsState
+from torch_ckpt.formats.equality import is_equal
 from torch_ckpt.formats.object_pickles import StandIns
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.rank_entries import Entries
@@ -51,7 +57,7 @@ from torch_ckpt.formats.torch_checkpointing_items import (
     path_of,
     shard_of_tensor,
 )
-from torch_ckpt.formats.torch_save import flatten, is_plain, is_plain_data
+from torch_ckpt.formats.torch_save import flatten, has_boxes, is_plain
 from torch_ckpt.formats.unions import Placed, check_cover, slices
 
 __all__ = ["open_torch_checkpointing"]
@@ -117,6 +123,10 @@ def open_torch_checkpointing(
         return entries.opened()
 
 
+class _UnloadableError(UnsupportedError):
+    """A value cannot be loaded. Others of the checkpoint can."""
+
+
 class _Reader:
     """Reads the files of an item, and unites the values of its ranks.
 
@@ -145,23 +155,41 @@ class _Reader:
                 self.values.setdefault(path, {})[rank] = value
 
     def add_to(self, entries: Entries) -> None:
-        """Adds the values of the item."""
+        """Adds the values of the item.
+
+        Raises:
+            CorruptionError: A tensor of the metadata is in no file.
+        """
+        if lost := self.item.paths() - set(self.values):
+            raise CorruptionError(
+                f"cannot load {path_of((self.name, min(lost)))!r} of {self.files.folder}: the "
+                "metadata has it, and no file of a rank"
+            )
         for path, by_rank in self.values.items():
             keys = (self.name, *self.keys[path])
-            first = next(iter(by_rank.values()))
-            if why := self._refusal(path, by_rank):
-                entries.add_object(keys, first, functools.partial(_refuse, why))
-                continue
-            shards = self._shards(path, by_rank)
-            by_rank = {rank: _local_value(value) for rank, value in by_rank.items()}
-            first = next(iter(by_rank.values()))
-            if shards and not all(shard.is_whole for shard in shards.values()):
-                entries.add(keys, self._united(path, shards, by_rank))
-            elif all(self._same(first, other) for other in by_rank.values()):
-                entries.add(keys, first)
-            else:
-                for rank, value in by_rank.items():
-                    entries.add_rank_state(keys, rank, self.item.ranks, value)
+            try:
+                self._add(entries, path, keys, by_rank)
+            except _UnloadableError as error:
+                first = next(iter(by_rank.values()))
+                unsupported = UnsupportedError(str(error))
+                entries.add_object(keys, first, functools.partial(_raise, unsupported))
+            except RecursionError:
+                raise CorruptionError(
+                    f"cannot load {self._named(path)}: it is nested too deeply"
+                ) from None
+
+    def _add(self, entries: Entries, path: str, keys: _Keys, by_rank: Mapping[int, _Value]) -> None:
+        self._check_inner(path, by_rank)
+        shards = self._shards(path, by_rank)
+        by_rank = {rank: _local_value(value) for rank, value in by_rank.items()}
+        first = next(iter(by_rank.values()))
+        if shards and not all(shard.is_whole for shard in shards.values()):
+            entries.add(keys, self._united(path, shards, by_rank))
+        elif all(self._same(first, other) for other in by_rank.values()):
+            entries.add(keys, first)
+        else:
+            for rank, value in by_rank.items():
+                entries.add_rank_state(keys, rank, self.item.ranks, value)
 
     def _read(self, name: str, serialization: str) -> dict[_Keys, _Value]:
         """Reads a file, and returns its values by their keys in the item."""
@@ -188,16 +216,15 @@ class _Reader:
             raise CorruptionError(f"cannot read {path}: invalid JSON: {error}") from None
         return {(): Loaded(value, number, len(data))}
 
-    def _refusal(self, path: str, values: Mapping[int, _Value]) -> str | None:
-        """Returns why an object cannot be loaded: it contains a shard, and others would be lost."""
+    def _check_inner(self, path: str, values: Mapping[int, _Value]) -> None:
+        """Checks that no object contains a shard, since those of other ranks would be lost."""
         for rank, value in values.items():
             leaf = None if isinstance(value, Boxed) else value.value
             if any(isinstance(one, DTensor) for one in _inner(leaf)):
-                return (
+                raise _UnloadableError(
                     f"cannot load {self._named(path)}: on rank {rank} it is a "
                     f"{type(leaf).__name__} that contains a DTensor; only dicts and lists may"
                 )
-        return None
 
     def _shards(self, path: str, values: Mapping[int, _Value]) -> dict[int, RankShard]:
         """Returns the shard of each rank; none if the value is not a sharded tensor.
@@ -210,7 +237,7 @@ class _Reader:
         shards: dict[int, RankShard] = {}
         for rank, value in values.items():
             tensor = value.value if isinstance(value, Stored) else value
-            if not isinstance(tensor, torch.Tensor | Boxed):
+            if not isinstance(tensor, Boxed) and not has_boxes(tensor):
                 continue
             try:
                 shard = shardings[rank].of(rank) if rank in shardings else None
@@ -232,13 +259,15 @@ class _Reader:
                     f"and {own} by its file"
                 )
             if not shard.fits(sizes):
-                raise CorruptionError(
+                # Torch describes some uneven shards of FSDP2 over tensor parallelism wrongly.
+                kind = CorruptionError if own is None else UnsupportedError
+                raise kind(
                     f"cannot load {self._named(path)}: by its sharding, rank {rank} has {shard} of "
                     f"it, and its file has {list(sizes)}"
                 )
             shards[rank] = shard
         if shards and (others := sorted(set(values) - set(shards))):
-            raise CorruptionError(
+            raise _UnloadableError(
                 f"cannot load {self._named(path)}: it is sharded on rank {min(shards)}, and not "
                 f"on rank {others[0]}"
             )
@@ -262,24 +291,26 @@ class _Reader:
         if len(set(dtypes.values())) > 1:
             raise CorruptionError(f"cannot load {self._named(path)}: its dtypes are {dtypes}")
         boxes: dict[Any, Placed] = {}
-        for shard in shards.values():
+        why = ""
+        for rank, shard in shards.items():
             for box in shard.boxes:
-                if math.prod(box.sizes):
-                    boxes.setdefault((box.at, box.sizes), box)
+                if not math.prod(box.sizes):
+                    continue
+                first = boxes.setdefault((box.at, box.sizes), box)
+                if first is not box and not why and not self._same_box(first, box, values):
+                    why = (
+                        f"cannot load {self._named(path)}: ranks {first.rank} and {rank} have the "
+                        "same shard of it, with other elements"
+                    )
         placed = list(boxes.values())
         check_cover(f"{self.name}.{path}", sizes, placed)
         dtype = next(iter(dtypes.values()))
-        differing = self._differing(shards, values)
         stored = [value for value in values.values() if isinstance(value, Stored)]
-        if differing:
-            why = (
-                f"cannot load {self._named(path)}: ranks {differing[0]} and {differing[1]} have "
-                "the same shard of it, with other elements"
-            )
-            if not stored:
-                raise MismatchError(why)
-            disagree = functools.partial(_disagree, why)
+        if why and stored:
+            disagree = functools.partial(_raise, MismatchError(why))
             return Computed(stored[0].file, dtype, sizes, disagree)
+        if why:
+            raise MismatchError(why)
         if stored and not all(map(_is_consecutive, values.values())):
             assemble = functools.partial(self._assembled, sizes, dtype, placed, values)
             return Computed(stored[0].file, dtype, sizes, assemble)
@@ -289,18 +320,13 @@ class _Reader:
                 parts += part_of_box(of_rank, one, dtype.itemsize)
         return Boxed(dtype, sizes, parts)
 
-    def _differing(
-        self, shards: Mapping[int, RankShard], values: Mapping[int, _Value]
-    ) -> tuple[int, int] | None:
-        """Returns two ranks that have the same shard with other elements."""
-        first: dict[Any, int] = {}
-        for rank, shard in shards.items():
-            where = tuple((box.at, box.sizes, box.offsets) for box in shard.boxes)
-            other = first.setdefault(where, rank)
-            has_elements = any(math.prod(sizes) for _, sizes, _ in where)
-            if has_elements and not self._same(values[other], values[rank]):
-                return other, rank
-        return None
+    def _same_box(self, box: Placed, other: Placed, values: Mapping[int, _Value]) -> bool:
+        """Returns whether two ranks have the same elements in their boxes."""
+        pair = [(values[one.rank], one) for one in (box, other)]
+        if all(_sizes(value) == one.sizes for value, one in pair):
+            return self._same(pair[0][0], pair[1][0])
+        parts = (self._read_value(value)[slices(one.offsets, one.sizes)] for value, one in pair)
+        return is_equal(*parts)
 
     def _assembled(
         self,
@@ -312,37 +338,36 @@ class _Reader:
         """Reads the shards of a tensor, and returns it."""
         tensor = torch.empty(sizes, dtype=dtype)
         for one in placed:
-            value = values[one.rank]
-            local: Any = self.files.read_boxes(value) if isinstance(value, Boxed) else value.read()
+            local = self._read_value(values[one.rank])
             tensor[slices(one.at, one.sizes)] = local[slices(one.offsets, one.sizes)]
         return tensor
 
     def _same(self, value: _Value, other: _Value) -> bool:
-        """Returns whether two ranks have the same value, as far as it is compared.
+        """Returns whether two ranks have the same value. What cannot be compared is not the same.
 
-        Tensors are compared by their CRC-32. Those of safetensors, which have none, are read and
-        compared up to 1 MiB.
+        Tensors of safetensors, which have no checksums, are assumed to be equal beyond 1 MiB.
         """
         if value is other:
             return True
-        if type(value) is not type(other):
-            return False
         if isinstance(value, Boxed) and isinstance(other, Boxed):
             if (value.dtype, value.sizes) != (other.dtype, other.sizes):
                 return False
-            if value.nbytes > _COMPARED_NBYTES:
-                return True
-            mine, theirs = self.files.read_boxes(value), self.files.read_boxes(other)
-            return torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (mine, theirs)))
-        assert not isinstance(value, Boxed)
-        assert not isinstance(other, Boxed)
+            return value.nbytes > _COMPARED_NBYTES or is_equal(
+                *map(self._read_value, (value, other))
+            )
         if isinstance(value, Stored) and isinstance(other, Stored):
             tensors = value.value, other.value
             if all(isinstance(one, torch.Tensor) and is_plain(one) for one in tensors):
-                return value.file.same_value(tensors[0], other.file, tensors[1])
-        if is_plain_data(value.value) and is_plain_data(other.value):
-            return repr(value.value) == repr(other.value)
-        return _pickled(value) == _pickled(other)
+                same = value.file.same_record(tensors[0], other.file, tensors[1])
+                if same is not None:
+                    return same
+        try:
+            return is_equal(*map(self._read_value, (value, other)))
+        except Exception:
+            return False
+
+    def _read_value(self, value: _Value) -> Any:
+        return self.files.read_boxes(value) if isinstance(value, Boxed) else value.read()
 
     def _named(self, path: str) -> str:
         return f"{path_of((self.name, *self.keys[path]))!r} of {self.files.folder}"
@@ -382,8 +407,12 @@ def _own_shard(rank: int, tensor: object, *, is_needed: bool) -> RankShard | Non
 def _inner(value: object) -> Iterator[object]:
     """Yields what is in the containers of an object, at any depth."""
     stack = [value] if isinstance(value, _CONTAINERS) else []
+    seen: set[int] = set()
     while stack:
         container = stack.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
         for one in container.values() if isinstance(container, dict) else container:
             if isinstance(one, _CONTAINERS):
                 stack.append(one)
@@ -391,12 +420,8 @@ def _inner(value: object) -> Iterator[object]:
                 yield one
 
 
-def _refuse(why: str) -> object:
-    raise UnsupportedError(why)
-
-
-def _disagree(why: str) -> torch.Tensor:
-    raise MismatchError(why)
+def _raise(error: CheckpointError) -> NoReturn:
+    raise error
 
 
 def _sizes(value: _Value) -> tuple[int, ...]:
@@ -412,11 +437,8 @@ def _dtype(value: _Value) -> torch.dtype:
 
 def _is_consecutive(value: _Value) -> bool:
     """Returns whether a shard is stored as its elements in row-major order."""
-    return not isinstance(value, Stored) or (is_plain(value.value) and value.value.is_contiguous())
-
-
-def _pickled(value: Stored | Loaded) -> bytes:
-    """Returns bytes that differ if the values differ."""
-    stream = io.BytesIO()
-    torch.save(value.read(), stream)
-    return stream.getvalue()
+    if not isinstance(value, Stored):
+        return True
+    tensor = value.value
+    record = value.file.archive.record_of("", tensor) if is_plain(tensor) else None
+    return record is not None and tensor.is_contiguous()

@@ -100,7 +100,7 @@ class RankShard(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether the rank has the whole tensor."""
-        return [box.sizes for box in self.boxes] == [self.sizes]
+        return not self.has_rest and [box.sizes for box in self.boxes] == [self.sizes]
 
 
 class _Sharding:
@@ -165,6 +165,10 @@ class Item:
     _shardings: Mapping[str, Sequence[tuple[_Sharding, Sequence[int]]]] = field(
         default_factory=dict
     )
+
+    def paths(self) -> set[str]:
+        """Returns the paths of the tensors that the metadata states."""
+        return set(self._shardings)
 
     def shardings(self, path: str) -> dict[int, _Sharding]:
         """Returns how each rank has the tensor of a path in the item sharded, as far as known."""

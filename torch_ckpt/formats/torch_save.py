@@ -25,6 +25,7 @@ __all__ = [
     "Archive",
     "Objects",
     "flatten",
+    "has_boxes",
     "is_archive",
     "is_legacy",
     "is_plain",
@@ -146,7 +147,7 @@ class Archive:
 
     def add(self, foreign: ForeignFiles, fqn: str, value: object) -> None:
         """Adds the entry of a tensor or object to ``foreign``."""
-        if not _is_tensor(value):
+        if not has_boxes(value):
             foreign.entries.append((fqn, None, [self.box((), plain=False)]))
             return
         assert isinstance(value, torch.Tensor)
@@ -298,7 +299,7 @@ def _check_tree(state: Any, archive: Archive) -> None:
                 stack.append((v, depth + 1, name_length))
 
 
-def _is_tensor(value: object) -> bool:
+def has_boxes(value: object) -> bool:
     """Returns whether DCP can load boxes of the value; DCP treats other values as objects."""
     return (
         isinstance(value, torch.Tensor)
@@ -312,7 +313,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether the tensor's elements are stored as they are in its storage."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
+        and has_boxes(tensor)
         and tensor.dtype in DTYPE_CODES
         and not tensor.is_conj()
         and not tensor.is_neg()

@@ -172,6 +172,12 @@ class Fused(Union):
 
     name = "fused"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        widths = self.widths or ()
+        if widths and (len(widths) != len(self.sizes) or len(set(map(len, widths))) > 1):
+            raise ValueError("widths of fused does not have a size of each parameter on each rank")
+
     def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
         """See :class:`Union`."""
         count = len(shards)
@@ -222,11 +228,12 @@ class Boxes(Union):
             sizes = "tuple[int, ...]"
             kinds = ["int", sizes, sizes, sizes]
             scale = box[4] if isinstance(box, tuple) and len(box) == 5 else 1.0
+            scale = float(scale) if type(scale) is int and abs(scale) < 2**53 else scale
             is_box = isinstance(box, tuple) and len(box) in (4, 5)
             if (
                 not is_box
                 or not all(map(_is_of, box, kinds))
-                or not isinstance(scale, float | int)
+                or type(scale) is not float
                 or not (scale and math.isfinite(scale))
             ):
                 raise ValueError(

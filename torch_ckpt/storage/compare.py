@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -13,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch_ckpt._core.tensors import DTYPE_CODES
 from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.equality import is_equal
 from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
 
 __all__ = ["Comparison", "compare"]
@@ -169,7 +169,7 @@ def _compare_objects(sides: Sequence[StoredValues], fqns: Sequence[str], found: 
         return
     for fqn, x, y in zip(fqns, *loaded, strict=True):
         try:
-            same = _is_equal(x, y)
+            same = is_equal(x, y)
         except Exception as error:
             found.unknown[fqn] = f"objects of {type(x).__name__} cannot be compared: {error}"
             continue
@@ -177,28 +177,6 @@ def _compare_objects(sides: Sequence[StoredValues], fqns: Sequence[str], found: 
             found.equal += 1
         else:
             found.differences[fqn] = f"{_short(x)} in A, {_short(y)} in B"
-
-
-def _is_equal(x: Any, y: Any) -> bool:
-    if x is y:  # None, or a class or function.
-        return True
-    if type(x) is not type(y):
-        return False
-    if isinstance(x, torch.Tensor):
-        return x.dtype == y.dtype and x.shape == y.shape and not _difference(x, y, 0, 0)[0]
-    if isinstance(x, dict):
-        return x.keys() == y.keys() and all(_is_equal(value, y[key]) for key, value in x.items())
-    if isinstance(x, list | tuple):
-        return len(x) == len(y) and all(map(_is_equal, x, y))
-    if isinstance(x, float):
-        return x == y or (math.isnan(x) and math.isnan(y))
-    if isinstance(x, torch.Generator):
-        return torch.equal(x.get_state(), y.get_state())
-    if type(x).__module__ == "numpy" and hasattr(x, "tobytes"):
-        return bool(x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes())
-    if getattr(type(x), "__eq__", None) is object.__eq__:
-        raise TypeError("their class has no comparison")
-    return bool(x == y)
 
 
 def _short(value: object) -> str:

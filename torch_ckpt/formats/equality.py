@@ -1,0 +1,54 @@
+"""Whether two values of checkpoints are equal: objects by their contents, tensors bit for bit."""
+
+from __future__ import annotations
+
+import collections
+import math
+from typing import Any
+
+import torch
+
+__all__ = ["is_equal", "same_bits"]
+
+
+def is_equal(x: Any, y: Any) -> bool:
+    """Returns whether two values have the same type and the same contents. NaN equals NaN.
+
+    Raises:
+        Exception: The values cannot be compared.
+    """
+    if x is y:  # None, or a class or function.
+        return True
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, torch.Tensor):
+        if (x.dtype, x.layout, x.is_quantized) != (y.dtype, y.layout, y.is_quantized):
+            return False
+        if x.layout == torch.sparse_coo:
+            x, y = x.coalesce(), y.coalesce()
+            same_places = x.shape == y.shape and same_bits(x.indices(), y.indices())
+            return same_places and same_bits(x.values(), y.values())
+        if x.layout != torch.strided or x.is_quantized or x.is_nested:
+            return bool(torch.equal(x, y))
+        return same_bits(x, y)
+    if isinstance(x, dict):
+        return x.keys() == y.keys() and all(is_equal(value, y[key]) for key, value in x.items())
+    if isinstance(x, list | tuple | collections.deque):
+        return len(x) == len(y) and all(map(is_equal, x, y))
+    if isinstance(x, float):
+        return x == y or (math.isnan(x) and math.isnan(y))
+    if isinstance(x, torch.Generator):
+        return torch.equal(x.get_state(), y.get_state())
+    if type(x).__module__ == "numpy" and hasattr(x, "tobytes"):
+        return bool(x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes())
+    if getattr(type(x), "__eq__", None) is object.__eq__:
+        raise TypeError("their class has no comparison")
+    return bool(x == y)
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Returns whether two strided tensors have the same dtype, sizes, and bits of elements."""
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    bits = (one.resolve_conj().resolve_neg().contiguous().reshape(-1) for one in (x, y))
+    return torch.equal(*(one.view(torch.uint8) for one in bits))
