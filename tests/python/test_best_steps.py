@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from torch_ckpt import FastReader, FastWriter, Run, load
+from torch_ckpt.cli.main import main
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs import step_files
@@ -305,4 +306,25 @@ def test_watch_finds_a_lower_step_of_a_run_that_resumed_earlier(tmp_path: Path) 
         assert watching.stdout.readline() == "20\n"
         watching.send_signal(signal.SIGINT)
         assert watching.wait(20) == 130
-        assert watching.stderr.read() == ""
+        assert "torch-ckpt:" not in watching.stderr.read()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_watch_ends_by_an_interrupt_that_a_destructor_drops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(Run(tmp_path), {10: 1.0})
+
+    class Interrupted:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    def run(*_: object, **__: object) -> subprocess.CompletedProcess[bytes]:
+        Interrupted()
+        return subprocess.CompletedProcess([], 0)
+
+    monkeypatch.setattr("torch_ckpt.cli.watch.subprocess.run", run)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["watch", str(tmp_path), "--once", "--exec", "true"]) == 130
+    assert signal.getsignal(signal.SIGINT) is before

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch_ckpt.cli.arguments import command, seconds
 from torch_ckpt.cli.terminal import FAILED, SOUND
@@ -53,8 +56,32 @@ def add_to(commands: Any) -> None:
 
 
 def _watch(options: argparse.Namespace) -> int:
+    with _interrupts() as interrupted:
+        return _run_commands(options, interrupted)
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Records Ctrl-C: Python drops the exception for it if a destructor runs at that moment.
+
+    After each command, the destructor of ``Popen`` does.
+    """
+    interrupted = threading.Event()
+
+    def interrupt(*_: object) -> NoReturn:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _run_commands(options: argparse.Namespace, interrupted: threading.Event) -> int:
     status = SOUND
-    for step in _new_steps(options):
+    for step in _new_steps(options, interrupted):
         try:
             with lease(options.run, step) as path:
                 if not _succeeds(options.words, step, str(path)):
@@ -66,7 +93,7 @@ def _watch(options: argparse.Namespace) -> int:
     return status
 
 
-def _new_steps(options: argparse.Namespace) -> Iterator[int]:
+def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Iterator[int]:
     """Yields committed steps: the existing ones if ``--all``, then the newest new one each time.
 
     A step is new if it was not committed at the search before: a run that resumed at an earlier
@@ -79,6 +106,8 @@ def _new_steps(options: argparse.Namespace) -> Iterator[int]:
         known.update(committed_steps(options.run))
         yield from sorted(known)
     while True:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
         committed = set(committed_steps(options.run))
         new, known = committed - known, committed
         if new:
