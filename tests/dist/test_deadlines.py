@@ -519,12 +519,17 @@ def test_rank_that_raises_before_it_meets_the_others_is_named_to_them_at_once(
 
 
 def save_in_the_background(path: Path, fifo: Path, executor: str) -> Failure:
-    """Rank 1 is held in the first of two saves."""
+    """Rank 1 is held in the second of three saves."""
     group = dist.new_group(backend="gloo")
     options: dict[str, Any] = {
         "process_group": group,
         "async_checkpointer_type": AsyncCheckpointerType(executor),
     }
+    # Starts the process, which imports torch.
+    started = torch_ckpt.async_save(
+        state_of("old"), checkpoint_id=path, timeout_s=AMPLE_S, **options
+    )
+    started.result(LIMIT_S)
     first = torch_ckpt.async_save(
         state_of("new"),
         checkpoint_id=path,
