@@ -100,6 +100,24 @@ def other_step(rank: int, optim: dict[str, Any]) -> None:
         base["state"][0]["step"] += 1
 
 
+def other_step_in_a_view(rank: int, optim: dict[str, Any]) -> None:
+    base = optim.get("base_optimizer_state") or optim["optimizer_state_dict"]
+    base["state"][0]["step"] = torch.tensor([0.0, 9.0 + (rank == 2)])[1]
+
+
+def no_groups(_: int, optim: dict[str, Any]) -> None:
+    optim["ds_zero_partition_groups"] = 5
+
+
+def no_facts(_: int, optim: dict[str, Any]) -> None:
+    optim["ds_zero_partition_groups"] = [5, 5]
+
+
+def no_ranks(rank: int, optim: dict[str, Any]) -> None:
+    facts = {"partition_count": RANKS, "partition_rank": rank, "partition_ranks": 5}
+    optim["ds_zero_partition_groups"] = [facts, facts]
+
+
 def other_options(rank: int, optim: dict[str, Any]) -> None:
     if rank == 1:
         base = optim.get("base_optimizer_state") or optim["optimizer_state_dict"]
@@ -124,6 +142,10 @@ def other_dtype(rank: int, optim: dict[str, Any]) -> None:
         (2, beyond, "rank_1_.*of 'cube' exceed"),
         (2, other_step, "rank_2_.*'step' of 'up.weight' on rank 2 differs .* rank 0 in zero_pp"),
         (3, other_step, "rank_2_.*'step' of 'up.weight' on rank 2 differs .* rank 0 in zero_pp"),
+        (2, other_step_in_a_view, "rank_2_.*'step' of 'up.weight' on rank 2 differs .* rank 0"),
+        (3, no_groups, "optimizer_state_dict.ds_zero_partition_groups is a int"),
+        (3, no_facts, "it has no optimizer_state_dict.ds_zero_partition_groups.0.partition_count"),
+        (3, no_ranks, "it has no optimizer_state_dict.ds_zero_partition_groups.0.partition_ranks"),
         (2, other_options, "rank_1_.*parameter groups, those of rank 1, differ .* rank 0 in zero"),
         (3, short, "rank_1_.*'up.weight'.* has 21 elements, and their shapes require 22"),
         (3, other_dtype, "rank_1_.*'up.weight' of rank 1 is torch.float64"),
@@ -188,6 +210,17 @@ def test_partitions_in_another_order_than_ranks_load(tmp_path: Path) -> None:
     found = load(tmp_path / "tag")
     for fqn, tensor in values().items():
         assert torch.equal(found[fqn], tensor), fqn
+
+
+def test_partitions_over_some_of_the_ranks_are_refused(tmp_path: Path) -> None:
+    def halve(rank: int, optim: dict[str, Any]) -> None:
+        facts = {"partition_count": 1, "partition_rank": 0}
+        optim["ds_zero_partition_groups"] = [facts, facts]
+
+    write(tmp_path / "tag", 3, halve)
+    match = f"'up.weight' has 1 partitions on {RANKS} ranks, and is not of an expert"
+    with pytest.raises(UnsupportedError, match=match):
+        FastReader(tmp_path / "tag").read_metadata()
 
 
 def test_elements_that_two_ranks_have_are_refused(tmp_path: Path) -> None:

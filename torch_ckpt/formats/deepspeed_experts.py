@@ -20,7 +20,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.formats.deepspeed_files import Model, Optimizer, Shapes, sizes_of
 from torch_ckpt.formats.deepspeed_rules import boxes_of_map
-from torch_ckpt.formats.rank_files import Boxed, File, Files, Stored, Value, as_boxed
+from torch_ckpt.formats.rank_files import INVALID, Boxed, File, Files, Stored, Value, as_boxed
 from torch_ckpt.formats.rules import Rule
 from torch_ckpt.formats.unions import Boxes
 
@@ -272,7 +272,7 @@ def _stacked_rules(file: File) -> tuple[dict[str, Rule], Shapes]:
             for fqn, one in layer["affine_maps"]["params"].items():
                 rules[fqn] = Rule(re.escape(fqn), boxes_of_map(fqn, one))
                 sizes[fqn] = sizes_of(file, fqn, one["logical_shape"])
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except INVALID as error:
         raise file.damage(
             f"its ds_autoep_layers are invalid: {type(error).__name__}: {error}"
         ) from None

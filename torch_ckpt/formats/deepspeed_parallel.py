@@ -18,6 +18,7 @@ from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
 from torch_ckpt.formats.deepspeed_files import Model, Optimizer
 from torch_ckpt.formats.deepspeed_rules import rules_from_info
 from torch_ckpt.formats.rank_files import (
+    INVALID,
     Boxed,
     Computed,
     Files,
@@ -45,9 +46,6 @@ _CHECKED_NBYTES = 1 << 20
 """Replicas of at most this size are compared when they are loaded."""
 
 _MAX_NAMED = 50
-
-_INVALID = (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError)
-"""What the use of a value of another type or form raises."""
 
 Ranks = Sequence[tuple[Model, Optimizer]]
 
@@ -139,7 +137,7 @@ class _United:
                 )
             try:
                 rules |= rules_from_info(stored.value, of_rank)
-            except (*_INVALID, re.error) as error:
+            except (*INVALID, re.error) as error:
                 raise stored.file.damage(
                     f"its universal_checkpoint_info is invalid: {type(error).__name__}: {error}"
                 ) from error

@@ -88,11 +88,8 @@ class Entries:
         Raises:
             CorruptionError: There is a value under these keys already.
         """
-
-        def read() -> object:
-            return (self.files.read_boxes(value) if isinstance(value, Boxed) else value.read(),)
-
-        self.add_object((*keys, f"rank_{rank:05}_of_{ranks:05}"), value, read)
+        key = f"rank_{rank:05}_of_{ranks:05}"
+        self.add_object((*keys, key), value, lambda: (self.files.read_value(value),))
 
     def add_object(
         self,

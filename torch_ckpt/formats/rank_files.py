@@ -24,6 +24,7 @@ from torch_ckpt.formats.torch_save import Archive, Objects
 from torch_ckpt.formats.unions import Placed
 
 __all__ = [
+    "INVALID",
     "Boxed",
     "Computed",
     "File",
@@ -38,6 +39,12 @@ __all__ = [
     "part_of_box",
 ]
 
+
+INVALID = (
+    *(AttributeError, IndexError, KeyError, OverflowError, RecursionError),
+    *(TypeError, ValueError, ZeroDivisionError),
+)
+"""What the use of a value of another type or form raises."""
 
 _MAX_RANKS = 1 << 20
 
@@ -201,17 +208,20 @@ class File:
     def same_value(self, value: Any, other: File, theirs: Any) -> bool:
         """Returns whether a value here may equal one of another file: objects by their text.
 
-        Tensors are compared by their CRC-32, and those that only torch can read are not.
+        Tensors are compared by the CRC-32 of their storages. Those that only torch can read are
+        not compared.
         """
         if not isinstance(value, torch.Tensor) or not isinstance(theirs, torch.Tensor):
             return type(value) is type(theirs) and repr(value) == repr(theirs)
-        same = self.same_record(value, other, theirs)
-        return value.shape == theirs.shape if same is None else same
+        mine, yours = self.archive.record_of("", value), other.archive.record_of("", theirs)
+        if mine is None or yours is None:
+            return value.shape == theirs.shape
+        return value.shape == theirs.shape and mine[1:] == yours[1:]
 
     def same_record(self, tensor: torch.Tensor, other: File, theirs: torch.Tensor) -> bool | None:
         """Returns whether a tensor has the same elements as one of another file, by their CRC-32.
 
-        The result is ``None`` if that cannot be told without reading both.
+        The result is ``None`` if only the elements themselves show it.
         """
         if tensor.shape != theirs.shape or tensor.dtype != theirs.dtype:
             return False
@@ -286,6 +296,14 @@ class Files:
         self.versions.append(version)
         self.foreign.files.append((name, nbytes))
         return len(self.foreign.files) - 1
+
+    def read_value(self, value: Boxed | Stored | Loaded) -> Any:
+        """Reads a value, whatever its kind.
+
+        Raises:
+            CheckpointError: A file cannot be read.
+        """
+        return self.read_boxes(value) if isinstance(value, Boxed) else value.read()
 
     def read_boxes(self, value: Boxed) -> torch.Tensor:
         """Reads a whole tensor.

@@ -36,6 +36,7 @@ from torch_ckpt.formats.object_pickles import StandIns
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.rank_entries import Entries
 from torch_ckpt.formats.rank_files import (
+    INVALID,
     Boxed,
     Computed,
     Files,
@@ -46,7 +47,6 @@ from torch_ckpt.formats.rank_files import (
 )
 from torch_ckpt.formats.safetensors import read_tensors
 from torch_ckpt.formats.torch_checkpointing_items import (
-    INVALID,
     JSON,
     RAW,
     SAFETENSORS,
@@ -325,7 +325,9 @@ class _Reader:
         pair = [(values[one.rank], one) for one in (box, other)]
         if all(_sizes(value) == one.sizes for value, one in pair):
             return self._same(pair[0][0], pair[1][0])
-        parts = (self._read_value(value)[slices(one.offsets, one.sizes)] for value, one in pair)
+        parts = (
+            self.files.read_value(value)[slices(one.offsets, one.sizes)] for value, one in pair
+        )
         return is_equal(*parts)
 
     def _assembled(
@@ -338,7 +340,7 @@ class _Reader:
         """Reads the shards of a tensor, and returns it."""
         tensor = torch.empty(sizes, dtype=dtype)
         for one in placed:
-            local = self._read_value(values[one.rank])
+            local = self.files.read_value(values[one.rank])
             tensor[slices(one.at, one.sizes)] = local[slices(one.offsets, one.sizes)]
         return tensor
 
@@ -353,7 +355,7 @@ class _Reader:
             if (value.dtype, value.sizes) != (other.dtype, other.sizes):
                 return False
             return value.nbytes > _COMPARED_NBYTES or is_equal(
-                *map(self._read_value, (value, other))
+                *map(self.files.read_value, (value, other))
             )
         if isinstance(value, Stored) and isinstance(other, Stored):
             tensors = value.value, other.value
@@ -362,12 +364,9 @@ class _Reader:
                 if same is not None:
                     return same
         try:
-            return is_equal(*map(self._read_value, (value, other)))
+            return is_equal(*map(self.files.read_value, (value, other)))
         except Exception:
             return False
-
-    def _read_value(self, value: _Value) -> Any:
-        return self.files.read_boxes(value) if isinstance(value, Boxed) else value.read()
 
     def _named(self, path: str) -> str:
         return f"{path_of((self.name, *self.keys[path]))!r} of {self.files.folder}"

@@ -22,10 +22,10 @@ from torch_ckpt.errors import CorruptionError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.pickles import ForbiddenPickleError, load_allowed
 from torch_ckpt.formats.placements import shard_ranges
+from torch_ckpt.formats.rank_files import INVALID
 from torch_ckpt.formats.unions import Placed, fits
 
 __all__ = [
-    "INVALID",
     "JSON",
     "RAW",
     "SAFETENSORS",
@@ -49,12 +49,6 @@ TORCH, JSON, RAW, SAFETENSORS = (
     f"{kind}Serialization" for kind in ("Torch", "Json", "Raw", "Safetensors")
 )
 """How a file is serialized."""
-
-INVALID = (
-    *(AttributeError, IndexError, KeyError, OverflowError, RecursionError),
-    *(TypeError, ValueError, ZeroDivisionError),
-)
-"""What the use of a value of another type or form raises."""
 
 
 class ItemFile(NamedTuple):

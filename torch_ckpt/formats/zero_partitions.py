@@ -66,15 +66,18 @@ def read_partitions(
         first = max(names)
         ranks[first] = files.read(names[first])
     count = ranks[first].at(_TOP, "partition_count", kind=(int, list))
-    partitions = count if isinstance(count, list) else [count] * len(groups)
-    if facts := ranks[first].at(_TOP, kind=dict).get(_ZERO3_GROUPS):
+    stated = count if isinstance(count, list) else [count] * len(groups)
+    partitions = stated
+    if ranks[first].at(_TOP, kind=dict).get(_ZERO3_GROUPS):
         # With ZeRO-3, groups of experts have fewer partitions than the others.
-        partitions = [one.get("partition_count") for one in facts]
+        facts = ranks[first].at(_TOP, _ZERO3_GROUPS, kind=list)
+        at = (_TOP, _ZERO3_GROUPS)
+        partitions = [ranks[first].at(*at, n, "partition_count") for n in range(len(facts))]
     if len(partitions) != len(groups) or not all(
-        type(number) is int and number > 0 for number in partitions
+        type(number) is int and number > 0 for number in (*partitions, *stated)
     ):
         raise ranks[first].damage(f"its partition_count is {str(count)[:200]}")
-    count = experts.rank_count(partitions)
+    count = experts.rank_count([*partitions, *stated])
     absent = files.open_ranks(names, count, ranks)
     merged = _Merged(groups, partitions, experts, count, ranks[first])
     for rank, file in sorted(ranks.items()):
@@ -191,14 +194,15 @@ class _Merged:
         count = self.partitions[group]
         if not file.at(_TOP, kind=dict).get(_ZERO3_GROUPS):
             return rank
-        facts = file.at(_TOP, _ZERO3_GROUPS, group, kind=dict)
+        at = (_TOP, _ZERO3_GROUPS, group)
+        facts = file.at(*at, kind=dict)
         partition, ranks = facts.get("partition_rank"), facts.get("partition_ranks")
         if (
             facts.get("partition_count") != count
             or type(partition) is not int
             or not 0 <= partition < count
             # Older versions do not store the ranks.
-            or (ranks is not None and list(ranks)[partition : partition + 1] != [rank])
+            or (ranks is not None and file.at(*at, "partition_ranks", partition) != rank)
         ):
             raise file.damage(f"the partition of group {group} is {str(facts)[:200]}")
         return partition
