@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
     from torch_ckpt.storage.writer import FastWriter
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "CheckpointError": "errors",

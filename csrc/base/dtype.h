@@ -41,6 +41,8 @@ struct DTypeInfo {
   int itemsize;              // Bytes per element.
 };
 
+inline constexpr int64_t kMaxItemsize = 16;  // Bytes per element of the largest dtype.
+
 const DTypeInfo& dtype_info(DType dtype);
 
 inline int64_t itemsize(DType dtype) { return dtype_info(dtype).itemsize; }

@@ -352,6 +352,7 @@ void bind_index(py::module_& module) {
       .def_property_readonly("save_id", [](const StoredIndex& i) { return to_text(i.save_id()); })
       .def_property_readonly("version",
                              [](const StoredIndex& i) { return value_or_raise(i.version()); })
+      .def_property_readonly("writer_revision", &StoredIndex::writer_revision)
       .def_property_readonly("has_entries", &StoredIndex::has_entries)
       .def_property_readonly("has_paths", &StoredIndex::has_paths)
       .def_property_readonly("box_count", &StoredIndex::box_count)

@@ -30,6 +30,12 @@ std::vector<std::string> dtype_names() {
   return names;
 }
 
+std::vector<int64_t> dtype_itemsizes() {
+  std::vector<int64_t> sizes;
+  for (int i = 0; i < kDTypeCount; ++i) sizes.push_back(itemsize(static_cast<DType>(i)));
+  return sizes;
+}
+
 // Returns the view of a tensor that has no memory until it is loaded. `dtype` is a position in
 // DTYPE_NAMES.
 TensorView without_memory(int dtype, const Dims& sizes) {
@@ -79,7 +85,8 @@ PYBIND11_MODULE(_native, module) {
   using namespace torch_ckpt;
   module.doc() = "The native engine of torch_ckpt. Does not need torch.";
   module.attr("DTYPE_NAMES") = dtype_names();
-  module.attr("TORCH_VERSION") = TORCH_VERSION;  // The version whose headers were compiled.
+  module.attr("DTYPE_ITEMSIZES") = dtype_itemsizes();  // Bytes per element, in the same order.
+  module.attr("TORCH_VERSION") = TORCH_VERSION;        // The version whose headers were compiled.
   module.def("unpickle_metadata", &unpickle, py::arg("pickle"), py::arg("vocabulary"));
   module.def("why_no_cuda", &why_no_cuda);
   module.def("pickle_globals", &globals_of, py::arg("pickle"));

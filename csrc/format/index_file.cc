@@ -29,6 +29,7 @@ class IndexWriter {
     header_.metadata_nbytes = static_cast<uint64_t>(index.metadata.nbytes);
     header_.metadata_sum = index.metadata.sum;
     header_.block_nbytes = kSumBlockNbytes;
+    header_.writer_revision = index.writer_revision;
     for (const IndexedFile& file : index.files) RETURN_IF_ERROR(add_file(file));
     if (index.has_entries) {
       header_.flags |= records::kHasEntries;

@@ -17,6 +17,7 @@
 #include "base/state_path.h"
 #include "base/status.h"
 #include "base/strided.h"
+#include "format/index_records.h"
 #include "format/metadata_trailer.h"
 
 namespace torch_ckpt {
@@ -88,6 +89,9 @@ struct Index {
   // Whether the index describes files of another format. Such files have no block sums, and their
   // extents may share bytes. A foreign index exists only in memory and is never published.
   bool is_foreign = false;
+
+  // index_records::kWriterRevision of the code that wrote the data files.
+  uint32_t writer_revision = index_records::kWriterRevision;
 
   bool operator==(const Index&) const = default;
 };

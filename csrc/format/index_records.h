@@ -17,6 +17,10 @@ static_assert(std::endian::native == std::endian::little);
 inline constexpr std::array<char, 8> kMagic = {'T', 'C', 'K', 'P', 'T', 'I', 'D', 'X'};
 inline constexpr uint32_t kVersion = 2;
 
+// Revision of the code that writes data files. A reader ignores it; `torch-ckpt verify` uses it to
+// find checkpoints that a fault of a former writer may have stored wrongly. FORMAT.md lists them.
+inline constexpr uint32_t kWriterRevision = 1;
+
 // Version of a foreign index: an index of files in another format, which exists only in memory.
 inline constexpr uint32_t kForeignVersion = 0x80000000 | kVersion;
 
@@ -69,7 +73,7 @@ struct Header {
   uint64_t metadata_nbytes;
   uint64_t metadata_sum;
   uint32_t flags;
-  uint32_t zero;
+  uint32_t writer_revision;
   Text metadata_version;
   std::array<Section, kSectionCount> sections;
   Section top;                  // One uint64_t per block of the table.

@@ -45,6 +45,7 @@ class StoredIndex::Scan {
       out_->has_paths = index_.has_paths();
       out_->version = std::move(version);
       out_->is_foreign = index_.is_foreign();
+      out_->writer_revision = index_.writer_revision();
     }
     RETURN_IF_ERROR(scan_files());
     RETURN_IF_ERROR(scan_entries());

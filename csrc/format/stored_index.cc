@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/dtype.h"
 #include "base/xxh3.h"
 
 namespace torch_ckpt {
@@ -13,7 +14,6 @@ namespace {
 namespace records = index_records;
 
 constexpr uint16_t kMaxNdim = 64;
-constexpr int64_t kMaxItemsize = 16;
 
 // Number of records in one read.
 constexpr int64_t kRecordsAtATime = 1024;

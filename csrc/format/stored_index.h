@@ -76,6 +76,8 @@ class StoredIndex {
   bool has_entries() const { return (header_.flags & index_records::kHasEntries) != 0; }
   bool has_paths() const { return (header_.flags & index_records::kHasPaths) != 0; }
   bool is_foreign() const { return header_.version == index_records::kForeignVersion; }
+  // index_records::kWriterRevision of the code that wrote the data files.
+  uint32_t writer_revision() const { return header_.writer_revision; }
   int64_t nbytes() const { return nbytes_; }
   int64_t block_nbytes() const { return header_.block_nbytes; }  // Block length of data files.
   int64_t file_count() const { return count(index_records::kFileSection); }

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import ROOT, data_files, random_tensor, save
+from checkpoints import ROOT, data_files, random_tensor, save, xxh3
 from damage import BLOCK, slices_of
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -249,6 +249,34 @@ def test_a_stock_checkpoint_exits_2_as_long_as_nothing_contradicts_it(
     assert {s.fqn for s in slices_of(tmp_path)} == {
         line.split("): ")[1].split(": ")[0] for line in verify_damaged(tmp_path)[0]
     }
+
+
+def test_verify_names_tensors_that_a_former_writer_may_have_stored_wrongly(tmp_path: Path) -> None:
+    state = {
+        "a.odd": torch.zeros(300_001, dtype=torch.uint8),
+        "b.wide": torch.ones(8, 9).t(),
+        "c.bytes": torch.ones(8, 9, dtype=torch.uint8).t(),
+        "d.short": torch.ones(3, dtype=torch.uint8),
+        "e.even": torch.zeros(65_536),
+    }
+    save(state, FastWriter(tmp_path))
+    assert run("verify", tmp_path)[0] == SOUND
+
+    index = bytearray((tmp_path / ".index").read_bytes())
+    assert index[52:56] == (1).to_bytes(4, "little")
+    index[52:56] = bytes(4)  # As version 0.2.0 wrote it.
+    index[312:320] = xxh3(bytes(index[:312]))
+    (tmp_path / ".index").write_bytes(index)
+    status, printed = run("verify", tmp_path)
+    assert status == UNKNOWN
+    assert "a version before 0.3.0 wrote b.wide, e.even." in printed
+
+    save({name: state[name] for name in ("b.wide", "d.short", "e.even")}, FastWriter(tmp_path))
+    index[:] = (tmp_path / ".index").read_bytes()
+    index[52:56] = bytes(4)
+    index[312:320] = xxh3(bytes(index[:312]))
+    (tmp_path / ".index").write_bytes(index)
+    assert run("verify", tmp_path)[0] == SOUND
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import differences, failure_of, load, loads, save
+from checkpoints import differences, failure_of, load, loads, save, xxh3
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torch_ckpt import FastReader, FastWriter
-from torch_ckpt._core import _native
 from torch_ckpt.cli.main import main
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.formats.committed import INDEX_MARK
@@ -138,7 +137,7 @@ def test_index_of_a_newer_version_is_unsupported_and_not_damage(tmp_path: Path) 
     index = tmp_path / ".index"
     newer = bytearray(index.read_bytes())
     newer[8] += 1
-    newer[312:320] = _xxh3(bytes(newer[:312]))
+    newer[312:320] = xxh3(bytes(newer[:312]))
     index.write_bytes(newer)
     target = {"w": torch.zeros(9, dtype=torch.int64)}
     error = failure_of(load, target, FastReader(tmp_path))
@@ -152,8 +151,3 @@ def test_name_that_is_the_word_for_sealed_metadata_is_no_mark(tmp_path: Path) ->
     save(state, FileSystemWriter(tmp_path))
     assert loads(tmp_path, state) == []
     assert INDEX_MARK not in state
-
-
-def _xxh3(data: bytes) -> bytes:
-    """The checksum of bytes: an index seals the metadata that it is made for with it."""
-    return _native.make_index("0" * 16, data, [], "", None, None)[1][40:48]

@@ -45,6 +45,18 @@ from torch_ckpt.options import IoMode
 
 ASYNC_TIMEOUT_S = 60
 
+# A contiguous tensor of odd length that is written from its own memory, then a strided one.
+ODD_THEN_STRIDED = {
+    "bytes": (torch.uint8, 300_001, lambda: torch.arange(4e6).view(2000, 2000).t()),
+    "bfloat16": (torch.bfloat16, 131_073, lambda: torch.arange(1e6).view(1000, 1000).t()),
+    "float32": (torch.float32, 131_073, lambda: torch.arange(1e6, dtype=torch.float64)[::2]),
+    "float8": (
+        torch.float8_e4m3fn,
+        262_145,
+        lambda: torch.arange(9e5).view(3, 300, 10, 100).to(memory_format=torch.channels_last),
+    ),
+}
+
 
 @pytest.fixture
 def state(rng: random.Random) -> dict[str, Any]:
@@ -644,3 +656,21 @@ def test_more_files_than_are_open_at_a_time_load(tmp_path: Path, rng: random.Ran
 
     assert len(data_files(tmp_path)) == 300
     assert loads(tmp_path, state) == []
+
+
+@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("case", ODD_THEN_STRIDED)
+def test_buffered_save_stores_strided_tensors_after_one_of_odd_length(
+    case: str, stages: bool, tmp_path: Path
+) -> None:
+    dtype, numel, strided = ODD_THEN_STRIDED[case]
+    state = {"a": random_tensor([numel], dtype), "b": strided()}
+    writer = FastWriter(tmp_path, io=IoOptions(direct=False, buffer_nbytes=512 << 10))
+    if stages:
+        dcp.async_save(state, storage_writer=writer).result(ASYNC_TIMEOUT_S)
+    else:
+        save(state, writer)
+    assert loads(tmp_path, state) == []
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path))
+    assert torch.equal(loaded["b"], state["b"])

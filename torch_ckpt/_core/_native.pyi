@@ -8,6 +8,7 @@ from typing_extensions import Buffer
 _Path = str | bytes | os.PathLike[str]
 
 DTYPE_NAMES: list[str]
+DTYPE_ITEMSIZES: list[int]
 TORCH_VERSION: str
 
 IndexBox = tuple[Sequence[int], Sequence[int], int, int, int, bool, Sequence[str]]
@@ -158,6 +159,8 @@ class Index:
     def save_id(self) -> str: ...
     @property
     def version(self) -> str: ...
+    @property
+    def writer_revision(self) -> int: ...
     @property
     def has_entries(self) -> bool: ...
     @property

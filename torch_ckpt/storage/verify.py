@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,9 @@ __all__ = ["Report", "check_sound", "check_whole", "examine"]
 
 _RECORD_NBYTES = 4 << 20  # Bytes read at a time from a record of torch.save.
 _STEP_NBYTES = 256 << 20  # Bytes checked between two calls of watch().
+_WHOLE_ELEMENTS_REVISION = 1  # The first writer revision that never cuts an element.
+_IN_PLACE_NBYTES = 256 << 10  # Shorter tensors were not written from their own memory.
+_MOST_NAMES = 8
 
 _Watch = Callable[[int, int], None]
 _Advance = Callable[[int], None]
@@ -85,6 +89,7 @@ def examine(
         if checkpoint.index is not None:
             if _check_structure(checkpoint, checkpoint.index, report):
                 _check_blocks(checkpoint, checkpoint.index, report, advance)
+                _check_writer(checkpoint, checkpoint.index, report)
         else:
             _check_archives(checkpoint, report, advance)
     return report
@@ -261,6 +266,40 @@ def _check_blocks(
             report.fqns.update(fqns)
             what = ", ".join(fqns) if fqns else "no tensor or object"
             report.damage.append(f"{name} [{begin}, {end}): {what}")
+
+
+def _check_writer(checkpoint: Checkpoint, index: _native.Index, report: Report) -> None:
+    """Names the tensors that a fault of a former writer may have stored wrongly.
+
+    Before revision 1, a buffered write ended a window at any byte after a tensor that was written
+    from its own memory. An element of a later strided tensor could then be cut. The index does not
+    record whether a tensor was strided, or whether writes were buffered.
+    """
+    if index.writer_revision >= _WHOLE_ELEMENTS_REVISION:
+        return
+    itemsizes = dict(zip(_native.DTYPE_NAMES, _native.DTYPE_ITEMSIZES, strict=True))
+    by_file: defaultdict[int, list[tuple[int, int, int, str]]] = defaultdict(list)
+    for fqn, properties, boxes in checkpoint.entries or ():
+        itemsize = itemsizes.get(properties[0]) if properties is not None else None
+        for _, sizes, file, offset, _, plain, _ in boxes:
+            if plain and itemsize is not None:
+                by_file[file].append((offset, itemsize, math.prod(sizes) * itemsize, fqn))
+    affected: dict[str, None] = {}
+    for tensors in by_file.values():
+        phases: set[int] = set()  # Offsets of windows, modulo 64, that are not 0.
+        for _, itemsize, nbytes, fqn in sorted(tensors):
+            if any(phase % itemsize for phase in phases):
+                affected[fqn] = None
+            if nbytes >= _IN_PLACE_NBYTES:
+                phases |= {nbytes % 64} - {0}
+    if affected:
+        names = ", ".join(list(affected)[:_MOST_NAMES])
+        more = f" and {len(affected) - _MOST_NAMES} more" if len(affected) > _MOST_NAMES else ""
+        report.doubts.append(
+            f"{checkpoint.path.parent}: a version before 0.3.0 wrote {names}{more}. If it wrote "
+            "without O_DIRECT, and these tensors were not contiguous, their values may be wrong "
+            "(CHANGELOG.md, 0.3.0)"
+        )
 
 
 def _check_archives(checkpoint: Checkpoint, report: Report, advance: _Advance) -> None:

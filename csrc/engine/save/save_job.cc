@@ -18,6 +18,7 @@ constexpr int64_t kPackChunk = int64_t{128} << 10;
 constexpr int64_t kInPlaceNbytes = int64_t{256} << 10;
 
 static_assert(kSmallAlignment % kFrameAlignment == 0, "a slice must start where frames expect");
+static_assert(kSmallAlignment % kMaxItemsize == 0, "a window must not begin within an element");
 
 }  // namespace
 
@@ -86,12 +87,12 @@ Result<uint32_t> SaveJob::put_payload(const LiveTensor& tensor, int64_t nbytes) 
   uint32_t crc = 0;
   int64_t done = 0;
   if (contiguous && can_write_in_place(tensor)) {
-    done = align_down(nbytes, file_->alignment());
+    done = align_down(nbytes, std::max(file_->alignment(), kSmallAlignment));
     if (done < kInPlaceNbytes) done = 0;
     ASSIGN_OR_RETURN(crc, write_in_place({tensor.data, static_cast<size_t>(done)}));
   }
   while (done < nbytes) {
-    // A window contains whole elements, because payloads and windows begin at multiples of 64.
+    // The rest of a window has whole elements: `window_rest` requires windows to begin so.
     ASSIGN_OR_RETURN(const MutableBytes rest, window_rest());
     const int64_t count = std::min({nbytes - done, ssize(rest), kPackChunk});
     if (contiguous) {
@@ -175,10 +176,15 @@ Status SaveJob::put_zeros_until(int64_t offset) {
 }
 
 // Returns the unfilled rest of the current window, which is never empty. Submits a full window and
-// starts a new one.
+// starts a new one. Windows begin at multiples of kSmallAlignment, also without direct I/O: blocks
+// have whole pages, so no window ends within an element.
 Result<MutableBytes> SaveJob::window_rest() {
   if (block_ != kNoBlock && filled_ == pool_.block_nbytes()) RETURN_IF_ERROR(submit_window());
   if (block_ == kNoBlock) {
+    if (cursor_ % kSmallAlignment != 0) {
+      return internal_error("cannot write ", path_, ": a window would begin at ", cursor_,
+                            ", which is not a multiple of ", kSmallAlignment);
+    }
     RETURN_IF_ERROR(acquire(&block_));
     filled_ = 0;
   }
