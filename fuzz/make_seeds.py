@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import tempfile
 import warnings
 from pathlib import Path
@@ -157,9 +158,16 @@ def make_pickle_seeds() -> None:
     write("pickle_fuzzer", "forbidden", pickle.dumps(print, 4))
 
 
+def make_save_load_seeds() -> None:
+    """Bytes that choose disks, buffers and tensors; the target uses any bytes."""
+    for number in range(12):
+        write("save_load_fuzzer", f"{number}", random.Random(number).randbytes(200))
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     make_zip_seeds()
     make_index_seeds()
     make_plan_seeds()
     make_pickle_seeds()
+    make_save_load_seeds()
