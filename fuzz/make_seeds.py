@@ -160,7 +160,7 @@ def make_pickle_seeds() -> None:
 
 def make_save_load_seeds() -> None:
     """Bytes that choose disks, buffers and tensors; the target uses any bytes."""
-    for number in range(12):
+    for number in range(40):
         write("save_load_fuzzer", f"{number}", random.Random(number).randbytes(200))
 
 
