@@ -158,7 +158,8 @@ def async_save(
             if isinstance(writer, FastWriter) and plans_together and by_thread:
                 all_equal = functools.partial(call.all_equal, phase="staging")
                 stack.enter_context(writer.sharing(order.planner, all_equal, call.group.names))
-            staged = stager.stage(orchestrate.state_dicts_of(state_dict))
+            with call.current():  # The stager waits no longer than the call.
+                staged = stager.stage(orchestrate.state_dicts_of(state_dict))
             begin = save_in_thread if by_thread else save_in_process
             future = begin(order, staged, call)
             if closes:
@@ -167,7 +168,8 @@ def async_save(
         if isinstance(staged, Future):
             return AsyncSaveResponse(_end_of(staged), cast(Future[None], future))
         if stager.should_synchronize_after_execute:
-            stager.synchronize_staging()
+            with call.current():
+                stager.synchronize_staging()
         return future
 
 

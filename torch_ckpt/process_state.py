@@ -26,12 +26,12 @@ class _Process:
     Attributes:
         file_systems: Registered file systems, by URL scheme. Owner: ``filesystems/location``.
         groups: Groups of ranks, by process group. Owner: ``coordination/group``.
-        save_process: The process that writes asynchronous saves of type ``PROCESS``; ``None``
-            before the first one. Owner: ``coordination/background``.
+        save_processes: The process that writes asynchronous saves of type ``PROCESS``, by the
+            identity of a group. Owner: ``coordination/background``.
         plan_cache: Cached plans of earlier saves. Owner: ``planning/plan_cache``.
         stager: The default stager of writers. Owner: ``staging/stager``.
-        unsettled: Background saves of runs whose outcome was not read yet. Failed ones are printed
-            when the process exits. Owner: ``runs/background/save``.
+        save_futures: Futures of background saves. Failures that nobody has read are reported when
+            the process exits. Owner: ``coordination/background``.
         installed: The contexts of :func:`torch_ckpt.install`, one for each call. Owner:
             ``integrations/installation``.
         unreplaced: Classes of writers and readers that were used as they are, with a warning.
@@ -47,8 +47,8 @@ class _Process:
     def __init__(self) -> None:
         self.file_systems: dict[str, Any] = {}
         self.groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self.save_process: Any = None
-        self.unsettled: set[Any] = set()
+        self.save_processes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.save_futures: weakref.WeakSet[Any] = weakref.WeakSet()
         self.installed: list[Any] = []
         self.unreplaced: weakref.WeakSet[type] = weakref.WeakSet()
         self.replaced: dict[tuple[Any, str], list[Any]] = {}
@@ -59,8 +59,8 @@ class _Process:
         """Drops background work, which stays with the parent of a forked child."""
         for forkable in list(self.forkable):
             forkable.after_fork()
-        self.save_process = None
-        self.unsettled.clear()
+        self.save_processes.clear()
+        self.save_futures.clear()
 
 
 PROCESS = _Process()

@@ -116,7 +116,7 @@ def test_while_a_save_holds_what_was_staged_the_next_waits_for_it() -> None:
 
 
 def test_a_wait_that_lasts_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(staging, "time_limit_s", lambda: 0.1)
     stager = SnapshotStager()
     held = stager.stage(state_of(1))
     with pytest.raises(CheckpointError, match=r"no snapshot was free within 0\.1 s"):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import pickle
+import sys
+import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -25,13 +29,72 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.connect import own_addresses
 from torch_ckpt.coordination.group import Call, group_of
-from torch_ckpt.coordination.portable import portable
+from torch_ckpt.coordination.portable import portable, why
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["Order", "save_in_process", "save_in_thread"]
+__all__ = ["Order", "SaveFuture", "save_in_process", "save_in_thread"]
 
+T = TypeVar("T")
+
+_LOG = logging.getLogger("torch_ckpt")
 _STARTING = "starting processes"
+_WARN_AFTER_S = 5.0
+
+
+class SaveFuture(Future[T]):
+    """A future of a background save, whose failure is reported if nobody reads it.
+
+    The failure is printed to stderr and logged when the future is dropped, and at the latest when
+    the process exits.
+
+    Args:
+        failure: The beginning of the report, such as ``"step 4 was not saved"``.
+    """
+
+    def __init__(self, failure: str) -> None:
+        super().__init__()
+        self._failure = failure
+        self._is_read = False
+        self.set_running_or_notify_cancel()  # A save cannot be cancelled.
+        PROCESS.save_futures.add(self)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Returns the result, or raises the error of the save, which then counts as read."""
+        try:
+            return super().result(timeout)
+        finally:
+            self._is_read = self._is_read or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Returns the error of the save, which then counts as read."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self._is_read = self._is_read or self.done()
+
+    def report(self) -> None:
+        """Reports the failure of the save, unless it was read or reported before."""
+        if self._is_read or not self.done():
+            return
+        error = self.exception()
+        if error is None:
+            return
+        text = f"{self._failure}: {why(error)}"
+        print(f"torch_ckpt: {text}", file=sys.stderr)
+        if _LOG.hasHandlers():  # Otherwise, logging prints to stderr, too.
+            _LOG.error(text)
+
+    __del__ = report
+
+
+def _report_all() -> None:
+    """Reports the failures of all saves that nobody has read; called after the threads ended."""
+    for future in list(PROCESS.save_futures):
+        future.report()
+
+
+atexit.register(_report_all)
 
 
 @dataclass(frozen=True)
@@ -79,15 +142,16 @@ def save_in_thread(
     Returns:
         A future of the metadata.
     """
-    return _submitted(initializer, order.carry_out, state, call)
+    return _started(order, initializer, order.carry_out, state, call)
 
 
 def save_in_process(
     order: Order, state: Any, call: Call, *, initializer: Callable[[], object] | None = None
 ) -> Future[Metadata]:
-    """Saves in a separate process of this rank, which the first save starts.
+    """Saves in a separate process of this rank, which the first save of a process group starts.
 
-    The processes of all ranks form a process group of their own, of the same size.
+    The processes of all ranks form a process group of their own, of the same size. They save one
+    after the other, in the order of the calls, which is the same on all ranks.
 
     Args:
         order: The arguments of the save.
@@ -102,16 +166,19 @@ def save_in_process(
         RankTimeoutError: A rank was late, stuck or gone.
         CheckpointError: The process of a rank did not start.
     """
-    process: _SaveProcess | None = PROCESS.save_process
+    identity = call.group.identity
+    process: _SaveProcess | None = PROCESS.save_processes.get(identity)
     if call.any_rank(process is None or not process.is_alive, _STARTING) or process is None:
         address = call.all_reduce(_STARTING, _own_address, lambda addresses: addresses[0])
         if process is not None:
             process.end()
-        process = PROCESS.save_process = _SaveProcess(address, call)
+        process = PROCESS.save_processes[identity] = _SaveProcess(address, call)
+    earlier = process.last
 
     def carry_out(state: Any) -> Metadata:
         with call:
             try:
+                _wait_for(earlier)
                 return process.save(order, state, call)
             except BaseException as error:
                 # References in its traceback would keep the staging memory in use.
@@ -119,16 +186,48 @@ def save_in_process(
                 del state
                 raise
 
-    return _submitted(initializer, carry_out, state)
+    process.last = _started(order, initializer, carry_out, state)
+    return process.last
 
 
-def _submitted(
-    initializer: Callable[[], object] | None, function: Callable[..., Metadata], *arguments: Any
+def _started(
+    order: Order,
+    initializer: Callable[[], object] | None,
+    function: Callable[..., Metadata],
+    *arguments: Any,
 ) -> Future[Metadata]:
-    executor = ThreadPoolExecutor(1, "torch_ckpt-save", initializer)
-    future = executor.submit(function, *arguments)
-    executor.shutdown(wait=False)
+    """Starts a thread that calls ``initializer``, then ``function``."""
+    path = order.checkpoint_id or getattr(order.writer, "checkpoint_id", None)
+    future: SaveFuture[Metadata] = SaveFuture(f"the asynchronous save to {path} failed")
+    work = future, initializer, function, arguments
+    threading.Thread(target=_run, args=work, name="torch_ckpt-save").start()
     return future
+
+
+def _run(
+    future: Future[Metadata],
+    initializer: Callable[[], object] | None,
+    function: Callable[..., Metadata],
+    arguments: tuple[Any, ...],
+) -> None:
+    try:
+        if initializer is not None:
+            initializer()
+        metadata = function(*arguments)
+    except BaseException as error:
+        # The error refers to this frame, whose arguments would keep the staging memory in use.
+        del initializer, function, arguments
+        future.set_exception(error)
+        del future
+    else:
+        future.set_result(metadata)
+
+
+def _wait_for(earlier: Future[Metadata] | None) -> None:
+    """Waits until the process has ended its earlier save, which has deadlines of its own."""
+    if earlier is not None and not wait([earlier], _WARN_AFTER_S).done:
+        _LOG.warning("a save waits until the save process has ended an earlier save")
+        wait([earlier])
 
 
 def _own_address() -> tuple[str, int]:
@@ -143,12 +242,16 @@ class _SaveProcess:
     Args:
         address: Host and port of the store of the new process group.
         call: The call of the group that saves.
+
+    Attributes:
+        last: Future of the save that began last.
     """
 
     def __init__(self, address: tuple[str, int], call: Call) -> None:
+        self.last: Future[Metadata] | None = None
         context = mp.get_context("spawn")
         self._connection, remote_end = context.Pipe()
-        arguments = remote_end, address, call.group.rank, call.group.size
+        arguments = remote_end, address, call.group.rank, call.group.names
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         remote_end.close()
@@ -192,12 +295,21 @@ class _SaveProcess:
         return value
 
 
-def _serve(connection: Connection, address: tuple[str, int], rank: int, size: int) -> None:
-    """Runs saves in the process until the connection closes."""
+def _serve(connection: Connection, address: tuple[str, int], rank: int, names: list[int]) -> None:
+    """Runs saves in the process until the connection closes.
+
+    Args:
+        connection: Connection to the training process.
+        address: Host and port of the store of the process group.
+        rank: The rank, as the group numbers it.
+        names: Global rank of each training process of the group.
+    """
+    size = len(names)
     os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{size}")
     try:
         store = TCPStore(*address, size, is_master=rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        group = group_of(None, names=names)
     except Exception as error:
         _send(connection, False, error)
         return
@@ -207,7 +319,7 @@ def _serve(connection: Connection, address: tuple[str, int], rank: int, size: in
             order, state, number, timeout_s = connection.recv()
         except EOFError:
             return
-        call = Call(group_of(None), number, timeout_s)
+        call = Call(group, number, timeout_s)
         try:
             metadata = call.fail(state) if order is None else order.carry_out(state, call)
         except BaseException as error:

@@ -59,6 +59,13 @@ _PHASES = {"plan": "planning", "write": WRITING, "read": "reading"}
 _GRACE_S = 5.0  # Extra time after the deadline, in which the thread reports a specific error.
 
 
+class _Identity:
+    """Identifies the process group of a group."""
+
+
+_ALONE = _Identity()  # Of a process without other ranks.
+
+
 class Group:
     """Ranks that make the same calls in the same order.
 
@@ -67,11 +74,13 @@ class Group:
 
     Args:
         process_group: The ranks; ``None`` for a single process.
+        names: Names of the ranks in messages; their global ranks if ``None``.
 
     Attributes:
+        identity: Equal for all groups of one process group (:meth:`series`).
         rank: This rank, as the group numbers it. Rank 0 is the coordinator.
         size: The number of ranks.
-        names: Global rank of each rank of the group.
+        names: Name of each rank of the group: its global rank in the training processes.
 
     Raises:
         ValueError: This process is not a rank of the process group.
@@ -82,10 +91,14 @@ class Group:
         slowest = group.decide("measuring", lambda: seconds, max, timeout_s=600)
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self.rank, self.size, self.names = 0, 1, [0]
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, names: list[int] | None = None
+    ) -> None:
+        self.identity = _ALONE
+        self.rank, self.size, self.names = 0, 1, names or [0]
         if process_group is not None:
-            self.names = dist.get_process_group_ranks(process_group)
+            self.identity = _Identity()  # A reference to the process group would keep it alive.
+            self.names = names or dist.get_process_group_ranks(process_group)
             self.rank, self.size = dist.get_rank(process_group), len(self.names)
             store = _store_of(process_group)
             self._connections = _Connections(store, self.rank, self.names)
@@ -486,13 +499,19 @@ def claim_commit() -> None:
         call.claim_commit()
 
 
-def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool = False) -> Group:
+def group_of(
+    process_group: dist.ProcessGroup | None,
+    *,
+    no_dist: bool = False,
+    names: list[int] | None = None,
+) -> Group:
     """Returns the group of a process group. The same process group always has the same group.
 
     Args:
         process_group: The ranks; all ranks if ``None``.
         no_dist: Whether this process is a group of its own, as it is without
             ``torch.distributed``.
+        names: Names of the ranks of a new group, as for :class:`Group`.
 
     Raises:
         ValueError: This process is not a rank of the process group.
@@ -504,7 +523,7 @@ def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool = False) 
         raise ValueError(f"rank {dist.get_rank()} is not in the process group")
     group: Group | None = PROCESS.groups.get(key)
     if group is None:
-        group = PROCESS.groups[key] = Group(key)
+        group = PROCESS.groups[key] = Group(key, names)
     return group
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ import torch
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused
+from torch_ckpt.coordination.group import time_limit_s
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.copied_state import (
@@ -28,7 +30,7 @@ from torch_ckpt.staging.copied_state import (
 from torch_ckpt.staging.share import Share
 from torch_ckpt.staging.staged import POLL_S, PartlyStaged, Staged
 
-__all__ = ["TIMEOUT_S", "SnapshotStager"]
+__all__ = ["SnapshotStager"]
 
 _SMALLEST_NBYTES = 4096
 """Minimum size of a snapshot, in bytes."""
@@ -38,9 +40,6 @@ _SLACK_NBYTES = 64 << 20
 
 _LOG = logging.getLogger("torch_ckpt")
 _WARN_AFTER_S = 5.0
-
-TIMEOUT_S = 1800.0
-"""Seconds that a save waits for an earlier save to release its snapshot."""
 
 _THREADS = min(4, os.cpu_count() or 1)
 
@@ -54,7 +53,7 @@ class SnapshotStager:
     A rank has at most one snapshot, with the size of its tensors, or ``max_host_nbytes``. The
     snapshot is in use as long as any reference to the result of :meth:`stage` exists. With
     :class:`FastWriter`, its use ends at the latest with the thread that writes it. A save that
-    begins earlier waits for at most 1800 s.
+    begins earlier waits for at most the ``timeout_s`` of its save (1800 s in DCP's own functions).
 
     Args:
         max_host_nbytes: Maximum size of the snapshot, in bytes; unlimited if ``None``. With
@@ -176,7 +175,7 @@ class SnapshotStager:
             is ``False``, a future of it.
 
         Raises:
-            CheckpointError: The snapshot was in use by an earlier save for more than 1800 s.
+            CheckpointError: The snapshot was in use by an earlier save until the timeout.
             StorageError: The memory cannot be allocated.
             UnsupportedError: The tensors do not fit in ``max_host_nbytes``.
             ValueError: The storage of a tensor is too small for the tensor.
@@ -302,26 +301,26 @@ class SnapshotStager:
         Raises:
             CheckpointError: The snapshot was in use until the timeout.
         """
-        begin = time.monotonic()
+        begin, limit_s = time.monotonic(), time_limit_s()
         warn_at = begin + _WARN_AFTER_S
         with self._changed:
             self._reclaim()
             self.waited += not self._free
             while not self._free:
                 now = time.monotonic()
-                if now - begin >= TIMEOUT_S:
+                if now - begin >= limit_s:
                     raise CheckpointError(
-                        f"cannot stage: no snapshot was free within {TIMEOUT_S:g} s. In use: "
+                        f"cannot stage: no snapshot was free within {limit_s:g} s. In use: "
                         f"{self._names_in_use()}"
                     )
                 if now >= warn_at:
-                    warn_at += TIMEOUT_S
+                    warn_at = math.inf
                     _LOG.warning(
                         "async_save waits, at most %g s, for a free snapshot. In use: %s",
-                        TIMEOUT_S,
+                        limit_s,
                         self._names_in_use(),
                     )
-                self._changed.wait(min(begin + TIMEOUT_S - now, POLL_S))
+                self._changed.wait(min(begin + limit_s - now, POLL_S))
                 self._reclaim()
             return [self._free.pop()]
 

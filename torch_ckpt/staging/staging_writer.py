@@ -10,12 +10,13 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from torch_ckpt.coordination.group import time_limit_s
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.share import Sharing, share_of
 from torch_ckpt.staging.staged import Staged
-from torch_ckpt.staging.stager import TIMEOUT_S, SnapshotStager
+from torch_ckpt.staging.stager import SnapshotStager
 
 __all__ = ["StagingWriter"]
 
@@ -95,7 +96,7 @@ class StagingWriter(StorageWriter):
         """Waits until training may change the tensors: they are copied, or written if unstaged."""
         self.stager.wait_staged()
         if self._staged is not None and self._staged.has_unstaged:
-            self._staged.wait_for_unstaged(TIMEOUT_S)
+            self._staged.wait_for_unstaged(time_limit_s())
 
     def close(self) -> None:
         """Does nothing, because the stager owns the memory."""

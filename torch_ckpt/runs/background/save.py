@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
+from torch_ckpt.coordination.background import SaveFuture
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.process_state import PROCESS
 
 __all__ = ["BackgroundSave"]
 
@@ -20,7 +18,7 @@ class BackgroundSave:
     """A save in the background, and a callback that follows its success.
 
     :meth:`settle` reports the outcome of the save. The process waits for the save before it exits.
-    At exit, the failure of a save that was not settled is printed to stderr.
+    The failure of a save that was not settled is reported as :class:`SaveFuture` reports it.
 
     Args:
         step: The saved step.
@@ -35,8 +33,7 @@ class BackgroundSave:
 
     def __init__(self, step: int, future: Future[Any], then: Callable[[], None]) -> None:
         self.step = step
-        self._ended: Future[float] = Future()
-        PROCESS.unsettled.add(self)
+        self._ended: SaveFuture[float] = SaveFuture(f"step {step} was not saved")
         began = time.monotonic()
 
         def end(done: Future[Any]) -> None:
@@ -73,20 +70,7 @@ class BackgroundSave:
                 f"step {self.step} is still being saved in the background after a wait of "
                 f"{timeout_s:g} s"
             )
-        PROCESS.unsettled.discard(self)
         error = self._ended.exception()
         if error is not None:
             raise CheckpointError(f"step {self.step} was not saved: {why(error)}") from error
         return self._ended.result()
-
-
-def _report() -> None:
-    """Prints the failures of unsettled saves; called at exit, after the threads have ended."""
-    for save in sorted(PROCESS.unsettled, key=lambda save: save.step):
-        try:
-            save.settle(0)
-        except CheckpointError as error:
-            print(f"torch_ckpt: {error}", file=sys.stderr)
-
-
-atexit.register(_report)

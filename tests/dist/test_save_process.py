@@ -1,0 +1,162 @@
+"""Saves in another process: their ranks, their results, their memory, and failures nobody reads."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from forks import run_python
+from ranks import on_ranks
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import torch_ckpt
+from torch_ckpt import FastReader, FastSavePlanner, FastWriter, SnapshotStager
+from torch_ckpt.errors import CheckpointError
+
+pytestmark = pytest.mark.timeout(180)
+
+WAIT_S = 60
+
+
+def save(path: Path, value: int, **options: Any) -> Future[Any]:
+    """Begins to save a tensor of this value in the process."""
+    future = torch_ckpt.async_save(
+        {"w": torch.full((1000,), value)},
+        storage_writer=FastWriter(path, stager=SnapshotStager()),
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        **options,
+    )
+    assert isinstance(future, Future)
+    return future
+
+
+def assert_saved(path: Path, value: int) -> None:
+    loaded = {"w": torch.zeros(1000, dtype=torch.int64)}
+    dcp.load(loaded, storage_reader=FastReader(path), no_dist=True)
+    assert loaded["w"].unique().tolist() == [value]
+
+
+@on_ranks(3, timeout_s=120)
+def test_groups_of_other_ranks_save_in_processes_of_their_own(path: Path) -> None:
+    upper, lower = dist.new_group([1, 2], backend="gloo"), dist.new_group([0, 1], backend="gloo")
+    for attempt in range(2):
+        save(path / f"all-{attempt}", attempt, timeout_s=40).result(WAIT_S)
+        for name, group, ranks in (("upper", upper, (1, 2)), ("lower", lower, (0, 1))):
+            if dist.get_rank() in ranks:
+                done = save(path / f"{name}-{attempt}", 5, timeout_s=40, process_group=group)
+                done.result(WAIT_S)
+                assert_saved(path / f"{name}-{attempt}", 5)
+
+
+@on_ranks(3, timeout_s=120)
+def test_errors_name_the_ranks_of_the_training_processes(path: Path) -> None:
+    upper = dist.new_group([1, 2], backend="gloo")
+    if dist.get_rank() == 0:
+        return
+    state: dict[str, Any] = {"w": torch.ones(4), "bad": lambda: 0} if dist.get_rank() == 2 else {}
+    future = torch_ckpt.async_save(
+        state,
+        storage_writer=FastWriter(path),
+        process_group=upper,
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        timeout_s=40,
+    )
+    assert "rank 2 failed" in str(future.exception(WAIT_S)) or dist.get_rank() == 2
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.slow)])
+@on_ranks(2, timeout_s=120)
+def test_each_of_several_saves_in_flight_returns_its_own_result(path: Path, count: int) -> None:
+    (path / "file").touch(exist_ok=True)
+    futures = [
+        save(path / ("file" if at % 2 == 0 else "") / f"{at}", at, timeout_s=40)
+        for at in range(count)
+    ]
+    for at, future in enumerate(futures):
+        error = future.exception(WAIT_S)
+        if at % 2 == 0:
+            assert isinstance(error, CheckpointException), at
+        else:
+            assert error is None, (at, error)
+            assert_saved(path / f"{at}", at)
+
+
+@on_ranks(1, timeout_s=120)
+def test_failed_save_frees_its_staging_memory_though_its_error_is_kept(path: Path) -> None:
+    (path / "file").touch()
+    writer = FastWriter(path / "file" / "step", stager=SnapshotStager())
+    options = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "timeout_s": 30}
+    state = {"w": torch.ones(1 << 20)}
+    future = torch_ckpt.async_save(state, storage_writer=writer, **options)
+    error = future.exception(WAIT_S)
+    assert error is not None
+    begin = time.monotonic()
+    again = torch_ckpt.async_save(
+        state, checkpoint_id=path / "step", storage_writer=writer, **options
+    )
+    assert time.monotonic() - begin < 10
+    again.result(WAIT_S)
+    assert error.__traceback__ is not None  # It is still there.
+
+
+class Slow(FastSavePlanner):
+    """A planner that plans for a while."""
+
+    def create_local_plan(self) -> Any:
+        time.sleep(8)
+        return super().create_local_plan()
+
+
+@on_ranks(2, timeout_s=120)
+def test_save_waits_for_the_memory_of_an_earlier_one_no_longer_than_its_timeout(
+    path: Path,
+) -> None:
+    state = {"w": torch.ones(1 << 20)}
+    writer = FastWriter(path / "first", stager=SnapshotStager())
+    first = torch_ckpt.async_save(state, storage_writer=writer, planner=Slow(), timeout_s=60)
+    begin = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"no snapshot was free within 2 s|rank . failed"):
+        torch_ckpt.async_save(state, storage_writer=writer, timeout_s=2)
+    assert time.monotonic() - begin < 7
+    first.result(WAIT_S)
+
+
+FAILING_SAVE = """
+import logging, sys, time
+import torch, torch_ckpt
+if sys.argv[2] == "logged":
+    logging.basicConfig(filename=sys.argv[3], level=logging.WARNING)
+future = torch_ckpt.async_save({"w": torch.ones(4)}, checkpoint_id=sys.argv[1])
+if sys.argv[2] == "read":
+    assert future.exception() is not None
+elif sys.argv[2] == "dropped":
+    del future
+    while torch_ckpt.process_state.PROCESS.save_futures:
+        time.sleep(0.01)
+    print("still running")
+"""
+
+
+@pytest.mark.parametrize("how", ["read", "dropped", "logged", "held"])
+def test_failure_that_nobody_reads_is_reported_on_stderr_and_in_the_log(
+    how: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    done = run_python(
+        "-c", FAILING_SAVE, tmp_path / "file/step", how, tmp_path / "log", folder=tmp_path
+    )
+    said = f"the asynchronous save to {tmp_path / 'file/step'} failed: "
+    assert done.returncode == 0
+    assert done.stdout.count(said) == (how != "read"), done.stdout
+    assert "StorageError" in done.stdout or how == "read"
+    if how == "dropped":
+        assert done.stdout.index(said) < done.stdout.index("still running")
+    if how == "logged":
+        assert said in (tmp_path / "log").read_text()
