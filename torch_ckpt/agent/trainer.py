@@ -37,6 +37,7 @@ from torch_ckpt.agent.memory import (
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.slot_contents import SlotContents
 from torch_ckpt.coordination.connect import this_machine
+from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
@@ -130,6 +131,7 @@ class SnapshotAgent:
     ) -> None:
         self.on_busy: OnBusy = on_busy
         self.timeout_s = timeout_s
+        self._exclusive = Exclusive("the agent")
         self.waited = self.skipped = self.refused = 0
         self._group = group_of(process_group)
         self._stages = self._group.series()
@@ -308,6 +310,7 @@ class SnapshotAgent:
         finally:
             client.close()
 
+    @exclusive("save with the agent")
     def async_save(
         self,
         state_dict: dict[str, Any],

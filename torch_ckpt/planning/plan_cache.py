@@ -103,7 +103,8 @@ class PlanCache:
         self.misses = 0
         self._of_rank: _Recent[RankPlanEntry] = _Recent()
         self._global: _Recent[GlobalPlanEntry] = _Recent()
-        self._lock = threading.Lock()  # Saves run in several threads.
+        # Saves run in several threads, and in signal handlers that interrupt them.
+        self._lock = threading.RLock()
 
     def forget(self) -> None:
         """Drops all plans."""

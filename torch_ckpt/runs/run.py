@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.api import save
+from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CheckpointError
@@ -50,7 +51,8 @@ class Run:
     Every rank makes the same ``Run`` and calls the same methods in the same order, except
     :meth:`should_save` and :meth:`wait`, which are local to a rank. The ranks make each decision
     together, over connections of the run's own. No rank waits for another longer than
-    ``timeout_s``. If one rank fails, all fail. Only one thread may use a run.
+    ``timeout_s``. If one rank fails, all fail. Calls of several threads wait for each other. A call
+    in a signal handler raises if it has interrupted another call.
 
     Args:
         directory: Directory of the steps, on storage that every rank can access. The first save
@@ -133,6 +135,7 @@ class Run:
             raise ValueError(f"{verify=} is not one of {', '.join(get_args(Verify))}")
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"{timeout_s=} is not a positive number of seconds")
+        self._exclusive = Exclusive(f"the run {directory}")
         self._location = Location(directory)
         self.keep_last = keep_last
         self.keep_every = keep_every
@@ -197,6 +200,7 @@ class Run:
         self._boundary.step_ended(step)
         return self._schedule.is_due(step, during_save=self._is_busy)
 
+    @exclusive("reserve memory")
     def reserve(self, state: dict[str, Any]) -> None:
         """Allocates the agent's memory in advance, so that the first save is fast too.
 
@@ -212,6 +216,7 @@ class Run:
         if self._backend is not None:
             self._backend.reserve(state)
 
+    @exclusive("save a step")
     def save(
         self,
         step: int,
@@ -274,6 +279,7 @@ class Run:
         self._tune(step, time.monotonic() - begin, failure)
         return True
 
+    @exclusive("wait for the background save")
     def wait(self) -> None:
         """Waits for the background save.
 
@@ -281,7 +287,7 @@ class Run:
             CheckpointError: The save failed, or is still in progress after ``timeout_s``; the
                 message names its step.
         """
-        self._settle(self.timeout_s)
+        self._settle()
 
     @contextlib.contextmanager
     def saving_on_exception(
@@ -307,8 +313,7 @@ class Run:
         Example::
 
             with run.saving_on_exception(lambda: training.state_dict()):
-                for step in range(start + 1, steps + 1):
-                    ...
+                train()
         """
         try:
             with self._boundary.watching_optimizers():
@@ -321,6 +326,7 @@ class Run:
 
     # ---- Loading ----
 
+    @exclusive("choose a step")
     def latest_step(self) -> int | None:
         """Returns the newest whole step; ``None`` if there is none.
 
@@ -337,8 +343,9 @@ class Run:
             RankTimeoutError: A rank was late, stuck or gone.
         """
         self._check_open()
-        return self._tiers.latest(first=self.wait)
+        return self._tiers.latest(first=self._settle)
 
+    @exclusive("choose a step")
     def best_step(self) -> int | None:
         """Returns the committed step with the best value of ``monitor``; ``None`` if there is none.
 
@@ -361,7 +368,7 @@ class Run:
         def choose(_: list[None]) -> int | None:
             return next(iter(self._disk.best(monitor, self.mode, 1)), None)
 
-        return self._decide("choosing the best step", self.wait, choose)
+        return self._decide("choosing the best step", self._settle, choose)
 
     @contextlib.contextmanager
     def lease(self, step: int) -> Iterator[str | os.PathLike[str]]:
@@ -391,6 +398,7 @@ class Run:
         with lease(self._disk.directory, step) as path:
             yield path.checkpoint_id
 
+    @exclusive("restore a step")
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int | None:
         """Loads the newest whole step, or a given step, in place.
 
@@ -415,7 +423,7 @@ class Run:
         """
         self._check_open()
         if step is None:
-            found = self._tiers.restore(state, first=self.wait)
+            found = self._tiers.restore(state, first=self._settle)
         else:
             self._tiers.restore_step(step, state, first=lambda: self._settled(step))
             found = step
@@ -426,6 +434,7 @@ class Run:
 
     # ---- Ending ----
 
+    @exclusive("close the run")
     def close(self) -> None:
         """Waits for the background save and ends the run; the run cannot be used afterwards.
 
@@ -433,7 +442,7 @@ class Run:
             CheckpointError: The background save failed; see :meth:`wait`.
         """
         try:
-            self.wait()
+            self._settle()
         finally:
             backend, self._backend = self._backend, None
             if backend is not None:
@@ -483,12 +492,13 @@ class Run:
         """Returns whether the previous save is in progress on the coordinator, the last to end."""
         return self._decide("checking the last save", lambda: self._is_busy, lambda busy: busy[0])
 
-    def _settle(self, timeout_s: float) -> None:
+    def _settle(self, timeout_s: float | None = None) -> None:
+        """Waits for the background save, and reports its outcome."""
         pending = self._pending
         if pending is None:
             return
         try:
-            self._schedule.clock.background_save_ended(pending.settle(timeout_s))
+            self._schedule.clock.background_save_ended(pending.settle(timeout_s or self.timeout_s))
         except CheckpointError:
             self._boundary.stored = None
             raise
@@ -497,7 +507,7 @@ class Run:
                 self._pending = None
 
     def _settled(self, step: int, timeout_s: float | None = None) -> int:
-        self._settle(timeout_s or self.timeout_s)
+        self._settle(timeout_s)
         return step
 
     def _begin(self, step: int, timeout_s: float, metrics: _Metrics = None) -> _Metrics:
@@ -579,7 +589,7 @@ class Run:
             agreed = self._decide("agreeing on the next save", own, lambda each: max(each))
         except BaseException:
             with contextlib.suppress(CheckpointError):  # It failed for the same reason.
-                self._settle(self.timeout_s)
+                self._settle()
             raise
         self._schedule.agreed(step, agreed)
 

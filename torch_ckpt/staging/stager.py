@@ -17,6 +17,7 @@ import torch
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused
+from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import time_limit_s
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.process_state import PROCESS
@@ -93,6 +94,7 @@ class SnapshotStager:
         self.max_host_nbytes = max_host_nbytes
         self.blocking = blocking
         self.waited = self.skipped = self.refused = 0
+        self._exclusive = Exclusive("the staging memory")
         self.share: Share | None = None  # This rank's share in the last save.
         # The snapshot, or None before it is allocated. Empty while the snapshot is in use.
         self._free: list[_native.Snapshot | None] = [None]
@@ -204,7 +206,7 @@ class SnapshotStager:
         """
         with contextlib.suppress(Exception):  # The earlier save reports its own error.
             self.wait_staged()
-        with gc_paused():
+        with self._exclusive.use("stage a state dict", time_limit_s()), gc_paused():
             return self._begin(state_dict, left_out, allow_unstaged, name)
 
     def _begin(
@@ -341,7 +343,7 @@ class SnapshotStager:
         self._inherited = self._free, self._in_use, self._executor, self._devices
         self._devices = _native.Devices()
         self._free, self._in_use = [None], set()
-        self._changed = threading.Condition()
+        self._changed, self._exclusive = threading.Condition(), Exclusive("the staging memory")
         self._executor = self._copying = self.share = None
 
     def _return(self, snapshot: _native.Snapshot | None) -> None:

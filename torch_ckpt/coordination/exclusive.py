@@ -1,0 +1,89 @@
+"""Exclusive: one rule for objects that only one call at a time may use.
+
+A call in another thread waits. A call in the same thread cannot wait: a signal handler has
+interrupted the first call, which continues only after the handler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+from torch_ckpt.errors import CheckpointError
+
+__all__ = ["Exclusive", "exclusive"]
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+class Exclusive:
+    """Exclusive use of an object.
+
+    Args:
+        name: Name of the object, for messages.
+
+    Example::
+
+        exclusive = Exclusive("the run")
+        with exclusive.use("save step 100", timeout_s=600):
+            ...
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._threads: set[int] = set()  # The threads that use the object, or wait for it.
+
+    @contextlib.contextmanager
+    def use(self, activity: str, timeout_s: float) -> Iterator[None]:
+        """Waits until no other thread uses the object, which is then used within the block.
+
+        Args:
+            activity: The activity, such as ``"save step 100"``, for messages.
+            timeout_s: Seconds to wait for other threads.
+
+        Raises:
+            CheckpointError: This thread uses the object already. Or another thread used it until
+                the timeout.
+        """
+        thread = threading.get_ident()
+        if thread in self._threads:
+            raise CheckpointError(
+                f"cannot {activity}: {self._name} is in use by a call in this thread, which a "
+                "signal handler has interrupted. Set a flag in the handler, and save after the step"
+            )
+        self._threads.add(thread)  # Before the lock, so that a signal handler always finds it.
+        try:
+            if not self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+                raise CheckpointError(
+                    f"cannot {activity}: another thread used {self._name} for {timeout_s:g} s"
+                )
+            try:
+                yield
+            finally:
+                self._lock.release()
+        finally:
+            self._threads.discard(thread)
+
+
+def exclusive(activity: str) -> Callable[[M], M]:
+    """Makes a method use its object exclusively.
+
+    The object has an :class:`Exclusive` as ``_exclusive``, and ``timeout_s``.
+
+    Args:
+        activity: The activity, for messages.
+    """
+
+    def decorate(method: M) -> M:
+        @functools.wraps(method)
+        def exclusively(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._exclusive.use(activity, self.timeout_s):
+                return method(self, *args, **kwargs)
+
+        return cast(M, exclusively)
+
+    return decorate
