@@ -545,7 +545,7 @@ def test_a_folder_that_others_may_enter_is_not_used(run: Path, memory: Path) -> 
     folder.mkdir(parents=True, mode=0o755)
     folder.parent.chmod(0o700)
     folder.chmod(0o755)
-    with pytest.raises(CheckpointError, match="not a private directory"):
+    with pytest.raises(StorageError, match="not a private directory"):
         SnapshotAgent(run)
 
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from waits import SOON_S, until
 import torch_ckpt
 from torch_ckpt.agent import AgentOptions
 from torch_ckpt.agent.memory import folder_of, run_of
+from torch_ckpt.errors import CheckpointError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
@@ -158,3 +160,76 @@ def test_the_command_is_the_agent_of_a_run(run: Path) -> None:
     assert subprocess.run([*command, "60"], timeout=SOON_S).returncode == 0  # There is one.
     os.kill(first.pid, signal.SIGTERM)
     assert first.wait(SOON_S) == -signal.SIGTERM
+
+
+def agent_of(run: Path) -> int:
+    """The process id of the agent of a run."""
+    return int((folder_of(run_of(run)) / "agent.lock").read_text())
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_frozen_agent_is_left_after_the_timeout(run: Path, is_new: bool) -> None:
+    state = {"w": torch.ones(1000)}
+    training = torch_ckpt.Run(run, asynchronous=True, agent=True, timeout_s=3)
+    training.save(1, state)
+    training.wait()
+    agent = agent_of(run)
+    os.kill(agent, signal.SIGSTOP)
+    begin = time.monotonic()
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            if is_new:
+                training = torch_ckpt.Run(run, asynchronous=True, agent=True, timeout_s=3)
+            training.save(2, state)
+        training.wait()
+        training.save(3, state)
+        training.close()
+        assert time.monotonic() - begin < 25
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    said = [str(one.message) for one in warned if "without an agent" in str(one.message)]
+    assert len(said) == 1
+    assert re.search(r"the agent of this machine did not answer within \d s", said[0])
+    assert steps_of(run) == ["step-1", "step-2", "step-3"]
+
+
+def test_a_save_whose_agent_freezes_before_the_commit_fails(run: Path) -> None:
+    training = torch_ckpt.Run(run, asynchronous=True, agent=True, timeout_s=3)
+    training.save(1, {"w": torch.ones(1000)})
+    training.wait()
+    agent = agent_of(run)
+    training.save(2, {"w": torch.ones(100 << 20, dtype=torch.uint8)})
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        assert "did not answer within 3 s" in failure_of_wait(training)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    training.close()
+
+
+def failure_of_wait(training: torch_ckpt.Run) -> str:
+    """The failure of the save in the background, which ends soon."""
+    deadline = time.monotonic() + 30
+    while True:
+        with pytest.raises(CheckpointError) as failed:
+            training.wait()
+        if "still being saved" not in str(failed.value):
+            return str(failed.value)
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("mode", [0o755, None])
+def test_memory_that_others_may_enter_is_left_alone_and_saves_go_on(
+    run: Path, memory: Path, mode: int | None
+) -> None:
+    folder = folder_of(run_of(run)).parent
+    if mode is None:
+        folder.write_text("somebody's file")
+    else:
+        folder.mkdir()
+        folder.chmod(mode)
+    with pytest.warns(UserWarning, match="without an agent.*not a private directory of this user"):
+        training = torch_ckpt.Run(run, asynchronous=True, agent=True)
+    training.save(1, {"w": torch.ones(10)})
+    training.close()
+    assert steps_of(run) == ["step-1"]

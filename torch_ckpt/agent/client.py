@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
+import math
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -28,6 +31,12 @@ _log = logging.getLogger("torch_ckpt.agent")
 
 _START_S = 30.0
 """Time within which a started agent must answer."""
+
+_GRACE_S = 5.0
+"""Time for the answer of an agent that was asked to wait."""
+
+_POLL_S = 5.0
+"""Interval at which a client that waits for a commit checks that the agent answers."""
 
 _FIRST_WITHIN_S = 10.0
 """Time that a started agent waits for a first rank. Several ranks may start one each."""
@@ -87,12 +96,14 @@ class AcquiredSlot:
 class AgentClient:
     """Sends requests to the agent of this machine, one at a time. Owned by one thread.
 
-    If the agent has died, the client starts another, which recovers its state from the slots.
+    If the agent has died, the client starts another, which recovers its state from the slots. An
+    agent that does not answer within ``timeout_s``, because it is frozen, is lost.
 
     Args:
         run: Name of the run.
         place: Identity of this rank.
         options: Options of the agent, if this rank starts it.
+        timeout_s: Seconds that the client waits for each answer.
 
     Attributes:
         folder: Folder of the run's shared memory.
@@ -103,8 +114,16 @@ class AgentClient:
         StorageError: No agent answers.
     """
 
-    def __init__(self, run: str | os.PathLike[str], place: Place, options: AgentOptions) -> None:
+    def __init__(
+        self,
+        run: str | os.PathLike[str],
+        place: Place,
+        options: AgentOptions,
+        *,
+        timeout_s: float,
+    ) -> None:
         self.place = place
+        self._timeout_s = timeout_s
         self._run = os.path.realpath(run)  # Resolved now: the process may change its directory.
         self._options = options
         self.folder = open_folder(place.run)
@@ -135,7 +154,10 @@ class AgentClient:
         Raises:
             StorageError: The tmpfs has too little space.
         """
-        answer = self._request(Kind.ACQUIRE, sequence, nbytes, int(timeout_s * 1000))
+        answer = self._request(
+            *(Kind.ACQUIRE, sequence, nbytes, int(timeout_s * 1000)),
+            within_s=max(self._timeout_s, timeout_s + _GRACE_S),
+        )
         if answer.kind == Kind.BUSY:
             return None
         return AcquiredSlot(Path(os.fsdecode(answer.data(0))), bool(answer.integer(1)))
@@ -159,8 +181,9 @@ class AgentClient:
 
         Raises:
             CheckpointError: The save failed.
+            StorageError: The agent does not answer.
         """
-        self._request(Kind.PERSIST, self.place.session, sequence)
+        self._request(Kind.PERSIST, self.place.session, sequence, within_s=math.inf)
 
     def detach(self, *, drop: bool) -> None:
         """Reports the orderly end of this rank, and closes the connection.
@@ -183,16 +206,24 @@ class AgentClient:
 
     def clone(self) -> AgentClient:
         """Returns another client of this rank, for another thread."""
-        return AgentClient(self._run, self.place, self._options)
+        return AgentClient(self._run, self.place, self._options, timeout_s=self._timeout_s)
 
-    def _request(self, kind: Kind, *fields: int | bytes) -> Message:
+    def _request(self, kind: Kind, *fields: int | bytes, within_s: float | None = None) -> Message:
+        """Returns the answer to a request.
+
+        Args:
+            kind: Kind of the request.
+            *fields: Fields of the request.
+            within_s: Seconds to wait for the answer; the timeout of the client if ``None``. With
+                ``math.inf``, the client waits as long as the agent answers other requests.
+        """
         deadline = time.monotonic() + _START_S
         while True:
             try:
                 if self._connection is None:
                     self._connect()
                 assert self._connection is not None
-                return self._exchange(self._connection, kind, *fields)
+                return self._exchange(self._connection, kind, *fields, within_s=within_s)
             except OSError as error:
                 if isinstance(error, CheckpointError):
                     raise
@@ -204,9 +235,26 @@ class AgentClient:
                     ) from error
                 _log.warning("cannot reach the agent of this machine (%s): starting another", error)
 
-    def _exchange(self, connection: socket.socket, kind: Kind, *fields: int | bytes) -> Message:
-        send(connection, kind, *fields)
-        answer = receive(connection)
+    def _exchange(
+        self,
+        connection: socket.socket,
+        kind: Kind,
+        *fields: int | bytes,
+        within_s: float | None,
+    ) -> Message:
+        limit_s = self._timeout_s if within_s in (None, math.inf) else within_s
+        connection.settimeout(limit_s)
+        try:
+            send(connection, kind, *fields)
+            while within_s == math.inf and not select.select([connection], [], [], _POLL_S)[0]:
+                self._register().close()  # Raises if the agent does not answer.
+            answer = receive(connection)
+        except TimeoutError:
+            self.is_lost = True
+            self.close()
+            raise StorageError(
+                f"the agent of this machine did not answer within {limit_s:g} s", errno.ETIMEDOUT
+            ) from None
         if answer is None:
             raise ConnectionResetError("the agent closed the connection")
         raise_error(answer)
@@ -214,15 +262,16 @@ class AgentClient:
 
     def _connect(self) -> None:
         """Connects to the agent; starts an agent if none runs."""
-        deadline = time.monotonic() + _START_S
+        begin = time.monotonic()
+        deadline = begin + _START_S
         while True:
             open_folder(self.place.run)  # An ending agent removes the folder.
             with contextlib.suppress(ConnectionError, FileNotFoundError):
                 self._connection = self._register()
                 self.is_lost = False
                 return
-            if has_agent(self.folder):  # An ending agent may still write for long.
-                deadline = time.monotonic() + _START_S
+            if has_agent(self.folder) and time.monotonic() < begin + self._timeout_s:
+                deadline = time.monotonic() + _START_S  # An ending agent may still write for long.
             elif time.monotonic() > deadline:
                 self.is_lost = True
                 raise StorageError(
@@ -238,9 +287,11 @@ class AgentClient:
         ranks = b"".join(struct.pack("<q", rank) for rank in place.ranks_here)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            connection.settimeout(self._timeout_s)
             with short_path(self.folder) as folder:
                 connection.connect(f"{folder}/agent.socket")
-            self._exchange(connection, Kind.HELLO, place.run, place.session, place.rank, ranks)
+            hello = Kind.HELLO, place.run, place.session, place.rank, ranks
+            self._exchange(connection, *hello, within_s=min(self._timeout_s, _START_S))
         except BaseException:
             connection.close()
             raise

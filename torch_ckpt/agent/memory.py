@@ -8,6 +8,7 @@ next agent of the user removes the folders of abandoned runs.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -154,8 +155,8 @@ def open_folder(run: bytes) -> Path:
     """Returns the folder of a run; creates it if it does not exist.
 
     Raises:
-        StorageError: The folder cannot be created.
-        CheckpointError: The path belongs to another user, or other users can access it.
+        StorageError: The folder cannot be created. Or it belongs to another user, or other users
+            can access it.
     """
     folder = folder_of(run)
     for path in (folder.parent, folder):
@@ -166,8 +167,9 @@ def open_folder(run: bytes) -> Path:
         except OSError as error:
             raise StorageError(f"cannot create {path}: {error.strerror}", error.errno) from error
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-            raise CheckpointError(
-                f"cannot share memory in {path}: it is not a private directory of this user"
+            raise StorageError(
+                f"cannot share memory in {path}: it is not a private directory of this user",
+                errno.EPERM,
             )
     return folder
 

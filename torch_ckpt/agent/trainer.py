@@ -136,7 +136,7 @@ class SnapshotAgent:
         self._group = group_of(process_group)
         self._stages = self._group.series()
         self._place = _find_place(run, self._group, timeout_s)
-        self._client = AgentClient(run, self._place, options or AgentOptions())
+        self._client = AgentClient(run, self._place, options or AgentOptions(), timeout_s=timeout_s)
         self._sequence = 0
         self._newest: Path | None = None  # Slot of the last save, if it was staged.
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # Inode and mapped slot by path.
