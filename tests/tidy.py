@@ -64,6 +64,13 @@ WITHOUT_FILES = (
     "cli",
 )
 
+# Functions of torch that make a tensor on the program's default device, unless they get `device`.
+FACTORIES = re.compile(
+    r"arange|as_tensor|asarray|empty(_permuted|_quantized|_strided)?|eye|full|linspace|logspace|ones"
+    r"|r?fftfreq|rand(n|int|perm)?|range|scalar_tensor|nested_tensor|sparse_\w+_tensor|tensor"
+    r"|tri[lu]_indices|zeros|\w+_window"
+)
+
 VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")
 MAX_LINES = 600
 
@@ -142,6 +149,19 @@ def file_breaches() -> Iterator[str]:
                 yield f"{name}:{number}: files are reached through filesystems.Location alone"
 
 
+def device_breaches() -> Iterator[str]:
+    """Tensors that are made on the program's default device, which may be "meta" or a GPU."""
+    for path in sorted((ROOT / "torch_ckpt").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            is_torchs = ast.unparse(node.func.value) in ("torch", "torch.fft", "torch.nested")
+            names_device = any(keyword.arg == "device" for keyword in node.keywords)
+            if is_torchs and FACTORIES.fullmatch(node.func.attr) and not names_device:
+                where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                yield f"{where}: torch.{node.func.attr} without device= uses the program's default"
+
+
 def size_and_name_breaches() -> Iterator[str]:
     """Files that may hold two things, and names that say nothing."""
     for path in cpp_files() + sorted((ROOT / "torch_ckpt").rglob("*.py")):
@@ -200,6 +220,7 @@ def main() -> int:
         *include_breaches(),
         *import_breaches(),
         *file_breaches(),
+        *device_breaches(),
         *page_breaches(),
         *size_and_name_breaches(),
     ]

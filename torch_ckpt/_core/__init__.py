@@ -17,7 +17,8 @@ def __getattr__(name: str) -> ModuleType:
 
     try:
         module = importlib.import_module(f"{__name__}._tensor_view")
-        plain, sparse = torch.empty(2, 3)[:, 1:], torch.empty(2, 3).to_sparse()
+        whole = torch.empty(2, 3, device="cpu")
+        plain, sparse = whole[:, 1:], whole.to_sparse()
         kinds = [module.tensor_kind(tensor) for tensor in (plain, sparse)]
         fits = kinds == [module.TensorKind.PLAIN, module.TensorKind.TORCHS_OWN]
         reason = "" if fits else f"it reads wrong facts of a tensor: {kinds}"

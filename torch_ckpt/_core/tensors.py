@@ -18,6 +18,7 @@ __all__ = [
     "DTYPE_CODES",
     "MEMORY_FORMATS",
     "Destinations",
+    "cpu_as_default",
     "gc_paused",
     "is_temporary",
     "printable",
@@ -80,7 +81,7 @@ def _count_references(tensor: torch.Tensor) -> int:
 
 
 def _count_references_of_fresh_tensor() -> int:
-    tensor = torch.empty(0)
+    tensor = torch.empty(0, device="cpu")
     return _count_references(tensor)
 
 
@@ -130,6 +131,16 @@ class Destinations:
         storage, begin, end = _tensor_view.extent(tensor)
         if begin < end:
             bisect.insort(self._extents.setdefault(storage, []), (begin, end, fqn))
+
+
+def cpu_as_default() -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which torch makes tensors on the CPU, unless told another device.
+
+    Torch itself makes tensors on the default device to find the box of a DTensor, and reads them.
+    """
+    # A torch.device as context is visible to all threads, so it is not entered without need.
+    is_cpu = torch.get_default_device().type == "cpu"
+    return contextlib.nullcontext() if is_cpu else torch.device("cpu")
 
 
 @contextlib.contextmanager

@@ -138,7 +138,7 @@ class FastCheckpointIO(CheckpointIO):
         reader = FastReader(path, **options)
         stored = reader.read_metadata().state_dict_metadata
         state: dict[str, Any] = {
-            fqn: torch.empty(entry.size, dtype=entry.properties.dtype)
+            fqn: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             if isinstance(entry, TensorStorageMetadata)
             else None
             for fqn, entry in stored.items()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt._core.tensors import gc_paused
+from torch_ckpt._core.tensors import cpu_as_default, gc_paused
 from torch_ckpt.errors import MismatchError, NotFoundError
 from torch_ckpt.formats.index import index_of
 from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
@@ -202,7 +202,8 @@ class FastLoadPlanner(DefaultLoadPlanner):
             ValueError: Tensors have other shapes in the checkpoint.
         """
         try:
-            return self._plan()
+            with cpu_as_default():
+                return self._plan()
         except (RuntimeError, ValueError) as error:
             if type(error) not in (RuntimeError, ValueError) or self.metadata is None:
                 raise

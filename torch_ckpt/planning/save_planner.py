@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt._core.tensors import gc_paused
+from torch_ckpt._core.tensors import cpu_as_default, gc_paused
 from torch_ckpt.coordination.group import current_call
 from torch_ckpt.coordination.orchestrate import PlanUnknownError
 from torch_ckpt.errors import CheckpointError
@@ -141,15 +141,15 @@ class FastSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Lists the items of this rank."""
-        if self._overrides_planning():
-            return super().create_local_plan()
-        try:
-            with gc_paused():
-                plan = self._plan_in_columns()
-        except _NoColumnsError:
-            return super().create_local_plan()
-        self.plan = plan
-        return plan
+        with cpu_as_default():
+            if self._overrides_planning():
+                return super().create_local_plan()
+            try:
+                with gc_paused():
+                    self.plan = self._plan_in_columns()
+            except _NoColumnsError:
+                return super().create_local_plan()
+        return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Checks the items of all ranks, and assigns each item to a rank that writes it."""

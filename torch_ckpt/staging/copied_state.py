@@ -140,7 +140,7 @@ class CopiedState(StateDictStager):
             return _full_copy(x)
         if x.is_conj() or x.is_neg():
             return to_plain(x)
-        y = torch.empty(0, dtype=x.dtype)
+        y = torch.empty(0, dtype=x.dtype, device="cpu")
         self.tensors.append(CopiedTensor(x, y))
         return y
 
@@ -241,7 +241,7 @@ class MemoryRun:
 def drop_memory(tensors: Iterable[CopiedTensor]) -> None:
     """Gives copies the sizes and strides of their tensors, but no memory. Reading one raises."""
     for live, copy in tensors:
-        copy.data = torch.empty_strided(live.size(), live.stride(), dtype=live.dtype)
+        copy.data = torch.empty_strided(live.size(), live.stride(), dtype=live.dtype, device="cpu")
         copy.untyped_storage().resize_(0)
         if live.requires_grad:
             copy.requires_grad_()

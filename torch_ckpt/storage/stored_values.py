@@ -75,7 +75,7 @@ class StoredValues:
         targets, items = [], []
         for number, (name, (offsets, sizes)) in enumerate(boxes):
             entry = self.entry(name)
-            targets.append(torch.empty(sizes, dtype=entry.properties.dtype))
+            targets.append(torch.empty(sizes, dtype=entry.properties.dtype, device="cpu"))
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             for item in create_read_items_for_chunk_list(self.names[name], entry, [chunk]):
                 # The planner finds the target by its number.
