@@ -48,6 +48,21 @@ class Net(nn.Module):
         return out * self.scale.to(x.dtype) + self.frozen(hidden).sum(-1, keepdim=True)
 
 
+class LoraNet(nn.Module):
+    """A frozen layer that a tied one shares, and trained factors beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(7, 7, bias=False)
+        self.head = nn.Linear(7, 7, bias=False)
+        self.head.weight = self.base.weight
+        self.base.requires_grad_(False)
+        self.down, self.up = nn.Linear(7, 2, bias=False), nn.Linear(2, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.base(x) + self.up(self.down(x)))
+
+
 class WideNet(nn.Sequential):
     """So large that headers do not matter: 24 MiB with the state of Adam."""
 
@@ -55,7 +70,7 @@ class WideNet(nn.Sequential):
         super().__init__(*(nn.Linear(512, 1024, bias=number == 0) for number in range(4)))
 
 
-NETS: dict[str, type[nn.Module]] = {"net": Net, "wide": WideNet}
+NETS: dict[str, type[nn.Module]] = {"net": Net, "lora": LoraNet, "wide": WideNet}
 
 
 def groups_of(net: nn.Module, *, scale: float = 1.0) -> list[dict[str, Any]]:
@@ -172,12 +187,16 @@ def save_engine(
 ) -> None:
     """Trains and saves."""
     engine = engine_of(stage, dtype, net, optimizer)
-    if net == "net":
-        train_engine(engine, 0, dtype)
-    else:
+    if net == "wide":
         engine.backward(sum(layer(torch.ones(2, 512)).mean() for layer in engine.module))
         engine.step()
-    engine.save_checkpoint(str(path), client_state={**CLIENT, "rng": torch.arange(9)})
+    else:
+        train_engine(engine, 0, dtype)
+    engine.save_checkpoint(
+        str(path),
+        client_state={**CLIENT, "rng": torch.arange(9)},
+        exclude_frozen_parameters=net == "lora",
+    )
     engine.destroy()
 
 
@@ -216,8 +235,9 @@ def merged_by_deepspeed(path: Path) -> dict[str, torch.Tensor]:
     weights = get_fp32_state_dict_from_zero_checkpoint(str(path))
     folder = path / (path / "latest").read_text()
     stored = torch.load(min(folder.glob("*model_states.pt")), weights_only=False)
-    for fqn in ("frozen.weight", "frozen.bias"):  # Which DeepSpeed forgets at stage 1.
-        weights.setdefault(fqn, stored["module"][fqn])
+    for fqn, tensor in stored["module"].items():  # DeepSpeed forgets frozen ones at stage 1.
+        if tensor.numel():
+            weights.setdefault(fqn, tensor)
     merged = {f"model.{fqn}": tensor for fqn, tensor in weights.items()}
     shapes = stored["param_shapes"]
     files = sorted(folder.glob("*optim_states.pt"))

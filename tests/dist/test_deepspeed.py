@@ -76,6 +76,20 @@ def test_every_tensor_equals_what_deepspeed_merges(engines: Ranks, saved: Save, 
     assert_same(loaded, expected)
 
 
+@pytest.mark.thin("2-bf16", "3-fp32")
+@pytest.mark.parametrize("kind", KINDS)
+def test_trained_parameters_load_where_frozen_tied_ones_are_excluded(
+    engines: Ranks, saved: Save, kind: str
+) -> None:
+    path = saved(f"{kind}-lora")
+    expected = engines.run(merged_by_deepspeed, path)[0]
+    loaded = loaded_whole(path)
+    del loaded["rng"]
+    assert_same(loaded, expected)
+    assert "model.base.weight" not in loaded
+    assert ("model.head.weight" in loaded) == (kind[0] != "3")  # DeepSpeed excludes one name.
+
+
 @pytest.mark.thin("2-1-fp32", "3-3-fp32")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith("fp32")])
 @pytest.mark.parametrize("ranks", [2, 3])

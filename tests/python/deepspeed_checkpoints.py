@@ -77,9 +77,19 @@ def values() -> dict[str, torch.Tensor]:
 
 
 def write(
-    folder: Path, stage: int, change: Callable[[int, dict[str, Any]], Any] | None = None
+    folder: Path,
+    stage: int,
+    change: Callable[[int, dict[str, Any]], Any] | None = None,
+    change_model: Callable[[int, dict[str, Any]], Any] | None = None,
 ) -> None:
-    """Writes a checkpoint of :data:`RANKS` ranks; ``change`` may edit the optimizer of a rank."""
+    """Writes a checkpoint of :data:`RANKS` ranks.
+
+    Args:
+        folder: The folder.
+        stage: The stage of ZeRO.
+        change: May edit the optimizer of a rank.
+        change_model: May edit the model file of a rank.
+    """
     folder.mkdir(parents=True)
     whole = values()
     with deepspeed_classes():
@@ -93,9 +103,10 @@ def write(
             torch.save({"optimizer_state_dict": optim}, folder / name)
             if stage == 3 or rank == 0:
                 prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
-                torch.save(
-                    _model(whole, stage, rank), folder / f"{prefix}mp_rank_00_model_states.pt"
-                )
+                model = _model(whole, stage, rank)
+                if change_model is not None:
+                    change_model(rank, model)
+                torch.save(model, folder / f"{prefix}mp_rank_00_model_states.pt")
 
 
 def _model(whole: dict[str, torch.Tensor], stage: int, rank: int) -> dict[str, Any]:

@@ -59,6 +59,67 @@ def test_names_and_values_are_those_of_the_state_dict(tmp_path: Path, stage: int
     }
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("alias", "fqn"),
+    [
+        ("cube", "up.weight"),  # Trained, both.
+        ("frozen", "up.weight"),
+        ("up.bias", "frozen"),
+        ("frozen", "buffer"),
+        ("buffer", "up.bias"),
+    ],
+)
+def test_a_stated_alias_never_replaces_stored_elements(
+    tmp_path: Path, stage: int, alias: str, fqn: str
+) -> None:
+    def share(_: int, model: dict[str, Any]) -> None:
+        model["shared_params"] = {alias: fqn}
+
+    write(tmp_path / "tag", stage, change_model=share)
+    found = load(tmp_path / "tag")
+    for name, tensor in values().items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_tied_parameter_in_the_module_has_the_master_weights(tmp_path: Path, stage: int) -> None:
+    """The module has it in 16 bits: a view of the same record, as torch.save stores tied tensors.
+
+    With ZeRO-3, that is so for small parameters, which every rank has whole.
+    """
+
+    def tie(_: int, model: dict[str, Any]) -> None:
+        shared = values()["model.up.weight"].bfloat16()
+        model["module"].update({"up.weight": shared, "tied": shared})
+
+    write(tmp_path / "tag", stage, change_model=tie)
+    assert torch.equal(load(tmp_path / "tag")["model.tied"], values()["model.up.weight"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_alias_of_a_parameter_that_was_not_saved_is_missing_only_if_requested(
+    tmp_path: Path, stage: int
+) -> None:
+    def exclude(_: int, model: dict[str, Any]) -> None:
+        model["shared_params"] = {"head": "frozen"}
+        del model["module"]["frozen"]
+        for name in ("frozen_param_shapes", "frozen_param_fragments"):
+            model[name] = None
+
+    write(tmp_path / "tag", stage, change_model=exclude)
+    found = load(tmp_path / "tag")
+    assert not {"model.head", "model.frozen"} & set(found)
+    for name, tensor in values().items():
+        assert name == "model.frozen" or torch.equal(found[name], tensor), name
+    with pytest.raises(dcp.CheckpointException, match=r"model\.head"):
+        dcp.load(
+            {"model.head": torch.empty(11)},
+            storage_reader=FastReader(tmp_path / "tag"),
+            no_dist=True,
+        )
+
+
 def test_groups_of_deepspeeds_own_adam_get_the_form_of_torchs(tmp_path: Path) -> None:
     def fuse(rank: int, optim: dict[str, Any]) -> None:
         base = optim["optimizer_state_dict"]

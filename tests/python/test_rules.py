@@ -428,6 +428,20 @@ def test_pipeline_stages_have_other_parameters(tmp_path: Path) -> None:
     assert state["model.tied"].equal(tensor(2))
 
 
+def test_an_alias_on_one_rank_never_replaces_what_another_rank_has_stored(tmp_path: Path) -> None:
+    write_shards(tmp_path, [{"0.w": tensor(3)}, {"1.w": tensor(3) + 7}], stages=2)
+    for rank in range(2):
+        file = tmp_path / f"mp_rank_{rank:02}_model_states.pt"
+        state = torch.load(file, weights_only=False)
+        state["module"] = {"1.buffer": torch.arange(2)} if rank else {}
+        state["shared_params"] = {} if rank else {"1.w": "0.w", "1.buffer": "0.w", "tied": "0.w"}
+        torch.save(state, file)
+    state = loaded(tmp_path)
+    assert state["model.1.w"].equal(tensor(3) + 7)
+    assert state["model.1.buffer"].equal(torch.arange(2))
+    assert state["model.tied"].equal(state["model.0.w"])
+
+
 def test_the_files_of_each_rank_are_needed(tmp_path: Path) -> None:
     write_shards(tmp_path, [{"w": part} for part in tensor(6, 3).chunk(3)], info=INFO)
     for file in tmp_path.glob("*mp_rank_02*"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.rank_entries import Entries
 from torch_ckpt.formats.rank_files import Computed, File, Files, Partitioned, Stored, Value
 from torch_ckpt.formats.rules import Rule, Rules
+from torch_ckpt.formats.torch_save import has_boxes
 from torch_ckpt.formats.zero_partitions import add_partition, partition_of, read_partitions
 
 __all__ = ["deepspeed_folder", "open_deepspeed"]
@@ -301,8 +302,34 @@ def _read_model(files: Files, names: _Names) -> Model:
         for key, value in first.state.items()
         if key not in _CONSUMED
     }
-    aliases = dict(first.state.get("shared_params") or {})
+    aliases = _aliases(first, {fqn for shapes in groups for fqn in shapes}, tensors)
     return Model(groups, tensors, aliases, rest, buffers, first)
+
+
+def _aliases(file: File, trained: Collection[str], tensors: Mapping[str, Value]) -> dict[str, str]:
+    """Returns the names that the file states to share the parameter of another name.
+
+    A name with elements of its own is no alias. The module of ZeRO-1 and ZeRO-2 has elements for
+    each name: those of an alias are in the same record as those of the parameter.
+    """
+    stated = file.state.get("shared_params") or {}
+    if not isinstance(stated, dict):
+        raise file.damage(f"shared_params is a {type(stated).__name__}")
+    return {
+        alias: fqn
+        for alias, fqn in stated.items()
+        if alias not in trained
+        if alias not in tensors or _is_same(tensors[alias], tensors.get(fqn))
+    }
+
+
+def _is_same(value: Value, other: Value | None) -> bool:
+    """Returns whether two tensors of a file have the same elements, as far as its records show."""
+    if not isinstance(value, Stored) or not isinstance(other, Stored):
+        return False
+    if not has_boxes(value.value) or not has_boxes(other.value):
+        return False
+    return value.file.same_record(value.value, other.file, other.value) is True
 
 
 def _add_layers(files: Files, models: Sequence[Model]) -> None:
@@ -353,11 +380,8 @@ def _opened(files: Files, model: Model, optimizer: Optimizer) -> Opened:
     entries = Entries(files)
     weights: dict[str, Value] = {**model.tensors, **optimizer.weights}
     for alias, fqn in model.aliases.items():
-        if fqn not in weights:
-            raise CorruptionError(
-                f"cannot load {alias!r} of {files.folder}: it shares {fqn!r}, which is missing"
-            )
-        weights[alias] = weights[fqn]
+        if fqn in weights:  # Frozen parameters may be excluded from a save.
+            weights[alias] = weights[fqn]
     for fqn, value in weights.items():
         entries.add(("model", fqn), value)
     for fqn, states in optimizer.states.items():

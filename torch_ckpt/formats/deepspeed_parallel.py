@@ -171,10 +171,15 @@ class _United:
             self._renamed(alias): self._renamed(fqn)
             for one, _ in self.ranks
             for alias, fqn in one.aliases.items()
+            if alias not in self.trained and not self._has_own(alias)
         }
         united = Model([], tensors, aliases, model.rest, model.buffers, model.file)
         groups = self._parameter_groups()
         return united, Optimizer(weights, states, groups, optimizer.rest, optimizer.file)
+
+    def _has_own(self, alias: str) -> bool:
+        """Returns whether a rank has elements under this name, and not as an alias."""
+        return any(alias in model.tensors and alias not in model.aliases for model, _ in self.ranks)
 
     def _renamed(self, fqn: str) -> str:
         rule = self.rules.get(fqn)
