@@ -370,10 +370,13 @@ def test_output_that_cannot_be_written_is_a_failure(saved: Path) -> None:
 def test_trusted_pickles_are_inspected_and_verified(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3), "own": Own()}, tmp_path / "model.pt")
     for command in ("inspect", "verify"):
+        assert run(command, tmp_path / "model.pt")[0] == SOUND
+    torch.save(Own(), tmp_path / "model.pt")
+    for command in ("inspect", "verify"):
         status, printed = run(command, tmp_path / "model.pt")
         assert status == FAILED
-        assert "Own" in printed
-        assert run(command, "--trust-pickle", tmp_path / "model.pt")[0] == SOUND
+        assert "GLOBAL test_cli.Own" in printed
+        assert "its value is a Own" in run(command, "--trust-pickle", tmp_path / "model.pt")[1]
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,15 @@ STAGES = (2, 3)
 Change = Callable[[int, dict[str, Any]], Any]
 
 
-def load(path: Path, **options: Any) -> dict[str, Any]:
-    """Every value of a checkpoint, by its FQN."""
+def load(path: Path, *, without: Collection[str] = (), **options: Any) -> dict[str, Any]:
+    """Every value of a checkpoint, by its FQN, but for some."""
     reader = FastReader(path, **options)
     state = {
         fqn: torch.empty(stored.size, dtype=stored.properties.dtype)
         if hasattr(stored, "chunks")
         else None
         for fqn, stored in reader.read_metadata().state_dict_metadata.items()
+        if fqn not in without
     }
     dcp.load(state, storage_reader=FastReader(path, **options), no_dist=True)
     return state
@@ -118,6 +119,13 @@ def test_an_alias_of_a_parameter_that_was_not_saved_is_missing_only_if_requested
             storage_reader=FastReader(tmp_path / "tag"),
             no_dist=True,
         )
+
+
+def test_a_clients_value_does_not_hide_one_of_the_optimizer(tmp_path: Path) -> None:
+    write(tmp_path / "tag", 2, change_model=lambda _, model: model.update(loss_scaler="mine"))
+    found = load(tmp_path / "tag")
+    assert found["loss_scaler.cur_scale"] == 4.0
+    assert found["client.loss_scaler"] == "mine"
 
 
 def test_groups_of_deepspeeds_own_adam_get_the_form_of_torchs(tmp_path: Path) -> None:
@@ -308,13 +316,28 @@ def test_experts_without_zero_are_refused(tmp_path: Path) -> None:
         FastReader(tmp_path / "tag").read_metadata()
 
 
-def test_a_class_that_is_not_allowed_is_refused(tmp_path: Path) -> None:
+def test_a_value_of_a_class_that_is_not_allowed_is_refused_if_it_is_requested(
+    tmp_path: Path,
+) -> None:
     def call(rank: int, optim: dict[str, Any]) -> None:
         optim["extra"] = pickle.PickleBuffer  # A class that no list allows.
+        optim["optimizer_state_dict"]["param_groups"][0]["hook"] = print
 
     write(tmp_path / "tag", 3, call)
-    with pytest.raises(UnsupportedError, match="PickleBuffer"):
-        FastReader(tmp_path / "tag").read_metadata()
+    names = {"extra": "pickle.PickleBuffer", "optim.param_groups.0.hook": "builtins.print"}
+    for fqn, name in names.items():
+        with pytest.raises(dcp.CheckpointException, match=f"{fqn.split('.')[-1]}.*GLOBAL {name}"):
+            dcp.load({fqn: None}, storage_reader=FastReader(tmp_path / "tag"), no_dist=True)
+    found = load(tmp_path / "tag", without=names)
+    for name, tensor in values().items():
+        assert torch.equal(found[name], tensor), name
+
+    def replace(rank: int, optim: dict[str, Any]) -> None:
+        optim["fp32_flat_groups"][0] = print
+
+    write(tmp_path / "other", 3, replace)
+    with pytest.raises(UnsupportedError, match=r"fp32_flat_groups\.0.*GLOBAL builtins.print"):
+        FastReader(tmp_path / "other").read_metadata()
 
 
 def test_a_tag_that_is_missing_is_named(tmp_path: Path) -> None:

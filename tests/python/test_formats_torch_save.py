@@ -177,11 +177,16 @@ def test_other_classes_are_refused_unless_the_pickle_is_trusted(
     tmp_path: Path, planner: Any
 ) -> None:
     path = tmp_path / "a.pt"
-    torch.save({"object": Trusted(), "w": torch.ones(3)}, path)
+    values = {"object": Trusted(), "inside": (1, [{"x": Trusted()}], torch.ones(2))}
+    torch.save({**values, "w": torch.ones(3)}, path)
 
-    error = failure_of(load, {"w": torch.zeros(3)}, FastReader(path), planner=planner())
-    assert type(error) is UnsupportedError
-    assert "Trusted" in str(error)
+    for name in values:
+        target = {name: None, "w": torch.zeros(3)}
+        error = failure_of(load, target, FastReader(path), planner=planner())
+        assert type(error) is UnsupportedError
+        for part in (f"{name!r} of {path}", f"GLOBAL {__name__}.Trusted", "add_safe_globals"):
+            assert part in str(error)
+    assert loads(path, {"w": torch.ones(3)}) == []
 
     trusting = FastReader(path, trust_pickle=True)
     loaded = load({"object": None, "w": torch.zeros(3)}, trusting, planner=planner())

@@ -32,7 +32,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch_ckpt import CheckpointError, FastReader
 from torch_ckpt._core import _native
 from torch_ckpt.formats.data_classes import DATA_CLASSES, class_named
-from torch_ckpt.formats.object_pickles import load_object, refused_classes
+from torch_ckpt.formats.object_parts import ObjectParts
+from torch_ckpt.formats.object_pickles import Refused, load_object, refused_classes
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 
 NAMES = [name for name in DATA_CLASSES if ".core." not in name and "_local" not in name]
@@ -144,10 +145,10 @@ def nothing_changes() -> Iterator[None]:
     assert set(torch.serialization.get_safe_globals()) == allowed
 
 
-def outcome(pickled: bytes) -> object:
+def outcome(pickled: bytes, **options: Any) -> object:
     """What a load gives; nothing if it refuses, which must be by an error that can be handled."""
     try:
-        return load_object(archive(pickled))
+        return load_object(archive(pickled), **options)
     except (SystemError, MemoryError, RecursionError):
         raise
     except Exception:
@@ -167,8 +168,10 @@ HARMLESS = (
 def test_a_class_of_plain_data_cannot_be_abused(name: str, canary: Path) -> None:
     for abuse, crafted in ABUSES.items():
         with nothing_changes():
-            value = outcome(b"\x80\x02" + crafted(named(name), canary) + b".")
+            pickled = b"\x80\x02" + crafted(named(name), canary) + b"."
+            value, later = outcome(pickled), outcome(pickled, refuse_later=True)
         assert isinstance(value, HARMLESS), abuse
+        assert isinstance(later, (*HARMLESS, Refused)), abuse
         assert not canary.exists(), abuse
 
 
@@ -256,8 +259,18 @@ CRAFTED = {
 
 @pytest.mark.parametrize("name", CRAFTED)
 def test_what_no_pickler_writes_is_refused(name: str) -> None:
+    crafted = archive(b"\x80\x02" + CRAFTED[name] + b".")
     with nothing_changes(), pytest.raises((pickle.UnpicklingError, KeyError, RuntimeError)):
-        load_object(archive(b"\x80\x02" + CRAFTED[name] + b"."))
+        load_object(crafted)
+    crafted.seek(0)
+    with nothing_changes(), pytest.raises((pickle.UnpicklingError, KeyError, RuntimeError)):
+        check(load_object(crafted, refuse_later=True))
+
+
+def check(value: object) -> None:
+    """Raises what a load of a value with a refused one in it raises."""
+    if refused := ObjectParts(value).refused:
+        raise ForbiddenPickleError(", ".join(refused))
 
 
 def test_the_crafted_array_is_sound_but_for_what_is_crafted() -> None:
@@ -408,8 +421,9 @@ REASONS = "Trying to|without a tuple|too deeply|far larger than|Can only append|
 @pytest.mark.parametrize("name", BYPASSES)
 def test_what_would_crash_hang_or_fill_memory_is_refused(name: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises((ForbiddenPickleError, RuntimeError), match=REASONS):
-        load_object(archive(b"\x80\x02" + BYPASSES[name] + b"."))
+    for later in (False, True):
+        with pytest.raises((ForbiddenPickleError, RuntimeError), match=REASONS):
+            load_object(archive(b"\x80\x02" + BYPASSES[name] + b"."), refuse_later=later)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
     assert torch._utils._sparse_tensors_to_validate == []
 
@@ -478,10 +492,31 @@ def test_damage_to_sound_pickles_runs_nothing_and_ends_in_a_value_or_an_error(
                     begin = rng.randrange(len(other))
                     damaged[at : at + rng.randrange(20)] = other[begin : begin + rng.randrange(40)]
             refused += outcome(bytes(damaged)) is None
+            with contextlib.suppress(Exception):
+                ObjectParts(outcome(bytes(damaged), refuse_later=True))
     finally:
         WATCHED.clear()
     assert EVENTS == []
     assert refused > loads // 4
+
+
+DEEP_REFUSED = {
+    "calls in calls": b"cos\nsystem\n" + b"q\0)R" + b"\x85q\1cos\nsystem\nh\1R" * 5000,
+    "states in states": b"cos\nsystem\n)R"
+    + b"".join(b"r%scos\nsystem\n)Rj%sb" % (2 * (struct.pack("<I", i),)) for i in range(5000)),
+    "itself": b"cos\nsystem\n)Rq\0h\0b(h\0h\0e",
+    "many of many": b"cos\nsystem\n)Rq\0"
+    + b"".join(b"cos\nsystem\n(h%ch%ctRq%c" % (i, i, i + 1) for i in range(60)),
+}
+
+
+@pytest.mark.parametrize("name", DEEP_REFUSED)
+def test_refused_values_are_found_at_any_depth(name: str, tmp_path: Path) -> None:
+    pickled = b"\x80\x02}" + text("w") + DEEP_REFUSED[name] + b"s."
+    (tmp_path / "a.pt").write_bytes(archive(pickled).getvalue())
+    error = failure_of(load, {"w": None}, FastReader(tmp_path / "a.pt"))
+    assert isinstance(error, CheckpointError)
+    assert "GLOBAL os.system" in str(error) or "nested too deeply" in str(error)
 
 
 def test_the_globals_of_a_pickle_are_those_that_python_finds() -> None:

@@ -239,6 +239,33 @@ def test_calls_in_objects_are_refused(name: str, tmp_path: Path, canary: Path) -
         assert canary.exists()
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_beside_the_requested_values_of_a_file_are_not_run(
+    name: str, tmp_path: Path, canary: Path
+) -> None:
+    torch.save({"w": torch.ones(2), "object": CALLS[name](canary)}, tmp_path / "a.pt")
+    canary.unlink(missing_ok=True)
+
+    if name == "as a key":
+        with pytest.raises(UnsupportedError, match="GLOBAL "):
+            FastReader(tmp_path / "a.pt").read_metadata()
+        return
+    for fqn in FastReader(tmp_path / "a.pt").read_metadata().state_dict_metadata:
+        state = {fqn: torch.zeros(2) if fqn == "w" else None}
+        try:
+            load(state, FastReader(tmp_path / "a.pt"))
+        except dcp.CheckpointException as error:
+            assert isinstance(error.failures[0][0], UnsupportedError), error
+            assert "GLOBAL " in str(error)
+        else:
+            assert fqn == "w" or "dict" in name
+            assert fqn != "w" or torch.equal(state[fqn], torch.ones(2))
+        assert not canary.exists()
+
+    torch.load(tmp_path / "a.pt", weights_only=False)
+    assert canary.exists(), "the payload does not work"
+
+
 @pytest.mark.parametrize("name", PICKLES)
 def test_a_bare_pickle_in_place_of_an_object_is_refused(
     name: str, checkpoint: Path, tmp_path: Path, canary: Path

@@ -83,6 +83,9 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "save_id": checkpoint.save_id,
         "tensors": tensors,
         "objects": objects,
+        "unreadable": [
+            {"fqn": fqn, "reason": str(why)} for fqn, why in checkpoint.unreadable.items()
+        ],
         "rules": [{"fqn": fqn, "rule": str(rule)} for fqn, rule in checkpoint.rules.items()],
         "files": [
             {"name": name, "nbytes": nbytes, "rank": _rank_of(name)}
@@ -127,6 +130,9 @@ def _print_summary(summary: dict[str, Any]) -> None:
     rows += [(o["fqn"], "object", "", "", readable_nbytes(o["nbytes"])) for o in summary["objects"]]
     print_table(rows, right=(4,))
     print(f"{len(summary['tensors'])} tensors, {len(summary['objects'])} objects")
+    if unreadable := summary["unreadable"]:
+        print("values that cannot be loaded")
+        print_table([(one["fqn"], one["reason"]) for one in unreadable])
     if rules := summary["rules"]:
         print("parameters, and the rules that unite their shards")
         print_table([(one["fqn"], one["rule"]) for one in rules])

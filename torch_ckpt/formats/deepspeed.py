@@ -388,10 +388,13 @@ def _opened(files: Files, model: Model, optimizer: Optimizer) -> Opened:
         for name, state in states.items():
             value = _as_tensor(state) if name == "step" else state
             entries.add(("optim", "state", fqn, name), value)
-    groups = optimizer.param_groups
-    entries.add(("optim", "param_groups"), Stored(optimizer.file, groups, ()))
-    for key, value in {**optimizer.rest, **model.rest}.items():
-        entries.add(("client", key) if key in ("model", "optim") else (key,), value)
+    groups = Stored(optimizer.file, optimizer.param_groups, optimizer.groups_at)
+    entries.add(("optim", "param_groups"), groups)
+    for key, value in optimizer.rest.items():
+        entries.add((key,), value)
+    for key, value in model.rest.items():
+        is_taken = key in ("model", "optim") or key in optimizer.rest
+        entries.add(("client", key) if is_taken else (key,), value)
     return entries.opened()
 
 

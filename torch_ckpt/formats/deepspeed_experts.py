@@ -11,6 +11,7 @@ of a rank in one parameter, so a rank has a shard of it.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
 
@@ -153,7 +154,9 @@ class Experts:
             ]
             weights = {fqn: optimizer.weights[name] for name, fqn in names.items()}
             states = {fqn: optimizer.states.get(name, {}) for name, fqn in names.items()}
-            own = Optimizer(weights, states, param_groups, optimizer.rest, optimizer.file)
+            own = dataclasses.replace(
+                optimizer, weights=weights, states=states, param_groups=param_groups
+            )
             tensors = {} if position else model.tensors
             rank = Model(groups, tensors, model.aliases, model.rest, model.buffers, model.file)
             ranks.append((rank, own))

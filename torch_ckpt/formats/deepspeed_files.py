@@ -83,6 +83,7 @@ class Optimizer:
         param_groups: The options of each parameter group; ``params`` are FQNs.
         rest: Name -> a value of the engine, such as the loss scale.
         file: The file with the parameter groups.
+        groups_at: Their keys in the file.
     """
 
     weights: Mapping[str, Value]
@@ -90,6 +91,7 @@ class Optimizer:
     param_groups: list[dict[str, Any]]
     rest: dict[str, Stored]
     file: File
+    groups_at: tuple[str | int, ...]
 
 
 def sizes_of(file: File, fqn: str, sizes: Any) -> tuple[int, ...]:

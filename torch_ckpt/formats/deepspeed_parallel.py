@@ -8,6 +8,7 @@ still lie in DeepSpeed's files. Only what a rule computes is read as a whole, wh
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -175,7 +176,9 @@ class _United:
         }
         united = Model([], tensors, aliases, model.rest, model.buffers, model.file)
         groups = self._parameter_groups()
-        return united, Optimizer(weights, states, groups, optimizer.rest, optimizer.file)
+        return united, dataclasses.replace(
+            optimizer, weights=weights, states=states, param_groups=groups
+        )
 
     def _has_own(self, alias: str) -> bool:
         """Returns whether a rank has elements under this name, and not as an alias."""

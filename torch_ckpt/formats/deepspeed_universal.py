@@ -54,7 +54,7 @@ def read_universal(files: Files, groups: list[Shapes], *, whole: bool) -> Optimi
             }
             weights[fqn] = values.pop(_WEIGHTS)
             states[fqn] = {**scalars, **values}
-    return Optimizer(weights, states, param_groups, rest_of(common), common)
+    return Optimizer(weights, states, param_groups, rest_of(common), common, ("param_groups",))
 
 
 def _scalars(common: File, group: int) -> dict[str, Value]:

@@ -33,6 +33,7 @@ from torch_ckpt.formats.pickles import ForbiddenPickleError
 __all__ = [
     "HOW_TO_ALLOW",
     "NO_STAND_INS",
+    "Refused",
     "StandIns",
     "load_object",
     "refused_classes",
@@ -50,11 +51,28 @@ HOW_TO_ALLOW = (
 )
 
 
+class Refused:
+    """Takes the place of a value whose class or function is forbidden.
+
+    Attributes:
+        name: Full name of the class or function.
+        parts: The arguments of calls, states and elements that the pickle gives it.
+    """
+
+    def __init__(self, name: str, *parts: object) -> None:
+        self.name = name
+        self.parts = [*parts]
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, which is not allowed>"
+
+
 def load_object(
     source: IO[bytes],
     *,
     trust_pickle: bool = False,
     stand_ins: StandIns = NO_STAND_INS,
+    refuse_later: bool = False,
     map_location: str | None = None,
     mapped: pathlib.Path | None = None,
 ) -> object:
@@ -65,6 +83,8 @@ def load_object(
         trust_pickle: Whether the pickle may contain any class and run any code.
         stand_ins: Further classes that the pickle may contain. They are not imported, unless
             ``trust_pickle`` is set.
+        refuse_later: Whether each value of a forbidden class is :class:`Refused`, so that the
+            others can be used.
         map_location: As for ``torch.load``.
         mapped: Path of the archive, if its storages are to be mapped into memory.
 
@@ -82,7 +102,8 @@ def load_object(
         nbytes = source.seek(0, io.SEEK_END)
         source.seek(0)
         storage = torch.UntypedStorage.from_file(os.fspath(mapped), False, nbytes)
-    return _load_stream(source, map_location, storage, stand_ins)
+    pickle_module = _pickle_module(stand_ins, refuse_later)
+    return _load_stream(source, map_location, storage, stand_ins, pickle_module)
 
 
 def _load_stream(
@@ -90,6 +111,7 @@ def _load_stream(
     map_location: str | None,
     storage: torch.UntypedStorage | None,
     stand_ins: StandIns,
+    pickle_module: Any,
 ) -> object:
     """Loads an archive as ``torch.load`` loads one.
 
@@ -104,7 +126,7 @@ def _load_stream(
             return load(
                 archive,
                 map_location,
-                _pickle_module(stand_ins),
+                pickle_module,
                 overall_storage=storage,
                 encoding="utf-8",
             )
@@ -234,6 +256,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
     """
 
     stand_ins: StandIns = NO_STAND_INS
+    refuse_later = False
 
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
@@ -243,10 +266,17 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         # Id -> depth and weight of a value, and the value itself, so that the id stays in use.
         self._measured: dict[int, tuple[int, int, object]] = {}
         self._fixed_deques: set[int] = set()  # Ids of deques that other values may contain.
+        self._first_refused = ""
 
     def load(self) -> object:
         """Returns the unpickled object."""
-        value = super().load()
+        try:
+            value = super().load()
+        except Exception as error:
+            if not self._first_refused:
+                raise
+            # An allowed function may need the value that is refused.
+            raise ForbiddenPickleError(f"GLOBAL {self._first_refused}") from error
         if self._without_state:
             raise ForbiddenPickleError("an object without its state")
         return value
@@ -270,7 +300,10 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             return _TORCH_GLOBALS[full_name]
         if not _is_blocked(full_name) and full_name in self._user_globals:
             return self._user_globals[full_name]
-        raise ForbiddenPickleError(f"GLOBAL {full_name}")
+        if not self.refuse_later:
+            raise ForbiddenPickleError(f"GLOBAL {full_name}")
+        self._first_refused = self._first_refused or full_name
+        return Refused(full_name)
 
     @functools.cached_property
     def _user_globals(self) -> dict[str, Any]:
@@ -284,7 +317,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
 
     def _load_reduce(self) -> None:
         arguments, function = self._pop_call()
-        if self._make_data(function, arguments):
+        if self._refuse_call(function, arguments) or self._make_data(function, arguments):
             return
         is_allowed = id(function) in _CALLABLE or self._is_user_global(function)
         if not is_allowed or function is DeviceMesh:  # A mesh starts a process group.
@@ -301,7 +334,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
 
     def _load_newobj(self) -> None:
         arguments, kind = self._pop_call()
-        if self._make_data(kind, arguments):
+        if self._refuse_call(kind, arguments) or self._make_data(kind, arguments):
             return
         if kind is torch.nn.Parameter:
             self.append(kind(*arguments))
@@ -309,6 +342,13 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             self.append(kind.__new__(kind, *arguments))
         else:
             raise ForbiddenPickleError(f"Trying to make a {_name_of(kind)}")
+
+    def _refuse_call(self, function: Any, arguments: tuple[Any, ...]) -> bool:
+        """Pushes a refused value if a call needs one, and returns whether it does."""
+        first = next((one for one in (function, *arguments) if type(one) is Refused), None)
+        if first is not None:
+            self.append(Refused(first.name, *arguments))
+        return first is not None
 
     def _pop_call(self) -> tuple[tuple[Any, ...], Any]:
         arguments, function = self.stack.pop(), self.stack.pop()
@@ -343,6 +383,8 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             self._without_state -= 1
             if value.key is not None:
                 self.memo[value.key] = made
+        elif type(value) is Refused:
+            value.parts.append(state)
         elif type(value) is collections.OrderedDict and type(state) is dict:
             vars(value).update(state)
         elif type(value) is torch.nn.Parameter or self._is_user_global(type(value)):
@@ -395,6 +437,11 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
     def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         kind = type(target)
+        if kind is Refused:
+            target.parts += items
+            return
+        if any(type(key) is Refused for key in items[::2]):
+            raise ForbiddenPickleError("a key of a forbidden class")
         is_dict = kind in (dict, collections.OrderedDict, collections.Counter)
         if not is_dict and not self._is_user_global(kind):
             raise ForbiddenPickleError(f"Can only set items of dicts, not of a {kind}")
@@ -412,6 +459,9 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
     def _extend(self, elements: list[Any]) -> None:
         target = self.stack[-1]
         kind = type(target)
+        if kind is Refused:
+            target.parts += elements
+            return
         if kind is collections.deque and id(target) not in self._fixed_deques:
             self._measure(target, elements)
         elif kind is not list and not self._is_user_global(kind):
@@ -493,7 +543,8 @@ def _make(name: str, make: Callable[..., Any], arguments: Any) -> Any:
         raise pickle.UnpicklingError(f"{name}: {error}") from error
 
 
-def _pickle_module(stand_ins: StandIns) -> Any:
+def _pickle_module(stand_ins: StandIns, refuse_later: bool) -> Any:
     """Returns the ``pickle_module`` of ``torch.load``."""
-    unpickler = type("_Unpickler", (_DataUnpickler,), {"stand_ins": stand_ins})
+    options = {"stand_ins": stand_ins, "refuse_later": refuse_later}
+    unpickler = type("_Unpickler", (_DataUnpickler,), options)
     return types.SimpleNamespace(__name__=__name__, Unpickler=unpickler)

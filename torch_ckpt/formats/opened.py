@@ -14,7 +14,7 @@ from typing import Protocol
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt._core import _native
-from torch_ckpt.errors import CorruptionError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, CorruptionError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.index import to_metadata
 from torch_ckpt.formats.rules import Rule
@@ -45,6 +45,8 @@ class Opened:
         contents: The values that have no slice of their own; ``None`` if all values have one.
         format: Name of the format; ``None`` for DCP's.
         rules: FQN -> the rule by which the shards of model-parallel ranks make the parameter.
+        unreadable: FQN -> why the value cannot be loaded, where opening the checkpoint shows it.
+            Its entry in the index is that of an object.
     """
 
     metadata: Metadata
@@ -53,6 +55,7 @@ class Opened:
     contents: Contents | None = None
     format: str | None = None
     rules: Mapping[str, Rule] = field(default_factory=dict)
+    unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
 
 
 @dataclass
@@ -69,6 +72,7 @@ class ForeignFiles:
         views: Entry number -> strides and offset in elements, and CRC-32 of the extent. Needed
             where the extent is not exactly the tensor in row-major order.
         paths: FQN -> keys from the root of the nested state dict.
+        unreadable: As in :class:`Opened`.
     """
 
     path: Location
@@ -78,6 +82,15 @@ class ForeignFiles:
     entries: list[_native.IndexEntry] = field(default_factory=list)
     views: dict[int, tuple[Sequence[int], int, int]] = field(default_factory=dict)
     paths: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
+    unreadable: dict[str, CheckpointError] = field(default_factory=dict)
+
+    def add_unreadable(self, fqn: str, error: CheckpointError) -> None:
+        """Adds a value that cannot be loaded, so that only its load is an error.
+
+        Requires: there is a file.
+        """
+        self.entries.append((fqn, None, [((), (), 0, 0, 0, False, ())]))
+        self.unreadable[fqn] = error.with_traceback(None)
 
     def opened(
         self, contents: Contents | None, version: bytes, *, names_files: bool = True
@@ -110,7 +123,9 @@ class ForeignFiles:
         metadata = to_metadata(index, checkpoint_id=str(self.path))
         assert metadata.storage_meta is not None
         metadata.storage_meta.modules = []  # No index file belongs to this metadata.
-        return Opened(metadata, self.directory, index, contents, self.format)
+        return Opened(
+            metadata, self.directory, index, contents, self.format, unreadable=self.unreadable
+        )
 
 
 def _is_text(name: str) -> bool:

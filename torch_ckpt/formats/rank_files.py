@@ -18,9 +18,9 @@ import torch
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.object_pickles import NO_STAND_INS, StandIns
+from torch_ckpt.formats.object_pickles import NO_STAND_INS, Refused, StandIns
 from torch_ckpt.formats.opened import ForeignFiles
-from torch_ckpt.formats.torch_save import Archive, Objects
+from torch_ckpt.formats.torch_save import Archive, Objects, check_allowed
 from torch_ckpt.formats.unions import Placed
 
 __all__ = [
@@ -179,16 +179,23 @@ class File:
 
         Raises:
             CorruptionError: The value is missing or of another type.
+            UnsupportedError: The value is of a forbidden class.
         """
         value = self.state
         for key in keys:
             try:
                 value = value[key]
             except (KeyError, IndexError, TypeError):
+                self._check_allowed(value, keys)
                 raise self.damage(f"it has no {'.'.join(map(str, keys))}") from None
         if not isinstance(value, kind):
+            self._check_allowed(value, keys)
             raise self.damage(f"{'.'.join(map(str, keys))} is a {type(value).__name__}")
         return value
+
+    def _check_allowed(self, value: object, keys: Sequence[str | int]) -> None:
+        if isinstance(value, Refused):
+            check_allowed(value, f"{'.'.join(map(str, keys))!r} of {self.path}")
 
     def flat(self, fqn: str, tensor: torch.Tensor) -> int:
         """Returns the offset in bytes of the first element of a contiguous tensor.

@@ -17,13 +17,21 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, gc_paused
 from torch_ckpt.errors import CorruptionError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.object_pickles import HOW_TO_ALLOW, NO_STAND_INS, StandIns, load_object
+from torch_ckpt.formats.object_parts import ObjectParts
+from torch_ckpt.formats.object_pickles import (
+    HOW_TO_ALLOW,
+    NO_STAND_INS,
+    Refused,
+    StandIns,
+    load_object,
+)
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 
 __all__ = [
     "Archive",
     "Objects",
+    "check_allowed",
     "flatten",
     "has_boxes",
     "is_archive",
@@ -134,7 +142,7 @@ class Archive:
 
         The storages of its tensors have no memory, but record their offsets in the file.
         """
-        contents = Objects(self.path, trust_pickle, stand_ins)
+        contents = Objects(self, trust_pickle, stand_ins)
         try:
             return _load(self.path, trust_pickle, stand_ins, map_location="meta"), contents
         except UnsupportedError:
@@ -154,7 +162,11 @@ class Archive:
         dtype = str(value.dtype).removeprefix("torch.")
         sizes = list(value.shape)
         properties = (dtype, "contiguous_format", value.requires_grad, False, sizes)
-        record = self.record_of(fqn, value)
+        try:
+            record = self.record_of(fqn, value)
+        except CorruptionError as error:
+            foreign.add_unreadable(fqn, error)
+            return
         if record is None:
             box = self.box(sizes, plain=False)
         elif not value.numel():
@@ -204,8 +216,8 @@ class Objects:
         objects: FQN -> value, as it was unpickled without storages.
     """
 
-    def __init__(self, path: Location, trust_pickle: bool, stand_ins: StandIns) -> None:
-        self.path = path
+    def __init__(self, archive: Archive, trust_pickle: bool, stand_ins: StandIns) -> None:
+        self.archive, self.path = archive, archive.path
         self.trust_pickle = trust_pickle
         self.stand_ins = stand_ins
         self.objects: dict[str, object] = {}
@@ -213,14 +225,21 @@ class Objects:
         self._mapped: dict[str, object] | None = None
 
     def value(self, fqn: str) -> object:
-        """Returns a value by its FQN in the file."""
+        """Returns a value by its FQN in the file.
+
+        Raises:
+            CorruptionError: The file is damaged.
+            UnsupportedError: Its pickle requests a forbidden class or function for the value.
+        """
         value = self.objects.get(fqn)
         if fqn in self.objects and is_plain_data(value):
             return value
         if self._mapped is None:
             self._mapped = _tensor_view.flatten({"": self.mapped_state()})[0]
         # The state of a file may be a single value, whose FQN is empty.
-        return self._mapped[f".{fqn}" if f".{fqn}" in self._mapped else fqn]
+        value = self._mapped[f".{fqn}" if f".{fqn}" in self._mapped else fqn]
+        check_allowed(value, f"{fqn!r} of {self.path}")
+        return value
 
     def mapped_state(self) -> Any:
         """Returns the state dict, with storages mapped into memory where possible.
@@ -244,24 +263,55 @@ class Objects:
 
 
 def _load(path: Location, trust_pickle: bool, stand_ins: StandIns, **options: Any) -> Any:
-    """Unpickles a file.
+    """Unpickles a file. Values of forbidden classes are :class:`Refused`.
 
     Raises:
-        UnsupportedError: The pickle requests a forbidden class or function.
+        UnsupportedError: Nothing of the pickle can be used without a forbidden class or function.
         Exception: Any error that ``torch.load`` raises on damage.
     """
     try:
         with path.open() as stream:
-            return load_object(stream, trust_pickle=trust_pickle, stand_ins=stand_ins, **options)
+            return load_object(
+                stream,
+                trust_pickle=trust_pickle,
+                stand_ins=stand_ins,
+                refuse_later=True,
+                **options,
+            )
     except ForbiddenPickleError as error:
-        raise UnsupportedError(
-            f"cannot load {path}, because unpickling it may run code: {error}. If you trust its "
-            f"author, {HOW_TO_ALLOW}"
-        ) from error
+        raise _forbidden(str(path), str(error)) from error
+
+
+def check_allowed(value: object, what: str) -> None:
+    """Checks that an unpickled value contains nothing that was refused.
+
+    Args:
+        value: The value.
+        what: What it is, for messages.
+
+    Raises:
+        CorruptionError: It is nested too deeply.
+        UnsupportedError: The pickle requests a forbidden class or function for it.
+    """
+    try:
+        refused = ObjectParts(value).refused
+    except RecursionError:
+        raise CorruptionError(f"cannot load {what}: it is nested too deeply") from None
+    if refused:
+        raise _forbidden(what, ", ".join(f"GLOBAL {name}" for name in refused))
+
+
+def _forbidden(what: str, names: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"cannot load {what}, because unpickling it may run code: {names}. If you trust its "
+        f"author, {HOW_TO_ALLOW}"
+    )
 
 
 def flatten(state: Any, archive: Archive) -> tuple[dict[str, Any], Any]:
     """Flattens a nested state dict as DCP does; returns the values and the paths by FQN."""
+    if isinstance(state, Refused):
+        check_allowed(state, str(archive.path))
     if not isinstance(state, Mapping):
         raise UnsupportedError(
             f"cannot load {archive.path}: its value is a {type(state).__qualname__}, not a dict"

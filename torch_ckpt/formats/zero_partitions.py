@@ -253,7 +253,8 @@ class _Merged:
             for fqn in self.groups[group]:
                 states.setdefault(fqn, {})[name] = stored
         param_groups = named_groups(file, file.at(*self._groups_at), self.groups)
-        return Optimizer(self.weights, states, param_groups, rest_of(file, _TOP), file)
+        rest = rest_of(file, _TOP)
+        return Optimizer(self.weights, states, param_groups, rest, file, self._groups_at)
 
 
 def add_partition(

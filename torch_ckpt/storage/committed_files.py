@@ -35,6 +35,7 @@ class Checkpoint:
     save_id: str | None
     format: str | None = None  # None for DCP's.
     rules: Mapping[str, Rule] = field(default_factory=dict)  # FQN -> how its shards are united.
+    unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)  # FQN -> why.
 
 
 def open_checkpoint(directory: Location, prefix: str, *, trust_pickle: bool = False) -> Checkpoint:
@@ -78,8 +79,8 @@ def open_checkpoints(
     opened = open_stored(path, verify=True, trust_pickle=trust_pickle, rules=parsed)
     assert opened.index is not None
     index = opened.index
-    files = index.files
-    return [Checkpoint(path, None, index, files, index, None, opened.format, opened.rules)]
+    facts = (opened.format, opened.rules, opened.unreadable)
+    return [Checkpoint(path, None, index, index.files, index, None, *facts)]
 
 
 def described(checkpoint: Checkpoint, *, trust_pickle: bool = False) -> Checkpoint:

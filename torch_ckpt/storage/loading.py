@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io as _io
 import math
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,12 @@ from torch_ckpt._core.tensors import (
     is_temporary,
     printable,
 )
-from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    MismatchError,
+    UnsupportedError,
+)
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.object_pickles import HOW_TO_ALLOW, load_object
 from torch_ckpt.formats.opened import Contents
@@ -55,6 +61,7 @@ class Source:
     verify: bool
     trust_pickle: bool
     transforms: _StorageReaderTransforms
+    unreadable: Mapping[str, CheckpointError]  # FQN -> why the value cannot be loaded.
 
     def storage_info(self, item: ReadItem) -> _StorageInfo:
         """Returns the extent of the stored box of an item.
@@ -90,9 +97,13 @@ class Load:
 
     Raises:
         CorruptionError: The metadata does not list the stored box of an item.
+        CheckpointError: An item cannot be loaded, as opening the checkpoint has shown.
     """
 
     def __init__(self, source: Source, items: Sequence[ReadItem]) -> None:
+        for item in items if source.unreadable else ():
+            if (error := source.unreadable.get(item.storage_index.fqn)) is not None:
+                raise copy.copy(error)
         self.source = source
         self.items = items
         self._requests = None if isinstance(items, PlannedReads) else _Requests(source, items)

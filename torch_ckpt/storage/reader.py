@@ -140,6 +140,7 @@ class FastReader(StorageReader):
         self._directory = self.location  # Directory of the files that the metadata names.
         self._index: _native.Index | None = None
         self._contents: Contents | None = None  # Values that have no slice of their own.
+        self._unreadable: Mapping[str, CheckpointError] = {}
         # The items of this rank's plan, and their replacement while the plan travels.
         self._local_items: tuple[Sequence[ReadItem], Any] | None = None
         self._load: Load | None = None  # Set between planning and reading.
@@ -235,10 +236,11 @@ class FastReader(StorageReader):
     def _read_metadata(self, prefix: str) -> Metadata:
         """Opens the checkpoint with this prefix, and returns its metadata."""
         opened = self._open(prefix)
-        self._directory, self._index, self._contents = (
+        self._directory, self._index, self._contents, self._unreadable = (
             opened.directory,
             opened.index,
             opened.contents,
+            opened.unreadable,
         )
         return opened.metadata
 
@@ -364,4 +366,5 @@ class FastReader(StorageReader):
             self.verify,
             self.trust_pickle,
             self.transforms,
+            self._unreadable,
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch_ckpt._core import _native
-from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
+from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes, open_committed
 from torch_ckpt.options import READ_THREADS, IoOptions
@@ -123,6 +123,12 @@ def _examine_files(
     except CorruptionError as error:
         report.damage.append(str(error))
         return
+    for fqn, why in checkpoint.unreadable.items():
+        if isinstance(why, UnsupportedError):
+            report.doubts.append(str(why))
+        else:
+            report.damage.append(str(why))
+            report.fqns.add(fqn)
     advance = _advancing(report, [checkpoint], watch)
     directory = path.parent if path.is_file() else path
     for name, _ in checkpoint.files:

@@ -1,0 +1,63 @@
+"""Finds the storages of tensors in an object, and values of forbidden classes."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.storage import TypedStorage, UntypedStorage
+
+from torch_ckpt.formats.object_pickles import Refused
+
+__all__ = ["ObjectParts"]
+
+
+class _Sink:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _nothing() -> None: ...
+
+
+class ObjectParts(pickle.Pickler):
+    """The parts of an object, which pickling finds in any class.
+
+    Args:
+        value: The object. Of a ``DTensor``, only the local tensor counts.
+
+    Attributes:
+        storages: Address -> storage of a tensor on the CPU that has elements.
+        refused: Names of the forbidden classes and functions, sorted.
+
+    Raises:
+        Exception: As ``pickle`` raises for an object that cannot be pickled.
+    """
+
+    def __init__(self, value: object) -> None:
+        super().__init__(_Sink(), protocol=2)
+        self.storages: dict[int, UntypedStorage] = {}
+        self._refused: set[str] = set()
+        self.dump(value)
+        self.refused = sorted(self._refused)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Descends into values that cannot be pickled."""
+        if type(value) is Refused:
+            self._refused.add(value.name)
+            return _nothing, (), value.parts
+        if isinstance(value, DTensor):
+            return _nothing, (), [value._local_tensor]
+        return NotImplemented
+
+    def persistent_id(self, value: Any) -> Any:
+        """Collects a storage."""
+        if isinstance(value, TypedStorage):
+            value = value._untyped_storage
+        if not isinstance(value, UntypedStorage):
+            return None
+        if value.device == torch.device("cpu") and value.nbytes():
+            self.storages[value.data_ptr()] = value
+        return "storage"
