@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from deepspeed_expert_runs import (
     EXPERTS,
     LAYERS,
@@ -111,7 +112,6 @@ def test_experts_of_tensor_parallel_ranks_are_refused(copied: Path) -> None:
     [
         ({"ds_autoep_layers": [{"ep": 2}]}, "its ds_autoep_layers are invalid"),
         ({"ds_config": "ds.json"}, "it is unknown which ranks have which experts"),
-        ({"shared_params": {f"0.{EXPERT}.0.up.weight": "0.up.weight"}}, "experts share"),
         ({"dp_world_size": 6}, "on 6 ranks, and the layer has 4 experts"),
     ],
 )
@@ -122,6 +122,17 @@ def test_experts_that_cannot_be_told_apart_are_an_error(
     torch.save({**torch.load(file, weights_only=False), **change}, file)
     with pytest.raises(CheckpointError, match=error):
         FastReader(copied).read_metadata()
+
+
+def test_an_alias_of_an_expert_is_refused_and_the_others_load(copied: Path) -> None:
+    file = copied / "mp_rank_00_model_states.pt"
+    expert = f"0.{EXPERT}.0.up.weight"
+    before = loaded_whole(copied)
+    aliases = {"tied": expert, expert: "0.up.weight"}
+    torch.save({**torch.load(file, weights_only=False), "shared_params": aliases}, file)
+    with pytest.raises(dcp.CheckpointException, match="UnsupportedError.*'tied'.*experts share"):
+        dcp.load({"model.tied": None}, storage_reader=FastReader(copied), no_dist=True)
+    assert_same(loaded_whole(copied), before)
 
 
 def test_a_missing_file_of_an_expert_is_named(copied: Path) -> None:

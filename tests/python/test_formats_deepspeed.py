@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from deepspeed_checkpoints import OPTIONS, RANKS, values, write, zero3_partition
 
 from torch_ckpt import FastReader
 from torch_ckpt.cli.main import main
-from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.rank_files import Files, Fragment, Partitioned
+from torch_ckpt.formats.rank_files import Files, Fragment, Partitioned, Unreadable
 
 STAGES = (2, 3)
 Change = Callable[[int, dict[str, Any]], Any]
@@ -206,8 +207,6 @@ def other_dtype(rank: int, optim: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("stage", "change", "message"),
     [
-        (2, hole, "of 'cube' .* in zero_pp_rank_1_.*not each of"),
-        (2, overlap, "of 'cube' .* in zero_pp_rank_1_.*not each of"),
         (2, beyond, "rank_1_.*of 'cube' exceed"),
         (2, other_step, "rank_2_.*'step' of 'up.weight' on rank 2 differs .* rank 0 in zero_pp"),
         (3, other_step, "rank_2_.*'step' of 'up.weight' on rank 2 differs .* rank 0 in zero_pp"),
@@ -228,27 +227,71 @@ def test_files_that_disagree_are_refused(
         FastReader(tmp_path / "tag").read_metadata()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("rank", range(RANKS))
-def test_a_missing_file_is_an_error_with_the_rank_and_a_tensor(
-    tmp_path: Path, stage: int, rank: int
-) -> None:
-    write(tmp_path / "tag", stage)
-    optim_file(tmp_path / "tag", rank).unlink()
-    with pytest.raises(NotFoundError, match=f"weights of '.*the part of rank {rank} cannot"):
-        FastReader(tmp_path / "tag").read_metadata()
+def refused(path: Path, kind: type[CheckpointError], match: str) -> set[str]:
+    """The values that cannot be loaded, with this error. All others are right."""
+    names: set[str] = set()
+    right = {**values(), "model.tied": values()["model.up.weight"]}
+    for fqn in FastReader(path).read_metadata().state_dict_metadata:
+        state = {fqn: torch.zeros_like(right[fqn]) if fqn in right else None}
+        try:
+            dcp.load(state, storage_reader=FastReader(path), no_dist=True)
+        except dcp.CheckpointException as failed:
+            (error, _) = failed.failures[0]
+            assert type(error) is kind, error
+            assert re.search(match, str(error)), error
+            names.add(fqn)
+        else:
+            assert fqn not in right or torch.equal(state[fqn], right[fqn]), fqn
+    return names
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_a_truncated_file_is_an_error_with_its_name_and_a_tensor(
-    tmp_path: Path, stage: int, rank: int
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_values_without_the_part_of_a_rank_are_refused_and_the_others_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: int, rank: int, damage: str
 ) -> None:
     write(tmp_path / "tag", stage)
     path = optim_file(tmp_path / "tag", rank)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CorruptionError, match=f"weights of '.*rank {rank} .*{path.name}"):
-        FastReader(tmp_path / "tag").read_metadata()
+    kind = NotFoundError if damage == "missing" else CorruptionError
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-100])
+    name = "" if damage == "missing" else f".*{path.name}"
+    found = refused(tmp_path / "tag", kind, f"of '.*the part of rank {rank} cannot be read.*{name}")
+    everywhere = {"up.weight", "cube", "up.bias"} if stage == 3 else set()
+    assert {f"model.{fqn}" for fqn in everywhere} <= found
+    assert any(fqn.startswith("optim.state.") for fqn in found)
+    assert not found & {"model.buffer", "model.frozen", "model.empty", "global_steps"}
+
+    assert main(["verify", "--quiet", str(tmp_path / "tag")]) == 1
+    printed = capsys.readouterr().out
+    assert f"{len(found)} FQNs are damaged: " in printed
+    assert main(["inspect", str(tmp_path / "tag")]) == 0
+    assert "values that cannot be loaded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [hole, overlap])
+def test_a_tensor_whose_ranks_do_not_fit_is_refused_and_the_others_load(
+    tmp_path: Path, change: Change
+) -> None:
+    write(tmp_path / "tag", 2, change)
+    match = "of 'cube' .* in zero_pp_rank_1_.*not each of"
+    states = {f"optim.state.cube.{name}" for name in ("exp_avg", "exp_avg_sq")}
+    assert refused(tmp_path / "tag", CorruptionError, match) == {"model.cube", *states}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_of_another_form_is_refused_and_the_others_load(tmp_path: Path, stage: int) -> None:
+    def compress(_: int, optim: dict[str, Any]) -> None:
+        base = optim.get("base_optimizer_state") or optim["optimizer_state_dict"]
+        base["state"][1]["worker_error"] = torch.zeros(2)  # As that of 1-bit Adam.
+
+    write(tmp_path / "tag", stage, compress)
+    match = "'worker_error' of group 1 has shape"
+    states = {f"optim.state.{fqn}.worker_error" for fqn in ("up.bias", "scalar")}
+    assert refused(tmp_path / "tag", UnsupportedError, match) == states
 
 
 def test_a_file_that_is_truncated_after_it_was_opened_is_an_error_with_a_tensor(
@@ -296,8 +339,10 @@ def test_elements_that_two_ranks_have_are_refused(tmp_path: Path) -> None:
     files = Files(Location(tmp_path), "DeepSpeed", verify=True, trust_pickle=False)
     files.foreign.files.append(("name", 16))
     twice = [Fragment(0, 0, 0, 2, 0), Fragment(1, 0, 0, 2, 8)]
-    with pytest.raises(CorruptionError, match=r"'w' .*\[0, 2\) of rank 0 .*\[0, 2\) of rank 1"):
-        files.check_cover({"w": Partitioned(torch.float32, (4,), twice)}, {}, "the weights")
+    tensors = {"w": Partitioned(torch.float32, (4,), twice)}
+    found = files.covered(tensors, {}, "the weights")["w"]
+    assert isinstance(found, Unreadable)
+    assert re.search(r"'w' .*\[0, 2\) of rank 0 .*\[0, 2\) of rank 1", str(found.error))
 
 
 def test_files_of_another_save_are_refused(tmp_path: Path) -> None:

@@ -408,14 +408,37 @@ def test_an_affine_map_decides_before_the_patterns(tmp_path: Path) -> None:
     assert loaded(tmp_path)["model.w"].equal(whole)
 
 
-def test_pieces_that_are_no_boxes_are_refused(tmp_path: Path) -> None:
+def test_a_parameter_whose_pieces_are_no_boxes_is_refused_and_the_others_load(
+    tmp_path: Path,
+) -> None:
     piece = {"shape": [3, 2], "source": [0, [1, 3]], "dest": [0, [2, 1]]}
     params = {
         "w": {"logical_shape": [2, 3], "ranks": {0: {"shard_shape": [3, 2], "pieces": [piece]}}}
     }
-    write_shards(tmp_path, [{"w": tensor(3, 2)}] * 2, info={"affine_map": {"params": params}})
-    with pytest.raises(errors.UnsupportedError, match=r"'w'.*not a box"):
-        FastReader(tmp_path).read_metadata()
+    info = {"affine_map": {"params": params}}
+    write_shards(
+        tmp_path, [{"w": tensor(3, 2), "v": part} for part in tensor(4).chunk(2)], info=info
+    )
+    for fqn in ("model.w", "optim.state.w.exp_avg", "optim.state.w.step"):
+        with pytest.raises(dcp.CheckpointException, match=r"UnsupportedError.*'w'.*not a box"):
+            dcp.load({fqn: None}, storage_reader=FastReader(tmp_path), no_dist=True)
+    state = {"model.v": torch.zeros(4)}
+    dcp.load(state, storage_reader=FastReader(tmp_path), no_dist=True)
+    assert state["model.v"].equal(tensor(4))
+
+
+def test_shards_that_do_not_make_a_parameter_are_refused_and_the_others_load(
+    tmp_path: Path,
+) -> None:
+    shards = [{"w": tensor(3, 2), "v": tensor(2)}, {"w": tensor(3, 5), "v": tensor(2)}]
+    write_shards(tmp_path, shards, info=INFO)
+    for fqn in ("model.w", "optim.state.w.exp_avg"):
+        with pytest.raises(dcp.CheckpointException, match=r"MismatchError.*'w'.*cannot be united"):
+            dcp.load({fqn: None}, storage_reader=FastReader(tmp_path), no_dist=True)
+    state = {"model.v": torch.zeros(4), "optim.state.v.step": torch.zeros(())}
+    dcp.load(state, storage_reader=FastReader(tmp_path), no_dist=True)
+    assert state["model.v"].equal(tensor(2).repeat(2))
+    assert state["optim.state.v.step"] == 9
 
 
 def test_pipeline_stages_have_other_parameters(tmp_path: Path) -> None:

@@ -361,7 +361,7 @@ def _groups(file: File) -> list[Shapes]:
 
 def _frozen(
     files: Files, opened: dict[int, File], count: int, absent: dict[int, CheckpointError]
-) -> dict[str, Partitioned]:
+) -> dict[str, Value]:
     """Returns the parameters that ZeRO-3 partitions and the optimizer does not have."""
     tensors: dict[str, Partitioned] = {}
     for rank, file in sorted(opened.items()):
@@ -371,8 +371,7 @@ def _frozen(
             numel = torch.Size(tensor.sizes).numel()
             part = partition_of(fqn, numel, rank, count, 0)
             add_partition(tensors, file, rank, flat, [part])
-    files.check_cover(tensors, absent, "the weights")
-    return tensors
+    return files.covered(tensors, absent, "the weights")
 
 
 def _opened(files: Files, model: Model, optimizer: Optimizer) -> Opened:

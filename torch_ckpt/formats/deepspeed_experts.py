@@ -21,7 +21,16 @@ from torch_ckpt._core import _native
 from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.formats.deepspeed_files import Model, Optimizer, Shapes, sizes_of
 from torch_ckpt.formats.deepspeed_rules import boxes_of_map
-from torch_ckpt.formats.rank_files import INVALID, Boxed, File, Files, Stored, Value, as_boxed
+from torch_ckpt.formats.rank_files import (
+    INVALID,
+    Boxed,
+    File,
+    Files,
+    Stored,
+    Unreadable,
+    Value,
+    as_boxed,
+)
 from torch_ckpt.formats.rules import Rule
 from torch_ckpt.formats.unions import Boxes
 
@@ -49,7 +58,7 @@ class Experts:
     Raises:
         CorruptionError: A file of an expert has other values.
         NotFoundError: The file of an expert is missing.
-        UnsupportedError: Parameters of experts are tied, or the experts of AutoEP are not boxes.
+        UnsupportedError: The experts of AutoEP are not boxes.
     """
 
     def __init__(self, files: Files, model: Model) -> None:
@@ -87,9 +96,11 @@ class Experts:
                 )
         for fqn, parts in stacked.items():
             self.weights[fqn] = self._stack(fqn, parts)
-        tied = [fqn for fqn in model.aliases.items() if any(map(_EXPERT.fullmatch, fqn))]
-        if tied:
-            raise UnsupportedError(f"cannot load {files.folder}: experts share {tied[0][1]!r}")
+        for alias, fqn in [*model.aliases.items()]:
+            if any(map(_EXPERT.fullmatch, (alias, fqn))):  # Each rank has another expert.
+                why = f"cannot load {alias!r} of {files.folder}: experts share {fqn!r}"
+                del model.aliases[alias]
+                model.tensors[alias] = Unreadable(UnsupportedError(why))
 
     def rank_count(self, partitions: Sequence[int]) -> int:
         """Returns the number of data-parallel ranks.

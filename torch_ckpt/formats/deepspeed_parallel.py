@@ -25,6 +25,7 @@ from torch_ckpt.formats.rank_files import (
     Files,
     Loaded,
     Stored,
+    Unreadable,
     Value,
     as_boxed,
     part_of_box,
@@ -73,8 +74,9 @@ def unite(
         The model, the optimizer, and the rule of each parameter.
 
     Raises:
-        MismatchError: The rules do not match the parameters, or the shards of a parameter
-            overlap or do not cover it. The message names them.
+        MismatchError: The caller's rules do not match the parameters, or by them, the shards of a
+            parameter overlap or do not cover it. The message names them. By other rules, the
+            parameter is unreadable.
         CorruptionError: The files of ranks disagree, or a value is invalid.
         UnsupportedError: The checkpoint does not say how it is sharded.
     """
@@ -99,6 +101,8 @@ class _United:
         buffers = {fqn for model, _ in ranks for fqn in model.buffers}
         frozen = [fqn for fqn in self.others if fqn not in buffers and _is_tensor(others[fqn])]
         shards = {fqn: self._shards(fqn) for fqn in (*self.trained, *frozen)}
+        self.is_own = rules is None
+        self.refused: dict[str, Unreadable] = {}  # FQN -> why there is no rule.
         if rules is not None:
             self.rules = rules.matches(shards)
         elif tensor_ranks == 1 or expert_rules:
@@ -136,12 +140,15 @@ class _United:
                     f"parameters and their sizes on each rank: {'; '.join(found[:_MAX_NAMED])}"
                     + (f"; and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else "")
                 )
-            try:
-                rules |= rules_from_info(stored.value, of_rank)
-            except (*INVALID, re.error) as error:
-                raise stored.file.damage(
-                    f"its universal_checkpoint_info is invalid: {type(error).__name__}: {error}"
-                ) from error
+            for fqn, shards_of in of_rank.items():
+                try:
+                    rules |= rules_from_info(stored.value, {fqn: shards_of})
+                except UnsupportedError as error:
+                    self.refused[fqn] = Unreadable(error)
+                except (*INVALID, re.error) as error:
+                    raise stored.file.damage(
+                        f"its universal_checkpoint_info is invalid: {type(error).__name__}: {error}"
+                    ) from error
         return rules
 
     def result(self) -> tuple[Model, Optimizer]:
@@ -149,7 +156,12 @@ class _United:
         weights: dict[str, Value] = {}
         states: dict[str, dict[str, Value]] = {}
         for fqn in self.trained:
-            rule, shards = self.rules[fqn], self._shards(fqn)
+            shards = self._shards(fqn)
+            if (error := self.refused.get(fqn)) is not None:
+                names = self.ranks[next(iter(shards))][1].states.get(fqn, {})
+                weights[fqn], states[fqn] = error, dict.fromkeys(names, error)
+                continue
+            rule = self.rules[fqn]
             new = rule.renamed(fqn)
             if new in weights:
                 raise MismatchError(f"the rules give two parameters the name {new!r}: {fqn!r} too")
@@ -190,6 +202,8 @@ class _United:
 
     def _other(self, fqn: str) -> Value:
         """Returns a buffer or an object, which all ranks have, or a frozen parameter."""
+        if (error := self.refused.get(fqn)) is not None:
+            return error
         rule = self.rules.get(fqn)
         if rule is None:
             return next(model.tensors[fqn] for model, _ in self.ranks if fqn in model.tensors)
@@ -207,6 +221,9 @@ class _United:
     ) -> Value:
         """Unites the weights, or one state, of a parameter."""
         first = next(iter(values.values()))
+        for value in values.values():
+            if isinstance(value, Unreadable):
+                return value
         if not _is_tensor(first) or (
             name != _WEIGHTS and _sizes_of(first) != next(iter(shards.values()))
         ):
@@ -219,6 +236,28 @@ class _United:
                         "another rank; are the files of different saves?"
                     )
             return first
+        try:
+            return self._of_shards(fqn, name, rule, shards, values)
+        except (CorruptionError, MismatchError, UnsupportedError) as error:
+            if not self.is_own:
+                raise  # The caller's rules are wrong.
+            return Unreadable(error, next(iter(shards.values())))
+
+    def _of_shards(
+        self,
+        fqn: str,
+        name: str,
+        rule: Rule,
+        shards: dict[int, Sizes],
+        values: dict[int, Value],
+    ) -> Value:
+        """Unites the shards of a tensor.
+
+        Raises:
+            CorruptionError: The shards have different dtypes.
+            MismatchError: The shards do not make a tensor by the rule.
+            UnsupportedError: How the rule applies to the state is unknown.
+        """
         if len(shards) < self.tensor_ranks and not isinstance(rule.union, Unique | Boxes):
             raise MismatchError(
                 f"{fqn!r} is {rule.union}, but only rank {listed(shards)} of {self.tensor_ranks} "

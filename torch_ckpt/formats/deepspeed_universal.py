@@ -10,10 +10,10 @@ import math
 
 import torch
 
-from torch_ckpt.errors import NotFoundError
+from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.deepspeed_files import Optimizer, Shapes
-from torch_ckpt.formats.rank_files import File, Files, Stored, Value
+from torch_ckpt.formats.rank_files import File, Files, Stored, Unreadable, Value
 from torch_ckpt.formats.zero_partitions import named_groups, rest_of
 
 __all__ = ["FOLDER", "read_universal"]
@@ -31,10 +31,11 @@ def read_universal(files: Files, groups: list[Shapes], *, whole: bool) -> Optimi
         groups: The parameters of each flat group.
         whole: Whether the groups have the sizes of whole parameters, and not those of shards.
 
+    A value is unreadable if its file is missing or damaged, or if its tensor has another shape.
+
     Raises:
-        NotFoundError: A parameter has no folder or no weights.
-        CorruptionError: A file is damaged, or its tensor has another shape.
-        UnsupportedError: A pickle requests a forbidden class or function.
+        NotFoundError: The file of the parameter groups is missing.
+        CorruptionError: The file of the parameter groups is damaged.
     """
     folder = files.folder / FOLDER
     names = set(folder.names())
@@ -46,13 +47,9 @@ def read_universal(files: Files, groups: list[Shapes], *, whole: bool) -> Optimi
         scalars = _scalars(common, number)
         for fqn, sizes in shapes.items():
             stems = _stems(folder, fqn) if fqn in names else []
-            if _WEIGHTS not in stems:
-                raise NotFoundError(f"cannot load {fqn!r}: {folder} has no {fqn}/{_WEIGHTS}.pt")
-            values = {
-                stem: _value(files.read(f"{FOLDER}/{fqn}/{stem}.pt"), fqn, sizes if whole else None)
-                for stem in stems
-            }
-            weights[fqn] = values.pop(_WEIGHTS)
+            values = {stem: _value(files, fqn, stem, sizes if whole else None) for stem in stems}
+            missing = NotFoundError(f"cannot load {fqn!r}: {folder} has no {fqn}/{_WEIGHTS}.pt")
+            weights[fqn] = values.pop(_WEIGHTS, Unreadable(missing))
             states[fqn] = {**scalars, **values}
     return Optimizer(weights, states, param_groups, rest_of(common), common, ("param_groups",))
 
@@ -73,7 +70,15 @@ def _stems(folder: Location, fqn: str) -> list[str]:
     return [name.removesuffix(".pt") for name in (folder / fqn).names() if name.endswith(".pt")]
 
 
-def _value(file: File, fqn: str, sizes: tuple[int, ...] | None) -> Stored:
+def _value(files: Files, fqn: str, stem: str, sizes: tuple[int, ...] | None) -> Value:
+    """Returns the weights or a state of a parameter."""
+    try:
+        return _stored(files.read(f"{FOLDER}/{fqn}/{stem}.pt"), fqn, sizes)
+    except (CorruptionError, NotFoundError, UnsupportedError) as error:
+        return Unreadable(error)
+
+
+def _stored(file: File, fqn: str, sizes: tuple[int, ...] | None) -> Stored:
     """Returns the tensor or the number of a file. It has the sizes, if they are known."""
     is_hinted = isinstance(file.state, dict)
     value = file.at("param", kind=torch.Tensor) if is_hinted else file.state

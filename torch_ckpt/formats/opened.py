@@ -84,12 +84,17 @@ class ForeignFiles:
     paths: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
     unreadable: dict[str, CheckpointError] = field(default_factory=dict)
 
-    def add_unreadable(self, fqn: str, error: CheckpointError) -> None:
+    def add_unreadable(
+        self, fqn: str, error: CheckpointError, extent: tuple[int, int, int] = (0, 0, 0)
+    ) -> None:
         """Adds a value that cannot be loaded, so that only its load is an error.
 
-        Requires: there is a file.
+        Args:
+            fqn: Its FQN.
+            error: Why it cannot be loaded.
+            extent: File number, offset and length in bytes, if they are known.
         """
-        self.entries.append((fqn, None, [((), (), 0, 0, 0, False, ())]))
+        self.entries.append((fqn, None, [((), (), *extent, False, ())]))
         self.unreadable[fqn] = error.with_traceback(None)
 
     def opened(
@@ -106,7 +111,10 @@ class ForeignFiles:
         Raises:
             CorruptionError: A name or a number in the files is invalid.
             UnsupportedError: A file name is not valid UTF-8.
+            CheckpointError: No file can be read.
         """
+        if self.unreadable and not self.files:
+            raise next(iter(self.unreadable.values()))
         for name, _ in self.files:
             if not _is_text(name):
                 raise UnsupportedError(f"cannot load {name!r}: the file name is not valid UTF-8")

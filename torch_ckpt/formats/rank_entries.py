@@ -22,6 +22,7 @@ from torch_ckpt.formats.rank_files import (
     Loaded,
     Partitioned,
     Stored,
+    Unreadable,
     Value,
     empty_box,
 )
@@ -69,6 +70,8 @@ class Entries:
             self._add_read(keys, value.file, value.dtype, value.sizes, value.tensor)
         elif isinstance(value, Loaded):
             self.add_object(keys, value, value.read)
+        elif isinstance(value, Unreadable):
+            self.foreign.add_unreadable(self._named(keys), value.error)
         else:
             flat, paths = flatten({"": value.value}, value.file.archive)
             for name, one in flat.items():

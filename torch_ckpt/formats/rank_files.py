@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ __all__ = [
     "Loaded",
     "Partitioned",
     "Stored",
+    "Unreadable",
     "Value",
     "as_boxed",
     "empty_box",
@@ -157,7 +158,20 @@ class Loaded:
         return copy.deepcopy(self.value)
 
 
-Value = Partitioned | Boxed | Stored | Computed | Loaded
+@dataclass(frozen=True)
+class Unreadable:
+    """A value that cannot be loaded. Only its load is an error, and not that of other values.
+
+    Attributes:
+        error: Why it cannot be loaded.
+        sizes: The sizes of a tensor, if they are known.
+    """
+
+    error: CheckpointError
+    sizes: tuple[int, ...] = ()
+
+
+Value = Partitioned | Boxed | Stored | Computed | Loaded | Unreadable
 
 
 class File:
@@ -368,20 +382,20 @@ class Files:
                 absent[rank] = error
         return absent
 
-    def check_cover(
-        self, tensors: dict[str, Partitioned], absent: dict[int, CheckpointError], what: str
-    ) -> None:
-        """Checks that fragments have each element of each tensor exactly once.
+    def covered(
+        self, tensors: Mapping[str, Partitioned], absent: Mapping[int, CheckpointError], what: str
+    ) -> dict[str, Value]:
+        """Returns the tensors whose fragments have each element exactly once.
+
+        A tensor becomes unreadable if elements are missing, since the file of their rank cannot be
+        read, or if the files disagree.
 
         Args:
             tensors: FQN -> tensor.
             absent: Rank -> why its file cannot be read.
             what: The kind of the tensors, for messages.
-
-        Raises:
-            CheckpointError: An element is missing, since the file of its rank cannot be read.
-            CorruptionError: The files disagree.
         """
+        found: dict[str, Value] = dict(tensors)
         for fqn, tensor in tensors.items():
             position = 0
             for fragment in sorted(tensor.fragments, key=lambda one: one.begin):
@@ -391,23 +405,28 @@ class Files:
             else:
                 if position == math.prod(tensor.sizes):
                     continue
-            for rank, error in absent.items():
-                raise type(error)(
-                    f"cannot load {what} of {fqn!r} from {self.folder}: the part of rank {rank} "
-                    f"cannot be read: {error}"
-                ) from error
-            ranges = [
-                f"[{one.begin}, {one.begin + one.numel}) of rank {one.rank} in "
-                f"{self.foreign.files[one.file][0]}"
-                for one in tensor.fragments
-            ]
-            raise CorruptionError(
-                f"cannot load {what} of {fqn!r} from {self.folder}: its files have elements "
-                f"{', '.join(ranges) or 'of no rank'}, not each of [0, {math.prod(tensor.sizes)}) "
-                "once"
+            found[fqn] = Unreadable(self._uncovered(fqn, tensor, absent, what), tensor.sizes)
+        return found
+
+    def _uncovered(
+        self, fqn: str, tensor: Partitioned, absent: Mapping[int, CheckpointError], what: str
+    ) -> CheckpointError:
+        """Returns why a tensor lacks elements, or has them twice."""
+        for rank, error in absent.items():
+            return type(error)(
+                f"cannot load {what} of {fqn!r} from {self.folder}: the part of rank {rank} "
+                f"cannot be read: {error}"
             )
-        for error in absent.values():
-            raise error
+        ranges = [
+            f"[{one.begin}, {one.begin + one.numel}) of rank {one.rank} in "
+            f"{self.foreign.files[one.file][0]}"
+            for one in tensor.fragments
+        ]
+        return CorruptionError(
+            f"cannot load {what} of {fqn!r} from {self.folder}: its files have elements "
+            f"{', '.join(ranges) or 'of no rank'}, not each of [0, {math.prod(tensor.sizes)}) "
+            "once"
+        )
 
 
 def empty_box(sizes: Sequence[int]) -> _native.IndexBox:
@@ -416,7 +435,13 @@ def empty_box(sizes: Sequence[int]) -> _native.IndexBox:
 
 
 def as_boxed(fqn: str, value: Value) -> Boxed:
-    """Returns the boxes of a shard."""
+    """Returns the boxes of a shard.
+
+    Raises:
+        CheckpointError: The shard cannot be loaded, or its elements are not contiguous.
+    """
+    if isinstance(value, Unreadable):
+        raise value.error
     if isinstance(value, Partitioned):
         return Boxed(value.dtype, value.sizes, value.boxes())
     if isinstance(value, Stored):

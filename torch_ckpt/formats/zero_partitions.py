@@ -10,15 +10,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.formats.deepspeed_experts import Experts
 from torch_ckpt.formats.deepspeed_files import Optimizer, Shapes
-from torch_ckpt.formats.rank_files import File, Files, Fragment, Partitioned, Stored, Value
+from torch_ckpt.formats.rank_files import (
+    File,
+    Files,
+    Fragment,
+    Partitioned,
+    Stored,
+    Unreadable,
+    Value,
+)
 
 __all__ = ["Slice", "add_partition", "named_groups", "partition_of", "read_partitions", "rest_of"]
 
@@ -82,10 +90,7 @@ def read_partitions(
     merged = _Merged(groups, partitions, experts, count, ranks[first])
     for rank, file in sorted(ranks.items()):
         merged.add(rank, file)
-    files.check_cover(merged.weights, absent, "the weights")
-    for name, tensors in merged.flat_states.items():
-        files.check_cover(tensors, absent, repr(name))
-    return merged.optimizer()
+    return merged.optimizer(files, absent)
 
 
 class _Merged:
@@ -112,6 +117,7 @@ class _Merged:
         self.weights = {fqn: Partitioned(torch.float32, s) for fqn, s in self.sizes.items()}
         self.flat_states: dict[str, dict[str, Partitioned]] = {}
         self.scalars: dict[tuple[int, str], tuple[int, Stored]] = {}
+        self.unreadable: dict[tuple[int, str], Unreadable] = {}
         self.first: tuple[int, File] | None = None
         self._read: dict[str, int] = {}  # FQN -> number of elements that former ranks have.
 
@@ -160,10 +166,12 @@ class _Merged:
         """Adds a state that all parameters of a group have in common, such as the step."""
         file, value, name = stored.file, stored.value, str(stored.keys[-1])
         if isinstance(value, torch.Tensor) and value.ndim:
-            raise UnsupportedError(
+            error = UnsupportedError(
                 f"cannot load {file.path}: state {name!r} of group {group} has shape "
                 f"{tuple(value.shape)}, which is not an element for each element of the weights"
             )
+            self.unreadable.setdefault((group, name), Unreadable(error))
+            return
         first_rank, first = self.scalars.setdefault((group, name), (rank, stored))
         if not first.file.same_value(first.value, file, value):
             fqn = next(iter(self.groups[group]), "")
@@ -241,20 +249,29 @@ class _Merged:
                 f"{first_rank} in {first.name}; are the files of different saves?"
             )
 
-    def optimizer(self) -> Optimizer:
-        """Returns the merged state."""
+    def optimizer(self, files: Files, absent: Mapping[int, CheckpointError]) -> Optimizer:
+        """Returns the merged state.
+
+        Args:
+            files: The files of the checkpoint.
+            absent: Rank -> why its file cannot be read.
+        """
         assert self.first is not None
         _, file = self.first
+        weights = files.covered(self.weights, absent, "the weights")
         states: dict[str, dict[str, Value]] = {}
         for name, tensors in self.flat_states.items():
-            for fqn, tensor in tensors.items():
+            for fqn, tensor in files.covered(tensors, absent, repr(name)).items():
                 states.setdefault(fqn, {})[name] = tensor
-        for (group, name), (_, stored) in self.scalars.items():
+        shared: dict[tuple[int, str], Value] = {
+            at: stored for at, (_, stored) in self.scalars.items()
+        }
+        for (group, name), value in (shared | self.unreadable).items():
             for fqn in self.groups[group]:
-                states.setdefault(fqn, {})[name] = stored
+                states.setdefault(fqn, {})[name] = value
         param_groups = named_groups(file, file.at(*self._groups_at), self.groups)
         rest = rest_of(file, _TOP)
-        return Optimizer(self.weights, states, param_groups, rest, file, self._groups_at)
+        return Optimizer(weights, states, param_groups, rest, file, self._groups_at)
 
 
 def add_partition(
