@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed_runs import initialized, loaded_whole, resume_torch, train_step
+from deepspeed_runs import initialized, loaded_whole, prepare, resume_torch, train_step
 from torch import nn
 
 ROWS = 16  # Of a batch, over all ranks.
@@ -161,9 +161,7 @@ def resume_engine(path: Path) -> list[float]:
 
 def resume_on_one_rank(path: Path, ranks: int, frozen: int | None) -> list[float]:
     """The losses of the model with all experts, after a stock ``dcp.load``."""
-    import deepspeed
-
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    prepare()
     net = Net(1)
     for layer in net:
         layer.moe.set_deepspeed_parallelism()
