@@ -235,7 +235,6 @@ BAD: dict[str, bytes] = {
             '{"a": {"saved_offsets": [-1]}}',
             '{"a": {"saved_offsets": [0, 0]}}',
             '{"a": {"saved_offsets": [9223372036854775807]}}',
-            '{"a": {"saved_offsets": [1]}}',
         )
     },
 }
@@ -263,13 +262,33 @@ def test_an_error_of_a_tensor_names_it(tmp_path: Path) -> None:
 
 def test_dtypes_that_torch_has_not_are_an_error_of_their_tensor_alone(tmp_path: Path) -> None:
     path = tmp_path / "packed.safetensors"
-    path.write_bytes(encoded({"a": FOUR, "packed": entry("F4", [2, 4], 4, 8)}, b"12345678"))
+    others = {"packed": entry("F4", [2, 4], 4, 8), "future": entry("F5", [3], 8, 10)}
+    path.write_bytes(encoded({"a": FOUR, **others}, b"1234567890"))
 
     loaded = load({"a": torch.zeros(1)}, FastReader(path))
     assert bytes(loaded["a"].numpy()) == b"1234"
-    error = failure_of(load, {"packed": torch.zeros(2, 4)}, FastReader(path))
-    assert type(error) is UnsupportedError
-    assert "packed" in str(error)
+    for name, why in {"packed": "packs several elements", "future": "unknown dtype 'F5'"}.items():
+        error = failure_of(load, {name: torch.zeros(2, 4)}, FastReader(path))
+        assert type(error) is UnsupportedError
+        assert f"{name!r} of {path}" in str(error)
+        assert why in str(error)
+
+
+def test_boxes_that_do_not_cover_a_tensor_are_an_error_of_it_alone(tmp_path: Path) -> None:
+    path = tmp_path / "boxes.safetensors"
+    offsets = '{"a": {"saved_offsets": [1]}, "b": {"saved_offsets": [0]}}'
+    header = {
+        "__metadata__": {"DCP_SHARDING_INFO": offsets},
+        "a": FOUR,
+        "b": entry("F32", [1], 4, 8),
+    }
+    path.write_bytes(encoded(header, b"12345678"))
+
+    assert bytes(load({"b": torch.zeros(1)}, FastReader(path))["b"].numpy()) == b"5678"
+    error = failure_of(load, {"a": torch.zeros(2)}, FastReader(path))
+    assert type(error) is CorruptionError
+    assert "'a'" in str(error)
+    assert "exactly once" in str(error)
 
 
 def test_a_file_that_is_cut_off_after_it_was_opened_is_an_error(
@@ -312,14 +331,37 @@ def test_an_index_that_is_none_is_refused(shards: Path, text: str) -> None:
     assert type(refused(shards, text)) is CorruptionError
 
 
-def test_what_the_index_names_and_is_missing_is_an_error(shards: Path) -> None:
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_the_tensors_of_a_file_of_the_index_that_cannot_be_read_are_an_error(
+    shards: Path, state: dict[str, torch.Tensor], damage: str
+) -> None:
     text = (shards / "model.safetensors.index.json").read_text()
-    (shards / "model-00002-of-00003.safetensors").unlink()
-    error = refused(shards, text)
-    assert isinstance(error, NotFoundError)
-    assert "model-00002-of-00003" in str(error)
+    file = shards / "model-00002-of-00003.safetensors"
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:20])
+    for name, of_file in json.loads(text)["weight_map"].items():
+        if of_file != file.name:
+            assert loads(shards, {name: state[name]}) == []
+            continue
+        error = refused(shards, text, {name: torch.zeros(1)})
+        assert type(error) is (NotFoundError if damage == "missing" else CorruptionError)
+        assert file.name in str(error)
+
+
+def test_a_name_of_the_index_that_its_file_lacks_is_an_error(shards: Path) -> None:
     text = json.dumps({"weight_map": {"no": "model-00001-of-00003.safetensors"}})
-    assert "'no'" in str(refused(shards, text))
+    error = refused(shards, text, {"no": torch.zeros(1)})
+    assert type(error) is CorruptionError
+    assert "'no'" in str(error)
+
+
+def test_an_index_whose_files_are_all_missing_is_an_error(shards: Path) -> None:
+    for file in shards.glob("model-*"):
+        file.unlink()
+    with pytest.raises(NotFoundError, match=r"assigns it to model-0000\d-of-00003"):
+        FastReader(shards).read_metadata()
 
 
 def mutations(good: bytes, rng: random.Random, count: int) -> Iterator[bytes]:

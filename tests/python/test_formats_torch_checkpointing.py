@@ -6,6 +6,7 @@ import collections
 import copy
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,16 @@ def write(
     (path / "metadata.pkl").write_bytes(pickle.dumps(metadata))
 
 
+def refused(path: Path, fqn: str, kind: type[CheckpointError], match: str) -> None:
+    """The directory opens, and a load of the value is this error, which names it or its file."""
+    with pytest.raises(dcp.CheckpointException) as caught:
+        loaded_at(path, fqn)
+    (error, _) = caught.value.failures[0]
+    assert type(error) is kind
+    assert re.search(match, str(error))
+    assert fqn in str(error) or ".pt" in str(error) or ".json" in str(error)
+
+
 def loaded(path: Path) -> torch.Tensor:
     state = {"model": {"w": torch.zeros(6, 4)}}
     dcp.load(state, storage_reader=FastReader(path), no_dist=True)
@@ -127,8 +138,8 @@ def test_a_tensor_of_the_metadata_that_no_file_has_is_an_error(tmp_path: Path) -
     write(tmp_path, dtensor_sharding())
     for rank in range(2):
         torch.save({"other": 1}, tmp_path / f"model_{rank}.pt")
-    with pytest.raises(CorruptionError, match=r"'model\.w' .* the metadata has it, and no file"):
-        names_in(tmp_path)
+    refused(tmp_path, "model.w", CorruptionError, "the metadata has it, and no file")
+    assert loaded_at(tmp_path, "model.other") == 1
 
 
 def test_views_of_different_storages_may_be_equal(tmp_path: Path) -> None:
@@ -220,25 +231,57 @@ UNSOUND: dict[str, tuple[tuple[dict[str, Any], ...], type[CheckpointError], str]
 
 
 @pytest.mark.parametrize("case", UNSOUND)
-def test_shardings_that_are_unsound_are_refused_with_the_name(tmp_path: Path, case: str) -> None:
+def test_shardings_that_are_unsound_are_refused_and_other_values_load(
+    tmp_path: Path, case: str
+) -> None:
     shardings, kind, match = UNSOUND[case]
     write(tmp_path, *shardings)
-    with pytest.raises(kind, match=match) as caught:
-        FastReader(tmp_path).read_metadata()
-    assert "model.w" in str(caught.value)
+    for rank in range(2):
+        file = tmp_path / f"model_{rank}.pt"
+        torch.save({**torch.load(file), "v": torch.ones(2)}, file)
+    refused(tmp_path, "model.w", kind, match)
+    assert torch.equal(loaded_at(tmp_path, "model.v", torch.zeros(2)), torch.ones(2))
 
 
 def test_ranks_that_disagree_are_refused(tmp_path: Path) -> None:
     write(tmp_path, dtensor_sharding())
     torch.save({"w": WHOLE[3:].double()}, tmp_path / "model_1.pt")
-    with pytest.raises(CorruptionError, match=r"'model\.w'.*its dtypes are .*float32.*float64"):
-        FastReader(tmp_path).read_metadata()
+    refused(tmp_path, "model.w", CorruptionError, "its dtypes are .*float32.*float64")
     torch.save({"w": 5}, tmp_path / "model_1.pt")
-    with pytest.raises(dcp.CheckpointException, match="sharded on rank 0, and not on rank 1"):
-        loaded_at(tmp_path, "model.w")
+    refused(tmp_path, "model.w", UnsupportedError, "sharded on rank 0, and not on rank 1")
     torch.save({}, tmp_path / "model_1.pt")
-    with pytest.raises(MismatchError, match=r"'model\.w'.*12 of them"):
-        FastReader(tmp_path).read_metadata()
+    refused(tmp_path, "model.w", MismatchError, "12 of them")
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "not allowed"])
+def test_a_file_that_cannot_be_read_refuses_its_item_and_the_others_load(
+    tmp_path: Path, damage: str
+) -> None:
+    write(tmp_path, dtensor_sharding())
+    torch.save({"epoch": 3}, tmp_path / "client_0.pt")
+    file = tmp_path / "model_1.pt"
+    if damage == "missing":
+        file.unlink()
+        refused(tmp_path, "model.w", NotFoundError, r"model_1\.pt, the file of rank 1, is missing")
+    elif damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-40])
+        refused(tmp_path, "model.w", CorruptionError, r"model_1\.pt")
+    else:
+        torch.save({print: 1}, file)
+        refused(tmp_path, "model.w", UnsupportedError, r"model_1\.pt.*GLOBAL builtins.print")
+    assert loaded_at(tmp_path, "client.epoch") == 3
+    for other in tmp_path.glob("*.pt"):
+        other.write_bytes(b"PK\3\4")
+    with pytest.raises(CheckpointError, match=r"_[01]\.pt"):  # No file is left.
+        names_in(tmp_path)
+
+
+def test_a_value_of_a_class_that_is_not_allowed_keeps_its_name(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"own": Hostile(tmp_path / "made"), "v": 1}, tmp_path / f"item_{rank}.pt")
+    refused(tmp_path, "item.own", UnsupportedError, "mkdir")
+    assert loaded_at(tmp_path, "item.v") == 1
+    assert not (tmp_path / "made").exists()
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -298,12 +341,10 @@ def test_files_outside_the_directory_are_refused(tmp_path: Path) -> None:
 def test_other_serializations_are_refused(tmp_path: Path) -> None:
     write(tmp_path, dtensor_sharding())
     rewrite(tmp_path, lambda layouts: layouts.update({1: layout("model_1.pt", "Zip")}))
-    with pytest.raises(UnsupportedError, match=r"'model' .*model_1\.pt is serialized by Zip"):
-        FastReader(tmp_path).read_metadata()
+    refused(tmp_path, "model.w", UnsupportedError, r"'model' .*model_1\.pt is serialized by Zip")
     rewrite(tmp_path, lambda layouts: layouts.update({1: layout("a.json", "JsonSerialization")}))
     (tmp_path / "a.json").write_text("{")
-    with pytest.raises(CorruptionError, match=r"a\.json: invalid JSON"):
-        FastReader(tmp_path).read_metadata()
+    refused(tmp_path, "model.w", CorruptionError, r"a\.json: invalid JSON")
 
 
 def test_a_directory_of_something_else(tmp_path: Path) -> None:
@@ -343,8 +384,8 @@ def names_in(path: Path) -> set[str]:
     return set(FastReader(path).read_metadata().state_dict_metadata)
 
 
-def loaded_at(path: Path, fqn: str) -> Any:
-    state = {fqn: None}
+def loaded_at(path: Path, fqn: str, target: Any = None) -> Any:
+    state = {fqn: target}
     dcp.load(state, storage_reader=FastReader(path), no_dist=True)
     return state[fqn]
 
@@ -438,8 +479,7 @@ def test_the_metadata_and_a_file_that_disagree_are_refused(tmp_path: Path) -> No
         torch.save({"w": tensor}, tmp_path / "model_0.pt")
     finally:
         dist.destroy_process_group()
-    with pytest.raises(CorruptionError, match=r"by the metadata, and .* by its file"):
-        names_in(tmp_path)
+    refused(tmp_path, "model.w", CorruptionError, "by the metadata, and .* by its file")
 
 
 def test_damaged_metadata_beside_safetensors_is_refused(tmp_path: Path) -> None:
@@ -485,5 +525,5 @@ def test_objects_that_are_equal_are_shown_once(tmp_path: Path, one: Any, other: 
 def test_json_that_is_nested_without_end_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, dtensor_sharding())
     (tmp_path / "deep_0.json").write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(CorruptionError, match=r"deep_0\.json: invalid JSON"):
-        names_in(tmp_path)
+    refused(tmp_path, "deep", CorruptionError, r"deep_0\.json: invalid JSON")
+    assert torch.equal(loaded(tmp_path), WHOLE)

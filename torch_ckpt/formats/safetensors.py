@@ -21,7 +21,13 @@ import torch
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
-from torch_ckpt.errors import CorruptionError, MismatchError, NotFoundError, UnsupportedError
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    MismatchError,
+    NotFoundError,
+    UnsupportedError,
+)
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.safetensors_layout import DTYPES, MAX_HEADER_NBYTES
@@ -46,6 +52,10 @@ _DTYPES = {
 }
 
 
+BoxedTensor = tuple[torch.dtype, tuple[int, ...], "list[_native.IndexBox]"]
+"""Dtype, sizes and boxes of a tensor."""
+
+
 class _Tensor(NamedTuple):
     """A tensor in a header; its elements are bytes ``[begin, end)`` of the file."""
 
@@ -63,16 +73,11 @@ class _Header:
     digest: bytes  # Hash of the header and of samples of the data.
 
 
-class _Unreadable:
-    """Raises an error for tensors whose dtype torch does not have."""
-
-    def __init__(self, path: Location) -> None:
-        self.path = path
-
-    def value(self, fqn: str) -> object:
-        raise UnsupportedError(
-            f"cannot load {fqn!r} of {self.path}: its dtype packs several elements into a byte"
-        )
+def _without_dtype(fqn: str, word: str, path: Location) -> UnsupportedError:
+    """Returns the error for a tensor whose dtype torch does not have."""
+    packs = f"its dtype {word} packs several elements into a byte"
+    why = packs if word in _DTYPES else f"unknown dtype {word!r}"
+    return UnsupportedError(f"cannot load {fqn!r} of {path}: {why}")
 
 
 def is_safetensors(start: bytes) -> bool:
@@ -97,14 +102,16 @@ def open_safetensors(path: Location) -> Opened:
 def open_safetensors_directory(directory: Location, names: Sequence[str]) -> Opened:
     """Opens a directory: the files that Hugging Face's index names, or all files without an index.
 
+    A tensor is unreadable if the file that the index names for it is missing or damaged, if its
+    boxes do not cover it, or if several files contain it and there is no index.
+
     Args:
         directory: The directory.
         names: Names of its safetensors files and their indexes.
 
     Raises:
-        NotFoundError: A file that the index names is missing.
-        CorruptionError: A header or the index is damaged, or the boxes do not cover a tensor.
-        MismatchError: There is no index, and several files contain the same tensor.
+        NotFoundError: All files that the index names are missing.
+        CorruptionError: The index is damaged, or without an index a header.
         UnsupportedError: The directory has several indexes.
     """
     indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
@@ -124,19 +131,21 @@ def open_safetensors_directory(directory: Location, names: Sequence[str]) -> Ope
             by_file.setdefault(name, []).append(fqn)
         for name, fqns in sorted(by_file.items()):
             try:
-                header = _read_header(directory / name)
-            except NotFoundError as error:
-                raise NotFoundError(
-                    f"cannot load {fqns[0]!r}: {indexes[0]} assigns it to {name}, which is missing "
-                    f"in {directory}"
-                ) from error
-            merged.add(name, header, fqns)
+                merged.add(name, _read_header(directory / name), fqns)
+            except NotFoundError:
+                for fqn in fqns:
+                    merged.errors[fqn] = NotFoundError(
+                        f"cannot load {fqn!r}: {indexes[0]} assigns it to {name}, which is missing "
+                        f"in {directory}"
+                    )
+            except CorruptionError as error:
+                merged.errors.update(dict.fromkeys(fqns, error))
         return merged.opened()
 
 
 def read_tensors(
     path: Location, number: int
-) -> tuple[int, bytes, dict[str, tuple[torch.dtype, tuple[int, ...], list[_native.IndexBox]]]]:
+) -> tuple[int, bytes, dict[str, BoxedTensor | CheckpointError]]:
     """Reads the header of a file.
 
     Args:
@@ -145,23 +154,26 @@ def read_tensors(
 
     Returns:
         The length of the file, a hash that identifies its contents, and for each FQN the dtype, the
-        sizes and the box of the tensor.
+        sizes and the box of the tensor; or an error if torch has no such dtype.
 
     Raises:
         CorruptionError: The header is damaged or inconsistent.
-        UnsupportedError: Torch has no dtype for a tensor.
         StorageError: The file cannot be read.
     """
     header = _read_header(path)
-    found: dict[str, tuple[torch.dtype, tuple[int, ...], list[_native.IndexBox]]] = {}
+    found: dict[str, BoxedTensor | CheckpointError] = {}
     for fqn, (word, sizes, begin, end) in header.tensors.items():
-        if not (name := _DTYPES[word][0]):
-            raise UnsupportedError(
-                f"cannot load {fqn!r} of {path}: its dtype packs several elements into a byte"
-            )
+        if not (name := _dtype_of(word)):
+            found[fqn] = _without_dtype(fqn, word, path)
+            continue
         box = ([0] * len(sizes), sizes, number, begin, end - begin, True, ())
         found[fqn] = getattr(torch, name), tuple(sizes), [box]
     return header.file_nbytes, header.digest, found
+
+
+def _dtype_of(word: str) -> str:
+    """Returns the name of torch's dtype; an empty text if it has none."""
+    return _DTYPES.get(word, ("", 0))[0]
 
 
 @dataclass
@@ -171,6 +183,7 @@ class _Merged:
     foreign: ForeignFiles
     boxes: dict[str, list[_native.IndexBox]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, CheckpointError] = field(default_factory=dict)
     digest: Any = field(default_factory=hashlib.sha256)
 
     def add(self, name: str, header: _Header, fqns: Iterable[str] | None = None) -> None:
@@ -181,13 +194,14 @@ class _Merged:
         for fqn in header.tensors if fqns is None else fqns:
             tensor = header.tensors.get(fqn)
             if tensor is None:
-                raise CorruptionError(
+                self.errors[fqn] = CorruptionError(
                     f"cannot load {self.foreign.path}: its index assigns {fqn!r} to {name}, "
                     "which does not contain it"
                 )
+                continue
             dtype, sizes, begin, end = tensor
             if self.dtypes.setdefault(fqn, dtype) != dtype:
-                raise CorruptionError(
+                self.errors[fqn] = CorruptionError(
                     f"cannot load {self.foreign.path}: {fqn!r} has dtype {dtype} in {name}, and "
                     f"{self.dtypes[fqn]} in another file"
                 )
@@ -198,18 +212,27 @@ class _Merged:
     def opened(self) -> Opened:
         foreign = self.foreign
         for fqn, boxes in self.boxes.items():
-            dtype = _DTYPES[self.dtypes[fqn]][0]
-            sizes = (
-                boxes[0][1] if len(boxes) == 1 and not any(boxes[0][0]) else self._whole_sizes(fqn)
-            )
-            if dtype:
-                properties = (dtype, "contiguous_format", False, False, sizes)
-                foreign.entries.append((fqn, properties, boxes))
-            else:
-                _, _, number, begin, nbytes, *_ = boxes[0]
-                foreign.entries.append((fqn, None, [((), (), number, begin, nbytes, False, ())]))
-        foreign.paths = {fqn: (fqn,) for fqn in self.boxes}
-        return foreign.opened(_Unreadable(foreign.path), self.digest.digest())
+            if fqn in self.errors:
+                continue
+            word = self.dtypes[fqn]
+            try:
+                sizes = self._sizes(fqn)
+                if not _dtype_of(word):
+                    raise _without_dtype(fqn, word, foreign.path)
+            except (CorruptionError, MismatchError, UnsupportedError) as error:
+                foreign.add_unreadable(fqn, error, boxes[0][2:5])
+                continue
+            properties = (_dtype_of(word), "contiguous_format", False, False, sizes)
+            foreign.entries.append((fqn, properties, boxes))
+        for fqn, why in self.errors.items():
+            foreign.add_unreadable(fqn, why)
+        foreign.paths = {fqn: (fqn,) for fqn in (*self.boxes, *self.errors)}
+        return foreign.opened(None, self.digest.digest())
+
+    def _sizes(self, fqn: str) -> Sequence[int]:
+        boxes = self.boxes[fqn]
+        is_whole = len(boxes) == 1 and not any(boxes[0][0])
+        return boxes[0][1] if is_whole else self._whole_sizes(fqn)
 
     def _whole_sizes(self, fqn: str) -> list[int]:
         """Returns the sizes of a tensor from its boxes.
@@ -337,8 +360,6 @@ def _check_tensor(facts: Any, data_begin: int, file_nbytes: int, where: str) -> 
     dtype, sizes, ends = facts["dtype"], facts["shape"], facts["data_offsets"]
     if not isinstance(dtype, str):
         raise CorruptionError(f"cannot read {where}: its dtype is {str(dtype)[:200]}")
-    if dtype not in _DTYPES:
-        raise UnsupportedError(f"cannot read {where}: unknown dtype {dtype!r}")
     if not _are_lengths(sizes) or len(sizes) > _MAX_NDIM:
         raise CorruptionError(f"cannot read {where}: its shape is {str(sizes)[:200]}")
     if not _are_lengths(ends) or len(ends) != 2:
@@ -349,6 +370,8 @@ def _check_tensor(facts: Any, data_begin: int, file_nbytes: int, where: str) -> 
             f"cannot read {where}: its data_offsets [{begin}, {end}) are not within "
             f"{file_nbytes - data_begin} bytes of data"
         )
+    if dtype not in _DTYPES:
+        return _Tensor(dtype, sizes, data_begin + begin, data_begin + end)
     bits = _DTYPES[dtype][1]
     # Even if one size is 0, the others must not overflow.
     numel, extent = 1, bits

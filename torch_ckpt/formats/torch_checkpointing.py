@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,6 +42,7 @@ from torch_ckpt.formats.rank_files import (
     Files,
     Loaded,
     Stored,
+    Unreadable,
     as_boxed,
     part_of_box,
 )
@@ -100,12 +101,12 @@ def open_torch_checkpointing(
         verify: Whether to check pickles against their CRC-32.
         trust_pickle: Whether pickles may contain any class and run any code.
 
+    A value is unreadable if its ranks contradict one another or the metadata, or if it is sharded
+    in a way that this package does not know. If the file of a rank is missing or damaged, all
+    values of its item are unreadable, since any of them may be in the file.
+
     Raises:
-        NotFoundError: The file of a rank is missing.
-        CorruptionError: A file is damaged, or contradicts the metadata. The message names it.
-        MismatchError: The shards of a tensor overlap or do not cover it. The message names it.
-        UnsupportedError: A tensor is sharded in a way that this package does not know, or a pickle
-            requests a forbidden class or function.
+        CheckpointError: No file can be read.
         StorageError: A file cannot be read.
     """
     files = Files(
@@ -123,62 +124,76 @@ def open_torch_checkpointing(
         return entries.opened()
 
 
-class _UnloadableError(UnsupportedError):
-    """A value cannot be loaded. Others of the checkpoint can."""
-
-
 class _Reader:
     """Reads the files of an item, and unites the values of its ranks.
 
     Attributes:
         values: Path in the item -> rank -> value.
         keys: Path in the item -> its keys.
+        errors: Path in the item -> why the value cannot be loaded.
+        error: Why the file of a rank cannot be read, of the first such rank.
     """
 
     def __init__(self, files: Files, name: str, item: Item) -> None:
         self.files, self.name, self.item = files, name, item
         self.values: dict[str, dict[int, _Value]] = {}
         self.keys: dict[str, _Keys] = {}
+        self.errors: dict[str, CheckpointError] = {}
+        self.error: CheckpointError | None = None
         for rank, file in sorted(item.files.items()):
             try:
                 values = self._read(file.name, file.serialization)
             except NotFoundError:
-                if not file.is_required:
-                    continue
-                raise NotFoundError(
-                    f"cannot load {name!r} of {files.folder}: {file.name}, the file of rank "
-                    f"{rank}, is missing"
-                ) from None
+                if file.is_required:
+                    self.error = self.error or NotFoundError(
+                        f"cannot load {name!r} of {files.folder}: {file.name}, the file of rank "
+                        f"{rank}, is missing"
+                    )
+                continue
+            except (CorruptionError, UnsupportedError) as error:
+                self.error = self.error or error
+                continue
             for keys, value in values.items():
                 path = path_of(keys)
                 self.keys.setdefault(path, keys)
-                self.values.setdefault(path, {})[rank] = value
+                if isinstance(value, CheckpointError):
+                    self.errors[path] = value
+                else:
+                    self.values.setdefault(path, {})[rank] = value
 
     def add_to(self, entries: Entries) -> None:
-        """Adds the values of the item.
-
-        Raises:
-            CorruptionError: A tensor of the metadata is in no file.
-        """
-        if lost := self.item.paths() - set(self.values):
-            raise CorruptionError(
-                f"cannot load {path_of((self.name, min(lost)))!r} of {self.files.folder}: the "
-                "metadata has it, and no file of a rank"
+        """Adds the values of the item."""
+        for path in self.item.paths() - set(self.keys):
+            self.keys[path] = (path,)
+            self.errors[path] = CorruptionError(
+                f"cannot load {path_of((self.name, path))!r} of {self.files.folder}: the metadata "
+                "has it, and no file of a rank"
             )
-        for path, by_rank in self.values.items():
-            keys = (self.name, *self.keys[path])
-            try:
-                self._add(entries, path, keys, by_rank)
-            except _UnloadableError as error:
-                first = next(iter(by_rank.values()))
-                unsupported = UnsupportedError(str(error))
-                entries.add_object(keys, first, functools.partial(_raise, unsupported))
-            except RecursionError:
-                raise CorruptionError(
-                    f"cannot load {self._named(path)}: it is nested too deeply"
-                ) from None
+        if self.error is not None:
+            self.keys = self.keys or {"": ()}
+            self.errors = dict.fromkeys(self.keys, self.error)
+        for path, keys in self.keys.items():
+            if (why := self.errors.get(path)) is None:
+                why = self._failure(entries, path, (self.name, *keys))
+            if why is not None:
+                entries.add((self.name, *keys), Unreadable(why))
+
+    def _failure(self, entries: Entries, path: str, keys: _Keys) -> CheckpointError | None:
+        """Adds a value; returns why it cannot be loaded, if so."""
+        try:
+            self._add(entries, path, keys, self.values[path])
+        except (CorruptionError, MismatchError, NotFoundError, UnsupportedError) as error:
+            return error
+        except RecursionError:
+            return CorruptionError(f"cannot load {self._named(path)}: it is nested too deeply")
+        return None
 
     def _add(self, entries: Entries, path: str, keys: _Keys, by_rank: Mapping[int, _Value]) -> None:
+        """Adds a value.
+
+        Raises:
+            CheckpointError: It cannot be loaded.
+        """
         self._check_inner(path, by_rank)
         shards = self._shards(path, by_rank)
         by_rank = {rank: _local_value(value) for rank, value in by_rank.items()}
@@ -191,7 +206,7 @@ class _Reader:
             for rank, value in by_rank.items():
                 entries.add_rank_state(keys, rank, self.item.ranks, value)
 
-    def _read(self, name: str, serialization: str) -> dict[_Keys, _Value]:
+    def _read(self, name: str, serialization: str) -> Mapping[_Keys, _Value | CheckpointError]:
         """Reads a file, and returns its values by their keys in the item."""
         path = self.files.folder / name
         if serialization == TORCH:
@@ -202,7 +217,10 @@ class _Reader:
         if serialization == SAFETENSORS:
             nbytes, digest, tensors = read_tensors(path, len(self.files.foreign.files))
             self.files.add(name, nbytes, digest)
-            return {(fqn,): Boxed(*tensor) for fqn, tensor in tensors.items()}
+            return {
+                (fqn,): found if isinstance(found, CheckpointError) else Boxed(*found)
+                for fqn, found in tensors.items()
+            }
         if serialization not in (JSON, RAW):
             raise UnsupportedError(
                 f"cannot load {self.name!r} of {self.files.folder}: {name} is serialized by "
@@ -221,7 +239,7 @@ class _Reader:
         for rank, value in values.items():
             leaf = None if isinstance(value, Boxed) else value.value
             if any(isinstance(one, DTensor) for one in _inner(leaf)):
-                raise _UnloadableError(
+                raise UnsupportedError(
                     f"cannot load {self._named(path)}: on rank {rank} it is a "
                     f"{type(leaf).__name__} that contains a DTensor; only dicts and lists may"
                 )
@@ -267,7 +285,7 @@ class _Reader:
                 )
             shards[rank] = shard
         if shards and (others := sorted(set(values) - set(shards))):
-            raise _UnloadableError(
+            raise UnsupportedError(
                 f"cannot load {self._named(path)}: it is sharded on rank {min(shards)}, and not "
                 f"on rank {others[0]}"
             )
@@ -280,8 +298,8 @@ class _Reader:
 
         Raises:
             CorruptionError: The ranks have other sizes or dtypes.
-            MismatchError: The shards overlap, or do not cover the tensor. In safetensors also, if
-                ranks have other elements of the same shard.
+            MismatchError: The shards overlap, or do not cover the tensor, or ranks have other
+                elements of the same shard.
         """
         if len({shard.sizes for shard in shards.values()}) > 1:
             found = ", ".join(f"{one.sizes} on rank {rank}" for rank, one in shards.items())
@@ -291,14 +309,13 @@ class _Reader:
         if len(set(dtypes.values())) > 1:
             raise CorruptionError(f"cannot load {self._named(path)}: its dtypes are {dtypes}")
         boxes: dict[Any, Placed] = {}
-        why = ""
         for rank, shard in shards.items():
             for box in shard.boxes:
                 if not math.prod(box.sizes):
                     continue
                 first = boxes.setdefault((box.at, box.sizes), box)
-                if first is not box and not why and not self._same_box(first, box, values):
-                    why = (
+                if first is not box and not self._same_box(first, box, values):
+                    raise MismatchError(
                         f"cannot load {self._named(path)}: ranks {first.rank} and {rank} have the "
                         "same shard of it, with other elements"
                     )
@@ -306,11 +323,6 @@ class _Reader:
         check_cover(f"{self.name}.{path}", sizes, placed)
         dtype = next(iter(dtypes.values()))
         stored = [value for value in values.values() if isinstance(value, Stored)]
-        if why and stored:
-            disagree = functools.partial(_raise, MismatchError(why))
-            return Computed(stored[0].file, dtype, sizes, disagree)
-        if why:
-            raise MismatchError(why)
         if stored and not all(map(_is_consecutive, values.values())):
             assemble = functools.partial(self._assembled, sizes, dtype, placed, values)
             return Computed(stored[0].file, dtype, sizes, assemble)
@@ -348,6 +360,9 @@ class _Reader:
         """Returns whether two ranks have the same value. What cannot be compared is not the same.
 
         Tensors of safetensors, which have no checksums, are assumed to be equal beyond 1 MiB.
+
+        Raises:
+            UnsupportedError: The value is of a forbidden class.
         """
         if value is other:
             return True
@@ -365,6 +380,8 @@ class _Reader:
                     return same
         try:
             return is_equal(*map(self.files.read_value, (value, other)))
+        except UnsupportedError:
+            raise
         except Exception:
             return False
 
@@ -417,10 +434,6 @@ def _inner(value: object) -> Iterator[object]:
                 stack.append(one)
             else:
                 yield one
-
-
-def _raise(error: CheckpointError) -> NoReturn:
-    raise error
 
 
 def _sizes(value: _Value) -> tuple[int, ...]:
