@@ -193,10 +193,6 @@ LIES: dict[str, Callable[[Any], None]] = {
     "more than there are addresses": tell((3, 1 << 62, 5)),
     "a tensor that is not stored": lambda m: m.state_dict_metadata.pop(CUBE),
     "an object": lambda m: m.state_dict_metadata.update({CUBE: BytesStorageMetadata()}),
-    "no axes": lambda m: setattr(m.state_dict_metadata[CUBE], "size", torch.Size()),
-    "a grid of no cells": lambda m: setattr(
-        m.state_dict_metadata[CUBE], "size", torch.Size([0, 2, 1, 60])
-    ),
     "a box over two cells": store(offsets=[0, 0, 0, 0], sizes=[1, 2, 1, 27]),
     "a box that is stored nowhere": store(offsets=[0, 0, 0, 1]),
     "one box twice": twice,
@@ -209,17 +205,47 @@ LIES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-def test_a_shape_that_contradicts_what_is_stored_is_an_error(
+def test_a_shape_that_contradicts_what_is_stored_is_an_error_of_its_tensor_alone(
     lie: Callable[[Any], None], copy: Path
 ) -> None:
     metadata = metadata_of(copy)
     lie(metadata)
     write(metadata, copy)
+    assert_only_one_fails(copy, CUBE)
 
-    error = failure_of(load, {FLAT + "norm": torch.zeros(10)}, FastReader(copy))
 
-    assert isinstance(error, CorruptionError), error
-    assert CUBE in str(error)
+def test_verify_and_inspect_name_a_tensor_whose_shape_contradicts_what_is_stored(
+    copy: Path,
+) -> None:
+    metadata = metadata_of(copy)
+    LIES["more elements"](metadata)
+    write(metadata, copy)
+    status, printed = run("verify", copy)
+    assert status == DAMAGED
+    assert f"1 FQNs are damaged: {CUBE}" in printed
+    status, printed = run("inspect", copy)
+    assert status == SOUND
+    assert "contradicts" in printed
+
+
+@pytest.mark.parametrize("size", [[], [0, 2, 1, 60]])
+def test_boxes_beyond_their_tensor_are_an_error_of_the_metadata(
+    size: list[int], copy: Path
+) -> None:
+    metadata = metadata_of(copy)
+    metadata.state_dict_metadata[CUBE].size = torch.Size(size)
+    write(metadata, copy)
+    with pytest.raises(CorruptionError, match=CUBE):
+        FastReader(copy).read_metadata()
+
+
+def assert_only_one_fails(path: Path, fqn: str) -> None:
+    full = golden_megatron.full_state()
+    error = failure_of(load, {fqn: blank(full[fqn])}, FastReader(path))
+    assert type(error) is CorruptionError
+    assert fqn in str(error)
+    del full[fqn]
+    assert differences(full, load(blank(full), FastReader(path))) == []
 
 
 def test_other_facts_are_ignored(copy: Path) -> None:
@@ -274,24 +300,30 @@ def test_megatrons_classes_are_only_records(name: str) -> None:
 
 
 def test_a_missing_file_is_an_error_that_names_it(copy: Path) -> None:
+    lost = {
+        index.fqn
+        for index, info in metadata_of(copy).storage_data.items()
+        if info.relative_path == "__2_0.distcp"
+    }
     (copy / "__2_0.distcp").unlink()
-    error = failure_of(load, {CUBE: torch.zeros(3, 8, 5)}, FastReader(copy))
-    assert isinstance(error, CorruptionError)
-    assert "__2_0.distcp" in str(error)
+    full = golden_megatron.full_state()
+    assert CUBE in lost
+    assert lost < set(full)
+    for fqn in lost:
+        error = failure_of(load, {fqn: blank(full.pop(fqn))}, FastReader(copy))
+        assert isinstance(error, CorruptionError)
+        assert "__2_0.distcp" in str(error)
+    assert differences(full, load(blank(full), FastReader(copy))) == []
 
 
 def test_a_damaged_header_is_an_error_that_names_the_tensor(copy: Path) -> None:
-    """Of a range as soon as the checkpoint is opened, since nobody else can read it."""
     metadata = metadata_of(copy)
-    for fqn, loaded in ((CUBE, FLAT + "norm"), ("rows", "rows")):
+    for fqn in (CUBE, "rows"):
         info = next(info for at, info in metadata.storage_data.items() if at.fqn == fqn)
         file = copy / info.relative_path
         sound = file.read_bytes()
         file.write_bytes(sound[: info.offset] + b"XX" + sound[info.offset + 2 :])
-        state = {loaded: blank(golden_megatron.full_state()[loaded])}
-        error = failure_of(load, state, FastReader(copy))
-        assert isinstance(error, CorruptionError)
-        assert fqn in str(error)
+        assert_only_one_fails(copy, fqn)
         file.write_bytes(sound)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, groupby
 from typing import Any, NamedTuple
@@ -31,7 +31,12 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
-from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    NotFoundError,
+    UnsupportedError,
+)
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.index import to_entries, to_paths
 from torch_ckpt.formats.object_pickles import load_object
@@ -57,38 +62,55 @@ def flattened_shapes(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def unflattened(metadata: Metadata) -> Metadata:
+def unflattened(metadata: Metadata) -> tuple[Metadata, dict[str, CheckpointError]]:
     """Returns the metadata with DCP's fields only, and with the sizes and boxes of the tensors.
 
     The boxes of one stored range share its extent. Their elements, one box after another, are those
     of the range.
 
-    Raises:
-        CorruptionError: The shape of a tensor contradicts the stored sizes or boxes.
+    Returns:
+        The metadata, and FQN -> why its shape contradicts the stored sizes or boxes. The metadata
+        lacks such tensors.
     """
     tensors, extents = dict(metadata.state_dict_metadata), dict(metadata.storage_data)
+    errors: dict[str, CheckpointError] = {}
     for fqn, shape in flattened_shapes(metadata).items():
-        stored = tensors.get(fqn)
-        if not isinstance(stored, TensorStorageMetadata):
-            raise _contradiction(fqn, shape, "no stored tensor")
-        cell = _cell(fqn, shape, stored.size)
-        chunks: list[ChunkStorageMetadata] = []
-        for chunk in stored.chunks:
-            *at, begin = chunk.offsets
-            *lengths, length = chunk.sizes
-            info = extents.pop(MetadataIndex(fqn, torch.Size(chunk.offsets)), None)
-            if info is None or any(number != 1 for number in lengths):
-                raise _contradiction(fqn, shape, f"a stored box of {list(chunk.sizes)}")
-            boxes = _native.flat_range_to_boxes(cell, begin, begin + length) if length else []
-            for offsets, sizes in boxes:
-                offset = torch.Size(a * b + c for a, b, c in zip(at, cell, offsets, strict=True))
-                if extents.setdefault(MetadataIndex(fqn, offset), info) is not info:
-                    raise _contradiction(fqn, shape, f"two stored boxes at {list(offset)}")
-                chunks.append(ChunkStorageMetadata(offset, torch.Size(sizes)))
-        tensors[fqn] = TensorStorageMetadata(stored.properties, torch.Size(shape), chunks)
-    return Metadata(
+        try:
+            tensors[fqn] = _unflatten(fqn, shape, tensors.get(fqn), extents)
+        except CorruptionError as error:
+            errors[fqn] = error
+            tensors.pop(fqn, None)
+    if errors:
+        extents = {index: info for index, info in extents.items() if index.fqn not in errors}
+    unflattened = Metadata(
         tensors, metadata.planner_data, extents, metadata.storage_meta, metadata.version
     )
+    return unflattened, errors
+
+
+def _unflatten(fqn: str, shape: Any, stored: object, extents: dict[Any, Any]) -> Any:
+    """Returns a tensor with its own sizes and boxes, which replace the stored ones in ``extents``.
+
+    Raises:
+        CorruptionError: Its shape contradicts the stored sizes or boxes.
+    """
+    if not isinstance(stored, TensorStorageMetadata):
+        raise _contradiction(fqn, shape, "no stored tensor")
+    cell = _cell(fqn, shape, stored.size)
+    chunks: list[ChunkStorageMetadata] = []
+    for chunk in stored.chunks:
+        *at, begin = chunk.offsets
+        *lengths, length = chunk.sizes
+        info = extents.pop(MetadataIndex(fqn, torch.Size(chunk.offsets)), None)
+        if info is None or any(number != 1 for number in lengths):
+            raise _contradiction(fqn, shape, f"a stored box of {list(chunk.sizes)}")
+        boxes = _native.flat_range_to_boxes(cell, begin, begin + length) if length else []
+        for offsets, sizes in boxes:
+            offset = torch.Size(a * b + c for a, b, c in zip(at, cell, offsets, strict=True))
+            if extents.setdefault(MetadataIndex(fqn, offset), info) is not info:
+                raise _contradiction(fqn, shape, f"two stored boxes at {list(offset)}")
+            chunks.append(ChunkStorageMetadata(offset, torch.Size(sizes)))
+    return TensorStorageMetadata(stored.properties, torch.Size(shape), chunks)
 
 
 def open_flattened(directory: Location, metadata: Metadata, pickled: bytes) -> Opened:
@@ -99,31 +121,44 @@ def open_flattened(directory: Location, metadata: Metadata, pickled: bytes) -> O
         metadata: Its metadata, as the file has it.
         pickled: The bytes of the metadata, which identify the checkpoint.
 
+    A value is unreadable if the metadata contradicts itself about it, or if its data file is
+    missing or damaged.
+
     Raises:
-        CorruptionError: The metadata is inconsistent, or a data file is missing or damaged.
         UnsupportedError: A planner wrote the metadata in a custom form.
     """
     flattened = flattened_shapes(metadata)
-    metadata = unflattened(metadata)
+    metadata, errors = unflattened(metadata)
     names = sorted({info.relative_path for info in metadata.storage_data.values()})
     foreign = ForeignFiles(directory, directory, "Megatron torch_dist, flattened")
-    try:
-        foreign.files = [(name, (directory / name).nbytes()) for name in names]
-    except NotFoundError as error:  # The caller would conclude that there is no checkpoint.
-        raise CorruptionError(f"cannot load {directory}: {error}") from error
+    missing: dict[int, NotFoundError] = {}
+    for number, name in enumerate(names):
+        try:
+            foreign.files.append((name, (directory / name).nbytes()))
+        except NotFoundError as error:
+            foreign.files.append((name, 0))
+            missing[number] = error
     with gc_paused():
         entries = to_entries(metadata, names)
         if entries is None:
             raise UnsupportedError(f"cannot load {directory}: a planner wrote it in a custom form")
-        payloads = _payloads(directory, names, entries)
+        payloads = _payloads(directory, names, entries, missing)
         for fqn, properties, boxes in entries:
+            if lost := [missing[box[2]] for box in boxes if box[2] in missing]:
+                errors.setdefault(fqn, CorruptionError(f"cannot load {fqn!r}: {lost[0]}"))
             placed: list[_native.IndexBox] = [*boxes]
-            if properties is not None:
+            if properties is not None and fqn not in errors:
                 dtype = getattr(torch, properties[0])
                 ranges = [(payloads[at], [*group]) for at, group in groupby(boxes, _place)]
                 of_range = (_placed(fqn, dtype, *r, fqn in flattened) for r in ranges)
-                placed = [*chain.from_iterable(of_range)]
-            foreign.entries.append((fqn, properties, placed))
+                try:
+                    placed = [*chain.from_iterable(of_range)]
+                except CorruptionError as error:
+                    errors[fqn] = error
+            if fqn not in errors:
+                foreign.entries.append((fqn, properties, placed))
+        for fqn, why in errors.items():
+            foreign.add_unreadable(fqn, why)
         foreign.paths = dict(to_paths(metadata) or ())
         return foreign.opened(None, pickled)
 
@@ -190,13 +225,24 @@ def _placed(
 
 
 def _payloads(
-    directory: Location, names: Sequence[str], entries: Sequence[_native.IndexEntry]
+    directory: Location,
+    names: Sequence[str],
+    entries: Sequence[_native.IndexEntry],
+    missing: Collection[int],
 ) -> dict[_Place, _Payload | str]:
-    """Reads the headers of all archives of tensors, each file in ascending order."""
+    """Reads the headers of all archives of tensors, each file in ascending order.
+
+    Args:
+        directory: Directory of the checkpoint.
+        names: Names of the files.
+        entries: The tensors and objects.
+        missing: Numbers of the files that are missing.
+    """
     places: defaultdict[int, set[_Place]] = defaultdict(set)
     for _, properties, boxes in entries:
         for box in boxes if properties is not None else ():
-            places[box[2]].add(_place(box))
+            if box[2] not in missing:
+                places[box[2]].add(_place(box))
 
     def read(number: int) -> list[tuple[_Place, _Payload | str]]:
         with (directory / names[number]).open() as file:

@@ -100,7 +100,7 @@ def described(checkpoint: Checkpoint, *, trust_pickle: bool = False) -> Checkpoi
     from torch_ckpt.formats.metadata import load_committed
 
     pickled = checkpoint.metadata.read_pickle()
-    metadata = unflattened(
+    metadata, errors = unflattened(
         load_committed(pickled, where=str(checkpoint.path), trust_pickle=trust_pickle)
     )
     files = checkpoint.files
@@ -114,7 +114,9 @@ def described(checkpoint: Checkpoint, *, trust_pickle: bool = False) -> Checkpoi
             f"cannot list {checkpoint.path}: a planner wrote it in a custom form"
         )
     save_id = checkpoint.save_id or getattr(metadata.storage_meta, "save_id", None)
-    return dataclasses.replace(checkpoint, files=files, entries=entries, save_id=save_id)
+    return dataclasses.replace(
+        checkpoint, files=files, entries=entries, save_id=save_id, unreadable=errors
+    )
 
 
 def _size_of(path: Location) -> int:

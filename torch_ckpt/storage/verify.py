@@ -123,13 +123,8 @@ def _examine_files(
     except CorruptionError as error:
         report.damage.append(str(error))
         return
-    for fqn, why in checkpoint.unreadable.items():
-        if isinstance(why, UnsupportedError):
-            report.doubts.append(str(why))
-        else:
-            report.damage.append(str(why))
-            report.fqns.add(fqn)
     advance = _advancing(report, [checkpoint], watch)
+    _report_unreadable(checkpoint, report)
     directory = path.parent if path.is_file() else path
     for name, _ in checkpoint.files:
         if not is_archive((directory / name).read_range(0, 512)[1]):
@@ -143,6 +138,16 @@ def _examine_files(
                             advance(len(data))
                 except (zipfile.BadZipFile, EOFError) as error:
                     report.damage.append(f"{name}: {error}")
+
+
+def _report_unreadable(checkpoint: Checkpoint, report: Report) -> None:
+    """Reports the values that cannot be loaded, as opening the checkpoint has shown."""
+    for fqn, why in checkpoint.unreadable.items():
+        if isinstance(why, UnsupportedError):
+            report.doubts.append(str(why))
+        else:
+            report.damage.append(str(why))
+            report.fqns.add(fqn)
 
 
 def check_whole(path: Location, *, trust_pickle: bool = False) -> None:
@@ -310,6 +315,7 @@ def _check_writer(checkpoint: Checkpoint, index: _native.Index, report: Report) 
 
 def _check_archives(checkpoint: Checkpoint, report: Report, advance: _Advance) -> None:
     """Checks every slice by the CRCs of its zip archive, for checkpoints without an index."""
+    _report_unreadable(checkpoint, report)
     io, directory = IoOptions(), checkpoint.path.parent
     job = _native.LoadJob(
         directory.file_system,
