@@ -1,116 +1,31 @@
-"""What the tests share: tensors of every dtype and layout, saves, loads, and comparison by bits."""
+"""What the tests of one process share: saves, loads, and the files of checkpoints."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
 import pickle
-import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from support.cutting import CuttingLoadPlanner, CuttingSavePlanner, cut, narrow  # noqa: F401
+from support.states import differences
+from support.tensors import DTYPES, bits, layouts, random_tensor  # noqa: F401
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt import FastReader, FastWriter
 from torch_ckpt._core import _native
 
 ROOT = Path(__file__).resolve().parents[2]  # Of the repository.
 
-DTYPES = [
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-]
-
 WRITERS = {"ours": FastWriter, "stock": FileSystemWriter}
 READERS = {"ours": FastReader, "stock": FileSystemReader}
 PAIRS = [("ours", "stock"), ("stock", "ours"), ("ours", "ours")]  # Who writes, who reads.
-
-
-def random_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor of random bits, NaNs of all kinds among them."""
-    shape = list(shape)
-    if dtype == torch.bool:
-        return torch.randint(0, 2, shape, dtype=torch.uint8).bool()
-    nbytes = math.prod(shape) * dtype.itemsize
-    return torch.randint(0, 256, [nbytes], dtype=torch.uint8).view(dtype).reshape(shape)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The elements of a tensor in row-major order, as raw bytes."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    flat = torch.empty(plain.shape, dtype=plain.dtype)  # Contiguous whatever `plain` is.
-    flat.copy_(plain)
-    return flat.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def differences(expected: Any, actual: Any, at: str = "") -> list[str]:
-    """Where two nested values differ; tensors by dtype, shape and bits."""
-    if isinstance(expected, torch.Tensor):
-        if not isinstance(actual, torch.Tensor):
-            return [f"{at}: {type(actual).__name__} instead of a tensor"]
-        if expected.dtype != actual.dtype or expected.shape != actual.shape:
-            return [
-                f"{at}: {actual.dtype} {list(actual.shape)} instead of "
-                f"{expected.dtype} {list(expected.shape)}"
-            ]
-        return [] if bits(expected) == bits(actual) else [f"{at}: other bits"]
-    if isinstance(expected, dict):
-        if not isinstance(actual, dict) or expected.keys() != actual.keys():
-            return [f"{at}: {actual!r} instead of keys {list(expected)}"]
-        return [d for k in expected for d in differences(expected[k], actual[k], f"{at}[{k!r}]")]
-    if isinstance(expected, list | tuple):
-        if type(expected) is not type(actual) or len(expected) != len(actual):
-            return [f"{at}: {actual!r} instead of {len(expected)} elements"]
-        pairs = enumerate(zip(expected, actual, strict=True))
-        return [d for i, (a, b) in pairs for d in differences(a, b, f"{at}[{i}]")]
-    return [] if expected == actual else [f"{at}: {actual!r} instead of {expected!r}"]
 
 
 def blank(value: Any) -> Any:
@@ -178,119 +93,6 @@ def stored_slice(path: Path, metadata: Metadata, fqn: str) -> bytes:
     with open(path / info.relative_path, "rb") as file:
         file.seek(info.offset)
         return file.read(info.length)
-
-
-def layouts(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Random tensors of a dtype in every memory layout that training meets."""
-
-    def make(*shape: int) -> torch.Tensor:
-        return random_tensor(shape, dtype)
-
-    # A little over 1 MiB and over 128 KiB, in odd rows: the bytes are no multiple of 4096.
-    large = (1031, (1 << 20) // dtype.itemsize // 1031 + 3)
-    medium = (131, (128 << 10) // dtype.itemsize // 131 + 3)
-    return {
-        "contiguous": make(5, 7),
-        "transposed": make(7, 5).t(),
-        "sliced view": make(10, 9)[2:7, 3:8],
-        "expanded": make(1, 6).expand(4, 6),
-        "channels_last": make(2, 4, 5, 3).permute(0, 3, 1, 2),
-        "0-dim": make(1)[0],
-        "0-dim view": make(9)[5],
-        "zero-size": make(0, 3),
-        "zero-size inside": make(3, 0, 2),
-        "strided step": make(40)[3::3],
-        "six dimensions": make(2, 1, 3, 2, 1, 3).permute(5, 1, 0, 4, 3, 2),
-        "medium": make(*medium),
-        "medium transposed": make(*reversed(medium)).t(),
-        "medium strided step": make(medium[0], 2 * medium[1])[:, ::2],
-        "large": make(*large),
-        "large transposed": make(*reversed(large)).t(),
-        "large sliced view": make(large[0] + 5, large[1] + 9)[3:-2, 4:-5],
-        "large channels_last": make(2, 33, large[1], 17).permute(0, 3, 1, 2),
-        "large expanded": make(1, large[1]).expand(large[0], -1),
-    }
-
-
-def cut(sizes: Iterable[int], rng: random.Random) -> list[tuple[list[int], list[int]]]:
-    """Random boxes (offsets, sizes) that tile a tensor."""
-    boxes: list[tuple[list[int], list[int]]] = [([], [])]
-    for size in sizes:
-        marks = sorted({0, size, *(rng.randint(0, size) for _ in range(rng.randint(0, 2)))})
-        spans = [(a, b - a) for a, b in itertools.pairwise(marks)] or [(0, 0)]
-        boxes = [([*o, begin], [*s, n]) for o, s in boxes for begin, n in spans]
-    rng.shuffle(boxes)
-    return boxes
-
-
-def narrow(tensor: torch.Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> torch.Tensor:
-    """The box of a tensor, as a view."""
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
-class CuttingSavePlanner(DefaultSavePlanner):
-    """Stores every tensor as random boxes, as the ranks of a sharded job would."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__()
-        self.rng = rng
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        items = []
-        for item in plan.items:
-            data = item.tensor_data
-            if data is None or 0 in data.size:
-                items.append(item)
-                continue
-            for offsets, sizes in cut(data.size, self.rng):
-                index = MetadataIndex(item.index.fqn, torch.Size(offsets))
-                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                properties = TensorProperties(dtype=data.properties.dtype)
-                piece = TensorWriteData(chunk=chunk, properties=properties, size=data.size)
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=piece))
-        self.rng.shuffle(items)
-        self.plan = dataclasses.replace(plan, items=items)
-        return self.plan
-
-    def resolve_data(self, item: WriteItem) -> Any:
-        if item.type != WriteItemType.SHARD:
-            return super().resolve_data(item)
-        whole = self.state_dict[item.index.fqn]
-        return narrow(whole, item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes)
-
-
-class CuttingLoadPlanner(DefaultLoadPlanner):
-    """Reads what it wants in random boxes and in random order."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__()
-        self.rng = rng
-
-    def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
-        items: list[ReadItem] = []
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                items.append(item)
-                continue
-            for offsets, sizes in cut(item.lengths, self.rng):
-                move = [
-                    torch.Size(a + b for a, b in zip(of, offsets, strict=True))
-                    for of in (item.dest_offsets, item.storage_offsets)
-                ]
-                items.append(
-                    dataclasses.replace(
-                        item,
-                        dest_offsets=move[0],
-                        storage_offsets=move[1],
-                        lengths=torch.Size(sizes),
-                    )
-                )
-        self.rng.shuffle(items)
-        return dataclasses.replace(plan, items=items)
 
 
 _MEMORY = """

@@ -1,0 +1,73 @@
+"""Crosses random states with every way to save and load: ``python tests/crossed.py --seed 7``.
+
+Without ``--seconds`` it runs the one case of the seed, and says what it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "dist"), str(TESTS)]
+
+
+def main() -> int:
+    """Runs what was asked for; returns the exit status."""
+    from ranks import Worlds
+    from support import crossed
+    from support.ways import Places
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
+    parser.add_argument("--ranks", action="store_true", help="several ranks save")
+    parser.add_argument("--seconds", type=float, help="go on with the next seeds for so long")
+    parser.add_argument("--all", action="store_true", help="go on after a case that fails")
+    parser.add_argument("--verbose", action="store_true", help="print each case")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # And unmounts.
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="torch_ckpt-crossed-"))
+        places = stack.enter_context(Places(Path(folder)))
+        worlds = None
+        if options.ranks:
+            worlds = Worlds()
+            stack.callback(worlds.close)
+        for name, why in places.missing.items():
+            print(f"not on {name}: {why}")
+        begin, seed, failed = time.monotonic(), options.seed, 0
+        while True:
+            case = crossed.Case.of(seed, with_ranks=options.ranks)
+            if options.seconds is None:
+                print(case)
+            faulthandler.dump_traceback_later(150, exit=True)
+            started = time.monotonic()
+            try:
+                crossed.check(case, places, worlds)
+            except AssertionError as error:
+                failed += 1
+                print(f"after {time.monotonic() - begin:.0f} s:\n{error}\n", flush=True)
+                if not options.all:
+                    break
+            if options.verbose:
+                took = time.monotonic() - started
+                print(f"{seed}: {took * 1000:.0f} ms, {' | '.join(case.way.values())}", flush=True)
+            seed += 1
+            if options.seconds is None or time.monotonic() - begin > options.seconds:
+                break
+        print(f"{seed - options.seed} cases in {time.monotonic() - begin:.1f} s, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

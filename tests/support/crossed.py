@@ -1,0 +1,359 @@
+"""Crosses random states with every way to save and to load them; each case is made from its seed.
+
+The expected values are those at the time of the call: all tensors change right after an
+asynchronous call returns. Each case is read by stock's reader too, where it can be. A case that
+fails is made smaller until nothing can be left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import random
+import shutil
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from support import ways
+from support.placing import Placing, boxes_like, local
+from support.states import (
+    CONTENTS,
+    SAFE_GLOBALS,
+    Evolving,
+    differences,
+    is_in_list,
+    leaves,
+    mapped,
+    snapshot,
+    spoil,
+    target_for,
+)
+from torch_ckpt.planning.plan_cache import plan_cache
+from torch_ckpt.process_state import PROCESS
+from torch_ckpt.staging.stager import SnapshotStager
+
+COMMAND = "python tests/crossed.py"
+TIMEOUT_S = 60  # Of a case.
+SHRINKING_S = 60
+EXPECTED = "expected.pt"
+
+
+@dataclass(frozen=True)
+class Case:
+    """States, a way in and ways out.
+
+    Attributes:
+        seed: Of everything.
+        ranks: How many save; 0 for a process without a process group.
+        content: Of the states.
+        way: The way in.
+        outs: Ways out.
+        saves: Which of the states are saved.
+        dropped: Values that are left out of the states.
+    """
+
+    seed: int
+    ranks: int
+    content: str
+    way: dict[str, str]
+    outs: tuple[dict[str, str], ...]
+    saves: tuple[int, ...]
+    dropped: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, seed: int, *, with_ranks: bool) -> Case:
+        """The case of a seed."""
+        rng = random.Random(f"case {seed}")
+        ranks = rng.choice([1, 2, 2, 3, 3]) if with_ranks else 0
+        content = rng.choice(list(CONTENTS))
+        way = ways.random_way(rng, is_alone=not ranks, content=content)
+        count = rng.choice([1, 1, 2, 2, 3, 4])
+        outs = [ways.random_out(rng, way, ranks) for _ in range(2)]
+        plain = {name: next(iter(names)) for name, names in ways.OUT.items()}
+        plain_outs = [plain, plain | {"reader": "stock"}]
+        outs += [out for out in plain_outs if ways.fits_out(out, way, ranks)]
+        return cls(seed, ranks, content, way, tuple(outs), tuple(range(count)))
+
+    def __str__(self) -> str:
+        plainest = {name: next(iter(names)) for name, names in (ways.IN | ways.OUT).items()}
+        way = {n: w for n, w in self.way.items() if w != plainest[n] or n == "call"}
+        outs = [{n: o for n, o in out.items() if o != plainest[n]} for out in self.outs]
+        lines = [f"in: {way} on {self.ranks or 'no'} ranks, content: {self.content}"]
+        lines += [f"out: {out or 'plain'}" for out in outs]
+        evolving = Evolving(self.seed, self.content)
+        for number in range(self.saves[-1] + 1):
+            if number:
+                evolving.change()
+            if number in self.saves:
+                lines.append(f"state {number}:")
+                lines += [f"  {_described(*leaf)}" for leaf in leaves(self.kept(evolving.state))]
+        return "\n".join(lines)
+
+    def kept(self, state: Any) -> Any:
+        """The state without the values that are dropped."""
+        return mapped(lambda path, v: ... if str(path) in self.dropped else v, state)
+
+    @property
+    def command(self) -> str:
+        """Runs the case again."""
+        return f"{COMMAND} --seed {self.seed}{' --ranks' if self.ranks else ''}"
+
+
+def _described(path: Any, _: Any, value: Any) -> str:
+    name = ".".join(map(str, path))[:40]
+    if not isinstance(value, torch.Tensor):
+        return f"{name!r}: {str(value)[:60]!r}"
+    facts = [type(value).__name__, str(value.dtype), list(value.shape), f"{value.nbytes} bytes"]
+    facts += [f"strides {value.stride()}", f"address {value.data_ptr() % 4096} of a page"]
+    return f"{name!r}: " + ", ".join(map(str, facts))
+
+
+# ---- Running a case ------------------------------------------------------------------------------
+
+
+def run_case(case: Case, places: ways.Places, worlds: Any) -> list[str]:
+    """What is wrong in a case; nothing if all is well.
+
+    Args:
+        case: The case.
+        places: File systems.
+        worlds: Of ranks; ``None`` if there is no case of ranks.
+    """
+    folder = Path(tempfile.mkdtemp(dir=places[case.way["place"]], prefix="case-"))
+    try:
+        if not case.ranks:
+            return carry_out(case, folder)
+        found = worlds.run(case.ranks, carry_out, case, folder, timeout_s=TIMEOUT_S)
+        for out in case.outs:
+            count = ways.OUT["ranks"][out["ranks"]]
+            if count is not None and count != 0 and count != case.ranks:
+                found += worlds.run(count, load_elsewhere, case, folder, out, timeout_s=TIMEOUT_S)
+        return [each for of_rank in found for each in of_rank]
+    except (Exception, CheckpointException) as error:
+        return ["".join(traceback.format_exception(error))[-2500:]]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _fresh_process(case: Case) -> Iterator[None]:
+    """Nothing that former cases have left in the process, and a memory for the agent."""
+    warnings.simplefilter("ignore")
+    plan_cache().forget()
+    PROCESS.stager = SnapshotStager()
+    for name in [name for name in vars(SavePlanner) if name.startswith("_cached_")]:
+        getattr(SavePlanner, name).clear()
+    with ways.environment(case.way), torch.serialization.safe_globals(SAFE_GLOBALS):
+        yield
+
+
+def carry_out(case: Case, folder: Path) -> list[str]:
+    """Saves and loads on this rank; returns what is wrong."""
+    problems: list[str] = []
+    rng = random.Random(f"way {case.seed}")
+    is_alone = not case.ranks
+    evolving = Evolving(case.seed, case.content)
+    placing = None if is_alone else Placing(case.seed, owners=rng.choice([0, 6]))
+    saving = ways.Saving(case.way, folder, is_alone, rng)
+    ends: list[Callable[[], None]] = []
+    with _fresh_process(case), saving.stack:
+        for number in range(case.saves[-1] + 1):
+            if number:
+                evolving.change()
+            if number not in case.saves:
+                continue
+            whole = case.kept(evolving.state)
+            expected = snapshot(whole)
+            state = placing.place(whole) if placing else whole
+            path = folder / f"step-{0 if saving.of('directory') else number}"
+            wait = saving.save(state, path)
+            if wait is not None:
+                spoil(state)
+            else:
+                problems += [f"changed by the save: {d}" for d in _changed(whole, expected)]
+
+            def end(
+                wait: Any = wait, path: Path = path, number: int = number, expected: Any = expected
+            ) -> None:
+                if wait is not None:
+                    wait()
+                problems.extend(_check(case, saving, path, number, expected))
+
+            ends.append(end)
+            if not saving.of("ends"):
+                ends.pop()()
+        for end in ends:
+            end()
+    return problems
+
+
+def _changed(state: Any, expected: Any) -> list[str]:
+    return differences(expected, snapshot(state))
+
+
+def _check(
+    case: Case, saving: ways.Saving, path: Path, number: int, expected: Any
+) -> Iterator[str]:
+    """What the ways out of the same ranks find wrong in a save."""
+    if not saving.is_alone:
+        dist.barrier()
+    final = ways.final_path(case.way, path)
+    if saving.is_alone or dist.get_rank() == 0:
+        ways.convert_saved(case.way, path)
+        if number == case.saves[-1] and case.ranks:
+            torch.save((final, expected), final.parent / EXPECTED)
+    if not saving.is_alone:
+        dist.barrier()
+    for out in case.outs:
+        if ways.OUT["ranks"][out["ranks"]] is None:
+            for problem in load(case, final, expected, out, saving.opened_run):
+                yield f"save {number}, {out}: {problem}"
+
+
+def load_elsewhere(case: Case, folder: Path, out: dict[str, str]) -> list[str]:
+    """What is wrong in the last save, if this rank is one of others than those that saved."""
+    path, expected = torch.load(folder / EXPECTED, weights_only=False)
+    with _fresh_process(case):
+        return [f"{out}: {problem}" for problem in load(case, path, expected, out, None)]
+
+
+def load(case: Case, path: Path, expected: Any, out: dict[str, str], run: Any) -> list[str]:
+    """What a way out gives, other than the expected values."""
+    rng = random.Random(f"out {case.seed} {sorted(out.items())}")
+    reader = ways.READERS[out["reader"]]
+    is_alone = not case.ranks or out["ranks"] == "each for itself"
+    loading = ways.Loading(
+        path,
+        ways.LOAD_PLANNERS[out["planner"]](rng),
+        {"no_dist": True} if is_alone else {},
+        run,
+    )
+    if ways.format_of(case.way) == "safetensors" or reader.gives == "FQN":
+        expected = flatten_state_dict(expected)[0]
+    if reader.gives is not None:
+        found: dict[str, Any] = {}
+        reader.load(loading, found)
+        return differences(expected, found)
+    share = ways.OUT["keys"][out["keys"]]
+    expected = mapped(
+        lambda path, v: ... if rng.random() > share and not is_in_list(path) else v, expected
+    )
+    target = target_for(rng, expected)
+    wanted = expected
+    if case.ranks:
+        target = Placing(rng.getrandbits(30)).place(target)
+        wanted = boxes_like(target, expected)
+    problems = []
+    for time_ in range(ways.OUT["times"][out["times"]]):
+        if time_:
+            spoil(dict(target))
+        reader.load(loading, target)
+        problems += differences(wanted, local(target))
+    return problems
+
+
+# ---- Campaigns -----------------------------------------------------------------------------------
+
+
+def shrunk(case: Case, fails: Callable[[Case], bool], seconds: float = SHRINKING_S) -> Case:
+    """The smallest case found that fails as well: of fewer saves, ways and values."""
+    end = time.monotonic() + seconds
+    before = None
+    while case != before and time.monotonic() < end:
+        before = case
+        for simpler in _simpler(case):
+            if time.monotonic() > end:
+                break
+            if simpler != case and fails(simpler):
+                case = simpler
+                break
+    return case
+
+
+def _simpler(case: Case) -> Iterator[Case]:
+    """Cases that are simpler by one thing, the greatest steps first."""
+
+    def but(**changes: Any) -> Case:
+        return dataclasses.replace(case, **changes)
+
+    if len(case.saves) > 1:
+        for number in case.saves:
+            yield but(saves=(number,))
+        for number in case.saves:
+            yield but(saves=tuple(other for other in case.saves if other != number))
+    if len(case.outs) > 1:
+        for out in case.outs:
+            yield but(outs=(out,))
+    evolving = Evolving(case.seed, case.content)
+    names = [str(leaf.path) for leaf in leaves(case.kept(evolving.state))]
+    for _ in range(case.saves[-1]):
+        evolving.change()
+        names += [str(leaf.path) for leaf in leaves(case.kept(evolving.state))]
+    names = list(dict.fromkeys(names))
+    size = len(names) // 2
+    while size:
+        for begin in range(0, len(names), size):
+            yield but(dropped=case.dropped | set(names[begin : begin + size]))
+        size //= 2
+    for name, choices in ways.IN.items():
+        way = {**case.way, name: next(iter(choices))}
+        if ways.fits(way, is_alone=not case.ranks, content=case.content):
+            yield but(way=way)
+    for number, out in enumerate(case.outs):
+        for name, choices in ways.OUT.items():
+            plainer = {**out, name: next(iter(choices))}
+            if ways.fits_out(plainer, case.way, case.ranks):
+                yield but(outs=(*case.outs[:number], plainer, *case.outs[number + 1 :]))
+    if case.ranks > 1:
+        yield but(ranks=case.ranks - 1)
+
+
+def check(case: Case, places: ways.Places, worlds: Any) -> None:
+    """Runs a case.
+
+    Raises:
+        AssertionError: It fails. The message has the smallest case that does, and how to repeat it.
+    """
+    problems = run_case(case, places, worlds)
+    if not problems:
+        return
+    smallest = shrunk(case, lambda other: bool(run_case(other, places, worlds)))
+    found = run_case(smallest, places, worlds)
+    raise AssertionError(
+        "\n".join(
+            [
+                f"{case.command}  # repeats it; the smallest case found:",
+                str(smallest),
+                *(found or ["(which fails at times only)", *problems])[:5],
+            ]
+        )
+    )
+
+
+def campaign(
+    seed: int, seconds: float, places: ways.Places, worlds: Any = None, *, limit: int | None = None
+) -> int:
+    """Runs cases of one seed after another for so long; returns how many.
+
+    Raises:
+        AssertionError: One fails.
+    """
+    end = time.monotonic() + seconds
+    for number in itertools.count():
+        if time.monotonic() > end or number == limit:
+            return number
+        check(Case.of(seed + number, with_ranks=worlds is not None), places, worlds)
+    raise AssertionError

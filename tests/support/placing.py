@@ -1,0 +1,119 @@
+"""State dicts spread over ranks: meshes, placements, replicas, and values that one rank has."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from support.states import State, is_in_list, mapped
+from support.tensors import LAYOUTS, TORCHS_OWN, bits, full_value, laid_out
+
+
+class Placing:
+    """Spreads states of whole tensors, which are the same on every rank, over the ranks.
+
+    A value of one path is placed the same in every state, in the same memory if it may be.
+
+    Args:
+        seed: The same on every rank.
+        owners: One in so many values is held by one rank only; none if 0.
+    """
+
+    def __init__(self, seed: int, *, owners: int = 0) -> None:
+        self.seed = seed
+        self.owners = owners
+        self._made: dict[tuple[Any, ...], DTensor] = {}
+
+    def place(self, state: State) -> State:
+        """This rank's part of a state."""
+        return mapped(self._place, state)
+
+    def _place(self, path: tuple[Any, ...], value: Any) -> Any:
+        rng = random.Random(f"{self.seed} {path}")
+        owner, number = rng.randrange(dist.get_world_size()), rng.randrange(self.owners or 1)
+        if self.owners and number == 0 and not is_in_list(path):
+            return value if dist.get_rank() == owner else ...
+        is_plain = type(value) is torch.Tensor and not value.requires_grad
+        if not is_plain or value.dtype in TORCHS_OWN or rng.random() < 0.4:
+            return value
+        meshes = meshes_of(dist.get_world_size())
+        # DTensor.from_local forgets on ranks off the mesh that a tensor has no dimensions.
+        mesh = rng.choice(meshes if value.dim() else meshes[:1])
+        placements = random_placements(rng, mesh, value.dim())
+        made = as_box(value, mesh, placements, layout=rng.choice(list(LAYOUTS)))
+        before = self._made.get(path)
+        if before is None or (before.shape, before.dtype) != (made.shape, made.dtype):
+            self._made[path] = made
+        else:
+            before._local_tensor.copy_(made._local_tensor)
+        return self._made[path]
+
+
+@functools.cache  # Each has groups, and threads, for as long as the process lives.
+def meshes_of(world: int) -> list[DeviceMesh]:
+    """A mesh of all ranks, meshes of two dimensions, one rank, and all the others."""
+    meshes = [init_device_mesh("cpu", (world,))]
+    grids = [(2, 2)] if world == 4 else [(world, 1), (1, world)]
+    meshes += [init_device_mesh("cpu", grid, mesh_dim_names=("a", "b")) for grid in grids]
+    for ranks in ([world - 1], list(range(world - 1))):
+        if ranks:
+            meshes.append(DeviceMesh("cpu", ranks))
+    return meshes
+
+
+def random_placements(rng: random.Random, mesh: DeviceMesh, dims: int) -> list[Placement]:
+    """Placements of a tensor of so many dimensions."""
+    if dims == 0:
+        return [Replicate()] * mesh.ndim
+    if mesh.ndim == 2 and rng.random() < 0.3:  # FSDP over tensor parallelism, of one dimension.
+        dim = rng.randrange(dims)
+        return [_StridedShard(dim, split_factor=mesh.size(1)), Shard(dim)]
+    return [rng.choice([Replicate(), Shard(rng.randrange(dims))]) for _ in range(mesh.ndim)]
+
+
+def box_of(full: torch.Tensor, mesh: DeviceMesh, placements: Any) -> torch.Tensor:
+    """This rank's box of a tensor, as torch says where that lies; empty off the mesh."""
+    if mesh.get_coordinate() is None:
+        return full.flatten()[:0]
+    sizes, offsets = compute_local_shape_and_global_offset(full.shape, mesh, placements)
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        full = full.narrow(dim, min(offset, full.size(dim)), size)
+    return full
+
+
+def as_box(
+    full: torch.Tensor, mesh: DeviceMesh, placements: list[Placement], *, layout: str = "contiguous"
+) -> DTensor:
+    """A DTensor of this rank's box, in memory of its own."""
+    box = box_of(full, mesh, placements)
+    local = laid_out(layout, box.shape, box.dtype, seed=0).copy_(box)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=full.size(), stride=full.stride()
+    )
+
+
+def local(state: Any) -> Any:
+    """The same structure, of what this rank holds."""
+    return mapped(lambda _, v: v._local_tensor if isinstance(v, DTensor) else v, state)
+
+
+def boxes_like(state: Any, full: Any) -> Any:
+    """What :func:`local` gives of a state that has the values of whole tensors."""
+
+    def box(path: tuple[Any, ...], value: Any) -> Any:
+        whole = functools.reduce(lambda container, key: container[key], path, full)
+        return (
+            box_of(whole, value.device_mesh, value.placements)
+            if isinstance(value, DTensor)
+            else whole
+        )
+
+    return mapped(box, state)

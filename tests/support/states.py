@@ -1,0 +1,559 @@
+"""Random nested state dicts of all that DCP takes, their changes between saves, and comparison.
+
+A state is a function of its generator alone. So a case that failed is made again from its seed.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from support.tensors import (
+    DTYPES,
+    LAYOUTS,
+    OVERLAPS,
+    TORCHS_OWN,
+    Sizes,
+    Tagged,
+    bits,
+    copied,
+    laid_out,
+    mask_of,
+    randomise,
+)
+
+State = dict[Any, Any]
+
+KEYS = ["w", "b", "", ".", "a.b", "a", "ü", "模型", " ", "0", "1", "\n", "x" * 300]
+EDGES = [64, 4096, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20]
+"""Lengths in bytes at which the engine decides otherwise."""
+
+
+@dataclass
+class Plain:
+    """An object of the user's own."""
+
+    number: int
+    text: str
+
+
+class Cased(UserDict[Any, Any]):
+    """A mapping that is no dict."""
+
+
+SAFE_GLOBALS = [Tagged, Plain]
+
+OBJECTS: list[Callable[[random.Random], Any]] = [
+    lambda rng: None,
+    lambda rng: rng.randrange(1 << 70),
+    lambda rng: rng.random(),
+    lambda rng: "text" * rng.randrange(2000),
+    lambda rng: b"\0" * rng.randrange(9),
+    lambda rng: (),
+    lambda rng: (1, "two", torch.ones(2)),
+    lambda rng: [],
+    lambda rng: [1, [2, "three"], None],
+    lambda rng: {1, 2},
+    lambda rng: Plain(rng.randrange(9), "dataclass"),
+    lambda rng: np.float32(rng.random()),
+    lambda rng: torch.Size((1, 2)),
+    lambda rng: torch.float32,
+    lambda rng: range(3),
+]
+
+
+# ---- Tensors of a state --------------------------------------------------------------------------
+
+
+def random_sizes(rng: random.Random, numel: int) -> Sizes:
+    """Sizes of about so many elements, of just so many where they are of one dimension."""
+    if numel == 0:
+        return rng.choice([(0,), (0, 3), (3, 0, 2)])
+    if numel == 1:
+        return rng.choice([(), (1,), (1, 1)])
+    sizes: list[int] = []
+    for _ in range(rng.choice([0, 0, 1, 1, 2, 3, 5])):
+        sizes.append(min(numel, rng.choice([1, 2, 3, 5, 7, 131, math.isqrt(numel)])))
+        numel //= sizes[-1]
+    sizes.append(numel)
+    rng.shuffle(sizes)
+    return tuple(sizes)
+
+
+def _wrapped(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or it as a parameter, as a subclass, or with a gradient to come."""
+    kind = rng.random()
+    has_gradient = (tensor.is_floating_point() or tensor.is_complex()) and rng.random() < 0.7
+    if kind < 0.1:
+        return torch.nn.Parameter(tensor, requires_grad=has_gradient)
+    if kind < 0.13:
+        return tensor.as_subclass(Tagged)
+    if kind < 0.18 and has_gradient and tensor.is_leaf:
+        return tensor.requires_grad_()
+    return tensor
+
+
+def random_of_length(
+    rng: random.Random, nbytes: int, dtypes: list[torch.dtype] = DTYPES
+) -> torch.Tensor:
+    """A tensor of about so many bytes, in any layout."""
+    dtype = rng.choice(dtypes)
+    layout = "contiguous" if rng.random() < 0.3 else rng.choice([*LAYOUTS, *OVERLAPS])
+    sizes = random_sizes(rng, nbytes // dtype.itemsize)
+    return laid_out(layout, sizes, dtype, rng.getrandbits(60))
+
+
+def _quantised(rng: random.Random) -> torch.Tensor:
+    values = torch.randn(rng.randint(1, 5), 6)
+    if rng.random() < 0.5:
+        return torch.quantize_per_tensor(values, 0.1, 3, torch.quint8)
+    scales = torch.rand(values.size(0)) + 0.1
+    points = torch.zeros(values.size(0), dtype=torch.int64)
+    return torch.quantize_per_channel(values, scales, points, 0, torch.qint8)
+
+
+def small_tensor(rng: random.Random) -> torch.Tensor:
+    """A tensor of at most 1 KiB, of any kind that torch stores."""
+    if rng.random() < 0.1:
+        return _quantised(rng)
+    if rng.random() < 0.1:
+        return torch.randn(7, requires_grad=True) * 2
+    return _wrapped(rng, random_of_length(rng, rng.randint(0, 1024)))
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many bytes the tensors of a state have. The next tensor is of one of three kinds.
+
+    Attributes:
+        small: Weight of at most 5 KB.
+        edge: Weight of about one of the lengths in :data:`EDGES`.
+        large: Weight of up to 20 MiB.
+        budget: Of all tensors; those that come later are small.
+    """
+
+    small: float
+    edge: float
+    large: float
+    budget: int
+
+
+LENGTHS = {
+    "many small": Lengths(1, 0.02, 0, 2 << 20),
+    "mixed": Lengths(0.6, 0.4, 0, 4 << 20),
+    "long": Lengths(0.2, 0.8, 0, 8 << 20),
+    "large": Lengths(0.3, 0.4, 0.3, 30 << 20),
+}
+
+
+# ---- States --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a state may have.
+
+    Attributes:
+        dtypes: Dtypes of its tensors.
+        has_objects: Whether it has values that are no tensors, and tensors that only torch stores.
+        has_ties: Whether tensors share memory.
+    """
+
+    dtypes: list[torch.dtype]
+    has_objects: bool = True
+    has_ties: bool = True
+
+
+CONTENTS = {
+    "any": Content([*DTYPES, *TORCHS_OWN]),
+    "the engine's dtypes": Content(DTYPES),
+    # What safetensors have.
+    "model": Content(
+        [d for d in DTYPES if d not in (torch.complex32, torch.complex128, torch.float8_e8m0fnu)],
+        has_objects=False,
+        has_ties=False,
+    ),
+}
+
+
+def random_state(
+    rng: random.Random,
+    *,
+    depth: int = 3,
+    width: int = 10,
+    odd: Callable[[random.Random], Any] | None = None,
+    tensor: Callable[[random.Random], torch.Tensor] = small_tensor,
+    key: Callable[[random.Random], Any] | None = None,
+    mappings: tuple[type, ...] = (dict, dict, OrderedDict, Cased),
+    may_be_empty: bool = True,
+    content: Content = CONTENTS["any"],
+) -> State:
+    """A nested state dict.
+
+    Args:
+        rng: Of the test.
+        depth: Of the nesting.
+        width: The most values at the top.
+        odd: Makes values of another kind, of which one in ten is.
+        tensor: Makes tensors.
+        key: Makes keys. By default, they may clash once they are flattened.
+        mappings: Classes of mappings within.
+        may_be_empty: Whether these may have no keys. Stock does not load all such states.
+        content: What the state may have.
+    """
+    tensors: list[torch.Tensor] = []
+    key = key or (lambda rng: rng.randrange(3) if rng.random() < 0.1 else rng.choice(KEYS))
+
+    def value(left: int) -> Any:
+        kind = rng.random()
+        if odd is not None and rng.random() < 0.1:
+            return odd(rng)
+        if kind < 0.5 or not content.has_objects and (kind < 0.75 or left == 0):
+            if content.has_ties and tensors and rng.random() < 0.15:
+                return _tied(rng, rng.choice(tensors))
+            tensors.append(tensor(rng))
+            return tensors[-1]
+        if kind < 0.75 or left == 0:
+            return rng.choice(OBJECTS)(rng)
+        if kind < 0.9 or not content.has_objects:
+            return mapping(left - 1)
+        return [value(left - 1) for _ in range(rng.randint(0, 3))]
+
+    def mapping(left: int) -> Any:
+        made = {key(rng): value(left) for _ in range(rng.randint(0 if may_be_empty else 1, 6))}
+        return rng.choice(mappings)(made)
+
+    return {key(rng): value(depth) for _ in range(rng.randint(1, width))}
+
+
+def _tied(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor for another name, or rows of it."""
+    if tensor.dim() == 0 or tensor.is_quantized or rng.random() < 0.5:
+        return tensor
+    begin, end = sorted((rng.randint(0, len(tensor)), rng.randint(0, len(tensor))))
+    return tensor.detach()[begin:end]
+
+
+class Leaf(NamedTuple):
+    """A tensor or object of a state.
+
+    Attributes:
+        path: Keys that lead to it.
+        container: The mapping or list that has it, under the last of them.
+        value: It.
+    """
+
+    path: tuple[Any, ...]
+    container: Any
+    value: Any
+
+    def put(self, value: Any) -> None:
+        """Puts another value in its place."""
+        self.container[self.path[-1]] = value
+
+
+def leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[Leaf]:
+    """All tensors and objects, in order."""
+    pairs = state.items() if isinstance(state, dict | UserDict) else enumerate(state)
+    for key, value in list(pairs):
+        if isinstance(value, dict | UserDict | list):
+            yield from leaves(value, (*path, key))
+        else:
+            yield Leaf((*path, key), state, value)
+
+
+def mapped(function: Callable[[tuple[Any, ...], Any], Any], state: Any, *path: Any) -> Any:
+    """The same structure of the values that ``function`` makes of paths and values.
+
+    A value of ``...`` leaves its key out, and a mapping of which nothing is left.
+    """
+    if isinstance(state, dict | UserDict):
+        made = {key: mapped(function, value, *path, key) for key, value in state.items()}
+        left = {key: value for key, value in made.items() if value is not ...}
+        return type(state)(left) if left or not state or not path else ...
+    if isinstance(state, list):
+        made_list = [mapped(function, value, *path, key) for key, value in enumerate(state)]
+        return [value for value in made_list if value is not ...]
+    return function(path, state)
+
+
+def is_in_list(path: tuple[Any, ...]) -> bool:
+    """Whether a value is in a list, whose other values have other names without it."""
+    return any(isinstance(key, int) for key in path)
+
+
+def snapshot(state: Any) -> Any:
+    """The present values: contiguous tensors and copies of objects."""
+    return mapped(
+        lambda _, v: copied(v) if isinstance(v, torch.Tensor) else copy.deepcopy(v), state
+    )
+
+
+# ---- Changes between saves -----------------------------------------------------------------------
+
+
+class Evolving:
+    """A state of one process, as it is at one save after another.
+
+    Args:
+        seed: Of everything.
+        content: Of :data:`CONTENTS`.
+    """
+
+    def __init__(self, seed: int, content: str) -> None:
+        self.rng = random.Random(seed)
+        self.content = CONTENTS[content]
+        self._numbers = itertools.count()
+        lengths = self.rng.choices(list(LENGTHS), [0.3, 0.5, 0.18, 0.02])[0]
+        self._lengths, self._left = LENGTHS[lengths], LENGTHS[lengths].budget
+        self.state = random_state(
+            self.rng,
+            depth=self.rng.choice([0, 1, 3]),
+            width=50 if lengths == "many small" else 12,
+            tensor=self.tensor,
+            key=lambda rng: f"{rng.choice(KEYS)}{next(self._numbers)}",  # Never the same.
+            mappings=(dict, dict, OrderedDict),
+            may_be_empty=False,
+            content=self.content,
+        )
+        self._refill()
+
+    def tensor(self, rng: random.Random) -> torch.Tensor:
+        """A new tensor, of a length that the budget allows."""
+        lengths = self._lengths
+        kind = rng.choices("sel", [lengths.small, lengths.edge, lengths.large])[0]
+        nbytes = {
+            "s": rng.choice([0, 1, rng.randint(1, 64), rng.randint(64, 5000)]),
+            "e": max(1, rng.choice(EDGES) + rng.randint(-70, 140)),
+            "l": rng.randint(1 << 20, 20 << 20),
+        }[kind]
+        if nbytes > self._left:
+            nbytes %= 5000
+        self._left -= nbytes
+        made = random_of_length(rng, nbytes, self.content.dtypes)
+        return _wrapped(rng, made) if self.content.has_objects else made
+
+    def change(self) -> None:
+        """Some changes, or none, and other values in the same memory, as training makes them."""
+        rng = self.rng
+        self._left = self._lengths.budget // 2
+        for _ in range(rng.choice([0, 0, 0, 1, 1, 2, 5])):
+            found = [leaf for leaf in leaves(self.state) if isinstance(leaf.value, torch.Tensor)]
+            if found:
+                CHANGES[rng.choice(list(CHANGES))](self, rng.choice(found), found)
+        self._refill()
+
+    def _refill(self) -> None:
+        for memory, mask in memories(self.state):
+            randomise(memory, self.rng.getrandbits(60), mask=mask)
+
+
+def _alike(rng: random.Random, tensor: torch.Tensor, **other: Any) -> torch.Tensor:
+    """A tensor of its sizes and dtype, or of those that differ."""
+    wanted = {"sizes": tensor.shape, "dtype": tensor.dtype, **other}
+    return laid_out(rng.choice([*LAYOUTS, *OVERLAPS]), seed=rng.getrandbits(60), **wanted)
+
+
+def _moves(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
+    leaf.put(leaf.value.detach().clone())
+
+
+def _is_laid_out_anew(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
+    leaf.put(_alike(of.rng, leaf.value))
+
+
+def _has_another_dtype(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
+    leaf.put(_alike(of.rng, leaf.value, dtype=of.rng.choice(of.content.dtypes)))
+
+
+def _is_replaced(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
+    leaf.put(of.tensor(of.rng))
+
+
+def _goes(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
+    if len(leaf.container) > 1:
+        del leaf.container[leaf.path[-1]]
+
+
+def _comes(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
+    of.state[f"new {next(of._numbers)}"] = of.tensor(of.rng)
+
+
+def _swap(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
+    other = of.rng.choice(others)
+    leaf.put(other.value)
+    other.put(leaf.value)
+
+
+def _is_offloaded_and_reloaded(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
+    storage = leaf.value.untyped_storage()
+    if storage.resizable() and not storage.is_shared():
+        nbytes = storage.nbytes()
+        storage.resize_(0)
+        storage.resize_(nbytes)
+
+
+def _gets_other_memory(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
+    if type(leaf.value) is not Tagged:
+        leaf.value.data = leaf.value.data.clone()
+
+
+def _becomes_an_object(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
+    if of.content.has_objects:
+        leaf.put(of.rng.choice(OBJECTS)(of.rng))
+
+
+# What may happen to a tensor between two saves. A new change joins by one line.
+CHANGES: dict[str, Callable[[Evolving, Leaf, list[Leaf]], None]] = {
+    "moves": _moves,
+    "another layout": _is_laid_out_anew,
+    "another dtype": _has_another_dtype,
+    "replaced": _is_replaced,
+    "goes": _goes,
+    "comes": _comes,
+    "swaps": _swap,
+    "offloaded and reloaded": _is_offloaded_and_reloaded,
+    "other memory": _gets_other_memory,
+    "becomes an object": _becomes_an_object,
+}
+
+
+def memories(state: Any) -> list[tuple[torch.Tensor, list[int] | None]]:
+    """The bytes of each storage in a state, and the mask of their bits."""
+    found: dict[int, tuple[torch.Tensor, list[int] | None]] = {}
+
+    def note(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value = getattr(value, "_local_tensor", value)
+            storage = value.untyped_storage()
+            if storage.nbytes():
+                memory = torch.tensor([], dtype=torch.uint8).set_(storage)
+                _, mask = found.get(storage.data_ptr(), (None, None))
+                found[storage.data_ptr()] = memory, mask_of(value) or mask
+        elif isinstance(value, tuple):
+            for each in value:
+                note(each)
+
+    for leaf in leaves(state):
+        note(leaf.value)
+    return list(found.values())
+
+
+def spoil(state: Any) -> None:
+    """Changes every tensor in place, as the next step of training does, and empties the dicts."""
+    for memory, _ in memories(state):
+        memory ^= 1
+    if isinstance(state, dict):
+        state.clear()
+
+
+# ---- Targets and comparison ----------------------------------------------------------------------
+
+
+def target_for(rng: random.Random, expected: Any) -> Any:
+    """The same structure to load into: tensors of other bits in any layout, ``None`` for objects."""
+
+    def blank(_: Any, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        layout = "contiguous" if rng.random() < 0.4 else rng.choice(list(LAYOUTS))
+        made = laid_out(layout, value.shape, value.dtype, rng.getrandbits(60))
+        if mask_of(made) and value.isnan().any():
+            return torch.zeros_like(value)
+        return made
+
+    return mapped(blank, expected)
+def differences(expected: Any, actual: Any, at: str = "") -> list[str]:
+    """Where two nested values differ; tensors by dtype, shape and bits."""
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(actual, torch.Tensor):
+            return [f"{at}: {type(actual).__name__} instead of a tensor"]
+        if expected.dtype != actual.dtype or expected.shape != actual.shape:
+            return [
+                f"{at}: {actual.dtype} {list(actual.shape)} instead of "
+                f"{expected.dtype} {list(expected.shape)}"
+            ]
+        return [] if bits(expected) == bits(actual) else [f"{at}: other bits"]
+    if isinstance(expected, dict):
+        if not isinstance(actual, dict) or expected.keys() != actual.keys():
+            return [f"{at}: {actual!r} instead of keys {list(expected)}"]
+        return [d for k in expected for d in differences(expected[k], actual[k], f"{at}[{k!r}]")]
+    if isinstance(expected, list | tuple):
+        if type(expected) is not type(actual) or len(expected) != len(actual):
+            return [f"{at}: {actual!r} instead of {len(expected)} elements"]
+        pairs = enumerate(zip(expected, actual, strict=True))
+        return [d for i, (a, b) in pairs for d in differences(a, b, f"{at}[{i}]")]
+    is_same = type(expected) is type(actual) and expected == actual
+    return [] if is_same else [f"{at}: {actual!r} instead of {expected!r}"]
+
+
+def blanked(value: Any) -> Any:
+    """The same structure to load into: tensors of zeros, and ``None`` for objects."""
+    if isinstance(value, torch.Tensor):
+        if value.is_quantized or value.layout != torch.strided or isinstance(value, Tagged):
+            return value.detach().clone() * 0 if not value.is_quantized else _zero_quantised(value)
+        return torch.zeros(value.shape, dtype=value.dtype)
+    if isinstance(value, dict | UserDict):
+        return type(value)({key: blanked(one) for key, one in value.items()})
+    if isinstance(value, list) and not _is_object(value):
+        return [blanked(one) for one in value]
+    return None
+
+
+def _is_object(value: Any) -> bool:
+    """Whether DCP stores it as one object."""
+    if isinstance(value, list):
+        return all(_is_object(one) for one in value)
+    return not isinstance(value, torch.Tensor | dict | UserDict)
+
+
+def _zero_quantised(value: torch.Tensor) -> torch.Tensor:
+    zero = value.clone()
+    zero.copy_(torch.zeros(value.shape))
+    return zero
+
+
+def same(a: Any, b: Any, *, any_order: bool = False) -> bool:
+    """Whether two nested values are of the same types and values; tensors bit for bit.
+
+    Args:
+        a: One.
+        b: The other.
+        any_order: Whether keys of mappings may come in another order.
+    """
+    if isinstance(a, torch.Tensor):
+        return (
+            isinstance(b, torch.Tensor)
+            and (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout)
+            and _bits(a) == _bits(b)
+        )
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict | UserDict):
+        in_order = any_order or list(a) == list(b)
+        return (
+            in_order
+            and a.keys() == b.keys()
+            and all(same(a[key], b[key], any_order=any_order) for key in a)
+        )
+    if isinstance(a, list | tuple) and not isinstance(a, torch.Size):
+        pairs = zip(a, b, strict=False)
+        return len(a) == len(b) and all(same(x, y, any_order=any_order) for x, y in pairs)
+    return bool(a == b)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    if tensor.is_quantized:
+        return bits(tensor.int_repr())
+    if tensor.layout != torch.strided:
+        return bits(tensor.to_dense())
+    return bits(tensor.as_subclass(torch.Tensor))

@@ -1,0 +1,568 @@
+"""Every way to save a state, and every way to load it again. A new way joins by one line of a list.
+
+A way in has a name of each list of :data:`IN`, a way out of each list of :data:`OUT`; the first
+name of a list is the plainest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import torch_ckpt
+from support.cutting import CuttingLoadPlanner, CuttingSavePlanner, narrow
+from support.exchanging import Exchanging
+from support.tensors import TORCHS_OWN
+from torch_ckpt import (
+    FastLoadPlanner,
+    FastReader,
+    FastSavePlanner,
+    FastWriter,
+    IoOptions,
+    Run,
+    SafetensorsWriter,
+    SnapshotStager,
+)
+from torch_ckpt.agent import AgentOptions
+from torch_ckpt.conversion.convert import convert
+from torch_ckpt.filesystems.location import Location
+
+SAVE_TIMEOUT_S = 50
+Way = Mapping[str, str]  # List -> name.
+Wait = Callable[[], Any] | None
+
+
+@dataclass
+class Saving:
+    """What the saves of one case have in common.
+
+    Attributes:
+        way: The way in.
+        folder: Of the checkpoints.
+        is_alone: Whether this process saves by itself, without a process group.
+        rng: Of what planners and options draw.
+        stack: Closes what the saves have opened.
+    """
+
+    way: Way
+    folder: Path
+    is_alone: bool
+    rng: random.Random
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def __post_init__(self) -> None:
+        self.stager: SnapshotStager | None = STAGERS[self.way["stager"]]()
+        self.opened_run: Run | None = None
+
+    def of(self, name: str) -> Any:
+        """What the way has of this list."""
+        return IN[name][self.way[name]]
+
+    @property
+    def ranks(self) -> dict[str, Any]:
+        """Arguments for a call of all ranks."""
+        return {"no_dist": True} if self.is_alone else {}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the writer."""
+        options = {"sync_files": False, **self.of("files")}
+        return options if self.way["writer"] == "stock" else {**options, "io": self.of("io")}
+
+    def writer(self, path: Path) -> Any:
+        """A writer of this directory."""
+        options = self.options
+        if self.stager is not None:
+            options["stager"] = self.stager
+        return self.of("writer")(path, **options)
+
+    def planner(self) -> Any:
+        """A planner for one save."""
+        return self.of("planner")(self)
+
+    def save(self, state: Any, path: Path) -> Wait:
+        """Saves, or begins to; then returns what waits for the end."""
+        wait = self.of("call").function(self, state, path)
+        if self.stager is not None and not self.stager.blocking:
+            self.stager.wait_staged()
+        return wait
+
+    def run(self, **options: Any) -> Run:
+        """The run of all saves."""
+        if self.opened_run is None:
+            if options.pop("agent", False):
+                threads = self.of("files").get("thread_count", 1)
+                options["agent"] = AgentOptions(io=self.of("io"), threads=threads)
+                writer: dict[str, Any] = {"sync_files": False}
+            else:
+                writer = self.options
+            self.opened_run = self.stack.enter_context(Run(self.folder, writer=writer, **options))
+        return self.opened_run
+
+
+# ---- In ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function that saves.
+
+    Attributes:
+        function: Saves a state to a path; returns what waits for the end, if it returns before.
+        uses: The lists of which it uses a name.
+    """
+
+    function: Callable[[Saving, Any, Path], Wait]
+    uses: str = "writer planner io files queue place then directory"
+
+
+STAGED = f"{Call.uses} stager ends"
+OWN_PLANNER = "io files queue place then directory"  # And its own writer.
+
+
+def _async_save(s: Saving, state: Any, path: Path) -> Wait:
+    options = {"storage_writer": s.writer(path), "planner": s.planner()}
+    begun = dcp.async_save(state, **options, **s.ranks)
+    return getattr(begun, "upload_completion", begun).result
+
+
+def _fast_async_save(s: Saving, state: Any, path: Path, **options: Any) -> Wait:
+    options |= {"storage_writer": s.writer(path), "planner": s.planner()}
+    begun = torch_ckpt.async_save(state, **options, **s.ranks, timeout_s=SAVE_TIMEOUT_S)
+    return getattr(begun, "upload_completion", begun).result
+
+
+def _save_staged(s: Saving, state: Any, path: Path) -> Wait:
+    writer, planner = s.writer(path), s.planner()
+    staged = writer.stage(state)
+    writer.synchronize_staging()
+    staged = staged if isinstance(staged, dict) else staged.result()
+    held = [(staged, writer, planner)]
+    del staged, writer, planner
+
+    def save() -> None:
+        state, storage_writer, planner = held.pop()  # Whoever keeps them keeps the memory in use.
+        dcp.save(state, storage_writer=storage_writer, planner=planner, **s.ranks)
+
+    return save
+
+
+def _save_by_run(s: Saving, state: Any, path: Path, **options: Any) -> Wait:
+    run = s.run(**options)
+    run.save(int(path.name.removeprefix("step-")), state)
+    return run.wait if options else None
+
+
+CALLS = {
+    "dcp.save": Call(
+        lambda s, state, path: dcp.save(
+            state, storage_writer=s.writer(path), planner=s.planner(), **s.ranks
+        )
+        and None
+    ),
+    "torch_ckpt.save": Call(
+        lambda s, state, path: torch_ckpt.save(
+            state, storage_writer=s.writer(path), planner=s.planner(), **s.ranks
+        )
+        and None
+    ),
+    "dcp.async_save": Call(_async_save, STAGED),
+    "torch_ckpt.async_save": Call(_fast_async_save, STAGED),
+    "async_save by process": Call(
+        lambda *args: _fast_async_save(
+            *args, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+        ),
+        f"{Call.uses} ends",
+    ),
+    "stage": Call(_save_staged, f"{Call.uses} stager"),
+    "run": Call(_save_by_run, OWN_PLANNER),
+    "run, async": Call(lambda *args: _save_by_run(*args, asynchronous=True), f"{OWN_PLANNER} ends"),
+    "run, agent": Call(
+        lambda *args: _save_by_run(*args, asynchronous=True, agent=True), f"{OWN_PLANNER} ends"
+    ),
+}
+
+
+class _Overriding:
+    """Overrides what our planners then call for each item, and changes nothing."""
+
+    def lookup_object(self, index: Any) -> Any:
+        return super().lookup_object(index)  # type: ignore[misc]
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return super().resolve_data(write_item)  # type: ignore[misc]
+
+    def create_local_plan(self) -> SavePlan:
+        plan: SavePlan = super().create_local_plan()  # type: ignore[misc]
+        plan.items.reverse()
+        return plan
+
+
+class _OverridingStock(_Overriding, DefaultSavePlanner):
+    pass
+
+
+class _OverridingFast(_Overriding, FastSavePlanner):
+    pass
+
+
+SAVE_PLANNERS: dict[str, Callable[[Saving], Any]] = {
+    "stock": lambda s: DefaultSavePlanner(),
+    "fast": lambda s: FastSavePlanner(),
+    "stock, lowest rank": lambda s: DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+    "fast, lowest rank": lambda s: FastSavePlanner(dedup_save_to_lowest_rank=True),
+    "stock, caching": lambda s: DefaultSavePlanner(enable_plan_caching=True),
+    "fast, not caching": lambda s: FastSavePlanner(enable_plan_caching=False),
+    "subclass of stock": lambda s: _OverridingStock(),
+    "subclass of fast": lambda s: _OverridingFast(),
+    "cutting": lambda s: CuttingSavePlanner(s.rng),
+}
+
+IOS = {
+    "default": IoOptions(),
+    "buffered": IoOptions(direct=False),
+    "small": IoOptions(buffer_nbytes=512 << 10),
+    "small, buffered": IoOptions(buffer_nbytes=512 << 10, direct=False),
+    "odd": IoOptions(buffer_nbytes=777_777),
+    "odd, buffered": IoOptions(buffer_nbytes=(1 << 20) + 1, direct=False),
+    "large": IoOptions(buffer_nbytes=300_000_001),
+    "nice": IoOptions(background_nice=19),
+    "not nice": IoOptions(background_nice=0, direct=False),
+}
+
+FILES: dict[str, dict[str, Any]] = {
+    "one": {},
+    "three": {"thread_count": 3},
+    "two, which copy little ahead": {"thread_count": 2, "per_thread_copy_ahead": 1},
+    "one for each item": {"single_file_per_rank": False},
+    "one for each item, by two threads": {"single_file_per_rank": False, "thread_count": 2},
+    "synced": {"sync_files": True},
+    "replicas where the planner puts them": {"share_replicas": False},
+    "transformed": {"_extensions": [ZStandard()]},
+    "of 100 KB": {"max_shard_nbytes": 100_000},
+}
+
+STAGERS: dict[str, Callable[[], SnapshotStager | None]] = {
+    "of the process": lambda: None,
+    "in the background": lambda: SnapshotStager(blocking=False),
+    "with a cap": lambda: SnapshotStager(max_host_nbytes=200_000),
+}
+
+IN: dict[str, Mapping[str, Any]] = {
+    "call": CALLS,
+    "writer": {"fast": FastWriter, "stock": FileSystemWriter, "safetensors": SafetensorsWriter},
+    "planner": SAVE_PLANNERS,
+    "io": IOS,
+    "files": FILES,
+    "queue": {"io_uring": "", "threads": "threads"},
+    "stager": STAGERS,
+    "place": {"ext4": None, "tmpfs": None, "ext2": None, "overlay": None},
+    "directory": {"one for each save": False, "the same": True},
+    "ends": {"in turn": False, "all at the end": True},
+    "then": {"": None, "convert to dcp": "dcp", "convert to safetensors": "safetensors"}
+    | {"convert to torch": "torch"},
+}
+RARE = {"async_save by process": 0.02, "run, agent": 0.2, "synced": 0.2, "large": 0.2}
+RARE |= {"convert to dcp": 0.2, "convert to safetensors": 0.2, "convert to torch": 0.2}
+WRITERS_OWN = {
+    "stock": {"one", "three", "one for each item", "transformed"},
+    "safetensors": {"one", "three", "synced", "of 100 KB", "replicas where the planner puts them"},
+    "fast": set(FILES) - {"of 100 KB"},
+}
+
+
+def fits(way: Way, *, is_alone: bool, content: str) -> bool:
+    """Whether there is such a way in."""
+    uses = CALLS[way["call"]].uses.split()
+    if any(way[name] != next(iter(IN[name])) for name in IN if name not in [*uses, "call"]):
+        return False
+    has_model = way["writer"] == "safetensors" or "safetensors" in way["then"]
+    is_ours = way["writer"] != "stock"
+    return (
+        way["files"] in WRITERS_OWN[way["writer"]]
+        and (is_ours or way["io"] == "default")
+        and (is_ours or way["queue"] == "io_uring")
+        and (way["writer"] == "fast" or way["stager"] == "of the process")
+        and (way["writer"] == "fast" or way["then"] == "")
+        and (is_ours or way["call"] != "stage")
+        and (is_alone or way["planner"] != "cutting")
+        and (way["call"] != "run, agent" or way["files"] in ("one", "three"))
+        and (way["directory"] == "one for each save" or way["ends"] == "in turn")
+        and (content == "model" or not has_model)
+        and (content != "any" or way["then"] != "convert to torch")
+    )
+
+
+def format_of(way: Way) -> str:
+    """What the files of the way in are."""
+    return IN["then"][way["then"]] or {"safetensors": "safetensors"}.get(way["writer"], "dcp")
+
+
+def random_way(rng: random.Random, *, is_alone: bool, content: str) -> dict[str, str]:
+    """A way in that fits."""
+    plainest = {name: next(iter(IN[name])) for name in IN}
+    call = _one_of(rng, CALLS)
+    while True:
+        drawn = {name: _one_of(rng, IN[name]) for name in CALLS[call].uses.split()}
+        way = {**plainest, "call": call, **drawn}
+        if fits(way, is_alone=is_alone, content=content):
+            return way
+
+
+def _one_of(rng: random.Random, names: Mapping[str, Any]) -> str:
+    return rng.choices(list(names), [RARE.get(name, 1) for name in names])[0]
+
+
+def final_path(way: Way, path: Path) -> Path:
+    """Where the checkpoint is once it is in the format that the way ends with."""
+    to = IN["then"][way["then"]]
+    return path if to is None else path.with_name(f"{path.name} as {to}")
+
+
+def convert_saved(way: Way, path: Path) -> None:
+    """Puts a checkpoint into the format that the way ends with."""
+    to, target = IN["then"][way["then"]], final_path(way, path)
+    if to is not None:
+        convert(Location(path), Location(target), to, trust_pickle=True, overwrite=True)
+
+
+@contextlib.contextmanager
+def environment(way: Way) -> Iterator[None]:
+    """Forces the queue of the way."""
+    with mock.patch.dict(os.environ, {"TORCH_CKPT_IO": IN["queue"][way["queue"]]}):
+        yield
+
+
+# ---- Out -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Loading:
+    """One load.
+
+    Attributes:
+        path: The checkpoint.
+        planner: A load planner.
+        ranks: Arguments for a call of all ranks.
+        run: The run that has saved it, if one has.
+    """
+
+    path: Path
+    planner: Any
+    ranks: dict[str, Any]
+    run: Run | None = None
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A function that loads.
+
+    Attributes:
+        load: Loads into a state.
+        formats: What it reads.
+        needs: ``"run"``, ``"ranks"``, or nothing.
+        gives: What it puts into an empty dict, whoever calls: whole tensors by ``"FQN"``, or
+            ``"nested"``. ``None`` if it loads into what is there.
+    """
+
+    load: Callable[[Loading, dict[str, Any]], Any]
+    formats: tuple[str, ...] = ("dcp", "safetensors", "torch")
+    needs: str = ""
+    gives: str | None = None
+
+
+def _by(make: Callable[[Path], Any], *formats: str, needs: str = "") -> Reader:
+    return Reader(
+        lambda l, state: dcp.load(
+            state, storage_reader=make(l.path), planner=l.planner, **l.ranks
+        ),
+        formats or Reader.formats,
+        needs,
+    )
+
+
+def _fast(kind: type[FastReader] = FastReader, **options: Any) -> Callable[[Path], FastReader]:
+    def make(path: Path) -> FastReader:
+        io = {key: options[key] for key in options if key in vars(IoOptions())}
+        others = {key: options[key] for key in options if key not in io}
+        return kind(path, trust_pickle=True, io=IoOptions(**io), **others)
+
+    return make
+
+
+def _slices(loading: Loading, state: dict[str, Any]) -> None:
+    """Has ``torch.load`` read each stored slice, and puts boxes together."""
+    metadata = FileSystemReader(loading.path).read_metadata()
+    for fqn, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            nbytes = stored.size.numel() * stored.properties.dtype.itemsize
+            flat = torch.empty(nbytes, dtype=torch.uint8)
+            state[fqn] = flat.view(stored.properties.dtype).view(stored.size)
+    for index, info in metadata.storage_data.items():
+        with open(loading.path / info.relative_path, "rb") as file:
+            file.seek(info.offset)
+            data = file.read(info.length)
+        found = torch.load(io.BytesIO(data), weights_only=False)
+        if index.fqn not in state:
+            state[index.fqn] = found
+        else:
+            box = narrow(state[index.fqn], index.offset or [0] * found.dim(), found.shape)
+            as_bytes = found.dtype in TORCHS_OWN
+            (box.view(torch.uint8) if as_bytes else box).copy_(
+                found.view(torch.uint8) if as_bytes else found
+            )
+
+
+def _library(loading: Loading, state: dict[str, Any]) -> None:
+    """Has the library of safetensors read each file."""
+    for file in loading.path.glob("*.safetensors"):
+        state |= load_file(file)
+
+
+READERS = {
+    "fast": _by(_fast()),
+    "stock": _by(FileSystemReader, "dcp"),
+    "fast, buffered": _by(_fast(direct=False)),
+    "fast, unverified": _by(_fast(verify=False)),
+    "fast, small": _by(_fast(buffer_nbytes=512 << 10)),
+    "fast, odd": _by(_fast(buffer_nbytes=777_777, direct=False, verify=False)),
+    "fast, exchanging": _by(_fast(Exchanging), needs="ranks"),
+    "fast, exchanging little": _by(
+        _fast(Exchanging, buffer_nbytes=1 << 20, exchange_nbytes=4 << 20), needs="ranks"
+    ),
+    "fast, not exchanging": _by(_fast(exchange="off"), needs="ranks"),
+    "torch_ckpt.load": Reader(
+        lambda l, state: torch_ckpt.load(
+            state, checkpoint_id=l.path, trust_pickle=True, planner=l.planner, **l.ranks
+        )
+    ),
+    "restore": Reader(lambda l, state: l.run.restore(state), ("dcp",), needs="run"),
+    "torch.load of slices": Reader(_slices, ("dcp",), gives="FQN"),
+    "library": Reader(_library, ("safetensors",), gives="FQN"),
+    "torch.load": Reader(
+        lambda l, state: state.update(torch.load(l.path, weights_only=False)),
+        ("torch",),
+        gives="nested",
+    ),
+}
+
+
+class _OverridingLoader(FastLoadPlanner):
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return super().resolve_tensor(read_item)
+
+
+LOAD_PLANNERS: dict[str, Callable[[random.Random], Any]] = {
+    "stock": lambda rng: DefaultLoadPlanner(),
+    "fast": lambda rng: FastLoadPlanner(),
+    "subclass of fast": lambda rng: _OverridingLoader(),
+    "cutting": CuttingLoadPlanner,
+}
+
+OUT: dict[str, Mapping[str, Any]] = {
+    "reader": READERS,
+    "planner": LOAD_PLANNERS,
+    "keys": {"all": 1.0, "some": 0.3},
+    "times": {"once": 1, "twice into the same tensors": 2},
+    "ranks": {"the same": None, "each for itself": 0, "one": 1, "two": 2, "three": 3},
+}
+
+
+def fits_out(out: Way, way: Way, ranks: int) -> bool:
+    """Whether a checkpoint of a way in has this way out."""
+    reader, count = READERS[out["reader"]], OUT["ranks"][out["ranks"]]
+    is_plain = out["keys"] == "all" and out["times"] == "once" and out["ranks"] == "the same"
+    is_alone = (ranks if count is None else count) == 0
+    return (
+        format_of(way) in reader.formats
+        and (reader.gives is None or is_plain)
+        and (out["reader"] != "torch.load of slices" or way["files"] != "transformed")
+        and (reader.needs != "run" or (way["call"].startswith("run") and is_plain))
+        and (reader.needs != "ranks" or not is_alone)
+        and (ranks > 0 or count is None)
+        and (out["planner"] != "cutting" or is_alone or count == 1)
+    )
+
+
+def random_out(rng: random.Random, way: Way, ranks: int) -> dict[str, str]:
+    """A way out that fits."""
+    while True:
+        out = {name: rng.choice(list(OUT[name])) for name in OUT}
+        if fits_out(out, way, ranks):
+            return out
+
+
+# ---- Places --------------------------------------------------------------------------------------
+
+
+class Places:
+    """A folder on each of several file systems, for as long as a ``with`` block lasts.
+
+    Args:
+        folder: On the first of them.
+
+    Attributes:
+        missing: Why there is no folder on some of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folders = {"ext4": folder}
+        self.missing: dict[str, str] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __getitem__(self, name: str) -> Path:
+        return self.folders.get(name, self.folders["ext4"])
+
+    def __enter__(self) -> Places:
+        shared = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="torch_ckpt-crossed-"))
+        self._stack.callback(shutil.rmtree, shared, ignore_errors=True)
+        self.folders["tmpfs"] = shared
+        image, lower, upper, work = (self["ext4"] / n for n in ("image", "lower", "upper", "work"))
+        for each in (lower, upper, work):
+            each.mkdir()
+        with open(image, "wb") as file:
+            file.truncate(512 << 20)
+        made = subprocess.run(["mkfs.ext2", "-q", "-F", str(image)], capture_output=True, text=True)
+        if made.returncode == 0:
+            self._mount("ext2", "-o", "loop", str(image))
+        else:
+            self.missing["ext2"] = made.stderr
+        over = f"lowerdir={lower},upperdir={upper},workdir={work}"
+        self._mount("overlay", "-t", "overlay", "-o", over, "overlay")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _mount(self, name: str, *options: str) -> None:
+        folder = self["ext4"] / f"{name} mounted"
+        folder.mkdir()
+        done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
+        if done.returncode:
+            self.missing[name] = done.stderr.strip()
+        else:
+            self._stack.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
+            self.folders[name] = folder
