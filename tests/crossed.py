@@ -48,7 +48,7 @@ def main() -> int:
         begin, seed, failed = time.monotonic(), options.seed, 0
         while True:
             case = crossed.Case.of(seed, with_ranks=options.ranks)
-            if options.seconds is None:
+            if options.seconds is None and options.verbose:
                 print(case)
             faulthandler.dump_traceback_later(150, exit=True)
             started = time.monotonic()

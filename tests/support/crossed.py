@@ -81,10 +81,9 @@ class Case:
         content = rng.choice(list(CONTENTS))
         way = ways.random_way(rng, is_alone=not ranks, content=content)
         count = rng.choice([1, 1, 2, 2, 3, 4])
-        outs = [ways.random_out(rng, way, ranks) for _ in range(2)]
-        plain = {name: next(iter(names)) for name, names in ways.OUT.items()}
-        plain_outs = [plain, plain | {"reader": "stock"}]
-        outs += [out for out in plain_outs if ways.fits_out(out, way, ranks)]
+        outs = [ways.random_out(rng, way, ranks) for _ in range(rng.choice([1, 2]))]
+        stock = {name: next(iter(names)) for name, names in ways.OUT.items()} | {"reader": "stock"}
+        outs += [stock] if ways.fits_out(stock, way, ranks) else []
         return cls(seed, ranks, content, way, tuple(outs), tuple(range(count)))
 
     def __str__(self) -> str:
@@ -105,6 +104,16 @@ class Case:
     def kept(self, state: Any) -> Any:
         """The state without the values that are dropped."""
         return mapped(lambda path, v: ... if str(path) in self.dropped else v, state)
+
+    def but(self, **changes: Any) -> Case:
+        """The case with some of it changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is such a case."""
+        fits_in = ways.fits(self.way, is_alone=not self.ranks, content=self.content)
+        return fits_in and all(ways.fits_out(out, self.way, self.ranks) for out in self.outs)
 
     @property
     def command(self) -> str:
@@ -269,56 +278,54 @@ def load(case: Case, path: Path, expected: Any, out: dict[str, str], run: Any) -
 
 
 def shrunk(case: Case, fails: Callable[[Case], bool], seconds: float = SHRINKING_S) -> Case:
-    """The smallest case found that fails as well: of fewer saves, ways and values."""
-    end = time.monotonic() + seconds
-    before = None
+    """The smallest case found that fails as well: of fewer saves, ways and values.
+
+    Args:
+        case: A case that fails.
+        fails: Whether another one does.
+        seconds: For how long to try.
+    """
+    end, before = time.monotonic() + seconds, None
+
+    def smaller(simpler: Case) -> bool:
+        nonlocal case
+        if simpler == case or time.monotonic() > end or not simpler.fits or not fails(simpler):
+            return False
+        case = simpler
+        return True
+
     while case != before and time.monotonic() < end:
         before = case
-        for simpler in _simpler(case):
-            if time.monotonic() > end:
-                break
-            if simpler != case and fails(simpler):
-                case = simpler
-                break
+        for number in case.saves:
+            if len(case.saves) > 1 and not smaller(case.but(saves=(number,))):
+                smaller(case.but(saves=tuple(n for n in case.saves if n != number)))
+        for out in case.outs:
+            if len(case.outs) > 1:
+                smaller(case.but(outs=(out,)))
+        for name, choices in ways.IN.items():
+            smaller(case.but(way={**case.way, name: next(iter(choices))}))
+        for name, choices in ways.OUT.items():
+            smaller(case.but(outs=tuple({**o, name: next(iter(choices))} for o in case.outs)))
+        if case.ranks > 1:
+            smaller(case.but(ranks=case.ranks - 1))
+        names = _names(case)
+        size = len(names) // 2
+        while size:
+            for begin in range(0, len(names), size):
+                smaller(case.but(dropped=case.dropped | set(names[begin : begin + size])))
+            size //= 2
     return case
 
 
-def _simpler(case: Case) -> Iterator[Case]:
-    """Cases that are simpler by one thing, the greatest steps first."""
-
-    def but(**changes: Any) -> Case:
-        return dataclasses.replace(case, **changes)
-
-    if len(case.saves) > 1:
-        for number in case.saves:
-            yield but(saves=(number,))
-        for number in case.saves:
-            yield but(saves=tuple(other for other in case.saves if other != number))
-    if len(case.outs) > 1:
-        for out in case.outs:
-            yield but(outs=(out,))
-    evolving = Evolving(case.seed, case.content)
-    names = [str(leaf.path) for leaf in leaves(case.kept(evolving.state))]
-    for _ in range(case.saves[-1]):
-        evolving.change()
-        names += [str(leaf.path) for leaf in leaves(case.kept(evolving.state))]
-    names = list(dict.fromkeys(names))
-    size = len(names) // 2
-    while size:
-        for begin in range(0, len(names), size):
-            yield but(dropped=case.dropped | set(names[begin : begin + size]))
-        size //= 2
-    for name, choices in ways.IN.items():
-        way = {**case.way, name: next(iter(choices))}
-        if ways.fits(way, is_alone=not case.ranks, content=case.content):
-            yield but(way=way)
-    for number, out in enumerate(case.outs):
-        for name, choices in ways.OUT.items():
-            plainer = {**out, name: next(iter(choices))}
-            if ways.fits_out(plainer, case.way, case.ranks):
-                yield but(outs=(*case.outs[:number], plainer, *case.outs[number + 1 :]))
-    if case.ranks > 1:
-        yield but(ranks=case.ranks - 1)
+def _names(case: Case) -> list[str]:
+    """Paths of all values of the states that are saved."""
+    evolving, names = Evolving(case.seed, case.content), {}
+    for number in range(case.saves[-1] + 1):
+        if number:
+            evolving.change()
+        if number in case.saves:
+            names |= {str(leaf.path): None for leaf in leaves(case.kept(evolving.state))}
+    return list(names)
 
 
 def check(case: Case, places: ways.Places, worlds: Any) -> None:

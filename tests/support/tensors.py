@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ DTYPES = [
     torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
 ]
+ONES = -1  # A seed.
 TORCHS_OWN = [torch.float4_e2m1fn_x2]  # Stored as torch pickles them.
 
 
@@ -50,12 +51,15 @@ def random_tensor(
     Args:
         shape: Its sizes.
         dtype: Its dtype.
-        seed: Of the bits; torch's own generator if ``None``.
+        seed: Of the bits. By default, of torch's own generator; ones if it is :data:`ONES`.
     """
     shape = list(shape)
-    seed = int(torch.randint(1 << 62, [])) if seed is None else seed
     memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-    randomise(memory, seed, mask=BOOL_MASK if dtype == torch.bool else None)
+    if seed == ONES:
+        memory.fill_(1)
+    else:
+        seed = int(torch.randint(1 << 62, [])) if seed is None else seed
+        randomise(memory, seed, mask=BOOL_MASK if dtype == torch.bool else None)
     return memory.view(dtype).reshape(shape)
 
 
@@ -66,11 +70,19 @@ def full_value(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.T
 
 def randomise(memory: torch.Tensor, seed: int, *, mask: list[int] | None) -> None:
     """Fills bytes of memory with random bits, of which a mask, over and over, may leave some."""
-    data = np.random.default_rng(seed).bytes(memory.numel())
-    memory.numpy()[:] = np.frombuffer(data, np.uint8)
+    at = random.Random(seed).randrange(len(_random_bytes()) // 3)
+    for begin in range(0, len(memory), step := len(_random_bytes()) // 2):
+        part = memory[begin : begin + step]
+        part.copy_(_random_bytes()[at : at + len(part)])
     if mask is not None:
         rest = memory[: len(memory) // len(mask) * len(mask)].view(-1, len(mask))
         rest &= torch.tensor(mask, dtype=torch.uint8)
+
+
+@functools.cache
+def _random_bytes() -> torch.Tensor:
+    data = np.random.default_rng(0).integers(0, 256, 24 << 20, dtype=np.uint8)
+    return torch.from_numpy(data)
 
 
 BOOL_MASK = [1]
@@ -104,8 +116,10 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor of the same elements."""
-    memory = torch.frombuffer(bytearray(bits(tensor)) or bytearray(1), dtype=torch.uint8)
-    return memory[: tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
+    if tensor.numel() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory = torch.frombuffer(bytearray(bits(tensor)), dtype=torch.uint8)
+    return memory.view(tensor.dtype).view(tensor.shape)
 
 
 # ---- Memory layouts ------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torch_ckpt
+from safetensors.torch import load_file
 from support.cutting import CuttingLoadPlanner, CuttingSavePlanner, narrow
 from support.exchanging import Exchanging
 from support.tensors import TORCHS_OWN
@@ -170,9 +171,13 @@ def _save_staged(s: Saving, state: Any, path: Path) -> Wait:
     return save
 
 
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def _save_by_run(s: Saving, state: Any, path: Path, **options: Any) -> Wait:
     run = s.run(**options)
-    run.save(int(path.name.removeprefix("step-")), state)
+    run.save(_step(path), state)
     return run.wait if options else None
 
 
@@ -307,12 +312,14 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
         and (is_ours or way["queue"] == "io_uring")
         and (way["writer"] == "fast" or way["stager"] == "of the process")
         and (way["writer"] == "fast" or way["then"] == "")
-        and (is_ours or way["call"] != "stage")
+        and (way["call"] != "stage" or (is_ours and way["stager"] != "with a cap"))
         and (is_alone or way["planner"] != "cutting")
         and (way["call"] != "run, agent" or way["files"] in ("one", "three"))
         and (way["directory"] == "one for each save" or way["ends"] == "in turn")
         and (content == "model" or not has_model)
         and (content != "any" or way["then"] != "convert to torch")
+        # Stock keeps the old dtype in the metadata where one changes.
+        and (way["planner"] != "stock, caching" or way["then"] == "")
     )
 
 
@@ -459,7 +466,9 @@ READERS = {
             state, checkpoint_id=l.path, trust_pickle=True, planner=l.planner, **l.ranks
         )
     ),
-    "restore": Reader(lambda l, state: l.run.restore(state), ("dcp",), needs="run"),
+    "restore": Reader(
+        lambda l, state: l.run.restore(state, step=_step(l.path)), ("dcp",), needs="run"
+    ),
     "torch.load of slices": Reader(_slices, ("dcp",), gives="FQN"),
     "library": Reader(_library, ("safetensors",), gives="FQN"),
     "torch.load": Reader(
@@ -491,6 +500,10 @@ OUT: dict[str, Mapping[str, Any]] = {
 }
 
 
+def _is_run(way: Way) -> bool:
+    return way["call"].startswith("run") and way["then"] == ""
+
+
 def fits_out(out: Way, way: Way, ranks: int) -> bool:
     """Whether a checkpoint of a way in has this way out."""
     reader, count = READERS[out["reader"]], OUT["ranks"][out["ranks"]]
@@ -500,7 +513,7 @@ def fits_out(out: Way, way: Way, ranks: int) -> bool:
         format_of(way) in reader.formats
         and (reader.gives is None or is_plain)
         and (out["reader"] != "torch.load of slices" or way["files"] != "transformed")
-        and (reader.needs != "run" or (way["call"].startswith("run") and is_plain))
+        and (reader.needs != "run" or (_is_run(way) and is_plain))
         and (reader.needs != "ranks" or not is_alone)
         and (ranks > 0 or count is None)
         and (out["planner"] != "cutting" or is_alone or count == 1)
