@@ -223,7 +223,8 @@ def load(
         if reader is None and checkpoint_id:
             reader = FastReader(checkpoint_id, trust_pickle=trust_pickle)
         reader = _storage_setup(reader, checkpoint_id, reader=True)
-        loaded = orchestrate.state_dicts_of({key: state_dict[key] for key in sorted(state_dict)})
+        keys = sorted(state_dict, key=str)  # The same order on all ranks.
+        loaded = orchestrate.state_dicts_of({key: state_dict[key] for key in keys})
         orchestrate.load(loaded, reader, planner, call)
         for key, value in loaded.items():
             if isinstance(state_dict[key], Stateful):

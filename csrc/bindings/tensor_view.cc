@@ -10,9 +10,14 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
+#include "base/writable_memory.h"
 #include "bindings/peers.h"
 #include "bindings/state_dict.h"
 
@@ -103,6 +108,23 @@ bool is_expanded(const at::Tensor& tensor) {
   return false;
 }
 
+// Returns whether several elements may share memory. False if each stride exceeds the extent of all
+// smaller strides. Other strides may still be without overlap.
+bool may_overlap(const at::Tensor& tensor) {
+  if (tensor.is_non_overlapping_and_dense() || tensor.numel() < 2) return false;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // Stride and size.
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t last = 0;  // Position of the last element, in the dimensions so far.
+  for (const auto& [stride, size] : dims) {
+    if (stride <= last) return true;
+    last += stride * (size - 1);
+  }
+  return false;
+}
+
 // Returns a view without memory. Requires: the tensor is strided, and the engine has its dtype.
 TensorView shape_of(const at::Tensor& tensor) {
   TensorView out;
@@ -132,13 +154,74 @@ bool is_on_known_gpu(const at::Tensor& tensor) {
 }
 
 // Returns whether the engine can load into the tensor's memory. The tensor must be plain or on a
-// GPU that the engine supports, and no two elements may share memory by a stride of 0.
+// GPU that the engine supports, and no two elements may share memory.
 bool is_loadable(py::handle object) {
   const at::Tensor& tensor = unpack(object);
   const TensorKind kind = kind_of(object, tensor);
   return (kind == TensorKind::kPlain ||
           (kind == TensorKind::kNeedsCopy && is_on_known_gpu(tensor))) &&
-         !is_expanded(tensor);
+         !may_overlap(tensor);
+}
+
+// Returns whether several elements of a tensor may share memory.
+bool may_overlap_itself(py::handle object) {
+  const at::Tensor& tensor = unpack(object);
+  return THPVariable_CheckExact(object.ptr()) && tensor.layout() == at::kStrided &&
+         may_overlap(tensor);
+}
+
+std::string text_of(at::IntArrayRef numbers) {
+  std::string out = "[";
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    out += (i == 0 ? "" : ", ") + std::to_string(numbers[i]);
+  }
+  return out + "]";
+}
+
+// Returns why no value can be written to a tensor, and what to pass instead. Empty if none is
+// known.
+std::string write_fault(py::handle object) {
+  if (!THPVariable_CheckExact(object.ptr())) return "";  // A subclass may write to any memory.
+  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  if (tensor.numel() == 0) return "";
+  if (tensor.is_meta()) {
+    return "it is on the meta device, without memory; pass a tensor on another device";
+  }
+  if (tensor._is_zerotensor()) return "it is an immutable ZeroTensor; pass a clone of it";
+  if (tensor.layout() != at::kStrided || !tensor.has_storage()) return "";
+  const auto nbytes = static_cast<int64_t>(tensor.storage().nbytes());
+  if (storage_end(tensor) > nbytes) {
+    return "its storage has " + std::to_string(nbytes) + " bytes of the " +
+           std::to_string(storage_end(tensor)) + " that it needs; allocate it before the load";
+  }
+  if (is_expanded(tensor)) {
+    return "its elements share memory (strides " + text_of(tensor.strides()) +
+           "); pass a clone of it";
+  }
+  // Torch allocates memory that can be resized. Other memory is an array's, or a mapped file's.
+  if (tensor.is_cpu() && !tensor.storage().unsafeGetStorageImpl()->resizable()) {
+    const auto* storage = static_cast<const std::byte*>(tensor.storage().data());
+    const int64_t begin = tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
+    if (storage != nullptr &&
+        (!is_writable(storage + begin) || !is_writable(storage + storage_end(tensor) - 1))) {
+      return "its memory is mapped read-only; pass a copy of it";
+    }
+  }
+  return "";
+}
+
+// Returns position and fault of each object that is a tensor to which no value can be written.
+std::vector<std::pair<int64_t, std::string>> write_faults(const py::list& objects) {
+  std::vector<std::pair<int64_t, std::string>> out;
+  int64_t position = 0;
+  for (const py::handle object : objects) {
+    if (THPVariable_Check(object.ptr())) {
+      std::string fault = write_fault(object);
+      if (!fault.empty()) out.emplace_back(position, std::move(fault));
+    }
+    ++position;
+  }
+  return out;
 }
 
 // torch's current stream of each GPU, queried once per GPU.
@@ -287,6 +370,8 @@ PYBIND11_MODULE(_tensor_view, module) {
   module.def("tensor_kind", &tensor_kind, py::arg("tensor"));
   module.def("is_plannable", &is_plannable, py::arg("object"));
   module.def("is_loadable", &is_loadable, py::arg("tensor"));
+  module.def("may_overlap_itself", &may_overlap_itself, py::arg("tensor"));
+  module.def("write_faults", &write_faults, py::arg("objects"));
   module.def("extent", &tensor_extent, py::arg("tensor"));
   module.def("has_own_storage", &has_own_storage, py::arg("tensor"));
   module.def("inspect", &inspect, py::arg("objects"), py::arg("writable"),

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from torch_ckpt import FastReader, FastWriter, IoOptions
+from torch_ckpt.errors import MismatchError
 
 pairs = pytest.mark.parametrize(("writer", "reader"), PAIRS, ids=lambda who: who)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).partition(".")[2])
@@ -148,7 +149,13 @@ def test_every_destination_ends_as_with_the_stock_reader(
 
     for destination in DESTINATIONS:
         ours = outcome(destination, READERS["ours"](tmp_path))
-        assert ours == outcome(destination, READERS["stock"](tmp_path)), destination
+        expected = outcome(destination, READERS["stock"](tmp_path))
+        # Stock's errors have no names. Of overlapping elements, some are wrong in silence.
+        if destination in ("expanded", "overlapping"):
+            expected = (ValueError, expected[1])
+        elif expected[0] != "loaded":
+            expected = (MismatchError, expected[1])
+        assert ours == expected, destination
 
 
 class Subclass(torch.Tensor):

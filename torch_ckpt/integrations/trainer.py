@@ -164,7 +164,7 @@ class _TrainerStorage:
         """Writes ``TrainerState`` to a file, where the trainer reads its position in the data."""
         self._step = step
         state = {"trainer": ""}
-        self._run.restore(state, step=step)
+        self._run.restore(state, step=step, strict=False)
         (folder / TRAINER_STATE_NAME).write_text(state["trainer"])
 
     def save(self, model: Any, trial: Any) -> None:
@@ -192,7 +192,7 @@ class _TrainerStorage:
         trainer.state.best_model_checkpoint = f"{self._run.directory}/step-{best}"
         model, options = trainer.model, self._options
         weights = {"model": self._saved(get_model_state_dict(model, options=options))}
-        self._run.restore(weights, step=best)
+        self._run.restore(weights, step=best, strict=False)
         set_model_state_dict(model, weights["model"], options=_lenient(options))
 
     def load(self, checkpoint: str | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-__all__ = ["with_differences"]
+__all__ = ["listed", "with_differences", "with_similar"]
 
 _MOST = 20
 """Maximum number of names in each list of a message."""
@@ -46,17 +46,17 @@ def with_differences(
         elif entry.properties.dtype != value.dtype:
             dtypes.append(f"{fqn} {entry.properties.dtype}, not {value.dtype}")
     lines = [
-        ("missing in the checkpoint", _with_similar(missing, unrequested)),
+        ("missing in the checkpoint", with_similar(missing, unrequested)),
         ("of another type in the checkpoint", kinds),
         ("of another shape in the checkpoint", shapes),
         ("of another dtype in the checkpoint, which is no error", dtypes),
         ("in the checkpoint, but not requested", unrequested),
     ]
-    text = "".join(f"\n  {what}: {_listed(names)}" for what, names in lines if names)
+    text = "".join(f"\n  {what}: {listed(names)}" for what, names in lines if names)
     return type(error)(f"{error}\nAll differences:{text}" if text else str(error))
 
 
-def _with_similar(missing: Sequence[str], unrequested: Sequence[str]) -> list[str]:
+def with_similar(missing: Sequence[str], unrequested: Sequence[str]) -> list[str]:
     """Returns the missing names, the first ones with a similar name of the checkpoint."""
     described = []
     for number, fqn in enumerate(missing):
@@ -68,14 +68,15 @@ def _with_similar(missing: Sequence[str], unrequested: Sequence[str]) -> list[st
     return described
 
 
+def listed(names: Iterable[str]) -> str:
+    """Returns the first names as text, and the number of the others."""
+    names = list(names)
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(names[:_MOST]) + more
+
+
 def _candidates(fqn: str, names: Sequence[str]) -> list[str]:
     """Returns a few names of similar length, with the same last component if any have it."""
     last = fqn.rpartition(".")[2]
     alike = [name for name in names if name.rpartition(".")[2] == last] or names
     return sorted(alike, key=lambda name: abs(len(name) - len(fqn)))[:_MOST_CANDIDATES]
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(names[:_MOST]) + more

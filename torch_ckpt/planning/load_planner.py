@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import logging
 import pickle
 from collections import UserList
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast, overload
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import cpu_as_default, gc_paused
@@ -21,8 +23,11 @@ from torch_ckpt.errors import MismatchError, NotFoundError
 from torch_ckpt.formats.index import index_of
 from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
 from torch_ckpt.planning.differences import with_differences
+from torch_ckpt.planning.loaded_objects import store_object, store_value
 from torch_ckpt.planning.rank_state import find_rank_states
+from torch_ckpt.planning.targets import allocated, check_targets
 from torch_ckpt.planning.ties import has_no_elements, tied_names
+from torch_ckpt.planning.unrestored import RequestedNames, Unrestored, scope_of
 
 __all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "TravellingReads"]
 
@@ -144,6 +149,8 @@ def _to_read_item(described: tuple[Any, ...]) -> ReadItem:
     )
 
 
+_LOG = logging.getLogger("torch_ckpt")
+
 _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan")
 
 
@@ -155,6 +162,14 @@ class FastLoadPlanner(DefaultLoadPlanner):
     index, or if the state dict does not match the checkpoint, ``DefaultLoadPlanner`` plans instead.
     Its errors name the first difference; here they list all of them, with similar names.
 
+    Before anything is loaded, the coordinator logs a warning (logger ``torch_ckpt``) of what the
+    load leaves: names of the checkpoint that no rank requests, and in a partial load names that the
+    checkpoint lacks. A key at the top of the state dict that is not passed is left on purpose, and
+    so are names in the files of other programs (safetensors, DeepSpeed, ``torch.save``).
+
+    Objects are stored under the state dict's own keys, which need not be text. Tensors on the meta
+    device are replaced by tensors with memory, as in DCP; without a process group, on the CPU.
+
     A subclass can override any method of ``DefaultLoadPlanner``. If it overrides
     ``create_local_plan``, ``create_global_plan`` or ``finish_plan``, plans have DCP's own items.
 
@@ -163,12 +178,37 @@ class FastLoadPlanner(DefaultLoadPlanner):
         flatten_sharded_tensors: Whether to flatten nested sharded tensors, as in DCP.
         allow_partial_load: Whether values that the checkpoint lacks stay unchanged, as in DCP.
             Otherwise they are an error.
+        strict: Whether such a difference is an error (``True``), of which all names are listed;
+            or not even a warning (``False``). A strict load counts the names of all files.
+
+    Raises:
+        MismatchError: ``strict``, and the state dict has other names. Raised by a load, in the
+            ``CheckpointException`` of every rank.
+        ValueError: Values cannot be written to tensors of the state dict: they are expanded, or
+            mapped read-only, or lack memory. The message names them. Raised in the same way.
 
     Example::
 
         planner = FastLoadPlanner()
         dcp.load(state, storage_reader=FastReader("run/step-100"), planner=planner)
     """
+
+    is_whole = False
+    """Whether keys at the top that the state dict lacks are differences as well, as in a run."""
+
+    _reads: PlannedReads | None = None  # The reads of this rank.
+    _rank_states: Sequence[str] = ()  # FQNs.
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        strict: bool | None = None,
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        self.strict = strict
 
     def set_up_planner(
         self,
@@ -178,8 +218,9 @@ class FastLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Flattens the state dict, and finds the stored states of each ``RankState`` in it."""
         with gc_paused():
-            find_rank_states(state_dict, metadata, is_flattened=self.flatten_state_dict)
-            _init_state_dict(state_dict)
+            self._rank_states = find_rank_states(
+                state_dict, metadata, is_flattened=self.flatten_state_dict
+            )
             self.original_state_dict = state_dict
             if not self.flatten_state_dict:
                 if self.flatten_sharded_tensors:
@@ -189,18 +230,36 @@ class FastLoadPlanner(DefaultLoadPlanner):
                 if self.flatten_sharded_tensors and has_sharded_tensors(flat):
                     flat, paths = _tensor_view.flatten(_flatten_sharded_tensors(state_dict))
                 state_dict, self.mappings = flat, paths
+            # DCP's function for it also replaces values of types that it does not know by `None`.
+            for fqn, tensor in allocated(state_dict).items():
+                state_dict[fqn] = tensor
+                store_value(self.original_state_dict, self.mappings.get(fqn, (fqn,)), tensor)
         self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
-        self._reads: PlannedReads | None = None  # The reads of this rank.
+        self._reads = None
 
     def create_local_plan(self) -> LoadPlan:
         """Returns the reads of this rank.
 
         Raises:
             RuntimeError: The checkpoint lacks names. The message lists all differences.
-            ValueError: Tensors have other shapes in the checkpoint.
+            ValueError: Tensors have other shapes in the checkpoint, or cannot be written.
         """
+        plan = self._plan_or_differences()
+        if self.metadata is None:
+            return plan
+        if self._reads is None or _tensor_view.write_faults(self._reads.sources):
+            stored = self.metadata.state_dict_metadata
+            check_targets(self.state_dict, [fqn for fqn in self.state_dict if fqn in stored])
+        if self.strict is False:
+            return plan
+        names = RequestedNames.of(
+            self.state_dict, self.metadata, is_partial=self.allow_partial_load
+        )
+        return dataclasses.replace(plan, planner_data=names)
+
+    def _plan_or_differences(self) -> LoadPlan:
         try:
             with cpu_as_default():
                 return self._plan()
@@ -208,7 +267,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
             if type(error) not in (RuntimeError, ValueError) or self.metadata is None:
                 raise
             if self._drop_tied(self.metadata):
-                return FastLoadPlanner.create_local_plan(self)  # An override is called once.
+                return self._plan_or_differences()
             raise with_differences(error, self.state_dict, self.metadata) from None
 
     def _plan(self) -> LoadPlan:
@@ -242,12 +301,46 @@ class FastLoadPlanner(DefaultLoadPlanner):
         self.state_dict = {f: v for f, v in self.state_dict.items() if f not in dropped}
         return bool(dropped)
 
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Warns of what the load of all ranks leaves, or raises an error if it is strict.
+
+        Raises:
+            MismatchError: The load is strict, and would leave something.
+        """
+        plans = super().create_global_plan(global_plan)
+        ranks = [plan.planner_data for plan in plans]
+        if not all(isinstance(rank, RequestedNames) for rank in ranks) or self.metadata is None:
+            return plans
+        is_counted = scope_of(
+            self.original_state_dict,
+            self.metadata,
+            self._rank_states,
+            strict=self.strict,
+            is_whole=self.is_whole,
+        )
+        left = Unrestored.of(ranks, self.metadata, is_counted)
+        lines = left.warnings()
+        if self.strict and lines:
+            raise MismatchError(left.error())
+        is_alone = len(ranks) == 1 and dist.is_available() and dist.is_initialized()
+        if not (is_alone and dist.get_rank()):  # If each rank loads alone, the first one logs.
+            for line in lines:
+                _LOG.warning("%s", line)
+        return [dataclasses.replace(plan, planner_data=None) for plan in plans]
+
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Restores this rank's reads in the plan that the coordinator returned."""
         items: Any = new_plan.items
         if isinstance(items, LocalReads) and self._reads is not None:
             new_plan = dataclasses.replace(new_plan, items=cast(list[ReadItem], self._reads))
         return super().finish_plan(new_plan)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unpickles an object without restriction, and stores it under the state dict's own keys.
+
+        :class:`FastReader` unpickles objects itself, unless a subclass overrides this method.
+        """
+        store_object(self, read_item.dest_index.fqn, torch.load(value, weights_only=False))
 
     def loads_plainly(self) -> bool:
         """Returns whether no subclass overrides how tensors are resolved and committed."""

@@ -258,13 +258,16 @@ def _keys_to_load(
 
 def find_rank_states(
     state_dict: dict[str, Any], metadata: Metadata | None, *, is_flattened: bool
-) -> None:
+) -> list[str]:
     """Selects the stored states that each ``RankState`` of a state dict loads on this rank.
 
     Args:
         state_dict: The state dict that DCP passes to the planner; changed in place.
         metadata: Metadata of the checkpoint.
         is_flattened: Whether the planner flattens state dicts.
+
+    Returns:
+        The FQN of each ``RankState``.
 
     Raises:
         MismatchError: The stored states cannot be loaded on this number of ranks.
@@ -275,9 +278,12 @@ def find_rank_states(
         find_rank_states(state_dict, metadata, is_flattened=self.flatten_state_dict)
     """
     check_rank_states(state_dict, is_flattened=is_flattened)
-    if metadata is not None:
-        for fqn, entries in _entries_in(state_dict, ""):
-            entries.find(fqn, metadata.state_dict_metadata)
+    if metadata is None:
+        return []
+    found = list(_entries_in(state_dict, ""))
+    for fqn, entries in found:
+        entries.find(fqn, metadata.state_dict_metadata)
+    return [fqn for fqn, _ in found]
 
 
 def check_rank_states(state_dict: dict[str, Any], *, is_flattened: bool) -> None:

@@ -399,7 +399,9 @@ class Run:
             yield path.checkpoint_id
 
     @exclusive("restore a step")
-    def restore(self, state: dict[str, Any], *, step: int | None = None) -> int | None:
+    def restore(
+        self, state: dict[str, Any], *, step: int | None = None, strict: bool | None = None
+    ) -> int | None:
         """Loads the newest whole step, or a given step, in place.
 
         If the newest step proves damaged during the load, or is removed meanwhile, all ranks fall
@@ -408,6 +410,9 @@ class Run:
         Args:
             state: State dict, as for :func:`torch_ckpt.load`.
             step: Step to load; the newest whole step if ``None``.
+            strict: Whether names that the step has and ``state`` lacks, at any level, are an error.
+                If ``None``, the coordinator logs a warning that names them. ``False``, for a
+                restore of a part on purpose: neither.
 
         Returns:
             The loaded step, the same on every rank; ``None`` if no step was ever committed, in
@@ -416,16 +421,17 @@ class Run:
         Raises:
             CheckpointError: The background save failed; the message names its step.
             CheckpointException: A rank raised; maps ranks to their errors. It does not derive from
-                ``Exception``. ``state`` may be partly loaded.
+                ``Exception``. ``state`` may be partly loaded. The error of a rank is a
+                ``MismatchError`` if ``strict`` and ``state`` lacks names; nothing is loaded then.
             CorruptionError: Steps were committed, but none is whole. Training must not silently
                 start over.
             RankTimeoutError: A rank was late, stuck or gone.
         """
         self._check_open()
         if step is None:
-            found = self._tiers.restore(state, first=self._settle)
+            found = self._tiers.restore(state, first=self._settle, strict=strict)
         else:
-            self._tiers.restore_step(step, state, first=lambda: self._settled(step))
+            self._tiers.restore_step(step, state, first=lambda: self._settled(step), strict=strict)
             found = step
         if found is not None:
             self._boundary.restored(found)

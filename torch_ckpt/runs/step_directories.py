@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torch_ckpt.api import load
 from torch_ckpt.errors import CheckpointError, NotFoundError
@@ -104,6 +105,7 @@ class StepDirectories:
         step: int,
         state: dict[str, Any],
         *,
+        planner: LoadPlanner,
         process_group: dist.ProcessGroup | None,
         no_dist: bool,
         timeout_s: float,
@@ -112,6 +114,7 @@ class StepDirectories:
         load(
             state,
             storage_reader=FastReader(self.path(step).checkpoint_id, **self._reader),
+            planner=planner,
             process_group=process_group,
             no_dist=no_dist,
             timeout_s=timeout_s,

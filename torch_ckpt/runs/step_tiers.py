@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
@@ -25,6 +26,7 @@ from torch_ckpt.errors import (
     StorageError,
 )
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.planning.load_planner import FastLoadPlanner
 
 __all__ = ["StepTiers", "Tier"]
 
@@ -58,6 +60,7 @@ class Tier(Protocol):
         step: int,
         state: dict[str, Any],
         *,
+        planner: LoadPlanner,
         process_group: dist.ProcessGroup | None,
         no_dist: bool,
         timeout_s: float,
@@ -107,14 +110,16 @@ class StepTiers:
         )
         return None if found is None else found[0]
 
-    def restore(self, state: dict[str, Any], *, first: Callable[[], None]) -> int | None:
+    def restore(
+        self, state: dict[str, Any], *, first: Callable[[], None], strict: bool | None = None
+    ) -> int | None:
         """Loads the newest sound step and returns it; ``None`` if no step was committed."""
         before: tuple[int, int] | None = None
         failure: CheckpointException | None = None
         while found := self._choose_older(before, first):
             step, number = before = found
             try:
-                self._load(self._tiers[number], step, state)
+                self._load(self._tiers[number], step, state, strict)
             except CheckpointException as error:
                 if not _is_damage(error):
                     raise
@@ -127,7 +132,14 @@ class StepTiers:
             raise failure
         return None
 
-    def restore_step(self, step: int, state: dict[str, Any], *, first: Callable[[], int]) -> None:
+    def restore_step(
+        self,
+        step: int,
+        state: dict[str, Any],
+        *,
+        first: Callable[[], int],
+        strict: bool | None = None,
+    ) -> None:
         """Loads a step from the first tier that has the whole step, or else from the last."""
 
         def choose(answers: list[tuple[int, list[Any]]]) -> int:
@@ -142,7 +154,7 @@ class StepTiers:
         )
         while True:
             try:
-                self._load(self._tiers[number], step, state)
+                self._load(self._tiers[number], step, state, strict)
             except CheckpointException as error:
                 number += 1
                 if number == len(self._tiers) or not _is_damage(error):
@@ -194,12 +206,15 @@ class StepTiers:
             "choosing a step", lambda: self._own_reports(first), choose, timeout_s=self._timeout_s
         )
 
-    def _load(self, tier: Tier, step: int, state: dict[str, Any]) -> None:
+    def _load(self, tier: Tier, step: int, state: dict[str, Any], strict: bool | None) -> None:
         failure: Exception | None = None
+        planner = FastLoadPlanner(strict=strict)
+        planner.is_whole = True
         try:
             tier.load(
                 step,
                 state,
+                planner=planner,
                 process_group=self._process_group,
                 no_dist=self._group.size == 1,
                 timeout_s=self._timeout_s,

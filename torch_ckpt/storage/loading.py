@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageReaderTransforms
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -36,7 +35,10 @@ from torch_ckpt.formats.object_pickles import HOW_TO_ALLOW, load_object
 from torch_ckpt.formats.opened import Contents
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 from torch_ckpt.options import READ_THREADS, IoOptions
+from torch_ckpt.planning.columns import overrides
 from torch_ckpt.planning.load_planner import FastLoadPlanner, PlannedReads
+from torch_ckpt.planning.loaded_objects import store_object
+from torch_ckpt.planning.targets import check_targets
 from torch_ckpt.storage.buffers import retained_nbytes_limit, useful_buffer_nbytes
 
 __all__ = ["Load", "Source"]
@@ -106,6 +108,7 @@ class Load:
                 raise copy.copy(error)
         self.source = source
         self.items = items
+        self.copies = _Copies()
         self._requests = None if isinstance(items, PlannedReads) else _Requests(source, items)
         column_nbytes = items.reads.nbytes if isinstance(items, PlannedReads) else 0
         nbytes = column_nbytes if self._requests is None else self._requests.nbytes
@@ -169,9 +172,10 @@ class Load:
             remaining = self._run_columns(self.items, planner, exchange)
             if remaining:
                 _LoadByItem(self, _Requests(self.source, remaining), planner).run(None)
-            return
-        requests = self._requests or _Requests(self.source, list(self.items))
-        _LoadByItem(self, requests, planner).run(exchange)
+        else:
+            requests = self._requests or _Requests(self.source, list(self.items))
+            _LoadByItem(self, requests, planner).run(exchange)
+        self.copies.check()
 
     def _run_columns(
         self, items: PlannedReads, planner: FastLoadPlanner, exchange: _native.ExchangeStream | None
@@ -183,11 +187,53 @@ class Load:
             item = items[number]
             dtype = self.source.stored_dtype(item)
             assert dtype is not None
-            _copy_to(planner.resolve_tensor(item).detach(), elements, dtype, item.lengths)
+            target = planner.resolve_tensor(item).detach()
+            self.copies.put(item, target, _tensor_of(elements, dtype, item.lengths))
 
         batch = _tensor_view.inspect(items.sources, writable=True)
         remaining = items.reads.run(self.job, batch, copy_to_target, exchange)
         return [items[number] for number in remaining]
+
+
+class _Copies:
+    """Copies elements to tensors whose memory the engine does not write itself."""
+
+    def __init__(self) -> None:
+        # FQN, target, and the elements that it must have: of targets whose elements may overlap.
+        self._to_check: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def put(self, item: ReadItem, target: torch.Tensor, elements: torch.Tensor) -> None:
+        """Copies elements to the target of an item, with a cast if necessary.
+
+        Raises:
+            MismatchError: Torch refuses.
+        """
+        fqn = item.dest_index.fqn
+        try:
+            target.copy_(elements)
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
+            if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+                raise
+            raise MismatchError(
+                f"cannot load {fqn!r} into a {type(target).__name__} of {target.dtype} and "
+                f"{target.layout}: {error}"
+            ) from error
+        if _tensor_view.may_overlap_itself(target):
+            self._to_check.append((fqn, target, elements.to(target.dtype, copy=True)))
+
+    def check(self) -> None:
+        """Checks the targets whose elements may overlap, after the last copy.
+
+        Raises:
+            ValueError: An element has the value of another one.
+        """
+        for fqn, target, elements in self._to_check:
+            found, wanted = (t.cpu().contiguous().view(torch.uint8) for t in (target, elements))
+            if not torch.equal(found, wanted):
+                raise ValueError(
+                    f"cannot load {fqn!r}: elements of its target share memory (strides "
+                    f"{list(target.stride())}), and need different values; pass a clone of it"
+                )
 
 
 class _Requests:
@@ -229,22 +275,38 @@ class _LoadByItem:
     def __init__(self, load: Load, requests: _Requests, planner: LoadPlanner) -> None:
         self.source = load.source
         self.job = load.job
+        self.copies = load.copies
         self.requests = requests
         self.planner = planner
         self.max_retained_nbytes = retained_nbytes_limit(load.source.io)
         # A planner with another load_bytes may store bytes in any format.
-        self.objects_are_pickled = (
-            getattr(planner.load_bytes, "__func__", None) is DefaultLoadPlanner.load_bytes
+        self.objects_are_pickled = getattr(planner.load_bytes, "__func__", None) in (
+            DefaultLoadPlanner.load_bytes,
+            FastLoadPlanner.load_bytes,
         )
 
     def run(self, exchange: _native.ExchangeStream | None) -> None:
         """Loads tensors through the engine, then all other items through torch."""
         requests = self.requests
-        # Check all extents before the first write to a target.
+        # Check all extents and targets before the first write to a target.
+        self._check_targets()
         slices = [stored for _, stored, _ in requests.tensors]
         self.job.check(slices + [stored for _, stored in requests.streams])
         remaining = self._load_tensors(exchange)
         self._load_streams(requests.streams + remaining)
+
+    def _check_targets(self) -> None:
+        """Checks targets for a planner of DCP, unless it chooses them by functions of its own."""
+        planner: Any = self.planner
+        if (
+            isinstance(planner, FastLoadPlanner)  # It has checked them.
+            or not isinstance(planner, DefaultLoadPlanner)
+            or overrides(planner, DefaultLoadPlanner, ("resolve_tensor", "lookup_tensor"))
+        ):
+            return
+        items = [item for item, _, _ in self.requests.tensors]
+        items += [item for item, _ in self.requests.streams]
+        check_targets(planner.state_dict, dict.fromkeys(item.dest_index.fqn for item in items))
 
     def _load_tensors(
         self, exchange: _native.ExchangeStream | None
@@ -332,7 +394,7 @@ class _LoadByItem:
         def copy_to_target(number: int, elements: _native.LoadedBytes) -> None:
             item, _, target, dtype = batch[number]
             assert dtype is not None
-            _copy_to(target, elements, dtype, item.lengths)
+            self.copies.put(item, target, _tensor_of(elements, dtype, item.lengths))
 
         loaded, _ = self.job.run(requests, [], copy_to_target, exchange)
         remaining: list[tuple[ReadItem, _Slice]] = []
@@ -396,7 +458,7 @@ class _LoadByItem:
         target = self.planner.resolve_tensor(item).detach()
         if target.size() != box.size():
             raise _shape_mismatch(item, target, box.size())
-        target.copy_(box)
+        self.copies.put(item, target, box)
         self.planner.commit_tensor(item, target)
 
     def _load_bytes(self, item: ReadItem, stream: _io.BytesIO, stored: _Slice) -> None:
@@ -404,11 +466,12 @@ class _LoadByItem:
             self.planner.load_bytes(item, stream)
             return
         is_archive = bytes(stream.getbuffer()[:4]) == b"PK\3\4"
+        planner: Any = self.planner
         try:
-            if self.source.trust_pickle:
-                self.planner.load_bytes(item, stream)
-            else:
-                _store_object(self.planner, item, load_object(stream))
+            # Not by `load_bytes`, which unpickles without restriction. A check of the bytes before
+            # that call would not be safe: its parsers differ from ours, and may read another
+            # object from the same bytes.
+            value = load_object(stream, trust_pickle=self.source.trust_pickle)
         except ForbiddenPickleError:
             raise
         except Exception as error:
@@ -417,6 +480,7 @@ class _LoadByItem:
             if not is_archive or "PytorchStreamReader" in str(error):
                 raise CorruptionError(f"cannot load {_where(stored)}: {error}") from error
             raise
+        store_object(planner, item.dest_index.fqn, value)
 
     def _open_stream(
         self, item: ReadItem, data: _native.LoadedBytes, stored: _Slice
@@ -435,25 +499,12 @@ class _LoadByItem:
             ) from error
 
 
-def _copy_to(
-    target: torch.Tensor, elements: _native.LoadedBytes, dtype: torch.dtype, lengths: torch.Size
-) -> None:
-    """Copies elements from the engine to a tensor of another device or dtype."""
+def _tensor_of(
+    elements: _native.LoadedBytes, dtype: torch.dtype, lengths: torch.Size
+) -> torch.Tensor:
+    """Returns a tensor of elements in the engine's memory."""
     data = torch.frombuffer(memoryview(elements), dtype=torch.uint8)
-    target.copy_(data.view(dtype).view(lengths))
-
-
-def _store_object(planner: Any, item: ReadItem, value: object) -> None:
-    """Stores an unpickled object as ``DefaultLoadPlanner.load_bytes`` stores one.
-
-    ``load_bytes`` itself unpickles without restriction. A check of the bytes before that call would
-    not be safe: its parsers differ from ours, and may read another object from the same bytes.
-    """
-    fqn = item.dest_index.fqn
-    if planner.flatten_state_dict:
-        set_element(planner.original_state_dict, planner.mappings[fqn], value)
-    else:
-        planner.state_dict[fqn] = value
+    return data.view(dtype).view(lengths)
 
 
 def _shape_mismatch(item: ReadItem, target: torch.Tensor, wanted: torch.Size) -> MismatchError:

@@ -220,6 +220,7 @@ class FastReader(StorageReader):
             raise
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
+        metadata.storage_meta.checkpoint_id = self.path  # The directory may have been moved.
         if rank is None:
             self._shared_save_id = metadata.storage_meta.save_id
         return metadata

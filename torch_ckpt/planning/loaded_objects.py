@@ -1,0 +1,85 @@
+"""Stores loaded objects in a nested state dict, under the state dict's own keys.
+
+FQNs, and the paths in DCP's metadata, have all keys as text. DCP stores an object under these
+texts. A state dict with other keys, such as the integers of an optimizer, then has both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+__all__ = ["own_keys", "store_object", "store_value"]
+
+
+def store_object(planner: DefaultLoadPlanner, fqn: str, value: object) -> None:
+    """Stores a loaded object where ``DefaultLoadPlanner`` does, but under the existing keys.
+
+    Raises:
+        ValueError: A mapping of the state dict cannot be changed.
+    """
+    path: Sequence[str | int] = (fqn,)
+    if planner.flatten_state_dict:
+        path = planner.mappings[fqn]
+    else:
+        planner.state_dict[fqn] = value  # A copy of the original, if it flattens sharded tensors.
+    try:
+        store_value(planner.original_state_dict, path, value)
+    except TypeError as error:
+        raise ValueError(
+            f"cannot load {fqn!r}: its container cannot be changed ({error}); pass a dict or list"
+        ) from error
+
+
+def store_value(state_dict: dict[str, Any], path: Sequence[str | int], value: object) -> None:
+    """Stores a value at a path of DCP's metadata, under the state dict's own keys if it has them.
+
+    Raises:
+        TypeError: The container of the value cannot be changed.
+    """
+    keys = own_keys(state_dict, path)
+    if keys is None:
+        set_element(state_dict, tuple(path), value)
+        return
+    container: Any = state_dict
+    for key in keys[:-1]:
+        container = container[key]
+    container[keys[-1]] = value
+
+
+def own_keys(state_dict: object, path: Sequence[str | int]) -> tuple[Any, ...] | None:
+    """Returns the keys of a nested value; ``None`` if there is no such value.
+
+    Args:
+        state_dict: Nested mappings and lists.
+        path: The value's path as in DCP's metadata: keys of mappings as text, positions in lists.
+
+    Example::
+
+        assert own_keys({"state": {0: {"step": 1}}}, ("state", "0", "step")) == ("state", 0, "step")
+    """
+    if not path:
+        return ()
+    for key in _keys_like(state_dict, path[0]):
+        rest = own_keys(state_dict[key], path[1:])  # type: ignore[index]
+        if rest is not None:
+            return (key, *rest)
+    return None
+
+
+def _keys_like(container: object, word: str | int) -> Iterator[Any]:
+    """Yields the keys of a mapping with this text, or the position in a list."""
+    if isinstance(word, int):
+        if isinstance(container, list) and word < len(container):
+            yield word
+        return
+    if not isinstance(container, Mapping):
+        return
+    if word in container:
+        yield word
+    if word.removeprefix("-").isdecimal() and int(word) in container:
+        yield int(word)  # Without a search: an optimizer has an integer for each parameter.
+    yield from (key for key in list(container) if type(key) is not str and str(key) == word)
