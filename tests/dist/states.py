@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from support.tensors import full_value  # noqa: F401  # For the tests.
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Shard
@@ -37,15 +37,6 @@ def failures_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[int
             for rank, (cause, _) in error.failures.items()
         }
     return {}
-
-
-def full_value(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The whole tensor of that name: random bits, the same in every process."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    nbytes = torch.empty(shape, dtype=dtype).nbytes
-    high = 2 if dtype == torch.bool else 256
-    bits = torch.randint(0, high, (nbytes,), dtype=torch.uint8, generator=generator)
-    return bits.view(dtype).reshape(shape)
 
 
 def local_part(

@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from exchanging import Exchanging
 from ranks import RankError, Ranks, Worlds, on_ranks, run_ranks
 from states import assert_same, full_value, local, sharded
+from support.exchanging import Exchanging
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from exchanging import Exchanging
 from ranks import RankError, Worlds
 from safetensors.torch import load_file, save_file
 from states import Failure, assert_same, failures_of, full_value, local_part, sharded
+from support.exchanging import Exchanging
 from torch import nn
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,

@@ -14,9 +14,11 @@ import test_layouts
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from random_layouts import assert_holds, blank_like, random_layout
 from ranks import Worlds, on_ranks
 from states import full_value, local, sharded, zeroed
+from support import placing
+from support.placing import blank_like, random_layout
+from support.states import differences
 from test_replicas import MIB, STATES, written_nbytes
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
@@ -106,7 +108,7 @@ def load_spread(path: Path, names: int, placed: int, count: int) -> None:
         for reader, planner in LOADS:
             loaded = blank_like(state)
             dcp.load(loaded, storage_reader=reader(path / str(number)), planner=planner())
-            assert_holds(loaded, state)
+            assert differences(placing.local(state), placing.local(loaded)) == []
 
 
 @pytest.mark.thin(1)

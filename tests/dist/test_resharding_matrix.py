@@ -20,10 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from exchanging import Exchanging
 from matrix_layouts import LAYOUTS, WORLD, Model, Net
 from ranks import Worlds
 from states import READERS, WRITERS, full_value, local_part
+from support.exchanging import Exchanging
 from torch.distributed.tensor import DTensor
 
 import torch_ckpt

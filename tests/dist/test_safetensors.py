@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from random_layouts import random_layout
 from ranks import RankError, Worlds, on_ranks, run_ranks
 from safetensors.torch import load_file, save_file
 from states import Failure, assert_same, failures_of, full_value, sharded
+from support.placing import random_layout
 from test_layouts import EvenNet, Net, build
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from random_states import blanked, random_state, same
+from support.states import blanked, random_state, same
 from waits import SOON_S, until
 
 from torch_ckpt import CheckpointError, FastReader, FastSavePlanner, FastWriter, IoOptions

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import load, save
-from random_states import SAFE_GLOBALS, blanked, random_state, same
+from support.states import SAFE_GLOBALS, blanked, random_state, same
 from torch.distributed.checkpoint import (
     CheckpointException,
     DefaultLoadPlanner,
@@ -244,7 +244,7 @@ def test_whoever_saves_and_whoever_loads_the_values_are_the_saved_ones(
                         *(who, reader, load_planner),
                         *(found, wanted),
                     )
-    assert compared > count / 4
+    assert compared > count / 8
 
 
 def test_a_tensor_under_two_names_leaves_the_others_to_the_engine(tmp_path: Path) -> None:

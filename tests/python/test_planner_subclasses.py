@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import failure_of, load, save, stored_slice
 from planner_mixins import BalancesByCount, StoresPlans
-from random_states import blanked, same
+from support.states import blanked, same
 from test_fast_planners import flattened_metadata, outcome
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,

@@ -23,10 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.planner import SavePlanner
-
 from support import ways
 from support.placing import Placing, boxes_like, local
 from support.states import (
@@ -41,6 +37,10 @@ from support.states import (
     spoil,
     target_for,
 )
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.planner import SavePlanner
+
 from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.stager import SnapshotStager
@@ -48,6 +48,8 @@ from torch_ckpt.staging.stager import SnapshotStager
 COMMAND = "python tests/crossed.py"
 TIMEOUT_S = 60  # Of a case.
 SHRINKING_S = 60
+PARTS = 3  # Tests of one process, and tests of ranks.
+PART_S, FULL_S = 30, 600  # Seconds of cases of one part: in each check, and in a full one.
 EXPECTED = "expected.pt"
 
 
@@ -177,7 +179,7 @@ def carry_out(case: Case, folder: Path) -> list[str]:
     evolving = Evolving(case.seed, case.content)
     placing = None if is_alone else Placing(case.seed, owners=rng.choice([0, 6]))
     saving = ways.Saving(case.way, folder, is_alone, rng)
-    ends: list[Callable[[], None]] = []
+    begun: list[tuple[ways.Wait, Path, int, Any]] = []
     with _fresh_process(case), saving.stack:
         for number in range(case.saves[-1] + 1):
             if number:
@@ -193,19 +195,15 @@ def carry_out(case: Case, folder: Path) -> list[str]:
                 spoil(state)
             else:
                 problems += [f"changed by the save: {d}" for d in _changed(whole, expected)]
-
-            def end(
-                wait: Any = wait, path: Path = path, number: int = number, expected: Any = expected
-            ) -> None:
-                if wait is not None:
-                    wait()
-                problems.extend(_check(case, saving, path, number, expected))
-
-            ends.append(end)
-            if not saving.of("ends"):
-                ends.pop()()
-        for end in ends:
-            end()
+            begun.append((wait, path, number, expected))
+            del wait
+            if not saving.of("ends") or number == case.saves[-1]:
+                for wait, *_ in begun:
+                    if wait is not None:
+                        wait()
+                for _, *saved in begun:
+                    problems += _check(case, saving, *saved)
+                begun.clear()
     return problems
 
 

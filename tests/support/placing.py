@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.states import CONTENTS, State, is_in_list, mapped
+from support.tensors import LAYOUTS, ONES, TORCHS_OWN, full_value, laid_out, mask_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
-
-from support.states import State, is_in_list, mapped
-from support.tensors import LAYOUTS, TORCHS_OWN, bits, full_value, laid_out
 
 
 class Placing:
@@ -31,6 +30,7 @@ class Placing:
         self.seed = seed
         self.owners = owners
         self._made: dict[tuple[Any, ...], DTensor] = {}
+        self._meshes = meshes_of(dist.get_world_size())  # No group is made beside a save.
 
     def place(self, state: State) -> State:
         """This rank's part of a state."""
@@ -44,9 +44,8 @@ class Placing:
         is_plain = type(value) is torch.Tensor and not value.requires_grad
         if not is_plain or value.dtype in TORCHS_OWN or rng.random() < 0.4:
             return value
-        meshes = meshes_of(dist.get_world_size())
         # DTensor.from_local forgets on ranks off the mesh that a tensor has no dimensions.
-        mesh = rng.choice(meshes if value.dim() else meshes[:1])
+        mesh = rng.choice(self._meshes if value.dim() else self._meshes[:1])
         placements = random_placements(rng, mesh, value.dim())
         made = as_box(value, mesh, placements, layout=rng.choice(list(LAYOUTS)))
         before = self._made.get(path)
@@ -94,7 +93,10 @@ def as_box(
 ) -> DTensor:
     """A DTensor of this rank's box, in memory of its own."""
     box = box_of(full, mesh, placements)
-    local = laid_out(layout, box.shape, box.dtype, seed=0).copy_(box)
+    local = laid_out(layout, box.shape, box.dtype, ONES)
+    if mask_of(local):  # Not all bits could be copied into it.
+        local = laid_out("contiguous", box.shape, box.dtype, ONES)
+    local.copy_(box)
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=full.size(), stride=full.stride()
     )
@@ -117,3 +119,48 @@ def boxes_like(state: Any, full: Any) -> Any:
         )
 
     return mapped(box, state)
+
+
+def random_layout(names: int, placed: int, *, owners: int | None = None) -> State:
+    """This rank's part of 24 tensors in two groups, plain ones and DTensors.
+
+    Args:
+        names: Seed of names, shapes, dtypes and values: all that is the same in every layout.
+        placed: Seed of how it is spread over the ranks of this world.
+        owners: Every so many plain tensors, one is held by one rank only.
+    """
+    rng, placing = random.Random(names), random.Random(placed)
+    meshes, world = meshes_of(dist.get_world_size()), dist.get_world_size()
+    state: State = {"objects": {"step": 7, "of all": ["a", 1]}, "plain": {}, "placed": {}}
+    for number in range(24):
+        dims = rng.choice([0, 1, 1, 2, 2, 3])
+        shape = tuple(rng.choice([0, 1, 2, 3, 7, 16, 33]) for _ in range(dims))
+        dtype = rng.choice(CONTENTS["model"].dtypes)
+        name = f"t{number}.{shape}"
+        value = full_value(f"{names} {name}", shape, dtype)
+        if number % 3 == 0:
+            if not owners or number % owners or number % world == dist.get_rank():
+                state["plain"][name] = value
+            continue
+        mesh = placing.choice(meshes if dims else meshes[:1])
+        placements = random_placements(placing, mesh, dims)
+        if mesh.get_coordinate() is not None or not owners:
+            state["placed"][name] = as_box(value, mesh, placements)
+    return state
+
+
+def blank_like(state: State) -> State:
+    """The same to load into: zeros, and ``None`` for objects."""
+
+    def blank(_: Any, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+        return DTensor.from_local(
+            torch.zeros_like(value._local_tensor),
+            *(value.device_mesh, value.placements),
+            run_check=False,
+            shape=value.size(),
+            stride=value.stride(),
+        )
+
+    return mapped(blank, state)

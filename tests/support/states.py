@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-
 from support.tensors import (
     DTYPES,
     LAYOUTS,
@@ -35,7 +34,7 @@ from support.tensors import (
 State = dict[Any, Any]
 
 KEYS = ["w", "b", "", ".", "a.b", "a", "ü", "模型", " ", "0", "1", "\n", "x" * 300]
-EDGES = [64, 4096, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20]
+EDGES = [4096, 128 << 10, 256 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20]
 """Lengths in bytes at which the engine decides otherwise."""
 
 
@@ -221,7 +220,7 @@ def random_state(
         kind = rng.random()
         if odd is not None and rng.random() < 0.1:
             return odd(rng)
-        if kind < 0.5 or not content.has_objects and (kind < 0.75 or left == 0):
+        if kind < 0.5 or (not content.has_objects and (kind < 0.75 or left == 0)):
             if content.has_ties and tensors and rng.random() < 0.15:
                 return _tied(rng, rng.choice(tensors))
             tensors.append(tensor(rng))
@@ -464,18 +463,21 @@ def spoil(state: Any) -> None:
 
 
 def target_for(rng: random.Random, expected: Any) -> Any:
-    """The same structure to load into: tensors of other bits in any layout, ``None`` for objects."""
+    """The same structure to load into: tensors of any layout, and ``None`` for objects."""
 
     def blank(_: Any, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return None
-        layout = "contiguous" if rng.random() < 0.4 else rng.choice(list(LAYOUTS))
+        is_simple = rng.random() < 0.4 or value.dtype in TORCHS_OWN
+        layout = "contiguous" if is_simple else rng.choice(list(LAYOUTS))
         made = laid_out(layout, value.shape, value.dtype, ONES)
         if mask_of(made) and value.isnan().any():
             return torch.zeros_like(value)
         return made
 
     return mapped(blank, expected)
+
+
 def differences(expected: Any, actual: Any, at: str = "") -> list[str]:
     """Where two nested values differ; tensors by dtype, shape and bits."""
     if isinstance(expected, torch.Tensor):
@@ -492,7 +494,8 @@ def differences(expected: Any, actual: Any, at: str = "") -> list[str]:
             return [f"{at}: {actual!r} instead of keys {list(expected)}"]
         return [d for k in expected for d in differences(expected[k], actual[k], f"{at}[{k!r}]")]
     if isinstance(expected, list | tuple):
-        if type(expected) is not type(actual) or len(expected) != len(actual):
+        kind = list if isinstance(expected, list) else tuple  # Stock stages a torch.Size as one.
+        if not isinstance(actual, kind) or len(expected) != len(actual):
             return [f"{at}: {actual!r} instead of {len(expected)} elements"]
         pairs = enumerate(zip(expected, actual, strict=True))
         return [d for i, (a, b) in pairs for d in differences(a, b, f"{at}[{i}]")]
@@ -503,9 +506,10 @@ def differences(expected: Any, actual: Any, at: str = "") -> list[str]:
 def blanked(value: Any) -> Any:
     """The same structure to load into: tensors of zeros, and ``None`` for objects."""
     if isinstance(value, torch.Tensor):
-        if value.is_quantized or value.layout != torch.strided or isinstance(value, Tagged):
-            return value.detach().clone() * 0 if not value.is_quantized else _zero_quantised(value)
-        return torch.zeros(value.shape, dtype=value.dtype)
+        if value.is_quantized:
+            return _zero_quantised(value)
+        zeros = torch.zeros(value.shape, dtype=value.dtype)
+        return zeros.as_subclass(Tagged) if isinstance(value, Tagged) else zeros
     if isinstance(value, dict | UserDict):
         return type(value)({key: blanked(one) for key, one in value.items()})
     if isinstance(value, list) and not _is_object(value):

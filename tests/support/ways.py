@@ -21,6 +21,10 @@ from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from support.cutting import CuttingLoadPlanner, CuttingSavePlanner, narrow
+from support.exchanging import Exchanging
+from support.tensors import TORCHS_OWN
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -33,10 +37,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torch_ckpt
-from safetensors.torch import load_file
-from support.cutting import CuttingLoadPlanner, CuttingSavePlanner, narrow
-from support.exchanging import Exchanging
-from support.tensors import TORCHS_OWN
 from torch_ckpt import (
     FastLoadPlanner,
     FastReader,
@@ -183,16 +183,15 @@ def _save_by_run(s: Saving, state: Any, path: Path, **options: Any) -> Wait:
 
 CALLS = {
     "dcp.save": Call(
-        lambda s, state, path: dcp.save(
-            state, storage_writer=s.writer(path), planner=s.planner(), **s.ranks
+        lambda s, state, path: (
+            dcp.save(state, storage_writer=s.writer(path), planner=s.planner(), **s.ranks) and None
         )
-        and None
     ),
     "torch_ckpt.save": Call(
-        lambda s, state, path: torch_ckpt.save(
-            state, storage_writer=s.writer(path), planner=s.planner(), **s.ranks
+        lambda s, state, path: (
+            torch_ckpt.save(state, storage_writer=s.writer(path), planner=s.planner(), **s.ranks)
+            and None
         )
-        and None
     ),
     "dcp.async_save": Call(_async_save, STAGED),
     "torch_ckpt.async_save": Call(_fast_async_save, STAGED),
@@ -290,8 +289,9 @@ IN: dict[str, Mapping[str, Any]] = {
     "then": {"": None, "convert to dcp": "dcp", "convert to safetensors": "safetensors"}
     | {"convert to torch": "torch"},
 }
-RARE = {"async_save by process": 0.02, "run, agent": 0.2, "synced": 0.2, "large": 0.2}
-RARE |= {"convert to dcp": 0.2, "convert to safetensors": 0.2, "convert to torch": 0.2}
+WEIGHTS = {"async_save by process": 0.02, "run, agent": 0.2, "synced": 0.2, "large": 0.2}
+WEIGHTS |= {"one for each item": 0.5, "one for each item, by two threads": 0.5, "one": 3}
+WEIGHTS |= {"convert to dcp": 0.2, "convert to safetensors": 0.2, "convert to torch": 0.2}
 WRITERS_OWN = {
     "stock": {"one", "three", "one for each item", "transformed"},
     "safetensors": {"one", "three", "synced", "of 100 KB", "replicas where the planner puts them"},
@@ -316,10 +316,13 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
         and (is_alone or way["planner"] != "cutting")
         and (way["call"] != "run, agent" or way["files"] in ("one", "three"))
         and (way["directory"] == "one for each save" or way["ends"] == "in turn")
+        # DCP's own saves of ranks are not to overlap: they use one process group.
+        and (is_alone or way["call"] != "dcp.async_save" or way["ends"] == "in turn")
         and (content == "model" or not has_model)
-        and (content != "any" or way["then"] != "convert to torch")
-        # Stock keeps the old dtype in the metadata where one changes.
-        and (way["planner"] != "stock, caching" or way["then"] == "")
+        # Torch itself neither converts nor stages all of its own dtypes.
+        and (content != "any" or (way["then"] != "convert to torch" and is_ours))
+        # With stock's cached plans: metadata have the old dtype where one changes.
+        and (way["planner"] != "stock, caching" or (way["then"] == "" and not has_model))
     )
 
 
@@ -340,7 +343,7 @@ def random_way(rng: random.Random, *, is_alone: bool, content: str) -> dict[str,
 
 
 def _one_of(rng: random.Random, names: Mapping[str, Any]) -> str:
-    return rng.choices(list(names), [RARE.get(name, 1) for name in names])[0]
+    return rng.choices(list(names), [WEIGHTS.get(name, 1) for name in names])[0]
 
 
 def final_path(way: Way, path: Path) -> Path:
@@ -403,8 +406,8 @@ class Reader:
 
 def _by(make: Callable[[Path], Any], *formats: str, needs: str = "") -> Reader:
     return Reader(
-        lambda l, state: dcp.load(
-            state, storage_reader=make(l.path), planner=l.planner, **l.ranks
+        lambda on, state: dcp.load(
+            state, storage_reader=make(on.path), planner=on.planner, **on.ranks
         ),
         formats or Reader.formats,
         needs,
@@ -462,17 +465,17 @@ READERS = {
     ),
     "fast, not exchanging": _by(_fast(exchange="off"), needs="ranks"),
     "torch_ckpt.load": Reader(
-        lambda l, state: torch_ckpt.load(
-            state, checkpoint_id=l.path, trust_pickle=True, planner=l.planner, **l.ranks
+        lambda on, state: torch_ckpt.load(
+            state, checkpoint_id=on.path, trust_pickle=True, planner=on.planner, **on.ranks
         )
     ),
     "restore": Reader(
-        lambda l, state: l.run.restore(state, step=_step(l.path)), ("dcp",), needs="run"
+        lambda on, state: on.run.restore(state, step=_step(on.path)), ("dcp",), needs="run"
     ),
     "torch.load of slices": Reader(_slices, ("dcp",), gives="FQN"),
     "library": Reader(_library, ("safetensors",), gives="FQN"),
     "torch.load": Reader(
-        lambda l, state: state.update(torch.load(l.path, weights_only=False)),
+        lambda on, state: state.update(torch.load(on.path, weights_only=False)),
         ("torch",),
         gives="nested",
     ),
