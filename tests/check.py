@@ -2,10 +2,10 @@
 
 ``fast`` (the default) checks format, lint, types and the arrows between directories, and runs the
 C++ tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``full`` adds
-clang-tidy, the C++ tests under ASan with UBSan, under TSan, and built without liburing, and runs
-every case of the Python tests. ``fuzz`` runs each fuzz target under libFuzzer for
-``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA device. ``wheel`` builds
-the wheel and the sdist, and tries them.
+clang-tidy, the C++ tests under ASan with UBSan, under TSan, and built without liburing, runs
+every case of the Python tests, and puts past faults back, which these have to find. ``fuzz`` runs
+each fuzz target under libFuzzer for ``--seconds``, which needs clang. ``gpu`` runs the tests that
+need a CUDA device. ``wheel`` builds the wheel and the sdist, and tries them.
 """
 
 from __future__ import annotations
@@ -196,6 +196,7 @@ def main() -> None:
         run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", *WITHOUT_DEPENDENCIES)
         run_pytest("--full", "-m", "slow")
         run_pytest("--full", "-m", "not slow", workers=2)
+        run(sys.executable, "tests/mutations.py")
     else:
         run_pytest(workers=2)
 

@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--ranks", action="store_true", help="several ranks save")
     parser.add_argument("--seconds", type=float, help="go on with the next seeds for so long")
     parser.add_argument("--all", action="store_true", help="go on after a case that fails")
+    parser.add_argument("--as-it-is", action="store_true", help="shrink no case that fails")
     parser.add_argument("--verbose", action="store_true", help="print each case")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -53,7 +54,7 @@ def main() -> int:
             faulthandler.dump_traceback_later(150, exit=True)
             started = time.monotonic()
             try:
-                crossed.check(case, places, worlds)
+                crossed.check(case, places, worlds, shrinks=not options.as_it_is)
             except AssertionError as error:
                 failed += 1
                 print(f"after {time.monotonic() - begin:.0f} s:\n{error}\n", flush=True)

@@ -88,9 +88,7 @@ def test_a_lenient_load_names_what_any_rank_lacks(path: Path) -> None:
     state = stage(rank)
     state["model"][f"extra{rank}"] = torch.zeros(1)
     with warned() as lines:
-        torch_ckpt.load(
-            state, checkpoint_id=path, planner=FastLoadPlanner(allow_partial_load=True)
-        )
+        torch_ckpt.load(state, checkpoint_id=path, planner=FastLoadPlanner(allow_partial_load=True))
     if rank:
         assert not lines
     else:

@@ -326,8 +326,14 @@ def _names(case: Case) -> list[str]:
     return list(names)
 
 
-def check(case: Case, places: ways.Places, worlds: Any) -> None:
+def check(case: Case, places: ways.Places, worlds: Any, *, shrinks: bool = True) -> None:
     """Runs a case.
+
+    Args:
+        case: The case.
+        places: File systems.
+        worlds: Of ranks; ``None`` if there is no case of ranks.
+        shrinks: Whether to look for a smaller case that fails as well.
 
     Raises:
         AssertionError: It fails. The message has the smallest case that does, and how to repeat it.
@@ -335,8 +341,10 @@ def check(case: Case, places: ways.Places, worlds: Any) -> None:
     problems = run_case(case, places, worlds)
     if not problems:
         return
-    smallest = shrunk(case, lambda other: bool(run_case(other, places, worlds)))
-    found = run_case(smallest, places, worlds)
+    smallest, found = case, problems
+    if shrinks:
+        smallest = shrunk(case, lambda other: bool(run_case(other, places, worlds)))
+        found = run_case(smallest, places, worlds)
     raise AssertionError(
         "\n".join(
             [

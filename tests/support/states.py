@@ -315,7 +315,7 @@ class Evolving:
     def __init__(self, seed: int, content: str) -> None:
         self.rng = random.Random(seed)
         self.content = CONTENTS[content]
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
         lengths = self.rng.choices(list(LENGTHS), [0.25, 0.59, 0.15, 0.01])[0]
         self._lengths, self._left = LENGTHS[lengths], LENGTHS[lengths].budget
         self.state = random_state(
@@ -323,7 +323,7 @@ class Evolving:
             depth=self.rng.choice([0, 1, 3]),
             width=50 if lengths == "many small" else 12,
             tensor=self.tensor,
-            key=lambda rng: f"{rng.choice(KEYS)}{next(self._numbers)}",  # Never the same.
+            key=lambda rng: f"{rng.choice(KEYS)}{next(self.numbers)}",  # Never the same.
             mappings=(dict, dict, OrderedDict),
             may_be_empty=False,
             content=self.content,
@@ -360,26 +360,8 @@ class Evolving:
             randomise(memory, self.rng.getrandbits(60), mask=mask)
 
 
-def _alike(rng: random.Random, tensor: torch.Tensor, **other: Any) -> torch.Tensor:
-    """A tensor of its sizes and dtype, or of those that differ."""
-    wanted = {"sizes": tensor.shape, "dtype": tensor.dtype, **other}
-    return laid_out(rng.choice([*LAYOUTS, *OVERLAPS]), seed=ONES, **wanted)
-
-
-def _moves(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
-    leaf.put(leaf.value.detach().clone())
-
-
-def _is_laid_out_anew(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
-    leaf.put(_alike(of.rng, leaf.value))
-
-
-def _has_another_dtype(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
-    leaf.put(_alike(of.rng, leaf.value, dtype=of.rng.choice(of.content.dtypes)))
-
-
-def _is_replaced(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
-    leaf.put(of.tensor(of.rng))
+def _laid_out_anew(of: Evolving, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return laid_out(of.rng.choice([*LAYOUTS, *OVERLAPS]), tensor.shape, dtype, ONES)
 
 
 def _goes(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
@@ -388,7 +370,7 @@ def _goes(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
 
 
 def _comes(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
-    of.state[f"new {next(of._numbers)}"] = of.tensor(of.rng)
+    of.state[f"new {next(of.numbers)}"] = of.tensor(of.rng)
 
 
 def _swap(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
@@ -417,10 +399,14 @@ def _becomes_an_object(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
 
 # What may happen to a tensor between two saves. A new change joins by one line.
 CHANGES: dict[str, Callable[[Evolving, Leaf, list[Leaf]], None]] = {
-    "moves": _moves,
-    "another layout": _is_laid_out_anew,
-    "another dtype": _has_another_dtype,
-    "replaced": _is_replaced,
+    "moves": lambda of, leaf, _: leaf.put(leaf.value.detach().clone()),
+    "another layout": lambda of, leaf, _: leaf.put(
+        _laid_out_anew(of, leaf.value, leaf.value.dtype)
+    ),
+    "another dtype": lambda of, leaf, _: leaf.put(
+        _laid_out_anew(of, leaf.value, of.rng.choice(of.content.dtypes))
+    ),
+    "replaced": lambda of, leaf, _: leaf.put(of.tensor(of.rng)),
     "goes": _goes,
     "comes": _comes,
     "swaps": _swap,
@@ -478,9 +464,40 @@ def target_for(rng: random.Random, expected: Any) -> Any:
     return mapped(blank, expected)
 
 
-def differences(expected: Any, actual: Any, at: str = "") -> list[str]:
-    """Where two nested values differ; tensors by dtype, shape and bits."""
-    if isinstance(expected, torch.Tensor):
+def blanked(value: Any) -> Any:
+    """The same structure to load into: tensors of zeros, and ``None`` for objects."""
+
+    def blank(_: Any, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        if value.is_quantized:
+            return value.clone().copy_(torch.zeros(value.shape))
+        zeros = torch.zeros(value.shape, dtype=value.dtype)
+        return zeros.as_subclass(Tagged) if isinstance(value, Tagged) else zeros
+
+    return mapped(blank, value)
+
+
+def differences(
+    expected: Any, actual: Any, at: str = "", *, is_strict: bool = False, in_order: bool = False
+) -> list[str]:
+    """Where two nested values differ; tensors by dtype, shape and bits.
+
+    Args:
+        expected: One.
+        actual: The other.
+        at: Where they are.
+        is_strict: Whether mappings and lists are to be of the same classes.
+        in_order: Whether keys of mappings are to be in the same order.
+    """
+
+    def within(*pair: Any) -> list[str]:
+        return differences(*pair, is_strict=is_strict, in_order=in_order)
+
+    is_tensor = isinstance(expected, torch.Tensor)
+    if is_strict and not is_tensor and type(expected) is not type(actual):
+        return [f"{at}: {type(actual)} instead of {type(expected)}"]
+    if is_tensor:
         if not isinstance(actual, torch.Tensor):
             return [f"{at}: {type(actual).__name__} instead of a tensor"]
         if expected.dtype != actual.dtype or expected.shape != actual.shape:
@@ -489,79 +506,23 @@ def differences(expected: Any, actual: Any, at: str = "") -> list[str]:
                 f"{expected.dtype} {list(expected.shape)}"
             ]
         return [] if bits(expected) == bits(actual) else [f"{at}: other bits"]
-    if isinstance(expected, dict):
-        if not isinstance(actual, dict) or expected.keys() != actual.keys():
+    if isinstance(expected, dict | UserDict):
+        is_dict = isinstance(actual, dict | UserDict)
+        if not is_dict or expected.keys() != actual.keys():
             return [f"{at}: {actual!r} instead of keys {list(expected)}"]
-        return [d for k in expected for d in differences(expected[k], actual[k], f"{at}[{k!r}]")]
+        if in_order and list(expected) != list(actual):
+            return [f"{at}: keys {list(actual)} instead of {list(expected)}"]
+        return [d for k in expected for d in within(expected[k], actual[k], f"{at}[{k!r}]")]
     if isinstance(expected, list | tuple):
         kind = list if isinstance(expected, list) else tuple  # Stock stages a torch.Size as one.
         if not isinstance(actual, kind) or len(expected) != len(actual):
             return [f"{at}: {actual!r} instead of {len(expected)} elements"]
         pairs = enumerate(zip(expected, actual, strict=True))
-        return [d for i, (a, b) in pairs for d in differences(a, b, f"{at}[{i}]")]
+        return [d for i, (a, b) in pairs for d in within(a, b, f"{at}[{i}]")]
     is_same = type(expected) is type(actual) and expected == actual
     return [] if is_same else [f"{at}: {actual!r} instead of {expected!r}"]
 
 
-def blanked(value: Any) -> Any:
-    """The same structure to load into: tensors of zeros, and ``None`` for objects."""
-    if isinstance(value, torch.Tensor):
-        if value.is_quantized:
-            return _zero_quantised(value)
-        zeros = torch.zeros(value.shape, dtype=value.dtype)
-        return zeros.as_subclass(Tagged) if isinstance(value, Tagged) else zeros
-    if isinstance(value, dict | UserDict):
-        return type(value)({key: blanked(one) for key, one in value.items()})
-    if isinstance(value, list) and not _is_object(value):
-        return [blanked(one) for one in value]
-    return None
-
-
-def _is_object(value: Any) -> bool:
-    """Whether DCP stores it as one object."""
-    if isinstance(value, list):
-        return all(_is_object(one) for one in value)
-    return not isinstance(value, torch.Tensor | dict | UserDict)
-
-
-def _zero_quantised(value: torch.Tensor) -> torch.Tensor:
-    zero = value.clone()
-    zero.copy_(torch.zeros(value.shape))
-    return zero
-
-
 def same(a: Any, b: Any, *, any_order: bool = False) -> bool:
-    """Whether two nested values are of the same types and values; tensors bit for bit.
-
-    Args:
-        a: One.
-        b: The other.
-        any_order: Whether keys of mappings may come in another order.
-    """
-    if isinstance(a, torch.Tensor):
-        return (
-            isinstance(b, torch.Tensor)
-            and (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout)
-            and _bits(a) == _bits(b)
-        )
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict | UserDict):
-        in_order = any_order or list(a) == list(b)
-        return (
-            in_order
-            and a.keys() == b.keys()
-            and all(same(a[key], b[key], any_order=any_order) for key in a)
-        )
-    if isinstance(a, list | tuple) and not isinstance(a, torch.Size):
-        pairs = zip(a, b, strict=False)
-        return len(a) == len(b) and all(same(x, y, any_order=any_order) for x, y in pairs)
-    return bool(a == b)
-
-
-def _bits(tensor: torch.Tensor) -> bytes:
-    if tensor.is_quantized:
-        return bits(tensor.int_repr())
-    if tensor.layout != torch.strided:
-        return bits(tensor.to_dense())
-    return bits(tensor.as_subclass(torch.Tensor))
+    """Whether two nested values are of the same types and values; tensors bit for bit."""
+    return not differences(a, b, is_strict=True, in_order=not any_order)

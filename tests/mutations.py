@@ -1,0 +1,166 @@
+"""Puts past faults back, one after another, and says how soon the crossed tests find each.
+
+``python tests/mutations.py [NAME ...]`` works in a copy of the tree, where it builds the native
+modules again for each fault in C++. It exits 1 if a fault is not found in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 180
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault: other text in place of some in a file."""
+
+    file: str
+    text: str
+    other: str
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the modules have to be built again."""
+        return self.file.startswith("csrc/")
+
+
+MUTATIONS = {
+    "a window begins at any byte": [
+        Mutation(
+            "csrc/engine/save/save_job.cc",
+            "align_down(nbytes, std::max(file_->alignment(), kSmallAlignment))",
+            "align_down(nbytes, file_->alignment())",
+        ),
+        Mutation("csrc/engine/save/save_job.cc", "cursor_ % kSmallAlignment != 0", "false"),
+    ],
+    "a window is cut within an element": [
+        Mutation(
+            "csrc/engine/save/save_job.cc",
+            "constexpr int64_t kPackChunk = int64_t{128} << 10;",
+            "constexpr int64_t kPackChunk = (int64_t{128} << 10) - 4;",
+        )
+    ],
+    "a plan is stale": [
+        Mutation(
+            "torch_ckpt/planning/save_planner.py",
+            'digest_of(encoded, paths or b"", options.encode())',
+            'digest_of(paths or b"", options.encode())',
+        )
+    ],
+    "a stride is wrong": [
+        Mutation(
+            "csrc/device/cpu_device.cc",
+            "dst + r * copy.dst_strides[dim] + column * copy.dst_strides[dim + 1],",
+            "dst + r * copy.dst_strides[dim] + column * copy.itemsize,",
+        )
+    ],
+    "a snapshot is used again too soon": [
+        Mutation("torch_ckpt/staging/stager.py", "if staged.is_over:", "if True:")
+    ],
+    "training goes on before it is copied": [
+        Mutation("torch_ckpt/staging/stager.py", "            copying.result()", "            pass")
+    ],
+    "a run of a joint read is at a wrong offset": [
+        Mutation(
+            "csrc/engine/read_stream.cc",
+            "slice(bytes, range.begin - offset, range.nbytes());\n",
+            "slice(bytes, i > task.first ? range.begin - offset - 1 : range.begin - offset,\n"
+            "                               range.nbytes());\n",
+        )
+    ],
+}
+
+
+def run(*command: object, folder: Path) -> None:
+    """Runs a command; ends the script with its output if it fails."""
+    environment = {**os.environ, "TORCH_CKPT_CUDA": "0"}
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        sys.exit(f"{done.stdout}\nfailed: {command}")
+
+
+def build(folder: Path) -> None:
+    """Builds the native modules of a copy."""
+    run(sys.executable, "setup.py", "build_ext", "--inplace", folder=folder)
+
+
+def seconds_until_found(folder: Path, seed: int) -> float | None:
+    """Runs the crossed tests of one process and of ranks at once, until either finds something."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "tests/crossed.py", "--seed", str(seed)]
+    command += ["--seconds", str(LIMIT_S), "--as-it-is"]
+    begin = time.monotonic()
+    processes = [
+        subprocess.Popen([*command, *more], cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+        for more in ([], ["--ranks"])
+    ]
+    try:
+        while all(process.poll() in (None, 0) for process in processes):
+            if all(process.poll() == 0 for process in processes):
+                return None
+            time.sleep(0.1)
+        return time.monotonic() - begin
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
+
+
+def main() -> int:
+    """Tries the mutations that were asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="of mutations; all by default")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
+    parser.add_argument("--folder", type=Path, help="of the copy; it stays, with what was built")
+    options = parser.parse_args()
+    missed = 0
+    with tempfile.TemporaryDirectory(prefix="torch_ckpt-mutated-") as temporary:
+        folder = options.folder or Path(temporary)
+        files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
+        for file in files.splitlines():
+            text = (ROOT / file).read_bytes()
+            target = folder / file
+            if not target.exists() or target.read_bytes() != text:  # Else it is not built again.
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(text)
+        build(folder)
+        for name in options.names or MUTATIONS:
+            mutations = MUTATIONS[name]
+            originals = {m.file: (folder / m.file).read_text() for m in mutations}
+            for mutation in mutations:
+                before = (folder / mutation.file).read_text()
+                if before.count(mutation.text) != 1:
+                    sys.exit(f"{mutation.file} does not have once: {mutation.text}")
+                (folder / mutation.file).write_text(before.replace(mutation.text, mutation.other))
+            is_native = any(mutation.is_native for mutation in mutations)
+            if is_native:
+                build(folder)
+            found = seconds_until_found(folder, options.seed)
+            print(f"{name}: {'NOT FOUND' if found is None else f'found in {found:.0f} s'}")
+            missed += found is None
+            for file, text in originals.items():
+                (folder / file).write_text(text)
+            if is_native:
+                build(folder)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
