@@ -62,7 +62,7 @@ def allocated(state_dict: dict[str, Any]) -> dict[str, Any]:
     meta = {
         fqn: value
         for fqn, value in state_dict.items()
-        if isinstance(value, torch.Tensor) and value.is_meta
+        if isinstance(value, torch.Tensor) and _is_meta(value)
     }
     for fqn, value in meta.items():
         if isinstance(value, ShardedTensor | LocalShards):
@@ -74,6 +74,12 @@ def allocated(state_dict: dict[str, Any]) -> dict[str, Any]:
         _init_state_dict(meta)
         return meta
     return {fqn: torch.empty_like(value, device="cpu") for fqn, value in meta.items()}
+
+
+def _is_meta(value: torch.Tensor) -> bool:
+    if isinstance(value, ShardedTensor):  # It refuses the question without a shard on this rank.
+        return any(shard.tensor.is_meta for shard in value.local_shards())
+    return value.is_meta
 
 
 def _local_tensors(value: object) -> Sequence[torch.Tensor]:
