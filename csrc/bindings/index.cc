@@ -258,6 +258,14 @@ PyEntry entry_at(const StoredIndex& index, int64_t number) {
   return value_or_raise(without_gil([&] { return read_entry(index, number); }));
 }
 
+// Returns the view of an entry on its extent, as `foreign_index` got it.
+std::optional<PyView> view_at(const StoredIndex& index, int64_t number) {
+  if (number < 0 || number >= index.entry_count()) throw py::index_error("no such entry");
+  const StoredEntry entry = value_or_raise(without_gil([&] { return index.entry(number); }));
+  if (!entry.facts.view) return std::nullopt;
+  return PyView{entry.facts.view->strides, entry.facts.view->storage_offset, entry.facts.view->crc};
+}
+
 std::optional<int64_t> number_of(const StoredIndex& index, const py::str& fqn) {
   const std::optional<std::string> name = to_utf8(fqn);
   if (!name) return std::nullopt;
@@ -371,6 +379,7 @@ void bind_index(py::module_& module) {
           [](const StoredIndex& i, const py::str& fqn) { return number_of(i, fqn).has_value(); },
           py::arg("fqn"))
       .def("find", &find, py::arg("fqn"))
+      .def("view", &view_at, py::arg("number"))
       .def("find_box", &find_box, py::arg("fqn"), py::arg("offsets"), py::arg("guess"))
       .def("fqns", &fqns)
       .def_property_readonly("paths", &paths)

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from torch_ckpt.cli.arguments import add_rules, add_trust_pickle, checkpoint_at, rules_of
-from torch_ckpt.cli.terminal import SOUND
+from torch_ckpt.cli.terminal import SOUND, printable
 from torch_ckpt.filesystems.location import Location
 
 __all__ = ["add_to"]
@@ -38,6 +38,12 @@ def add_to(commands: Any) -> None:
         default="",
         help="convert only names that begin with this, without it, such as 'model.'",
     )
+    parser.add_argument(
+        "--no-ties",
+        action="store_true",
+        help="store tensors with equal elements, such as tied embeddings, under each name; by "
+        "default, a file of safetensors or torch.save has them once",
+    )
     add_rules(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
     add_trust_pickle(parser)
@@ -47,7 +53,7 @@ def add_to(commands: Any) -> None:
 def _convert(options: argparse.Namespace) -> int:
     from torch_ckpt.conversion.convert import convert  # Imports torch.
 
-    convert(
+    ties = convert(
         checkpoint_at(options.source),
         options.target,
         options.to,
@@ -55,6 +61,9 @@ def _convert(options: argparse.Namespace) -> int:
         rules=rules_of(options),
         overwrite=options.overwrite,
         trust_pickle=options.trust_pickle,
+        ties=not options.no_ties,
     )
+    for name, first in ties.items():
+        print(f"stored once: {printable(name)} is {printable(first)}")
     print(f"wrote {options.target}")
     return SOUND

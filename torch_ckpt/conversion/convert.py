@@ -15,6 +15,7 @@ from torch_ckpt.errors import AlreadyExistsError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.formats.deepspeed import deepspeed_folder
+from torch_ckpt.formats.safetensors_layout import UNTIED
 from torch_ckpt.formats.torch_save import is_archive
 from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
 from torch_ckpt.storage.writer import FastWriter
@@ -31,7 +32,8 @@ def convert(
     rules: str | None = None,
     overwrite: bool = False,
     trust_pickle: bool = False,
-) -> None:
+    ties: bool = True,
+) -> dict[str, str]:
     """Converts a checkpoint of any format that :class:`FastReader` loads.
 
     Loads the tensors in pieces of at most 8 MiB, and verifies what has a checksum. The target
@@ -45,6 +47,11 @@ def convert(
         rules: As for :class:`FastReader`.
         overwrite: Whether to replace a checkpoint at ``target``.
         trust_pickle: Whether pickles may contain any class and run any code.
+        ties: Whether files of safetensors and ``torch.save`` have tied tensors once, as
+            :func:`find_ties` finds them.
+
+    Returns:
+        Name -> the name of the tensor that it shares in the target.
 
     Raises:
         AlreadyExistsError: There is a checkpoint at ``target``, and ``overwrite`` is false, or it
@@ -63,12 +70,15 @@ def convert(
         )
     existed = target.is_directory()
     with Source(source, prefix, rules=rules, trust_pickle=trust_pickle) as values:
+        if ties and to in _WITH_TIES:
+            values.find_ties()
         try:
             TARGETS[to](values, target, overwrite)
         except BaseException:
             if not existed and target.is_directory() and not target.names():
                 target.remove_all()
             raise
+        return values.ties
 
 
 def _check_other_formats(target: Location, to: str) -> None:
@@ -97,7 +107,10 @@ def _to_dcp(source: Source, target: Location, overwrite: bool) -> None:
 
 
 def _to_safetensors(source: Source, target: Location, overwrite: bool) -> None:
-    _save(source, SafetensorsWriter(target.checkpoint_id, io=IO, overwrite=overwrite))
+    source.ties = {name: first for name, first in source.ties.items() if name not in UNTIED}
+    writer = SafetensorsWriter(target.checkpoint_id, io=IO, overwrite=overwrite)
+    writer.ties = source.ties
+    _save(source, writer)
 
 
 def _save(source: Source, writer: FastWriter) -> None:
@@ -115,3 +128,5 @@ TARGETS: dict[str, Callable[[Source, Location, bool], None]] = {
     "universal": write_universal,
 }
 """Format -> how it is written."""
+
+_WITH_TIES = ("safetensors", "torch")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torch_ckpt.conversion.ties import find_ties
 from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import PendingTensor
@@ -61,6 +62,7 @@ class Source:
         tensors: Name -> the tensor, as it is pickled.
         objects: Name -> object.
         paths: Name -> keys from the root of the nested state dict.
+        ties: Name -> the first of the names that share its tensor; see :meth:`find_ties`.
         loaded_nbytes: Bytes of the pieces that were taken so far.
 
     Raises:
@@ -98,6 +100,7 @@ class Source:
             name: _without(prefix, tuple(stored_paths.get(fqn, (fqn,))), name)
             for name, fqn in self._values.names.items()
         }
+        self.ties: dict[str, str] = {}
         self.loaded_nbytes = 0
         self._pieces: list[Piece] = []
         self._batch_of: list[int] = []
@@ -121,6 +124,14 @@ class Source:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def find_ties(self) -> None:
+        """Sets :attr:`ties`, for formats that store a tied tensor once.
+
+        Raises:
+            CheckpointError: A tensor cannot be read.
+        """
+        self.ties = find_ties(self._values)
 
     def cut(self, names: Sequence[str]) -> list[Piece]:
         """Cuts tensors into pieces, which are to be loaded in this order.

@@ -26,7 +26,7 @@ __all__ = ["ConversionPlanner"]
 
 
 class ConversionPlanner(LatePlanner):
-    """Saves all values of a source.
+    """Saves all values of a source, but of tied tensors only the first.
 
     The order of the tensors is that of :class:`SafetensorsWriter` within a file, since the source
     loads them in the order of the plan.
@@ -49,7 +49,8 @@ class ConversionPlanner(LatePlanner):
             return ORDER.get(dtype, len(ORDER)), name
 
         items: list[WriteItem] = []
-        for piece in source.cut(sorted(source.tensors, key=place)):
+        names = [name for name in source.tensors if name not in source.ties]
+        for piece in source.cut(sorted(names, key=place)):
             facts = source.tensors[piece.name]
             offsets, sizes = map(torch.Size, piece.box)
             index = MetadataIndex(piece.name, offsets)

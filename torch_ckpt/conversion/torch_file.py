@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import zlib
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ _SMALL_NBYTES = 1 << 20
 
 
 def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
-    """Writes a source as one file of ``torch.save``.
+    """Writes a source as one file of ``torch.save``. Tied tensors share a storage.
 
     Raises:
         AlreadyExistsError: The file exists and ``overwrite`` is false, or it is a directory.
@@ -37,6 +38,8 @@ def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
     check_target(target, overwrite)
     state: dict[str, Any] = {}
     for name, value in {**source.objects, **source.tensors}.items():
+        if name in source.ties:
+            value = dataclasses.replace(value, name=source.ties[name])
         set_element(state, source.paths[name], value)
     layout = lay_out_value(state, target)
     target.parent.create_directories()

@@ -6,6 +6,9 @@ validates a header before it uses any value from it.
 
 With ``torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)``, each rank
 writes its own file. Its header states the offsets of its boxes in the whole tensors.
+
+Names that share one tensor are stored once. In ``__metadata__``, ``safetensors.torch.save_model``
+and this package record the other names: each of them -> the stored name.
 """
 
 from __future__ import annotations
@@ -70,6 +73,7 @@ class _Header:
     file_nbytes: int
     tensors: dict[str, _Tensor]
     box_offsets: dict[str, list[int]]  # FQN -> offsets in the whole tensor, if the file has a box.
+    ties: dict[str, str]  # FQN without a tensor -> FQN of the tensor that it shares.
     digest: bytes  # Hash of the header and of samples of the data.
 
 
@@ -184,6 +188,7 @@ class _Merged:
     boxes: dict[str, list[_native.IndexBox]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     errors: dict[str, CheckpointError] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
     digest: Any = field(default_factory=hashlib.sha256)
 
     def add(self, name: str, header: _Header, fqns: Iterable[str] | None = None) -> None:
@@ -208,9 +213,13 @@ class _Merged:
             offsets = header.box_offsets.get(fqn) or [0] * len(sizes)
             box = (offsets, sizes, number, begin, end - begin, True, ())
             self.boxes.setdefault(fqn, []).append(box)
+        self.ties.update(header.ties)
 
     def opened(self) -> Opened:
         foreign = self.foreign
+        for fqn, first in self.ties.items():  # A name that is stored itself is not a tie.
+            if first in self.boxes and fqn not in self.boxes and fqn not in self.errors:
+                self.boxes[fqn], self.dtypes[fqn] = self.boxes[first], self.dtypes[first]
         for fqn, boxes in self.boxes.items():
             if fqn in self.errors:
                 continue
@@ -329,7 +338,12 @@ def _read_header(path: Location) -> _Header:
         if len(sample) < min(_SAMPLE_NBYTES, file_nbytes - offset):
             sample = path.read_range(offset, _SAMPLE_NBYTES)[1]
         digest.update(sample)
-    return _Header(file_nbytes, checked, offsets, digest.digest())
+    ties = {
+        fqn: first
+        for fqn, first in free_text.items()
+        if isinstance(first, str) and first in checked and fqn not in checked
+    }
+    return _Header(file_nbytes, checked, offsets, ties, digest.digest())
 
 
 def _parse_json(data: bytes, where: str) -> object:

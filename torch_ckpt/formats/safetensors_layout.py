@@ -25,6 +25,7 @@ __all__ = [
     "DTYPES",
     "MAX_HEADER_NBYTES",
     "ORDER",
+    "UNTIED",
     "FilePlace",
     "ModelFile",
     "ModelLayout",
@@ -60,7 +61,11 @@ PAGE_NBYTES = 4096
 MAX_HEADER_NBYTES = 100_000_000
 """Maximum length of a header that the library accepts."""
 
-_METADATA = {"__metadata__": {"format": "pt"}}
+_METADATA = "__metadata__"
+_FORMAT = {"format": "pt"}
+UNTIED = frozenset({_METADATA, *_FORMAT})
+"""Names that a header cannot record as tied to another name."""
+
 ORDER = {dtype: number for number, dtype in enumerate(DTYPES)}
 """Torch dtype -> its place among the tensors of a file."""
 
@@ -124,7 +129,8 @@ class ModelLayout:
     Attributes:
         files: The files, in order of their numbers.
         places: FQN -> place of the tensor.
-        omitted: Names that are tied to another name, and so have no place.
+        omitted: Name without a place -> the name that it is tied to. The header of the file with
+            that tensor has it in ``__metadata__``, as that of ``safetensors.torch.save_model`` has.
 
     Example::
 
@@ -135,7 +141,7 @@ class ModelLayout:
 
     files: tuple[ModelFile, ...]
     places: Mapping[str, FilePlace]
-    omitted: frozenset[str] = frozenset()
+    omitted: Mapping[str, str] = field(default_factory=dict)
     _encoded: bytes = field(repr=False, compare=False, default=b"")
 
     @classmethod
@@ -144,7 +150,7 @@ class ModelLayout:
         tensors: Iterable[TensorFacts],
         *,
         max_shard_nbytes: int,
-        omitted: Iterable[str] = (),
+        omitted: Mapping[str, str] | None = None,
     ) -> ModelLayout:
         """Assigns tensors, in the given order, to files of at most ``max_shard_nbytes`` each.
 
@@ -153,7 +159,7 @@ class ModelLayout:
         Args:
             tensors: The tensors to store.
             max_shard_nbytes: Maximum bytes of a file with several tensors.
-            omitted: Names that are tied to one of the tensors.
+            omitted: Name of no tensor -> the name of the tensor that it is tied to.
 
         Raises:
             UnsupportedError: The format does not support the dtype or name of a tensor.
@@ -161,19 +167,22 @@ class ModelLayout:
         tensors = list(tensors)
         for facts in tensors:
             _check(facts)
-        shards = _shards(tensors, max_shard_nbytes)
+        omitted = dict(omitted or {})
+        ties: dict[str, dict[str, str]] = {}
+        for name, first in omitted.items():
+            ties.setdefault(first, {})[name] = first
+        shards = _shards(tensors, max_shard_nbytes, ties)
         files: list[ModelFile] = []
         places: dict[str, FilePlace] = {}
         for number, shard in enumerate(shards):
             shard.sort(key=lambda facts: (ORDER[facts.dtype], facts.fqn))
-            header, payload_nbytes = _header(shard)
+            header, payload_nbytes = _header(shard, ties)
             offset = len(header)
             for facts in shard:
                 places[facts.fqn] = FilePlace(number, offset, facts)
                 offset += facts.nbytes
             fqns = tuple(facts.fqn for facts in shard)
             files.append(ModelFile(header, len(header) + payload_nbytes, fqns))
-        omitted = frozenset(omitted)
         return cls(tuple(files), places, omitted, _encode(tensors, max_shard_nbytes, omitted))
 
     def encode(self) -> bytes:
@@ -200,7 +209,7 @@ def _check(facts: TensorFacts) -> None:
         raise UnsupportedError(
             f"cannot store {facts.fqn!r} as safetensors: the format does not support {facts.dtype}"
         )
-    if facts.fqn in _METADATA:
+    if facts.fqn == _METADATA:
         raise UnsupportedError(f"cannot store {facts.fqn!r} as safetensors: the name is reserved")
 
 
@@ -217,11 +226,15 @@ def _padded_nbytes(header_nbytes: int) -> int:
     return -(8 + header_nbytes) % PAGE_NBYTES + 8 + header_nbytes
 
 
-def _header(tensors: Sequence[TensorFacts]) -> tuple[bytes, int]:
+def _header(
+    tensors: Sequence[TensorFacts], ties: Mapping[str, Mapping[str, str]]
+) -> tuple[bytes, int]:
     """Returns the header of a file, and the total bytes of its tensors."""
-    entries: dict[str, Any] = {**_METADATA}
+    metadata = dict(_FORMAT)
+    entries: dict[str, Any] = {_METADATA: metadata}
     end = 0
     for facts in tensors:
+        metadata.update(ties.get(facts.fqn, {}))
         entries[facts.fqn] = _entry(facts, end)
         end += facts.nbytes
     text = _dump(entries)
@@ -229,13 +242,19 @@ def _header(tensors: Sequence[TensorFacts]) -> tuple[bytes, int]:
     return len(text).to_bytes(8, "little") + text, end
 
 
-def _shards(tensors: Sequence[TensorFacts], max_shard_nbytes: int) -> list[list[TensorFacts]]:
+def _shards(
+    tensors: Sequence[TensorFacts],
+    max_shard_nbytes: int,
+    ties: Mapping[str, Mapping[str, str]],
+) -> list[list[TensorFacts]]:
     """Splits tensors, in the given order, into as few files as possible."""
     shards: list[list[TensorFacts]] = [[]]
-    empty_nbytes = len(_dump(_METADATA))
+    empty_nbytes = len(_dump({_METADATA: _FORMAT}))
     header_nbytes, payload_nbytes = empty_nbytes, 0
     for facts in tensors:
         entry_nbytes = len(_dump({facts.fqn: _entry(facts, 0)})) + _OFFSETS_NBYTES
+        if facts.fqn in ties:
+            entry_nbytes += len(_dump(dict(ties[facts.fqn])))
         file_nbytes = _padded_nbytes(header_nbytes + entry_nbytes) + payload_nbytes + facts.nbytes
         is_full = file_nbytes > max_shard_nbytes or header_nbytes + entry_nbytes > MAX_HEADER_NBYTES
         if is_full and shards[-1]:
@@ -248,7 +267,7 @@ def _shards(tensors: Sequence[TensorFacts], max_shard_nbytes: int) -> list[list[
 
 
 def _encode(
-    tensors: Sequence[TensorFacts], max_shard_nbytes: int, omitted: frozenset[str]
+    tensors: Sequence[TensorFacts], max_shard_nbytes: int, omitted: Mapping[str, str]
 ) -> bytes:
     listed = [[facts.fqn, facts.dtype, facts.sizes] for facts in tensors]
-    return zlib.compress(json.dumps([max_shard_nbytes, listed, sorted(omitted)]).encode(), 1)
+    return zlib.compress(json.dumps([max_shard_nbytes, listed, omitted]).encode(), 1)

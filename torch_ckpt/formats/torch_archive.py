@@ -35,7 +35,7 @@ class PendingTensor:
     """Takes the place of a contiguous CPU tensor in a value.
 
     Attributes:
-        name: Identifies the tensor to the writer.
+        name: Identifies the tensor to the writer. Tensors of one name share a storage.
         dtype: Its dtype.
         sizes: Its sizes.
     """
@@ -229,6 +229,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(stream, protocol=2)
         self.contents: list[bytes | PendingTensor] = []
         self._numbers: dict[int, int] = {}  # Address of a storage -> number of its record.
+        self._pending: dict[str, int] = {}  # Name of a pending tensor -> number of its record.
         self._alive: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
@@ -247,9 +248,15 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, _PendingStorage):
             tensor = value.tensor
             numel = math.prod(tensor.sizes)
-            if not value.typed:
-                return self._id(UntypedStorage, tensor, tensor.nbytes)
-            return self._id(_storage_class(tensor.dtype), tensor, numel)
+            kind, numel = (
+                (_storage_class(tensor.dtype), numel)
+                if value.typed
+                else (UntypedStorage, tensor.nbytes)
+            )
+            if tensor.name in self._pending:
+                return ("storage", kind, str(self._pending[tensor.name]), "cpu", numel)
+            self._pending[tensor.name] = len(self.contents)
+            return self._id(kind, tensor, numel)
         if isinstance(value, TypedStorage):
             untyped, kind = value._untyped_storage, _storage_class(value.dtype)
             numel = untyped.nbytes() // value.dtype.itemsize

@@ -34,10 +34,8 @@ from torch_ckpt.storage.writer import FastWriter
 __all__ = ["OnBusy", "Run"]
 
 _Metrics = Mapping[str, float] | None  # Those of a step, by name.
-
 T = TypeVar("T")
 R = TypeVar("R")
-
 OnBusy = Literal["wait", "skip", "error"]
 
 
@@ -410,29 +408,25 @@ class Run:
         Args:
             state: State dict, as for :func:`torch_ckpt.load`.
             step: Step to load; the newest whole step if ``None``.
-            strict: Whether names that the step has and ``state`` lacks, at any level, are an error.
-                If ``None``, the coordinator logs a warning that names them. ``False``, for a
-                restore of a part on purpose: neither.
+            strict: Whether it is an error if the step has names that ``state`` lacks. If ``None``,
+                the coordinator logs a warning of them; ``False`` is for a part on purpose.
 
         Returns:
-            The loaded step, the same on every rank; ``None`` if no step was ever committed, in
-            which case ``state`` is unchanged.
+            The loaded step, the same on every rank; ``None`` if none was committed.
 
         Raises:
             CheckpointError: The background save failed; the message names its step.
             CheckpointException: A rank raised; maps ranks to their errors. It does not derive from
-                ``Exception``. ``state`` may be partly loaded. The error of a rank is a
-                ``MismatchError`` if ``strict`` and ``state`` lacks names; nothing is loaded then.
-            CorruptionError: Steps were committed, but none is whole. Training must not silently
-                start over.
+                ``Exception``. ``state`` may be partly loaded, but not if ``strict`` was the reason.
+            CorruptionError: Steps were committed, and none is whole. Training must not start over.
             RankTimeoutError: A rank was late, stuck or gone.
         """
         self._check_open()
         if step is None:
-            found = self._tiers.restore(state, first=self._settle, strict=strict)
+            found = self._tiers.restore(state, strict, first=self._settle)
         else:
-            self._tiers.restore_step(step, state, first=lambda: self._settled(step), strict=strict)
             found = step
+            self._tiers.restore_step(step, state, strict, first=lambda: self._settled(step))
         if found is not None:
             self._boundary.restored(found)
             self._schedule.restored(found)

@@ -111,9 +111,15 @@ class StepTiers:
         return None if found is None else found[0]
 
     def restore(
-        self, state: dict[str, Any], *, first: Callable[[], None], strict: bool | None = None
+        self, state: dict[str, Any], strict: bool | None = None, *, first: Callable[[], None]
     ) -> int | None:
-        """Loads the newest sound step and returns it; ``None`` if no step was committed."""
+        """Loads the newest sound step and returns it; ``None`` if no step was committed.
+
+        Args:
+            state: The state dict.
+            strict: As for :class:`FastLoadPlanner`.
+            first: Called on each rank before.
+        """
         before: tuple[int, int] | None = None
         failure: CheckpointException | None = None
         while found := self._choose_older(before, first):
@@ -136,9 +142,9 @@ class StepTiers:
         self,
         step: int,
         state: dict[str, Any],
+        strict: bool | None = None,
         *,
         first: Callable[[], int],
-        strict: bool | None = None,
     ) -> None:
         """Loads a step from the first tier that has the whole step, or else from the last."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused, is_temporary, to_plain
 from torch_ckpt.coordination.group import claim_commit
 from torch_ckpt.errors import CheckpointError, MismatchError, UnsupportedError
-from torch_ckpt.formats.safetensors_layout import FilePlace, ModelLayout, TensorFacts
+from torch_ckpt.formats.safetensors_layout import UNTIED, FilePlace, ModelLayout, TensorFacts
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.item_views import AssignedItems, ColumnItems, PlannedPaths
 from torch_ckpt.planning.plan_cache import plan_cache
@@ -109,7 +109,8 @@ class SafetensorsWriter(FastWriter):
 
     Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save``. The state dict may
     contain tensors only. Each tensor is stored whole, independent of its sharding. Names that share
-    one tensor are stored once, under the first name, as Hugging Face does. This needs a
+    one tensor are stored once, under the first name, as Hugging Face does. The header records the
+    other names, by which :class:`FastReader` loads the tensor too. This needs a
     :class:`FastSavePlanner`, which :func:`torch_ckpt.save` uses by default. The files are
     ``model.safetensors`` or those that ``model.safetensors.index.json`` names. An existing model in
     the directory is replaced atomically.
@@ -163,6 +164,8 @@ class SafetensorsWriter(FastWriter):
             raise ValueError(f"{max_shard_nbytes=} is not positive")
         self.max_shard_nbytes = max_shard_nbytes
         self._layout: ModelLayout | None = None  # On the coordinator, from the plan to the commit.
+        self.ties: Mapping[str, str] = {}
+        """Name that the planner does not list -> the listed name that it is tied to."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds the names of tied tensors to the plan, if :class:`FastSavePlanner` made it."""
@@ -186,7 +189,7 @@ class SafetensorsWriter(FastWriter):
                 "FastSavePlanner"
             )
         with gc_paused():
-            ties = _ties_of(plans)
+            ties = {**self.ties, **_ties_of(plans)}
             facts = [facts for facts in _facts_of(plans) if facts.fqn not in ties]
             self._layout = ModelLayout.of(
                 facts, max_shard_nbytes=self.max_shard_nbytes, omitted=ties
@@ -267,7 +270,8 @@ def _ties_of(plans: Sequence[SavePlan]) -> dict[str, str]:
     """Returns the tied names to omit; none unless :class:`FastSavePlanner` made all plans."""
     items: list[Any] = [plan.items for plan in plans]
     ties = [plan.storage_data.groups for plan in plans if isinstance(plan.storage_data, _Ties)]
-    return common_ties(ties, items) if len(ties) == len(plans) else {}
+    common = common_ties(ties, items) if len(ties) == len(plans) else {}
+    return {name: first for name, first in common.items() if name not in UNTIED}
 
 
 def _facts_of(plans: Sequence[SavePlan]) -> list[TensorFacts]:

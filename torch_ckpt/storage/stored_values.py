@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.index import index_of
 from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.reader import FastReader
 
@@ -36,6 +37,7 @@ class StoredValues:
 
     Attributes:
         metadata: DCP's metadata of the checkpoint.
+        index: The engine's index; ``None`` if there is only the metadata.
         has_prefix: Whether there are FQNs with the prefix.
         names: Shown name -> FQN in the checkpoint.
 
@@ -57,6 +59,7 @@ class StoredValues:
         )
         self.metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, True)
+        self.index = index_of(self.metadata)
         stored = list(self.metadata.state_dict_metadata)
         chosen = [fqn for fqn in stored if fqn.startswith(prefix)]
         self.has_prefix = bool(chosen) or not prefix

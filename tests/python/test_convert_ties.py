@@ -1,0 +1,317 @@
+"""A conversion stores tied tensors once, and names which; never does it drop another tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import differences
+from deepspeed_checkpoints import write as write_deepspeed
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+import torch_ckpt
+from torch_ckpt import FastReader, SafetensorsWriter
+from torch_ckpt.cli.main import main
+from torch_ckpt.conversion import pieces, ties
+from torch_ckpt.conversion.convert import convert
+from torch_ckpt.filesystems.location import Location
+
+SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
+    "ours": lambda state, path: torch_ckpt.save(state, checkpoint_id=path),
+    "stock": lambda state, path: dcp.save(state, storage_writer=FileSystemWriter(path)),
+    "torch": torch.save,
+    "safetensors": lambda state, path: torch_ckpt.save(
+        state, storage_writer=SafetensorsWriter(path)
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes these small tensors consist of several pieces."""
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 200)
+    monkeypatch.setattr(ties, "_PIECE_NBYTES", 1000)
+
+
+def model_of(name: str) -> Any:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    if name == "T5":
+        return hf.T5ForConditionalGeneration(
+            hf.T5Config(
+                vocab_size=40, d_model=16, d_kv=4, d_ff=24, num_heads=2, num_layers=1
+            )
+        )  # fmt: skip
+    if name == "GPT-2":
+        return hf.GPT2LMHeadModel(
+            hf.GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+        )
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+            num_attention_heads=2, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+
+
+MODELS = ["T5", "GPT-2", "Llama"]
+
+
+def names_in(path: Path) -> set[str]:
+    with safe_open(path / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def storages(state: dict[str, torch.Tensor]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        found.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    return found
+
+
+def run(*arguments: object) -> int:
+    return main(list(map(str, arguments)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("source", SAVES)
+def test_tied_weights_are_stored_once_in_safetensors(
+    source: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of(name)
+    model.save_pretrained(tmp_path / "theirs")
+    SAVES[source](model.state_dict(), tmp_path / "source")
+    assert run("convert", tmp_path / "source", tmp_path / "ours", "--to", "safetensors") == 0
+    omitted = model.state_dict().keys() - names_in(tmp_path / "ours")
+    assert names_in(tmp_path / "ours") == names_in(tmp_path / "theirs")
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[2] for line in lines if line.startswith("stored once")} == omitted
+    assert omitted
+
+    (tmp_path / "ours" / "config.json").write_bytes(
+        (tmp_path / "theirs" / "config.json").read_bytes()
+    )
+    loaded, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info.values()), info
+    assert not differences(dict(model.state_dict()), dict(loaded.state_dict()))
+    # Every name is found, also by tensors that are not tied, and by stock's planner.
+    for load in (torch_ckpt.load, dcp.load):
+        state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+        load(state, storage_reader=FastReader(tmp_path / "ours"))
+        assert not differences(dict(model.state_dict()), state)
+    assert run("diff", tmp_path / "source", tmp_path / "ours") == 0
+    assert run("verify", tmp_path / "ours") == 2  # It has no checksums.
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("source", [source for source in SAVES if source != "torch"])
+def test_tied_weights_share_a_storage_in_a_file_of_torch(
+    source: str, name: str, tmp_path: Path
+) -> None:
+    model = model_of(name)
+    SAVES[source](model.state_dict(), tmp_path / "source")
+    assert run("convert", tmp_path / "source", tmp_path / "x.pt", "--to", "torch") == 0
+    for options in ({}, {"mmap": True}):
+        state = torch.load(tmp_path / "x.pt", **options)
+        assert not differences(dict(model.state_dict()), state)
+        assert sorted(map(sorted, storages(state).values())) == sorted(
+            map(sorted, storages(model.state_dict()).values())
+        )
+    torch.save(model.state_dict(), tmp_path / "theirs.pt")
+    ours, theirs = ((tmp_path / name).stat().st_size for name in ("x.pt", "theirs.pt"))
+    assert abs(ours - theirs) < 4096
+    assert run("diff", tmp_path / "source", tmp_path / "x.pt") == 0
+
+
+def test_views_of_one_storage_are_tied_only_if_they_are_equal(tmp_path: Path) -> None:
+    base = torch.randn(40, 16)
+    state = {"model": {
+        "w": base, "again": base, "top": base[:20], "bottom": base[20:], "transposed": base.t(),
+        "square": base.view(16, 40), "alone": base.clone(),
+        "empty": torch.empty(0, 4), "empty too": torch.empty(0, 4),
+    }}  # fmt: skip
+    torch.save(state, tmp_path / "source.pt")
+    convert(Location(tmp_path / "source.pt"), Location(tmp_path / "x.pt"), "torch", prefix="model.")
+    loaded = torch.load(tmp_path / "x.pt")
+    assert not differences(state["model"], loaded)
+    groups = [names for at, names in storages(loaded).items() if at and len(names) > 1]
+    assert groups == [["w", "again"]]
+
+
+# ---- Tensors that are equal, and not tied ----
+
+
+def apart() -> dict[str, torch.Tensor]:
+    """Tensors of a fresh model and optimizer that are equal by nature."""
+    mask = torch.tril(torch.ones(64, 64))
+    state: dict[str, torch.Tensor] = {}
+    for layer in range(3):
+        state |= {
+            f"{layer}.norm.weight": torch.ones(512),
+            f"{layer}.norm.bias": torch.zeros(512),
+            f"{layer}.attention.bias": mask.bool(),
+            f"{layer}.attention.mask": mask.clone(),
+            f"{layer}.identity": torch.eye(32),
+            f"{layer}.position_ids": torch.arange(512),
+            f"{layer}.inv_freq": 1.0 / torch.arange(1, 33),
+            f"{layer}.exp_avg": torch.zeros(64, 16),
+            f"{layer}.scalar": torch.tensor(1.5),
+            f"{layer}.empty": torch.empty(0, 512),
+            f"{layer}.int8": torch.arange(2048).to(torch.int8),
+        }
+    return state
+
+
+@pytest.mark.parametrize("source", ["ours", "stock"])
+def test_tensors_that_are_equal_by_nature_are_each_stored(source: str, tmp_path: Path) -> None:
+    SAVES[source](apart(), tmp_path / "source")
+    for to, name in (("safetensors", "hf"), ("torch", "x.pt")):
+        assert convert(Location(tmp_path / "source"), Location(tmp_path / name), to) == {}
+    assert names_in(tmp_path / "hf") == apart().keys()
+    assert not differences(apart(), torch.load(tmp_path / "x.pt"))
+
+
+@pytest.mark.parametrize("source", ["torch", "safetensors"])
+def test_copies_are_not_tied_in_a_format_that_records_ties(source: str, tmp_path: Path) -> None:
+    weight = torch.randn(64, 64)
+    state = {"model": weight, "ema": weight.clone(), "tied": weight}
+    SAVES[source](state, tmp_path / "source")
+    found = convert(Location(tmp_path / "source"), Location(tmp_path / "hf"), "safetensors")
+    assert found == {"tied": "model"}
+    assert names_in(tmp_path / "hf") == {"model", "ema"}
+
+
+def test_tensors_with_equal_samples_are_compared_whole(tmp_path: Path) -> None:
+    weight = torch.randn(400, 64)
+    other = weight.clone()
+    other[133, 7] += 1  # Outside the samples.
+    state = {"a": weight, "b": other, "c": weight.clone(), "half": weight.half(), "t": weight.t()}
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
+    found = convert(Location(tmp_path / "source"), Location(tmp_path / "x.pt"), "torch")
+    assert found == {"c": "a"}
+    assert not differences(state, torch.load(tmp_path / "x.pt"))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128],
+)
+@pytest.mark.parametrize("sizes", [[2000], [30, 70], [5, 6, 7, 8], [1, 3000], [3000, 1]])
+def test_ties_are_found_in_every_dtype_and_shape(
+    dtype: torch.dtype, sizes: list[int], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    real = torch.randn(sizes, dtype=torch.float64)
+    weight = real.to(dtype) if not dtype.is_complex else torch.complex(real, -real).to(dtype)
+    torch_ckpt.save(
+        {"a": weight, "x": weight.clone(), "b": weight}, checkpoint_id=tmp_path / "source"
+    )
+    found = convert(Location(tmp_path / "source"), Location(tmp_path / "x.pt"), "torch")
+    assert found == {"x": "a", "b": "a"}
+    loaded = torch.load(tmp_path / "x.pt")
+    assert not differences({"a": weight, "x": weight, "b": weight}, loaded)
+
+
+def test_ties_can_be_kept_apart(tmp_path: Path) -> None:
+    state = model_of("GPT-2").state_dict()
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
+    arguments = ("convert", tmp_path / "source", tmp_path / "hf", "--to", "safetensors")
+    assert run(*arguments, "--no-ties") == 0
+    assert names_in(tmp_path / "hf") == state.keys()
+    arguments = ("convert", tmp_path / "source", tmp_path / "x.pt", "--to", "torch", "--no-ties")
+    assert run(*arguments) == 0
+    assert len(storages(torch.load(tmp_path / "x.pt"))) == len(state)
+
+
+@pytest.mark.parametrize("to", ["dcp", "universal"])
+def test_other_formats_have_every_name(to: str, tmp_path: Path) -> None:
+    if to == "dcp":
+        state = model_of("T5").state_dict()
+        torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
+    else:
+        write_deepspeed(tmp_path / "source", 3)
+    assert convert(Location(tmp_path / "source"), Location(tmp_path / "target"), to) == {}
+    names = FastReader(tmp_path / "target").read_metadata().state_dict_metadata
+    stored = FastReader(tmp_path / "source").read_metadata().state_dict_metadata
+    assert names.keys() >= stored.keys()
+    if to == "dcp":
+        blank = {name: torch.zeros_like(value) for name, value in state.items()}
+        dcp.load(blank, storage_reader=FileSystemReader(tmp_path / "target"))
+        assert not differences(dict(state), blank)
+
+
+# ---- Ties in the headers of safetensors ----
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 16)
+        self.head = nn.Linear(16, 40, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_file_of_save_model_is_loaded_by_all_its_names(tmp_path: Path) -> None:
+    model = Tied()
+    safetensors.torch.save_model(model, str(tmp_path / "m.safetensors"))
+    state = {name: torch.zeros(40, 16) for name in ("embed.weight", "head.weight")}
+    dcp.load(state, storage_reader=FastReader(tmp_path / "m.safetensors"))
+    assert not differences(dict(model.state_dict()), state)
+    found = convert(Location(tmp_path / "m.safetensors"), Location(tmp_path / "x.pt"), "torch")
+    assert len(found) == 1
+    (names,) = storages(torch.load(tmp_path / "x.pt")).values()
+    assert sorted(names) == ["embed.weight", "head.weight"]
+
+
+def test_what_we_write_is_loaded_by_load_model(tmp_path: Path) -> None:
+    model = Tied()
+    torch_ckpt.save(model.state_dict(), storage_writer=SafetensorsWriter(tmp_path))
+    other = Tied()
+    safetensors.torch.load_model(other, str(tmp_path / "model.safetensors"))
+    assert torch.equal(other.head.weight, model.head.weight)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+
+
+def test_ties_lie_in_the_file_of_their_tensor(tmp_path: Path) -> None:
+    tensors = {f"{number}": torch.randn(40, 16) for number in range(4)}
+    state = {**tensors, **{f"tied {name}": value for name, value in tensors.items()}}
+    torch_ckpt.save(state, storage_writer=SafetensorsWriter(tmp_path, max_shard_nbytes=10_000))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+    blank = {name: torch.zeros(40, 16) for name in state}
+    dcp.load(blank, storage_reader=FastReader(tmp_path))
+    assert not differences(state, blank)
+
+
+def test_a_stored_tensor_wins_over_a_tie(tmp_path: Path) -> None:
+    a, b = torch.randn(4), torch.randn(4)
+    safetensors.torch.save_file({"a": a}, tmp_path / "1.safetensors", metadata={"b": "a"})
+    safetensors.torch.save_file({"b": b}, tmp_path / "2.safetensors", metadata={"a": "b", "c": "d"})
+    state = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    dcp.load(state, storage_reader=FastReader(tmp_path))
+    assert not differences({"a": a, "b": b}, state)
+    assert FastReader(tmp_path).read_metadata().state_dict_metadata.keys() == {"a", "b"}
+
+
+def test_names_of_the_header_itself_are_not_ties(tmp_path: Path) -> None:
+    weight = torch.randn(40, 16)
+    state = {"a": weight, "format": weight, "b": weight}
+    torch_ckpt.save(state, storage_writer=SafetensorsWriter(tmp_path / "hf"))
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "dcp")
+    convert(Location(tmp_path / "dcp"), Location(tmp_path / "converted"), "safetensors")
+    for name in ("hf", "converted"):
+        assert names_in(tmp_path / name) == {"a", "format"}
+        blank = {name: torch.zeros(40, 16) for name in state}
+        dcp.load(blank, storage_reader=FastReader(tmp_path / name))
+        assert not differences(state, blank)
