@@ -181,10 +181,9 @@ class Run:
 
         With ``every``, a save is due at each multiple. Otherwise the interval follows CheckFreq
         (FAST '21): it is the shortest for which saving costs at most ``max_overhead`` of the time.
-        The cost of a save is the time for which training stops plus the slowdown of steps during a
-        background save. Waiting for the previous save counts as stopped time. The interval is never
-        shorter than the last background save. The first save is due after 10 steps, because only a
-        save can measure the cost. Each save adjusts the interval.
+        The cost is the time for which training stops, also for the previous save, plus the slowdown
+        of steps during a background save. The interval is never shorter than the last background
+        save. The first save is due after 10 steps, because only a save can measure the cost.
 
         The method needs no communication. Each rank measures its own cost, and the ranks agree on
         the longest interval within :meth:`save`.
@@ -200,9 +199,7 @@ class Run:
 
     @exclusive("reserve memory")
     def reserve(self, state: dict[str, Any]) -> None:
-        """Allocates the agent's memory in advance, so that the first save is fast too.
-
-        Without an agent, the method does nothing. All ranks call it.
+        """Allocates the agent's memory in advance, if there is an agent. All ranks call it.
 
         Args:
             state: A state with the same tensors as the states to save.
@@ -294,15 +291,14 @@ class Run:
         """Saves the last completed step if the block raises.
 
         The last completed step is that of the last call of :meth:`should_save` or :meth:`save`.
-        Nothing is saved if that step is already saved, or if the error is from a save or load.
-        Nothing is saved either if an optimizer of this process has begun another step, because the
-        parameters may then belong to neither step. State that changes before the optimizer does
-        (random states, data position, running means) is saved as it is when the block raises.
+        Nothing is saved if that step is already saved, if the error is from a save or load, or if
+        an optimizer of this process has begun another step: the parameters may then belong to
+        neither. State that changes before the optimizer does (random states, data position, running
+        means) is saved as it is when the block raises.
 
-        One rank cannot save alone. All ranks must raise, as they do when a collective of training
-        fails on all of them. If another rank does not raise within ``timeout_s``, nothing is saved.
-        The exception of the block is always raised, with a note about the outcome of the save.
-        ``SystemExit`` and ``GeneratorExit`` save nothing and get no note.
+        All ranks must raise, as they do when a collective of training fails. If another rank does
+        not raise within ``timeout_s``, nothing is saved. The exception of the block is always
+        raised, with a note about the outcome. ``SystemExit`` and ``GeneratorExit`` save nothing.
 
         Args:
             state: Returns the state to save.
@@ -329,11 +325,7 @@ class Run:
         """Returns the newest whole step; ``None`` if there is none.
 
         The method first waits for the background save. The first rank then checks the steps from
-        the newest to the oldest, as ``verify`` requires, until one is whole. It warns of each
-        committed step that is damaged.
-
-        Returns:
-            The same step on every rank.
+        the newest on, as ``verify`` requires. It warns of each committed step that is damaged.
 
         Raises:
             CheckpointError: The background save failed; the message names its step.
@@ -348,10 +340,7 @@ class Run:
         """Returns the committed step with the best value of ``monitor``; ``None`` if there is none.
 
         The method first waits for the background save. Steps without the metric, or with a NaN, do
-        not count. Of equal values, that of the earlier step is the best.
-
-        Returns:
-            The same step on every rank.
+        not count. Of equal values, that of the earlier step is the best, on every rank.
 
         Raises:
             CheckpointError: The background save failed; the message names its step.
@@ -372,10 +361,9 @@ class Run:
     def lease(self, step: int) -> Iterator[str | os.PathLike[str]]:
         """Protects a step from removal within the block.
 
-        For jobs that read a step while training goes on, such as an evaluation. The method is local
-        to a process, which may be on another machine. A removal is postponed to the first save
-        after the block. The lease of a process that died ends after 300 s. A new save of the same
-        step still replaces it.
+        For jobs that read a step while training goes on, also on another machine. A removal is
+        postponed to the first save after the block. The lease of a process that died ends after
+        300 s. A new save of the same step still replaces it.
 
         Args:
             step: A committed step.
