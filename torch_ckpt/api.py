@@ -55,7 +55,8 @@ def save(
         checkpoint_id: Directory of the checkpoint, as a path or URL.
         storage_writer: Writer to use. Defaults to ``FastWriter(checkpoint_id)``. A writer of
             another class that has begun to commit finishes its commit even if the save fails.
-        planner: Save planner. Defaults to a new :class:`FastSavePlanner`.
+        planner: Save planner. Defaults to a new :class:`FastSavePlanner`, with the writer's
+            ``check_replicas``.
         process_group: The ranks that save. Defaults to all ranks. Its first rank is the
             coordinator.
         no_dist: Whether this process saves alone, without the other ranks.
@@ -78,12 +79,8 @@ def save(
         torch_ckpt.save(state, checkpoint_id="run/step-100", timeout_s=600)
     """
     with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
-        order = Order(
-            checkpoint_id,
-            storage_writer or (FastWriter(checkpoint_id) if checkpoint_id else None),
-            planner or FastSavePlanner(),
-            use_collectives,
-        )
+        writer = storage_writer or (FastWriter(checkpoint_id) if checkpoint_id else None)
+        order = Order(checkpoint_id, writer, planner or _planner_for(writer), use_collectives)
         return order.carry_out(state_dict, call)
 
 
@@ -110,7 +107,8 @@ def async_save(
         state_dict: The state dict to save, with the values that it has at the time of the call.
         checkpoint_id: Directory of the checkpoint, as a path or URL.
         storage_writer: Writer to use. Defaults to ``FastWriter(checkpoint_id)``.
-        planner: Save planner. Defaults to a new :class:`FastSavePlanner`.
+        planner: Save planner. Defaults to a new :class:`FastSavePlanner`, with the writer's
+            ``check_replicas``.
         process_group: The ranks that save. Defaults to all ranks. If your planner or writer calls
             collectives, pass a process group that training does not use.
         async_checkpointer_type: Whether a thread or a process writes the checkpoint.
@@ -145,7 +143,7 @@ def async_save(
         writer = storage_writer or (FastWriter(checkpoint_id) if checkpoint_id else None)
         if on_busy != "wait" and _is_busy(async_stager or writer, on_busy, call):
             return None
-        order = Order(checkpoint_id, writer, planner or FastSavePlanner(), use_collectives)
+        order = Order(checkpoint_id, writer, planner or _planner_for(writer), use_collectives)
         by_thread = async_checkpointer_type == AsyncCheckpointerType.THREAD
         stager, closes = async_stager, False
         if stager is None:
@@ -156,8 +154,8 @@ def async_save(
                 stack.callback(stager.close)
             plans_together = use_collectives and call.group.size > 1
             if isinstance(writer, FastWriter) and plans_together and by_thread:
-                all_equal = functools.partial(call.all_equal, phase="staging")
-                stack.enter_context(writer.sharing(order.planner, all_equal, call.group.names))
+                decide = functools.partial(call.decide, phase="staging")
+                stack.enter_context(writer.sharing(order.planner, decide, call.group.names))
             with call.current():  # The stager waits no longer than the call.
                 staged = stager.stage(orchestrate.state_dicts_of(state_dict))
             begin = save_in_thread if by_thread else save_in_process
@@ -231,6 +229,13 @@ def load(
                 state_dict[key].load_state_dict(value)
             else:
                 state_dict[key] = value
+
+
+def _planner_for(writer: StorageWriter | None) -> FastSavePlanner:
+    """Returns a planner that compares replicas as a writer's option says."""
+    if isinstance(writer, FastWriter):
+        return FastSavePlanner(check_replicas=writer.check_replicas)
+    return FastSavePlanner()
 
 
 def _default_stager() -> AsyncStager:

@@ -38,6 +38,8 @@ class _Process:
             Owner: ``integrations/installation``.
         replaced: The first value of an attribute of torch or Megatron, and the replacements that
             apply. Owner: ``integrations/replacing``.
+        warned_replicas: Sets of FQNs whose replicas had different values, of which this process
+            has warned. Owner: ``planning/replica_check``.
         forkable: Loops of ``coordination/loop``, and all stagers.
     """
 
@@ -52,6 +54,7 @@ class _Process:
         self.installed: list[Any] = []
         self.unreplaced: weakref.WeakSet[type] = weakref.WeakSet()
         self.replaced: dict[tuple[Any, str], list[Any]] = {}
+        self.warned_replicas: set[frozenset[str]] = set()
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
         os.register_at_fork(after_in_child=self._after_fork)
 

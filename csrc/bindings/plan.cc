@@ -53,15 +53,32 @@ std::vector<std::pair<Dims, Dims>> boxes_of_range(const Dims& sizes, int64_t beg
   return boxes;
 }
 
-GlobalPlan make_plan(const std::vector<py::bytes>& plans, int64_t ranks_per_node, bool split,
-                     bool dedup, bool whole) {
+std::vector<Bytes> views_of(const std::vector<py::bytes>& all) {
   std::vector<Bytes> views;
-  views.reserve(plans.size());
-  for (const py::bytes& plan : plans) views.push_back(view_of(plan));
-  return value_or_raise(without_gil([&] {
-    return GlobalPlan::make(
-        views, {.ranks_per_node = ranks_per_node, .split = split, .dedup = dedup, .whole = whole});
-  }));
+  views.reserve(all.size());
+  for (const py::bytes& each : all) views.push_back(view_of(each));
+  return views;
+}
+
+GlobalPlan make_plan(const std::vector<py::bytes>& plans, int64_t ranks_per_node, bool split,
+                     bool dedup, bool whole, const std::vector<py::bytes>& digests) {
+  const GlobalPlanOptions options = {
+      .ranks_per_node = ranks_per_node, .split = split, .dedup = dedup, .whole = whole};
+  const std::vector<Bytes> plan_views = views_of(plans);
+  const std::vector<Bytes> digest_views = views_of(digests);
+  return value_or_raise(
+      without_gil([&] { return GlobalPlan::make(plan_views, options, digest_views); }));
+}
+
+// FQN, the lowest rank that has it, a few ranks that have other values, number of such ranks.
+using PyDifference = std::tuple<py::str, int32_t, std::vector<int32_t>, int64_t>;
+
+std::vector<PyDifference> differences(const GlobalPlan& global) {
+  std::vector<PyDifference> out;
+  for (const Difference& found : global.differences()) {
+    out.emplace_back(py::str(found.fqn), found.rank, found.others, found.other_count);
+  }
+  return out;
 }
 
 // Returns the share of a rank: an encoded assignment of all objects and of the tensors in
@@ -77,6 +94,26 @@ std::pair<py::bytes, std::shared_ptr<PyItemTable>> share_of(const PyItemTable& s
 
 void check_rank(const GlobalPlan& global, int64_t rank) {
   if (rank < 0 || rank >= global.rank_count()) throw py::index_error("there is no such rank");
+}
+
+// Replica set, first item, number of items.
+using PyEqualReplicas = std::tuple<int32_t, int64_t, int64_t>;
+
+std::vector<PyEqualReplicas> equal_replicas(const GlobalPlan& global, int64_t rank) {
+  check_rank(global, rank);
+  std::vector<PyEqualReplicas> out;
+  for (const EqualReplicas& run : global.equal_replicas(rank)) {
+    out.emplace_back(run.replica_set, run.first, run.count);
+  }
+  return out;
+}
+
+std::vector<int64_t> tensor_numbers(const PyItemTable& items) {
+  std::vector<int64_t> out;
+  for (int64_t item = 0; item < items.table.size(); ++item) {
+    if (items.table.kind(item) != ItemKind::kObject) out.push_back(item);
+  }
+  return out;
 }
 
 py::bytes assignment(const GlobalPlan& global, int64_t rank) {
@@ -211,16 +248,20 @@ void bind_plan(py::module_& module) {
              return std::make_shared<PyItemTable>(
                  without_gil([&] { return tensors_of(items.table); }));
            })
+      .def_property_readonly("tensor_numbers", &tensor_numbers)
       .def("share", &share_of, py::arg("of_tensors"));
   py::class_<GlobalPlan, std::shared_ptr<GlobalPlan>>(module, "GlobalPlan")
       .def(py::init(&make_plan), py::arg("plans"), py::arg("ranks_per_node"),
-           py::arg("split") = true, py::arg("dedup") = true, py::arg("whole") = true)
+           py::arg("split") = true, py::arg("dedup") = true, py::arg("whole") = true,
+           py::arg("digests") = std::vector<py::bytes>())
       .def_property_readonly("fqns", &stored_fqns)
       .def_property_readonly("box_count",
                              [](const GlobalPlan& global) { return global.stored().box_count(); })
       .def("__len__", [](const GlobalPlan& global) { return global.stored().entries().size(); })
       .def("find", &find_stored, py::arg("fqn"))
       .def("assignment", &assignment, py::arg("rank"))
+      .def_property_readonly("differences", &differences)
+      .def("equal_replicas", &equal_replicas, py::arg("rank"))
       .def("written", &written, py::arg("rank"), py::arg("plan"));
   module.def("encode_paths", &encode_paths, py::arg("paths"));
   module.def("decode_paths", &decoded_paths, py::arg("encoded"));

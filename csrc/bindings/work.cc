@@ -10,6 +10,7 @@
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
 #include "engine/save/planned_file.h"
+#include "engine/value_digest.h"
 
 namespace py = pybind11;
 
@@ -72,6 +73,25 @@ std::vector<int64_t> plain(const TensorBatch& batch) {
   return out;
 }
 
+// Returns the digests of the values of all tensors, 8 bytes each; zeros for a tensor that is not
+// plain.
+py::bytes digests_of(const TensorBatch& batch, bool full, int threads) {
+  const std::vector<int64_t> numbers = plain(batch);
+  std::vector<const TensorView*> tensors;
+  tensors.reserve(numbers.size());
+  for (const int64_t number : numbers) {
+    const TensorView& view = batch.views[static_cast<size_t>(number)];
+    if (view.gpu >= 0) throw py::value_error("a tensor is on a GPU");
+    tensors.push_back(&view);
+  }
+  std::vector<uint64_t> out(batch.kinds.size(), kUnknownDigest);
+  without_gil([&] {
+    const std::vector<uint64_t> digests = value_digests(tensors, full, threads);
+    for (size_t i = 0; i < numbers.size(); ++i) out[static_cast<size_t>(numbers[i])] = digests[i];
+  });
+  return {reinterpret_cast<const char*>(out.data()), out.size() * sizeof(uint64_t)};
+}
+
 // Marks tensors whose memory the caller supplies later, with the planned dtype and sizes.
 void defer(TensorBatch& batch, const std::vector<int64_t>& positions) {
   for (const int64_t position : positions) {
@@ -98,7 +118,18 @@ void bind_work(py::module_& module) {
       .def("part", &part, py::arg("positions"));
   py::class_<TensorBatch>(module, "TensorBatch")
       .def_property_readonly("plain", &plain)
+      .def("digests", &digests_of, py::arg("full"), py::arg("threads"))
       .def("defer", &defer, py::arg("positions"));
+  module.def(
+      "sample_of",
+      [](int64_t numel, int64_t itemsize) {
+        if (numel < 0 || itemsize < 1 || itemsize > kSampleBlockNbytes) {
+          throw py::value_error("there is no such tensor");
+        }
+        Sample sample = sample_of(numel, itemsize);
+        return std::pair(std::move(sample.firsts), sample.count);
+      },
+      py::arg("numel"), py::arg("itemsize"));
   const auto number_in = [](const PlannedFile& file, int64_t number) {
     return checked(number, file.laid_out());
   };

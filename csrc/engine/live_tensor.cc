@@ -5,13 +5,17 @@
 
 namespace torch_ckpt {
 
-bool is_contiguous(const LiveTensor& tensor) {
-  int64_t stride = itemsize(tensor.dtype);
-  for (size_t d = tensor.sizes.size(); d-- > 0;) {
-    if (tensor.sizes[d] != 1 && tensor.strides[d] != stride) return false;
-    stride *= tensor.sizes[d];
+bool is_contiguous(const Dims& sizes, const Dims& strides, int64_t itemsize) {
+  int64_t stride = itemsize;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    if (sizes[d] != 1 && strides[d] != stride) return false;
+    stride *= sizes[d];
   }
   return true;
+}
+
+bool is_contiguous(const LiveTensor& tensor) {
+  return is_contiguous(tensor.sizes, tensor.strides, itemsize(tensor.dtype));
 }
 
 void pack_elements(const LiveTensor& tensor, int64_t begin, int64_t end, MutableBytes out) {

@@ -21,7 +21,8 @@ struct LiveTensor {
   const Device* device = &cpu_device();
 };
 
-// Whether the elements lie in row-major order without gaps.
+// Whether the elements lie in row-major order without gaps. Strides are in bytes.
+bool is_contiguous(const Dims& sizes, const Dims& strides, int64_t itemsize);
 bool is_contiguous(const LiveTensor& tensor);
 
 // Packs the elements [begin, end) of a strided tensor in host memory into `out`, without gaps.

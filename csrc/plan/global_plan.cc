@@ -1,6 +1,7 @@
 #include "plan/global_plan.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -14,6 +15,7 @@ namespace torch_ckpt {
 namespace {
 
 constexpr int32_t kNoRank = -1;
+constexpr int64_t kDigestNbytes = 8;
 
 // Distinct sets of ranks that have the same replicas, each identified by the plans of its ranks.
 class ReplicaSets {
@@ -45,21 +47,91 @@ class ReplicaSets {
   std::vector<std::vector<int32_t>> sets_;
 };
 
+// The digests of the values of all items.
+class ValueDigests {
+ public:
+  // The outcome of a comparison of replicas.
+  enum class Outcome { kUnknown, kEqual, kDifferent };
+
+  // Requires: `digests` is empty, or has 8 bytes for each item of each rank.
+  ValueDigests(const GatheredPlans& plans, const std::vector<Bytes>& digests)
+      : plans_(plans), digests_(digests) {}
+
+  // Whether values are compared at all.
+  bool empty() const { return digests_.empty(); }
+
+  // Compares the replicas in these slots. Adds ranks that differ from the lowest one to `out`.
+  Outcome compare(std::span<const int32_t> slots, Difference* out) const {
+    bool all_known = true;
+    uint64_t first = 0;
+    for (const int32_t slot : slots) {
+      for (const int32_t rank : plans_.ranks_of(slot)) {
+        const uint64_t digest = at(rank, plans_.item_of(slot));
+        all_known = all_known && digest != 0;
+        if (first == 0) {
+          first = digest;
+          out->rank = rank;
+        } else if (digest != 0 && digest != first) {
+          if (out->others.size() < kMaxOthers) out->others.push_back(rank);
+          ++out->other_count;
+        }
+      }
+    }
+    if (out->other_count > 0) return Outcome::kDifferent;
+    return all_known ? Outcome::kEqual : Outcome::kUnknown;
+  }
+
+ private:
+  static constexpr size_t kMaxOthers = 8;
+
+  uint64_t at(int32_t rank, int32_t item) const {
+    uint64_t digest;
+    const size_t begin = static_cast<size_t>(item) * sizeof(digest);
+    std::memcpy(&digest, digests_[static_cast<size_t>(rank)].data() + begin, sizeof(digest));
+    return digest;
+  }
+
+  const GatheredPlans& plans_;
+  const std::vector<Bytes>& digests_;
+};
+
+Status check_digests(const GatheredPlans& plans, const std::vector<Bytes>& digests) {
+  if (digests.empty()) return ok_status();
+  if (digests.size() != plans.plan_of_rank.size()) {
+    return corruption("there are plans of ", plans.plan_of_rank.size(), " ranks and digests of ",
+                      digests.size());
+  }
+  for (size_t rank = 0; rank < digests.size(); ++rank) {
+    const int64_t items = plans.item_count[static_cast<size_t>(plans.plan_of_rank[rank])];
+    if (ssize(digests[rank]) / kDigestNbytes != items || ssize(digests[rank]) % kDigestNbytes) {
+      return corruption("the plan of rank ", rank, " has ", items, " items and ",
+                        digests[rank].size(), " bytes of digests");
+    }
+  }
+  return ok_status();
+}
+
 }  // namespace
 
 // Builds a GlobalPlan. Friend of GlobalPlan and StoredTable.
 class GlobalPlanner {
  public:
-  GlobalPlanner(GatheredPlans plans, const GlobalPlanOptions& options)
-      : plans_(std::move(plans)), options_(options), replica_sets_(plans_) {}
+  GlobalPlanner(GatheredPlans plans, const GlobalPlanOptions& options,
+                const std::vector<Bytes>& digests)
+      : plans_(std::move(plans)),
+        options_(options),
+        replica_sets_(plans_),
+        digests_(plans_, digests) {}
 
   Result<GlobalPlan> make() {
+    out_.equal_.resize(plans_.ranks.size());
     RETURN_IF_ERROR(find_writers());
     balanced_ = balance(input_);
     make_room();
     for (int64_t entry = 0; entry < plans_.entries.size(); ++entry) store_entry(entry);
     out_.stored_.first_box_.push_back(out_.stored_.box_count());
     out_.stored_.entries_ = std::move(plans_.entries);
+    out_.plan_of_rank_ = std::move(plans_.plan_of_rank);
     for (std::vector<Cut>& cuts : out_.cuts_) {
       std::sort(cuts.begin(), cuts.end(),
                 [](const Cut& a, const Cut& b) { return a.item < b.item; });
@@ -109,6 +181,8 @@ class GlobalPlanner {
     const bool is_first = slots[0] == of_entry.first;
     if (facts.is_tensor && nbytes == 0 && !(is_first && *checked_volume(facts.sizes) == 0)) return;
     const bool is_alone = slots.size() == 1 && plans_.ranks_of(slots[0]).size() == 1;
+    const bool has_values = facts.is_tensor && nbytes > 0;
+    const bool are_equal = is_alone || !has_values || compare(entry, slots);
     if (is_alone || !options_.dedup) {
       const int32_t rank = plans_.first_rank(slots[0]);
       writer_[static_cast<size_t>(slots[0])] = rank;
@@ -117,7 +191,8 @@ class GlobalPlanner {
     }
     // A box without bytes counts as one byte, so that one rank does not get all of them.
     BalanceGroup group = {std::max<int64_t>(nbytes, 1), replica_sets_.number(slots)};
-    if (options_.split && facts.is_tensor && !facts.is_opaque && !facts.sizes.empty()) {
+    const bool may_cut = options_.split && facts.is_tensor && !facts.is_opaque && are_equal;
+    if (may_cut && !facts.sizes.empty()) {
       const int64_t rows = of_entry.box(slots[0]).sizes[0];
       if (rows > 1) {
         group.rows = rows;
@@ -127,6 +202,39 @@ class GlobalPlanner {
     input_.groups.push_back(group);
     replicas_.push_back({entry, group_slots_.size(), group_slots_.size() + slots.size()});
     group_slots_.insert(group_slots_.end(), slots.begin(), slots.end());
+  }
+
+  // Returns whether the replicas of a tensor are known to be equal, or are not compared.
+  bool compare(int64_t entry, std::span<const int32_t> slots) {
+    if (digests_.empty()) return true;
+    Difference found;
+    switch (digests_.compare(slots, &found)) {
+      case ValueDigests::Outcome::kUnknown:
+        return false;
+      case ValueDigests::Outcome::kDifferent:
+        add_difference(entry, std::move(found));
+        return false;
+      case ValueDigests::Outcome::kEqual:
+        break;
+    }
+    const int32_t set = replica_sets_.number(slots);
+    for (const int32_t slot : slots) {
+      std::vector<EqualReplicas>& equal = out_.equal_[static_cast<size_t>(plans_.plan_of(slot))];
+      const int32_t item = plans_.item_of(slot);
+      if (equal.empty() || equal.back().replica_set != set ||
+          equal.back().first + equal.back().count != item) {
+        equal.push_back({set, item, 0});
+      }
+      ++equal.back().count;
+    }
+    return true;
+  }
+
+  void add_difference(int64_t entry, Difference found) {
+    found.fqn = plans_.entries.fqn(entry);
+    // Boxes of one tensor follow each other; one of them stands for all.
+    std::vector<Difference>& all = out_.differences_;
+    if (all.empty() || all.back().fqn != found.fqn) all.push_back(std::move(found));
   }
 
   void make_room() {
@@ -208,6 +316,7 @@ class GlobalPlanner {
   GatheredPlans plans_;
   const GlobalPlanOptions options_;
   ReplicaSets replica_sets_;
+  const ValueDigests digests_;
   BalanceInput input_;
   Balanced balanced_;
   std::vector<int32_t> writer_;  // Per slot: the rank that alone has it, or kNoRank.
@@ -246,12 +355,18 @@ GlobalPlan GlobalPlan::of(StoredTable stored) {
 }
 
 Result<GlobalPlan> GlobalPlan::make(const std::vector<Bytes>& plans,
-                                    const GlobalPlanOptions& options) {
+                                    const GlobalPlanOptions& options,
+                                    const std::vector<Bytes>& digests) {
   if (options.ranks_per_node < 1) {
     return invalid_argument("a node cannot have ", options.ranks_per_node, " ranks");
   }
   ASSIGN_OR_RETURN(GatheredPlans gathered, gather(plans));
-  return GlobalPlanner(std::move(gathered), options).make();
+  RETURN_IF_ERROR(check_digests(gathered, digests));
+  return GlobalPlanner(std::move(gathered), options, digests).make();
+}
+
+const std::vector<EqualReplicas>& GlobalPlan::equal_replicas(int64_t rank) const {
+  return equal_[static_cast<size_t>(plan_of_rank_[static_cast<size_t>(rank)])];
 }
 
 Assignment GlobalPlan::assignment(int64_t rank) const {

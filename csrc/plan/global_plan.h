@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/bytes.h"
@@ -23,6 +24,24 @@ struct GlobalPlanOptions {
   bool split = true;  // Replicated tensors may be cut among their ranks.
   bool dedup = true;  // Replicas are balanced; otherwise the lowest rank writes each of them.
   bool whole = true;  // The plans cover all ranks of the save: missing elements are an error.
+};
+
+// A tensor whose replicas have different values, although FQN, dtype and box are equal.
+struct Difference {
+  std::string fqn;
+  int32_t rank = 0;             // The lowest rank that has it.
+  std::vector<int32_t> others;  // The first few ranks whose values differ from those of `rank`.
+  int64_t other_count = 0;      // Number of all such ranks.
+};
+
+// Items [first, first + count) of one rank, whose replicas were equal. Ranks with the same items
+// have the same `replica_set`.
+struct EqualReplicas {
+  int32_t replica_set = 0;
+  int64_t first = 0;
+  int64_t count = 0;
+
+  bool operator==(const EqualReplicas&) const = default;
 };
 
 // The boxes that the save stores, by FQN. Entries are in order of first appearance by rank and
@@ -75,7 +94,12 @@ class GlobalPlan {
   // Errors: kMismatch if ranks disagree on the facts of an FQN; kInvalidArgument if boxes are
   // outside their tensor, overlap, repeat or leave elements missing; kCorruption or kUnsupported if
   // a plan cannot be read.
-  static Result<GlobalPlan> make(const std::vector<Bytes>& plans, const GlobalPlanOptions& options);
+  //
+  // `digests` has the digest of the values of each item of each rank, 8 bytes each; eight zeros if
+  // the digest is unknown. A tensor is then cut only if the digests of all its replicas are known
+  // and equal. Empty if the values of replicas are not compared.
+  static Result<GlobalPlan> make(const std::vector<Bytes>& plans, const GlobalPlanOptions& options,
+                                 const std::vector<Bytes>& digests = {});
 
   // Makes a plan that has only the table of stored boxes.
   static GlobalPlan of(StoredTable stored);
@@ -91,6 +115,13 @@ class GlobalPlan {
 
   const StoredTable& stored() const { return stored_; }
 
+  // The tensors whose replicas have different values, in the order of `stored`. Known digests only.
+  const std::vector<Difference>& differences() const { return differences_; }
+
+  // Returns the items of a rank whose replicas have known and equal values. The items of a replica
+  // set are in the same order on all of its ranks. Requires: 0 <= rank < rank_count().
+  const std::vector<EqualReplicas>& equal_replicas(int64_t rank) const;
+
  private:
   friend class GlobalPlanner;
 
@@ -98,6 +129,9 @@ class GlobalPlan {
   std::vector<int64_t> load_;
   std::vector<std::vector<bool>> written_;  // Per rank and item: whether the rank writes the item.
   std::vector<std::vector<Cut>> cuts_;      // Per rank: cuts in ascending order of items.
+  std::vector<Difference> differences_;
+  std::vector<std::vector<EqualReplicas>> equal_;  // Per distinct plan.
+  std::vector<int32_t> plan_of_rank_;
 };
 
 }  // namespace torch_ckpt

@@ -136,6 +136,101 @@ TEST(GlobalPlanTest, AReplicatedTensorIsCutAmongItsRanks) {
   EXPECT_EQ(whole.stored().box_count(), 2);
 }
 
+TEST(GlobalPlanTest, OnlyReplicasThatAreKnownToBeEqualAreCut) {
+  const PlanItem big = whole_item("big", float_facts({4096, 1024}));
+  const World world(4, {object_item("step", 10), big, whole_item("bias", float_facts({3}))});
+  const struct {
+    Digests digests;
+    size_t boxes;  // Of "big".
+    std::vector<int32_t> others;
+  } cases[] = {{{}, 4, {}},
+               {{{0, 5, 1}, {0, 5, 1}, {0, 5, 1}, {0, 5, 1}}, 4, {}},
+               {{{0, 5, 1}, {0, 5, 1}, {0, 6, 1}, {0, 5, 1}}, 1, {2}},
+               {{{0, 5, 1}, {0, 7, 1}, {0, 6, 1}, {0, 5, 1}}, 1, {1, 2}},
+               {{{0, 5, 1}, {0, 0, 1}, {0, 5, 1}, {0, 5, 1}}, 1, {}},
+               {{{0, 0, 1}, {0, 5, 1}, {0, 6, 1}, {0, 5, 1}}, 1, {2}}};
+  for (const auto& [digests, boxes, others] : cases) {
+    for (const bool dedup : {true, false}) {
+      ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world, {.dedup = dedup}, digests));
+      ASSERT_NO_FATAL_FAILURE(expect_everything_once(world, global));
+      const auto stored = global.stored().first_box(2) - global.stored().first_box(1);
+      EXPECT_EQ(static_cast<size_t>(stored), dedup ? boxes : 1u);
+      ASSERT_EQ(global.differences().size(), others.empty() ? 0u : 1u);
+      if (others.empty()) continue;
+      EXPECT_EQ(global.differences()[0].fqn, "big");
+      EXPECT_EQ(global.differences()[0].rank, digests[0][1] == 0 ? 1 : 0);
+      EXPECT_EQ(global.differences()[0].others, others);
+      EXPECT_EQ(global.differences()[0].other_count, std::ssize(others));
+    }
+  }
+}
+
+// What is compared, found by looking at every box of every rank.
+TEST(GlobalPlanTest, OnRandomMeshesReplicasAreComparedAsByLookingAtEveryRank) {
+  using Place = std::pair<std::string, Dims>;  // Of a box: FQN and offsets.
+  for (uint32_t seed = 0; seed < 1000; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const World world = random_world(random);
+    Digests digests;
+    std::map<Place, std::vector<std::pair<int32_t, uint64_t>>> replicas;  // Ranks and digests.
+    for (int32_t rank = 0; rank < std::ssize(world); ++rank) {
+      digests.emplace_back();
+      for (const PlanItem& item : world[static_cast<size_t>(rank)]) {
+        const uint64_t digest = pick(random, 12) == 0 ? static_cast<uint64_t>(pick(random, 3)) : 1;
+        digests.back().push_back(digest);
+        if (item.kind == ItemKind::kObject) continue;
+        const bool is_empty = *checked_numel(item.facts.sizes) == 0;
+        if (is_empty || *checked_numel(item.box.sizes) == 0) continue;
+        replicas[{item.fqn, item.box.offsets}].emplace_back(rank, digest);
+      }
+    }
+    std::set<std::string> different;
+    std::set<Place> equal;
+    for (const auto& [place, of_ranks] : replicas) {
+      std::set<uint64_t> values;
+      for (const auto& [rank, digest] : of_ranks) values.insert(digest);
+      if (of_ranks.size() == 1) continue;
+      if (values.size() == 1 && !values.contains(0)) equal.insert(place);
+      values.erase(0);
+      if (values.size() > 1) different.insert(place.first);
+    }
+    ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world, {}, digests));
+    std::set<std::string> found;
+    for (const Difference& difference : global.differences()) found.insert(difference.fqn);
+    ASSERT_EQ(found, different);
+    std::map<int32_t, std::vector<Place>> places_of_set;
+    for (int32_t rank = 0; rank < std::ssize(world); ++rank) {
+      std::map<int32_t, std::vector<Place>> own;
+      for (const EqualReplicas& run : global.equal_replicas(rank)) {
+        for (int64_t item = run.first; item < run.first + run.count; ++item) {
+          const PlanItem& listed = world[static_cast<size_t>(rank)][static_cast<size_t>(item)];
+          own[run.replica_set].emplace_back(listed.fqn, listed.box.offsets);
+        }
+      }
+      for (const auto& [set, places] : own) {
+        ASSERT_EQ(places_of_set.try_emplace(set, places).first->second, places);
+        for (const Place& place : places) {
+          ASSERT_TRUE(equal.contains(place));
+          const auto& of_ranks = replicas[place];
+          ASSERT_TRUE(std::ranges::any_of(of_ranks, [&](auto& r) { return r.first == rank; }));
+        }
+      }
+    }
+    size_t compared = 0;
+    for (const auto& [set, places] : places_of_set) compared += places.size();
+    ASSERT_EQ(compared, equal.size());
+  }
+}
+
+TEST(GlobalPlanTest, DigestsThatAreNotOnesOfTheItemsAreRefused) {
+  const World world(2, {whole_item("w", float_facts({3})), object_item("step", 10)});
+  EXPECT_OK(plan(world, {}, {{1, 0}, {1, 0}}));
+  EXPECT_CODE(plan(world, {}, {{1, 0}}), StatusCode::kCorruption);
+  EXPECT_CODE(plan(world, {}, {{1, 0}, {1, 0}, {1, 0}}), StatusCode::kCorruption);
+  EXPECT_CODE(plan(world, {}, {{1, 0}, {1}}), StatusCode::kCorruption);
+}
+
 TEST(GlobalPlanTest, WithoutDedupTheLowestRankWritesAReplica) {
   const World world(4, {whole_item("big", float_facts({4096, 1024})), object_item("step", 10)});
   ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world, {.dedup = false}));

@@ -227,7 +227,8 @@ def test_rows_that_do_not_make_up_a_tensor_are_not_committed(path: Path) -> None
     # Rank 0 has the values, others know the tensor's form only.
     device = "cpu" if dist.get_rank() == 0 else "meta"
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    said = why_not({"w": torch.ones(4000, 500, device=device)}, path, planner)
+    state = {"w": torch.ones(4000, 500, device=device)}
+    said = why_not(state, path, planner, check_replicas="off")  # Else it is not cut.
     assert "the rows that the ranks wrote do not cover the tensor" in said
     assert "FastWriter(share_replicas=False)" in said
     dist.barrier()

@@ -323,9 +323,9 @@ class Held:
         self.may_go_on = threading.Event()
         bring = saves.persist
 
-        def wait_first(*args: Any, **how: Any) -> None:
+        def wait_first(*args: Any, **how: Any) -> Any:
             assert self.may_go_on.wait(SOON_S)
-            bring(*args, **how)
+            return bring(*args, **how)
 
         monkeypatch.setattr(saves, "persist", wait_first)
         folder = open_folder(run_of(run))

@@ -315,6 +315,7 @@ class AgentClient:
                 *("--linger", str(options.linger_s), "--threads", str(options.threads)),
                 *("--peers-timeout", str(options.peers_timeout_s)),
                 *("--io", json.dumps(dataclasses.asdict(options.io))),
+                *("--check-replicas", options.check_replicas),
                 *(() if options.persist_on_failure else ("--no-persist-on-failure",)),
             ],
             stdin=subprocess.DEVNULL,

@@ -2,7 +2,8 @@
 
 An epoch is one attempt of all machines to complete the save. Machine 0 chooses a random id for it.
 
-1. Each agent publishes the item lists of its ranks; machine 0 also publishes the epoch.
+1. Each agent publishes the item lists of its ranks, with digests of their values; machine 0 also
+   publishes the epoch.
 2. Once all lists are published, each agent computes the same plan and writes the shares of its
    ranks. It then publishes a manifest of these files and the epoch.
 3. Once all manifests are published, machine 0 commits.
@@ -26,10 +27,23 @@ from dataclasses import dataclass
 from torch_ckpt._core import _native
 from torch_ckpt.agent.manifests import Failure, Manifests, failure_of, raise_failure
 from torch_ckpt.agent.memory import SlotHeader
-from torch_ckpt.agent.persist import Report, commit_files, directory_of, publish, write_shares
+from torch_ckpt.agent.persist import (
+    Report,
+    commit_files,
+    directory_of,
+    publish,
+    values_of,
+    write_shares,
+)
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.options import IoOptions
+from torch_ckpt.planning.replica_check import (
+    DIGEST_NBYTES,
+    CheckReplicas,
+    Difference,
+    warn_of,
+)
 from torch_ckpt.storage.gc import remove_files
 
 __all__ = ["JointSave"]
@@ -70,6 +84,7 @@ class JointSave:
         memories: The slots of this machine, in order of rank.
         io: I/O tuning.
         threads: Number of files to write at a time.
+        check_replicas: How to compare replicas.
         timeout_s: Seconds to wait for other machines.
         is_shutting_down: Returns whether to wait for ``SHUTDOWN_WAIT_S`` at most.
 
@@ -83,6 +98,7 @@ class JointSave:
         *,
         io: IoOptions,
         threads: int,
+        check_replicas: CheckReplicas = "sample",
         timeout_s: float,
         is_shutting_down: Callable[[], bool],
     ) -> None:
@@ -95,6 +111,7 @@ class JointSave:
         self._directory = directory_of(self._first)
         self._io = io
         self._threads = threads
+        self._values = values_of(self._snapshots, check_replicas)
         header = self._headers[0]
         self._files = Manifests(
             *(header.run, header.session, header.sequence, header.node, header.node_count),
@@ -117,6 +134,11 @@ class JointSave:
     def has_written(self) -> bool:
         """Whether this machine has written its share, and waits for the manifests of the others."""
         return self._reports is not None
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The replicas with different values, once all lists were read."""
+        return [] if self._plan is None else self._plan.plan.differences
 
     def begin(self) -> None:
         """Publishes the item lists of this machine's ranks.
@@ -255,6 +277,7 @@ class JointSave:
     def _planned(self) -> _Plan | None:
         """Returns the plan of all ranks, equal on all machines; ``None`` if a list is gone."""
         items: dict[int, bytes] = {}
+        values: dict[int, bytes] = {}
         paths: dict[int, bytes | None] = {}
         ranks_per_node = 0
         for node in range(self._files.node_count):
@@ -268,9 +291,10 @@ class JointSave:
                     f"{facts['save']} instead of {self._save_facts()}"
                 )
             ranks_per_node = ranks_per_node or len(facts["ranks"])
-            items.update(zip(facts["ranks"], blobs[::2], strict=True))
+            items.update(zip(facts["ranks"], blobs[::3], strict=True))
+            values.update(zip(facts["ranks"], blobs[2::3], strict=True))
             for rank, has_paths, rank_paths in zip(
-                facts["ranks"], facts["has_paths"], blobs[1::2], strict=True
+                facts["ranks"], facts["has_paths"], blobs[1::3], strict=True
             ):
                 paths[rank] = rank_paths if has_paths else None
         ranks = sorted(items)
@@ -280,8 +304,16 @@ class JointSave:
                 f"{self._headers[0].world_size}"
             )
         plan = _native.GlobalPlan(
-            [items[rank] for rank in ranks], ranks_per_node, split=True, dedup=True
+            [items[rank] for rank in ranks],
+            ranks_per_node,
+            split=True,
+            dedup=True,
+            # Empty if no machine compares replicas.
+            digests=[values[rank] or _unknown(items[rank]) for rank in ranks]
+            if any(values.values())
+            else [],
         )
+        warn_of(plan.differences)
         return _Plan(plan, [paths[rank] for rank in ranks])
 
     def _all_reports(self) -> list[Report] | None:
@@ -350,7 +382,12 @@ class JointSave:
                 "ranks": [header.rank for header in self._headers],
                 "has_paths": [snapshot.paths is not None for snapshot in self._snapshots],
             }
-            blobs = [blob for s in self._snapshots for blob in (s.items, s.paths or b"")]
+            values = self._values or [b""] * len(self._snapshots)
+            blobs = [
+                blob
+                for snapshot, digests in zip(self._snapshots, values, strict=True)
+                for blob in (snapshot.items, snapshot.paths or b"", digests)
+            ]
             self._files.put("lists", facts, blobs)
         if self._is_coordinator and node not in published["epoch"]:
             self._files.put("epoch", {"epoch": self._epoch})
@@ -386,3 +423,8 @@ class JointSave:
             f"cannot save {self._directory}: no response from {machines} of "
             f"{self._files.node_count} for {time.monotonic() - self._waiting_since:.0f} s"
         )
+
+
+def _unknown(items: bytes) -> bytes:
+    """Returns the digests of the items of a rank that compares no replicas."""
+    return bytes(DIGEST_NBYTES * len(_native.ItemTable.decode(items)))

@@ -1,9 +1,15 @@
-"""A rank's share of the replicas on its machine, across saves."""
+"""A rank's share of the replicas on its machine, across saves.
+
+A share is valid as long as every rank has the same tensors, and replicas that were equal have equal
+values. The ranks compare them before each save, while the tensors are those of training.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import (
@@ -16,20 +22,71 @@ from torch_ckpt.agent.memory import (
 from torch_ckpt.agent.slot_contents import Selection, SlotContents
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.planning.plan_cache import digest_of
+from torch_ckpt.planning.replica_check import (
+    CheckReplicas,
+    Difference,
+    EqualReplicas,
+    agree,
+    combined,
+    numbers_of,
+    warn_of,
+)
+from torch_ckpt.planning.value_digests import value_digests
 
-__all__ = ["MachineShare"]
+__all__ = ["Answer", "Decision", "MachineShare", "decided"]
+
+Decision = Literal["all", "assign", "shares"]
+"""The ranks copy all of their items; or first assign their shares; or copy their shares."""
+
+
+class Answer(NamedTuple):
+    """What a rank tells the others before a save.
+
+    Attributes:
+        can_share: Whether the rank can copy a share.
+        is_assigned: Whether it knows its share.
+        node: Number of its machine.
+        values: The values of its replicas, combined.
+        differences: Replicas on its machine that had different values when shares were assigned,
+            of the first save with these shares.
+    """
+
+    can_share: bool
+    is_assigned: bool
+    node: int
+    values: bytes
+    differences: Sequence[Difference] = ()
+
+
+def decided(answers: Sequence[Answer]) -> Decision:
+    """Returns what all ranks do, from the answers of all. Warns of replicas that differ."""
+    if not all(answer.can_share for answer in answers):
+        return "all"
+    are_assigned = {answer.is_assigned for answer in answers}
+    if are_assigned == {False}:
+        return "assign"
+    by_machine: dict[int, list[bytes]] = {}
+    for answer in answers:
+        by_machine.setdefault(answer.node, []).append(answer.values)
+    found = {difference[0]: difference for answer in answers for difference in answer.differences}
+    warn_of(list(found.values()))
+    is_valid = are_assigned == {True} and all(map(agree, by_machine.values()))
+    return "shares" if is_valid else "all"
 
 
 class MachineShare:
     """A rank's share of the replicas on its machine, across saves.
 
     If every rank has the same tensors as in the previous save, each copies only its share of the
-    replicas. Otherwise every rank copies all of its items. The ranks decide this in each save.
+    replicas. Otherwise, or if replicas that were equal differ, every rank copies all of its items.
+    The ranks decide this in each save.
 
     Args:
         folder: Folder of the run's shared memory.
         run: 16 bytes that identify the run.
         rank: This rank.
+        node: Number of this machine.
+        check_replicas: How to compare replicas.
 
     Attributes:
         tensors: 16 bytes that identify the tensors of the rank in its last save.
@@ -37,10 +94,16 @@ class MachineShare:
             ``NOT_SHARED`` if each copies all of its items.
     """
 
-    def __init__(self, folder: Path, run: bytes, rank: int) -> None:
+    def __init__(
+        self, folder: Path, run: bytes, rank: int, node: int, check_replicas: CheckReplicas
+    ) -> None:
         self._folder = folder
         self._run = run
         self._rank = rank
+        self._node = node
+        self._check_replicas = check_replicas
+        self._equal: Sequence[EqualReplicas] = ()  # Items of the table of this rank's tensors.
+        self._differences: list[Difference] = []  # Of the last assignment, until it is answered.
         self.tensors = b""
         self.sharing = NOT_SHARED
         self._assigned = b""  # Encoded assignment, if the replicas are shared.
@@ -48,8 +111,20 @@ class MachineShare:
         self._selection: Selection | None = None  # For that list; computed on first use.
         self._copied_all: Save = b"", -1  # Last save in which all items were copied.
 
-    def can_share(self, contents: SlotContents, save: Save) -> bool:
-        """Returns whether this rank can copy its share in a save, if all other ranks can."""
+    def answer(self, contents: SlotContents, save: Save) -> Answer:
+        """Returns whether this rank can copy its share in a save, for :func:`decided`."""
+        can_share = self._can_share(contents, save)
+        is_assigned = self.sharing != NOT_SHARED
+        values = b""
+        if can_share and is_assigned and self._check_replicas != "off":
+            digests = value_digests(
+                contents.tensors(), self._check_replicas, numbers_of(self._equal)
+            )
+            values = combined(digests, self._equal)
+        differences, self._differences = self._differences, []
+        return Answer(can_share, is_assigned, self._node, values, differences)
+
+    def _can_share(self, contents: SlotContents, save: Save) -> bool:
         if self._listed != contents.digest:
             self._listed, self._selection = contents.digest, None
             tensors = digest_of(contents.items.tensors().encode())
@@ -68,13 +143,7 @@ class MachineShare:
         self._copied_all = save
 
     def select(self, contents: SlotContents) -> SlotContents:
-        """Returns the contents that this rank copies when all ranks copy shares.
-
-        Raises:
-            CheckpointError: The slots of the previous save are gone.
-        """
-        if self.sharing == NOT_SHARED:
-            self._assign_shares()
+        """Returns the contents that this rank copies when all ranks copy shares."""
         if self._selection is None:
             assignment, items = contents.items.share(self._assigned)
             work = _native.Work(contents.items, assignment)
@@ -83,8 +152,12 @@ class MachineShare:
             self._selection = Selection(work.items, rows, items)
         return contents.select(self._selection)
 
-    def _assign_shares(self) -> None:
-        """Assigns shares from the item lists of the save in which all ranks copied everything."""
+    def assign(self) -> None:
+        """Assigns shares from the slots of the save in which all ranks copied everything.
+
+        Raises:
+            CheckpointError: The slots of the previous save are gone.
+        """
         slots = whole_saves(complete_slots(self._folder, self._run)).get(self._copied_all, [])
         if not slots:
             raise CheckpointError(
@@ -92,9 +165,36 @@ class MachineShare:
             )
         headers = [header for header, _ in slots]
         snapshots = [_native.Slot.open(os.fsencode(path), False).read() for _, path in slots]
-        tables = [_native.ItemTable.decode(s.items).tensors().encode() for s in snapshots]
+        tables = [_native.ItemTable.decode(s.items) for s in snapshots]
         # Another machine may split a tensor at other rows, so that the boxes would overlap.
         split = headers[0].node_count == 1
-        plan = _native.GlobalPlan(tables, len(tables), split=split, whole=False)
-        self._assigned = plan.assignment([header.rank for header in headers].index(self._rank))
+        plan = _native.GlobalPlan(
+            [table.tensors().encode() for table in tables],
+            len(tables),
+            split=split,
+            whole=False,
+            digests=self._values_of(snapshots, tables),
+        )
+        ranks = [header.rank for header in headers]
+        own = ranks.index(self._rank)
+        self._assigned = plan.assignment(own)
+        self._equal = plan.equal_replicas(own)
+        self._differences = [
+            (fqn, ranks[lowest], [ranks[other] for other in others], count)
+            for fqn, lowest, others, count in plan.differences
+        ]
         self.sharing = sharing_of(headers)
+
+    def _values_of(
+        self, snapshots: Sequence[_native.StoredSnapshot], tables: Sequence[_native.ItemTable]
+    ) -> list[bytes]:
+        """Returns the digests of the tensors in each slot; none if replicas are not compared.
+
+        Samples suffice here: the ranks compare their tensors again before they copy shares.
+        """
+        if self._check_replicas == "off":
+            return []
+        return [
+            snapshot.batch(table.tensor_numbers).digests(False, 1)
+            for snapshot, table in zip(snapshots, tables, strict=True)
+        ]

@@ -32,6 +32,7 @@ __all__ = [
     "SlotHeader",
     "agent_lock",
     "complete_slots",
+    "done_mark",
     "folder_of",
     "found_slots",
     "has_agent",
@@ -187,6 +188,11 @@ def short_path(folder: Path) -> Iterator[str]:
 def slot_path(folder: Path, rank: int, number: int) -> Path:
     """Returns the file of a rank's slot."""
     return folder / f"rank-{rank}.{number}"
+
+
+def done_mark(folder: Path, save: Save) -> Path:
+    """Returns the file that marks a save as on disk: the differences of its replicas, as JSON."""
+    return folder / f"done-{save[0].hex()}-{save[1]}"
 
 
 def found_slots(folder: Path) -> Iterator[tuple[int, int, Path]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch_ckpt.options import IoOptions
+from torch_ckpt.planning.replica_check import CheckReplicas, as_mode
 
 __all__ = ["AgentOptions"]
 
@@ -24,6 +25,11 @@ class AgentOptions:
             the write times of two machines. The agent waits at most 30 s after SIGTERM, or once
             the ranks have restarted.
         io: I/O tuning. ``background_nice`` is the niceness of the whole agent process.
+        check_replicas: How ranks and agents find out whether replicas are equal: see
+            :class:`~torch_ckpt.storage.writer.FastWriter`.
+
+    Raises:
+        ValueError: ``check_replicas`` is not one of ``"sample"``, ``"full"`` and ``"off"``.
     """
 
     persist_on_failure: bool = True
@@ -31,3 +37,7 @@ class AgentOptions:
     threads: int = 2
     peers_timeout_s: float = 600.0
     io: IoOptions = field(default_factory=IoOptions)
+    check_replicas: CheckReplicas = "sample"
+
+    def __post_init__(self) -> None:
+        as_mode(self.check_replicas)

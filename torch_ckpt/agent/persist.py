@@ -14,14 +14,24 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torch_ckpt._core import _native
+from torch_ckpt.agent.memory import NOT_SHARED
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import INDEX_MARK, committed_id
 from torch_ckpt.options import IoOptions
+from torch_ckpt.planning.replica_check import CheckReplicas, Difference, warn_of
 from torch_ckpt.storage.file_jobs import write_planned
 from torch_ckpt.storage.gc import remove_files, stale_files
 
-__all__ = ["Report", "commit_files", "directory_of", "persist", "publish", "write_shares"]
+__all__ = [
+    "Report",
+    "commit_files",
+    "directory_of",
+    "persist",
+    "publish",
+    "values_of",
+    "write_shares",
+]
 
 Report = tuple[int, tuple[str, int, bytes], bytes]
 """Rank; name, length and checksums of its file; encoded extents of its items."""
@@ -32,16 +42,23 @@ def persist(
     *,
     io: IoOptions,
     threads: int,
+    check_replicas: CheckReplicas = "sample",
     is_current: Callable[[], bool] = lambda: True,
-) -> None:
+) -> list[Difference]:
     """Writes and commits a checkpoint of one snapshot of every rank.
+
+    Warns of replicas with different values, each of which is stored whole from one rank.
 
     Args:
         snapshots: The snapshots of one save, in order of rank.
         io: I/O tuning; all threads share its buffers.
         threads: Number of files to write at a time.
+        check_replicas: How to compare replicas.
         is_current: Returns whether the slots still contain these snapshots; called before the
             commit.
+
+    Returns:
+        The replicas with different values.
 
     Raises:
         StorageError: A write failed. The new data files are removed, and the previous checkpoint
@@ -54,9 +71,16 @@ def persist(
     directory.create_directories()
     names_before = frozenset(directory.names())
     id_before = committed_id(directory)
+    # Ranks that copied only their shares have compared their replicas before.
+    is_compared = len(snapshots) > 1 and first.header[-1] == NOT_SHARED
     plan = _native.GlobalPlan(
-        [snapshot.items for snapshot in snapshots], len(snapshots), split=True, dedup=True
+        [snapshot.items for snapshot in snapshots],
+        len(snapshots),
+        split=True,
+        dedup=True,
+        digests=values_of(snapshots, check_replicas) if is_compared else [],
     )
+    warn_of(plan.differences)
     save_id = secrets.token_hex(8)
     written: list[str] = []
     try:
@@ -71,6 +95,18 @@ def persist(
         raise
     sizes = {name: nbytes for _, (name, nbytes, _), _ in reports}
     publish(files, sizes, save_id, first, names_before, id_before)
+    return plan.differences
+
+
+def values_of(
+    snapshots: Sequence[_native.StoredSnapshot], check_replicas: CheckReplicas
+) -> list[bytes]:
+    """Returns the digest of the values of each item of each snapshot; none if ``"off"``."""
+    if check_replicas == "off":
+        return []
+    is_full = check_replicas == "full"
+    batches = (snapshot.batch(range(len(snapshot.extents))) for snapshot in snapshots)
+    return [batch.digests(is_full, 1) for batch in batches]
 
 
 def write_shares(

@@ -87,6 +87,7 @@ class Agent:
             io=options.io,
             threads=options.threads,
             peers_timeout_s=options.peers_timeout_s,
+            check_replicas=options.check_replicas,
             is_shutting_down=self._is_shutting_down,
         )
         self._first_within_s = options.linger_s

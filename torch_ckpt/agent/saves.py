@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ckpt.agent.joint_save import JointSave
-from torch_ckpt.agent.memory import Save, SlotHeader
+from torch_ckpt.agent.memory import Save, SlotHeader, done_mark
 from torch_ckpt.agent.persist import persist
 from torch_ckpt.agent.slots import SlotFile, Slots, SlotScan
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import IoOptions
+from torch_ckpt.planning.replica_check import CheckReplicas, Difference
 
 __all__ = ["Saves"]
 
@@ -56,6 +58,7 @@ class Saves:
         io: I/O tuning.
         threads: Number of files to write at a time.
         peers_timeout_s: Seconds that a save waits for other machines.
+        check_replicas: How to compare replicas.
         is_shutting_down: Returns whether a save waits for a short time only; called without the
             lock.
     """
@@ -69,6 +72,7 @@ class Saves:
         io: IoOptions,
         threads: int,
         peers_timeout_s: float,
+        check_replicas: CheckReplicas,
         is_shutting_down: Callable[[Save], bool],
     ) -> None:
         self._folder = folder
@@ -77,6 +81,7 @@ class Saves:
         self._io = io
         self._threads = threads
         self._peers_timeout_s = peers_timeout_s
+        self._check_replicas = check_replicas
         self._is_shutting_down = is_shutting_down
         self._requested: set[Save] = set()
         self._offered: set[Save] = set()
@@ -137,12 +142,13 @@ class Saves:
     def _run_local(self, save: Save, slots: list[SlotFile]) -> None:
         """Persists one save of this machine. Runs in its own thread, without the lock."""
         error: BaseException | None = None
+        differences: Sequence[Difference] = ()
         try:
-            self._persist(slots)
+            differences = self._persist(slots)
         except BaseException as problem:
             error = problem
         with self._changed:
-            self._set_ended(save, slots, error)
+            self._set_ended(save, slots, error, differences)
             self.is_running = False
             self.begin_next()
 
@@ -161,7 +167,9 @@ class Saves:
                 time.sleep(pause_s)
             with self._changed:
                 if ended is not None:
-                    self._set_ended(ended[0], pending.pop(ended[0]).slots, ended[1])
+                    entry = pending.pop(ended[0])
+                    differences = () if entry.joint is None else entry.joint.differences
+                    self._set_ended(ended[0], entry.slots, ended[1], differences)
                 withdrawn = self._update_pending(pending)
                 self.is_running = bool(pending)
                 self.begin_next()
@@ -194,6 +202,7 @@ class Saves:
                 [slot.memory for slot in entry.slots if slot.memory is not None],
                 io=self._io,
                 threads=self._threads,
+                check_replicas=self._check_replicas,
                 timeout_s=self._peers_timeout_s,
                 is_shutting_down=lambda: self._is_shutting_down(save),
             )
@@ -223,8 +232,14 @@ class Saves:
             pending[save].is_offered = save in offered
         return withdrawn
 
-    def _set_ended(self, save: Save, slots: list[SlotFile], error: BaseException | None) -> None:
-        """Records the outcome of a save."""
+    def _set_ended(
+        self,
+        save: Save,
+        slots: list[SlotFile],
+        error: BaseException | None,
+        differences: Sequence[Difference],
+    ) -> None:
+        """Records the outcome of a save, and the differences of its replicas."""
         if error is not None:
             _log.warning("cannot persist save %d: %s", save[1], error)
         for slot in slots:
@@ -233,25 +248,27 @@ class Saves:
         self._offered.discard(save)
         with contextlib.suppress(OSError):
             if error is None:
-                self._mark_done(save)
+                self._mark_done(save, differences)
             else:
                 self._errors[save] = f"{type(error).__name__}: {error}"
                 self._failure(save).write_text(self._errors[save])
         self._changed.notify_all()
 
-    def _persist(self, slots: list[SlotFile]) -> None:
+    def _persist(self, slots: list[SlotFile]) -> list[Difference]:
         memories = [slot.memory for slot in slots if slot.memory is not None]
         snapshots = [memory.read() for memory in memories]
         headers = [SlotHeader.of(memory) for memory in memories]
         if not snapshots[0].directory:
             raise CheckpointError("cannot persist the save: it has no directory")
-        persist(
+        differences = persist(
             snapshots,
             io=self._io,
             threads=self._threads,
+            check_replicas=self._check_replicas,
             is_current=lambda: [SlotHeader.of(memory) for memory in memories] == headers,
         )
         _log.info("step %d is on disk", headers[0].step)
+        return differences
 
     def _forget_failure(self, save: Save) -> None:
         self._errors.pop(save, None)
@@ -260,15 +277,12 @@ class Saves:
     def _failure(self, save: Save) -> Path:
         return self._folder / f"failed-{save[0].hex()}-{save[1]}"
 
-    def _mark_done(self, save: Save) -> None:
+    def _mark_done(self, save: Save, differences: Sequence[Difference]) -> None:
         self._done.add(save)
-        self._mark(save).touch()
+        done_mark(self._folder, save).write_text(json.dumps(differences))
         for old in sorted(self._done)[:-_MAX_MARKS]:
             self._done.discard(old)
-            self._mark(old).unlink(missing_ok=True)
-
-    def _mark(self, save: Save) -> Path:
-        return self._folder / f"done-{save[0].hex()}-{save[1]}"
+            done_mark(self._folder, old).unlink(missing_ok=True)
 
 
 def _progress(pending: dict[Save, _PendingSave]) -> list[tuple[Save, bool]]:

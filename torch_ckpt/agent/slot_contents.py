@@ -16,7 +16,7 @@ from torch_ckpt._core.tensors import to_plain
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.formats.object_pickles import warn_of_refused
 from torch_ckpt.planning.item_views import ColumnItems, to_write_item
-from torch_ckpt.planning.save_planner import FastSavePlanner
+from torch_ckpt.planning.save_planner import FastSavePlanner, NoColumnsError
 from torch_ckpt.storage.data_file import pickle_item
 
 __all__ = ["Selection", "SlotContents"]
@@ -102,15 +102,21 @@ class SlotContents:
         """
         planner = FastSavePlanner(enable_plan_caching=False)
         planner.set_up_planner(_without_stateful(state_dict))
-        listed: Any = planner.create_local_plan().items
-        if not isinstance(listed, ColumnItems) or listed.encoded is None:
+        try:
+            listed = planner.list_items()
+        except NoColumnsError as error:
             raise UnsupportedError(
                 "cannot stage this state dict: it has no columnar form, so save it without an agent"
-            )
+            ) from error
+        assert listed.encoded is not None
         items = _native.ItemTable.decode(listed.encoded)
         sources = planner.sources(range(len(items)))
         assert sources is not None
         return cls(planner, listed, items, sources, {})
+
+    def tensors(self) -> list[Any]:
+        """Returns the tensors, in order; ``None`` for one that only DCP can resolve."""
+        return [self._sources[number] for number in self.items.tensor_numbers]
 
     def select(self, selection: Selection) -> SlotContents:
         """Returns the contents of a selection."""

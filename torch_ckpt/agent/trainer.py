@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
+import json
 import logging
 import os
 import secrets
@@ -22,12 +24,13 @@ import torch.distributed as dist
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.agent.client import AgentClient, Place
-from torch_ckpt.agent.machine_share import MachineShare
+from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
     Save,
     SlotHeader,
     complete_slots,
+    done_mark,
     folder_of,
     open_folder,
     run_of,
@@ -42,6 +45,7 @@ from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
+from torch_ckpt.planning.replica_check import warn_of
 from torch_ckpt.storage.progress import Phases, is_first
 
 __all__ = ["MemoryCheckpoint", "OnBusy", "SnapshotAgent", "StagedSave"]
@@ -136,11 +140,15 @@ class SnapshotAgent:
         self._group = group_of(process_group)
         self._stages = self._group.series()
         self._place = _find_place(run, self._group, timeout_s)
-        self._client = AgentClient(run, self._place, options or AgentOptions(), timeout_s=timeout_s)
+        options = options or AgentOptions()
+        self._client = AgentClient(run, self._place, options, timeout_s=timeout_s)
         self._sequence = 0
         self._newest: Path | None = None  # Slot of the last save, if it was staged.
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # Inode and mapped slot by path.
-        self._share = MachineShare(self._client.folder, self._place.run, self._place.rank)
+        self._share = MachineShare(
+            *(self._client.folder, self._place.run, self._place.rank, self._place.node),
+            options.check_replicas,
+        )
         self._devices = _native.Devices()
         self._lock = threading.Lock()
         self._has_left = False
@@ -184,7 +192,8 @@ class SnapshotAgent:
 
         All ranks call this method, with the saves in the same order. In the first save, each rank
         copies all of its items. Later, while all ranks have the same tensors as in the previous
-        save, each rank copies only its share of the replicas on its machine.
+        save, each rank copies only its share of the replicas on its machine. If replicas that were
+        equal differ, all ranks copy all of their items once.
 
         Args:
             state_dict: State dict of this rank, as for ``dcp.save``.
@@ -279,14 +288,21 @@ class SnapshotAgent:
         """
         found: list[tuple[Location, SlotContents]] = []
 
-        def own() -> bool:
+        def list_and_answer() -> Answer:
             found.append(list_items())
-            return self._share.can_share(found[0][1], save)
+            return self._share.answer(found[0][1], save)
 
-        is_shared = self._stages.decide("staging", own, all, timeout_s=self.timeout_s)
-        if not is_shared:
+        def assign_and_answer() -> Answer:
+            self._share.assign()
+            return self._share.answer(found[0][1], save)
+
+        decide = functools.partial(self._stages.decide, "staging", timeout_s=self.timeout_s)
+        decision: Decision = decide(list_and_answer, decided)
+        if decision == "assign":  # In the save after one in which all copied everything.
+            decision = decide(assign_and_answer, decided)
+        if decision != "shares":
             self._share.reset()
-        return *found[0], is_shared
+        return *found[0], decision == "shares"
 
     def withdraw(self) -> None:
         """Discards the save that was staged last."""
@@ -309,6 +325,9 @@ class SnapshotAgent:
             client.persist(staged.header.sequence)
         finally:
             client.close()
+        if self._group.is_coordinator:
+            with contextlib.suppress(OSError, ValueError):  # The agent removes old marks.
+                warn_of(json.loads(done_mark(client.folder, staged.header.save).read_text()))
 
     @exclusive("save with the agent")
     def async_save(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch_ckpt.agent.memory import run_of
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.process import run_agent
 from torch_ckpt.cli.arguments import seconds
 from torch_ckpt.options import IoOptions
+from torch_ckpt.planning.replica_check import CheckReplicas
 
 __all__ = ["add_to"]
 
@@ -60,6 +61,12 @@ def add_to(commands: Any) -> None:
         help="fields of IoOptions, as a JSON object",
     )
     parser.add_argument(
+        "--check-replicas",
+        choices=get_args(CheckReplicas),
+        default=defaults.check_replicas,
+        help="how to find out whether replicas are equal (default: %(default)s)",
+    )
+    parser.add_argument(
         "--no-persist-on-failure",
         action="store_true",
         help="do not write the newest snapshot to disk when trainers die",
@@ -76,6 +83,7 @@ def _agent(options: argparse.Namespace) -> int:
             threads=options.threads,
             peers_timeout_s=options.peers_timeout,
             io=options.io,
+            check_replicas=options.check_replicas,
         ),
         first_within_s=options.first_within,
     )

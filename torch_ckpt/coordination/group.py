@@ -302,13 +302,21 @@ class Call:
 
         return bool(self._exchange(phase, bytes([answer]), decide)[0])
 
-    def all_equal(self, answer: bytes, phase: str) -> bool:
-        """Returns whether ``answer`` is the same on all ranks."""
+    def decide(
+        self, answer: bytes, decide: Callable[[Sequence[bytes]], bool], phase: str
+    ) -> bool:
+        """Returns on every rank what ``decide`` returns on the coordinator.
 
-        def decide(answers: Sequence[Any]) -> bytes:
-            return bytes([len({bytes(answer) for answer in answers}) == 1])
+        Args:
+            answer: This rank's answer.
+            decide: Called with the answers of all ranks. Must not raise.
+            phase: Name of the phase, for messages.
+        """
 
-        return bool(self._exchange(phase, answer, decide)[0])
+        def decided(answers: Sequence[Any]) -> bytes:
+            return bytes([decide([bytes(answer) for answer in answers])])
+
+        return bool(self._exchange(phase, answer, decided)[0])
 
     def claim_commit(self) -> None:
         """Acquires the right to publish the checkpoint. Called by the coordinator.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -22,7 +23,16 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch_ckpt.coordination.group import Call
 from torch_ckpt.errors import CheckpointError
 
-__all__ = ["PlanUnknownError", "is_replanning", "load", "save", "state_dicts_of"]
+__all__ = [
+    "PlanUnknownError",
+    "calling_planner",
+    "is_replanning",
+    "load",
+    "save",
+    "state_dicts_of",
+]
+
+_MAX_FRAMES = 8  # Between a method of a writer and the function that saves.
 
 
 class PlanUnknownError(CheckpointError):
@@ -30,6 +40,29 @@ class PlanUnknownError(CheckpointError):
 
 
 _replanning: ContextVar[bool] = ContextVar("torch_ckpt_replanning", default=False)
+
+
+_planner: ContextVar[SavePlanner | None] = ContextVar("torch_ckpt_planner", default=None)
+
+
+def calling_planner() -> SavePlanner | None:
+    """Returns the planner of the save that calls this function; ``None`` if it is unknown.
+
+    For the methods of a writer before the plans are exchanged. DCP passes the planner to a writer
+    only afterwards. Until then, it is a variable of DCP's function that calls the writer. A
+    caller must do without it.
+    """
+    if _planner.get() is not None:
+        return _planner.get()
+    frame = sys._getframe(1)
+    for _ in range(_MAX_FRAMES):
+        planner = frame.f_locals.get("planner")
+        if isinstance(planner, SavePlanner):
+            return planner
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
 
 
 def is_replanning() -> bool:
@@ -75,7 +108,11 @@ def save(
         chosen.set_up_planner(**arguments)  # type: ignore[arg-type]
         set_up: Any = writer.set_up_storage_writer
         _set_up(set_up, group.is_coordinator, rank=group.rank, use_collectives=use_collectives)
-        return writer.prepare_local_plan(chosen.create_local_plan())
+        token = _planner.set(chosen)
+        try:
+            return writer.prepare_local_plan(chosen.create_local_plan())
+        finally:
+            _planner.reset(token)
 
     def plan_for_all(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata

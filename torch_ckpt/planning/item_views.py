@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import (
 from torch_ckpt._core import _native
 from torch_ckpt._core.lazy_views import LazyMapping
 from torch_ckpt._core.tensors import to_properties
+from torch_ckpt.planning.replica_check import EqualReplicas, combined
 from torch_ckpt.planning.replicas import cut_item
 
 __all__ = [
@@ -127,10 +128,15 @@ class ColumnItems(PlannedItems):
         paths: The paths of their values in the nested state dict, encoded.
         digest: Digest of all inputs of the plan: 16 bytes.
         token: The rank's token from an earlier save of the same list; ``None`` if there is none.
+        values: Digest of the values of each item; ``None`` if they are not compared, or if
+            ``combined_values`` has them.
+        combined_values: With a token, the values of replicas: see
+            :func:`~torch_ckpt.planning.replica_check.combined`.
 
     Attributes:
         by_token: Whether the rank sends only the digest and the token. The writer sets it if the
             coordinator does not access individual items.
+        equal: With a token, the items whose replicas were equal when the plan was made.
         planner: Reference to the planner that listed the items; ``None`` on other ranks.
     """
 
@@ -140,18 +146,25 @@ class ColumnItems(PlannedItems):
         paths: bytes | None = None,
         digest: bytes = b"",
         token: bytes | None = None,
+        values: bytes | None = None,
+        combined_values: bytes | None = None,
     ) -> None:
         super().__init__(encoded)
         self.paths = paths
         self.digest = digest
         self.token = token
+        self.values = values
+        self.combined_values = combined_values
         self.by_token = False
+        self.equal: Sequence[EqualReplicas] = ()
         self.planner: weakref.ref[SavePlanner] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.by_token:
-            return ColumnItems, (None, None, self.digest, self.token)
-        return ColumnItems, (self.encoded, self.paths, self.digest, self.token)
+        values, combined_values = self.values, self.combined_values
+        if self.token is not None and values is not None:
+            values, combined_values = None, combined(values, self.equal)
+        items = (None, None) if self.by_token else (self.encoded, self.paths)
+        return ColumnItems, (*items, self.digest, self.token, values, combined_values)
 
 
 class AssignedItems(PlannedItems):
@@ -161,6 +174,7 @@ class AssignedItems(PlannedItems):
         encoded: All items that the rank listed, encoded. Not sent to the rank.
         assignment: The items to write, encoded; ``None`` if the rank's cached work is valid.
         token: The token that the rank sends in the next save of the same list.
+        equal: With an assignment, the items of the rank whose replicas are equal.
         plan: The global plan. Not sent to the rank.
     """
 
@@ -169,14 +183,16 @@ class AssignedItems(PlannedItems):
         encoded: bytes | None,
         assignment: bytes | None,
         token: bytes,
+        equal: Sequence[EqualReplicas] = (),
         plan: GlobalPlanEntry | None = None,
     ) -> None:
         super().__init__(encoded, assignment)
         self.token = token
+        self.equal = equal
         self.plan = plan
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return AssignedItems, (None, self.assignment, self.token)
+        return AssignedItems, (None, self.assignment, self.token, self.equal)
 
 
 def to_write_item(described: _native.WorkItem) -> WriteItem:

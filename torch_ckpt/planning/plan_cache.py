@@ -6,6 +6,10 @@ ranks by digest, together with the global plans. So one save can combine ranks t
 ranks that send a digest. If the coordinator has a global plan of exactly these lists, it assigns no
 new work to a rank whose token names this plan. Every other rank receives an assignment.
 
+A plan divides tensors whose replicas were equal. With its token, a rank therefore sends a digest of
+their present values, combined for each set of replicas: 12 bytes for each set. If they differ, all
+ranks replan. The new plan stores the tensors that differ whole, also when they are equal again.
+
 A lookup removes the rank's entry from the cache, and a successful plan adds it again. So an invalid
 entry can fail at most one save.
 """
@@ -23,6 +27,7 @@ from typing import Generic, TypeVar
 from torch_ckpt._core import _native
 from torch_ckpt.coordination.orchestrate import is_replanning
 from torch_ckpt.planning.item_views import ColumnItems, GlobalPlanEntry
+from torch_ckpt.planning.replica_check import EqualReplicas
 from torch_ckpt.process_state import PROCESS
 
 __all__ = [
@@ -47,10 +52,12 @@ class RankPlanEntry:
     Attributes:
         token: Identifies the global plan and the rank within it.
         work: The items that the rank wrote.
+        equal: The items of the rank whose replicas were equal.
     """
 
     token: bytes
     work: _native.Work
+    equal: Sequence[EqualReplicas] = ()
 
 
 class _Recent(Generic[_V]):
@@ -123,11 +130,10 @@ class PlanCache:
         with self._lock:
             return self._of_rank.pop(digest)
 
-    def token(self, digest: bytes) -> bytes | None:
-        """Returns this rank's token of a list; ``None`` if there is none."""
+    def peek(self, digest: bytes) -> RankPlanEntry | None:
+        """Returns this rank's entry of a list, which stays; ``None`` if there is none."""
         with self._lock:
-            entry = self._of_rank.find(digest)
-        return None if entry is None else entry.token
+            return self._of_rank.find(digest)
 
     def add(self, digest: bytes, entry: RankPlanEntry) -> None:
         """Adds this rank's entry. Called after the coordinator has returned the rank's plan."""
@@ -169,7 +175,9 @@ def new_entry(plan: _native.GlobalPlan, listed: Sequence[ColumnItems]) -> Global
         listed: The item lists of all ranks, from which the plan was made.
     """
     paths = list(dict.fromkeys(items.paths for items in listed if items.paths is not None))
-    return GlobalPlanEntry(plan, paths, os.urandom(16), {items.digest: items for items in listed})
+    # Without the digests of values, which are those of one save.
+    lists = {items.digest: ColumnItems(items.encoded, items.paths, items.digest) for items in listed}
+    return GlobalPlanEntry(plan, paths, os.urandom(16), lists)
 
 
 def token_of(entry: GlobalPlanEntry, rank: int) -> bytes:

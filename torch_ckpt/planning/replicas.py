@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -30,9 +31,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.tensor import DTensor
 
-from torch_ckpt._core import _native
+from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.errors import CheckpointError, UnsupportedError
+from torch_ckpt.planning.replica_check import DIGEST_NBYTES, CheckReplicas, warn_of
+from torch_ckpt.planning.value_digests import value_digests
 
 __all__ = [
     "OBJECT_NBYTES",
@@ -103,12 +107,14 @@ class RankItems:
         ranks_per_node: The number of ranks on the rank's machine.
         encoded: The items, encoded by :meth:`_native.ItemTable.encode`.
         count: The number of items.
+        digests: The digest of the values of each item; ``None`` if they are not compared.
     """
 
     rank: int
     ranks_per_node: int
     encoded: bytes
     count: int
+    digests: bytes | None = None
 
     def as_storage_data(self) -> _StoragePrefix:
         """Returns DCP's ``storage_data`` with these items attached."""
@@ -141,15 +147,54 @@ class PlanChanges(_StoragePrefix):
     added: list[WriteItem] = field(default_factory=list)
 
 
-def list_rank_items(items: Sequence[WriteItem], rank: int) -> RankItems | None:
-    """Lists a rank's items; ``None`` if a table cannot represent one of them."""
+def list_rank_items(
+    items: Sequence[WriteItem],
+    rank: int,
+    planner: SavePlanner | None = None,
+    check_replicas: CheckReplicas = "off",
+) -> RankItems | None:
+    """Lists a rank's items; ``None`` if a table cannot represent one of them.
+
+    Args:
+        items: The items that the planner listed.
+        rank: The rank.
+        planner: The planner; ``None`` if it is unknown.
+        check_replicas: How to compare the values of replicas.
+    """
     table = _native.ItemTable()
     try:
         for item in items:
             list_item(table, item)
     except (ValueError, TypeError):
         return None
-    return RankItems(rank, ranks_per_node(), table.encode(), len(table))
+    digests = None
+    if check_replicas != "off":
+        sources = [_value_of(item, planner) for item in items]
+        digests = value_digests(sources, check_replicas)
+    return RankItems(rank, ranks_per_node(), table.encode(), len(table), digests)
+
+
+def _value_of(item: WriteItem, planner: SavePlanner | None) -> torch.Tensor | None:
+    """Returns the tensor of an item in the planner's state dict; ``None`` if it is unknown.
+
+    A planner may make another tensor from it when the item is written. Equal tensors make equal
+    ones.
+    """
+    data = item.tensor_data
+    if data is None or data.chunk is None or not isinstance(planner, DefaultSavePlanner):
+        return None
+    if type(planner).lookup_object is not DefaultSavePlanner.lookup_object:
+        return None  # It may create the tensor, which takes long.
+    value = getattr(planner, "state_dict", {}).get(item.index.fqn)
+    if type(value) is DTensor:
+        value = value._local_tensor
+    if not _tensor_view.is_plannable(value):
+        try:
+            value = planner.lookup_object(item.index)
+        except Exception:  # The write reports it.
+            return None
+    is_tensor = isinstance(value, torch.Tensor) and value.size() == data.chunk.sizes
+    return value if is_tensor else None
 
 
 def ranks_per_node() -> int:
@@ -221,11 +266,15 @@ def _name(value: torch.dtype | torch.memory_format) -> str:
     return str(value).removeprefix("torch.")
 
 
-def share_out(plans: list[SavePlan]) -> list[SavePlan]:
+def share_out(plans: list[SavePlan], *, compare: bool) -> list[SavePlan]:
     """Reassigns the replicas in a planner's plans, so that all ranks write about as much.
 
     Returns the plans unchanged if DCP's plan caching is in use, because a rank may then write by a
-    cached plan that the coordinator did not receive.
+    cached plan that the coordinator did not receive. Warns of replicas whose values differ.
+
+    Args:
+        plans: The plans of all ranks.
+        compare: Whether a tensor stays whole unless its replicas are known to be equal.
 
     Returns:
         The plans, with :class:`PlanChanges` as ``storage_data``. Only tensors that the ranks
@@ -244,9 +293,16 @@ def share_out(plans: list[SavePlan]) -> list[SavePlan]:
     ):
         return plans
     try:
-        balanced = _native.GlobalPlan([items.encoded for items in lists], lists[0].ranks_per_node)
+        balanced = _native.GlobalPlan(
+            [items.encoded for items in lists],
+            lists[0].ranks_per_node,
+            digests=[items.digests or bytes(DIGEST_NBYTES * items.count) for items in lists]
+            if compare
+            else [],
+        )
     except ValueError:
         return plans  # The planner accepted overlapping boxes or holes.
+    warn_of(balanced.differences)
     writers: dict[_Box, list[_Writer]] = {}
     for rank, items in enumerate(lists):
         for fqn, box, rows in balanced.written(rank, items.encoded):

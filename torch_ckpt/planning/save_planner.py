@@ -39,9 +39,19 @@ from torch_ckpt.planning.plan_cache import (
     token_of,
 )
 from torch_ckpt.planning.rank_state import check_rank_states
+from torch_ckpt.planning.replica_check import (
+    DIGEST_NBYTES,
+    CheckReplicas,
+    agree,
+    as_mode,
+    combined,
+    numbers_of,
+    warn_of,
+)
 from torch_ckpt.planning.replicas import CutItem, ranks_per_node
+from torch_ckpt.planning.value_digests import has_other_ranks, value_digests
 
-__all__ = ["FastSavePlanner"]
+__all__ = ["FastSavePlanner", "NoColumnsError"]
 
 _RULES_VERSION = 1  # Version of the planning rules. Cached plans of other versions are invalid.
 
@@ -51,8 +61,8 @@ class FastSavePlanner(DefaultSavePlanner):
 
     The engine lists, checks and assigns the items in columns, without a Python object per tensor.
     Each replicated tensor is assigned to the rank with the least data to write. A tensor that
-    exceeds the fair share of a rank is cut by rows. The result is a DCP checkpoint with the same
-    values. Writers other than :class:`FastWriter` receive DCP's items.
+    exceeds the fair share of a rank is cut by rows, if its replicas are equal. The result is a DCP
+    checkpoint with the same values. Writers other than :class:`FastWriter` receive DCP's items.
 
     A subclass can override any method of ``DefaultSavePlanner``. If it overrides
     ``create_local_plan``, ``create_global_plan`` or ``finish_plan``, plans have DCP's own items,
@@ -65,16 +75,20 @@ class FastSavePlanner(DefaultSavePlanner):
         dedup_replicated_tensors: No effect, as in DCP.
         dedup_save_to_lowest_rank: Whether the lowest rank writes all replicated tensors, uncut.
         enable_plan_caching: Whether to reuse a plan if all ranks save the same names, shapes,
-            dtypes and placements. Each rank then sends 36 bytes, except within DCP's own
-            functions. DCP's own plan cache is not used.
+            dtypes and placements. Each rank then sends 36 bytes, and 12 for each set of ranks with
+            the same replicas, except within DCP's own functions. DCP's own plan cache is not used.
+        check_replicas: How the ranks find out whether their replicas are equal: by a ``"sample"``
+            of up to 8 KiB of each tensor, by the ``"full"`` tensors, or ``"off"``. A tensor whose
+            values differ is stored whole from one rank, and the coordinator warns of it once. With
+            ``"off"``, the stored tensor may mix the rows of the ranks.
 
     Attributes:
         plan_cache: The plan cache of this process. It counts hits and misses.
 
     Raises:
-        ValueError: Boxes of a tensor overlap, are listed twice, are outside the tensor, or do not
-            cover it. The message names FQNs, ranks and boxes. Raised by a save, in the
-            ``CheckpointException`` of every rank.
+        ValueError: ``check_replicas`` is not one of the three. Or boxes of a tensor overlap, are
+            listed twice, are outside the tensor, or do not cover it. The message names FQNs, ranks
+            and boxes. Raised by a save, in the ``CheckpointException`` of every rank.
         MismatchError: Ranks disagree on the dtype or sizes of a tensor. Raised in the same way.
 
     Example::
@@ -90,6 +104,8 @@ class FastSavePlanner(DefaultSavePlanner):
         dedup_replicated_tensors: bool | None = None,
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = True,
+        *,
+        check_replicas: CheckReplicas = "sample",
     ) -> None:
         super().__init__(
             flatten_state_dict,
@@ -98,6 +114,7 @@ class FastSavePlanner(DefaultSavePlanner):
             dedup_save_to_lowest_rank,
         )
         self.enable_plan_caching = enable_plan_caching
+        self.check_replicas = as_mode(check_replicas)
         self.plan_cache = plan_cache()
         self._listed: ColumnItems | None = None
         self._cached: RankPlanEntry | None = None  # This rank's entry for the list, if any.
@@ -147,7 +164,7 @@ class FastSavePlanner(DefaultSavePlanner):
             try:
                 with gc_paused():
                     self.plan = self._plan_in_columns()
-            except _NoColumnsError:
+            except NoColumnsError:
                 return super().create_local_plan()
         return self.plan
 
@@ -156,22 +173,24 @@ class FastSavePlanner(DefaultSavePlanner):
         listed: list[Any] = [plan.items for plan in all_plans]
         if not all(isinstance(items, ColumnItems) for items in listed):
             return super().create_global_plan(self._with_dcp_items(all_plans))
-        tokens = [items.token for items in listed]
-        listed = self._complete(listed)
+        sent: list[ColumnItems] = listed
+        listed = self._complete(sent)
         digests = [items.digest for items in listed]
         entry = self.plan_cache.find_global(digests) if self.enable_plan_caching else None
+        if entry is not None and self._compares(sent):
+            entry = entry if _have_equal_values(listed, sent, entry) else None
         if entry is None:
-            balance = not self.dedup_save_to_lowest_rank
-            encoded = [items.encoded or b"" for items in listed]
-            made = _native.GlobalPlan(encoded, ranks_per_node(), split=balance, dedup=balance)
-            entry = new_entry(made, listed)
+            entry = new_entry(self._made_plan(listed, sent), listed)
             if self.enable_plan_caching:
                 self.plan_cache.add_global(digests, entry)
         answers = []
         for rank, items in enumerate(listed):
             token = token_of(entry, rank)
-            assignment = None if token == tokens[rank] else entry.plan.assignment(rank)
-            answers.append(_as_list(AssignedItems(items.encoded, assignment, token, entry)))
+            assignment, equal = None, []
+            if token != sent[rank].token:
+                assignment = entry.plan.assignment(rank)
+                equal = entry.plan.equal_replicas(rank)
+            answers.append(_as_list(AssignedItems(items.encoded, assignment, token, equal, entry)))
         self.global_plan = [
             dataclasses.replace(plan, items=answer, planner_data=None)
             for plan, answer in zip(all_plans, answers, strict=True)
@@ -184,6 +203,39 @@ class FastSavePlanner(DefaultSavePlanner):
             stored, paths = stored.copy(), None if paths is None else paths.copy()
         self.metadata = Metadata(stored, planner_data=paths)
         return self.global_plan, self.metadata
+
+    def _compares(self, sent: Sequence[ColumnItems]) -> bool:
+        """Returns whether the ranks compare the values of their replicas."""
+        return self.check_replicas != "off" and len(sent) > 1
+
+    def _made_plan(
+        self, listed: Sequence[ColumnItems], sent: Sequence[ColumnItems]
+    ) -> _native.GlobalPlan:
+        """Returns a new plan, and warns of replicas whose values differ.
+
+        Args:
+            listed: The lists of all ranks.
+            sent: What the ranks have sent: lists, or tokens in place of them.
+
+        Raises:
+            PlanUnknownError: Some ranks sent their values combined, for another plan.
+        """
+        values: list[bytes] = []
+        if self._compares(sent):
+            combined = [rank for rank, items in enumerate(sent) if items.combined_values is not None]
+            if combined:
+                raise PlanUnknownError(
+                    f"cannot plan: the replicas of ranks {combined[:8]} may differ from those of "
+                    "other ranks, for which they have no plan"
+                )
+            values = [_values_of(*items) for items in zip(listed, sent, strict=True)]
+        balance = not self.dedup_save_to_lowest_rank
+        encoded = [items.encoded or b"" for items in listed]
+        made = _native.GlobalPlan(
+            encoded, ranks_per_node(), split=balance, dedup=balance, digests=values
+        )
+        warn_of(made.differences)
+        return made
 
     def _complete(self, listed: Sequence[ColumnItems]) -> list[ColumnItems]:
         """Returns the lists of all ranks, with digests replaced by the cached lists.
@@ -229,7 +281,7 @@ class FastSavePlanner(DefaultSavePlanner):
         if answer.assignment is not None:
             items = PlannedItems(self._listed.encoded, answer.assignment)
             if self.enable_plan_caching:
-                entry = RankPlanEntry(answer.token, items.work)
+                entry = RankPlanEntry(answer.token, items.work, answer.equal)
                 self.plan_cache.add(self._listed.digest, entry)
         elif cached is not None and cached.token == answer.token:
             items = PlannedItems(self._listed.encoded, work=cached.work)
@@ -279,13 +331,30 @@ class FastSavePlanner(DefaultSavePlanner):
         return overrides(self, FastSavePlanner, names)
 
     def _plan_in_columns(self) -> SavePlan:
+        listed = self.list_items()
+        if self.check_replicas != "off" and has_other_ranks():
+            # With a token, only replicas that were equal.
+            numbers = None if listed.token is None else numbers_of(listed.equal)
+            listed.values = value_digests(self._sources, self.check_replicas, numbers)
+        paths = None if listed.paths is None else PlannedPaths([listed.paths])
+        return SavePlan(_as_list(listed), planner_data=paths)
+
+    def list_items(self) -> ColumnItems:
+        """Lists the items of this rank in columns, without the values of the tensors.
+
+        Raises:
+            NoColumnsError: A table cannot represent the state dict.
+        """
         try:
             table, self._sources = table_of(self.state_dict)
             paths = _native.encode_paths(self.mappings) if self.flatten_state_dict else None
         except (ValueError, TypeError) as error:
-            raise _NoColumnsError from error
+            raise NoColumnsError from error
         encoded = table.encode()
-        options = f"{_RULES_VERSION} {self.dedup_save_to_lowest_rank} {ranks_per_node()}"
+        options = (
+            f"{_RULES_VERSION} {self.dedup_save_to_lowest_rank} {ranks_per_node()} "
+            f"{self.check_replicas}"
+        )
         digest = digest_of(encoded, paths or b"", options.encode())
         self._cached = None
         # Within DCP's own functions, the coordinator is unknown, so its cache may lack the list.
@@ -293,13 +362,34 @@ class FastSavePlanner(DefaultSavePlanner):
             self._cached = self.plan_cache.find(digest)
         token = None if self._cached is None else self._cached.token
         self._listed = ColumnItems(encoded, paths, digest, token)
+        self._listed.equal = () if self._cached is None else self._cached.equal
         self._listed.planner = weakref.ref(self)
-        planner_data = None if paths is None else PlannedPaths([paths])
-        return SavePlan(_as_list(self._listed), planner_data=planner_data)
+        return self._listed
 
 
-class _NoColumnsError(Exception):
+class NoColumnsError(Exception):
     """A table cannot represent the state dict, so DCP's planner must plan it."""
+
+
+def _values_of(listed: ColumnItems, sent: ColumnItems) -> bytes:
+    """Returns the digest of the values of each item that a rank listed, zeros if it sent none."""
+    return bytes(DIGEST_NBYTES * len(listed)) if sent.values is None else sent.values
+
+
+def _have_equal_values(
+    listed: Sequence[ColumnItems], sent: Sequence[ColumnItems], entry: GlobalPlanEntry
+) -> bool:
+    """Returns whether replicas that were equal when a plan was made have equal values now."""
+    answers = []
+    for rank, items in enumerate(sent):
+        if items.combined_values is None:
+            values = _values_of(listed[rank], items)
+            answers.append(combined(values, entry.plan.equal_replicas(rank)))
+        elif items.token == token_of(entry, rank):
+            answers.append(items.combined_values)
+        else:
+            return False  # They are combined as in another plan.
+    return agree(answers)
 
 
 def _as_list(items: PlannedItems) -> list[WriteItem]:

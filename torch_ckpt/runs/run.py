@@ -79,7 +79,7 @@ class Run:
             ``asynchronous``. If the agent has too little memory or cannot save a state, all ranks
             continue without it.
         writer: Arguments for the :class:`FastWriter` of all saves. An agent uses only
-            ``sync_files``.
+            ``sync_files`` and, unless it has options of its own, ``check_replicas``.
         reader: Arguments for each :class:`FastReader`.
 
     Raises:

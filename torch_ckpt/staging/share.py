@@ -12,11 +12,15 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from torch_ckpt._core import _native
-from torch_ckpt.planning.item_views import ColumnItems, PlannedItems
+from torch_ckpt.planning.item_views import PlannedItems
 from torch_ckpt.planning.plan_cache import plan_cache
-from torch_ckpt.planning.save_planner import FastSavePlanner
+from torch_ckpt.planning.replica_check import EqualReplicas, agree, combined, numbers_of
+from torch_ckpt.planning.save_planner import FastSavePlanner, NoColumnsError
+from torch_ckpt.planning.value_digests import value_digests
 
-__all__ = ["Share", "Sharing", "share_of"]
+__all__ = ["LeftOut", "Share", "Sharing", "share_of"]
+
+_PLAN_NBYTES = 16
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,31 @@ class Share:
         digest: Digest of all items that the rank listed.
         plan: Identifier of the global plan: 16 bytes.
         work: The items that the rank wrote.
+        equal: The items whose replicas were equal.
         ranks: The ranks that saved.
     """
 
     digest: bytes
     plan: bytes
     work: _native.Work
+    equal: Sequence[EqualReplicas]
     ranks: Sequence[int]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What a rank need not stage in a save.
+
+    Attributes:
+        tensors: The ``id`` of each tensor that the rank does not write.
+        digest: Digest of all items that the rank listed.
+        values: The digest of the values of each item; ``None`` if they are not compared. The save
+            plans with them, because it cannot read tensors that were not staged.
+    """
+
+    tensors: frozenset[int] = frozenset()
+    digest: bytes = b""
+    values: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -42,26 +64,37 @@ class Sharing:
 
     Attributes:
         planner: The planner of the save.
-        all_equal: Returns whether all ranks called it with the same bytes. Every rank calls it
-            once.
+        decide: Returns on every rank what a function returns for the answers of all ranks. Every
+            rank calls it once, with its own answer.
         ranks: The ranks that save.
     """
 
     planner: FastSavePlanner
-    all_equal: Callable[[bytes], bool]
+    decide: Callable[[bytes, Callable[[Sequence[bytes]], bool]], bool]
     ranks: Sequence[int]
 
-    def left_out(self, state_dict: dict[str, Any], share: Share | None) -> set[int]:
-        """Returns the ``id`` of each tensor that this rank does not write in this save.
+    def left_out(self, state_dict: dict[str, Any], share: Share | None) -> LeftOut:
+        """Returns what this rank does not stage in this save.
 
-        Planning is deterministic. If every rank lists the same items as in the last save, every
-        rank writes its last share again. If any rank lists other items, all ranks stage everything.
+        Planning is deterministic. If every rank lists the same items as in the last save, and the
+        same replicas are equal, every rank writes its last share again. Otherwise all ranks stage
+        everything.
         """
         if share is not None and share.ranks != self.ranks:
             share = None  # Ranks that do not take part now wrote some of the tensors.
-        unwritten = None if share is None else _unwritten(state_dict, share, self.planner)
-        answer = secrets.token_bytes(16) if share is None or unwritten is None else share.plan
-        return unwritten or set() if self.all_equal(answer) else set()
+        found = None if share is None else _unwritten(state_dict, share, self.planner)
+        answer = secrets.token_bytes(_PLAN_NBYTES)
+        if share is not None and found is not None:
+            values = b"" if found.values is None else combined(found.values, share.equal)
+            answer = share.plan + values
+        is_shared = self.decide(answer, _are_valid)
+        return found if is_shared and found is not None else LeftOut()
+
+
+def _are_valid(answers: Sequence[bytes]) -> bool:
+    """Returns whether all ranks have shares of one plan, and equal replicas."""
+    plans = {answer[:_PLAN_NBYTES] for answer in answers}
+    return len(plans) == 1 and agree(answer[_PLAN_NBYTES:] for answer in answers)
 
 
 def share_of(plan: SavePlan, planner: SavePlanner, ranks: Sequence[int]) -> Share | None:
@@ -73,24 +106,31 @@ def share_of(plan: SavePlan, planner: SavePlanner, ranks: Sequence[int]) -> Shar
     items: Any = plan.items
     if type(planner) is not FastSavePlanner or not isinstance(items, PlannedItems):
         return None
-    token = None if planner.digest is None else plan_cache().token(planner.digest)
-    if planner.digest is None or token is None:
+    entry = None if planner.digest is None else plan_cache().peek(planner.digest)
+    if planner.digest is None or entry is None:
         return None
-    return Share(planner.digest, token[:16], items.work, ranks)
+    return Share(planner.digest, entry.token[:_PLAN_NBYTES], items.work, entry.equal, ranks)
 
 
 def _unwritten(
     state_dict: dict[str, Any], share: Share, planner: FastSavePlanner
-) -> set[int] | None:
-    """Returns the ``id`` of each tensor outside the share; ``None`` if the rank's list changed."""
+) -> LeftOut | None:
+    """Returns the tensors outside the share; ``None`` if the rank's list or plan has changed."""
     probe = copy.copy(planner)
     probe.enable_plan_caching = False
     probe.set_up_planner(state_dict)
-    if not isinstance(probe.create_local_plan().items, ColumnItems):
+    try:
+        digest = probe.list_items().digest
+    except NoColumnsError:
         return None
     sources = probe.sources(range(probe.item_count))
-    if probe.digest != share.digest or sources is None:
+    newest = plan_cache().peek(share.digest)
+    has_changed = newest is not None and newest.token[:_PLAN_NBYTES] != share.plan
+    if digest != share.digest or sources is None or has_changed:
         return None
+    values = None
+    if planner.check_replicas != "off":
+        values = value_digests(sources, planner.check_replicas, numbers_of(share.equal))
     needed = {id(sources[item]) for item in set(share.work.items)}
-    tensors = (source for source in sources if isinstance(source, torch.Tensor))
-    return {id(tensor) for tensor in tensors} - needed
+    tensors = {id(source) for source in sources if isinstance(source, torch.Tensor)}
+    return LeftOut(frozenset(tensors - needed), digest, values)

@@ -12,9 +12,10 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from torch_ckpt.coordination.group import time_limit_s
 from torch_ckpt.options import IoOptions
+from torch_ckpt.planning.item_views import ColumnItems
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.process_state import PROCESS
-from torch_ckpt.staging.share import Sharing, share_of
+from torch_ckpt.staging.share import LeftOut, Sharing, share_of
 from torch_ckpt.staging.staged import Staged
 from torch_ckpt.staging.stager import SnapshotStager
 
@@ -40,6 +41,7 @@ class StagingWriter(StorageWriter):
         self._staged: Staged | None = None
         self._sharing: Sharing | None = None
         self._staged_ranks: Sequence[int] | None = None  # The ranks that shared out the last save.
+        self._left_out = LeftOut()
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickled for the save process, which receives the staged state separately.
@@ -57,7 +59,7 @@ class StagingWriter(StorageWriter):
     def sharing(
         self,
         planner: SavePlanner | None,
-        all_equal: Callable[[bytes], bool],
+        decide: Callable[[bytes, Callable[[Sequence[bytes]], bool]], bool],
         ranks: Sequence[int],
     ) -> Iterator[None]:
         """Makes :meth:`stage` copy only this rank's share, if the shares are still valid.
@@ -67,11 +69,11 @@ class StagingWriter(StorageWriter):
 
         Args:
             planner: The planner of the save.
-            all_equal: Returns whether all ranks called it with the same bytes.
+            decide: Returns on every rank what a function returns for the answers of all ranks.
             ranks: The ranks of the save.
         """
         if type(planner) is FastSavePlanner:
-            self._sharing = Sharing(planner, all_equal, ranks)
+            self._sharing = Sharing(planner, decide, ranks)
         try:
             yield
         finally:
@@ -79,17 +81,18 @@ class StagingWriter(StorageWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
         """Copies this rank's state dict, or within :meth:`sharing` its share."""
-        left_out: set[int] = set()
+        left_out = LeftOut()
         self._staged_ranks = None if self._sharing is None else self._sharing.ranks
         if self._sharing is not None:
             share = self.stager.share if self.stager.blocking else None
             left_out = self._sharing.left_out(state_dict, share)
         state, self._staged = self.stager.begin(
             state_dict,
-            left_out=left_out,
+            left_out=left_out.tensors,
             allow_unstaged=True,
             name=f"the snapshot of {self.checkpoint_id}",
         )
+        self._left_out = left_out
         return state
 
     def synchronize_staging(self) -> None:
@@ -115,6 +118,13 @@ class StagingWriter(StorageWriter):
     def _can_wait(self) -> Callable[[torch.Tensor | None], bool] | None:
         staged = self._staged
         return None if staged is None or not staged.has_unstaged else staged.can_wait
+
+    def _set_values(self, items: object) -> None:
+        """Sets the values of replicas that were compared when the state dict was staged."""
+        known = self._left_out
+        if self._staged is not None and isinstance(items, ColumnItems):
+            if known.values is not None and known.digest == items.digest:
+                items.values = known.values
 
     def _first_are_written(self) -> None:
         if self._staged is not None:

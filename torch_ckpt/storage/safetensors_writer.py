@@ -35,6 +35,7 @@ from torch_ckpt.formats.safetensors_layout import UNTIED, FilePlace, ModelLayout
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.item_views import AssignedItems, ColumnItems, PlannedPaths
 from torch_ckpt.planning.plan_cache import plan_cache
+from torch_ckpt.planning.replica_check import CheckReplicas
 from torch_ckpt.planning.replicas import CutItem, item_nbytes, work_of
 from torch_ckpt.planning.ties import common_ties, tied_names
 from torch_ckpt.staging.stager import SnapshotStager
@@ -123,6 +124,7 @@ class SafetensorsWriter(FastWriter):
         overwrite: Whether a save may replace an existing model at ``path``.
         io: Memory budgets and I/O modes. They do not change which bytes are written.
         share_replicas: As for :class:`FastWriter`.
+        check_replicas: As for :class:`FastWriter`.
         stager: Stager for ``async_save``. By default, all writers of the process share one.
 
     Raises:
@@ -149,6 +151,7 @@ class SafetensorsWriter(FastWriter):
         overwrite: bool = True,
         io: IoOptions | None = None,
         share_replicas: bool = True,
+        check_replicas: CheckReplicas = "sample",
         stager: SnapshotStager | None = None,
     ) -> None:
         super().__init__(
@@ -158,6 +161,7 @@ class SafetensorsWriter(FastWriter):
             overwrite=overwrite,
             io=io,
             share_replicas=share_replicas,
+            check_replicas=check_replicas,
             stager=stager,
         )
         if max_shard_nbytes < 1:

@@ -30,6 +30,7 @@ from torch.futures import Future
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.coordination.group import claim_commit
+from torch_ckpt.coordination.orchestrate import calling_planner
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
@@ -49,6 +50,7 @@ from torch_ckpt.planning.item_views import (
     PlannedPaths,
 )
 from torch_ckpt.planning.plan_cache import plan_cache
+from torch_ckpt.planning.replica_check import CheckReplicas, as_mode
 from torch_ckpt.planning.replicas import (
     RankItems,
     check_dtype,
@@ -56,6 +58,7 @@ from torch_ckpt.planning.replicas import (
     merge_cuts,
     share_out,
 )
+from torch_ckpt.planning.value_digests import has_other_ranks
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.staging.staging_writer import StagingWriter
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
@@ -101,11 +104,16 @@ class FastWriter(StagingWriter):
         serialization_format: Must be ``SerializationFormat.TORCH_SAVE``.
         io: Memory budgets and I/O modes. They do not change which bytes are written.
         share_replicas: Whether to balance the bytes that ranks write. Each replica goes to the rank
-            with the least to write, and tensors larger than a fair share are cut by rows. Replicas
-            must be equal on all ranks; otherwise, the stored tensor may mix their rows. If false,
-            or with DCP's plan caching, the planner's assignment is unchanged. This option has no
-            effect on :class:`FastSavePlanner`, which balances and cuts unless it has
-            ``dedup_save_to_lowest_rank``.
+            with the least to write, and equal replicas of tensors larger than a fair share are cut
+            by rows. If false, or with DCP's plan caching, the planner's assignment is unchanged.
+            This option has no effect on :class:`FastSavePlanner`, which balances and cuts unless it
+            has ``dedup_save_to_lowest_rank``.
+        check_replicas: How the ranks find out whether their replicas are equal: by a ``"sample"``
+            of up to 8 KiB of each tensor, by the ``"full"`` tensors, or ``"off"``. A tensor whose
+            values differ is stored whole from one rank, and the coordinator warns of it once.
+            Values that a planner creates when they are written are not compared, and not cut. With
+            ``"off"``, the stored tensor may mix the rows of the ranks. A
+            :class:`FastSavePlanner` that you pass has an option of its own.
         stager: Stager for ``async_save``. By default, all writers of the process share one.
 
     Raises:
@@ -145,6 +153,7 @@ class FastWriter(StagingWriter):
         *,
         io: IoOptions | None = None,
         share_replicas: bool = True,
+        check_replicas: CheckReplicas = "sample",
         stager: SnapshotStager | None = None,
     ) -> None:
         super().__init__(stager)
@@ -167,6 +176,7 @@ class FastWriter(StagingWriter):
         self.serialization_format = serialization_format
         self.io = io or IoOptions()
         self.share_replicas = share_replicas
+        self.check_replicas = as_mode(check_replicas)
         self.io_mode: IoMode | None = None
         """I/O mode of the last file that this process wrote; ``None`` before the first file."""
         self.save_id = _new_save_id()
@@ -259,6 +269,7 @@ class FastWriter(StagingWriter):
                     stacklevel=2,
                 )
         items: Any = plan.items
+        self._set_values(items)
         if isinstance(items, ColumnItems) and items.token is not None:
             # The coordinator does not read the items, except in a subclass.
             items.by_token = type(self).prepare_global_plan is FastWriter.prepare_global_plan
@@ -277,8 +288,9 @@ class FastWriter(StagingWriter):
             and plan.storage_data is None
             and not isinstance(plan.items, PlannedItems)  # FastSavePlanner assigns these itself.
         ):
+            mode = self.check_replicas if has_other_ranks() else "off"
             with gc_paused():
-                rank_items = list_rank_items(plan.items, self.rank)
+                rank_items = list_rank_items(plan.items, self.rank, calling_planner(), mode)
             if rank_items is not None:
                 return dataclasses.replace(plan, storage_data=rank_items.as_storage_data())
         return plan
@@ -291,7 +303,7 @@ class FastWriter(StagingWriter):
         """
         self._ranks = len(plans)
         with gc_paused():
-            plans = share_out(plans)
+            plans = share_out(plans, compare=self.check_replicas != "off")
         return self._place(plans)
 
     def _place(self, plans: list[SavePlan]) -> list[SavePlan]:

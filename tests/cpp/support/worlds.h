@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <random>
 #include <set>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -19,10 +20,15 @@ namespace torch_ckpt {
 
 using World = std::vector<std::vector<PlanItem>>;  // What each rank would write.
 
-inline Result<GlobalPlan> plan(const World& world, const GlobalPlanOptions& options = {}) {
+using Digests = std::vector<std::vector<uint64_t>>;  // Of the values of each item of each rank.
+
+inline Result<GlobalPlan> plan(const World& world, const GlobalPlanOptions& options = {},
+                               const Digests& digests = {}) {
   std::vector<std::vector<std::byte>> wires;
   for (const auto& items : world) wires.push_back(encode(table_of(items)));
-  return GlobalPlan::make({wires.begin(), wires.end()}, options);
+  std::vector<Bytes> of_values;
+  for (const auto& of_rank : digests) of_values.push_back(std::as_bytes(std::span(of_rank)));
+  return GlobalPlan::make({wires.begin(), wires.end()}, options, of_values);
 }
 
 // The part of [0, size) that the i-th of `count` ranks has, as torch.chunk cuts it: the last ones

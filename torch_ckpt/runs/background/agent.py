@@ -204,7 +204,9 @@ def backend_for(
         process_group,
         writer,
         timeout_s=timeout_s,
-        options=agent if isinstance(agent, AgentOptions) else None,
+        options=agent
+        if isinstance(agent, AgentOptions)
+        else AgentOptions(check_replicas=writer.check_replicas),
     )
     if started is None:
         fallback = make_thread_backend()
@@ -226,7 +228,7 @@ def _start_agent(
     writer: FastWriter,
     *,
     timeout_s: float,
-    options: AgentOptions | None,
+    options: AgentOptions,
 ) -> tuple[SnapshotAgent | None, str]:
     """Returns the agent, or ``None`` and the reason if any rank has no memory or no agent.
 
