@@ -45,8 +45,8 @@ std::string sampled(const TestTensor& tensor) {
   const Sample sample = sample_of(std::ssize(packed) / size, size);
   std::string out;
   for (const int64_t first : sample.firsts) {
-    out += packed.substr(static_cast<size_t>(first * size),
-                         static_cast<size_t>(sample.count * size));
+    out +=
+        packed.substr(static_cast<size_t>(first * size), static_cast<size_t>(sample.count * size));
   }
   return out;
 }

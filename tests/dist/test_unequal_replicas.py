@@ -1,4 +1,4 @@
-"""Ranks that hold other values under one name: none is stored as a mixture, and one warning says so."""
+"""Ranks that hold other values under one name: no tensor is a mixture, and one warning says so."""
 
 from __future__ import annotations
 

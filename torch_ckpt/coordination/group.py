@@ -302,9 +302,7 @@ class Call:
 
         return bool(self._exchange(phase, bytes([answer]), decide)[0])
 
-    def decide(
-        self, answer: bytes, decide: Callable[[Sequence[bytes]], bool], phase: str
-    ) -> bool:
+    def decide(self, answer: bytes, decide: Callable[[Sequence[bytes]], bool], phase: str) -> bool:
         """Returns on every rank what ``decide`` returns on the coordinator.
 
         Args:

@@ -162,7 +162,7 @@ class ColumnItems(PlannedItems):
     def __reduce__(self) -> tuple[Any, ...]:
         values, combined_values = self.values, self.combined_values
         if self.token is not None and values is not None:
-            values, combined_values = None, combined(values, self.equal)
+            combined_values, values = combined(values, self.equal), None
         items = (None, None) if self.by_token else (self.encoded, self.paths)
         return ColumnItems, (*items, self.digest, self.token, values, combined_values)
 

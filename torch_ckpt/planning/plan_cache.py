@@ -176,7 +176,9 @@ def new_entry(plan: _native.GlobalPlan, listed: Sequence[ColumnItems]) -> Global
     """
     paths = list(dict.fromkeys(items.paths for items in listed if items.paths is not None))
     # Without the digests of values, which are those of one save.
-    lists = {items.digest: ColumnItems(items.encoded, items.paths, items.digest) for items in listed}
+    lists = {
+        items.digest: ColumnItems(items.encoded, items.paths, items.digest) for items in listed
+    }
     return GlobalPlanEntry(plan, paths, os.urandom(16), lists)
 
 

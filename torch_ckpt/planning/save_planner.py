@@ -222,7 +222,9 @@ class FastSavePlanner(DefaultSavePlanner):
         """
         values: list[bytes] = []
         if self._compares(sent):
-            combined = [rank for rank, items in enumerate(sent) if items.combined_values is not None]
+            combined = [
+                rank for rank, items in enumerate(sent) if items.combined_values is not None
+            ]
             if combined:
                 raise PlanUnknownError(
                     f"cannot plan: the replicas of ranks {combined[:8]} may differ from those of "
@@ -346,7 +348,8 @@ class FastSavePlanner(DefaultSavePlanner):
             NoColumnsError: A table cannot represent the state dict.
         """
         try:
-            table, self._sources = table_of(self.state_dict)
+            with cpu_as_default():
+                table, self._sources = table_of(self.state_dict)
             paths = _native.encode_paths(self.mappings) if self.flatten_state_dict else None
         except (ValueError, TypeError) as error:
             raise NoColumnsError from error

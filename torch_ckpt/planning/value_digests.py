@@ -97,8 +97,7 @@ def _digests_of_copies(tensors: Sequence[torch.Tensor], mode: CheckReplicas) -> 
             continue
         samples.update(zip(here, copies, strict=True))
     # A sample is so short that its digest is that of all its bytes.
-    copies = [samples.get(at) for at in range(len(tensors))]
-    batch = _tensor_view.inspect(copies, writable=False)
+    batch = _tensor_view.inspect(list(map(samples.get, range(len(tensors)))), writable=False)
     digests.frombytes(batch.digests(False, 1))
     return digests
 

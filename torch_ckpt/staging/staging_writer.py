@@ -122,9 +122,10 @@ class StagingWriter(StorageWriter):
     def _set_values(self, items: object) -> None:
         """Sets the values of replicas that were compared when the state dict was staged."""
         known = self._left_out
-        if self._staged is not None and isinstance(items, ColumnItems):
-            if known.values is not None and known.digest == items.digest:
-                items.values = known.values
+        if self._staged is None or known.values is None or not isinstance(items, ColumnItems):
+            return
+        if items.digest == known.digest:
+            items.values = known.values
 
     def _first_are_written(self) -> None:
         if self._staged is not None:
