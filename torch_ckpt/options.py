@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch_ckpt._core import _native
 
-__all__ = ["READ_THREADS", "IoMode", "IoOptions"]
+__all__ = ["READ_THREADS", "IoMode", "IoOptions", "Verification"]
 
 READ_THREADS = 4
 """Number of threads with which one rank reads."""
+
+Verification = bool | Literal["full"]
+"""Whether a load verifies the bytes that it reads; ``"full"``: also the records around them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@
 #include <exception>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string_view>
@@ -37,14 +38,29 @@ StoredSlice to_slice(const PySlice& slice) {
 
 std::unique_ptr<LoadJob> make(FileSystem& fs, const std::filesystem::path& directory,
                               std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
-                              int64_t block_nbytes, int threads, bool direct, bool verify) {
+                              int64_t block_nbytes, int threads, bool direct, bool verify,
+                              std::shared_ptr<Records> records) {
   const LoadOptions options = {.buffer_nbytes = buffer_nbytes,
                                .block_nbytes = block_nbytes,
                                .threads = threads,
                                .caching = direct ? Caching::kDirect : Caching::kBuffered,
-                               .verify = verify};
+                               .verify = verify,
+                               .records = std::move(records)};
   return value_or_raise(without_gil(
       [&] { return LoadJob::make(fs, directory.string(), options, std::move(index)); }));
+}
+
+// File -> offset, length and CRC-32 of each record.
+using PyRecords = std::map<std::string, std::vector<std::tuple<int64_t, int64_t, uint32_t>>>;
+
+std::shared_ptr<Records> make_records(bool full, const PyRecords& by_file) {
+  std::map<std::string, std::vector<StoredRecord>> out;
+  for (const auto& [file, records] : by_file) {
+    for (const auto& [offset, nbytes, crc] : records) {
+      out[file].push_back({{offset, offset + nbytes}, crc});
+    }
+  }
+  return std::make_shared<Records>(full, std::move(out));
 }
 
 std::vector<StoredSlice> to_slices(const std::vector<PySlice>& slices) {
@@ -174,10 +190,12 @@ void bind_load_job(py::module_& module) {
         return py::buffer_info(reinterpret_cast<uint8_t*>(bytes.data.get()), bytes.nbytes,
                                /*readonly=*/false);
       });
+  py::class_<Records, std::shared_ptr<Records>>(module, "Records")
+      .def(py::init(&make_records), py::arg("full"), py::arg("by_file"));
   py::class_<LoadJob>(module, "LoadJob")
       .def(py::init(&make), py::arg("fs"), py::arg("directory"), py::arg("index"),
            py::arg("buffer_nbytes"), py::arg("block_nbytes"), py::arg("threads"), py::arg("direct"),
-           py::arg("verify"), py::keep_alive<1, 2>())
+           py::arg("verify"), py::arg("records") = nullptr, py::keep_alive<1, 2>())
       .def("check", &check, py::arg("slices"))
       .def_property_readonly("done_nbytes", &LoadJob::loaded_nbytes)
       .def(

@@ -70,7 +70,7 @@ def read_nbytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def load_parts(path: Path, planner: str) -> int:
+def load_parts(path: Path, planner: str, verify: Any = True) -> int:
     """Loads this rank's parts and checks them; returns how many bytes too many were read."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {
@@ -79,7 +79,8 @@ def load_parts(path: Path, planner: str) -> int:
     }
     with mock.patch.dict(os.environ, TORCH_CKPT_IO="threads"):  # io_uring's reads are not counted.
         before = read_nbytes()
-        dcp.load(state, storage_reader=FastReader(path), planner=PLANNERS[planner]())
+        reader = FastReader(path, verify=verify)
+        dcp.load(state, storage_reader=reader, planner=PLANNERS[planner]())
         nbytes = read_nbytes() - before
     full = full_state()
     for name, (_, placement) in TENSORS.items():
@@ -98,6 +99,31 @@ def test_each_rank_reads_its_parts_and_little_else(
         more = worlds.run(ranks, load_parts, path, planner)
         # Headers, pickles and ends of pages; all tensors are 16 MB.
         assert max(more) < 1 << 20, more
+
+
+def load_parts_error(path: Path) -> dict[int, Failure]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {"up": sharded(torch.zeros(TENSORS["up"][0]), mesh, (Shard(0),))}
+    return failures_of(dcp.load, state, storage_reader=FastReader(path, verify="full"))
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_ranks_that_verify_whole_records_read_each_byte_once(
+    worlds: Worlds, tmp_path: Path, planner: str
+) -> None:
+    """Each needs a third of a record, and its checksum needs all of it: they exchange the rest."""
+    path = write(tmp_path, "torch.save")
+    whole = sum(tensor.nbytes for tensor in full_state().values())
+    more = worlds.run(3, load_parts, path, planner, "full")
+    assert sum(more) < 3 << 20, more  # Their own parts are all of it, once.
+    assert path.stat().st_size > whole
+
+    data = bytearray(path.read_bytes())
+    data[data.index(full_state()["up"].numpy().tobytes()) + 5] ^= 1  # In the part of rank 0.
+    path.write_bytes(data)
+    for failures in worlds.run(3, load_parts_error, path):
+        assert {error.kind for error in failures.values()} <= {"CorruptionError", "CancelledError"}
+        assert any("checksum does not match" in error.message for error in failures.values())
 
 
 def save_hugging_face(path: Path) -> None:

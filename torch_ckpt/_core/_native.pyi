@@ -272,6 +272,13 @@ class SharedFileJob(FileJob):
 
 class LoadedBytes(Buffer): ...
 
+class Records:
+    """The records of ``torch.save`` in the files of a checkpoint, and which are checked."""
+
+    def __init__(
+        self, full: bool, by_file: Mapping[str, Sequence[tuple[int, int, int]]]
+    ) -> None: ...
+
 class LoadJob:
     def __init__(
         self,
@@ -283,6 +290,7 @@ class LoadJob:
         threads: int,
         direct: bool,
         verify: bool,
+        records: Records | None = None,
     ) -> None: ...
     @property
     def done_nbytes(self) -> int: ...

@@ -28,6 +28,7 @@ from torch_ckpt.formats.rank_files import Computed, File, Files, Partitioned, St
 from torch_ckpt.formats.rules import Rule, Rules
 from torch_ckpt.formats.torch_save import has_boxes
 from torch_ckpt.formats.zero_partitions import add_partition, partition_of, read_partitions
+from torch_ckpt.options import Verification
 
 __all__ = ["deepspeed_folder", "open_deepspeed"]
 
@@ -91,7 +92,7 @@ def deepspeed_folder(path: Location) -> Location | None:
 
 
 def open_deepspeed(
-    folder: Location, *, verify: bool, trust_pickle: bool, rules: Rules | None = None
+    folder: Location, *, verify: Verification, trust_pickle: bool, rules: Rules | None = None
 ) -> Opened:
     """Opens a folder with the model and optimizer files of all ranks, or a universal folder.
 
@@ -99,7 +100,7 @@ def open_deepspeed(
         folder: The folder of the tag.
         rules: How the shards of model-parallel ranks make parameters. By default, as the checkpoint
             describes it.
-        verify: Whether to check pickles against their CRC-32.
+        verify: As for :class:`FastReader`.
         trust_pickle: Whether pickles may contain any class and run any code. The classes of
             DeepSpeed are then imported.
 

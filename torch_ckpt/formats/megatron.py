@@ -13,7 +13,9 @@ Source: megatron-core 0.15.3, ``megatron/core/dist_checkpointing/strategies/resh
 
 from __future__ import annotations
 
+import io
 import math
+import zipfile
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +50,7 @@ __all__ = ["flattened_shapes", "open_flattened", "unflattened"]
 
 _SHAPE = "nd_reformulated_orig_global_shape"
 _MAX_NDIM = 64  # csrc/plan/item.h
+_DIRECTORY_NBYTES = 4 << 10  # More than the directory of an archive with one tensor.
 
 _Place = tuple[int, int, int]  # File number, offset and length of an archive.
 
@@ -159,6 +162,11 @@ def open_flattened(directory: Location, metadata: Metadata, pickled: bytes) -> O
                 foreign.entries.append((fqn, properties, placed))
         for fqn, why in errors.items():
             foreign.add_unreadable(fqn, why)
+        records: dict[str, list[tuple[int, int, int]]] = {}
+        for (number, _, _), payload in payloads.items():
+            if not isinstance(payload, str) and payload.record[2]:
+                records.setdefault(names[number], []).append(payload.record)
+        foreign.records.update(records)
         foreign.paths = dict(to_paths(metadata) or ())
         return foreign.opened(None, pickled)
 
@@ -189,6 +197,7 @@ class _Payload(NamedTuple):
     dtype: torch.dtype
     sizes: torch.Size
     offset: int  # Offset of the first element in the file.
+    record: tuple[int, int, int]  # Offset, length and CRC-32.
 
 
 def _place(box: _native.IndexBox) -> _Place:
@@ -266,4 +275,16 @@ def _payload(file: Any, place: _Place) -> _Payload | str:
     offset = storage._checkpoint_offset
     if storage.nbytes() != tensor.nbytes or offset + tensor.nbytes > nbytes:
         return "its elements lie outside its archive"
-    return _Payload(tensor.dtype, tensor.size(), begin + offset)
+    record = (begin + offset, tensor.nbytes, _crc(file, begin, nbytes))
+    return _Payload(tensor.dtype, tensor.size(), begin + offset, record)
+
+
+def _crc(file: Any, begin: int, nbytes: int) -> int:
+    """Returns the CRC-32 of the only tensor in an archive; 0 if it is unknown."""
+    directory = min(nbytes, _DIRECTORY_NBYTES)
+    file.seek(begin + nbytes - directory)
+    try:
+        with zipfile.ZipFile(io.BytesIO(file.read(directory))) as archive:
+            return next((info.CRC for info in archive.infolist() if "/data/" in info.filename), 0)
+    except (zipfile.BadZipFile, NotImplementedError):  # Torch reads it, and maybe more kinds.
+        return 0

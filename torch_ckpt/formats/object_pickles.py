@@ -73,6 +73,7 @@ def load_object(
     trust_pickle: bool = False,
     stand_ins: StandIns = NO_STAND_INS,
     refuse_later: bool = False,
+    storages: dict[int, str] | None = None,
     map_location: str | None = None,
     mapped: pathlib.Path | None = None,
 ) -> object:
@@ -85,6 +86,8 @@ def load_object(
             ``trust_pickle`` is set.
         refuse_later: Whether each value of a forbidden class is :class:`Refused`, so that the
             others can be used.
+        storages: Gets the address of each storage with elements -> key of its record. Remains
+            empty with ``trust_pickle``.
         map_location: As for ``torch.load``.
         mapped: Path of the archive, if its storages are to be mapped into memory.
 
@@ -102,7 +105,7 @@ def load_object(
         nbytes = source.seek(0, io.SEEK_END)
         source.seek(0)
         storage = torch.UntypedStorage.from_file(os.fspath(mapped), False, nbytes)
-    pickle_module = _pickle_module(stand_ins, refuse_later)
+    pickle_module = _pickle_module(stand_ins, refuse_later, {} if storages is None else storages)
     return _load_stream(source, map_location, storage, stand_ins, pickle_module)
 
 
@@ -257,6 +260,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
 
     stand_ins: StandIns = NO_STAND_INS
     refuse_later = False
+    storages: dict[int, str]
 
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
@@ -449,6 +453,13 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[key] = value
 
+    def _load_storage(self) -> None:
+        key = self.stack[-1]
+        self.load_binpersid()
+        address = self.stack[-1]._data_ptr()
+        if address:
+            self.storages[address] = key[2]
+
     def _load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
         self._set_items([key, value])
@@ -496,12 +507,13 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         **{
             code[0]: _Base.dispatch[code[0]]
             for code in (
-                *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.BINPERSID),
+                *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.GLOBAL),
                 *(pickle.EMPTY_TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT),
                 *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT, pickle.BINUNICODE),
                 *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.LONG4),
             )
         },
+        pickle.BINPERSID[0]: _load_storage,
         pickle.REDUCE[0]: _load_reduce,
         pickle.NEWOBJ[0]: _load_newobj,
         pickle.BUILD[0]: _load_build,
@@ -543,8 +555,8 @@ def _make(name: str, make: Callable[..., Any], arguments: Any) -> Any:
         raise pickle.UnpicklingError(f"{name}: {error}") from error
 
 
-def _pickle_module(stand_ins: StandIns, refuse_later: bool) -> Any:
+def _pickle_module(stand_ins: StandIns, refuse_later: bool, storages: dict[int, str]) -> Any:
     """Returns the ``pickle_module`` of ``torch.load``."""
-    options = {"stand_ins": stand_ins, "refuse_later": refuse_later}
+    options = {"stand_ins": stand_ins, "refuse_later": refuse_later, "storages": storages}
     unpickler = type("_Unpickler", (_DataUnpickler,), options)
     return types.SimpleNamespace(__name__=__name__, Unpickler=unpickler)

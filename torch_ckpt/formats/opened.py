@@ -24,6 +24,10 @@ __all__ = ["Contents", "ForeignFiles", "Opened", "is_foreign"]
 _FOREIGN = "torch_ckpt: written by another program than DCP"
 
 
+Records = Mapping[str, Sequence[tuple[int, int, int]]]
+"""File -> offset, length and CRC-32 of each record."""
+
+
 class Contents(Protocol):
     """The values of a checkpoint other than plain tensors."""
 
@@ -49,6 +53,7 @@ class Opened:
         rules: FQN -> the rule by which the shards of model-parallel ranks make the parameter.
         unreadable: FQN -> why the value cannot be loaded, where opening the checkpoint shows it.
             Its entry in the index is that of an object.
+        records: File -> offset, length and CRC-32 of its records, where a record has several boxes.
     """
 
     metadata: Metadata
@@ -58,6 +63,7 @@ class Opened:
     format: str | None = None
     rules: Mapping[str, Rule] = field(default_factory=dict)
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
+    records: Records = field(default_factory=dict)
 
 
 @dataclass
@@ -76,6 +82,7 @@ class ForeignFiles:
         paths: FQN -> keys from the root of the nested state dict.
         unreadable: As in :class:`Opened`.
         is_own: Whether a save of DCP has given the values their names.
+        records: As in :class:`Opened`.
     """
 
     path: Location
@@ -87,6 +94,7 @@ class ForeignFiles:
     paths: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
     is_own: bool = False
     unreadable: dict[str, CheckpointError] = field(default_factory=dict)
+    records: dict[str, Sequence[tuple[int, int, int]]] = field(default_factory=dict)
 
     def add_unreadable(
         self, fqn: str, error: CheckpointError, extent: tuple[int, int, int] = (0, 0, 0)
@@ -137,7 +145,13 @@ class ForeignFiles:
         # No index file belongs to this metadata.
         metadata.storage_meta.modules = [] if self.is_own else [_FOREIGN]
         return Opened(
-            metadata, self.directory, index, contents, self.format, unreadable=self.unreadable
+            metadata,
+            self.directory,
+            index,
+            contents,
+            self.format,
+            unreadable=self.unreadable,
+            records=self.records,
         )
 
 

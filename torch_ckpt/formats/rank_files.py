@@ -22,6 +22,7 @@ from torch_ckpt.formats.object_pickles import NO_STAND_INS, Refused, StandIns
 from torch_ckpt.formats.opened import ForeignFiles
 from torch_ckpt.formats.torch_save import Archive, Objects, check_allowed
 from torch_ckpt.formats.unions import Placed
+from torch_ckpt.options import Verification
 
 __all__ = [
     "INVALID",
@@ -272,7 +273,7 @@ class Files:
     Args:
         folder: The directory.
         format: Name of the format.
-        verify: Whether to check pickles against their CRC-32.
+        verify: As for :class:`FastReader`.
         trust_pickle: Whether pickles may contain any class and run any code.
         stand_ins: Further classes that the pickles may contain.
     """
@@ -282,13 +283,14 @@ class Files:
         folder: Location,
         format: str,
         *,
-        verify: bool,
+        verify: Verification,
         trust_pickle: bool,
         stand_ins: StandIns = NO_STAND_INS,
     ) -> None:
         self.folder = folder
         self.foreign = ForeignFiles(folder, folder, format)
         self.versions: list[bytes] = []
+        self._archives: dict[int, Archive] = {}  # Number of the file -> its records.
         self._verify = verify
         self._trust_pickle = trust_pickle
         self._stand_ins = stand_ins
@@ -301,13 +303,15 @@ class Files:
             CorruptionError: The file is damaged.
             UnsupportedError: The pickle requests a forbidden class or function.
         """
-        archive = Archive(self.folder / name, len(self.foreign.files))
-        if self._verify:
-            archive.check_pickle()
+        archive = Archive(self.folder / name, len(self.foreign.files), verify=self._verify)
         state, objects = archive.read_state(
             trust_pickle=self._trust_pickle, stand_ins=self._stand_ins
         )
         self.add(name, archive.nbytes, archive.version)
+        self._archives[archive.number] = archive
+        self.foreign.records[name] = [
+            (offset, nbytes, crc) for offset, (nbytes, crc) in archive.storages.items() if crc
+        ]
         return File(name, archive, state, objects)
 
     def add(self, name: str, nbytes: int, version: bytes) -> int:
@@ -334,15 +338,17 @@ class Files:
         """Reads a whole tensor.
 
         Raises:
-            CorruptionError: A file has become shorter.
+            CorruptionError: A file has become shorter, or is damaged.
             StorageError: A file cannot be read.
         """
-        tensor = torch.empty(value.sizes, dtype=value.dtype)
+        tensor = torch.empty(value.sizes, dtype=value.dtype, device="cpu")
         for offsets, sizes, file, offset, nbytes, _, _ in value.boxes:
             path = self.folder / self.foreign.files[file][0]
             elements = bytearray(path.read_range(offset, nbytes)[1])
             if len(elements) != nbytes:
                 raise CorruptionError(f"cannot read {path}: it ends before {offset + nbytes}")
+            if file in self._archives:
+                self._archives[file].check_range(offset, elements, f"a part of {path}")
             where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
             if elements:
                 tensor[where] = torch.frombuffer(elements, dtype=value.dtype).view(list(sizes))

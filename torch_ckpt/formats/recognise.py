@@ -17,6 +17,7 @@ from torch_ckpt.formats.safetensors import (
 from torch_ckpt.formats.torch_checkpointing import open_torch_checkpointing
 from torch_ckpt.formats.torch_checkpointing_items import has_rank_files, stated_items
 from torch_ckpt.formats.torch_save import is_archive, is_legacy, open_torch_save
+from torch_ckpt.options import Verification
 
 __all__ = ["open_stored"]
 
@@ -25,7 +26,7 @@ def open_stored(
     path: Location,
     prefix: str = "",
     *,
-    verify: bool,
+    verify: Verification,
     trust_pickle: bool,
     rules: Rules | None = None,
 ) -> Opened:
@@ -55,14 +56,14 @@ def open_stored(
             raise NotFoundError(f"cannot load the checkpoint of one rank from {path}: it is a file")
         return _open_file(path, verify=verify, trust_pickle=trust_pickle)
     try:
-        return open_dcp(path, prefix, verify=verify, trust_pickle=trust_pickle)
+        return open_dcp(path, prefix, verify=bool(verify), trust_pickle=trust_pickle)
     except NotFoundError:
         if prefix:
             raise
     return _open_directory(path, verify=verify, trust_pickle=trust_pickle)
 
 
-def _open_directory(path: Location, *, verify: bool, trust_pickle: bool) -> Opened:
+def _open_directory(path: Location, *, verify: Verification, trust_pickle: bool) -> Opened:
     """Opens a directory that has no checkpoint of DCP."""
     try:
         names = path.names()
@@ -81,7 +82,7 @@ def _open_directory(path: Location, *, verify: bool, trust_pickle: bool) -> Open
     raise no_checkpoint(path)
 
 
-def _open_file(path: Location, *, verify: bool, trust_pickle: bool) -> Opened:
+def _open_file(path: Location, *, verify: Verification, trust_pickle: bool) -> Opened:
     nbytes, start = path.read_range(0, 512)
     if is_archive(start):
         return open_torch_save(path, verify=verify, trust_pickle=trust_pickle)

@@ -60,6 +60,7 @@ from torch_ckpt.formats.torch_checkpointing_items import (
 )
 from torch_ckpt.formats.torch_save import flatten, has_boxes, is_plain
 from torch_ckpt.formats.unions import Placed, check_cover, slices
+from torch_ckpt.options import Verification
 
 __all__ = ["open_torch_checkpointing"]
 
@@ -87,7 +88,7 @@ _STAND_INS: StandIns = {"torch.distributed.device_mesh.DeviceMesh": _mesh}
 
 
 def open_torch_checkpointing(
-    path: Location, stated: Mapping[str, Item], *, verify: bool, trust_pickle: bool
+    path: Location, stated: Mapping[str, Item], *, verify: Verification, trust_pickle: bool
 ) -> Opened:
     """Opens a directory.
 
@@ -98,7 +99,7 @@ def open_torch_checkpointing(
     Args:
         path: The directory.
         stated: The items of its metadata, if it has any.
-        verify: Whether to check pickles against their CRC-32.
+        verify: As for :class:`FastReader`.
         trust_pickle: Whether pickles may contain any class and run any code.
 
     A value is unreadable if its ranks contradict one another or the metadata, or if it is sharded

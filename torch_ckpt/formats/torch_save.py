@@ -7,11 +7,13 @@ extents of the records.
 
 from __future__ import annotations
 
+import bisect
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import Buffer
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, gc_paused
@@ -27,6 +29,7 @@ from torch_ckpt.formats.object_pickles import (
 )
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.pickles import ForbiddenPickleError
+from torch_ckpt.options import Verification
 
 __all__ = [
     "Archive",
@@ -43,6 +46,8 @@ __all__ = [
 
 _MAX_DEPTH = 500
 _MIN_NAMES_NBYTES = 16 << 20
+_PIECE_NBYTES = 4 << 20  # Bytes read at a time for a checksum.
+_MIN_UNREAD_NBYTES = 32 << 10  # As in csrc/engine/load/load_batch.cc.
 _LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
@@ -62,12 +67,12 @@ def is_legacy(start: bytes) -> bool:
     return tar or _LEGACY_MAGIC in start[:32]
 
 
-def open_torch_save(path: Location, *, verify: bool, trust_pickle: bool) -> Opened:
+def open_torch_save(path: Location, *, verify: Verification, trust_pickle: bool) -> Opened:
     """Opens a file with a state dict: nested dicts and lists of tensors and other objects.
 
     Args:
         path: The file.
-        verify: Whether to check the pickle against its CRC-32, which torch does not check.
+        verify: As for :class:`FastReader`.
         trust_pickle: Whether the pickle may contain any class and run any code.
 
     Raises:
@@ -76,9 +81,7 @@ def open_torch_save(path: Location, *, verify: bool, trust_pickle: bool) -> Open
             function. The message names the class or function.
         StorageError: The file cannot be read.
     """
-    archive = Archive(path)
-    if verify:
-        archive.check_pickle()
+    archive = Archive(path, verify=verify)
     with gc_paused():
         state, contents = archive.read_state(trust_pickle=trust_pickle)
         foreign = ForeignFiles(path, path.parent, "torch.save", [(path.name, archive.nbytes)])
@@ -92,16 +95,28 @@ def open_torch_save(path: Location, *, verify: bool, trust_pickle: bool) -> Open
 class Archive:
     """The records of a file.
 
-    Attributes:
+    Args:
         path: The file.
         number: Its number among the files of a foreign index.
+        verify: Whether to check the pickle, and the storages of objects, against their CRC-32,
+            as torch does not. ``"full"``: and each storage, before a part of it is handed out.
+
+    Attributes:
+        path: The file.
+        number: Its number.
         nbytes: Its length.
         version: Identifies its contents.
+
+    Raises:
+        CorruptionError: The file is damaged.
+        UnsupportedError: The file is not from ``torch.save``.
     """
 
-    def __init__(self, path: Location, number: int = 0) -> None:
+    def __init__(self, path: Location, number: int = 0, *, verify: Verification) -> None:
         self.path = path
         self.number = number
+        self.verify = verify
+        self._checked: set[int] = set()  # Offsets of sound storages.
         nbytes, records = path.file_system.read_archive(path.path)
         self.nbytes: int = nbytes
         self.version = repr([(offset, size, crc) for _, offset, size, crc in records]).encode()
@@ -118,22 +133,78 @@ class Archive:
                 raise UnsupportedError(f"cannot load {path}: its byte order is big-endian")
             if order != b"little" or (crc and zlib.crc32(order) != crc):
                 raise CorruptionError(f"cannot load {path}: its byte order is unknown")
-        self.storages = {
-            offset: (nbytes, crc)
-            for name, (offset, nbytes, crc) in by_name.items()
-            if nbytes
+        data = {
+            name.removeprefix("data/"): extent
+            for name, extent in by_name.items()
+            if extent[1]
             if name.startswith("data/")
         }
+        self.storages = {offset: (nbytes, crc) for offset, nbytes, crc in data.values()}
+        self._offsets = {key: offset for key, (offset, _, _) in data.items()}
+        self._sorted_offsets = sorted(self.storages)
+        if verify:
+            self._check_pickle()
 
-    def check_pickle(self) -> None:
-        """Checks the pickle against its CRC-32.
-
-        Raises:
-            CorruptionError: The checksum differs.
-        """
+    def _check_pickle(self) -> None:
         _, pickled = self.path.read_range(self.pickle_offset, self.pickle_nbytes)
         if self.pickle_crc and zlib.crc32(pickled) != self.pickle_crc:
             raise CorruptionError(f"cannot load {self.path}: its pickle fails its checksum")
+
+    def check_storage(self, key: str, storage: torch.UntypedStorage, what: str) -> None:
+        """Checks a storage in memory, once.
+
+        Args:
+            key: The key of its record.
+            storage: The storage.
+            what: What it belongs to, for messages.
+
+        Raises:
+            CorruptionError: The storage is damaged.
+        """
+        if (offset := self._offsets.get(key)) is not None:
+            elements: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._check(offset, what, lambda: zlib.crc32(elements.set_(storage).numpy()))
+
+    def check_range(self, begin: int, data: Buffer, what: str) -> None:
+        """Checks the storage that bytes of the file lie in, once, if it is to be checked.
+
+        Args:
+            begin: Their offset.
+            data: The bytes.
+            what: What they belong to, for messages.
+
+        Raises:
+            CorruptionError: The storage is damaged.
+            StorageError: The file cannot be read.
+        """
+        number = bisect.bisect_right(self._sorted_offsets, begin) - 1
+        if number < 0:
+            return
+        offset = self._sorted_offsets[number]
+        nbytes = self.storages[offset][0]
+        rest = nbytes - memoryview(data).nbytes
+        if not rest:
+            self._check(offset, what, lambda: zlib.crc32(data))
+        elif self.verify == "full" or rest <= max(nbytes // 16, _MIN_UNREAD_NBYTES):
+            self._check(offset, what, lambda: self._crc_of(offset))
+
+    def _check(self, offset: int, what: str, crc_of: Callable[[], int]) -> None:
+        nbytes, crc = self.storages[offset]
+        if not self.verify or not crc or offset in self._checked:
+            return
+        if crc_of() != crc:
+            raise CorruptionError(
+                f"cannot load {what}: bytes [{offset}, {offset + nbytes}) of {self.path} fail "
+                "their checksum"
+            )
+        self._checked.add(offset)
+
+    def _crc_of(self, offset: int) -> int:
+        end, crc = offset + self.storages[offset][0], 0
+        for begin in range(offset, end, _PIECE_NBYTES):
+            piece = self.path.read_range(begin, min(_PIECE_NBYTES, end - begin))[1]
+            crc = zlib.crc32(piece, crc)
+        return crc
 
     def read_state(
         self, *, trust_pickle: bool, stand_ins: StandIns = NO_STAND_INS
@@ -223,6 +294,7 @@ class Objects:
         self.objects: dict[str, object] = {}
         self._mapped_state: Any = None
         self._mapped: dict[str, object] | None = None
+        self._keys: dict[int, str] = {}  # Address of a storage -> key of its record.
 
     def value(self, fqn: str) -> object:
         """Returns a value by its FQN in the file.
@@ -238,7 +310,10 @@ class Objects:
             self._mapped = _tensor_view.flatten({"": self.mapped_state()})[0]
         # The state of a file may be a single value, whose FQN is empty.
         value = self._mapped[f".{fqn}" if f".{fqn}" in self._mapped else fqn]
-        check_allowed(value, f"{fqn!r} of {self.path}")
+        what = f"{fqn!r} of {self.path}"
+        for storage in check_allowed(value, what):
+            if (key := self._keys.get(storage.data_ptr())) is not None:
+                self.archive.check_storage(key, storage, what)
         return value
 
     def mapped_state(self) -> Any:
@@ -252,6 +327,7 @@ class Objects:
                     self.path,
                     self.trust_pickle,
                     self.stand_ins,
+                    storages=self._keys,
                     map_location="cpu",
                     mapped=self.path.local_path,
                 )
@@ -282,23 +358,27 @@ def _load(path: Location, trust_pickle: bool, stand_ins: StandIns, **options: An
         raise _forbidden(str(path), str(error)) from error
 
 
-def check_allowed(value: object, what: str) -> None:
+def check_allowed(value: object, what: str) -> list[torch.UntypedStorage]:
     """Checks that an unpickled value contains nothing that was refused.
 
     Args:
         value: The value.
         what: What it is, for messages.
 
+    Returns:
+        The storages of its tensors that are on the CPU and have elements.
+
     Raises:
         CorruptionError: It is nested too deeply.
         UnsupportedError: The pickle requests a forbidden class or function for it.
     """
     try:
-        refused = ObjectParts(value).refused
+        parts = ObjectParts(value)
     except RecursionError:
         raise CorruptionError(f"cannot load {what}: it is nested too deeply") from None
-    if refused:
-        raise _forbidden(what, ", ".join(f"GLOBAL {name}" for name in refused))
+    if parts.refused:
+        raise _forbidden(what, ", ".join(f"GLOBAL {name}" for name in parts.refused))
+    return [*parts.storages.values()]
 
 
 def _forbidden(what: str, names: str) -> UnsupportedError:

@@ -38,7 +38,7 @@ from torch_ckpt.coordination.background import Order, save_in_process, save_in_t
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations.replacing import replacing
-from torch_ckpt.options import IoOptions
+from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.process_state import PROCESS
@@ -67,7 +67,7 @@ def installed(
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     io: IoOptions | None = None,
-    verify: bool = True,
+    verify: Verification = True,
     trust_pickle: bool = False,
 ) -> Iterator[None]:
     """Makes ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` use this package.
@@ -150,7 +150,7 @@ def install(
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     io: IoOptions | None = None,
-    verify: bool = True,
+    verify: Verification = True,
     trust_pickle: bool = False,
 ) -> None:
     """Makes DCP's functions use this package until the process ends, as in :func:`installed`.
@@ -230,7 +230,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 class _Replaced:
     """The replacements of DCP's functions, and of the objects that are passed to them."""
 
-    def __init__(self, timeout_s: float, io: IoOptions, verify: bool, trust_pickle: bool) -> None:
+    def __init__(
+        self, timeout_s: float, io: IoOptions, verify: Verification, trust_pickle: bool
+    ) -> None:
         self.timeout_s = timeout_s
         self._io, self._verify, self._trust_pickle = io, verify, trust_pickle
         self._stage = FileSystemWriter.stage

@@ -33,7 +33,7 @@ from torch_ckpt.formats.opened import Opened
 from torch_ckpt.integrations.megatron_queues import BackgroundSave, async_modules, poll_threads
 from torch_ckpt.integrations.megatron_values import ShardedValues, values_to_save
 from torch_ckpt.integrations.replacing import replacing
-from torch_ckpt.options import IoOptions
+from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.item_views import PlannedItems
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.planning.local_shards import LocalShards
@@ -210,7 +210,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         *arguments: Any,
         exchange_group: dist.ProcessGroup | None = None,
         io: IoOptions | None = None,
-        verify: bool = True,
+        verify: Verification = True,
         trust_pickle: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         **options: Any,
@@ -456,7 +456,7 @@ class _Reader(FastReader):
 
 @contextlib.contextmanager
 def replaced_strategies(
-    *, timeout_s: float, io: IoOptions | None, verify: bool, trust_pickle: bool
+    *, timeout_s: float, io: IoOptions | None, verify: Verification, trust_pickle: bool
 ) -> Iterator[None]:
     """Makes Megatron's own strategies save and load as those of this package, within the context.
 

@@ -64,6 +64,7 @@ class Source:
     trust_pickle: bool
     transforms: _StorageReaderTransforms
     unreadable: Mapping[str, CheckpointError]  # FQN -> why the value cannot be loaded.
+    records: _native.Records | None  # Those that verification checks.
 
     def storage_info(self, item: ReadItem) -> _StorageInfo:
         """Returns the extent of the stored box of an item.
@@ -122,6 +123,7 @@ class Load:
             READ_THREADS,
             io.direct,
             source.verify,
+            source.records,
         )
 
     def wanted_nbytes(self) -> int:

@@ -28,7 +28,7 @@ from torch_ckpt.formats.metadata import UnreadableMetadata
 from torch_ckpt.formats.opened import Contents, Opened
 from torch_ckpt.formats.recognise import open_stored
 from torch_ckpt.formats.rules import Rules
-from torch_ckpt.options import IoOptions
+from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.load_planner import (
     LocalReads,
     PlannedReads,
@@ -78,8 +78,10 @@ class FastReader(StorageReader):
         _extension_registry: Registry of stream transforms; stock DCP's registry by default.
         io: Memory budgets and I/O modes.
         verify: Whether to verify the bytes that are read. With an index, its checksums cover every
-            read. Without one, the CRC-32 of payloads (for ``torch.save``: of storages) is checked
-            if they are read whole. Safetensors have no checksums.
+            read. Without one, each record of ``torch.save`` has one CRC-32, which is checked if a
+            load reads the record almost whole. ``"full"``: a load also reads the rest of every
+            record from which it needs a value, and checks the record, once for each open
+            checkpoint. Safetensors have no checksums.
         trust_pickle: Whether pickles may contain any class and run any code, as in stock DCP. By
             default, ``.metadata`` may contain only the classes that stock DCP writes. Objects and
             files of ``torch.save`` may contain the classes of ``torch.load(weights_only=True)``,
@@ -105,7 +107,8 @@ class FastReader(StorageReader):
         UnsupportedError: A pickle requests a forbidden class or function, which the message names.
             Or the format of a file is not supported.
         CancelledError: A rank failed that was to send bytes to this rank.
-        ValueError: ``exchange`` is neither ``"auto"`` nor ``"off"``, or ``rules`` cannot be parsed.
+        ValueError: ``exchange`` is neither ``"auto"`` nor ``"off"``, ``verify`` is neither a
+            boolean nor ``"full"``, or ``rules`` cannot be parsed.
 
     Example::
 
@@ -120,7 +123,7 @@ class FastReader(StorageReader):
         _extension_registry: ExtensionRegistry | None = None,
         *,
         io: IoOptions | None = None,
-        verify: bool = True,
+        verify: Verification = True,
         trust_pickle: bool = False,
         exchange: ExchangeMode = "auto",
         rules: Rules | str | None = None,
@@ -128,6 +131,8 @@ class FastReader(StorageReader):
         super().__init__()
         if exchange not in get_args(ExchangeMode):
             raise ValueError(f"{exchange=} is not one of {', '.join(get_args(ExchangeMode))}")
+        if verify not in (True, False, "full"):
+            raise ValueError(f"{verify=} is not True, False or 'full'")
         self.location = Location(path)
         self.io = io or IoOptions()
         self.verify = verify
@@ -141,6 +146,7 @@ class FastReader(StorageReader):
         self._index: _native.Index | None = None
         self._contents: Contents | None = None  # Values that have no slice of their own.
         self._unreadable: Mapping[str, CheckpointError] = {}
+        self._records: _native.Records | None = None
         # The items of this rank's plan, and their replacement while the plan travels.
         self._local_items: tuple[Sequence[ReadItem], Any] | None = None
         self._load: Load | None = None  # Set between planning and reading.
@@ -157,6 +163,7 @@ class FastReader(StorageReader):
             "_metadata": None,
             "_index": None,
             "_contents": None,
+            "_records": None,
             "_local_items": None,
             "_load": None,
         }
@@ -243,6 +250,7 @@ class FastReader(StorageReader):
             opened.contents,
             opened.unreadable,
         )
+        self._records = _native.Records(self.verify == "full", opened.records)
         return opened.metadata
 
     def _open(self, prefix: str) -> Opened:
@@ -272,7 +280,7 @@ class FastReader(StorageReader):
                 pid=os.getpid(),
                 rank=dist.get_rank(),
                 budget_nbytes=self.io.exchange_nbytes,
-                verify=self.verify,
+                verify=bool(self.verify),
             )
         if isinstance(items, PlannedReads):
             items = LocalReads(len(items))
@@ -364,8 +372,9 @@ class FastReader(StorageReader):
             self._index,
             self._contents,
             self.io,
-            self.verify,
+            bool(self.verify),
             self.trust_pickle,
             self.transforms,
             self._unreadable,
+            self._records,
         )

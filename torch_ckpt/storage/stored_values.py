@@ -55,7 +55,12 @@ class StoredValues:
         rules: str | None = None,
     ) -> None:
         self._reader = FastReader(
-            path.checkpoint_id, io=io, trust_pickle=trust_pickle, exchange="off", rules=rules
+            path.checkpoint_id,
+            io=io,
+            verify="full",  # A record is read in several pieces.
+            trust_pickle=trust_pickle,
+            exchange="off",
+            rules=rules,
         )
         self.metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, True)

@@ -22,6 +22,9 @@ constexpr int64_t kWholeSliceNbytes = int64_t{128} << 10;
 // Rows of a stored tensor are read as one range if the gap between them is at most this long.
 constexpr int64_t kMaxRowGap = int64_t{32} << 10;
 
+// A record is checked if at most this much of it is not read anyway.
+int64_t max_unread(int64_t record_nbytes) { return std::max(record_nbytes / 16, kMaxRowGap); }
+
 Dims in_bytes(const std::vector<int64_t>& strides, int64_t itemsize) {
   Dims out(strides.begin(), strides.end());
   for (int64_t& stride : out) stride *= itemsize;
@@ -39,6 +42,7 @@ LoadBatch::LoadBatch(const BatchContext& context)
     : stream_(context.stream),
       files_(context.files),
       index_(context.index),
+      records_(context.records),
       verify_(context.verify),
       slices_are_archives_(context.slices_are_archives),
       tensors_(context.tensors),
@@ -61,6 +65,7 @@ Status LoadBatch::plan(const std::vector<int64_t>& tensor_indices,
   RETURN_IF_ERROR(find_tensors(tensor_indices));
   for (const int64_t i : byte_indices) RETURN_IF_ERROR(plan_bytes(i));
   byte_indices_ = byte_indices;
+  plan_records();
   return ok_status();
 }
 
@@ -132,7 +137,7 @@ Status LoadBatch::run(ExchangeStream& exchange, std::span<const ExchangePiece> p
 
 Status LoadBatch::verify() const {
   if (!verify_) return ok_status();
-  RETURN_IF_ERROR(verify_payloads());
+  RETURN_IF_ERROR(verify_records());
   return verify_bytes();
 }
 
@@ -199,31 +204,90 @@ Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>
                                        in_bytes(stored.strides, size), wanted.live.strides);
 
   const FileSums* sums = file_of(wanted.slice).sums.get();
-  // torch.save writes 0 if it is configured not to compute checksums.
-  const bool has_crc = sums == nullptr && verify_ && stored.payload_crc != 0;
-  const auto first = static_cast<int64_t>(pieces_.size());
-  // The CRCs of adjacent pieces combine to the CRC of the payload.
-  int64_t tiled_until = payload;
-  bool tiled = true;
   for (StridedCopy& piece : cut(copy, sums)) {
-    const ByteRange range = source_range(piece);
-    tiled = tiled && range.begin == tiled_until;
-    tiled_until = range.end;
     const bool one_run = is_one_run(piece);
     const bool to_hand_over = lacks_memory(request);
     if (to_hand_over) expect(request);
-    // A piece with a CRC must reach host memory, where the CRC is computed.
-    const bool direct = one_run && !to_hand_over && (!has_crc || wanted.live.device->is_host());
-    std::byte* destination = direct ? wanted.live.data + piece.dst_offset : nullptr;
-    wanted_.push_back(want(request, range, destination));
+    std::byte* destination =
+        one_run && !to_hand_over ? wanted.live.data + piece.dst_offset : nullptr;
+    wanted_.push_back(want(request, source_range(piece), destination));
     // Reads the pieces of one temporary together, so that its memory is freed soon.
     if (to_hand_over) wanted_.back().group = request;
-    pieces_.push_back({request, std::move(piece), one_run, has_crc});
+    pieces_.push_back({request, std::move(piece), one_run, false});
+    if (verify_ && sums == nullptr) touch_record(wanted.slice, stored, std::ssize(pieces_) - 1);
   }
-  const auto last = static_cast<int64_t>(pieces_.size());
-  const bool whole = tiled && tiled_until == payload + stored.payload_nbytes;
-  if (whole && has_crc) whole_payloads_.push_back({first, last, stored.payload_crc});
   return ok_status();
+}
+
+// Notes that a piece lies in a record: the payload of its tensor, or one of the file's records.
+void LoadBatch::touch_record(const StoredSlice& slice, const StoredTensor& stored, int64_t piece) {
+  const ByteRange& range = wanted_[static_cast<size_t>(piece)].range;
+  std::optional<StoredRecord> record;
+  // torch.save writes 0 if it is configured not to compute checksums.
+  if (stored.payload_crc != 0) {
+    const int64_t begin = slice.offset + stored.payload_offset;
+    record = StoredRecord{{begin, begin + stored.payload_nbytes}, stored.payload_crc};
+  } else if (records_ != nullptr) {
+    record = records_->find(slice.file, range);
+  }
+  if (!record || range.nbytes() == 0) return;
+  TouchedRecord& touched = touched_[{slice.file, record->range.begin}];
+  touched.record = *record;
+  touched.pieces.push_back(piece);
+}
+
+// Decides which records are checked.
+void LoadBatch::plan_records() {
+  for (auto next = touched_.begin(); next != touched_.end();) {
+    plan_record(next->first.first, next->second);
+    next = next->second.parts.empty() ? touched_.erase(next) : std::next(next);
+  }
+}
+
+// Finds the parts of a record if it is to be checked. Where pieces overlap, one of them is a part.
+void LoadBatch::plan_record(const std::string& file, TouchedRecord& touched) {
+  const StoredRecord& record = touched.record;
+  const auto range_of = [&](int64_t piece) -> const ByteRange& {
+    return wanted_[static_cast<size_t>(piece)].range;
+  };
+  std::sort(touched.pieces.begin(), touched.pieces.end(),
+            [&](int64_t a, int64_t b) { return range_of(a).begin < range_of(b).begin; });
+  std::vector<int64_t> used;
+  int64_t end = record.range.begin;
+  int64_t gap_nbytes = 0;
+  for (const int64_t piece : touched.pieces) {
+    if (range_of(piece).begin < end) continue;
+    gap_nbytes += range_of(piece).begin - end;
+    end = range_of(piece).end;
+    used.push_back(piece);
+  }
+  gap_nbytes += record.range.end - end;
+  const bool must = records_ != nullptr && records_->must_check(file, record);
+  if (!must && gap_nbytes > max_unread(record.range.nbytes())) return;
+
+  const WantedRange any = wanted_[static_cast<size_t>(touched.pieces.front())];
+  const auto read_gap = [&](int64_t begin, int64_t gap_end) {
+    const int64_t most = stream_.max_range_nbytes();
+    while (begin < gap_end) {
+      const ByteRange range = {begin, std::min(begin + most, gap_end)};
+      touched.parts.push_back({true, std::ssize(gap_crcs_), range.nbytes()});
+      gap_crcs_.push_back(0);
+      wanted_.push_back({.file = any.file, .range = range, .name = any.name});
+      begin = range.end;
+    }
+  };
+  end = record.range.begin;
+  for (const int64_t index : used) {
+    const ByteRange range = range_of(index);
+    read_gap(end, range.begin);
+    end = range.end;
+    touched.parts.push_back({false, index, range.nbytes()});
+    pieces_[static_cast<size_t>(index)].to_be_summed = true;
+    // The CRC is computed in host memory.
+    WantedRange& want = wanted_[static_cast<size_t>(index)];
+    if (!want.device->is_host()) want.destination = nullptr;
+  }
+  read_gap(end, record.range.end);
 }
 
 // Cuts a copy into pieces that fit a buffer. A run of bytes is cut so that most of it can be read
@@ -271,6 +335,11 @@ Status LoadBatch::plan_bytes(int64_t request) {
 }
 
 Status LoadBatch::consume(int64_t index, Bytes bytes, Unpacking& unpacking) {
+  const auto gap = index - (std::ssize(wanted_) - std::ssize(gap_crcs_));
+  if (gap >= 0) {
+    gap_crcs_[static_cast<size_t>(gap)] = crc32(0, bytes);
+    return ok_status();
+  }
   loaded_nbytes_.fetch_add(ssize(bytes), std::memory_order_relaxed);
   if (index < static_cast<int64_t>(pieces_.size())) {
     return consume_piece(pieces_[static_cast<size_t>(index)], bytes, unpacking);
@@ -349,17 +418,22 @@ Status LoadBatch::consume_whole_slice(int64_t request, Bytes bytes, Unpacking& u
   return arrived(request);
 }
 
-Status LoadBatch::verify_payloads() const {
-  for (const WholePayload& whole : whole_payloads_) {
+Status LoadBatch::verify_records() const {
+  for (const auto& [at, touched] : touched_) {
     uint32_t crc = 0;
-    for (int64_t i = whole.first; i < whole.last; ++i) {
-      const Piece& piece = pieces_[static_cast<size_t>(i)];
-      crc = crc32_combine(crc, piece.crc, source_range(piece.copy).nbytes());
+    for (const RecordPart& part : touched.parts) {
+      const auto index = static_cast<size_t>(part.index);
+      crc = crc32_combine(crc, part.is_gap ? gap_crcs_[index] : pieces_[index].crc, part.nbytes);
     }
-    if (crc == whole.crc) continue;
-    const Piece& piece = pieces_[static_cast<size_t>(whole.first)];
+    if (crc == touched.record.crc) {
+      if (records_ != nullptr) records_->set_checked(at.first, touched.record);
+      continue;
+    }
+    const Piece& piece = pieces_[static_cast<size_t>(touched.pieces.front())];
+    const ByteRange& range = touched.record.range;
     return corruption("cannot read ", describe(tensor(piece.request).slice),
-                      ": its checksum does not match");
+                      ": its checksum does not match, which is that of bytes [", range.begin, ", ",
+                      range.end, ") of the file");
   }
   return ok_status();
 }

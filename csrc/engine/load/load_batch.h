@@ -15,6 +15,7 @@
 #include "engine/exchange/exchange_stream.h"
 #include "engine/live_tensor.h"
 #include "engine/load/index_lookup.h"
+#include "engine/load/records.h"
 #include "engine/load/stored_frames.h"
 #include "engine/load/temporaries.h"
 #include "engine/read_stream.h"
@@ -51,6 +52,7 @@ struct BatchContext {
   ReadStream& stream;
   const std::map<std::string, OpenFile>& files;
   IndexLookup* index;  // nullptr if there is no index that describes the slices.
+  Records* records;    // nullptr if no record is known, and none must be checked.
   bool verify;
   bool slices_are_archives;
   std::span<const TensorRequest> tensors;
@@ -78,6 +80,13 @@ class LoadBatch {
   Status run(ExchangeStream& exchange, std::span<const ExchangePiece> pieces);
 
  private:
+  // A part of a record whose CRC is computed: a piece, or a gap, which is read for that alone.
+  struct RecordPart {
+    bool is_gap;
+    int64_t index;  // Of `pieces_`, or of `gap_crcs_`.
+    int64_t nbytes;
+  };
+
   // A piece of a large tensor request.
   struct Piece {
     int64_t request;
@@ -87,11 +96,11 @@ class LoadBatch {
     uint32_t crc = 0;
   };
 
-  // The pieces [first, last), which cover the whole payload of a slice in order.
-  struct WholePayload {
-    int64_t first;
-    int64_t last;
-    uint32_t crc;
+  // A record, and the pieces that lie in it. If it is checked, the parts cover it in order.
+  struct TouchedRecord {
+    StoredRecord record;
+    std::vector<int64_t> pieces;
+    std::vector<RecordPart> parts;
   };
 
   Status check_slice(const StoredSlice& slice) const;
@@ -99,6 +108,9 @@ class LoadBatch {
   Status plan_tensor(int64_t request, const std::optional<StoredTensor>& found);
   std::vector<StridedCopy> cut(const StridedCopy& copy, const FileSums* sums) const;
   Status plan_bytes(int64_t request);
+  void touch_record(const StoredSlice& slice, const StoredTensor& stored, int64_t piece);
+  void plan_records();
+  void plan_record(const std::string& file, TouchedRecord& touched);
   Status verify() const;
   Result<bool> accepts(int64_t request, const StoredTensor& stored);
   Status consume(int64_t index, Bytes bytes, Unpacking& unpacking);
@@ -108,7 +120,7 @@ class LoadBatch {
   Status arrived(int64_t request);
   void expect(int64_t request);
   Status consume_whole_slice(int64_t request, Bytes bytes, Unpacking& unpacking);
-  Status verify_payloads() const;
+  Status verify_records() const;
   Status verify_bytes() const;
 
   const OpenFile& file_of(const StoredSlice& slice) const {
@@ -139,6 +151,7 @@ class LoadBatch {
   ReadStream& stream_;
   const std::map<std::string, OpenFile>& files_;
   IndexLookup* const index_;
+  Records* const records_;
   const bool verify_;
   const bool slices_are_archives_;
   std::span<const TensorRequest> tensors_;
@@ -148,11 +161,13 @@ class LoadBatch {
   Temporaries temporaries_;
   const int64_t whole_slice_nbytes_;  // Slices up to this length are read whole.
 
-  // `wanted_` has the ranges of pieces first, then those of whole slices, then those of raw bytes.
+  // `wanted_` has the ranges of pieces first, then those of whole slices, then those of raw bytes,
+  // then the gaps of records.
   std::vector<WantedRange> wanted_;
   std::vector<Piece> pieces_;
-  std::vector<int64_t> whole_slices_;  // Indices of requests.
-  std::vector<WholePayload> whole_payloads_;
+  std::vector<int64_t> whole_slices_;                                 // Indices of requests.
+  std::map<std::pair<std::string, int64_t>, TouchedRecord> touched_;  // By file and begin.
+  std::vector<uint32_t> gap_crcs_;
   std::vector<int64_t> byte_indices_;
 };
 

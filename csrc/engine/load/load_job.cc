@@ -180,9 +180,9 @@ Status LoadJob::run_batches(std::span<const TensorRequest> tensors,
     }
     IndexLookup* index = state_->index.get();
     const bool indexed = index != nullptr && index->has_slices();
-    LoadBatch batch({*state_->stream, files, indexed ? index : nullptr, state_->options.verify,
-                     slices_are_archives, tensors, bytes, hand_over, *result,
-                     state_->loaded_nbytes});
+    LoadBatch batch({*state_->stream, files, indexed ? index : nullptr,
+                     state_->options.records.get(), state_->options.verify, slices_are_archives,
+                     tensors, bytes, hand_over, *result, state_->loaded_nbytes});
     RETURN_IF_ERROR(batch.plan(all.tensors, all.bytes));
     if (only_wanted != nullptr) {
       std::map<const File*, std::string_view> names;

@@ -29,9 +29,10 @@ struct LoadOptions {
   int64_t block_nbytes = int64_t{4} << 20;    // The longest single read through a buffer.
   int threads = 4;
   Caching caching = Caching::kDirect;  // For ranges that are not in the page cache.
-  // Whether to verify bytes: by the index's block checksums, or without an index by the CRC of each
-  // payload that is read whole.
+  // Whether to verify bytes: by the index's block checksums, or without them by the CRC of each
+  // record that is read almost whole, or that `records` require.
   bool verify = true;
+  std::shared_ptr<Records> records = nullptr;
 };
 
 // Used by one thread at a time. `run` starts and joins its own threads.
