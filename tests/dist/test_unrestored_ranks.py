@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -99,11 +100,21 @@ def test_a_lenient_load_names_what_any_rank_lacks(path: Path) -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_load_alone_name_it_once(path: Path) -> None:
-    torch_ckpt.save(stage(0), checkpoint_id=path)
+def test_ranks_that_load_alone_do_not_name_what_others_may_request(path: Path) -> None:
+    rank = dist.get_rank()
+    torch_ckpt.save(stage(rank, value=1.0), checkpoint_id=path)
+    groups = [dist.new_group([0]), dist.new_group([1])]
     with warned() as lines:
-        torch_ckpt.load(stage(0, first=1), checkpoint_id=path, no_dist=True)
-    assert len(lines) == (0 if dist.get_rank() else 1)
+        torch_ckpt.load(stage(rank), checkpoint_id=path, no_dist=True)
+        torch_ckpt.load(stage(rank), checkpoint_id=path, process_group=groups[rank])
+        assert not lines
+        planner = FastLoadPlanner(allow_partial_load=True)
+        state = {**stage(rank), "more": 1}
+        torch_ckpt.load(state, checkpoint_id=path, no_dist=True, planner=planner)
+    assert len(lines) == (0 if rank else 1)
+    planner = FastLoadPlanner(strict=True)
+    with pytest.raises(CheckpointException, match="not requested"):
+        torch_ckpt.load(stage(rank), checkpoint_id=path, no_dist=True, planner=planner)
 
 
 @pytest.mark.parametrize("agent", [False, True])
@@ -166,6 +177,23 @@ def test_a_target_of_one_rank_stops_all_before_they_load(path: Path, kind: str) 
     assert type(error) is ValueError
     assert "cannot load 'w': its target cannot be written: its elements share memory" in str(error)
     assert not state["a"].any()
+
+
+@on_ranks(2)
+def test_under_stocks_planner_a_target_of_one_rank_ends_an_exchange(path: Path) -> None:
+    rank = dist.get_rank()
+    large = torch.ones(8 << 20)  # So large that the ranks exchange reads.
+    torch_ckpt.save({"a": large, "w": torch.ones(4, 3)}, checkpoint_id=path)
+    state = {"a": torch.zeros(8 << 20), "w": torch.zeros(3).expand(4, 3)}
+    if rank == 0:
+        state["w"] = torch.zeros(4, 3)
+    with pytest.raises(CheckpointException) as caught:
+        torch_ckpt.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(), timeout_s=60)
+    error, _ = caught.value.failures[1]
+    assert type(error) is ValueError
+    assert "cannot load 'w': its target cannot be written" in str(error)
+    if rank:
+        assert not state["a"].any()
 
 
 @on_ranks(2)

@@ -150,14 +150,14 @@ def test_training_resumes_from_the_own_state_dicts_of_an_optimizer_and_a_schedul
 
 
 def test_a_planner_of_state_dicts_that_are_not_flattened_restores_objects(tmp_path: Path) -> None:
-    saved = {"w": torch.ones(3), "step": 7, "nested": {"a": 1, 2: 3}}
+    saved = {"w": torch.ones(3), "step": 7, "nested": {"a": 1, "b": 3}}
     dcp.save(
         saved,
         storage_writer=FastWriter(tmp_path),
         planner=FastSavePlanner(flatten_state_dict=False),
     )
     for planner in (FastLoadPlanner, DefaultLoadPlanner):
-        state = {"w": torch.zeros(3), "step": 0, "nested": {"a": 0, 2: 0}}
+        state = {"w": torch.zeros(3), "step": 0, "nested": {"a": 0, "b": 0}}
         dcp.load(
             state,
             storage_reader=FastReader(tmp_path),

@@ -311,18 +311,20 @@ class FastLoadPlanner(DefaultLoadPlanner):
         ranks = [plan.planner_data for plan in plans]
         if not all(isinstance(rank, RequestedNames) for rank in ranks) or self.metadata is None:
             return plans
+        job_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         is_counted = scope_of(
-            self.original_state_dict,
+            self.original_state_dict if self.flatten_state_dict else {},
             self.metadata,
             self._rank_states,
-            strict=self.strict,
+            # Ranks that do not load together may request the other names.
+            strict=self.strict if self.is_whole or len(ranks) == job_size else bool(self.strict),
             is_whole=self.is_whole,
         )
         left = Unrestored.of(ranks, self.metadata, is_counted)
         lines = left.warnings()
         if self.strict and lines:
             raise MismatchError(left.error())
-        is_alone = len(ranks) == 1 and dist.is_available() and dist.is_initialized()
+        is_alone = len(ranks) == 1 < job_size and not self.is_whole
         if not (is_alone and dist.get_rank()):  # If each rank loads alone, the first one logs.
             for line in lines:
                 _LOG.warning("%s", line)

@@ -158,7 +158,7 @@ def scope_of(
         strict: As for :class:`FastLoadPlanner`.
         is_whole: Whether keys at the top that the state dict lacks count as well.
     """
-    if strict is None and is_foreign(metadata):
+    if strict is False or (strict is None and is_foreign(metadata)):
         return lambda _: False
     nested = {str(key) for key, value in state_dict.items() if isinstance(value, Mapping | list)}
     chosen = tuple(f"{fqn}.rank_" for fqn in rank_states)
