@@ -129,8 +129,26 @@ def initialized(model: nn.Module, parameters: Any, config: dict[str, Any]) -> An
     )[0]
 
 
+SCHEDULER = {
+    "type": "WarmupDecayLR",
+    "params": {
+        "warmup_min_lr": [1e-5, 3e-5],
+        "warmup_max_lr": [1e-2, 4e-3],  # A rate for each group.
+        "warmup_num_steps": 2 * STEPS,
+        "warmup_type": "linear",
+        "total_num_steps": 4 * STEPS,
+    },
+}
+
+
 def engine_of(
-    stage: int, dtype: str, net: str = "net", optimizer: Any = None, *, universal: bool = False
+    stage: int,
+    dtype: str,
+    net: str = "net",
+    optimizer: Any = None,
+    *,
+    universal: bool = False,
+    schedules: bool = False,
 ) -> Any:
     """An engine of one of the nets."""
     config: dict[str, Any] = {
@@ -143,6 +161,8 @@ def engine_of(
     }
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
+    if schedules:
+        config["scheduler"] = SCHEDULER
     torch.manual_seed(0)
     model = NETS[net]()
     return initialized(model, groups_of(model), config)
@@ -225,6 +245,28 @@ def resume_fsdp(path: Path) -> tuple[list[float], list[tuple[float, float]]]:
     losses, state = resume_torch(path, net, optimizer, batches, epoch=0, nested={"a": []})
     assert {name: state[name] for name in CLIENT} == CLIENT
     return losses, [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+
+
+def save_schedule(path: Path, stage: int) -> list[float]:
+    """Trains with a scheduler, and saves; returns the losses of the next steps."""
+    engine = engine_of(stage, "fp32", schedules=True)
+    train_engine(engine, 0, "fp32")
+    engine.save_checkpoint(str(path))
+    losses = train_engine(engine, STEPS, "fp32")
+    engine.destroy()
+    return losses
+
+
+def resume_schedule(path: Path, stage: int, restore: str = "") -> list[float]:
+    """Losses after a resume from a universal folder, and after the line of a user's script."""
+    engine = engine_of(stage, "fp32", universal=True, schedules=True)
+    engine.load_checkpoint(str(path))
+    exec(restore, {"engine": engine, "torch": torch})
+    for state in engine.optimizer.optimizer.state.values() if stage == 3 else ():
+        state["step"] = state["step"].clone()  # See above.
+    losses = train_engine(engine, STEPS, "fp32")
+    engine.destroy()
+    return losses
 
 
 def merged_by_deepspeed(path: Path) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from deepspeed_runs import (
     merged_by_deepspeed,
     resume_engine,
     resume_fsdp,
+    resume_schedule,
     save_engine,
+    save_schedule,
 )
 from ranks import Ranks, Worlds
 from states import assert_same
@@ -161,6 +164,24 @@ def test_deepspeed_resumes_from_a_universal_folder_on_other_ranks_and_stages(
         assert found_client == client
         assert found_options == options
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.thin("3-3", "1-3")
+@pytest.mark.parametrize("target", [1, 3])
+@pytest.mark.parametrize("source", [1, 3])
+def test_a_schedule_of_several_groups_continues_from_a_universal_folder(
+    engines: Ranks, other_engines: Ranks, tmp_path: Path, source: int, target: int
+) -> None:
+    """Engines of ZeRO-3 need the line of the warning: they load one option for all groups."""
+    expected = engines.run(save_schedule, tmp_path / "saved", source)[0]
+    folder = tmp_path / "folder" / "universal"
+    with pytest.warns(UserWarning, match="An engine of ZeRO-3") as caught:
+        assert main(["convert", str(tmp_path / "saved"), str(folder), "--to", "universal"]) == 0
+    (warning,) = [str(one.message) for one in caught if "ZeRO-3" in str(one.message)]
+    assert re.search(r"lr \([0-9.]+ in group 0, [0-9.]+ in group 1\)", warning)
+    line = warning[warning.index("for group") :] if target == 3 else ""
+    for losses in other_engines.run(resume_schedule, folder.parent, target, line):
+        assert losses == pytest.approx(expected, abs=1e-6)
 
 
 def _stage(kind: str) -> tuple[int, str]:

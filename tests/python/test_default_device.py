@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import subprocess
 import sys
@@ -10,11 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed_checkpoints
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import ROOT, blank, differences
-from random_states import blanked, random_state, same
+from support.states import blanked, random_state, same
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, SafetensorsWriter, SnapshotStager
+from torch_ckpt.cli.main import main
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -186,6 +190,104 @@ def test_tensors_are_cast_and_read_from_other_formats_under_it(
         with on_meta():
             torch_ckpt.load(loaded, checkpoint_id=tmp_path / path, no_dist=True)
         assert differences(expected, loaded) == []
+
+
+def write_torch_save(path: Path) -> None:
+    odd = {
+        "conj": torch.randn(3, dtype=torch.complex64).conj(),
+        "sparse": torch.eye(3).to_sparse(),
+        "compressed": torch.eye(3).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "generator": torch.Generator(),
+        "tuple": (torch.ones(2), np.arange(3)),
+    }
+    torch.save({**model_state(), **odd}, path)
+
+
+def write_shards(path: Path) -> None:
+    """Shards whose parameter is computed: averaged, compared, cast and turned, with a scale."""
+    parts = {name: torch.randn(4, 6) for name in ("row", "mean", "same", "norm")}
+    info = {
+        "parameter_with_row_parallelism_patterns": ["row"],
+        "parameter_to_average_patterns": ["mean"],
+        "tp_replicated_parameter_patterns": ["same", "norm"],
+    }
+    deepspeed_checkpoints.write_shards(path, [parts, parts], info=info)
+
+
+def write_torch_checkpointing(path: Path) -> None:
+    """Shards that torch assembles, since they are not stored in row-major order."""
+    facts = {
+        "global_shape": [6, 4],
+        "dtype": "torch.float32",
+        "stride": [4, 1],
+        "mesh_spec": {"mesh_shape": (2,), "mesh_data": (0, 1)},
+        "placements": [{"type": "Shard", "dim": 0}],
+    }
+    sharding = {"sharding_metadata": {"type": "DTensorShardingMetadata", "data": facts}}
+    item = {
+        "nested_path_to_metadata": {'["w"]': [{**sharding, "ranks": (0, 1)}]},
+        "rank_to_layout_info": {0: None, 1: None},
+    }
+    path.mkdir()
+    metadata = {"metadata": {"model": item}, "world_size": 2, "version": "2.0"}
+    (path / "metadata.pkl").write_bytes(pickle.dumps(metadata))
+    for rank, part in enumerate(torch.randn(6, 4).chunk(2)):
+        turned = part.t().contiguous().t()
+        torch.save({"w": turned, "rng": torch.randn(3)}, path / f"model_{rank}.pt")
+
+
+FOREIGN: dict[str, Callable[[Path], None]] = {
+    "torch.save": write_torch_save,
+    "ZeRO-2": lambda path: deepspeed_checkpoints.write(path, 2),
+    "ZeRO-3": lambda path: deepspeed_checkpoints.write(path, 3),
+    "tensor parallel": write_shards,
+    "torch_checkpointing": write_torch_checkpointing,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", FOREIGN)
+def test_checkpoints_of_other_programs_are_loaded_and_converted_under_it(
+    form: str, on_meta: Callable[[], Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "source"
+    FOREIGN[form](path)
+
+    def load(path: Path, **options: Any) -> dict[str, Any]:
+        with torch.device("cpu"):
+            loaded = {
+                fqn: torch.zeros(stored.size, dtype=stored.properties.dtype)
+                if hasattr(stored, "chunks")
+                else None
+                for fqn, stored in FastReader(path).read_metadata().state_dict_metadata.items()
+            }
+        reader = FastReader(path, **options)
+        torch_ckpt.load(loaded, storage_reader=reader, no_dist=True)
+        return loaded
+
+    expected = load(path)
+    with on_meta():
+        found = [load(path, verify="full"), load(path, trust_pickle=form == "torch.save")]
+        for to in ("dcp", "torch", "universal"):
+            if form == "torch.save" or (to == "universal" and "ZeRO" not in form):
+                continue
+            assert main(["convert", str(path), str(tmp_path / to), "--to", to]) == 0
+            if to != "universal":
+                assert main(["diff", str(path), str(tmp_path / to)]) == 0
+    for loaded in found:
+        for fqn, value in expected.items():
+            is_strided = torch.is_tensor(value) and value.layout == torch.strided
+            if isinstance(value, torch.Generator):
+                assert torch.equal(loaded[fqn].get_state(), value.get_state())
+            elif torch.is_tensor(value) and (not is_strided or value.is_nested):
+                assert str(loaded[fqn]) == str(value)
+            else:
+                assert same(loaded[fqn], value), fqn
+    if "ZeRO" in form:
+        universal = load(tmp_path / "universal")
+        assert all(same(universal[fqn], v) for fqn, v in expected.items() if fqn[:5] == "optim")
 
 
 @pytest.mark.parametrize(

@@ -335,6 +335,30 @@ def test_partitions_over_some_of_the_ranks_are_refused(tmp_path: Path) -> None:
         FastReader(tmp_path / "tag").read_metadata()
 
 
+@pytest.mark.filterwarnings("ignore:the parameter groups")
+def test_a_file_of_a_universal_folder_that_cannot_be_read_refuses_its_value_alone(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "tag", 2)
+    folder = tmp_path / "universal"
+    assert main(["convert", str(tmp_path / "tag"), str(folder), "--to", "universal"]) == 0
+    damaged = folder / "zero" / "cube" / "exp_avg.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    (folder / "zero" / "up.bias" / "fp32.pt").unlink()
+    torch.save({"param": torch.zeros(3)}, folder / "zero" / "up.weight" / "exp_avg_sq.pt")
+    for fqn, kind, match in (
+        ("optim.state.cube.exp_avg", CorruptionError, "exp_avg.pt"),
+        ("model.up.bias", NotFoundError, "has no up.bias/fp32.pt"),
+        ("optim.state.up.weight.exp_avg_sq", CorruptionError, r"has shape \(3,\), and \(5, 7\)"),
+    ):
+        with pytest.raises(dcp.CheckpointException, match=rf"{kind.__name__}.*{match}"):
+            dcp.load({fqn: None}, storage_reader=FastReader(folder), no_dist=True)
+    names = {"optim.state.cube.exp_avg", "model.up.bias", "optim.state.up.weight.exp_avg_sq"}
+    found = load(folder, without=names)
+    for name, tensor in values().items():
+        assert name in names or torch.equal(found[name], tensor), name
+
+
 def test_elements_that_two_ranks_have_are_refused(tmp_path: Path) -> None:
     files = Files(Location(tmp_path), "DeepSpeed", verify=True, trust_pickle=False)
     files.foreign.files.append(("name", 16))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,11 +23,12 @@ from torch_ckpt.errors import AlreadyExistsError, CheckpointError, UnsupportedEr
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor
 
-__all__ = ["write_universal"]
+__all__ = ["RESTORE", "write_universal"]
 
 _FOLDER = "zero"
 _POINTER = "latest_universal"
 _WEIGHTS = "fp32"
+_COMMON = "optimizer_state.pt"
 _MODEL, _STATE, _GROUPS = "model.", "optim.state.", "optim.param_groups."
 
 _MODEL_FILE = "mp_rank_00_model_states.pt"
@@ -35,6 +37,15 @@ _ZERO3_MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 _STACKED_EXPERTS = re.compile(r".*\.experts\.w[123]")
 """Names that AutoEP gives to the stacked parameters of experts."""
+
+_MAX_SHOWN = 8  # Values of one option in a warning.
+
+RESTORE = (
+    "for group, stored in zip(engine.optimizer.param_groups, "
+    'torch.load("{path}")["param_groups"]): '
+    'group.update(stored | {{"params": group["params"]}})'
+)
+"""What gives the groups of an engine of ZeRO-3 their options."""
 
 _MIN_VERSION = "0.3.17"  # Engines require a version, at least this one.
 
@@ -59,6 +70,7 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
     check_target(target, overwrite)
     _check_replaced(source, target)
     groups = _parameter_groups(source)
+    _warn_of_options(groups, target)
     unpublished = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     files = _files(source, groups, unpublished)
     unpublished_pointer = target.with_name(f".{_POINTER}.{secrets.token_hex(8)}.tmp")
@@ -98,7 +110,7 @@ def _check_replaced(source: Source, target: Location) -> None:
         if target.is_file():
             raise AlreadyExistsError(f"cannot write {target}: it is a file")
         return
-    if not (target / _FOLDER / "optimizer_state.pt").is_file():
+    if not (target / _FOLDER / _COMMON).is_file():
         raise AlreadyExistsError(f"cannot replace {target}: it is not a universal folder")
     if target in source.path.absolute().parents:
         raise AlreadyExistsError(f"cannot replace {target}: the source is in it")
@@ -127,6 +139,35 @@ def _parameter_groups(source: Source) -> list[dict[str, Any]]:
         if not facts.dtype.is_floating_point or facts.dtype.itemsize > 4:
             raise _unsupported(source, f"the weights of {fqn!r} are {facts.dtype}, not fp32")
     return groups
+
+
+def _different(groups: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Returns the options that are not equal in all groups: name -> value in each group."""
+    names = dict.fromkeys(name for group in groups for name in group if name != "params")
+    values = {name: [group.get(name, "none") for group in groups] for name in names}
+    return {name: of for name, of in values.items() if any(value != of[0] for value in of)}
+
+
+def _warn_of_options(groups: Sequence[Mapping[str, Any]], target: Location) -> None:
+    """Warns of options that an engine of ZeRO-3 cannot load from the folder.
+
+    Source: ``load_hp_checkpoint_state_from_checkpoint_dir_stage3`` of DeepSpeed 0.19.8.
+    """
+    if not (different := _different(groups)):
+        return
+    named = []
+    for name, values in different.items():
+        shown = [f"{value} in group {number}" for number, value in enumerate(values)]
+        more = [f"and {len(shown) - _MAX_SHOWN} more"] if len(shown) > _MAX_SHOWN else []
+        named.append(f"{name} ({', '.join(shown[:_MAX_SHOWN] + more)})")
+    warnings.warn(
+        f"the parameter groups in {target} differ in {'; '.join(named)}. An engine of ZeRO-3 gives "
+        "all groups the options of the first one, so it does not load these: its groups keep those "
+        "of its own configuration, and begin with the first rate of a scheduler. To restore them, "
+        "run this after engine.load_checkpoint (docs/formats.md): "
+        f"{RESTORE.format(path=str(target / _FOLDER / _COMMON))}",
+        stacklevel=2,
+    )
 
 
 def _unsupported(source: Source, why: str) -> UnsupportedError:
@@ -169,7 +210,7 @@ def _files(
                 else:
                     what = f"state {name!r} of {fqn!r} has sizes {list(value.sizes)}"
                     raise _unsupported(source, f"{what}, and the parameter {list(sizes)}")
-    add(zero / "optimizer_state.pt", _common_state(source, groups, steps))
+    add(zero / _COMMON, _common_state(source, groups, steps))
     model = _model_state(source, groups)
     add(folder / _MODEL_FILE, model)
     add(folder / _ZERO3_MODEL_FILE, {**model, "module": {}, "buffer_names": []})
@@ -216,12 +257,8 @@ def _common_state(
     reads are those which all groups have in common. Its groups keep the other options.
     """
     numbered = [{**group, "params": [number]} for number, group in enumerate(groups)]
-    first, *others = groups
-    shared = {
-        key: value
-        for key, value in first.items()
-        if key == "params" or all(key in group and group[key] == value for group in others)
-    }
+    different = _different(groups)
+    shared = {name: value for name, value in groups[0].items() if name not in different}
     zero3_groups = [{**shared, "params": [0]}, *numbered[1:]]
     return {
         "param_groups": numbered,

@@ -195,12 +195,25 @@ def _sparse_tensor(layout: torch.layout, data: Any) -> torch.Tensor:
     # The function that this one replaces does not validate indices or sizes.
     if layout is torch.sparse_coo:
         indices, values, size, *is_coalesced = data
+        _require_type(torch.Tensor, values)
         return torch.sparse_coo_tensor(
-            indices, values, size, check_invariants=True, is_coalesced=(is_coalesced or [None])[0]
+            indices,
+            values,
+            size,
+            check_invariants=True,
+            is_coalesced=(is_coalesced or [None])[0],
+            device=values.device,
         )
     compressed, plain, values, size = data
+    _require_type(torch.Tensor, values)
     return torch.sparse_compressed_tensor(
-        compressed, plain, values, size, layout=layout, check_invariants=True
+        compressed,
+        plain,
+        values,
+        size,
+        layout=layout,
+        check_invariants=True,
+        device=values.device,
     )
 
 

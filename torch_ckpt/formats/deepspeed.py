@@ -402,5 +402,5 @@ def _as_tensor(step: Value) -> Value:
     """Returns a number as the tensor that torch's optimizers have."""
     if not isinstance(step, Stored) or not isinstance(step.value, int | float):
         return step
-    tensor = torch.tensor(float(step.value))
+    tensor = torch.tensor(float(step.value), device="cpu")
     return Computed(step.file, tensor.dtype, (), lambda: tensor)

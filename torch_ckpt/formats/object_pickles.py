@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Buffer
 
 from torch_ckpt._core import _native
+from torch_ckpt._core.tensors import cpu_as_default
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.data_classes import DATA_CLASSES, NeedsState, class_named
 from torch_ckpt.formats.pickles import ForbiddenPickleError
@@ -99,7 +100,8 @@ def load_object(
     if trust_pickle:
         file = source if mapped is None else mapped
         options: Any = {"map_location": map_location, "mmap": mapped is not None}
-        return torch.load(file, weights_only=False, **options)
+        with cpu_as_default():  # Torch rebuilds some kinds of tensors on the default device.
+            return torch.load(file, weights_only=False, **options)
     storage: Any = None
     if mapped is not None:
         nbytes = source.seek(0, io.SEEK_END)

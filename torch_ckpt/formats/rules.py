@@ -248,7 +248,7 @@ class Rule:
             shard = read(rank)
             self._check_shard(fqn, rank, shard, shards[rank], whole)
             if whole is None:
-                whole = torch.empty(sizes, dtype=shard.dtype)
+                whole = torch.empty(sizes, dtype=shard.dtype, device=shard.device)
             elif on_all_ranks:
                 others = shard[: sizes[0]] if sizes else shard
                 if isinstance(self.union, Average):
@@ -265,7 +265,8 @@ class Rule:
                         part = part / one.scale ** _SCALE_POWERS[state]
                     whole[slices(one.at, one.sizes)] = part
         if whole is None:  # It has no elements.
-            whole = torch.empty(sizes, dtype=read(next(iter(shards))).dtype)
+            shard = read(next(iter(shards)))
+            whole = torch.empty(sizes, dtype=shard.dtype, device=shard.device)
         if mean is not None:
             whole = (mean / len(shards)).to(whole.dtype)
         return self.changed(fqn, whole, state)

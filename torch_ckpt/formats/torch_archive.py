@@ -269,7 +269,8 @@ class _Pickler(pickle.Pickler):
             return ("storage", kind, str(self._numbers[key]), "cpu", numel)
         self._alive.append(untyped)
         self._numbers[key] = len(self.contents)
-        elements = torch.empty(0, dtype=torch.uint8).set_(untyped.cpu())  # type: ignore[no-untyped-call]
+        empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
+        elements = empty.set_(untyped.cpu())
         return self._id(kind, elements.numpy().tobytes(), numel)
 
     def _id(self, kind: Any, content: bytes | PendingTensor, numel: int) -> Any:

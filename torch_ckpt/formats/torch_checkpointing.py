@@ -351,7 +351,7 @@ class _Reader:
         values: Mapping[int, _Value],
     ) -> torch.Tensor:
         """Reads the shards of a tensor, and returns it."""
-        tensor = torch.empty(sizes, dtype=dtype)
+        tensor = torch.empty(sizes, dtype=dtype, device="cpu")
         for one in placed:
             local = self.files.read_value(values[one.rank])
             tensor[slices(one.at, one.sizes)] = local[slices(one.offsets, one.sizes)]
