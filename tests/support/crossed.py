@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import random
 import shutil
 import tempfile
@@ -162,13 +163,21 @@ def run_case(case: Case, places: ways.Places, worlds: Any) -> list[str]:
 @contextlib.contextmanager
 def _fresh_process(case: Case) -> Iterator[None]:
     """Nothing that former cases have left in the process, and a memory for the agent."""
-    warnings.simplefilter("ignore")
     plan_cache().forget()
     PROCESS.stager = SnapshotStager()
     for name in [name for name in vars(SavePlanner) if name.startswith("_cached_")]:
         getattr(SavePlanner, name).clear()
-    with ways.environment(case.way), torch.serialization.safe_globals(SAFE_GLOBALS):
-        yield
+    log, level = logging.getLogger("torch_ckpt"), logging.getLogger("torch_ckpt").level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            ways.environment(case.way),
+            torch.serialization.safe_globals(SAFE_GLOBALS),
+        ):
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def carry_out(case: Case, folder: Path) -> list[str]:
