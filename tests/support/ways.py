@@ -13,6 +13,7 @@ import random
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,9 +270,17 @@ FILES: dict[str, dict[str, Any]] = {
     "of 100 KB": {"max_shard_nbytes": 100_000},
 }
 
+class _SlowStager(SnapshotStager):
+    """Copies so late that training is not to go on for a while."""
+
+    def _copy(self, *args: Any) -> None:
+        time.sleep(0.005)
+        super()._copy(*args)
+
+
 STAGERS: dict[str, Callable[[], SnapshotStager | None]] = {
     "of the process": lambda: None,
-    "in the background": lambda: SnapshotStager(blocking=False),
+    "in the background": lambda: _SlowStager(blocking=False),
     "with a cap": lambda: SnapshotStager(max_host_nbytes=200_000),
 }
 
