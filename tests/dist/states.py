@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from support.placing import local_part
 from support.tensors import full_value  # noqa: F401  # For the tests.
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
 from torch_ckpt import FastReader, FastWriter
 
@@ -37,25 +37,6 @@ def failures_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[int
             for rank, (cause, _) in error.failures.items()
         }
     return {}
-
-
-def local_part(
-    full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> torch.Tensor:
-    """The view of ``full`` that this rank holds; reckoned here, not by DTensor.
-
-    A strided shard is a chunk of what the other mesh dimensions have cut, as FSDP over TP has it.
-    """
-    part = full
-    strided = [isinstance(placement, _StridedShard) for placement in placements]
-    for mesh_dim in sorted(range(len(placements)), key=strided.__getitem__):
-        placement = placements[mesh_dim]
-        if isinstance(placement, (Shard, _StridedShard)):
-            chunks = part.chunk(mesh.size(mesh_dim), placement.dim)
-            rank = mesh.get_local_rank(mesh_dim)
-            empty = part.narrow(placement.dim, 0, 0)
-            part = chunks[rank] if rank < len(chunks) else empty
-    return part
 
 
 def sharded(

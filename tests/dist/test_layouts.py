@@ -22,7 +22,6 @@ from states import (
     data_files,
     full_value,
     local,
-    local_part,
     sharded,
     zeroed,
 )
@@ -258,48 +257,6 @@ def placed_boxes(grid: str) -> dict[str, DTensor]:
 
 def save_boxes(grid: str, path: Path, writer: str) -> None:
     dcp.save(placed_boxes(grid), storage_writer=WRITERS[writer](path))
-
-
-def load_boxes(grid: str, path: Path, reader: str) -> None:
-    state = zeroed(placed_boxes(grid))
-    dcp.load(state, storage_reader=READERS[reader](path))
-    mesh = grid_mesh(grid)
-    expected = {
-        name: local_part(full_value(name, *box), mesh, GRIDS[grid]) for name, box in BOXES.items()
-    }
-    assert_same(local(state), expected)
-
-
-@pytest.mark.thin(1)
-@pytest.mark.parametrize("route", ROUTES, ids="-to-".join)
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        (("rows", 4), ("columns", 4)),
-        (("columns", 4), ("rows", 4)),
-        (("rows", 4), ("columns", 1)),
-        (("rows", 4), ("columns", 2)),
-        (("columns", 4), ("rows", 3)),
-        (("rows", 2), ("columns", 3)),
-        (("columns", 2), ("rows", 4)),
-        (("replicas", 3), ("rows", 2)),
-        (("rows", 3), ("replicas", 4)),
-        (("rows_of_columns", 4), ("columns", 3)),
-        (("rows_of_rows", 4), ("rows_of_columns", 4)),
-        (("replicated_columns", 4), ("rows", 3)),
-        (("columns", 3), ("row_shards_replicated", 4)),
-    ],
-    ids=lambda side: f"{side[0]}_{side[1]}",
-)
-def test_boxes_of_one_grid_load_as_boxes_of_another(
-    worlds: Worlds,
-    tmp_path: Path,
-    saved: tuple[str, int],
-    loaded: tuple[str, int],
-    route: tuple[str, str],
-) -> None:
-    worlds.run(saved[1], save_boxes, saved[0], tmp_path, route[0])
-    worlds.run(loaded[1], load_boxes, loaded[0], tmp_path, route[1])
 
 
 def load_whole(path: Path, reader: str) -> None:

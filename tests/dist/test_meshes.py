@@ -90,11 +90,13 @@ def meshes(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, [each for rank in wrong for each in rank]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", MESHES)
 def test_a_mesh_loads_as_it_was_saved(meshes: tuple[Path, list[str]], layout: str) -> None:
     assert [each for each in meshes[1] if each.startswith(f"{layout},")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", MESHES)
 def test_an_asynchronous_save_of_a_mesh_holds_the_values_of_its_call(
     meshes: tuple[Path, list[str]], layout: str
@@ -102,6 +104,7 @@ def test_an_asynchronous_save_of_a_mesh_holds_the_values_of_its_call(
     assert_whole(meshes[0] / "async" / layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", MESHES)
 def test_a_mesh_is_exported_as_whole_tensors(meshes: tuple[Path, list[str]], layout: str) -> None:
     named = unsharded()[0].items()

@@ -16,9 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds, on_ranks
 from states import full_value, local, sharded, zeroed
-from support import placing
-from support.placing import blank_like, random_layout
-from support.states import differences
+from support.placing import Placing
+from support.states import Evolving
 from test_replicas import MIB, STATES, written_nbytes
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
@@ -71,11 +70,16 @@ def boxes_of(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def save_spread(path: Path, names: int, placed: int, writers: list[Any], options: Any) -> None:
+def random_layout(seed: int) -> dict[str, Any]:
+    """This rank's part of a random state."""
+    return Placing(seed, owners=6).place(Evolving(seed, "the engine's dtypes").state)
+
+
+def save_spread(path: Path, seed: int, options: Any) -> None:
     """Saves a random layout; the metadata of all ranks are the same, and list each box once."""
-    state = random_layout(names, placed, owners=6)
-    for number, writer in enumerate(writers):
-        folder = path / str(number)
+    state = random_layout(seed)
+    for writer in (FastWriter, FileSystemWriter):
+        folder = path / writer.__name__
         metadata = dcp.save(
             state, storage_writer=writer(folder), planner=FastSavePlanner(**options)
         )
@@ -101,34 +105,20 @@ def save_spread(path: Path, names: int, placed: int, writers: list[Any], options
             assert file != other or end <= begin
 
 
-def load_spread(path: Path, names: int, placed: int, count: int) -> None:
-    """Loads another layout of the same values."""
-    state = random_layout(names, placed)
-    for number in range(count):
-        for reader, planner in LOADS:
-            loaded = blank_like(state)
-            dcp.load(loaded, storage_reader=reader(path / str(number)), planner=planner())
-            assert differences(placing.local(state), placing.local(loaded)) == []
-
-
 @pytest.mark.thin(1)
 @pytest.mark.parametrize("options", [{}, {"dedup_save_to_lowest_rank": True}], ids=str)
-@pytest.mark.parametrize(("savers", "loaders"), [(2, 4), (4, 2), (4, 4), (4, 1)])
-def test_random_layouts_load_in_random_others(
-    worlds: Worlds, tmp_path: Path, seed: int, savers: int, loaders: int, options: Any
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_metadata_of_random_layouts_list_each_box_once(
+    worlds: Worlds, tmp_path: Path, seed: int, ranks: int, options: Any
 ) -> None:
     for number in range(2):
-        names = seed + number
-        path = tmp_path / str(number)
-        writers = [FastWriter, FileSystemWriter]
-        worlds.run(savers, save_spread, path, names, names, writers, options)
-        worlds.run(loaders, load_spread, path, names, names + 1, len(writers))
+        worlds.run(ranks, save_spread, tmp_path / str(number), seed + number, options)
 
 
 @on_ranks(4)
 def test_what_ranks_list_is_what_stock_lists(seed: int) -> None:
     for names in range(seed, seed + 5):
-        state = random_layout(names, names, owners=6)
+        state = random_layout(names)
         for flatten in (True, False):
             theirs, ours = DefaultSavePlanner(flatten), FastSavePlanner(flatten)
             for planner in (theirs, ours):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import resource
 import signal
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from ranks import RankError, Worlds, on_ranks, run_ranks
 from safetensors.torch import load_file, save_file
 from states import Failure, assert_same, failures_of, full_value, sharded
-from support.placing import random_layout
 from test_layouts import EvenNet, Net, build
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
@@ -130,48 +128,6 @@ def test_parallel_modules_are_stored_as_if_they_were_not(
     expected = worlds.run(world, save_net, tmp_path, layout)[0]
     assert len(names_in(tmp_path)) > 1
     assert_same(load_model(tmp_path), expected)
-
-
-Facts = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-def save_random(path: Path, names: int, world_options: list[dict[str, Any]]) -> Facts:
-    """Saves several layouts of the same tensors; returns what this rank knows of them."""
-    facts: Facts = {}
-    for number, options in enumerate(world_options):
-        state = random_layout(names, 100 * names + number, owners=3)
-        del state["objects"]
-        save_model(state, path / f"{number}", list(PLANNERS)[number % 2], **options)
-        for group, tensors in state.items():
-            facts |= {f"{group}.{n}": (tuple(t.size()), t.dtype) for n, t in tensors.items()}
-    return facts
-
-
-@pytest.mark.thin(1)
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("names", range(3))
-def test_random_layouts_are_stored_whole(
-    worlds: Worlds, tmp_path: Path, world: int, names: int
-) -> None:
-    rng = random.Random(names)
-    options = [
-        {
-            "thread_count": rng.choice([1, 2]),
-            "max_shard_nbytes": rng.choice([1, 10_000, 10**9]),
-            "share_replicas": rng.random() < 0.8,
-            "sync_files": False,
-        }
-        for _ in range(4)
-    ]
-    of_ranks = worlds.run(world, save_random, tmp_path, names, options)
-    expected = {
-        fqn: full_value(f"{names} {fqn.partition('.')[2]}", *facts)
-        for of_rank in of_ranks
-        for fqn, facts in of_rank.items()
-    }
-    assert len(expected) == 24
-    for number in range(len(options)):
-        assert_same(load_model(tmp_path / f"{number}"), expected)
 
 
 class Counting(SafetensorsWriter):

@@ -106,7 +106,7 @@ def test_whatever_is_saved_is_what_a_save_without_agent_stores(
     agent: SnapshotAgent, run: Path, tmp_path: Path, rng: random.Random, full: bool
 ) -> None:
     compared = 0
-    steps = 60 if full else 20
+    steps = 60 if full else 10
     for step in range(steps):
         state = random_state(rng)
         path, other = run / f"step-{step}", tmp_path / "without"

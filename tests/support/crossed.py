@@ -80,7 +80,7 @@ class Case:
     def of(cls, seed: int, *, with_ranks: bool) -> Case:
         """The case of a seed."""
         rng = random.Random(f"case {seed}")
-        ranks = rng.choice([1, 2, 2, 3, 3]) if with_ranks else 0
+        ranks = rng.choice([1, 2, 2, 2, 3, 3, 3, 4]) if with_ranks else 0
         content = rng.choice(list(CONTENTS))
         way = ways.random_way(rng, is_alone=not ranks, content=content)
         count = rng.choice([1, 1, 2, 2, 3, 4])

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.states import CONTENTS, State, is_in_list, mapped
-from support.tensors import LAYOUTS, ONES, TORCHS_OWN, full_value, laid_out, mask_of
+from support.states import State, is_in_list, mapped
+from support.tensors import LAYOUTS, ONES, TORCHS_OWN, laid_out, mask_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -46,7 +46,7 @@ class Placing:
             return value
         # DTensor.from_local forgets on ranks off the mesh that a tensor has no dimensions.
         mesh = rng.choice(self._meshes if value.dim() else self._meshes[:1])
-        placements = random_placements(rng, mesh, value.dim())
+        placements = random_placements(rng, mesh, value.shape)
         made = as_box(value, mesh, placements, layout=rng.choice(list(LAYOUTS)))
         before = self._made.get(path)
         if before is None or (before.shape, before.dtype) != (made.shape, made.dtype):
@@ -68,31 +68,46 @@ def meshes_of(world: int) -> list[DeviceMesh]:
     return meshes
 
 
-def random_placements(rng: random.Random, mesh: DeviceMesh, dims: int) -> list[Placement]:
-    """Placements of a tensor of so many dimensions."""
+def random_placements(
+    rng: random.Random, mesh: DeviceMesh, shape: Sequence[int]
+) -> list[Placement]:
+    """Placements of a tensor of these sizes."""
+    dims = len(shape)
     if dims == 0:
         return [Replicate()] * mesh.ndim
-    if mesh.ndim == 2 and rng.random() < 0.3:  # FSDP over tensor parallelism, of one dimension.
-        dim = rng.randrange(dims)
+    dim, is_strided = rng.randrange(dims), rng.random() < 0.3
+    if mesh.ndim == 2 and is_strided and shape[dim] % mesh.size() == 0:
+        # FSDP over tensor parallelism. Where sizes are uneven, DCP takes it for other rows.
         return [_StridedShard(dim, split_factor=mesh.size(1)), Shard(dim)]
     return [rng.choice([Replicate(), Shard(rng.randrange(dims))]) for _ in range(mesh.ndim)]
 
 
-def box_of(full: torch.Tensor, mesh: DeviceMesh, placements: Any) -> torch.Tensor:
-    """This rank's box of a tensor, as torch says where that lies; empty off the mesh."""
+def local_part(
+    full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> torch.Tensor:
+    """The view of ``full`` that this rank holds, empty off the mesh; reckoned here, not by DTensor.
+
+    A strided shard is a chunk of what the other mesh dimensions have cut, as FSDP over TP has it.
+    """
     if mesh.get_coordinate() is None:
         return full.flatten()[:0]
-    sizes, offsets = compute_local_shape_and_global_offset(full.shape, mesh, placements)
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        full = full.narrow(dim, min(offset, full.size(dim)), size)
-    return full
+    part = full
+    strided = [isinstance(placement, _StridedShard) for placement in placements]
+    for mesh_dim in sorted(range(len(placements)), key=strided.__getitem__):
+        placement = placements[mesh_dim]
+        if isinstance(placement, (Shard, _StridedShard)):
+            chunks = part.chunk(mesh.size(mesh_dim), placement.dim)
+            rank = mesh.get_local_rank(mesh_dim)
+            empty = part.narrow(placement.dim, 0, 0)
+            part = chunks[rank] if rank < len(chunks) else empty
+    return part
 
 
 def as_box(
     full: torch.Tensor, mesh: DeviceMesh, placements: list[Placement], *, layout: str = "contiguous"
 ) -> DTensor:
     """A DTensor of this rank's box, in memory of its own."""
-    box = box_of(full, mesh, placements)
+    box = local_part(full, mesh, placements)
     local = laid_out(layout, box.shape, box.dtype, ONES)
     if mask_of(local):  # Not all bits could be copied into it.
         local = laid_out("contiguous", box.shape, box.dtype, ONES)
@@ -113,54 +128,9 @@ def boxes_like(state: Any, full: Any) -> Any:
     def box(path: tuple[Any, ...], value: Any) -> Any:
         whole = functools.reduce(lambda container, key: container[key], path, full)
         return (
-            box_of(whole, value.device_mesh, value.placements)
+            local_part(whole, value.device_mesh, value.placements)
             if isinstance(value, DTensor)
             else whole
         )
 
     return mapped(box, state)
-
-
-def random_layout(names: int, placed: int, *, owners: int | None = None) -> State:
-    """This rank's part of 24 tensors in two groups, plain ones and DTensors.
-
-    Args:
-        names: Seed of names, shapes, dtypes and values: all that is the same in every layout.
-        placed: Seed of how it is spread over the ranks of this world.
-        owners: Every so many plain tensors, one is held by one rank only.
-    """
-    rng, placing = random.Random(names), random.Random(placed)
-    meshes, world = meshes_of(dist.get_world_size()), dist.get_world_size()
-    state: State = {"objects": {"step": 7, "of all": ["a", 1]}, "plain": {}, "placed": {}}
-    for number in range(24):
-        dims = rng.choice([0, 1, 1, 2, 2, 3])
-        shape = tuple(rng.choice([0, 1, 2, 3, 7, 16, 33]) for _ in range(dims))
-        dtype = rng.choice(CONTENTS["model"].dtypes)
-        name = f"t{number}.{shape}"
-        value = full_value(f"{names} {name}", shape, dtype)
-        if number % 3 == 0:
-            if not owners or number % owners or number % world == dist.get_rank():
-                state["plain"][name] = value
-            continue
-        mesh = placing.choice(meshes if dims else meshes[:1])
-        placements = random_placements(placing, mesh, dims)
-        if mesh.get_coordinate() is not None or not owners:
-            state["placed"][name] = as_box(value, mesh, placements)
-    return state
-
-
-def blank_like(state: State) -> State:
-    """The same to load into: zeros, and ``None`` for objects."""
-
-    def blank(_: Any, value: Any) -> Any:
-        if not isinstance(value, DTensor):
-            return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
-        return DTensor.from_local(
-            torch.zeros_like(value._local_tensor),
-            *(value.device_mesh, value.placements),
-            run_check=False,
-            shape=value.size(),
-            stride=value.stride(),
-        )
-
-    return mapped(blank, state)

@@ -270,6 +270,7 @@ FILES: dict[str, dict[str, Any]] = {
     "of 100 KB": {"max_shard_nbytes": 100_000},
 }
 
+
 class _SlowStager(SnapshotStager):
     """Copies so late that training is not to go on for a while."""
 
