@@ -51,6 +51,7 @@ from torch_ckpt import (
 from torch_ckpt.agent import AgentOptions
 from torch_ckpt.conversion.convert import convert
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.storage.verify import examine
 
 SAVE_TIMEOUT_S = 50
 Way = Mapping[str, str]  # List -> name.
@@ -458,6 +459,13 @@ def _slices(loading: Loading, state: dict[str, Any]) -> None:
             )
 
 
+def _verify(loading: Loading, state: dict[str, Any]) -> None:
+    """Checks every byte, and loads."""
+    report = examine(Location(loading.path), trust_pickle=True)
+    assert not report.damage, report.damage
+    dcp.load(state, storage_reader=_fast()(loading.path), planner=loading.planner, **loading.ranks)
+
+
 def _library(loading: Loading, state: dict[str, Any]) -> None:
     """Has the library of safetensors read each file."""
     for file in loading.path.glob("*.safetensors"):
@@ -481,6 +489,7 @@ READERS = {
             state, checkpoint_id=on.path, trust_pickle=True, planner=on.planner, **on.ranks
         )
     ),
+    "verify": Reader(_verify),
     "restore": Reader(
         lambda on, state: on.run.restore(state, step=_step(on.path)), ("dcp",), needs="run"
     ),
