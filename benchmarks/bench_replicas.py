@@ -1,6 +1,6 @@
 """Saves replicas with each way to compare them, in turns: what `check_replicas` costs.
 
-Gloo ranks hold equal tensors, as DDP has them. Each way saves them by `dcp.save` with DCP's planner,
+Gloo ranks hold equal tensors, as in DDP. Each way saves them by `dcp.save` with DCP's planner,
 which plans anew each time, and by `torch_ckpt.save`, which reuses its plan from the second save on.
 Times are until the save is durable on all ranks. The last columns are of the comparison alone, in
 the same processes: its share of the save is measured without the noise of the disk:

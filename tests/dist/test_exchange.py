@@ -545,7 +545,7 @@ def large_state(value: float, dtype: torch.dtype = torch.float32) -> dict[str, A
 def load_beside_a_dying_rank(path: Path, by: str, dying: int, tensors: int) -> None:
     """Kills a rank when it has so many of its tensors; leaves a file that says how it ended."""
     rank = dist.get_rank()
-    copy_to = torch_ckpt.storage.loading._copy_to
+    copy_to = torch_ckpt.storage.loading._Copies.put
     whole = []
 
     def copy_or_die(*args: Any) -> None:
@@ -560,7 +560,7 @@ def load_beside_a_dying_rank(path: Path, by: str, dying: int, tensors: int) -> N
     began = time.monotonic()
     with (
         passed_on(by),
-        unittest.mock.patch.object(torch_ckpt.storage.loading, "_copy_to", copy_or_die),
+        unittest.mock.patch.object(torch_ckpt.storage.loading._Copies, "put", copy_or_die),
         pytest.raises((CheckpointException, RankTimeoutError)),
     ):
         torch_ckpt.load(state, storage_reader=reader, timeout_s=TIMEOUT_S)

@@ -51,7 +51,13 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
 
     def run(script: str, *arguments: object, **environment: str) -> str:
         path = os.pathsep.join(
-            filter(None, [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+            filter(
+                None,
+                [
+                    *map(str, (ROOT, ROOT / "tests", Path(__file__).parent)),
+                    os.environ.get("PYTHONPATH"),
+                ],
+            )
         )
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)],

@@ -146,7 +146,7 @@ def test_a_planner_that_refers_to_staged_tensors_delays_no_later_save(
     monkeypatch: pytest.MonkeyPatch,
     executor: AsyncCheckpointerType,
 ) -> None:
-    monkeypatch.setattr(stager, "TIMEOUT_S", 5.0)
+    monkeypatch.setattr(stager, "time_limit_s", lambda: 5.0)
     planner = RetainedPlanner()
     with torch_ckpt.installed():
         for step in range(2):

@@ -57,8 +57,9 @@ def random_tensor(
     memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
     if seed == ONES:
         memory.fill_(1)
+    elif seed is None:
+        memory.random_(0, 2 if dtype == torch.bool else 256)
     else:
-        seed = int(torch.randint(1 << 62, [])) if seed is None else seed
         randomise(memory, seed, mask=BOOL_MASK if dtype == torch.bool else None)
     return memory.view(dtype).reshape(shape)
 
