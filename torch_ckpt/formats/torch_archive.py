@@ -270,7 +270,8 @@ class _Pickler(pickle.Pickler):
         self._alive.append(untyped)
         self._numbers[key] = len(self.contents)
         empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
-        elements = empty.set_(untyped.cpu())
+        storage: Any = untyped
+        elements = empty.set_(storage.cpu())
         return self._id(kind, elements.numpy().tobytes(), numel)
 
     def _id(self, kind: Any, content: bytes | PendingTensor, numel: int) -> Any:
