@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from states import full_value
-from support.placing import as_box
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
@@ -50,7 +49,17 @@ def check(state: dict[str, Any], planner: FastSavePlanner | None = None) -> None
 
 
 def box(shape: tuple[int, ...], mesh: Any, *placements: Placement) -> DTensor:
-    return as_box(full_value(f"{shape}", shape, torch.float32), mesh, list(placements))
+    """A DTensor of this rank's box, as torch says where that lies."""
+    full = full_value(f"{shape}", shape, torch.float32)
+    local = full.flatten()[:0]
+    if mesh.get_coordinate() is not None:
+        local = full
+        sizes, offsets = compute_local_shape_and_global_offset(full.shape, mesh, placements)
+        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+            local = local.narrow(dim, min(offset, full.size(dim)), size)
+    return DTensor.from_local(
+        local.clone(), mesh, placements, run_check=False, shape=full.size(), stride=full.stride()
+    )
 
 
 @on_ranks(4)
