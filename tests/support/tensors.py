@@ -225,7 +225,7 @@ def laid_out(
     """A random tensor in a layout of :data:`LAYOUTS` or :data:`OVERLAPS`."""
     shape = tuple(sizes)
     if dtype in TORCHS_OWN:  # Torch copies no strided elements of these.
-        return laid_out(name, shape, torch.uint8, seed).view(dtype)
+        return laid_out("contiguous", shape, torch.uint8, seed).view(dtype)
     if shape == ():
         return laid_out(name, (3,), dtype, seed)[1]
     made = (LAYOUTS | OVERLAPS)[name](Memory(dtype, seed), shape)
