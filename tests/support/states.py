@@ -519,7 +519,7 @@ def differences(
             return [f"{at}: {actual!r} instead of {len(expected)} elements"]
         pairs = enumerate(zip(expected, actual, strict=True))
         return [d for i, (a, b) in pairs for d in within(a, b, f"{at}[{i}]")]
-    is_same = type(expected) is type(actual) and expected == actual
+    is_same = type(expected) is type(actual) and bool(np.all(expected == actual))
     return [] if is_same else [f"{at}: {actual!r} instead of {expected!r}"]
 
 
