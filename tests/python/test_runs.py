@@ -314,7 +314,7 @@ def test_a_reader_beside_a_run_that_removes_steps_gets_right_values_or_a_typed_e
     tmp_path: Path,
 ) -> None:
     directory, end = tmp_path / "run", tmp_path / "end"
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
     reader = subprocess.Popen(
         [sys.executable, "-c", LOADS_IN_A_LOOP, directory, end],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
