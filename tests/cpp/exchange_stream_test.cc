@@ -27,7 +27,7 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr LoadOptions kTiny = {.buffer_nbytes = 1 << 20, .block_nbytes = 256 << 10, .threads = 2};
+const LoadOptions kTiny = {.buffer_nbytes = 1 << 20, .block_nbytes = 256 << 10, .threads = 2};
 constexpr int64_t kBudget = int64_t{4} << 20;
 
 std::string packed_box(const TestTensor& tensor, const Box& box) {
