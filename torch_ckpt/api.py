@@ -158,6 +158,8 @@ def async_save(
                 stack.enter_context(writer.sharing(order.planner, decide, call.group.names))
             with call.current():  # The stager waits no longer than the call.
                 staged = stager.stage(orchestrate.state_dicts_of(state_dict))
+            if isinstance(writer, FastWriter):
+                writer.begin_in_background(checkpoint_id)
             begin = save_in_thread if by_thread else save_in_process
             future = begin(order, staged, call)
             if closes:

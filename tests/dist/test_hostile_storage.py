@@ -185,6 +185,34 @@ def test_directory_behind_a_link_is_saved_to_and_loaded_from(tmp_path: Path) -> 
     assert len(data_files(link)) == 1, "files of the version before are left"
 
 
+@on_ranks(2)
+def test_ranks_that_a_link_leads_to_different_directories_fail_and_lose_nothing(path: Path) -> None:
+    """It moves after the first rank has begun the save, and before the other does."""
+    link, rank = path / "latest", dist.get_rank()
+    if rank == 0:
+        save_alone(path / "a", 1)
+        save_alone(path / "b", 2)
+        link.symlink_to("a")
+    group = dist.new_group(backend="gloo")
+    for turn in (0, 1):
+        dist.barrier()
+        if rank == turn:
+            state, writer = part_of(3, rank), FastWriter(link)
+            future = dcp.async_save(state, storage_writer=writer, process_group=group)
+            (path / "pending").symlink_to("b")
+            (path / "pending").replace(link)
+    failures = failures_of(future.result)
+    assert {failure.kind for failure in failures.values()} == {"StorageError"}
+    assert "different directories" in failures[0].message
+    dist.barrier()
+    assert_holds(path / "a", 1)
+    assert_holds(path / "b", 2)
+    dist.barrier()
+    assert not save_by_rank(link, 4)
+    assert_holds(path / "a", 1)
+    assert_holds(path / "b", 4, world_size=2)
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """The directory of version 1, saved by one process."""

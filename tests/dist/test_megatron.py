@@ -297,10 +297,10 @@ def test_two_loads_of_a_strategy_open_the_checkpoint_once(path: Path) -> None:
     opened = 0
     open_stored = FastReader._open
 
-    def count(self: Any, prefix: str) -> Any:
+    def count(self: Any, directory: Any, prefix: str) -> Any:
         nonlocal opened
         opened += 1
-        return open_stored(self, prefix)
+        return open_stored(self, directory, prefix)
 
     with on_cpu(), mock.patch.object(FastReader, "_open", count):
         for _ in range(2):

@@ -9,6 +9,7 @@ from torch.futures import Future
 
 from torch_ckpt.agent.trainer import MemoryCheckpoint
 from torch_ckpt.errors import NotFoundError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.snapshot import ELSEWHERE, open_snapshot
 from torch_ckpt.storage.reader import FastReader
@@ -78,7 +79,7 @@ class SnapshotReader(FastReader):
             if box[2] == number
         }
 
-    def _open(self, prefix: str) -> Opened:
+    def _open(self, path: Location, prefix: str) -> Opened:
         if prefix:
             raise NotFoundError(
                 f"cannot open {prefix!r} in memory: no rank has a checkpoint of its own there"

@@ -139,6 +139,7 @@ class SnapshotAgent:
         self.waited = self.skipped = self.refused = 0
         self._group = group_of(process_group)
         self._stages = self._group.series()
+        run = os.path.realpath(run)  # Once: a link in the path may move.
         self._place = _find_place(run, self._group, timeout_s)
         options = options or AgentOptions()
         self._client = AgentClient(run, self._place, options, timeout_s=timeout_s)
@@ -218,7 +219,7 @@ class SnapshotAgent:
 
         def list_items() -> tuple[Location, SlotContents]:
             nonlocal location
-            location = _absolute_location(directory)
+            location = _resolved_location(directory)
             return location, SlotContents.of(state_dict)
 
         with self._lock, gc_paused():
@@ -449,9 +450,9 @@ class SnapshotAgent:
         return mapped[1]
 
 
-def _absolute_location(directory: str | os.PathLike[str]) -> Location:
-    """Returns the directory as the agent receives it."""
-    location = Location(directory).absolute()
+def _resolved_location(directory: str | os.PathLike[str]) -> Location:
+    """Returns the directory as the agent receives it. A link in the path may move later."""
+    location = Location(directory).resolved()
     try:
         str(location).encode()
     except UnicodeEncodeError:

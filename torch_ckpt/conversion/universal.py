@@ -112,7 +112,7 @@ def _check_replaced(source: Source, target: Location) -> None:
         return
     if not (target / _FOLDER / _COMMON).is_file():
         raise AlreadyExistsError(f"cannot replace {target}: it is not a universal folder")
-    if target in source.path.absolute().parents:
+    if target.resolved() in source.path.resolved().parents:
         raise AlreadyExistsError(f"cannot replace {target}: the source is in it")
 
 

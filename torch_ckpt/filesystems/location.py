@@ -138,8 +138,17 @@ class Location:
         return self._with(self.path.with_name(name))
 
     def absolute(self) -> Location:
-        """Returns the location with an absolute path."""
-        return self._with(Path(os.path.abspath(self.path))) if isinstance(self.path, Path) else self
+        """Returns the location with an absolute path. Links are not resolved."""
+        return self._with(self.path.absolute()) if isinstance(self.path, Path) else self
+
+    def resolved(self) -> Location:
+        """Returns the location to which the links in the path lead now.
+
+        If a link moves later, the result stays the same.
+        """
+        if not isinstance(self.path, Path):
+            return self
+        return self._with(Path(os.path.realpath(self.path)))
 
     @property
     def checkpoint_id(self) -> str | PurePath:

@@ -266,7 +266,7 @@ class _Replaced:
                 given.path, **arguments, _extensions=given.transforms.extensions, io=self._io
             )
             _log_replaced(given, ours)
-        elif ours.location != Location(given.path):
+        elif ours.path != Location(given.path).checkpoint_id:
             ours.reset(given.path)
         return ours
 
@@ -394,6 +394,8 @@ class _Executor:
                     writer = self._replaced.writer(storage_writer)
             elif checkpoint_id:
                 writer = self._replaced.new_writer(checkpoint_id)
+            if isinstance(writer, FastWriter):
+                writer.begin_in_background(checkpoint_id)
             planner = _save_planner(planner)
             order = Order(checkpoint_id, writer, planner, use_collectives)
             state = staging_future_or_state_dict

@@ -160,7 +160,7 @@ class FastCheckpointIO(CheckpointIO):
             path: Directory of the checkpoint, or a file that Lightning itself saved.
         """
         if self._pending is not None:
-            self._to_remove.append(path)
+            self._to_remove.append(Location(path).absolute().checkpoint_id)
             return
         location = Location(path)
         if location.is_file():  # A checkpoint that Lightning itself saved.

@@ -276,7 +276,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             NotFoundError: The directory has no checkpoint.
             StorageError: A file cannot be written.
         """
-        directory = Location(checkpoint_dir)
+        directory = Location(checkpoint_dir).resolved()
         files = [name for name in directory.names() if name.startswith(key_prefix)]
         files = [name for name in files if name.endswith(".distcp")]
         if not files:
@@ -286,7 +286,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             )
             return
         # Repeated after an interruption, the index may belong to the former metadata.
-        stored = FastReader(checkpoint_dir, verify=False).read_metadata()
+        stored = FastReader(directory.checkpoint_id, verify=False).read_metadata()
         paths = stored.planner_data
         metadata = Metadata(
             _without(stored.state_dict_metadata, key_prefix),
@@ -437,12 +437,12 @@ class _Reader(FastReader):
         super().__init__(path, **options)
         self._opened_before = opened
 
-    def _open(self, prefix: str) -> Opened:
-        version = (self.location / f"{prefix}.metadata").modified_s()
-        key = (self.location, prefix, version)
+    def _open(self, path: Location, prefix: str) -> Opened:
+        version = (path / f"{prefix}.metadata").modified_s()
+        key = (path, prefix, version)
         found = self._opened_before.get(key)
         if version is None or found is None:
-            found = super()._open(prefix)
+            found = super()._open(path, prefix)
             self._opened_before.clear()
             self._opened_before[key] = found
         meta = found.metadata.storage_meta

@@ -54,7 +54,7 @@ class Run:
 
     Args:
         directory: Directory of the steps, on storage that every rank can access. The first save
-            creates it.
+            creates it. Links in the path are resolved now: a run stays in one directory.
         every: Save each step that is a multiple of this number. If ``None``, ``max_overhead``
             determines the interval.
         max_overhead: Largest share of training time that saving may cost; see :meth:`should_save`.
@@ -134,7 +134,7 @@ class Run:
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"{timeout_s=} is not a positive number of seconds")
         self._exclusive = Exclusive(f"the run {directory}")
-        self._location = Location(directory)
+        self._location = Location(directory).resolved()  # Once: a link in the path may move.
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.keep_best = keep_best
@@ -150,7 +150,7 @@ class Run:
         self._disk = StepDirectories(self._location, verify=verify, reader=reader)
         self._process_group, self._group = process_group, group_of(process_group).series()
         self._closed = False
-        self._writer = FastWriter(directory, **(writer or {}))
+        self._writer = FastWriter(self.directory, **(writer or {}))
         self._backend = backend_for(
             self._group,
             process_group,
@@ -171,7 +171,7 @@ class Run:
 
     @property
     def directory(self) -> str | os.PathLike[str]:
-        """The directory of the steps: a path on this machine, or a URL."""
+        """The directory of the steps: an absolute path on this machine, or a URL."""
         return self._location.checkpoint_id
 
     # ---- Saving ----

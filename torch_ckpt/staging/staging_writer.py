@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.item_views import ColumnItems
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.process_state import PROCESS
+from torch_ckpt.staging.save_directory import SaveDirectory
 from torch_ckpt.staging.share import LeftOut, Sharing, share_of
 from torch_ckpt.staging.staged import Staged
 from torch_ckpt.staging.stager import SnapshotStager
@@ -29,6 +31,7 @@ class StagingWriter(StorageWriter):
     ends.
 
     Args:
+        path: Directory of the checkpoint, as a path or URL.
         stager: The stager; the process-wide one if ``None``.
     """
 
@@ -36,7 +39,8 @@ class StagingWriter(StorageWriter):
     checkpoint_id: Any
     _synchronize_after_execute = True
 
-    def __init__(self, stager: SnapshotStager | None) -> None:
+    def __init__(self, path: str | os.PathLike[str], stager: SnapshotStager | None) -> None:
+        self._directory = SaveDirectory(path)
         self.stager = PROCESS.stager if stager is None else stager
         self._staged: Staged | None = None
         self._sharing: Sharing | None = None
@@ -79,6 +83,16 @@ class StagingWriter(StorageWriter):
         finally:
             self._sharing = None
 
+    def begin_in_background(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Resolves links in the path of a save that another thread or process will carry out.
+
+        The save then writes to this directory alone, wherever the links lead meanwhile.
+
+        Args:
+            checkpoint_id: Directory of the save, if the save resets the writer to it.
+        """
+        self._directory.begin(checkpoint_id)
+
     def stage(self, state_dict: dict[str, Any]) -> Any:
         """Copies this rank's state dict, or within :meth:`sharing` its share."""
         left_out = LeftOut()
@@ -93,6 +107,7 @@ class StagingWriter(StorageWriter):
             name=f"the snapshot of {self.checkpoint_id}",
         )
         self._left_out = left_out
+        self.begin_in_background()
         return state
 
     def synchronize_staging(self) -> None:

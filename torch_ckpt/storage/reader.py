@@ -74,7 +74,8 @@ class FastReader(StorageReader):
     - a directory of meta-pytorch's ``torch_checkpointing``.
 
     Args:
-        path: Directory or file of the checkpoint.
+        path: Directory or file of the checkpoint. A relative path is that of the present working
+            directory. Links in the path are resolved once for each load.
         _extension_registry: Registry of stream transforms; stock DCP's registry by default.
         io: Memory budgets and I/O modes.
         verify: Whether to verify the bytes that are read. With an index, its checksums cover every
@@ -133,7 +134,8 @@ class FastReader(StorageReader):
             raise ValueError(f"{exchange=} is not one of {', '.join(get_args(ExchangeMode))}")
         if verify not in (True, False, "full"):
             raise ValueError(f"{verify=} is not True, False or 'full'")
-        self.location = Location(path)
+        self._given = Location(path)
+        self.location = self._given.absolute()
         self.io = io or IoOptions()
         self.verify = verify
         self.trust_pickle = trust_pickle
@@ -181,7 +183,7 @@ class FastReader(StorageReader):
     @property
     def path(self) -> str | os.PathLike[str]:
         """The directory or file of the checkpoint: a path of this machine, or a URL."""
-        return self.location.checkpoint_id
+        return self._given.checkpoint_id
 
     @property
     def fs(self) -> FileSystem:
@@ -196,7 +198,8 @@ class FastReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepares the reader for another checkpoint, or for a new load of the same one."""
         if checkpoint_id:
-            self.location = Location(checkpoint_id)
+            self._given = Location(checkpoint_id)
+            self.location = self._given.absolute()
         self._metadata = self._index = self._contents = None
         self._metadata_error = self._load = None
         self.load_id = str(uuid.uuid4())
@@ -243,7 +246,8 @@ class FastReader(StorageReader):
 
     def _read_metadata(self, prefix: str) -> Metadata:
         """Opens the checkpoint with this prefix, and returns its metadata."""
-        opened = self._open(prefix)
+        # Resolved once: a link in the path may move during the load.
+        opened = self._open(self.location.resolved(), prefix)
         self._directory, self._index, self._contents, self._unreadable = (
             opened.directory,
             opened.index,
@@ -253,10 +257,10 @@ class FastReader(StorageReader):
         self._records = _native.Records(self.verify == "full", opened.records)
         return opened.metadata
 
-    def _open(self, prefix: str) -> Opened:
+    def _open(self, path: Location, prefix: str) -> Opened:
         """Opens the checkpoint of all ranks, or that of one rank."""
         return open_stored(
-            self.location,
+            path,
             prefix,
             verify=self.verify,
             trust_pickle=self.trust_pickle,

@@ -73,6 +73,7 @@ def examine(
 
         assert not examine(Location("run/step-100")).damage
     """
+    path = path.resolved()  # Once: a link in the path may move.
     report = Report()
     prefixes = metadata_prefixes(path)
     if rules is not None or not prefixes:
@@ -168,12 +169,12 @@ def check_whole(path: Location, *, trust_pickle: bool = False) -> None:
 
         check_whole(Location("run/step-100"))
     """
+    path = path.resolved()  # Once: a link in the path may move.
     try:
         _check_files(path, trust_pickle)
     except CorruptionError:
-        _check_files(
-            path, trust_pickle
-        )  # A concurrent removal or commit may have caused the first error.
+        # A concurrent removal or commit may have caused the first error.
+        _check_files(path, trust_pickle)
 
 
 def _check_files(path: Location, trust_pickle: bool) -> None:
@@ -215,6 +216,7 @@ def check_sound(path: Location, *, trust_pickle: bool = False) -> None:
 
         check_sound(Location("run/step-100"))
     """
+    path = path.resolved()  # Once: a link in the path may move.
     check_whole(path, trust_pickle=trust_pickle)
     damage = examine(path, trust_pickle=trust_pickle).damage
     if damage:

@@ -30,7 +30,7 @@ from torch.futures import Future
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.coordination.group import claim_commit
-from torch_ckpt.coordination.orchestrate import calling_planner
+from torch_ckpt.coordination.orchestrate import calling_planner, is_replanning
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
@@ -38,7 +38,7 @@ from torch_ckpt.errors import (
     UnsupportedError,
     portable_errors,
 )
-from torch_ckpt.filesystems.location import Location, can_reach
+from torch_ckpt.filesystems.location import can_reach
 from torch_ckpt.formats.committed import INDEX_MARK
 from torch_ckpt.formats.object_pickles import warn_of_refused
 from torch_ckpt.options import IoMode, IoOptions
@@ -88,6 +88,8 @@ class FastWriter(StagingWriter):
     Args:
         path: Directory of the checkpoint, on storage that every rank can reach. Created if missing.
             May be a URL of a :func:`registered <torch_ckpt.filesystems.location.register>` scheme.
+            A relative path is that of the present working directory. Links in the path are resolved
+            once for each save, when it begins.
         single_file_per_rank: Whether a rank writes ``thread_count`` files. Otherwise it writes one
             file for each tensor and object.
         sync_files: Whether a save returns only after its bytes would survive a power cut. If false,
@@ -156,7 +158,7 @@ class FastWriter(StagingWriter):
         check_replicas: CheckReplicas = "sample",
         stager: SnapshotStager | None = None,
     ) -> None:
-        super().__init__(stager)
+        super().__init__(path, stager)
         if thread_count < 1:
             raise ValueError(f"{thread_count=} is not positive")
         if per_thread_copy_ahead < 0:
@@ -166,7 +168,8 @@ class FastWriter(StagingWriter):
                 f"cannot write {path} as {serialization_format}: .distcp files consist of "
                 "torch.save slices (stock DCP uses SAFETENSORS for its Hugging Face writer only)"
             )
-        self.location = Location(path)
+        self.location = self._directory.absolute
+        """Directory of the present save. Links in its path are resolved when a save begins."""
         self.single_file_per_rank = single_file_per_rank
         self.sync_files = sync_files
         self.thread_count = thread_count
@@ -214,7 +217,7 @@ class FastWriter(StagingWriter):
     @property
     def path(self) -> str | os.PathLike[str]:
         """The directory of the checkpoint: a path of this machine, or a URL."""
-        return self.location.checkpoint_id
+        return self._directory.given.checkpoint_id
 
     @property
     def fs(self) -> FileSystem:
@@ -225,7 +228,8 @@ class FastWriter(StagingWriter):
         """Prepares the writer for another checkpoint, or for a new save to the same directory."""
         self._check_idle()
         if checkpoint_id:
-            self.location = Location(checkpoint_id)
+            self._directory.change(checkpoint_id)
+            self.location = self._directory.absolute
         self.save_id = _new_save_id()
         self._began = False
 
@@ -239,6 +243,8 @@ class FastWriter(StagingWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save on this rank."""
         self._check_idle()
+        if not is_replanning():  # Then the save has begun already.
+            self.location = self._directory.enter()
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
         self._ranks = int(is_coordinator)
@@ -515,7 +521,8 @@ class FastWriter(StagingWriter):
         if missing:
             raise StorageError(
                 f"cannot commit {self.path}: {len(missing)} data files of this save are missing, "
-                f"including {missing[0]}; is another save writing to the same directory?"
+                f"including {missing[0]}; is another save writing to the same directory, or has a "
+                "link in the path led the ranks to different directories?"
             )
 
     def _remove_files(self, names: Iterable[str]) -> None:
