@@ -37,6 +37,7 @@ def state_of_all_kinds() -> dict[str, torch.Tensor]:
     state["transposed"] = large[:3_000_000].view(1000, 3000).t()
     state["every third"] = large[::3]
     state["conjugated"] = torch.randn(9, dtype=torch.complex64, device="cuda").conj()
+    state["far apart"] = torch.arange(4_000_000, device="cuda")[::100_000].view(4, 10).t()
     state["expanded"] = torch.ones(1, 5, device="cuda").expand(4, 5)
     state["bf16"] = torch.randn(777, device="cuda").bfloat16()
     state["scalar"] = torch.tensor(2.5, device="cuda")

@@ -52,6 +52,12 @@ class Cased(UserDict[Any, Any]):
 
 SAFE_GLOBALS = [Tagged, Plain]
 
+
+def _parts(whole: torch.Tensor) -> Any:
+    """Parts of a storage, in a tuple. Some of them overlap, and one has gaps."""
+    return whole[1:5], (whole[3:11], whole[::7]), whole[-2]
+
+
 OBJECTS: list[Callable[[random.Random], Any]] = [
     lambda rng: None,
     lambda rng: rng.randrange(1 << 70),
@@ -60,6 +66,7 @@ OBJECTS: list[Callable[[random.Random], Any]] = [
     lambda rng: b"\0" * rng.randrange(9),
     lambda rng: (),
     lambda rng: (1, "two", torch.ones(2)),
+    lambda rng: _parts(torch.arange(rng.randint(20, 3000))),
     lambda rng: [],
     lambda rng: [1, [2, "three"], None],
     lambda rng: {1, 2},
@@ -239,11 +246,11 @@ def random_state(
 
 
 def _tied(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor for another name, or rows of it."""
+    """The same tensor for another name, or some rows of it."""
     if tensor.dim() == 0 or tensor.is_quantized or rng.random() < 0.5:
         return tensor
     begin, end = sorted((rng.randint(0, len(tensor)), rng.randint(0, len(tensor))))
-    return tensor.detach()[begin:end]
+    return tensor.detach()[begin : end : rng.choice([1, 1, 2, 5])]
 
 
 class Leaf(NamedTuple):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -18,19 +17,13 @@ from torch_ckpt._core import _tensor_view
 from torch_ckpt._core.tensors import to_plain
 from torch_ckpt.planning.local_shards import LocalShards
 from torch_ckpt.planning.replicas import PICKLED_DTYPES
+from torch_ckpt.staging.memory_runs import CopiedTensor, copy_elements, runs_of
 
-__all__ = ["CopiedState", "CopiedTensor", "MemoryRun", "drop_memory", "runs_of"]
+__all__ = ["CopiedState", "tensors_in"]
 
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None), torch.dtype})
+_CONTAINERS = frozenset({list, set, frozenset, deque})
 _UNKNOWN = object()
-_LONGEST_ELEMENT_NBYTES = 16
-
-
-class CopiedTensor(NamedTuple):
-    """A tensor of the training process, and its copy, which initially has no memory."""
-
-    live: torch.Tensor
-    copy: torch.Tensor
 
 
 class CopiedState(StateDictStager):
@@ -42,7 +35,9 @@ class CopiedState(StateDictStager):
 
     - Tensors that only torch can copy: other subclasses, quantized, sparse and lazily conjugated
       tensors.
-    - Tensors inside objects, because the constructors of the objects may read them.
+    - Tensors inside objects, because the constructors of the objects may read them. Tensors in
+      tuples and other containers of Python are copied without the rest of their storages. Storages
+      of tensors in other objects are copied whole, as by torch.
 
     Attributes:
         state: The copy. Complete after :meth:`build_wrappers`.
@@ -92,6 +87,8 @@ class CopiedState(StateDictStager):
                 self._put(y, at, self.deepcopy_with_tensor_offload(value, memo))
         else:
             of_objects = self._memo_of_objects
+            if memo is not of_objects:
+                self._copy_contained(x)
             return super().deepcopy_with_tensor_offload(x, of_objects)  # type: ignore[no-untyped-call]
         self._keep_alive(x, memo)  # type: ignore[no-untyped-call]
         return y
@@ -108,18 +105,35 @@ class CopiedState(StateDictStager):
         if type(value) is _Deferred:
             self._deferred.append((container, key, value))
 
+    def _copy_contained(self, x: object) -> None:
+        """Copies the tensors in nested containers of an object. Overlapping views share memory."""
+        memo = self._memo_of_objects
+        copied = [
+            CopiedTensor(live, torch.empty(0, dtype=live.dtype, device="cpu"))
+            for live in tensors_in(x)
+            if id(live) not in memo and _is_plain(live)
+        ]
+        for run in runs_of(copied):
+            memory = torch.empty(run.nbytes, dtype=torch.uint8, device="cpu")
+            copy_elements(run.live(), memory)
+            run.set_memory(memory)
+        for live, copy in copied:
+            memo[id(live)] = _like(live, copy)
+            self._keep_alive(live, memo)  # type: ignore[no-untyped-call]
+        for live, _ in copied:  # Afterwards, since an attribute may be one of these tensors.
+            if attributes := vars(live):
+                copies = self.deepcopy_with_tensor_offload(attributes, memo)
+                vars(memo[id(live)]).update(copies)
+
     def _copy_for_object(self, x: torch.Tensor, memo: Any) -> torch.Tensor:
-        is_plain = _tensor_view.tensor_kind(x) != _tensor_view.TensorKind.TORCHS_OWN
-        if not is_plain or x.is_conj() or x.is_neg():
+        if not _is_plain(x):
             return _full_copy(x)
         # Torch's method preserves attributes, and storage shared by views.
         y: torch.Tensor = self._offload_tensor(x, memo)  # type: ignore[no-untyped-call]
-        if isinstance(x, torch.nn.Parameter):
-            attributes = vars(y)
-            y = torch.nn.Parameter(y, x.requires_grad)
-            vars(y).update(attributes)
-            return y
-        return y.requires_grad_(x.requires_grad)
+        attributes = vars(y)
+        y = _like(x, y)
+        vars(y).update(attributes)
+        return y
 
     def _copy(self, x: torch.Tensor, memo: Any) -> torch.Tensor | _Deferred:
         if type(x) is DTensor:
@@ -181,6 +195,38 @@ def _wrapper_like(x: Any, inner: dict[str, torch.Tensor], context: Any) -> torch
     return y.requires_grad_(x.requires_grad)
 
 
+def _is_plain(x: torch.Tensor) -> bool:
+    """Returns whether the tensor's memory has its values, and nothing else describes them."""
+    is_torchs_own = _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCHS_OWN
+    return not (is_torchs_own or x.is_conj() or x.is_neg())
+
+
+def _like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Returns ``y``, as a parameter if ``x`` is one."""
+    if isinstance(x, torch.nn.Parameter):
+        return torch.nn.Parameter(y.detach(), x.requires_grad)
+    return y.requires_grad_(x.requires_grad)
+
+
+def tensors_in(x: object) -> list[torch.Tensor]:
+    """Returns the tensors in nested containers of Python."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    ahead: list[Any] = [x]
+    while ahead:
+        value = ahead.pop()
+        if type(value) in _ATOMS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple) or type(value) in _CONTAINERS:
+            ahead += value
+        elif type(value) in (dict, OrderedDict):
+            ahead += value.values()
+    return found
+
+
 def _full_copy(x: torch.Tensor) -> torch.Tensor:
     """Returns a copy with its own memory and values, on the CPU."""
     if x.dtype not in PICKLED_DTYPES:
@@ -190,94 +236,3 @@ def _full_copy(x: torch.Tensor) -> torch.Tensor:
         return _wrapper_like(x, {n: _full_copy(getattr(x, n)) for n in names}, context)
     copied = x.detach().clone() if x.device.type == "cpu" else x.detach().cpu()
     return copied.requires_grad_(x.requires_grad)
-
-
-@dataclass
-class MemoryRun:
-    """A contiguous range of the training process's memory, copied at once for all its tensors.
-
-    Attributes:
-        begin: First byte of the range, as an offset in the tensors' storage.
-        end: End of the range (exclusive), as an offset in the storage, in bytes.
-        number: Lowest position of its tensors in the list of all tensors.
-        tensors: The tensors in the range, each with its offset in the storage, in bytes.
-    """
-
-    begin: int
-    end: int
-    number: int
-    tensors: list[tuple[CopiedTensor, int]] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the range, in bytes."""
-        return self.end - self.begin
-
-    def live_bytes(self) -> torch.Tensor:
-        """Returns a contiguous tensor over the range."""
-        live = self.tensors[0][0].live
-        if len(self.tensors) == 1 and live.is_contiguous():
-            return live
-        flat = torch.empty(0, dtype=torch.uint8, device=live.device)
-        return flat.set_(live.untyped_storage(), self.begin, (self.nbytes,), (1,))
-
-    def set_memory(self, memory: torch.Tensor) -> None:
-        """Places the copies in ``memory``, at the same offsets as the tensors in the range."""
-        storage = memory.untyped_storage()
-        for (live, copy), begin in self.tensors:
-            offset = (begin - self.begin) // live.itemsize
-            copy.set_(storage, offset, live.size(), live.stride())
-            if live.requires_grad:
-                copy.requires_grad_()
-
-    def use_live_memory(self) -> None:
-        """Makes the copies views of the live tensors."""
-        for (live, copy), _ in self.tensors:
-            copy.data = live.detach()
-            if live.requires_grad:
-                copy.requires_grad_()
-
-
-def drop_memory(tensors: Iterable[CopiedTensor]) -> None:
-    """Gives copies the sizes and strides of their tensors, but no memory. Reading one raises."""
-    for live, copy in tensors:
-        copy.data = torch.empty_strided(live.size(), live.stride(), dtype=live.dtype, device="cpu")
-        copy.untyped_storage().resize_(0)
-        if live.requires_grad:
-            copy.requires_grad_()
-
-
-def runs_of(tensors: Iterable[CopiedTensor]) -> list[MemoryRun]:
-    """Returns the memory of tensors as disjoint ranges. Overlapping views share a range.
-
-    The ranges are in the order of the tensors, which is the same in every save. Copies of tensors
-    without elements need no range; they are ready after this call.
-
-    Raises:
-        ValueError: The storage of a tensor is too small for the tensor.
-    """
-    extents: list[tuple[int, int, int, int, CopiedTensor]] = []
-    for number, tensor in enumerate(tensors):
-        storage, begin, end = _tensor_view.extent(tensor.live)
-        if begin == end:
-            drop_memory([tensor])
-            continue
-        if end > tensor.live.untyped_storage().nbytes():
-            raise ValueError(
-                f"cannot stage a {tensor.live.dtype} tensor of sizes {tuple(tensor.live.size())}: "
-                f"its storage has {tensor.live.untyped_storage().nbytes()} bytes of {end}"
-            )
-        extents.append((storage, begin, end, number, tensor))
-    extents.sort(key=lambda extent: extent[:2])
-    runs: list[MemoryRun] = []
-    previous = 0
-    for storage, begin, end, number, tensor in extents:
-        if not runs or storage != previous or begin >= runs[-1].end:
-            runs.append(MemoryRun(begin, end, number))
-        run, previous = runs[-1], storage
-        run.number = min(run.number, number)
-        if run.tensors:  # Offsets must be multiples of the size of every dtype in the range.
-            run.begin -= run.begin % _LONGEST_ELEMENT_NBYTES
-        run.end = max(run.end, end)
-        run.tensors.append((tensor, begin))
-    return sorted(runs, key=lambda run: run.number)

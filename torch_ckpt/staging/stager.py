@@ -21,10 +21,11 @@ from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import time_limit_s
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.process_state import PROCESS
-from torch_ckpt.staging.copied_state import (
-    CopiedState,
+from torch_ckpt.staging.copied_state import CopiedState
+from torch_ckpt.staging.memory_runs import (
     CopiedTensor,
     MemoryRun,
+    copy_elements,
     drop_memory,
     runs_of,
 )
@@ -373,13 +374,14 @@ class _Placed:
         self._inspected: _native.TensorBatch | None = None
         end = 0
         for run in runs_of(tensors):
-            offset = _native.place_in_snapshot(end, run.nbytes)
-            if max_nbytes is not None and offset + run.nbytes > max_nbytes:
+            nbytes = run.nbytes
+            offset = _native.place_in_snapshot(end, nbytes)
+            if max_nbytes is not None and offset + nbytes > max_nbytes:
                 self.unstaged.append(run)
                 continue
-            self._places.append((run, run.live_bytes(), offset))
-            end = offset + run.nbytes
-            self.copied_nbytes += run.nbytes
+            self._places.append((run, run.live(), offset))
+            end = offset + nbytes
+            self.copied_nbytes += nbytes
         self.nbytes = max(end, _SMALLEST_NBYTES)
 
     def inspect(self) -> _native.TensorBatch:
@@ -419,7 +421,7 @@ class _Placed:
         for number in set(range(len(copies))).difference(plain):
             memory, live, _ = copies[number]
             others.add(live.device)
-            memory.copy_(live.detach().reshape(-1).view(torch.uint8), non_blocking=True)
+            copy_elements(live, memory, wait=False)
         for device in others:
             torch.accelerator.synchronize(device)
 
