@@ -199,9 +199,9 @@ void bind_slot(py::module_& module) {
           "object_bytes",
           [](const PyStoredSnapshot& s, int64_t item) {
             const Bytes bytes = s.bytes(item);
-            return py::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+            return py::memoryview::from_memory(bytes.data(), ssize(bytes));
           },
-          py::arg("item"));
+          py::arg("item"), py::keep_alive<0, 1>());
   module.def("encode_slot_table", &encode_table, py::arg("directory"), py::arg("version"),
              py::arg("sync"), py::arg("items"), py::arg("paths"), py::arg("extents"));
   module.def("slot_nbytes", &Slot::needed_nbytes, py::arg("table_nbytes"),

@@ -262,7 +262,7 @@ def _write(
         directory / name,
         planned,
         lambda job: planned.write(job, 0, len(planned)),
-        lambda position: snapshot.object_bytes(numbers[position]),
+        lambda job, position: job.append(snapshot.object_bytes(numbers[position])),
         pool=pool,
         direct=io.direct,
         sync=snapshot.sync,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageWriterTransforms
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_ckpt._core import _native, _tensor_view
@@ -17,6 +18,7 @@ from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.formats.object_pickles import warn_of_refused
 from torch_ckpt.planning.item_views import ColumnItems, to_write_item
 from torch_ckpt.planning.save_planner import FastSavePlanner, NoColumnsError
+from torch_ckpt.staging.copied_state import CopiedState, tensors_in
 from torch_ckpt.storage.data_file import pickle_item
 
 __all__ = ["Selection", "SlotContents"]
@@ -79,10 +81,9 @@ class SlotContents:
         for number in planned.own:
             if number not in pickled:
                 item = to_write_item(work.describe(number))
-                result = pickle_item(item, planner, _StorageWriterTransforms(None))
-                self._pickled[number] = result.data
-                if result.refused:
-                    refused[item.index.fqn] = result.refused
+                self._pickled[number], classes = self._pickle(item)
+                if classes:
+                    refused[item.index.fqn] = classes
             nbytes[number] = len(self._pickled[number])
         warn_of_refused(refused)
         self._copied = [planned.position(number) for number in planned.copied]
@@ -92,6 +93,17 @@ class SlotContents:
         for item_nbytes in nbytes:
             self._offsets.append(_native.place_in_snapshot(self.nbytes, item_nbytes))
             self.nbytes = self._offsets[-1] + item_nbytes
+
+    def _pickle(self, item: WriteItem) -> tuple[memoryview, Sequence[str]]:
+        """Pickles an item, without the storages around the tensors that it has in containers."""
+        values, fqn = self._planner.state_dict, item.index.fqn
+        if item.type != WriteItemType.BYTE_IO or not tensors_in(value := values[fqn]):
+            return pickle_item(item, self._planner)
+        values[fqn] = CopiedState({"": value}).state[""]
+        try:
+            return pickle_item(item, self._planner)
+        finally:
+            values[fqn] = value
 
     @classmethod
     def of(cls, state_dict: dict[str, Any]) -> SlotContents:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io as _io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import (
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from typing_extensions import Buffer
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused, to_plain
@@ -24,12 +26,13 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.object_pickles import refused_classes
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.replicas import CutItem
+from torch_ckpt.storage.appended_stream import AppendedStream
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import write_planned
 from torch_ckpt.storage.rank_work import RankWork, Unresolved, resolve_whole
 from torch_ckpt.storage.written_file import WrittenFile
 
-__all__ = ["PickledItem", "pickle_item", "write_data_file"]
+__all__ = ["pickle_item", "write_data_file"]
 
 
 def write_data_file(
@@ -77,13 +80,13 @@ def write_data_file(
     pickled: dict[int, WriteResult] = {}
     refused: dict[str, Sequence[str]] = {}
 
-    def pickle_at(position: int) -> memoryview:
+    def append(job: _native.SaveJob, position: int) -> tuple[int, int]:
         item = work.item(position)
-        pickled_item = pickle_item(item, planner, transforms, name)
-        pickled[position] = pickled_item.result
-        if pickled_item.refused:
-            refused[item.index.fqn] = pickled_item.refused
-        return pickled_item.data
+        result, classes = _append_item(job, item, planner, transforms, name)
+        pickled[position] = result
+        if classes:
+            refused[item.index.fqn] = classes
+        return result.storage_data.offset, result.size_in_bytes
 
     def write_tensors(job: _native.SaveJob) -> None:
         begun(job)
@@ -92,7 +95,7 @@ def write_data_file(
     job, appended = write_planned(
         *(directory / name, planned),
         write_tensors,
-        pickle_at,
+        append,
         pool=pool,
         direct=io.direct,
         sync=sync,
@@ -110,9 +113,7 @@ def write_data_file(
             results.append(WriteResult(work.items[position].index, nbytes, place))
             if (dtype := work.dtypes[position]) is not None:
                 dtypes[offset] = dtype
-        for position, offset, _ in appended:
-            pickled[position].storage_data.offset = offset
-            results.append(pickled[position])
+        results += pickled.values()
         cuts = [i.piece for i in work.items if isinstance(i, CutItem) and not i.is_listed]
     return results, replace(file, dtypes=dtypes, cuts=cuts), IoMode.of(job)
 
@@ -156,44 +157,55 @@ def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     return item.rows_of(tensor) if isinstance(item, CutItem) else tensor
 
 
-class PickledItem(NamedTuple):
-    """An item that was serialised as stock DCP serialises it.
-
-    Attributes:
-        result: Stock's result for the item, with offset 0.
-        data: The serialised bytes.
-        refused: Classes in the item that a load will refuse.
-    """
-
-    result: WriteResult
-    data: memoryview
-    refused: Sequence[str]
-
-
-def pickle_item(
-    item: WriteItem, planner: SavePlanner, transforms: _StorageWriterTransforms, name: str = ""
-) -> PickledItem:
-    """Serialises an item as stock DCP does.
+def pickle_item(item: WriteItem, planner: SavePlanner) -> tuple[memoryview, Sequence[str]]:
+    """Serialises an item in memory, as stock DCP does.
 
     Args:
         item: An object, or a tensor that only torch can store.
         planner: Planner of this rank, which resolves the item.
-        transforms: Stream transforms to apply.
-        name: Name of the data file.
+
+    Returns:
+        The bytes, and the classes in the item that a load will refuse.
 
     Raises:
         UnsupportedError: ``torch.save`` cannot write the tensor.
     """
-    stream = _io.BytesIO()
-    try:
+    with _naming(item):
+        data = _resolve(planner, item)
+        if isinstance(data, torch.Tensor):
+            tensor, data = data, _io.BytesIO()
+            torch.save(tensor, data)
+    pickled = data.getbuffer()
+    return pickled, refused_classes(pickled)
+
+
+def _append_item(
+    job: _native.SaveJob,
+    item: WriteItem,
+    planner: SavePlanner,
+    transforms: _StorageWriterTransforms,
+    name: str,
+) -> tuple[WriteResult, Sequence[str]]:
+    """Serialises an item to the end of a file, as stock DCP does.
+
+    Returns:
+        Stock's result for the item, and the classes in the item that a load will refuse.
+    """
+    stream = AppendedStream(job.append)
+    with _naming(item):
         data = _resolve(planner, item)
         result = _write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
-    except (KeyError, NotImplementedError) as error:  # Raised by torch.save for some dtypes.
+    result.storage_data.offset = stream.end()
+    return result, refused_classes(_before_transforms(data, stream, transforms))
+
+
+@contextlib.contextmanager
+def _naming(item: WriteItem) -> Iterator[None]:
+    """Names the item in errors of torch.save for some dtypes."""
+    try:
+        yield
+    except (KeyError, NotImplementedError) as error:
         raise UnsupportedError(f"cannot save {item.index.fqn!r}: {error}") from error
-    written = stream.getbuffer()
-    return PickledItem(
-        result, written, refused_classes(_before_transforms(data, written, transforms))
-    )
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor | _io.BytesIO:
@@ -209,14 +221,18 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor | _io.BytesI
 
 
 def _before_transforms(
-    data: torch.Tensor | _io.BytesIO, written: memoryview, transforms: _StorageWriterTransforms
-) -> memoryview:
-    """Returns the archive of ``torch.save`` without stream transforms; empty for a plain tensor."""
+    data: torch.Tensor | _io.BytesIO, stream: AppendedStream, transforms: _StorageWriterTransforms
+) -> Buffer:
+    """Returns the start of the archive of ``torch.save`` without stream transforms.
+
+    Empty for a plain tensor, if there are transforms.
+    """
     if isinstance(data, _io.BytesIO):
         return data.getbuffer()
     if not transforms.extensions:
-        return written
-    stream = _io.BytesIO()
+        return stream.start
+    untransformed: Any = AppendedStream(lambda _: (0, 0))
     if _tensor_view.tensor_kind(data) == _tensor_view.TensorKind.TORCHS_OWN:
-        torch.save(data, stream)
-    return stream.getbuffer()
+        torch.save(data, untransformed)
+    start: Buffer = untransformed.start
+    return start

@@ -32,7 +32,7 @@ def write_planned(
     path: Location,
     planned: _native.PlannedFile,
     write_tensors: Callable[[_native.SaveJob], None],
-    pickled: Callable[[int], bytes | memoryview],
+    append: Callable[[_native.SaveJob, int], tuple[int, int]],
     *,
     pool: _native.BufferPool,
     direct: bool,
@@ -45,7 +45,8 @@ def write_planned(
         path: Path of the new file.
         planned: Items and layout of the file.
         write_tensors: Writes the tensors of the layout through the job.
-        pickled: Returns the pickled item at a position, for items that only torch can store.
+        append: Appends the item at a position, which only torch can store, and returns its offset
+            and length.
         pool: I/O buffers.
         direct: Whether to bypass the page cache.
         sync: Whether to sync the file, so that it survives a power cut.
@@ -61,5 +62,5 @@ def write_planned(
     job = _native.SaveJob(fs, path.path, layout, pool, direct, sync, niceness)
     with finished(job):
         write_tensors(job)
-        appended = [(position, *job.append(pickled(position))) for position in planned.own]
+        appended = [(position, *append(job, position)) for position in planned.own]
     return job, appended

@@ -420,9 +420,11 @@ class _LoadByItem:
         for batch in _batches(wanted, self.max_retained_nbytes):
             archives = self.objects_are_pickled and not self.requests.transformed
             _, slices = self.job.run([], batch, slices_are_archives=archives)
-            for stored, data in zip(batch, slices, strict=True):
+            slices.reverse()
+            for stored in batch:
                 try:
-                    self._load_stream(stored, wanted[stored], data)
+                    # Streams share bytes, and copy other memory. Nothing else refers to the slice.
+                    self._load_stream(stored, wanted[stored], bytes(slices.pop()))
                 except ForbiddenPickleError as error:
                     refused.append(f"{_where(stored)}: {error}")
         if refused:
@@ -431,9 +433,7 @@ class _LoadByItem:
                 f"{'; '.join(refused)}. If you trust their author, {HOW_TO_ALLOW}"
             )
 
-    def _load_stream(
-        self, stored: _Slice, items: list[ReadItem], data: _native.LoadedBytes
-    ) -> None:
+    def _load_stream(self, stored: _Slice, items: list[ReadItem], data: bytes) -> None:
         tensor: torch.Tensor | None = None
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
@@ -448,6 +448,7 @@ class _LoadByItem:
         if item.type == LoadItemType.BYTE_IO:
             stream = _io.BytesIO()  # A copy, so that the caller cannot change the reader's object.
             torch.save(value, stream)
+            del value  # The reader may not keep it.
             stream.seek(0)
             self._load_bytes(item, stream, stored)
             return
@@ -467,7 +468,8 @@ class _LoadByItem:
         if not self.objects_are_pickled:
             self.planner.load_bytes(item, stream)
             return
-        is_archive = bytes(stream.getbuffer()[:4]) == b"PK\3\4"
+        is_archive = stream.read(4) == b"PK\3\4"
+        stream.seek(0)
         planner: Any = self.planner
         try:
             # Not by `load_bytes`, which unpickles without restriction. A check of the bytes before
@@ -484,11 +486,9 @@ class _LoadByItem:
             raise
         store_object(planner, item.dest_index.fqn, value)
 
-    def _open_stream(
-        self, item: ReadItem, data: _native.LoadedBytes, stored: _Slice
-    ) -> _io.BytesIO:
+    def _open_stream(self, item: ReadItem, data: bytes, stored: _Slice) -> _io.BytesIO:
         """Returns the bytes of a slice after reversing its stream transforms."""
-        stream = _io.BytesIO(memoryview(data))
+        stream = _io.BytesIO(data)
         descriptors = getattr(self.source.storage_info(item), "transform_descriptors", None)
         if not descriptors:
             return stream
