@@ -120,15 +120,32 @@ WAYS = {
 def growth_mib(way: str, state: State, path: str) -> int:
     """Returns the peak memory of this process and its children, beyond the present memory."""
     gc.collect()
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    processes = [Path("/proc/self"), *(Path("/proc", child) for child in children)]
-    processes = [process for process in processes if _kib(process, "VmRSS")]  # None has ended.
+    processes = [Path("/proc/self"), *_children()]
     for process in processes:
         (process / "clear_refs").write_text("5")  # Sets the peak to the present value.
     before = [_kib(process, "VmRSS") for process in processes]
     WAYS[way](state, path)
     after = [_kib(process, "VmHWM") for process in processes]
     return (sum(after) - sum(before)) >> 10
+
+
+def agent_growth_mib(path: str) -> int:
+    """Returns the peak memory of an agent that writes an object, beyond that of the slots."""
+    with torch_ckpt.Run(path, asynchronous=True, agent=True) as run:
+        run.save(1, {"w": torch.ones(3)})
+        run.wait()
+        (agent,) = _children()
+        before = _kib(agent, "VmRSS")
+        run.save(2, whole_tuple())
+        run.wait()
+        return (_kib(agent, "VmHWM") - _kib(agent, "RssShmem") - before) >> 10
+
+
+def _children() -> list[Path]:
+    """The processes that this one has started, and that have not ended."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    processes = (Path("/proc", child) for child in children)
+    return [process for process in processes if _kib(process, "VmRSS")]
 
 
 def _kib(process: Path, name: str) -> int:

@@ -60,3 +60,11 @@ def test_memory_is_at_most_that_of_stock(
     print(expected, found)
     assert [*expected] == [*found] == kinds
     assert [kind for kind in kinds if found[kind] > expected[kind] + ALLOWED_MIB] == []
+
+
+def test_the_agent_writes_objects_from_the_memory_of_slots(
+    run_python: Callable[..., str], tmp_path: Path, memory: Path
+) -> None:
+    script = "import peak_memory, sys; print(peak_memory.agent_growth_mib(sys.argv[1]))"
+    printed = run_python(script, tmp_path / "run", TORCH_CKPT_MEMORY=str(memory))
+    assert int(printed.splitlines()[-1]) < ALLOWED_MIB
