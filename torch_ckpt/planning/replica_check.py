@@ -133,8 +133,4 @@ def _names_of(rank: int, others: Sequence[int], count: int) -> str:
     named = ", ".join(map(str, sorted(others)))
     if count > len(others):
         named += f" and {count - len(others)} more"
-    return (
-        f"rank {named} differs from rank {rank}"
-        if count == 1
-        else (f"ranks {named} differ from rank {rank}")
-    )
+    return f"rank{'s' * (count > 1)} {named} differ{'s' * (count == 1)} from rank {rank}"

@@ -222,13 +222,11 @@ class FastSavePlanner(DefaultSavePlanner):
         """
         values: list[bytes] = []
         if self._compares(sent):
-            combined = [
-                rank for rank, items in enumerate(sent) if items.combined_values is not None
-            ]
-            if combined:
+            others = [rank for rank, items in enumerate(sent) if items.combined_values is not None]
+            if others:
                 raise PlanUnknownError(
-                    f"cannot plan: the replicas of ranks {combined[:8]} may differ from those of "
-                    "other ranks, for which they have no plan"
+                    f"cannot plan: ranks {others[:8]} combined the values of their replicas as for "
+                    "an earlier plan, which is not valid any more"
                 )
             values = [_values_of(*items) for items in zip(listed, sent, strict=True)]
         balance = not self.dedup_save_to_lowest_rank
