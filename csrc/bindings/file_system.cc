@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <optional>
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
@@ -81,7 +82,7 @@ void commit_checkpoint(FileSystem& fs, const std::filesystem::path& directory,
                        const std::string& metadata_name, const std::string& index_name,
                        const py::bytes& metadata, const py::bytes& index,
                        const std::string& save_id, const std::vector<std::string>& data_files,
-                       bool sync) {
+                       bool sync, const std::optional<std::filesystem::path>& rename_to) {
   const Commit what = {.directory = directory.string(),
                        .names = {metadata_name, index_name},
                        .metadata = as_bytes(static_cast<std::string_view>(metadata)),
@@ -89,7 +90,9 @@ void commit_checkpoint(FileSystem& fs, const std::filesystem::path& directory,
                        .save_id = save_id,
                        .data_files = data_files,
                        .sync = sync};
-  raise_if_error(without_gil([&] { return commit(fs, what); }));
+  raise_if_error(without_gil([&] {
+    return rename_to ? commit_directory(fs, what, rename_to->string()) : commit(fs, what);
+  }));
 }
 
 }  // namespace
@@ -121,20 +124,34 @@ void bind_file_system(py::module_& module) {
           },
           py::arg("from_path"), py::arg("to_path"))
       .def(
+          "exchange",
+          [](FileSystem& fs, const std::filesystem::path& one, const std::filesystem::path& other) {
+            raise_if_error(without_gil([&] { return fs.exchange(one.string(), other.string()); }));
+          },
+          py::arg("one"), py::arg("other"))
+      .def(
+          "renames_directories",
+          [](FileSystem& fs, const std::filesystem::path& parent) {
+            return without_gil([&] { return fs.renames_directories(parent.string()); });
+          },
+          py::arg("parent"))
+      .def(
           "write_file",
           [](FileSystem& fs, const std::filesystem::path& path, const py::bytes& contents,
-             bool sync) {
+             bool sync, bool update) {
             const Bytes bytes = as_bytes(static_cast<std::string_view>(contents));
-            raise_if_error(without_gil([&] { return write_file(fs, path.string(), bytes, sync); }));
+            const OpenMode mode = update ? OpenMode::kUpdate : OpenMode::kCreate;
+            raise_if_error(
+                without_gil([&] { return write_file(fs, path.string(), bytes, sync, mode); }));
           },
-          py::arg("path"), py::arg("contents"), py::arg("sync"))
+          py::arg("path"), py::arg("contents"), py::arg("sync"), py::arg("update") = false)
       .def("list_directory", &list_directory, py::arg("path"))
       .def("exists", &exists, py::arg("path"))
       .def("read_range", &read_range, py::arg("path"), py::arg("offset"), py::arg("nbytes"))
       .def("read_archive", &read_archive_of, py::arg("path"))
       .def("commit", &commit_checkpoint, py::arg("directory"), py::arg("metadata_name"),
            py::arg("index_name"), py::arg("metadata"), py::arg("index"), py::arg("save_id"),
-           py::arg("data_files"), py::arg("sync"));
+           py::arg("data_files"), py::arg("sync"), py::arg("rename_to") = py::none());
   module.def("local_file_system", &local_file_system, py::return_value_policy::reference);
 }
 

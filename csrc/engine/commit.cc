@@ -18,9 +18,9 @@ Status sync_folders_above(FileSystem& fs, const std::string& directory) {
 }
 
 Status prepare(FileSystem& fs, const Commit& what, const std::string& index,
-               const std::string& metadata) {
+               const std::string& metadata, OpenMode metadata_mode) {
   RETURN_IF_ERROR(write_file(fs, index, what.index, what.sync));
-  RETURN_IF_ERROR(write_file(fs, metadata, what.metadata, what.sync));
+  RETURN_IF_ERROR(write_file(fs, metadata, what.metadata, what.sync, metadata_mode));
   // Otherwise the rename may become durable before the entry of a file that was created earlier.
   if (!what.sync) return ok_status();
   RETURN_IF_ERROR(fs.sync_directory(what.directory));
@@ -38,7 +38,7 @@ Status commit(FileSystem& fs, const Commit& what) {
     (void)fs.remove(index);
     for (const std::string& name : what.data_files) (void)fs.remove(path(name));
   };
-  const Status prepared = prepare(fs, what, index, metadata);
+  const Status prepared = prepare(fs, what, index, metadata, OpenMode::kUpdate);
   if (!prepared.ok()) {
     (void)fs.remove(metadata);
     remove_index_and_data();
@@ -55,6 +55,36 @@ Status commit(FileSystem& fs, const Commit& what) {
   // Best effort: a reader also finds the pending name, but more slowly.
   (void)fs.rename(index, path(what.names.index));
   return ok_status();
+}
+
+Status commit_directory(FileSystem& fs, const Commit& what, const std::string& to) {
+  const auto path = [&](const std::string& name) { return what.directory + "/" + name; };
+  const std::string index = path(what.names.index);
+  const std::string metadata = path(what.names.metadata);
+  const auto remove_all = [&] {
+    (void)fs.remove(index);
+    for (const std::string& name : what.data_files) (void)fs.remove(path(name));
+    (void)fs.remove(what.directory);
+  };
+  const Status prepared = prepare(fs, what, index, metadata, OpenMode::kCreate);
+  if (!prepared.ok()) {
+    (void)fs.remove(metadata);
+    remove_all();
+    return prepared;
+  }
+  const Status renamed = fs.rename(what.directory, to);
+  if (!renamed.ok()) {
+    // As above: the directory may have its new name.
+    if (!fs.remove(metadata).ok()) return renamed;
+    const bool is_taken = renamed.error_number() == EEXIST || renamed.error_number() == ENOTEMPTY;
+    if (is_taken) {
+      (void)fs.remove(index);
+    } else {
+      remove_all();
+    }
+    return renamed;
+  }
+  return what.sync ? fs.sync_directory(parent_directory(to)) : ok_status();
 }
 
 }  // namespace torch_ckpt

@@ -21,7 +21,9 @@ struct CommitNames {
   // Name of a complete index before its rename. An index of a failed save may retain this name.
   std::string pending_index(const std::string& save_id) const { return index + "." + save_id; }
 
-  // Name of the metadata before the commit.
+  // Name of the metadata before the commit. The file exists, empty, from before the first data file
+  // of the save. Who removes it has ended the save: its commit renames this file, and never creates
+  // it.
   std::string pending_metadata(const std::string& save_id) const {
     return metadata + "." + save_id + ".tmp";
   }
@@ -42,7 +44,8 @@ struct Commit {
 };
 
 // Publishes metadata and index atomically, replacing the committed ones.
-// Requires: the data files are durable, including their directory entries.
+// Requires: the data files are durable, including their directory entries. The metadata's pending
+// name is an empty file.
 //
 //   1. Writes index and metadata under their pending names. Syncs both files, the directory, and
 //      the folders above it, since the caller may have created them just before.
@@ -52,6 +55,18 @@ struct Commit {
 // On an error the former checkpoint stays committed, and the index, metadata and data files of this
 // save are removed. Exception: if the sync in step 2 fails, or the rename fails but may have
 // happened, either checkpoint may be committed, and no file is removed.
+// Errors: kNotFound if another save has removed the pending metadata; kStorage.
 Status commit(FileSystem& fs, const Commit& what);
+
+// Publishes a new checkpoint by renaming its directory to `to`, which is in the same parent.
+//
+//   1. Writes index and metadata under their final names. Syncs both files, the directory, and the
+//      folders above it.
+//   2. Renames the directory, which is the commit. Syncs its parent.
+//
+// On an error before the commit, all files and the directory are removed. Exceptions: those of
+// `commit`; and if `to` is a directory that is not empty (errno EEXIST or ENOTEMPTY), the data files
+// stay.
+Status commit_directory(FileSystem& fs, const Commit& what, const std::string& to);
 
 }  // namespace torch_ckpt

@@ -28,8 +28,12 @@ std::string parent_directory(std::string_view path) {
   return std::string(without_trailing_slashes(path.substr(0, std::max<size_t>(slash, 1))));
 }
 
-Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool sync) {
-  ASSIGN_OR_RETURN(const auto file, fs.open(path, OpenMode::kCreate, Caching::kBuffered));
+Status FileSystem::exchange(const std::string& one, const std::string& other) {
+  return errno_status(ENOSYS, str_cat("cannot exchange ", one, " and ", other));
+}
+
+Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool sync, OpenMode mode) {
+  ASSIGN_OR_RETURN(const auto file, fs.open(path, mode, Caching::kBuffered));
   const auto queue = fs.make_queue(1);
   // IoRequest has one mutable memory field for both directions. A write only reads it.
   const MutableBytes memory(const_cast<std::byte*>(bytes.data()), bytes.size());

@@ -24,7 +24,7 @@ namespace torch_ckpt {
 enum class OpenMode {
   kRead,    // The file must exist.
   kCreate,  // The file must not exist: data files and temporary files have unique names.
-  kShare,   // Create the file if it does not exist: several processes write it concurrently.
+  kUpdate,  // The file must exist. Several processes may write it concurrently.
 };
 
 enum class Caching {
@@ -152,13 +152,25 @@ class FileSystem {
 
   // Makes a queue for up to `depth` requests.
   virtual std::unique_ptr<IoQueue> make_queue(int depth) = 0;
+
+  // Returns whether `rename` is atomic and cheap for a directory in `parent`, and fails if `to` is a
+  // directory that is not empty. False also if it is unknown.
+  virtual bool renames_directories(const std::string& parent) {
+    (void)parent;
+    return false;
+  }
+
+  // Exchanges two files or directories atomically.
+  // Errors: errno ENOSYS or EINVAL if the file system has no such operation.
+  virtual Status exchange(const std::string& one, const std::string& other);
 };
 
 // Returns the parent directory of `path`: "a" for "a/b" and "a/b/", "." for "b", "/" for "/b".
 std::string parent_directory(std::string_view path);
 
 // Creates file `path` with these bytes, and syncs it if `sync` is set. After an error the file may
-// exist with a subset of the bytes.
-Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool sync);
+// exist with a subset of the bytes. With kUpdate, writes to an empty file instead.
+Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool sync,
+                  OpenMode mode = OpenMode::kCreate);
 
 }  // namespace torch_ckpt

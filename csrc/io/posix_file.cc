@@ -87,7 +87,7 @@ Result<std::unique_ptr<PosixFile>> PosixFile::open(const std::string& path, Open
 Status PosixFile::open_descriptors(OpenMode mode, Caching caching) {
   const bool create = mode == OpenMode::kCreate;
   // O_NOFOLLOW: never write through a link that another process put at a shared path.
-  const int flags = O_CLOEXEC | O_RDWR | O_CREAT | (create ? O_EXCL : O_NOFOLLOW);
+  const int flags = O_CLOEXEC | O_RDWR | (create ? O_CREAT | O_EXCL : O_NOFOLLOW);
   buffered_ =
       mode != OpenMode::kRead
           ? Descriptor(retry_interrupted([&] { return ::open(path_.c_str(), flags, kFileMode); }))

@@ -2,7 +2,10 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,6 +22,10 @@
 
 namespace torch_ckpt {
 namespace {
+
+#ifndef FUSE_SUPER_MAGIC
+constexpr long FUSE_SUPER_MAGIC = 0x65735546;
+#endif
 
 constexpr mode_t kDirectoryMode = 0777;  // Reduced by the umask of the process.
 
@@ -77,6 +84,23 @@ Result<std::vector<std::string>> PosixFileSystem::list_directory(const std::stri
 Status PosixFileSystem::rename(const std::string& from, const std::string& to) {
   if (retry_interrupted([&] { return ::rename(from.c_str(), to.c_str()); }) != 0) {
     return errno_status(errno, str_cat("cannot rename ", from, " to ", to));
+  }
+  return ok_status();
+}
+
+bool PosixFileSystem::renames_directories(const std::string& parent) {
+  struct statfs stat = {};
+  const int rc = retry_interrupted([&] { return ::statfs(parent.c_str(), &stat); });
+  return rc == 0 && stat.f_type != FUSE_SUPER_MAGIC;
+}
+
+Status PosixFileSystem::exchange(const std::string& one, const std::string& other) {
+  constexpr unsigned kExchange = 1 << 1;  // RENAME_EXCHANGE, of newer headers than we need.
+  const auto exchanged = retry_interrupted([&] {
+    return ::syscall(SYS_renameat2, AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), kExchange);
+  });
+  if (exchanged != 0) {
+    return errno_status(errno, str_cat("cannot exchange ", one, " and ", other));
   }
   return ok_status();
 }

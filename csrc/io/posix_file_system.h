@@ -21,6 +21,10 @@ class PosixFileSystem : public FileSystem {
   Result<std::vector<std::string>> list_directory(const std::string& path) override;
   Status rename(const std::string& from, const std::string& to) override;
 
+  // False on FUSE: gateways to object stores rename a directory by copying its files.
+  bool renames_directories(const std::string& parent) override;
+  Status exchange(const std::string& one, const std::string& other) override;
+
   // Removes a file or an empty directory.
   Status remove(const std::string& path) override;
 

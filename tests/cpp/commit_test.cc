@@ -22,6 +22,7 @@ using ::testing::ElementsAre;
 
 constexpr char kMetadata[] = "step-1/.metadata";
 constexpr char kIndex[] = "step-1/.index";
+constexpr char kPending[] = "step-1/.metadata.id-2.tmp";
 
 Commit what(const std::string& text, bool sync = true) {
   return {.directory = "step-1",
@@ -32,6 +33,17 @@ Commit what(const std::string& text, bool sync = true) {
           .sync = sync};
 }
 
+// As a save does that has begun.
+Status begin(FileSystem& fs, const Commit& commit) {
+  return write_file(fs, commit.directory + "/" + commit.names.pending_metadata(commit.save_id), {},
+                    /*sync=*/false);
+}
+
+Status begin_and_commit(FileSystem& fs, const Commit& what) {
+  RETURN_IF_ERROR(begin(fs, what));
+  return commit(fs, what);
+}
+
 std::vector<Operation::Kind> kinds(const MemoryFileSystem& fs) {
   std::vector<Operation::Kind> kinds;
   for (const Operation& operation : fs.operations()) kinds.push_back(operation.kind);
@@ -40,9 +52,9 @@ std::vector<Operation::Kind> kinds(const MemoryFileSystem& fs) {
 
 TEST(CommitTest, PublishesNewMetadataInPlaceOfTheOld) {
   MemoryFileSystem fs;
-  ASSERT_OK(commit(fs, what("old")));
+  ASSERT_OK(begin_and_commit(fs, what("old")));
   EXPECT_EQ(fs.contents(kMetadata), "old");
-  ASSERT_OK(commit(fs, what("new")));
+  ASSERT_OK(begin_and_commit(fs, what("new")));
   EXPECT_EQ(fs.contents(kMetadata), "new");
   EXPECT_EQ(fs.contents(kIndex), "new");
   EXPECT_THAT(fs.paths(), ElementsAre(kIndex, kMetadata));
@@ -54,7 +66,7 @@ TEST(CommitTest, PublishesOnARealDisk) {
   for (const std::string text : {"old", "new"}) {
     Commit commit_here = what(text);
     commit_here.directory = directory.path();
-    ASSERT_OK(commit(fs, commit_here));
+    ASSERT_OK(begin_and_commit(fs, commit_here));
     ASSERT_OK_AND_ASSIGN(const auto found, read_file(fs, directory.file(".metadata")));
     EXPECT_EQ(as_text(found), text);
   }
@@ -66,6 +78,7 @@ TEST(CommitTest, PublishesOnARealDisk) {
 TEST(CommitTest, SyncsBytesAndEntriesThenRenamesThenSyncsTheFolder) {
   using enum Operation::Kind;
   MemoryFileSystem fs;
+  fs.put(kPending, "");
   ASSERT_OK(commit(fs, what("new")));
   EXPECT_THAT(kinds(fs), ElementsAre(kOpen, kWrite, kSync, kOpen, kWrite, kSync, kSyncDirectory,
                                      kSyncDirectory, kRename, kSyncDirectory, kRename));
@@ -78,6 +91,7 @@ TEST(CommitTest, SyncsBytesAndEntriesThenRenamesThenSyncsTheFolder) {
 TEST(CommitTest, WithoutSyncItStillRenames) {
   using enum Operation::Kind;
   MemoryFileSystem fs;
+  fs.put(kPending, "");
   ASSERT_OK(commit(fs, what("new", /*sync=*/false)));
   EXPECT_THAT(kinds(fs), ElementsAre(kOpen, kWrite, kOpen, kWrite, kRename, kRename));
 }
@@ -91,6 +105,7 @@ TEST(CommitTest, AnyFailedOperationLeavesTheOldCheckpointAndNothingElse) {
       MemoryFileSystem fs;
       fs.put(kMetadata, "old");
       fs.put(kIndex, "old");
+      fs.put(kPending, "");
       fs.fail_operation(n, errno_status(EIO, "cannot go on"));
       const Status status = commit(fs, what("new", sync));
       EXPECT_EQ(fs.clear_fault(), n <= last);
@@ -119,6 +134,7 @@ TEST(CommitTest, DataFilesGoWithACommitThatFailed) {
     fs.put("step-1/a.distcp", "a");
     fs.put("step-1/b.distcp", "b");
     fs.put(kMetadata, "old");
+    fs.put(kPending, "");
     fs.fail_operation(failing, errno_status(EIO, "cannot go on"));
     Commit commit_both = what(text);
     commit_both.data_files = data_files;
@@ -138,9 +154,9 @@ class ForeignFolders : public MemoryFileSystem {
 
 TEST(CommitTest, FoldersAboveThatMayNotBeOpenedAreLeftToTheirOwners) {
   ForeignFolders fs;
-  EXPECT_OK(commit(fs, what("new")));
+  EXPECT_OK(begin_and_commit(fs, what("new")));
   fs.error = EIO;
-  EXPECT_CODE(commit(fs, what("newer")), StatusCode::kStorage);
+  EXPECT_CODE(begin_and_commit(fs, what("newer")), StatusCode::kStorage);
   EXPECT_EQ(fs.contents(kMetadata), "new");
 }
 
@@ -159,6 +175,7 @@ TEST(CommitTest, MetadataThatWereRenamedAfterAllKeepTheirIndexAndData) {
   LyingFileSystem fs;
   fs.put(kMetadata, "old");
   fs.put("step-1/a.distcp", "a");
+  fs.put(kPending, "");
   Commit commit_it = what(text);
   commit_it.data_files = data_files;
   EXPECT_CODE(commit(fs, commit_it), StatusCode::kStorage);
@@ -167,11 +184,56 @@ TEST(CommitTest, MetadataThatWereRenamedAfterAllKeepTheirIndexAndData) {
   EXPECT_EQ(fs.contents("step-1/.index.id-2"), "new");
 }
 
+// Another save removes the pending metadata before operation `n`.
+class LosingFileSystem : public MemoryFileSystem {
+ public:
+  explicit LosingFileSystem(int64_t n) : n_(n) {}
+  Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode,
+                                     Caching caching) override {
+    lose();
+    return MemoryFileSystem::open(path, mode, caching);
+  }
+  Status sync_directory(const std::string& path) override {
+    lose();
+    return MemoryFileSystem::sync_directory(path);
+  }
+  Status rename(const std::string& from, const std::string& to) override {
+    lose();
+    return MemoryFileSystem::rename(from, to);
+  }
+
+ private:
+  void lose() {
+    if (n_-- == 0) (void)MemoryFileSystem::remove(kPending);
+  }
+  int64_t n_;
+};
+
 TEST(CommitTest, ATemporaryOfAnotherSaveIsLeftAlone) {
   MemoryFileSystem fs;
   fs.put("step-1/.metadata.id-1.tmp", "of another save");
-  ASSERT_OK(commit(fs, what("new")));
+  ASSERT_OK(begin_and_commit(fs, what("new")));
   EXPECT_EQ(fs.contents("step-1/.metadata.id-1.tmp"), "of another save");
+}
+
+// Another save does so before it removes the data files of this one.
+TEST(CommitTest, WithoutItsPendingMetadataASaveIsNotCommitted) {
+  MemoryFileSystem fs;
+  fs.put(kMetadata, "of another save");
+  EXPECT_CODE(commit(fs, what("new")), StatusCode::kNotFound);
+  EXPECT_EQ(fs.contents(kMetadata), "of another save");
+  EXPECT_THAT(fs.paths(), ElementsAre(kMetadata));
+  // At any later moment, too.
+  for (int64_t n = 0;; ++n) {
+    LosingFileSystem losing(n);
+    losing.put(kMetadata, "of another save");
+    losing.put(kPending, "");
+    const Status status = commit(losing, what("new"));
+    if (status.ok()) break;
+    EXPECT_CODE(status, StatusCode::kNotFound);
+    EXPECT_EQ(losing.contents(kMetadata), "of another save");
+    ASSERT_LT(n, 20);
+  }
 }
 
 }  // namespace

@@ -82,10 +82,12 @@ TEST_P(FileSystemContractTest, CreatingAnExistingFileFailsAndLeavesItAlone) {
 }
 
 TEST_P(FileSystemContractTest, ASharedFileKeepsWhatOthersHaveWritten) {
+  EXPECT_CODE(fs().open(path("a"), OpenMode::kUpdate, Caching::kBuffered), StatusCode::kNotFound);
+  ASSERT_OK(write_file(fs(), path("a"), {}, false));
   for (const Caching caching : {Caching::kDirect, Caching::kBuffered}) {
-    ASSERT_OK_AND_ASSIGN(const auto one, fs().open(path("a"), OpenMode::kShare, caching));
+    ASSERT_OK_AND_ASSIGN(const auto one, fs().open(path("a"), OpenMode::kUpdate, caching));
     ASSERT_OK(one->preallocate(10));
-    ASSERT_OK_AND_ASSIGN(const auto other, fs().open(path("a"), OpenMode::kShare, caching));
+    ASSERT_OK_AND_ASSIGN(const auto other, fs().open(path("a"), OpenMode::kUpdate, caching));
     ASSERT_OK(one->write(0, as_bytes("01234")));
     ASSERT_OK(other->preallocate(10));
     ASSERT_OK(other->write(5, as_bytes("56789")));

@@ -95,6 +95,7 @@ void write_in_turn(FileSystem& fs, const std::string& path, const Work& work,
   std::vector<std::unique_ptr<BufferPool>> pools;
   std::vector<std::unique_ptr<SharedFileJob>> jobs;
   size_t most = 0;
+  ASSERT_OK(write_file(fs, path, {}, false));
   for (const auto& pieces : work.of_rank) {
     pools.push_back(make_pool(4 * kBlock, kBlock));
     ASSERT_OK_AND_ASSIGN(auto job, SharedFileJob::start(fs, path, nbytes, *pools.back(), options));
@@ -171,9 +172,11 @@ TEST(SharedFileJobTest, AnyOperationThatFailsFailsTheJobAndLeavesTheBuffers) {
     return job->finish();
   };
   MemoryFileSystem whole;
+  whole.put(kPath, "");
   ASSERT_OK(save(whole));
   for (int64_t fault = 0; fault < std::ssize(whole.operations()); ++fault) {
     MemoryFileSystem fs;
+    fs.put(kPath, "");
     fs.fail_operation(fault, errno_status(ENOSPC, "a test"));
     const Status status = save(fs);
     EXPECT_EQ(status.error_number(), ENOSPC) << "operation " << fault;
@@ -184,6 +187,7 @@ TEST(SharedFileJobTest, AnyOperationThatFailsFailsTheJobAndLeavesTheBuffers) {
 
 TEST(SharedFileJobTest, ABoxOutsideOfItsTensorOrTheFileIsRefused) {
   MemoryFileSystem fs;
+  fs.put(kPath, "");
   const auto pool = make_pool(4 * kBlock, kBlock);
   const auto tensor = TestTensor::random("t", DType::kFloat32, {2, 3});
   const BoxPlace bad[] = {{0, {2, 3}, {0, 1}},  {0, {2, 3}, {-1, 0}},

@@ -19,9 +19,9 @@ from pathlib import Path
 
 _SECCOMP, _OPENAT, _IO_URING_ENTER = 317, 257, 426
 _BY_DESCRIPTOR = {18: "pwrite64", 74: "fsync", 77: "ftruncate", 285: "fallocate"}
-_BY_PATH = {82: "rename", 83: "mkdir", 87: "unlink"}
+_BY_PATH = {82: "rename", 83: "mkdir", 84: "rmdir", 87: "unlink", 316: "exchange"}
 _CALLS = {**_BY_DESCRIPTOR, **_BY_PATH, _OPENAT: "create", _IO_URING_ENTER: "io_uring_enter"}
-_RENAME = 82
+_RENAME, _RENAMEAT2 = 82, 316
 
 _AUDIT_ARCH_X86_64 = 0xC000003E
 _PR_SET_NO_NEW_PRIVS = 38
@@ -92,7 +92,7 @@ class Listener:
             if number in _BY_DESCRIPTOR:
                 path = os.readlink(f"/proc/{pid}/fd/{args[0]}")
             elif number in _CALLS and number != _IO_URING_ENTER:
-                path = _text_at(pid, args[1 if number in (_OPENAT, _RENAME) else 0])
+                path = _text_at(pid, args[{_OPENAT: 1, _RENAME: 1, _RENAMEAT2: 3}.get(number, 0)])
         return Stop(_CALLS[number], path, ticket)
 
     def let_through(self, stop: Stop) -> None:

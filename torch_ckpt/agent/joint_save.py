@@ -31,12 +31,13 @@ from torch_ckpt.agent.persist import (
     Report,
     commit_files,
     directory_of,
+    found_before,
     publish,
     values_of,
     write_shares,
 )
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.formats.committed import committed_id
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import (
     DIGEST_NBYTES,
@@ -44,7 +45,7 @@ from torch_ckpt.planning.replica_check import (
     Difference,
     warn_of,
 )
-from torch_ckpt.storage.gc import remove_files
+from torch_ckpt.storage.gc import Found, pending_name, remove_files
 
 __all__ = ["JointSave"]
 
@@ -127,8 +128,13 @@ class JointSave:
         self._plan: _Plan | None = None
         self._written: list[str] = []
         self._reports: list[Report] | None = None  # This machine's; `None` until written.
-        self._before: tuple[list[str], str | None] = [], None  # Names and save id before writing.
+        self._before: tuple[Found, str | None] = Found(), None  # As before writing.
         self._may_be_committed = False  # Whether the commit has begun.
+
+    @property
+    def _pending(self) -> Location:
+        """The pending file of the epoch; see :mod:`torch_ckpt.storage.gc`."""
+        return self._directory / pending_name(self._files.save_id(self._epoch))
 
     @property
     def has_written(self) -> bool:
@@ -151,8 +157,10 @@ class JointSave:
         self._files.remove("failed")
         if self._is_coordinator:
             self._epoch = self._published_epoch()  # An earlier agent may have published it.
-            if self._epoch in ("", self._failed_before):
+            is_new = self._epoch in ("", self._failed_before)
+            if is_new or not (self._pending.exists() or self._files.is_committed()):
                 self._epoch = secrets.token_hex(8)
+                self._pending.write(b"", sync=False)  # Before any machine writes.
         self._publish({kind: set() for kind in ("epoch", "lists", "manifest")})
 
     def advance(self) -> bool:
@@ -255,7 +263,9 @@ class JointSave:
         self._plan = self._planned()
         if self._plan is None:
             return
-        self._before = self._directory.names(), committed_id(self._directory)
+        found, id_before = found_before(self._directory)
+        others = found.pending - {self._pending.name}
+        self._before = Found(found.names, others), id_before
         reports = self._reports_of(files.node)  # An earlier agent may have written them.
         if reports is None:
             assigned = [self._plan.plan.assignment(header.rank) for header in self._headers]
@@ -346,7 +356,7 @@ class JointSave:
         files = commit_files(self._plan.plan, reports, save_id, self._first, self._plan.paths)
         written = {name: nbytes for _, (name, nbytes, _), _ in reports}
         self._may_be_committed = True  # Even if `publish` fails.
-        publish(files, written, save_id, self._first, *self._before)
+        publish(files, written, save_id, self._first, self._before)
         self._files.clear()
 
     def _end_epoch(self, failure: Failure | None, *, retain_files: bool) -> None:
@@ -364,6 +374,8 @@ class JointSave:
         if not retain_files:
             self._files.remove("manifest")
             self._remove_written()
+            if self._is_coordinator:
+                self._pending.discard()
 
     def _remove_written(self) -> None:
         """Removes the data files of this machine."""

@@ -10,23 +10,31 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import NOT_SHARED
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import INDEX_MARK, committed_id
+from torch_ckpt.formats.committed import INDEX_MARK, committed_id, metadata_prefixes
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import CheckReplicas, Difference, warn_of
 from torch_ckpt.storage.file_jobs import write_planned
-from torch_ckpt.storage.gc import remove_files, stale_files
+from torch_ckpt.storage.gc import (
+    Found,
+    collect_garbage,
+    find,
+    pending_name,
+    pending_pattern,
+    remove_files,
+)
 
 __all__ = [
     "Report",
     "commit_files",
     "directory_of",
+    "found_before",
     "persist",
     "publish",
     "values_of",
@@ -69,8 +77,7 @@ def persist(
     first = snapshots[0]
     directory = directory_of(first)
     directory.create_directories()
-    names_before = frozenset(directory.names())
-    id_before = committed_id(directory)
+    before = found_before(directory)
     # Ranks that copied only their shares have compared their replicas before.
     is_compared = len(snapshots) > 1 and first.header[-1] == NOT_SHARED
     plan = _native.GlobalPlan(
@@ -82,7 +89,9 @@ def persist(
     )
     warn_of(plan.differences)
     save_id = secrets.token_hex(8)
+    pending = directory / pending_name(save_id)
     written: list[str] = []
+    pending.write(b"", sync=False)
     try:
         shares = [(snapshot, plan.assignment(n)) for n, snapshot in enumerate(snapshots)]
         reports = write_shares(shares, directory, save_id, written, io=io, threads=threads)
@@ -91,10 +100,10 @@ def persist(
         if not is_current():
             raise CheckpointError(f"cannot commit {directory}: a slot was refilled meanwhile")
     except BaseException:
-        remove_files(directory, written)
+        remove_files(directory, [*written, pending.name])
         raise
     sizes = {name: nbytes for _, (name, nbytes, _), _ in reports}
-    publish(files, sizes, save_id, first, names_before, id_before)
+    publish(files, sizes, save_id, first, before)
     return plan.differences
 
 
@@ -184,8 +193,7 @@ def publish(
     written: Mapping[str, int],
     save_id: str,
     first: _native.StoredSnapshot,
-    names_before: Collection[str],
-    id_before: str | None,
+    before: tuple[Found, str | None],
 ) -> None:
     """Commits the written files, and removes the files that they replace.
 
@@ -194,8 +202,7 @@ def publish(
         written: Name and length of each data file.
         save_id: Id of the save.
         first: Any snapshot of the save.
-        names_before: Names in the directory before the save.
-        id_before: Id of the save that was committed in the directory before.
+        before: What :func:`found_before` returned before the save.
 
     Raises:
         CheckpointError: Another save was committed in the directory meanwhile. The written files
@@ -203,25 +210,42 @@ def publish(
         StorageError: The commit failed; whether the checkpoint is committed is unknown.
     """
     directory = directory_of(first)
+    found, id_before = before
     try:
         _check_not_superseded(directory, written, id_before)
     except BaseException:
-        remove_files(directory, written)
+        remove_files(directory, [*written, pending_name(save_id)])
         raise
-    directory.file_system.commit(
-        *(directory.path, ".metadata", ".index", *files, save_id),
-        *(sorted(written), first.sync),
+    try:
+        directory.file_system.commit(
+            *(directory.path, ".metadata", ".index", *files, save_id),
+            *(sorted(written), first.sync),
+        )
+    except NotFoundError as error:
+        _check_not_superseded(directory, {}, id_before)  # It names the other save.
+        raise CheckpointError(
+            f"cannot commit {directory}: another save has removed the files of this one"
+        ) from error
+    collect_garbage(
+        directory,
+        found,
+        referenced=written,
+        rank=None,
+        is_committed=lambda: (
+            metadata_prefixes(directory) == [""] and committed_id(directory) == save_id
+        ),
     )
-    remove_files(directory, stale_files(names_before, written, None))
+
+
+def found_before(directory: Location) -> tuple[Found, str | None]:
+    """Returns what a directory has before a save, and the id of its committed checkpoint."""
+    return find(directory, pending_pattern(None)), committed_id(directory)
 
 
 def _check_not_superseded(
     directory: Location, written: Mapping[str, int], id_before: str | None
 ) -> None:
-    """Raises if another save was committed meanwhile, which may have removed files of this save.
-
-    A save that is committed after this check and before the commit of this save is not detected.
-    """
+    """Raises if another save was committed meanwhile, which may have removed files of this save."""
     now = committed_id(directory)
     if now != id_before:
         raise CheckpointError(

@@ -114,6 +114,7 @@ def write_files(
                     record.crc = zlib.crc32(record.content)
                 path.write(layout.encode(), sync=True)
                 continue
+            path.write(b"", sync=False)
             job = _native.SharedFileJob(
                 path.file_system, path.path, layout.nbytes, pool, IO.direct, True
             )

@@ -248,14 +248,15 @@ class Location:
         """The path if this process can map the file into memory; ``None`` otherwise."""
         return self.path if isinstance(self.path, Path) else None
 
-    def write(self, contents: bytes, *, sync: bool) -> None:
-        """Writes a new file.
+    def write(self, contents: bytes, *, sync: bool, update: bool = False) -> None:
+        """Writes a new file, or with ``update`` an empty one.
 
         Raises:
-            StorageError: The file exists already, or the write failed. A failed write may leave
+            NotFoundError: The file to update does not exist.
+            StorageError: The new file exists already, or the write failed. A failed write may leave
                 an incomplete file.
         """
-        self.file_system.write_file(self.path, contents, sync)
+        self.file_system.write_file(self.path, contents, sync, update)
 
     def rename(self, to: Location) -> None:
         """Renames the location within its file system, and replaces the target if it exists.

@@ -103,7 +103,7 @@ def open_committed(
     return metadata, index
 
 
-def committed_id(directory: Location) -> str | None:
+def committed_id(directory: Location, prefix: str = "") -> str | None:
     """Returns the save id of the committed checkpoint.
 
     Returns ``None`` if there is no checkpoint, or no index that this package can read.
@@ -112,7 +112,7 @@ def committed_id(directory: Location) -> str | None:
         StorageError: The metadata or the index cannot be read.
     """
     with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
-        _, index = open_committed(directory, "", verify=False)
+        _, index = open_committed(directory, prefix, verify=False)
         return None if index is None else index.save_id
     return None
 

@@ -1,23 +1,126 @@
-"""Garbage collection: finds files of replaced checkpoints and of failed saves, and removes them."""
+"""Garbage collection: finds files of replaced checkpoints and of failed saves, and removes them.
+
+Several jobs may save to one directory. Each save has a pending file, which it creates before its
+first data file, and which its commit renames. Before a save removes files of another one, it
+removes the pending file of that save, which then cannot commit. If the pending file is gone, the
+other save may have committed, and its files stay. So no committed checkpoint loses a file, without
+any lock.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["remove_files", "stale_files"]
+__all__ = [
+    "Found",
+    "collect_garbage",
+    "end_saves",
+    "find",
+    "pending_name",
+    "pending_pattern",
+    "remove_files",
+    "stale_files",
+]
 
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
+_PENDING = r"\.metadata\.[0-9a-f]{16}\.tmp"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The names in a directory when a save begins.
+
+    Attributes:
+        names: All names. So the files of a concurrent save that began later are safe.
+        pending: The pending files of saves that have not committed.
+    """
+
+    names: frozenset[str] = frozenset()
+    pending: frozenset[str] = frozenset()
+
+
+def pending_name(save_id: str) -> str:
+    """Returns the name of the pending file of a save: its metadata, empty until the commit."""
+    return f".metadata.{save_id}.tmp"
+
+
+def pending_pattern(rank: int | None) -> str:
+    """Returns the pattern of the pending files of saves whose data files a save may remove.
+
+    Args:
+        rank: The rank, if it commits without coordination; ``None`` if all ranks commit together.
+    """
+    return rf"(__\d+)?{_PENDING}" if rank is None else rf"(__{rank})?{_PENDING}"
+
+
+def find(directory: Location, pending: str) -> Found:
+    """Lists a directory.
+
+    Args:
+        directory: The directory.
+        pending: Pattern of pending files.
+
+    Raises:
+        NotFoundError: The directory does not exist.
+        StorageError: The directory cannot be listed.
+    """
+    names = frozenset(directory.names())
+    # A save creates its pending file first. So a second listing has that of every save of which the
+    # first one has a file, unless the save has ended.
+    found = filter(re.compile(pending).fullmatch, directory.names())
+    return Found(names, frozenset(found))
+
+
+def end_saves(directory: Location, pending: Iterable[str]) -> bool:
+    """Removes the pending files of other saves, which cannot commit from then on.
+
+    Returns:
+        Whether all of them existed. If not, another save may have committed meanwhile.
+    """
+    all_existed = True
+    for name in pending:
+        try:
+            (directory / name).remove()
+        except CheckpointError:
+            all_existed = False
+    return all_existed
+
+
+def collect_garbage(
+    directory: Location,
+    found: Found,
+    *,
+    referenced: Collection[str],
+    rank: int | None,
+    is_committed: Callable[[], bool],
+) -> None:
+    """Removes the files that no committed checkpoint refers to; called after a commit.
+
+    Args:
+        directory: The directory.
+        found: What it had before the save.
+        referenced: Data files of the committed checkpoint.
+        rank: As for :func:`stale_files`.
+        is_committed: Returns whether the caller's checkpoint is still the committed one.
+    """
+    stale = stale_files(found.names, referenced, rank)
+    with contextlib.suppress(CheckpointError):  # The commit stands, and the next save tries again.
+        # A newer checkpoint may refer to these files. Its save or the next one removes the others.
+        if stale and (end_saves(directory, found.pending) or is_committed()):
+            remove_files(directory, stale)
 
 
 def stale_files(found: Collection[str], referenced: Collection[str], rank: int | None) -> list[str]:
     """Returns the names of files that no committed checkpoint refers to.
 
     Args:
-        found: File names in the directory before the save began. So the files of a concurrent save
-            that began later are safe.
+        found: File names in the directory before the save began.
         referenced: Data files of the committed checkpoint.
         rank: The rank, if it committed without coordination; ``None`` if all ranks committed
             together.
@@ -25,7 +128,7 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
     if rank is None:
         pattern = (
             r"__\d+_\d+\.distcp|.*__\d+_\d+_[0-9a-f]{16}\.distcp"
-            r"|\.metadata\.[0-9a-f]{16}\.tmp|\.index\.[0-9a-f]{16}"
+            rf"|{_PENDING}|\.index\.[0-9a-f]{{16}}"
             r"|\.agents-[0-9a-f]{16}-\d+\.(epoch|lists|manifest|failed)(\.tmp)?"
         )
         if any(_RANK_METADATA.fullmatch(name) for name in found):
@@ -33,7 +136,7 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
     else:
         pattern = (
             rf"__{rank}_\d+(_[0-9a-f]{{16}})?\.distcp"
-            rf"|__{rank}\.(metadata\.[0-9a-f]{{16}}\.tmp|index\.[0-9a-f]{{16}})"
+            rf"|__{rank}({_PENDING}|\.index\.[0-9a-f]{{16}})"
         )
         if ".metadata" in found:
             return []

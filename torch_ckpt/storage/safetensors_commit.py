@@ -3,7 +3,8 @@
 Hugging Face's loaders open ``model.safetensors`` if it exists, and otherwise the files that
 ``model.safetensors.index.json`` names. Some loaders open the index first. So the commit renames a
 file to one of these two names, and then removes the other name. In between, a directory may have
-both names: one leads to the complete old model, the other to the complete new model.
+both names: one leads to the complete old model, the other to the complete new model. For several
+saves at once, see :mod:`torch_ckpt.storage.gc`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,23 @@ from collections.abc import Collection
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.safetensors_layout import ModelLayout
-from torch_ckpt.storage.gc import remove_files
+from torch_ckpt.storage.gc import Found, end_saves, remove_files
 
-__all__ = ["COMMITTED_NAMES", "pending_names", "publish", "stale_model_files"]
+__all__ = [
+    "COMMITTED_NAMES",
+    "COMMIT_PATTERN",
+    "begin_model",
+    "pending_names",
+    "publish",
+]
 
 _MODEL = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 COMMITTED_NAMES = frozenset({_MODEL, _INDEX})
 """A directory with a model has a file of one of these names."""
+
+COMMIT_PATTERN = r"\.model\.safetensors(\.index\.json)?\.[0-9a-f]{16}\.tmp"
+"""Pattern of the pending file of a save, which its commit renames; see :mod:`.gc`."""
 
 _SHARD = re.compile(r"model-([0-9a-f]{16}-)?\d{5,}-of-\d{5,}\.safetensors")
 _PENDING = re.compile(
@@ -36,6 +46,26 @@ def pending_names(count: int, save_id: str) -> list[str]:
     return [f".{name}.{save_id}.tmp" for name in _names(count)]
 
 
+def begin_model(directory: Location, count: int, save_id: str) -> Location:
+    """Creates a model's files, empty. The ranks write to them.
+
+    Returns:
+        The pending file, which the commit renames.
+
+    Raises:
+        StorageError: A file cannot be created.
+    """
+    pending = pending_names(count, save_id)
+    commit_name = pending[0] if count == 1 else _pending_index(save_id)
+    for name in dict.fromkeys([commit_name, *pending]):
+        (directory / name).write(b"", sync=False)
+    return directory / commit_name
+
+
+def _pending_index(save_id: str) -> str:
+    return f".{_INDEX}.{save_id}.tmp"
+
+
 def _names(count: int, infix: str = "") -> list[str]:
     if count == 1:
         return [_MODEL]
@@ -44,79 +74,93 @@ def _names(count: int, infix: str = "") -> list[str]:
     ]
 
 
-def publish(directory: Location, layout: ModelLayout, save_id: str, *, sync: bool) -> list[str]:
+def publish(
+    directory: Location, layout: ModelLayout, save_id: str, found: Found, *, sync: bool
+) -> list[str]:
     """Publishes the pending files of a model, and replaces a model in the directory.
 
     Requires: all ranks have written and synced their files.
 
       1. If the model has several files, they get unused names: the usual names, or names with
-         ``save_id`` if the old model has one of the usual names. The index is written under a
+         ``save_id`` if the directory has one of the usual names. The index is written under a
          pending name. The index, the directory and its parents are synced.
       2. The index, or the only file, is renamed to its usual name. This is the commit. The
          directory is synced again.
-      3. If the old model had the other of the two names, that file is removed.
+      3. If the old model had the other of the two names, that file is removed. So are the files of
+         replaced models and of failed saves.
 
     Args:
         directory: Directory of the model.
         layout: Layout of the files.
         save_id: Id of the save, which is in the pending names.
+        found: What the directory had before the save.
         sync: Whether to sync files and directories.
 
     Returns:
         The names of the new model's files, in order.
 
     Raises:
+        NotFoundError: Another save was committed meanwhile, and has removed files of this one.
         StorageError: A step failed. Before the rename in step 2, the old model stays and all files
             of the new model are removed. After it, either model may be found, and no file is
             removed.
     """
     pending = pending_names(len(layout.files), save_id)
     existing = set(directory.names())
-    names = _names(len(pending))
-    last, commit_as, other = pending[0], _MODEL, _INDEX
-    if len(names) > 1:
-        last, commit_as, other = f".{_INDEX}.{save_id}.tmp", _INDEX, _MODEL
-        if not existing.isdisjoint(names):
-            names = _names(len(pending), f"{save_id}-")
+    names, last, commit_as, other = [_MODEL], pending[0], _MODEL, _INDEX
     try:
-        if len(names) > 1:
+        if len(pending) > 1:
+            last, commit_as, other = _pending_index(save_id), _INDEX, _MODEL
+            names = _unused_names(directory, existing, len(pending), save_id)
             for before, after in zip(pending, names, strict=True):
                 (directory / before).rename(directory / after)
-            (directory / last).write(layout.index(names), sync=sync)
+            (directory / last).write(layout.index(names), sync=sync, update=True)
         if sync:
             _sync_with_folders_above(directory)
-    except BaseException:
-        remove_files(directory, {last, *pending, *names} - COMMITTED_NAMES)
-        raise
-    try:
         (directory / last).rename(directory / commit_as)
     except BaseException:
-        # A file server may have renamed the file and lost the reply. If so, the shards stay.
+        remove_files(directory, set(pending) - {last})
+        # Not if the last file is gone. Either a file server has renamed it and lost the reply, and
+        # the files are published. Or another save has removed all files of this one, and the names
+        # may be those of a third save by now.
         with contextlib.suppress(CheckpointError):
             (directory / last).remove()
             remove_files(directory, set(names) - COMMITTED_NAMES)
         raise
     if sync:
         directory.sync()
-    if other in existing:
-        (directory / other).remove()
-        if sync:  # The name must be gone before the files of the old model are removed.
-            directory.sync()
+    # If another save may have been committed meanwhile, these files may be its own.
+    if end_saves(directory, found.pending):
+        if other in existing:
+            (directory / other).remove()
+            if sync:  # The name must be gone before the files of the old model are removed.
+                directory.sync()
+        remove_files(directory, _stale_files(found.names, names))
     return names
 
 
-def stale_model_files(found: Collection[str], current: Collection[str]) -> list[str]:
-    """Returns the names of files of replaced models and of failed saves.
+def _unused_names(
+    directory: Location, existing: Collection[str], count: int, save_id: str
+) -> list[str]:
+    """Returns names for the files of a model, which no other save uses."""
+    usual = _names(count)
+    if set(usual).isdisjoint(existing):
+        try:
+            (directory / usual[0]).write(b"", sync=False)
+            return usual
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+    return _names(count, f"{save_id}-")
 
-    Args:
-        found: File names in the directory before the save began.
-        current: Files of the committed model.
-    """
-    return [
+
+def _stale_files(found: Collection[str], current: Collection[str]) -> list[str]:
+    """Returns the names of files of replaced models and of failed saves, pending ones first."""
+    return sorted(
         name
         for name in found
         if name not in current and (_SHARD.fullmatch(name) or _PENDING.fullmatch(name))
-    ]
+    )
 
 
 def _sync_with_folders_above(directory: Location) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused, is_temporary, to_plain
 from torch_ckpt.coordination.group import claim_commit
-from torch_ckpt.errors import CheckpointError, MismatchError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, MismatchError, NotFoundError, UnsupportedError
 from torch_ckpt.formats.safetensors_layout import UNTIED, FilePlace, ModelLayout, TensorFacts
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.item_views import AssignedItems, ColumnItems, PlannedPaths
@@ -43,10 +43,11 @@ from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import finished
 from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.safetensors_commit import (
+    COMMIT_PATTERN,
     COMMITTED_NAMES,
+    begin_model,
     pending_names,
     publish,
-    stale_model_files,
 )
 from torch_ckpt.storage.writer import FastWriter
 
@@ -140,6 +141,7 @@ class SafetensorsWriter(FastWriter):
     """
 
     _committed_names = COMMITTED_NAMES
+    _pending_pattern = COMMIT_PATTERN
 
     def __init__(
         self,
@@ -198,6 +200,7 @@ class SafetensorsWriter(FastWriter):
             self._layout = ModelLayout.of(
                 facts, max_shard_nbytes=self.max_shard_nbytes, omitted=ties
             )
+        self._pending = begin_model(self.location, len(self._layout.files), self.save_id)
         encoded = self._layout.encode()
         shares: list[Any] = [plan.storage_data for plan in plans]
         shares = [None if isinstance(share, _Ties) else share for share in shares]
@@ -245,10 +248,13 @@ class SafetensorsWriter(FastWriter):
             ):
                 each = executor.map if len(groups) > 1 else map
                 return list(itertools.chain.from_iterable(each(write_group, range(len(groups)))))
-        except BaseException:
+        except BaseException as error:
             # The save has failed on all ranks. On a full disk, its files would make the next fail.
-            self._remove_files({names[piece.file] for piece in pieces})
+            self._abandon(names, error)
             raise
+
+    def _other_save(self) -> str | None:
+        return None  # Files of a model have no save id.
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the files, then removes the files of the replaced model."""
@@ -259,13 +265,16 @@ class SafetensorsWriter(FastWriter):
         try:
             _check_complete(layout, list(itertools.chain.from_iterable(results)))
             claim_commit()
-        except BaseException:
+        except BaseException as error:
             # A cached plan may have caused the failure.
             plan_cache().forget()
-            self._remove_files(pending)
+            self._abandon(pending, error)
             raise
-        names = publish(self.location, layout, self.save_id, sync=self.sync_files)
-        self._remove_files(stale_model_files(self._found, names))
+        self._pending = None
+        try:
+            names = publish(self.location, layout, self.save_id, self._found, sync=self.sync_files)
+        except NotFoundError as error:
+            raise self._ended_by_other() from error
         _describe(metadata, layout, names, self)
         self._log_saved(sum(file.nbytes for file in layout.files))
 

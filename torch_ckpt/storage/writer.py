@@ -9,7 +9,7 @@ import os
 import secrets
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,12 +34,13 @@ from torch_ckpt.coordination.orchestrate import calling_planner, is_replanning
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
+    NotFoundError,
     StorageError,
     UnsupportedError,
     portable_errors,
 )
-from torch_ckpt.filesystems.location import can_reach
-from torch_ckpt.formats.committed import INDEX_MARK
+from torch_ckpt.filesystems.location import Location, can_reach
+from torch_ckpt.formats.committed import INDEX_MARK, committed_id, metadata_prefixes
 from torch_ckpt.formats.object_pickles import warn_of_refused
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.item_views import (
@@ -64,7 +65,14 @@ from torch_ckpt.staging.staging_writer import StagingWriter
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
 from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
 from torch_ckpt.storage.data_file import write_data_file
-from torch_ckpt.storage.gc import remove_files, stale_files
+from torch_ckpt.storage.gc import (
+    Found,
+    collect_garbage,
+    find,
+    pending_name,
+    pending_pattern,
+    remove_files,
+)
 from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 from torch_ckpt.storage.rank_work import RankWork, split, work_for
 from torch_ckpt.storage.written_file import WrittenFile
@@ -133,9 +141,9 @@ class FastWriter(StagingWriter):
         dcp.save(state, storage_writer=FastWriter("run/step-100"))
 
     Note:
-        Saves to one directory must not overlap in time. The save that ends last removes the files
-        of the other as garbage. The other save then raises an error, but the checkpoint that it
-        replaced is lost.
+        Saves to one directory should not overlap in time. If they do, the directory has a whole
+        checkpoint at any time. A save that another one has replaced before its commit raises an
+        error that names the other save.
 
         A writer runs one save at a time. Use the same writer for consecutive saves, so that they
         reuse its buffers.
@@ -189,13 +197,14 @@ class FastWriter(StagingWriter):
         self.use_collectives = True
         self._ranks = 0  # Number of ranks that save together; 0 except on the coordinator.
         self._pools: list[_native.BufferPool] = []
-        self._found: frozenset[str] = frozenset()  # Names in the directory before this save.
+        self._found = Found()  # What the directory had before this save.
+        self._pending: Location | None = None  # The pending file, on the rank that commits.
         self._plan: GlobalPlanEntry | None = None  # On the coordinator, if planned in columns.
         self._phases = Phases("planning")
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that saves in the background gets a copy without native handles.
-        native = dict.fromkeys(("_plan", "_writing"))
+        native = dict.fromkeys(("_plan", "_writing", "_pending"))
         return super().__getstate__() | native | {"_pools": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -248,6 +257,7 @@ class FastWriter(StagingWriter):
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
         self._ranks = int(is_coordinator)
+        self._end()  # A former save that has failed on another rank.
         if self._began:
             # DCP calls reset only if it also has a checkpoint id. Each save needs an id of its own,
             # since the names of data files must be unique.
@@ -262,8 +272,8 @@ class FastWriter(StagingWriter):
             AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
         """
         self.location.create_directories()
-        self._found = frozenset(self.location.names())
-        if not self._committed_names.isdisjoint(self._found):
+        self._found = find(self.location, self._pending_pattern)
+        if not self._committed_names.isdisjoint(self._found.names):
             if not self.overwrite:
                 raise AlreadyExistsError(
                     f"cannot save to {self.path}: Checkpoint already exists, and overwrite is false"
@@ -313,7 +323,8 @@ class FastWriter(StagingWriter):
         return self._place(plans)
 
     def _place(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Returns the plans, each with the file name prefix of its rank."""
+        """Begins the save, and returns the plans, each with the file name prefix of its rank."""
+        self._begin()
         columns: list[Any] = [plan.items for plan in plans]
         self._plan = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
         return [
@@ -363,8 +374,8 @@ class FastWriter(StagingWriter):
                 results += self._write_files(others, nbytes, planner, finished, jobs)
             if finished and self.sync_files:
                 self.location.sync()
-        except BaseException:
-            self._remove_files(finished)
+        except BaseException as error:
+            self._abandon(finished, error)
             raise
         self._wrote_share(plan, planner)
         return results
@@ -377,6 +388,54 @@ class FastWriter(StagingWriter):
             {f"{prefix}{next(number)}_{self.save_id}.distcp": file_work for file_work in file_works}
             for file_works in split(work, count)
         )
+
+    # ---- The pending file: see `gc` ----
+
+    @property
+    def _pending_pattern(self) -> str:
+        return pending_pattern(None if self.use_collectives else self.rank)
+
+    def _begin(self) -> None:
+        """Creates the pending file, on the rank that commits."""
+        pending = self.location / self._own_name(pending_name(self.save_id))
+        pending.write(b"", sync=False)
+        self._pending = pending
+
+    def _end(self) -> None:
+        """Removes the pending file of a save that has failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.discard()
+
+    def _abandon(self, names: Iterable[str], error: BaseException) -> None:
+        """Removes the files of a save that has failed.
+
+        Raises:
+            StorageError: The save failed because another one has removed a file of this one.
+        """
+        names, is_ended = list(names), False
+        if isinstance(error, NotFoundError | StorageError):
+            # The other save has removed the pending file first. Only one rank has such a file.
+            own = [self._pending] if self._pending else [self.location / name for name in names]
+            with contextlib.suppress(CheckpointError):
+                is_ended = not all(file.exists() for file in own)
+        self._remove_files(names)
+        self._end()
+        if is_ended:
+            raise self._ended_by_other() from error
+
+    def _ended_by_other(self) -> StorageError:
+        other = None
+        with contextlib.suppress(CheckpointError):
+            other = self._other_save()
+        who = "save or program" if other is None else f"save, {other}, was committed there and"
+        return StorageError(
+            f"cannot save to {self.path}: another {who} has removed the files of this one"
+        )
+
+    def _other_save(self) -> str | None:
+        """Returns the id of the committed save."""
+        return committed_id(self.location, self._own_name(""))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes the replaced files."""
@@ -410,31 +469,47 @@ class FastWriter(StagingWriter):
                 )
             warn_of_refused({f: c for _, file in written for f, c in file.refused.items()})
             claim_commit()
-            self._raise_if_missing(self._missing_files(files))
-        except BaseException:
+            if self._pending is None:  # A subclass has replaced `prepare_global_plan`.
+                self._begin()
+            self._check_files(files)
+        except BaseException as error:
             # A cached plan may have caused the failure.
             plan_cache().forget()
             # On a full disk, the files would make the next save fail as well.
-            self._remove_files(files)
+            self._abandon(files, error)
             raise
-        self.location.file_system.commit(
-            self.location.path,
-            self._own_name(_METADATA),
-            self._own_name(_INDEX),
-            metadata_bytes,
-            index,
-            self.save_id,
-            sorted(files),
-            self.sync_files,
+        self._commit(metadata_bytes, index, files)
+        collect_garbage(
+            self.location,
+            self._found,
+            referenced=files,
+            rank=None if self.use_collectives else self.rank,
+            is_committed=self._is_committed,
         )
-        # A concurrent save may have removed files of this one.
-        missing: list[str] = []
-        with contextlib.suppress(CheckpointError):  # If the check fails, the commit stands.
-            missing = self._missing_files(files)
-        self._raise_if_missing(missing)
-        uncoordinated_rank = None if self.use_collectives else self.rank
-        self._remove_files(stale_files(self._found, files, uncoordinated_rank))
         self._log_saved(sum(file.nbytes for _, file in written))
+
+    def _commit(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
+        self._pending = None
+        try:
+            self.location.file_system.commit(
+                self.location.path,
+                self._own_name(_METADATA),
+                self._own_name(_INDEX),
+                metadata,
+                index,
+                self.save_id,
+                sorted(files),
+                self.sync_files,
+            )
+        except NotFoundError as error:
+            raise self._ended_by_other() from error
+
+    def _is_committed(self) -> bool:
+        """Returns whether this save is the committed one, of all ranks or of this rank alone."""
+        prefixes = metadata_prefixes(self.location)
+        own = self._own_name("")
+        is_mixed = "" in prefixes and len(prefixes) > 1
+        return not is_mixed and committed_id(self.location, own) == self.save_id
 
     def _log_saved(self, nbytes: int) -> None:
         details = [f"{self._ranks} ranks" if self._ranks > 1 else "1 rank"]
@@ -511,18 +586,20 @@ class FastWriter(StagingWriter):
         self._pools = buffer_pools(self._pools, count, nbytes, self.io, self.per_thread_copy_ahead)
         return self._pools
 
-    def _missing_files(self, files: Iterable[str]) -> list[str]:
-        """Returns the data files of this save that a concurrent save has removed."""
+    def _check_files(self, files: Collection[str]) -> None:
+        """Checks that the data files of this save are in the directory.
+
+        Raises:
+            StorageError: Files are missing.
+        """
         unlisted = set(files).difference(self.location.names())
         # Check each file by name as well: a network file system may return a stale listing.
-        return sorted(name for name in unlisted if not (self.location / name).exists())
-
-    def _raise_if_missing(self, missing: list[str]) -> None:
+        missing = sorted(name for name in unlisted if not (self.location / name).exists())
         if missing:
             raise StorageError(
                 f"cannot commit {self.path}: {len(missing)} data files of this save are missing, "
-                f"including {missing[0]}; is another save writing to the same directory, or has a "
-                "link in the path led the ranks to different directories?"
+                f"including {missing[0]}; is the storage the same on all ranks, or has a link in the "
+                "path led them to different directories?"
             )
 
     def _remove_files(self, names: Iterable[str]) -> None:

@@ -72,7 +72,7 @@ Result<std::unique_ptr<SharedFileJob>> SharedFileJob::start(FileSystem& fs, cons
                                                             int64_t file_nbytes, BufferPool& pool,
                                                             const SaveOptions& options) {
   std::unique_ptr<SharedFileJob> job(new SharedFileJob(fs, path, file_nbytes, pool, options));
-  RETURN_IF_ERROR(job->open(OpenMode::kShare));
+  RETURN_IF_ERROR(job->open(OpenMode::kUpdate));
   RETURN_IF_ERROR(job->file_->preallocate(file_nbytes));
   return job;
 }

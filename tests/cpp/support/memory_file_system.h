@@ -361,7 +361,7 @@ inline Result<std::unique_ptr<File>> MemoryFileSystem::open(const std::string& p
   RETURN_IF_ERROR(begin({Operation::Kind::kOpen, path}));
   const std::lock_guard<std::mutex> lock(mutex_);
   const bool create = mode == OpenMode::kCreate;
-  if (mode != OpenMode::kShare && create == files_.contains(path)) {
+  if (create == files_.contains(path)) {
     return errno_status(create ? EEXIST : ENOENT, "cannot open " + path);
   }
   std::shared_ptr<Data>& data = files_[path];

@@ -242,7 +242,7 @@ inline Result<std::unique_ptr<File>> RecordingFileSystem::open(const std::string
                                                                OpenMode mode, Caching caching) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ASSIGN_OR_RETURN(std::unique_ptr<File> file, inner_.open(path, mode, caching));
-  if (mode == OpenMode::kCreate || (mode == OpenMode::kShare && !files_.contains(path))) {
+  if (mode == OpenMode::kCreate) {
     files_[path] = next_file_++;
     add({.kind = DiskChange::Kind::kCreate, .path = path, .file = files_[path]});
   }

@@ -145,7 +145,14 @@ inline Result<std::vector<BlockSums>> write_data(FileSystem& fs, const Version& 
 inline Status save_version(FileSystem& fs, const Version& version) {
   RETURN_IF_ERROR(fs.create_directories(kDirectory));
   ASSIGN_OR_RETURN(const std::vector<std::string> found, fs.list_directory(kDirectory));
-  ASSIGN_OR_RETURN(const std::vector<BlockSums> sums, write_data(fs, version));
+  const std::string pending = path_of(CommitNames().pending_metadata(version.save_id));
+  RETURN_IF_ERROR(write_file(fs, pending, {}, /*sync=*/false));
+  const auto sums_or = write_data(fs, version);
+  if (!sums_or.ok()) {
+    (void)fs.remove(pending);
+    return sums_or.status();
+  }
+  const std::vector<BlockSums>& sums = *sums_or;
   const std::string metadata = metadata_with_trailer(version.metadata(), version.long_save_id());
   const std::string index = version.index(sums);
   RETURN_IF_ERROR(commit(fs, {.directory = kDirectory,

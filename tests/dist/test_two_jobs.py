@@ -1,0 +1,190 @@
+"""Several jobs save to one path: it has a whole checkpoint of a save that has returned, always."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import time
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from forks import Forks
+from states import READERS, assert_same, full_value
+from stops import run_stopped
+from syscalls import can_stop
+
+from torch_ckpt import FastSavePlanner, FastWriter, SafetensorsWriter
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import committed_id
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+needs_stops = pytest.mark.skipif(not can_stop(), reason="no system calls can be stopped here")
+TIMEOUT_S = 60
+SHAPES = {"small": (7, 5), "large": (300, 100)}
+
+
+def tensors_of(version: int) -> dict[str, Any]:
+    return {n: full_value(f"{n} {version}", shape, torch.int32) for n, shape in SHAPES.items()}
+
+
+def save(path: Path, version: int, how: str) -> None:
+    """Saves a version as a job does that has one rank."""
+    state = tensors_of(version) | {"version": torch.tensor(version)}
+    if how == "fast":
+        dcp.save(state, storage_writer=FastWriter(path), no_dist=True)
+    else:
+        most = 1 if how == "shards" else 1 << 30
+        writer = SafetensorsWriter(path, max_shard_nbytes=most)
+        dcp.save(state, storage_writer=writer, planner=FastSavePlanner(), no_dist=True)
+
+
+def loaded(path: Path, how: str) -> int:
+    """The version that each reader finds, whole."""
+    found = set()
+    for name, reader in READERS.items():
+        if name == "stock" and how != "fast":
+            continue
+        state: dict[str, Any] = {n: torch.zeros(s, dtype=torch.int32) for n, s in SHAPES.items()}
+        state["version"] = torch.tensor(-1)
+        dcp.load(state, storage_reader=reader(path), no_dist=True)
+        version = int(state.pop("version"))
+        assert_same(state, tensors_of(version))
+        found.add(version)
+    assert len(found) == 1, found
+    return found.pop()
+
+
+def aftermath(path: Path, how: str) -> tuple[int, str | None, int]:
+    """Returns the version that is there and its save id, and the version after another save."""
+    before, save_id = loaded(path, how), committed_id(Location(path))
+    save(path, 4, how)
+    return before, save_id, loaded(path, how)
+
+
+COMMITTED = {
+    "fast": ".metadata",
+    "file": "model.safetensors",
+    "shards": "model.safetensors.index.json",
+}
+
+
+@needs_stops
+@pytest.mark.timeout(600)
+@pytest.mark.thin("overwrite-fast", "first save-shards")
+@pytest.mark.parametrize("how", ["fast", "file", "shards"])
+@pytest.mark.parametrize("overwrites", [True, False], ids=["overwrite", "first save"])
+def test_a_save_within_a_save_at_every_call(tmp_path: Path, overwrites: bool, how: str) -> None:
+    forks = Forks()
+    template = tmp_path / "template"
+    forks.call(save, template, 1, how)
+    failed: list[str] = []
+    for number in itertools.count():
+        path = tmp_path / f"{number}"
+        if overwrites:
+            shutil.copytree(template, path)
+
+        def before(at: int, call: str, path: Path = path, number: int = number) -> bool:
+            if at == number:
+                forks.call(save, path, 3, how)
+            return True
+
+        whole = run_stopped(forks, tmp_path, before, save, path, 2, how)
+        if number == len(whole.calls):
+            break
+        where = f"at call {number} of {whole.calls}"
+        found, save_id, after = forks.call(aftermath, path, how)
+        if whole.error is None:
+            commits = {f"rename {number}", f"rename {number}/{COMMITTED[how]}"}
+            commit = max(at for at, call in enumerate(whole.calls) if call in commits)
+            assert found == (2 if number <= commit else 3), where
+        else:
+            failed.append(whole.calls[number])
+            assert found == 3, where
+            assert "another save" in whole.error, f"{where}: {whole.error}"
+            if how == "fast":
+                assert str(save_id) in whole.error, f"{where}: {whole.error}"
+        assert after == 4, where
+        assert len(list(path.iterdir())) <= 4, f"{where} leaves {sorted(path.iterdir())}"
+        assert not list(tmp_path.glob(".*")), where
+    assert failed, "no save has lost"
+
+
+def _race(
+    pipe: connection.Connection, path: Path, how: str, versions: list[int], seed: int
+) -> None:
+    """A job: saves some versions; sends what became of each."""
+    rng = random.Random(seed)
+    pipe.send("ready")
+    pipe.recv()
+    for version in versions:
+        time.sleep(rng.choice([0, 0, rng.uniform(0, 0.02)]))
+        try:
+            save(path, version, how)
+        except BaseException as error:
+            pipe.send((version, f"{error}"))
+        else:
+            pipe.send((version, None))
+    pipe.send(None)
+
+
+def race(forks: Forks, path: Path, how: str, seed: int, saves: int = 6) -> list[str]:
+    """Two or three jobs save at once; returns what is wrong then."""
+    rng = random.Random(seed)
+    jobs = rng.choice([2, 2, 3])
+    started = [
+        forks.start(_race, path, how, [100 * job + n for n in range(saves)], rng.random())
+        for job in range(jobs)
+    ]
+    outcomes: dict[int, str | None] = {}
+    try:
+        for _, pipe in started:
+            assert pipe.poll(TIMEOUT_S)
+            pipe.recv()
+        for _, pipe in started:
+            pipe.send("go")
+        waiting = [pipe for _, pipe in started]
+        while waiting:
+            ready = connection.wait(waiting, TIMEOUT_S)
+            assert ready, "hangs"
+            for pipe in ready:
+                got = pipe.recv()
+                if got is None:
+                    waiting.remove(pipe)
+                else:
+                    outcomes[got[0]] = got[1]
+    finally:
+        for process, pipe in started:
+            process.kill()
+            process.join()
+            pipe.close()
+    wrong = [
+        f"seed {seed}: {version} failed: {error}"
+        for version, error in outcomes.items()
+        if error is not None and "another save" not in error
+    ]
+    returned = [version for version, error in outcomes.items() if error is None]
+    try:
+        found = forks.call(loaded, path, how)
+    except AssertionError as error:
+        return [*wrong, f"seed {seed}: {len(returned)} saves have returned, and {error}"]
+    if found not in returned:
+        wrong.append(f"seed {seed}: found {found}, whose save has failed: {outcomes}")
+    return wrong
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("how", ["fast", "shards"])
+def test_jobs_that_race_leave_a_checkpoint_that_loads(
+    tmp_path: Path, seed: int, full: bool, how: str
+) -> None:
+    forks = Forks()
+    wrong = []
+    for number in range(200 if full else 6):
+        wrong += race(forks, tmp_path / f"{number}", how, seed + number)
+    assert not wrong, "\n".join(wrong)
