@@ -40,6 +40,8 @@ class _Process:
             apply. Owner: ``integrations/replacing``.
         warned_replicas: Sets of FQNs whose replicas had different values, of which this process
             has warned. Owner: ``planning/replica_check``.
+        temporaries: Temporary files and directories that this process uses, by name. Owner:
+            ``storage/temporary``.
         forkable: Loops of ``coordination/loop``, and all stagers.
     """
 
@@ -55,6 +57,7 @@ class _Process:
         self.unreplaced: weakref.WeakSet[type] = weakref.WeakSet()
         self.replaced: dict[tuple[Any, str], list[Any]] = {}
         self.warned_replicas: set[frozenset[str]] = set()
+        self.temporaries: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
         os.register_at_fork(after_in_child=self._after_fork)
 
@@ -64,6 +67,7 @@ class _Process:
             forkable.after_fork()
         self.save_processes.clear()
         self.save_futures.clear()
+        self.temporaries.clear()
 
 
 PROCESS = _Process()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor, lay_out
 from torch_ckpt.storage.file_jobs import finished
 from torch_ckpt.storage.progress import progress_bar
+from torch_ckpt.storage.temporary import remove_abandoned, temporary
 
 __all__ = ["check_target", "lay_out_value", "write_files", "write_torch_file"]
 
@@ -43,13 +43,14 @@ def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
         set_element(state, source.paths[name], value)
     layout = lay_out_value(state, target)
     target.parent.create_directories()
-    unpublished = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    remove_abandoned(target.parent, target.name)
+    unpublished = temporary(target, "tmp")
     try:
         write_files(source, [(unpublished, layout)], target)
+        unpublished.rename(target)
     except BaseException:
         unpublished.discard()
         raise
-    unpublished.rename(target)
     target.parent.sync()
 
 

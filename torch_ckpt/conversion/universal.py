@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import secrets
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from torch_ckpt.conversion.torch_file import check_target, lay_out_value, write_
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor
+from torch_ckpt.storage.temporary import OLD, remove_abandoned, temporary
 
 __all__ = ["RESTORE", "write_universal"]
 
@@ -67,37 +67,63 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
             parameter.
         StorageError: A file cannot be written.
     """
+    remove_abandoned(target.parent, target.name)
+    remove_abandoned(target.parent, _POINTER)
     check_target(target, overwrite)
     _check_replaced(source, target)
     groups = _parameter_groups(source)
     _warn_of_options(groups, target)
-    unpublished = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-    files = _files(source, groups, unpublished)
-    unpublished_pointer = target.with_name(f".{_POINTER}.{secrets.token_hex(8)}.tmp")
-    replaced = target.with_name(f".{target.name}.{secrets.token_hex(8)}.old")
+    unpublished = temporary(target, "tmp")
     try:
+        files = _files(source, groups, unpublished)
         for folder in {path.parent for path, _ in files}:
             folder.create_directories()
         write_files(source, files, target)
         for folder in {path.parent for path, _ in files} | {unpublished / _FOLDER}:
             folder.sync()
-        if target.is_directory():
-            target.rename(replaced)
-        try:
-            unpublished.rename(target)
-        except BaseException:
-            with contextlib.suppress(CheckpointError):  # There may be none.
-                replaced.rename(target)
-            raise
-        unpublished_pointer.write(target.name.encode(), sync=True)
-        unpublished_pointer.rename(target.with_name(_POINTER))
-        target.parent.sync()
-        replaced.remove_all()
+        replaced = _publish(unpublished, target)
     except BaseException:
         with contextlib.suppress(CheckpointError):
             unpublished.remove_all()
-        unpublished_pointer.discard()
         raise
+    target.parent.sync()  # Before the replaced folder is removed.
+    _write_pointer(target)
+    if replaced is not None:
+        replaced.remove_all()
+
+
+def _publish(unpublished: Location, target: Location) -> Location | None:
+    """Gives a complete folder its name.
+
+    Returns:
+        Where the replaced folder is now; ``None`` if there was none.
+    """
+    replaced = None
+    if not target.is_directory():
+        unpublished.rename(target)
+    elif target.exchange(unpublished):
+        replaced = unpublished
+    else:
+        # In between there is no folder. If this process dies then, the next conversion restores it.
+        replaced = temporary(target, OLD)
+        target.rename(replaced)
+        try:
+            unpublished.rename(target)
+        except BaseException:
+            replaced.rename(target)
+            raise
+    return replaced
+
+
+def _write_pointer(target: Location) -> None:
+    pointer = target.with_name(_POINTER)
+    unpublished = temporary(pointer, "tmp")
+    try:
+        unpublished.write(target.name.encode(), sync=True)
+        unpublished.rename(pointer)
+        target.parent.sync()
+    finally:
+        unpublished.discard()
 
 
 def _check_replaced(source: Source, target: Location) -> None:

@@ -267,6 +267,24 @@ class Location:
         """
         self.file_system.rename(self.path, to.path)
 
+    def exchange(self, other: Location) -> bool:
+        """Exchanges two files or directories of one file system atomically.
+
+        Returns:
+            Whether the file system can do so. Otherwise nothing has changed.
+
+        Raises:
+            NotFoundError: One of the two does not exist.
+            StorageError: The exchange failed.
+        """
+        try:
+            self.file_system.exchange(self.path, other.path)
+        except StorageError as error:
+            if error.errno in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+                return False
+            raise
+        return True
+
     def remove(self) -> None:
         """Removes a file or an empty directory.
 

@@ -1,0 +1,63 @@
+"""Names of processes, from which a process of the same machine can tell whether they live."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+from torch_ckpt.coordination.connect import this_machine
+
+__all__ = ["is_dead", "this_process"]
+
+
+def this_process() -> str:
+    """Returns the name of this process: machine, process id, and when the process started."""
+    return f"{_machine()}-{os.getpid()}-{_started(os.getpid()) or 0}"
+
+
+def is_dead(process: str) -> bool | None:
+    """Returns whether a process is dead.
+
+    Returns ``None`` if that is unknown: the process is of another machine or another container, or
+    the machine was restarted.
+
+    Args:
+        process: What :func:`this_process` returned in the process.
+    """
+    machine, pid, started = process.split("-")
+    if machine != _machine():
+        return None
+    now = _started(int(pid))
+    return None if now is None else now != started
+
+
+def _started(pid: int) -> str | None:
+    """Returns when a process started, in clock ticks since the boot.
+
+    Returns "0" if there is no such process, and ``None`` if that cannot be known.
+    """
+    try:
+        text = Path("/proc/", str(pid), "stat").read_text()
+    except OSError:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return "0"
+        except OSError:
+            return None
+        return None
+    state, *fields = text.rpartition(")")[2].split()  # The name of the program may have any text.
+    return "0" if state in ("Z", "X") else fields[18]
+
+
+@functools.cache
+def _machine() -> str:
+    """Returns a name of this machine and its namespace of process ids."""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+        return hashlib.sha256(f"{this_machine()} {namespace}".encode()).hexdigest()[:8]
+    return secrets.token_hex(4)  # No process can be told from another one.
