@@ -160,6 +160,31 @@ TEST(CommitTest, FoldersAboveThatMayNotBeOpenedAreLeftToTheirOwners) {
   EXPECT_EQ(fs.contents(kMetadata), "new");
 }
 
+TEST(CommitTest, ANewDirectoryGetsItsNameOnceItIsComplete) {
+  using enum Operation::Kind;
+  MemoryFileSystem fs;
+  fs.put("partial/a.distcp", "a");
+  Commit commit_it = what("new");
+  commit_it.directory = "partial";
+  ASSERT_OK(commit_directory(fs, commit_it, "step-1"));
+  EXPECT_THAT(kinds(fs), ElementsAre(kOpen, kWrite, kSync, kOpen, kWrite, kSync, kSyncDirectory,
+                                     kSyncDirectory, kRename, kSyncDirectory));
+  EXPECT_THAT(fs.paths(), ElementsAre(kIndex, kMetadata, "step-1/a.distcp"));
+}
+
+TEST(CommitTest, ADirectoryThatExistsIsNotReplaced) {
+  const std::string text = "new";
+  const std::vector<std::string> data_files = {"a.distcp"};
+  MemoryFileSystem fs;
+  fs.put("partial/a.distcp", "a");
+  fs.put("step-1/notes", "of somebody else");
+  Commit commit_it = what(text);
+  commit_it.directory = "partial";
+  commit_it.data_files = data_files;
+  EXPECT_EQ(commit_directory(fs, commit_it, "step-1").error_number(), ENOTEMPTY);
+  EXPECT_THAT(fs.paths(), ElementsAre("partial/a.distcp", "step-1/notes"));
+}
+
 // As a file server may that has lost its own answer.
 class LyingFileSystem : public MemoryFileSystem {
  public:

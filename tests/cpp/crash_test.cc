@@ -164,6 +164,41 @@ TEST_F(CrashTest, PowerCutAfterASaveIntoAFolderJustMadeLeavesNew) {
   judge.report("power cuts during a save into a folder just made");
 }
 
+TEST_F(CrashTest, PowerCutDuringASaveOfANewDirectoryLeavesNothingOrNew) {
+  Judge judge({&new_});
+  for (const uint32_t seed : kSeeds) {
+    MemoryFileSystem disk({.seed = seed});
+    RecordingFileSystem fs(disk, {}, "run");
+    ASSERT_OK(save_new_version(fs, new_));
+    EXPECT_THAT(disk.paths(), UnorderedElementsAreArray(new_.paths()));
+    const DiskJournal journal = fs.journal();
+    expect_found(journal, 0, {"nothing", "new1"}, thorough(seed), judge);
+    expect_found(journal, journal.last_instant(), {"new1"}, thorough(seed), judge);
+    // Under its name, there is never a directory without a checkpoint.
+    PowerCuts cuts(journal, kBrief);
+    for (int64_t instant = 0; instant <= journal.last_instant(); ++instant) {
+      const DiskTree tree = cuts.tree_after_kill(instant);
+      const auto first = tree.lower_bound(std::string(kDirectory) + "/");
+      const bool exists = first != tree.end() && first->first.starts_with(kDirectory);
+      EXPECT_EQ(judge(tree), exists ? "new1" : "nothing") << history(journal, instant);
+    }
+  }
+  judge.report("power cuts during a save of a new directory");
+}
+
+TEST_F(CrashTest, AnOperationThatFailsInASaveOfANewDirectoryLeavesNothingOrNew) {
+  for (int64_t n = 0;; ++n) {
+    MemoryFileSystem disk;
+    disk.fail_operation(n, errno_status(EIO, "cannot go on"));
+    const Status status = save_new_version(disk, new_);
+    if (!disk.clear_fault()) break;
+    EXPECT_CODE(status, StatusCode::kStorage);
+    const std::string verdict = load_version(disk.tree(), {&new_});
+    const bool is_last = disk.operations().back().kind == Operation::Kind::kSyncDirectory;
+    EXPECT_EQ(verdict, disk.count(Operation::Kind::kRename) > 0 && is_last ? "new1" : "nothing");
+  }
+}
+
 TEST_F(CrashTest, TheJudgeTellsVersionsApart) {
   const std::vector<const Version*> versions = {&old_, &new_};
   EXPECT_EQ(load_version({}, versions), "nothing");

@@ -139,6 +139,24 @@ TEST_F(PowerCutTest, ARenamingIsDoneOrNot) {
   EXPECT_THAT(states(), ElementsAre("b=new"));
 }
 
+TEST_F(PowerCutTest, ARenamedFolderTakesItsFilesAlong) {
+  ASSERT_OK(fs().create_directories("f"));
+  create("f/a", "xy", /*sync=*/true);
+  ASSERT_OK(fs().sync_directory("f"));
+  ASSERT_OK(fs().rename("f", "g"));
+  EXPECT_THAT(states(), UnorderedElementsAre("f/a=xy", "g/a=xy"));
+  sync_folder();
+  EXPECT_THAT(states(), ElementsAre("g/a=xy"));
+}
+
+// The mistake of a commit that renames a folder whose names are not durable.
+TEST_F(PowerCutTest, ARenamedFolderThatWasNotSyncedMayBeEmpty) {
+  ASSERT_OK(fs().create_directories("f"));
+  create("f/a", "xy", /*sync=*/true);
+  ASSERT_OK(fs().rename("f", "g"));
+  EXPECT_THAT(states(), UnorderedElementsAre("", "f/a=xy", "g/a=xy"));
+}
+
 TEST_F(PowerCutTest, OfTwoRenamingsOntoOneNameEitherMayLast) {
   begin_with({{"x", "1"}, {"y", "2"}, {"z", "0"}});
   ASSERT_OK(fs().rename("x", "z"));

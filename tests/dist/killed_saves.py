@@ -170,6 +170,11 @@ class Seen:
     commit_done: bool = False
 
 
+def folder_of(path: Path) -> str:
+    """The parent, as system calls name it."""
+    return str(path.parent)
+
+
 class KilledSave:
     """One save by ranks that may be killed. Leaves no process behind."""
 
@@ -178,6 +183,11 @@ class KilledSave:
         self.path = path
         self.seen = Seen()
         self.watched = case.moment is not None
+        name = re.escape(path.name)
+        # In the place of a directory that is not there yet.
+        self._hidden = re.compile(
+            rf"{re.escape(folder_of(path))}/\.{name}\.[0-9a-f]{{16}}\.[^/]*\.partial(?=/|$)"
+        )
         self._kill_at: str | None = None
         self._calls = 0  # Of the moment of the case.
         self._kinds: dict[int, str] = {}  # What each rank is at: data, index, metadata or commit.
@@ -294,8 +304,14 @@ class KilledSave:
         if stop.call == "io_uring_enter":
             kind = self._kinds.get(rank)
             return None if kind is None else f"write {kind}"
-        folder, name = os.path.split(stop.path)
-        if stop.path == str(self.path):
+        path = self._hidden.sub(str(self.path), stop.path, count=1)
+        folder, name = os.path.split(path)
+        if stop.call == "rename" and stop.path == str(self.path):
+            self._kinds[rank] = "commit"
+            return "commit"
+        if path == folder_of(self.path) and self._last(rank) == "commit":
+            return "sync folder of commit"
+        if path == str(self.path):
             return "create folder" if stop.call == "mkdir" else f"sync folder of {self._last(rank)}"
         if folder != str(self.path):
             return None

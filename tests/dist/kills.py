@@ -89,8 +89,8 @@ class Campaign:
         return "\n".join(rows + self.breaches)
 
     def _prepare(self, case: Case) -> None:
-        """Sees to it that there is something to remove, where that is the moment."""
-        if case.moment is None or not case.moment.startswith("remove"):
+        """Sees to it that there is something to replace or remove, where that is the moment."""
+        if case.moment is None or not case.moment.startswith(("remove", "rename")):
             return
         if self._held is None:
             self._save(case, by_ranks=False)
@@ -109,6 +109,8 @@ class Campaign:
             allowed = {version}
         elif seen.commit_begun is False:
             allowed = {old}
+        if None in found.values():
+            assert not self._path.exists(), f"{seen} left a directory without a checkpoint"
         what = f"{seen} found {found}, not one of {allowed} (old: {old}, new: {version})"
         assert len(set(found.values())) == 1, what
         assert set(found.values()) <= allowed, what

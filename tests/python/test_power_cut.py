@@ -39,9 +39,10 @@ def trees_of_a_save(
     recorder: Any, path: Path, writer: Any, state: dict[str, Any]
 ) -> Iterator[tuple[dict[str, bytes], bool, str]]:
     """Saves; yields each tree that a cut or kill may leave, whether all is done, and a message."""
-    path.mkdir(exist_ok=True)
-    initial = {str(file): file.read_bytes() for file in path.iterdir()}
-    recording = recorder.RecordingFileSystem(initial, str(path))
+    folder = path if path.exists() else path.parent
+    files = path.iterdir() if path.exists() else []
+    initial = {str(file): file.read_bytes() for file in files}
+    recording = recorder.RecordingFileSystem(initial, str(folder))
     register("recorded", recording)
     writer.reset(f"recorded://{path}")
     save(state, writer)
@@ -56,7 +57,8 @@ def rebuild(tree: dict[str, bytes], path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     for name, contents in tree.items():
-        (path / Path(name).name).write_bytes(contents)
+        if Path(name).parent.name == "saved":
+            (path / Path(name).name).write_bytes(contents)
 
 
 def read_range(tree: dict[str, bytes], path: Path) -> tuple[tuple[str, bytes], ...]:
@@ -81,17 +83,18 @@ def found_by(reader: type, path: Path, versions: dict[str, dict[str, Any]]) -> s
     return matching[0] if matching else "a mix"
 
 
-@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("before", ["old", "nothing", "no directory"])
 def test_power_cut_at_any_instant_leaves_one_whole_checkpoint(
-    overwrite: bool, recorder: Any, tmp_path: Path
+    before: str, recorder: Any, tmp_path: Path
 ) -> None:
     path, rebuilt = tmp_path / "saved", tmp_path / "rebuilt"
     versions = {"new": version(2)}
-    before = "nothing"
-    if overwrite:
+    if before == "nothing":
+        path.mkdir()
+    if before == "old":
         versions["old"] = version(1)
-        before = "old"
         save(versions["old"], FastWriter(path, thread_count=2))
+    is_new, before = before == "no directory", before.replace("no directory", "nothing")
 
     verdicts: dict[tuple[tuple[str, bytes], ...], tuple[str, str]] = {}
     states = 0
@@ -105,6 +108,8 @@ def test_power_cut_at_any_instant_leaves_one_whole_checkpoint(
             stock = found_by(FileSystemReader, rebuilt, versions)
             verdicts[part] = ours, stock
         ours, stock = verdicts[part]
+        if is_new and any(Path(name).parent == path for name in tree):
+            assert ours == "new", f"the directory appears before the checkpoint: {where}"
         assert ours in ({"new"} if done else {before, "new"}), where
         # Where nothing is committed, stock DCP says so in words of its own.
         assert stock == ours or (ours == "nothing" and stock.startswith("error")), where

@@ -266,6 +266,14 @@ def _name(value: torch.dtype | torch.memory_format) -> str:
     return str(value).removeprefix("torch.")
 
 
+def are_sent(plans: Sequence[SavePlan]) -> bool:
+    """Returns whether each rank writes by the plan that the coordinator returns.
+
+    With DCP's plan caching, a rank may write by a plan of an earlier save.
+    """
+    return all(plan.usable for plan in plans) and not SavePlanner._cached_global_plan
+
+
 def share_out(plans: list[SavePlan], *, compare: bool) -> list[SavePlan]:
     """Reassigns the replicas in a planner's plans, so that all ranks write about as much.
 
@@ -288,8 +296,7 @@ def share_out(plans: list[SavePlan], *, compare: bool) -> list[SavePlan]:
         len(plans) < 2
         or [items.rank for items in lists] != list(range(len(plans)))
         or sum(len(plan.items) for plan in plans) == sum(items.count for items in lists)
-        or not all(plan.usable for plan in plans)
-        or SavePlanner._cached_global_plan
+        or not are_sent(plans)
     ):
         return plans
     try:

@@ -30,7 +30,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused, is_temporary, to_plain
 from torch_ckpt.coordination.group import claim_commit
-from torch_ckpt.errors import CheckpointError, MismatchError, NotFoundError, UnsupportedError
+from torch_ckpt.errors import (
+    CheckpointError,
+    MismatchError,
+    NotFoundError,
+    StorageError,
+    UnsupportedError,
+)
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.safetensors_layout import UNTIED, FilePlace, ModelLayout, TensorFacts
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.item_views import AssignedItems, ColumnItems, PlannedPaths
@@ -40,7 +47,9 @@ from torch_ckpt.planning.replicas import CutItem, item_nbytes, work_of
 from torch_ckpt.planning.ties import common_ties, tied_names
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
+from torch_ckpt.storage.directory_writer import TAKEN
 from torch_ckpt.storage.file_jobs import finished
+from torch_ckpt.storage.gc import Found
 from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.safetensors_commit import (
     COMMIT_PATTERN,
@@ -75,6 +84,7 @@ class _ModelPlan:
     Attributes:
         layout: Encoded layout of all files.
         save_id: The coordinator's save id, which is in the names of the files.
+        directory: Name of the hidden directory of the files; ``None`` if there is none.
         rank: The rank of this plan.
         world_size: Number of ranks.
         share: The ``storage_data`` that reassigns replicas to ranks.
@@ -82,6 +92,7 @@ class _ModelPlan:
 
     layout: bytes
     save_id: str
+    directory: str | None
     rank: int
     world_size: int
     share: Any
@@ -200,14 +211,16 @@ class SafetensorsWriter(FastWriter):
             self._layout = ModelLayout.of(
                 facts, max_shard_nbytes=self.max_shard_nbytes, omitted=ties
             )
-        self._pending = begin_model(self.location, len(self._layout.files), self.save_id)
+        self._begin(can_hide=True)
         encoded = self._layout.encode()
         shares: list[Any] = [plan.storage_data for plan in plans]
         shares = [None if isinstance(share, _Ties) else share for share in shares]
         return [
             dataclasses.replace(
                 plan,
-                storage_data=_ModelPlan(encoded, self.save_id, rank, len(plans), share),
+                storage_data=_ModelPlan(
+                    encoded, self.save_id, self._hidden_name, rank, len(plans), share
+                ),
             )
             for rank, (plan, share) in enumerate(zip(plans, shares, strict=True))
         ]
@@ -253,13 +266,45 @@ class SafetensorsWriter(FastWriter):
             self._abandon(names, error)
             raise
 
+    def _begin(self, can_hide: bool) -> None:
+        super()._begin(can_hide)
+        if self._hidden_name is not None:
+            self._create_pending()
+
+    def _create_pending(self) -> Location:
+        assert self._layout is not None
+        return begin_model(self._write_directory, len(self._layout.files), self.save_id)
+
+    def _directory_of(self, plan: SavePlan) -> str | None:
+        return getattr(plan.storage_data, "directory", None)
+
     def _other_save(self) -> str | None:
         return None  # Files of a model have no save id.
+
+    def _publish(self, layout: ModelLayout) -> list[str]:
+        """Publishes the files, and removes those of replaced models. Returns their names."""
+        if self._hidden_name is not None:
+            names = publish(
+                self._write_directory, layout, self.save_id, Found(), sync=self.sync_files
+            )
+            try:
+                self._write_directory.rename(self.location)
+            except StorageError as error:
+                if error.errno not in TAKEN:
+                    raise
+                pending = pending_names(len(names), self.save_id)
+                self._enter_existing(dict(zip(names, pending, strict=True)))
+            else:
+                if self.sync_files:
+                    self.location.parent.sync()
+                self._appeared()
+                return names
+        return publish(self.location, layout, self.save_id, self._found, sync=self.sync_files)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the files, then removes the files of the replaced model."""
         self._phases.begin("committing")
-        layout, self._layout = self._layout, None
+        layout = self._layout
         assert layout is not None
         pending = pending_names(len(layout.files), self.save_id)
         try:
@@ -272,7 +317,8 @@ class SafetensorsWriter(FastWriter):
             raise
         self._pending = None
         try:
-            names = publish(self.location, layout, self.save_id, self._found, sync=self.sync_files)
+            names = self._publish(layout)
+            self._layout = None
         except NotFoundError as error:
             raise self._ended_by_other() from error
         _describe(metadata, layout, names, self)
@@ -387,7 +433,7 @@ class _PieceWriter:
     def write(self, file: int, pieces: Sequence[_Piece]) -> WriteResult:
         """Writes the pieces of one file."""
         writer, model_file = self.writer, self.layout.files[file]
-        path = writer.location / self.names[file]
+        path = writer._write_directory / self.names[file]
         job = _native.SharedFileJob(
             path.file_system,
             path.path,

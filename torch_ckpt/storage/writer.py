@@ -8,8 +8,7 @@ import itertools
 import os
 import secrets
 import threading
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,15 +31,12 @@ from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.coordination.group import claim_commit
 from torch_ckpt.coordination.orchestrate import calling_planner, is_replanning
 from torch_ckpt.errors import (
-    AlreadyExistsError,
     CheckpointError,
-    NotFoundError,
-    StorageError,
     UnsupportedError,
     portable_errors,
 )
 from torch_ckpt.filesystems.location import Location, can_reach
-from torch_ckpt.formats.committed import INDEX_MARK, committed_id, metadata_prefixes
+from torch_ckpt.formats.committed import INDEX_MARK
 from torch_ckpt.formats.object_pickles import warn_of_refused
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.item_views import (
@@ -54,6 +50,7 @@ from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.planning.replica_check import CheckReplicas, as_mode
 from torch_ckpt.planning.replicas import (
     RankItems,
+    are_sent,
     check_dtype,
     list_rank_items,
     merge_cuts,
@@ -61,29 +58,18 @@ from torch_ckpt.planning.replicas import (
 )
 from torch_ckpt.planning.value_digests import has_other_ranks
 from torch_ckpt.staging.stager import SnapshotStager
-from torch_ckpt.staging.staging_writer import StagingWriter
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
 from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
 from torch_ckpt.storage.data_file import write_data_file
-from torch_ckpt.storage.gc import (
-    Found,
-    collect_garbage,
-    find,
-    pending_name,
-    pending_pattern,
-    remove_files,
-)
+from torch_ckpt.storage.directory_writer import DIRECTORY_ATTRIBUTE, DirectoryWriter
 from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 from torch_ckpt.storage.rank_work import RankWork, split, work_for
 from torch_ckpt.storage.written_file import WrittenFile
 
 __all__ = ["FastWriter"]
 
-_METADATA = ".metadata"
-_INDEX = ".index"
 
-
-class FastWriter(StagingWriter):
+class FastWriter(DirectoryWriter):
     """Saves checkpoints in files that stock DCP can read.
 
     Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save`` in place of
@@ -94,10 +80,11 @@ class FastWriter(StagingWriter):
     find no new checkpoint at ``path``. After a crash, the previous checkpoint is still there.
 
     Args:
-        path: Directory of the checkpoint, on storage that every rank can reach. Created if missing.
-            May be a URL of a :func:`registered <torch_ckpt.filesystems.location.register>` scheme.
+        path: Directory of the checkpoint, on storage that every rank can reach. May be a
+            URL of a :func:`registered <torch_ckpt.filesystems.location.register>` scheme.
             A relative path is that of the present working directory. Links in the path are resolved
-            once for each save, when it begins.
+            once for each save, when it begins. A missing directory appears with the commit, where
+            the file system renames directories.
         single_file_per_rank: Whether a rank writes ``thread_count`` files. Otherwise it writes one
             file for each tensor and object.
         sync_files: Whether a save returns only after its bytes would survive a power cut. If false,
@@ -176,8 +163,6 @@ class FastWriter(StagingWriter):
                 f"cannot write {path} as {serialization_format}: .distcp files consist of "
                 "torch.save slices (stock DCP uses SAFETENSORS for its Hugging Face writer only)"
             )
-        self.location = self._directory.absolute
-        """Directory of the present save. Links in its path are resolved when a save begins."""
         self.single_file_per_rank = single_file_per_rank
         self.sync_files = sync_files
         self.thread_count = thread_count
@@ -193,12 +178,8 @@ class FastWriter(StagingWriter):
         self.save_id = _new_save_id()
         self._began = False  # Whether a save has begun under this id.
         self._writing = threading.Lock()
-        self.rank: int | None = None
-        self.use_collectives = True
         self._ranks = 0  # Number of ranks that save together; 0 except on the coordinator.
         self._pools: list[_native.BufferPool] = []
-        self._found = Found()  # What the directory had before this save.
-        self._pending: Location | None = None  # The pending file, on the rank that commits.
         self._plan: GlobalPlanEntry | None = None  # On the coordinator, if planned in columns.
         self._phases = Phases("planning")
 
@@ -222,11 +203,6 @@ class FastWriter(StagingWriter):
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The directory of the checkpoint."""
         return self.path
-
-    @property
-    def path(self) -> str | os.PathLike[str]:
-        """The directory of the checkpoint: a path of this machine, or a URL."""
-        return self._directory.given.checkpoint_id
 
     @property
     def fs(self) -> FileSystem:
@@ -266,24 +242,12 @@ class FastWriter(StagingWriter):
         self._phases = Phases("planning")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Creates the directory, and adds the rank's items to the plan for the coordinator.
+        """Adds the rank's items to the plan for the coordinator.
 
         Raises:
             AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
         """
-        self.location.create_directories()
-        self._found = find(self.location, self._pending_pattern)
-        if not self._committed_names.isdisjoint(self._found.names):
-            if not self.overwrite:
-                raise AlreadyExistsError(
-                    f"cannot save to {self.path}: Checkpoint already exists, and overwrite is false"
-                )
-            if not self.rank:
-                warnings.warn(
-                    f"Detected an existing checkpoint in {self.path}, overwriting since "
-                    f"{self.overwrite=}.",
-                    stacklevel=2,
-                )
+        self._find_directory()
         items: Any = plan.items
         self._set_values(items)
         if isinstance(items, ColumnItems) and items.token is not None:
@@ -324,15 +288,20 @@ class FastWriter(StagingWriter):
 
     def _place(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begins the save, and returns the plans, each with the file name prefix of its rank."""
-        self._begin()
         columns: list[Any] = [plan.items for plan in plans]
         self._plan = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
-        return [
+        placed = [
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
             if plan.storage_data is None or RankItems.beside(plan) is not None
             else plan
             for rank, plan in enumerate(plans)
         ]
+        self._begin(
+            are_sent(plans) and all(isinstance(p.storage_data, _StoragePrefix) for p in placed)
+        )
+        for plan in placed:
+            setattr(plan.storage_data, DIRECTORY_ATTRIBUTE, self._hidden_name)
+        return placed
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items. Returns after the files are written (and synced)."""
@@ -340,6 +309,7 @@ class FastWriter(StagingWriter):
         future: Future[list[WriteResult]] = Future()
         self._phases.begin("writing")
         with self._writing, portable_errors(), self._writing_staged():
+            self._enter(self._directory_of(plan))
             future.set_result(self._write(plan, planner))
         return future
 
@@ -373,7 +343,7 @@ class FastWriter(StagingWriter):
                 self._first_are_written()
                 results += self._write_files(others, nbytes, planner, finished, jobs)
             if finished and self.sync_files:
-                self.location.sync()
+                self._write_directory.sync()
         except BaseException as error:
             self._abandon(finished, error)
             raise
@@ -388,54 +358,6 @@ class FastWriter(StagingWriter):
             {f"{prefix}{next(number)}_{self.save_id}.distcp": file_work for file_work in file_works}
             for file_works in split(work, count)
         )
-
-    # ---- The pending file: see `gc` ----
-
-    @property
-    def _pending_pattern(self) -> str:
-        return pending_pattern(None if self.use_collectives else self.rank)
-
-    def _begin(self) -> None:
-        """Creates the pending file, on the rank that commits."""
-        pending = self.location / self._own_name(pending_name(self.save_id))
-        pending.write(b"", sync=False)
-        self._pending = pending
-
-    def _end(self) -> None:
-        """Removes the pending file of a save that has failed."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.discard()
-
-    def _abandon(self, names: Iterable[str], error: BaseException) -> None:
-        """Removes the files of a save that has failed.
-
-        Raises:
-            StorageError: The save failed because another one has removed a file of this one.
-        """
-        names, is_ended = list(names), False
-        if isinstance(error, NotFoundError | StorageError):
-            # The other save has removed the pending file first. Only one rank has such a file.
-            own = [self._pending] if self._pending else [self.location / name for name in names]
-            with contextlib.suppress(CheckpointError):
-                is_ended = not all(file.exists() for file in own)
-        self._remove_files(names)
-        self._end()
-        if is_ended:
-            raise self._ended_by_other() from error
-
-    def _ended_by_other(self) -> StorageError:
-        other = None
-        with contextlib.suppress(CheckpointError):
-            other = self._other_save()
-        who = "save or program" if other is None else f"save, {other}, was committed there and"
-        return StorageError(
-            f"cannot save to {self.path}: another {who} has removed the files of this one"
-        )
-
-    def _other_save(self) -> str | None:
-        """Returns the id of the committed save."""
-        return committed_id(self.location, self._own_name(""))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes the replaced files."""
@@ -470,7 +392,7 @@ class FastWriter(StagingWriter):
             warn_of_refused({f: c for _, file in written for f, c in file.refused.items()})
             claim_commit()
             if self._pending is None:  # A subclass has replaced `prepare_global_plan`.
-                self._begin()
+                self._begin(can_hide=False)
             self._check_files(files)
         except BaseException as error:
             # A cached plan may have caused the failure.
@@ -478,38 +400,8 @@ class FastWriter(StagingWriter):
             # On a full disk, the files would make the next save fail as well.
             self._abandon(files, error)
             raise
-        self._commit(metadata_bytes, index, files)
-        collect_garbage(
-            self.location,
-            self._found,
-            referenced=files,
-            rank=None if self.use_collectives else self.rank,
-            is_committed=self._is_committed,
-        )
+        self._publish_files(metadata_bytes, index, files)
         self._log_saved(sum(file.nbytes for _, file in written))
-
-    def _commit(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
-        self._pending = None
-        try:
-            self.location.file_system.commit(
-                self.location.path,
-                self._own_name(_METADATA),
-                self._own_name(_INDEX),
-                metadata,
-                index,
-                self.save_id,
-                sorted(files),
-                self.sync_files,
-            )
-        except NotFoundError as error:
-            raise self._ended_by_other() from error
-
-    def _is_committed(self) -> bool:
-        """Returns whether this save is the committed one, of all ranks or of this rank alone."""
-        prefixes = metadata_prefixes(self.location)
-        own = self._own_name("")
-        is_mixed = "" in prefixes and len(prefixes) > 1
-        return not is_mixed and committed_id(self.location, own) == self.save_id
 
     def _log_saved(self, nbytes: int) -> None:
         details = [f"{self._ranks} ranks" if self._ranks > 1 else "1 rank"]
@@ -547,7 +439,7 @@ class FastWriter(StagingWriter):
             results: list[WriteResult] = []
             for name in list(files)[first::workers]:
                 written, file, self.io_mode = write_data_file(
-                    *(self.location, name, files[name], planner),
+                    *(self._write_directory, name, files[name], planner),
                     transforms=self.transforms,
                     pool=pools[first],
                     io=self.io,
@@ -573,37 +465,9 @@ class FastWriter(StagingWriter):
                 "use another writer"
             )
 
-    @property
-    def _committed_names(self) -> frozenset[str]:
-        """A directory with a committed checkpoint has a file of one of these names."""
-        return frozenset({self._own_name(_METADATA)})
-
-    def _own_name(self, name: str) -> str:
-        """Returns the name of ``.metadata`` or ``.index``; one per rank without coordination."""
-        return name if self.use_collectives or self.rank is None else f"__{self.rank}{name}"
-
     def _prepare_pools(self, count: int, nbytes: int) -> list[_native.BufferPool]:
         self._pools = buffer_pools(self._pools, count, nbytes, self.io, self.per_thread_copy_ahead)
         return self._pools
-
-    def _check_files(self, files: Collection[str]) -> None:
-        """Checks that the data files of this save are in the directory.
-
-        Raises:
-            StorageError: Files are missing.
-        """
-        unlisted = set(files).difference(self.location.names())
-        # Check each file by name as well: a network file system may return a stale listing.
-        missing = sorted(name for name in unlisted if not (self.location / name).exists())
-        if missing:
-            raise StorageError(
-                f"cannot commit {self.path}: {len(missing)} data files of this save are missing, "
-                f"including {missing[0]}; is the storage the same on all ranks, or has a link in the "
-                "path led them to different directories?"
-            )
-
-    def _remove_files(self, names: Iterable[str]) -> None:
-        remove_files(self.location, names)
 
 
 def _new_save_id() -> str:

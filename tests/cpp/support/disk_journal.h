@@ -31,6 +31,7 @@ struct DiskChange {
     kRename,
     kRemove,
     kSyncDirectory,
+    kRenameDirectory,
   };
 
   Kind kind;
@@ -56,7 +57,8 @@ struct DiskJournal {
 // "write 4096 bytes at 8192 of step-1/a", for messages.
 inline std::string to_string(const DiskChange& change) {
   static constexpr const char* kVerbs[] = {"create",        "write",  "resize", "sync",
-                                           "create folder", "rename", "remove", "sync folder"};
+                                           "create folder", "rename", "remove", "sync folder",
+                                           "rename folder"};
   std::string text = kVerbs[static_cast<int>(change.kind)];
   if (change.kind == DiskChange::Kind::kWrite) {
     text += " " + std::to_string(change.bytes->size()) + " bytes at ";
@@ -64,7 +66,7 @@ inline std::string to_string(const DiskChange& change) {
   }
   text += " " + change.path;
   if (change.kind == DiskChange::Kind::kResize) text += " to " + std::to_string(change.nbytes);
-  if (change.kind == DiskChange::Kind::kRename) text += " to " + change.to;
+  if (!change.to.empty()) text += " to " + change.to;
   return change.failed ? text + " (failed)" : text;
 }
 

@@ -80,7 +80,7 @@ class MemoryFileSystem : public FileSystem {
     RETURN_IF_ERROR(begin({Operation::Kind::kRename, from}));
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = files_.find(from);
-    if (found == files_.end()) return errno_status(ENOENT, "cannot rename " + from);
+    if (found == files_.end()) return rename_folder(from, to);
     files_[to] = found->second;
     files_.erase(from);
     return ok_status();
@@ -165,6 +165,23 @@ class MemoryFileSystem : public FileSystem {
   friend class MemoryFile;
   friend class MemoryQueue;
   using Data = std::vector<std::byte>;
+
+  // Requires: mutex_ is held.
+  Status rename_folder(const std::string& from, const std::string& to) {
+    const auto is_in = [](const std::string& path, const std::string& folder) {
+      return path.starts_with(folder + "/");
+    };
+    std::map<std::string, std::shared_ptr<Data>> files;
+    bool exists = false;
+    for (const auto& [path, data] : files_) {
+      if (is_in(path, to)) return errno_status(ENOTEMPTY, "cannot rename " + from);
+      exists = exists || is_in(path, from);
+      files[is_in(path, from) ? to + path.substr(from.size()) : path] = data;
+    }
+    if (!exists) return errno_status(ENOENT, "cannot rename " + from);
+    files_ = std::move(files);
+    return ok_status();
+  }
 
   // Counts and records an operation. Not OK where it is the one to fail.
   Status begin(Operation operation) {

@@ -291,6 +291,15 @@ inline void PowerCuts::apply(const DiskChange& change, Names& names) {
   if (change.kind == Kind::kRename || change.kind == Kind::kRemove) names.erase(change.path);
   if (change.kind == Kind::kCreate) names[change.path] = change.file;
   if (change.kind == Kind::kRename) names[change.to] = change.file;
+  if (change.kind != Kind::kRenameDirectory) return;
+  // What is in the folder moves along, as far as it has a name: names that are not durable by then
+  // stay behind, and are in nobody's way.
+  Names renamed;
+  for (const auto& [path, file] : names) {
+    const bool is_within = path.starts_with(change.path + "/");
+    renamed[is_within ? change.to + path.substr(change.path.size()) : path] = file;
+  }
+  names = std::move(renamed);
 }
 
 inline PowerCuts::Names PowerCuts::visible_names(const Disk& disk,

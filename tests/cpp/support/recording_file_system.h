@@ -5,8 +5,8 @@
 // change.
 //
 // A request counts as done when `wait` reports it; its bytes are taken then. Folders are taken to
-// be there unless create_directories made them. Renaming from folder to folder, and renaming or
-// removing folders, is not in the fault model and is refused.
+// be there unless create_directories made them. Renaming from folder to folder is not in the fault
+// model and is refused. Only empty folders are removed.
 
 #include <cstdint>
 #include <map>
@@ -71,6 +71,10 @@ class RecordingFileSystem : public FileSystem {
     return ok_status();
   }
 
+  bool renames_directories(const std::string& parent) override {
+    return inner_.renames_directories(parent);
+  }
+
   Status sync_directory(const std::string& path) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     RETURN_IF_ERROR(inner_.sync_directory(path));
@@ -81,6 +85,7 @@ class RecordingFileSystem : public FileSystem {
   Status rename(const std::string& from, const std::string& to) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     RETURN_IF_ERROR(inner_.rename(from, to));
+    if (folders_.contains(from)) return rename_folder(from, to);
     const auto found = files_.find(from);
     if (found == files_.end() || parent_directory(from) != parent_directory(to)) {
       return internal_error("cannot record the renaming of ", from, " to ", to);
@@ -95,6 +100,7 @@ class RecordingFileSystem : public FileSystem {
   Status remove(const std::string& path) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     RETURN_IF_ERROR(inner_.remove(path));
+    if (folders_.erase(path) > 0) return ok_status();  // It was empty, and does not show in a tree.
     if (files_.erase(path) == 0) return internal_error("cannot record the removal of ", path);
     add({.kind = DiskChange::Kind::kRemove, .path = path});
     return ok_status();
@@ -112,6 +118,21 @@ class RecordingFileSystem : public FileSystem {
   void add_folders(const std::string& path) {
     std::string folder = plain(path);
     while (folders_.insert(folder).second) folder = parent_directory(folder);
+  }
+
+  Status rename_folder(const std::string& from, const std::string& to) {
+    if (parent_directory(from) != parent_directory(to)) {
+      return internal_error("cannot record the renaming of ", from, " to ", to);
+    }
+    std::map<std::string, int64_t> files;
+    for (const auto& [path, file] : files_) {
+      files[path.starts_with(from + "/") ? to + path.substr(from.size()) : path] = file;
+    }
+    files_ = std::move(files);
+    folders_.erase(from);
+    folders_.insert(to);
+    add({.kind = DiskChange::Kind::kRenameDirectory, .path = from, .to = to});
+    return ok_status();
   }
 
   void add(DiskChange change) { journal_.changes.push_back(std::move(change)); }

@@ -116,7 +116,9 @@ struct Version {
 };
 
 // Both ranks at the same time. A rank that fails removes its file. Returns the sums of the files.
-inline Result<std::vector<BlockSums>> write_data(FileSystem& fs, const Version& version) {
+inline Result<std::vector<BlockSums>> write_data(FileSystem& fs, const Version& version,
+                                                 const std::string& directory = kDirectory) {
+  const auto path_of = [&](const std::string& name) { return directory + "/" + name; };
   std::vector<std::unique_ptr<SaveJob>> jobs;
   for (const Rank& rank : version.ranks) {
     ASSIGN_OR_RETURN(auto job, SaveJob::start(fs, path_of(rank.file), layout_of(rank.tensors),
@@ -132,7 +134,7 @@ inline Result<std::vector<BlockSums>> write_data(FileSystem& fs, const Version& 
   for (size_t r = 0; r < jobs.size(); ++r) {
     RETURN_IF_ERROR(jobs[r]->finish());
     sums.push_back(jobs[r]->sums());
-    const Status status = fs.sync_directory(kDirectory);
+    const Status status = fs.sync_directory(directory);
     if (!status.ok()) {
       (void)fs.remove(path_of(version.ranks[r].file));
       return status;
@@ -165,6 +167,26 @@ inline Status save_version(FileSystem& fs, const Version& version) {
     if (name != kMetadata && name != kIndex) (void)fs.remove(path_of(name));
   }
   return ok_status();
+}
+
+inline constexpr char kPartial[] = "run/.step-1.partial";
+
+// A whole save of a new directory, step by step as well.
+inline Status save_new_version(FileSystem& fs, const Version& version) {
+  RETURN_IF_ERROR(fs.create_directories(kPartial));
+  const auto sums = write_data(fs, version, kPartial);
+  RETURN_IF_ERROR(sums.status());
+  const std::string metadata = metadata_with_trailer(version.metadata(), version.long_save_id());
+  const std::string index = version.index(*sums);
+  const std::vector<std::string> files = {version.ranks[0].file, version.ranks[1].file};
+  return commit_directory(fs,
+                          {.directory = kPartial,
+                           .names = {},
+                           .metadata = as_bytes(metadata),
+                           .index = as_bytes(index),
+                           .save_id = version.save_id,
+                           .data_files = files},
+                          kDirectory);
 }
 
 // ---- What is found.
