@@ -112,7 +112,7 @@ def test_a_save_within_a_save_at_every_call(tmp_path: Path, overwrites: bool, ho
         assert after == 4, where
         assert len(list(path.iterdir())) <= 4, f"{where} leaves {sorted(path.iterdir())}"
         assert not list(tmp_path.glob(".*")), where
-    assert failed, "no save has lost"
+    assert failed or not overwrites, "no save has lost"
 
 
 def _race(
