@@ -65,8 +65,8 @@ Status commit(FileSystem& fs, const Commit& what);
 //   2. Renames the directory, which is the commit. Syncs its parent.
 //
 // On an error before the commit, all files and the directory are removed. Exceptions: those of
-// `commit`; and if `to` is a directory that is not empty (errno EEXIST or ENOTEMPTY), the data files
-// stay.
+// `commit`; and if `to` is a directory that is not empty (errno EEXIST or ENOTEMPTY), the data
+// files stay.
 Status commit_directory(FileSystem& fs, const Commit& what, const std::string& to);
 
 }  // namespace torch_ckpt

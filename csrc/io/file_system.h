@@ -153,8 +153,8 @@ class FileSystem {
   // Makes a queue for up to `depth` requests.
   virtual std::unique_ptr<IoQueue> make_queue(int depth) = 0;
 
-  // Returns whether `rename` is atomic and cheap for a directory in `parent`, and fails if `to` is a
-  // directory that is not empty. False also if it is unknown.
+  // Returns whether `rename` is atomic and cheap for a directory in `parent`, and fails if `to` is
+  // a directory that is not empty. False also if it is unknown.
   virtual bool renames_directories(const std::string& parent) {
     (void)parent;
     return false;
