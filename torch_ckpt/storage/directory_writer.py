@@ -164,8 +164,8 @@ class DirectoryWriter(StagingWriter):
         self._write_directory = self.location if hidden is None else self.location.with_name(hidden)
         if not self._write_directory.is_directory():
             raise StorageError(
-                f"cannot save to {self.path}: this rank does not find {self._write_directory}, which the "
-                "coordinator has created; is the storage the same on all ranks?"
+                f"cannot save to {self.path}: this rank does not find {self._write_directory}, "
+                "which the coordinator has created; is the storage the same on all ranks?"
             )
 
     def _enter_existing(self, names: Mapping[str, str]) -> None:
@@ -247,8 +247,8 @@ class DirectoryWriter(StagingWriter):
         if missing:
             raise StorageError(
                 f"cannot commit {self.path}: {len(missing)} data files of this save are missing, "
-                f"including {missing[0]}; is the storage the same on all ranks, or has a link in the "
-                "path led them to different directories?"
+                f"including {missing[0]}; is the storage the same on all ranks, or has a link in "
+                "the path led them to different directories?"
             )
 
     def _remove_files(self, names: Iterable[str]) -> None:

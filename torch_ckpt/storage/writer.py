@@ -35,7 +35,7 @@ from torch_ckpt.errors import (
     UnsupportedError,
     portable_errors,
 )
-from torch_ckpt.filesystems.location import Location, can_reach
+from torch_ckpt.filesystems.location import can_reach
 from torch_ckpt.formats.committed import INDEX_MARK
 from torch_ckpt.formats.object_pickles import warn_of_refused
 from torch_ckpt.options import IoMode, IoOptions
