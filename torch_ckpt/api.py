@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.background import Order, save_in_process, save_in_thread
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, group_of
+from torch_ckpt.coordination.waiting import OwnFuture
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.planning.save_planner import FastSavePlanner
@@ -247,7 +248,7 @@ def _default_stager() -> AsyncStager:
 
 def _end_of(staging: Future[Any]) -> Future[None]:
     """Returns a future that completes with ``staging``, with its error but without its result."""
-    ended: Future[None] = Future()
+    ended: Future[None] = OwnFuture()
 
     def end(staged: Future[Any]) -> None:
         error = staged.exception()

@@ -42,7 +42,10 @@ class _Process:
             has warned. Owner: ``planning/replica_check``.
         temporaries: Temporary files and directories that this process uses, by name. Owner:
             ``storage/temporary``.
-        forkable: Loops of ``coordination/loop``, and all stagers.
+        forkable: Loops of ``coordination/loop``, futures of ``coordination/waiting``, and all
+            stagers.
+        inherited: Process groups of the parent of this forked process. Owner:
+            ``coordination/connections``.
     """
 
     plan_cache: Any
@@ -59,6 +62,7 @@ class _Process:
         self.warned_replicas: set[frozenset[str]] = set()
         self.temporaries: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
+        self.inherited: weakref.WeakSet[Any] = weakref.WeakSet()
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:

@@ -65,6 +65,12 @@ void bind_exchange(py::module_& module) {
            [](ExchangeStream& stream) {
              raise_if_error(without_gil([&] { return stream.finish(); }));
            })
+      .def("cancel",
+           [](ExchangeStream& stream) {
+             without_gil([&] {
+               stream.fail(cancelled("stopped the exchange: the load has failed elsewhere"));
+             });
+           })
       .def("close", [](ExchangeStream& stream) { without_gil([&] { stream.close(); }); });
 }
 

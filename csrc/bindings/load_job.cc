@@ -197,6 +197,7 @@ void bind_load_job(py::module_& module) {
            py::arg("buffer_nbytes"), py::arg("block_nbytes"), py::arg("threads"), py::arg("direct"),
            py::arg("verify"), py::arg("records") = nullptr, py::keep_alive<1, 2>())
       .def("check", &check, py::arg("slices"))
+      .def("cancel", &LoadJob::cancel)
       .def_property_readonly("done_nbytes", &LoadJob::loaded_nbytes)
       .def(
           "wanted_bytes",

@@ -65,6 +65,7 @@ void bind_save_job(py::module_& module) {
       .def("finish",
            [](FileJob& job) { raise_if_error(without_gil([&] { return job.finish(); })); })
       .def("abort", [](FileJob& job) { without_gil([&] { job.abort(); }); })
+      .def("cancel", &FileJob::cancel)
       .def_property_readonly("done_nbytes", &FileJob::submitted_nbytes)
       .def_property_readonly("mode", [](const FileJob& job) { return to_python(job.mode()); });
   py::class_<SaveJob, FileJob>(module, "SaveJob")

@@ -68,6 +68,7 @@ ByteRange checkable_range(const WantedRange& want) {
 struct ReadStream::Work {
   std::span<const WantedRange> wanted;
   const ConsumeRange& consume;
+  const std::atomic<bool>& cancelled_by_caller;
   std::vector<int64_t> order;
   std::vector<Task> tasks;
   std::atomic<size_t> next_task = 0;
@@ -75,8 +76,9 @@ struct ReadStream::Work {
   std::mutex mutex;
   Status status;  // The first error; guarded by mutex.
 
-  Work(std::span<const WantedRange> ranges, const ConsumeRange& consumer, int64_t max_nbytes)
-      : wanted(ranges), consume(consumer) {
+  Work(std::span<const WantedRange> ranges, const ConsumeRange& consumer, int64_t max_nbytes,
+       const std::atomic<bool>& is_cancelled)
+      : wanted(ranges), consume(consumer), cancelled_by_caller(is_cancelled) {
     std::map<File*, std::vector<int64_t>> shared;  // Ranges that may share a request.
     for (int64_t i = 0; i < static_cast<int64_t>(wanted.size()); ++i) {
       const WantedRange& want = wanted[static_cast<size_t>(i)];
@@ -111,6 +113,14 @@ struct ReadStream::Work {
     const std::lock_guard<std::mutex> lock(mutex);
     if (status.ok()) status = error;
     stopped = true;
+  }
+
+  // Whether to start no more reads. Fails the run if the caller has cancelled it.
+  bool must_stop() {
+    if (!stopped && cancelled_by_caller.load(std::memory_order_relaxed)) {
+      fail(cancelled("stopped reading: the load has failed elsewhere"));
+    }
+    return stopped;
   }
 
   // Lists at most kMostNames FQNs whose bytes the task reads in `range`: "'a', 'b'".
@@ -211,7 +221,7 @@ int64_t ReadStream::max_range_nbytes(const FileSums* sums) const {
 }
 
 Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& consume) {
-  Work work(wanted, consume, max_range_nbytes());
+  Work work(wanted, consume, max_range_nbytes(), cancelled_);
   std::vector<std::thread> threads;
   const size_t lanes = std::min(lanes_.size(), work.tasks.size());
   if (lanes == 0) return ok_status();
@@ -243,7 +253,7 @@ class ReadStream::LaneRun {
   void run() {
     while (true) {
       return_unpacked();
-      while (!work_.stopped && !free_slots_.empty() && queue_.room() > 0) {
+      while (!work_.must_stop() && !free_slots_.empty() && queue_.room() > 0) {
         if (!submit_next()) break;
       }
       // If the device still reads from most blocks, wait for it. Otherwise too few blocks would be

@@ -14,6 +14,7 @@
 // reads into other buffers meanwhile. The buffers are in the memory that the device copies from
 // fastest.
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -88,6 +89,10 @@ class ReadStream {
   // again after a kInternal error.
   Status run(std::span<const WantedRange> wanted, const ConsumeRange& consume);
 
+  // Makes the current run, and every later one, fail with kCancelled. It starts no more reads, and
+  // waits for those in flight. Any thread may call it.
+  void cancel() { cancelled_.store(true, std::memory_order_relaxed); }
+
   // Frees the buffers. The next run allocates new ones.
   void release();
 
@@ -111,6 +116,7 @@ class ReadStream {
   const int64_t lane_nbytes_;
   const int64_t block_nbytes_;
   std::vector<Lane> lanes_;
+  std::atomic<bool> cancelled_ = false;
 };
 
 }  // namespace torch_ckpt

@@ -225,6 +225,25 @@ TEST(ReadStreamTest, AnErrorOfTheConsumerStopsTheReading) {
   EXPECT_LT(fs.count(Operation::Kind::kRead), 20);
 }
 
+TEST(ReadStreamTest, ACancelledRunReadsNoMoreAndNeitherDoesALaterOne) {
+  for (const int threads : {1, 3}) {
+    MemoryFileSystem fs;
+    const OneFile a(fs, 4000000);
+    const std::vector<WantedRange> wanted = far_apart(a);
+    const auto stream = make_stream(fs, threads);
+    std::atomic<int> consumed = 0;
+    const auto consume = [&](int64_t, Bytes, Unpacking&) {
+      if (++consumed == 3) stream->cancel();
+      return ok_status();
+    };
+    EXPECT_CODE(stream->run(wanted, consume), StatusCode::kCancelled);
+    const int64_t reads = fs.count(Operation::Kind::kRead);
+    EXPECT_LT(reads, 3 + 6 * threads + threads);
+    EXPECT_CODE(stream->run(wanted, consume), StatusCode::kCancelled);
+    EXPECT_EQ(fs.count(Operation::Kind::kRead), reads);
+  }
+}
+
 // A lack of memory on some thread is an error of this load, not the end of the process.
 TEST(ReadStreamTest, AnExceptionOfTheConsumerBecomesAStatus) {
   for (const int threads : {1, 3}) {

@@ -1,14 +1,18 @@
 // The Python module `recorder`: records what a save does to a real directory, and rebuilds every
 // legal tree after a power cut (power_cut.h), for tests that load them with stock DCP as well.
-// It has a disk that hangs, too, and one that keeps everything elsewhere. Built by CMake where it
+// It has a disk that hangs, too, a slow one, and one that keeps everything elsewhere. Built by CMake where it
 // is told of a Python; never a part of the package.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <fstream>
 #include <map>
+#include <memory>
+#include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "io/posix_file_system.h"
@@ -42,6 +46,39 @@ class HangingFileSystem : public PosixFileSystem {
 
  private:
   const std::string fifo_;
+};
+
+// A disk that takes its time for each request.
+class SlowQueue : public IoQueue {
+ public:
+  SlowQueue(std::unique_ptr<IoQueue> inner, std::chrono::milliseconds pause)
+      : inner_(std::move(inner)), pause_(pause) {}
+
+  const QueueMode& mode() const override { return inner_->mode(); }
+  int room() const override { return inner_->room(); }
+  int in_flight() const override { return inner_->in_flight(); }
+  void submit(std::span<const IoRequest> requests) override { inner_->submit(requests); }
+  std::span<const IoDone> wait() override {
+    const std::span<const IoDone> done = inner_->wait();
+    std::this_thread::sleep_for(pause_ * done.size());
+    return done;
+  }
+
+ private:
+  const std::unique_ptr<IoQueue> inner_;
+  const std::chrono::milliseconds pause_;
+};
+
+class SlowFileSystem : public PosixFileSystem {
+ public:
+  explicit SlowFileSystem(int64_t pause_ms) : pause_(pause_ms) {}
+
+  std::unique_ptr<IoQueue> make_queue(int depth) override {
+    return std::make_unique<SlowQueue>(PosixFileSystem::make_queue(depth), pause_);
+  }
+
+ private:
+  const std::chrono::milliseconds pause_;
 };
 
 // Keeps what it is given under any path in a folder of its own, so that a file which was reached by
@@ -108,6 +145,8 @@ PYBIND11_MODULE(recorder, module) {
       .def(py::init(&record), py::arg("initial"), py::arg("folder"));
   py::class_<HangingFileSystem, FileSystem>(module, "HangingFileSystem")
       .def(py::init<std::string>(), py::arg("fifo"));
+  py::class_<SlowFileSystem, FileSystem>(module, "SlowFileSystem")
+      .def(py::init<int64_t>(), py::arg("pause_ms"));
   py::class_<ElsewhereFileSystem, FileSystem>(module, "ElsewhereFileSystem")
       .def(py::init<std::string>(), py::arg("folder"));
   py::class_<PowerCuts>(module, "PowerCuts")

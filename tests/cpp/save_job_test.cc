@@ -277,6 +277,22 @@ TEST_F(SaveJobTest, AfterAnErrorEveryCallFailsWithIt) {
   EXPECT_THAT(job->finish().message(), HasSubstr("the disk is gone"));
 }
 
+TEST_F(SaveJobTest, ACancelledJobWritesNoMoreAndFreesEveryBlock) {
+  const auto a = TestTensor::random("a", DType::kUInt8, {100000});
+  {
+    ASSERT_OK_AND_ASSIGN(auto job, start({a, a}));
+    ASSERT_OK(job->write(0, a.live));
+    job->cancel();
+    const int64_t writes = fs_.count(Operation::Kind::kWrite);
+    EXPECT_CODE(job->write(1, a.live), StatusCode::kCancelled);
+    EXPECT_CODE(job->append(as_bytes("x")).status(), StatusCode::kCancelled);
+    EXPECT_CODE(job->finish(), StatusCode::kCancelled);
+    EXPECT_EQ(fs_.count(Operation::Kind::kWrite), writes);
+  }
+  EXPECT_THAT(fs_.paths(), IsEmpty());
+  EXPECT_EQ(pool_->free_count(), pool_->block_count());
+}
+
 TEST_F(SaveJobTest, AJobThatIsNotFinishedRemovesItsFile) {
   const auto a = TestTensor::random("a", DType::kUInt8, {100000});
   {

@@ -457,7 +457,9 @@ def test_strangers_are_not_let_into_a_group() -> None:
     ends: dict[int, connect.Neighbours] = {}
 
     def run(rank: int) -> None:
-        ends[rank] = connect.connect(store, rank, [0, 1], "planning", LIMIT_S, lambda: False)
+        deadline = connect.Deadline("planning")
+        deadline.begin(LIMIT_S, "planning")
+        ends[rank] = connect.connect(store, rank, [0, 1], deadline, lambda: False)
 
     first = threading.Thread(target=run, args=(0,))
     first.start()

@@ -12,12 +12,35 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.reader import SnapshotReader
-from torch_ckpt.agent.trainer import SnapshotAgent
+from torch_ckpt.agent.trainer import MemoryCheckpoint, SnapshotAgent
 from torch_ckpt.api import load
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import NotFoundError
+from torch_ckpt.formats.opened import Opened
 
 __all__ = ["SnapshotTier"]
+
+_NO_SAVE: Save = b"", -1
+"""Of a step before it is opened."""
+
+
+class _StepReader(SnapshotReader):
+    """Finds a step in memory when it opens the step, within the load of all ranks.
+
+    So a rank that does not find the step fails the load on all ranks.
+    """
+
+    def __init__(self, agent: SnapshotAgent, step: int, **options: Any) -> None:
+        super().__init__(MemoryCheckpoint(_NO_SAVE, step, agent.folder, ()), **options)
+        self._agent, self._step = agent, step
+
+    def _open(self, prefix: str) -> Opened:
+        found = (c for c in self._agent.memory_checkpoints() if c.step == self._step)
+        newest = next(found, None)
+        if newest is None:
+            raise NotFoundError(f"cannot load step {self._step}: it is no longer in memory")
+        self.checkpoint = newest
+        return super()._open(prefix)
 
 
 class SnapshotTier:
@@ -66,14 +89,11 @@ class SnapshotTier:
         """Loads a step in place.
 
         Raises:
-            NotFoundError: The step is no longer in memory. Raised on this rank alone.
-            CheckpointException: A rank raised. If a rank needs data that only another machine has,
-                every rank's error is a :class:`NotFoundError`.
+            CheckpointException: A rank raised. If the step is no longer in memory on a rank, its
+                error is a :class:`NotFoundError`. If a rank needs data that only another machine
+                has, every rank's error is a :class:`NotFoundError`.
         """
-        found = [c for c in self._agent.memory_checkpoints() if c.step == step]
-        if not found:
-            raise NotFoundError(f"cannot load step {step}: it is no longer in memory")
-        reader = SnapshotReader(found[0], **self._reader)
+        reader = _StepReader(self._agent, step, **self._reader)
         try:
             load(
                 state,

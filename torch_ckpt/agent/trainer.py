@@ -42,6 +42,7 @@ from torch_ckpt.agent.slot_contents import SlotContents
 from torch_ckpt.coordination.connect import this_machine
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import Group, group_of
+from torch_ckpt.coordination.waiting import submitted
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
@@ -156,6 +157,11 @@ class SnapshotAgent:
         self._pid = os.getpid()
         self._waiting = ThreadPoolExecutor(SLOTS_PER_RANK, "torch_ckpt-wait")
         atexit.register(self._at_exit)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the shared memory of the run on this machine."""
+        return self._client.folder
 
     @property
     def is_on_several_machines(self) -> bool:
@@ -362,7 +368,7 @@ class SnapshotAgent:
             return None
         if persist:
             phases.begin("persisting")
-            return self._waiting.submit(self._persist, staged, phases)
+            return submitted(self._waiting, self._persist, staged, phases)
         future: Future[None] = Future()
         future.set_result(None)
         return future

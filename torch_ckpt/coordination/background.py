@@ -30,6 +30,7 @@ from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.connect import own_addresses
 from torch_ckpt.coordination.group import Call, group_of
 from torch_ckpt.coordination.portable import portable, why
+from torch_ckpt.coordination.waiting import OwnFuture, no_thread
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 
@@ -42,7 +43,7 @@ _STARTING = "starting processes"
 _WARN_AFTER_S = 5.0
 
 
-class SaveFuture(Future[T]):
+class SaveFuture(OwnFuture[T]):
     """A future of a background save, whose failure is reported if nobody reads it.
 
     The failure is printed to stderr and logged when the future is dropped, and at the latest when
@@ -72,6 +73,11 @@ class SaveFuture(Future[T]):
             return super().exception(timeout)
         finally:
             self._is_read = self._is_read or self.done()
+
+    def after_fork(self) -> None:
+        """Fails the child's copy. The parent reports the failure of the save."""
+        super().after_fork()
+        self._is_read = True
 
     def report(self) -> None:
         """Reports the failure of the save, unless it was read or reported before."""
@@ -196,11 +202,21 @@ def _started(
     function: Callable[..., Metadata],
     *arguments: Any,
 ) -> Future[Metadata]:
-    """Starts a thread that calls ``initializer``, then ``function``."""
+    """Starts a thread that calls ``initializer``, then ``function``.
+
+    Raises:
+        CheckpointError: The system has no more threads.
+    """
     path = order.checkpoint_id or getattr(order.writer, "checkpoint_id", None)
     future: SaveFuture[Metadata] = SaveFuture(f"the asynchronous save to {path} failed")
     work = future, initializer, function, arguments
-    threading.Thread(target=_run, args=work, name="torch_ckpt-save").start()
+    reason = ""
+    try:
+        threading.Thread(target=_run, args=work, name="torch_ckpt-save").start()
+    except RuntimeError as error:
+        reason = str(error)  # The error itself would keep the arguments alive.
+    if reason:
+        raise no_thread(reason)
     return future
 
 

@@ -11,9 +11,12 @@ timeout even if another rank has failed. And every rank reads the values of all 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hmac
 import json
+import logging
+import math
 import secrets
 import socket
 import struct
@@ -29,11 +32,20 @@ from torch.distributed.distributed_c10d import Store
 from torch_ckpt.coordination.tree import FAN_OUT, Tree
 from torch_ckpt.errors import RankTimeoutError, listed_ranks
 
-__all__ = ["Neighbours", "connect", "own_addresses", "this_machine"]
+__all__ = ["Deadline", "Neighbours", "connect", "own_addresses", "refuse", "this_machine"]
+
+_LOG = logging.getLogger("torch_ckpt")
 
 _GRACE_S = 2.0  # Extra time after the deadline, in which the coordinator names the late ranks.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.2
+_IDLE_PAUSE_S = 2.0  # Longest pause while this rank does not wait for the connection.
 _DIAL_S = 5.0  # Connection timeout of one address of the parent.
+_PROBE_S = 3.0  # Interval at which ranks that have written their addresses are probed.
+_PROBE_ROUND_S = 1.0  # Time for the probes of one round. The next round continues where it ended.
+_PROBE_TIMEOUT_S = 0.5  # Timeout of one probe. Only a refusal counts as an answer.
+_LOG_S = 5.0  # Time after which a wait is logged.
+_BACKLOG = 1024  # Probes remain in the queue of a listener until it accepts its children.
+_WATCHERS = 16  # Number of ranks that probe the coordinator.
 _PLACED = "placed"
 _HELLO = struct.Struct("<16sI")  # The parent's secret, the rank that connects.
 
@@ -48,6 +60,39 @@ _KEEPALIVE = {
 }
 
 
+class Deadline:
+    """The end of a wait. There is none until somebody waits.
+
+    Attributes:
+        at: The end, as the monotonic clock shows it; infinite before somebody waits.
+        began: The begin of the wait.
+        timeout_s: The time from the begin of the wait to its end, in seconds.
+        phase: The phase that the wait ends, for messages.
+    """
+
+    def __init__(self, phase: str) -> None:
+        self.at = self.timeout_s = math.inf
+        self.began = time.monotonic()
+        self.phase = phase
+
+    @property
+    def is_set(self) -> bool:
+        """Whether somebody waits."""
+        return self.at < math.inf
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the end."""
+        return self.at - time.monotonic()
+
+    def begin(self, timeout_s: float, phase: str) -> None:
+        """Ends the wait within ``timeout_s`` seconds from now."""
+        now = time.monotonic()
+        if now + timeout_s < self.at:
+            self.began, self.timeout_s, self.phase = now, timeout_s, phase
+            self.at = now + timeout_s
+
+
 @dataclass(frozen=True)
 class Neighbours:
     """The connections of a rank. Ranks are numbered as in the group.
@@ -57,38 +102,45 @@ class Neighbours:
         children: The connection to each child, by rank.
         below: All ranks of each child's subtree, by the child's rank.
         tree: The tree of the group; ``None`` except on the coordinator.
+        error: Why a neighbour is not connected; ``None`` if all are.
     """
 
     parent: tuple[int, socket.socket] | None
     children: dict[int, socket.socket]
     below: dict[int, list[int]]
     tree: Tree | None
+    error: RankTimeoutError | None = None
 
 
 def connect(
     store: Store,
     rank: int,
     names: Sequence[int],
-    phase: str,
-    timeout_s: float,
+    deadline: Deadline,
     is_aborted: Callable[[], bool],
 ) -> Neighbours:
     """Connects this rank to its neighbours in the tree. Every rank of the group calls it.
+
+    A rank that ends after it has written its address is noticed within ten seconds: the system
+    refuses connections to its port.
 
     Args:
         store: A store that nothing else uses.
         rank: This rank, as the group numbers it. Rank 0 is the coordinator.
         names: Global rank of each rank of the group, for messages.
-        phase: The phase that a rank must finish before it connects, for messages.
-        timeout_s: Seconds that this rank waits for the others.
+        deadline: The end of this rank's wait for the others.
         is_aborted: Returns whether this rank has stopped waiting because the store did not answer
             in time.
 
+    Returns:
+        The connections. If a neighbour has ended or is unreachable, those of the others, and the
+        error for all of them.
+
     Raises:
-        RankTimeoutError: A rank did not connect in time. Raised on all ranks.
+        RankTimeoutError: A rank did not arrive in time, or has ended. Raised on all ranks.
         RuntimeError: The store does not answer.
     """
-    waiting = _Waiting(store, names, rank, phase, time.monotonic() + timeout_s, timeout_s)
+    waiting = _Waiting(store, names, rank, deadline, is_aborted)
     with contextlib.closing(_listener()) as listener:
         secret = secrets.token_bytes(16)
         address = {
@@ -98,19 +150,20 @@ def connect(
             "secret": secret.hex(),
         }
         store.set(f"{rank}", json.dumps(address))
-        if is_aborted():
-            text = f"rank {names[rank]} lost the store of its process group while {phase}"
-            waiting.fail(RankTimeoutError(text, phase=phase))
+        waiting.fail_if_aborted()
         store.add("count", 1)
         tree = _place_all(store, len(names), waiting) if rank == 0 else None
         place = waiting.for_place()
         below = {child[0]: child for child in place["below"]}
-        parent = None
+        parent, error = None, None
         if place["parent"] is not None:
             number = place["parent"]
-            parent = number, _dial(place["address"], rank, names[number], waiting)
+            try:
+                parent = number, _dial(place["address"], rank, names[number], waiting)
+            except RankTimeoutError as caught:
+                error = caught
         try:
-            children = _accept(listener, secret, set(below), waiting, names, rank)
+            children, missing = _accept(listener, secret, set(below), waiting)
         except BaseException:
             if parent is not None:
                 parent[1].close()
@@ -118,7 +171,27 @@ def connect(
     for key in (f"{rank}", f"place/{rank}"):
         with contextlib.suppress(RuntimeError):
             store.delete_key(key)
-    return Neighbours(parent, children, below, tree)
+    return Neighbours(parent, children, below, tree, error or missing)
+
+
+def refuse(store: Store, rank: int, names: Sequence[int], phase: str, reason: str) -> None:
+    """Raises an error on all ranks that connect, because this rank cannot.
+
+    Args:
+        store: A store that nothing else uses.
+        rank: This rank, as the group numbers it.
+        names: Global rank of each rank of the group.
+        phase: The phase that a rank must finish before it connects.
+        reason: Why this rank cannot connect.
+
+    Raises:
+        RankTimeoutError: The error of all ranks.
+        RuntimeError: The store does not answer.
+    """
+    text = f"rank {names[rank]} cannot connect to the other ranks: {reason}"
+    waiting = _Waiting(store, names, rank, Deadline(phase), lambda: False)
+    waiting.fail(RankTimeoutError(text, [names[rank]], phase))
+    raise RankTimeoutError(text, [names[rank]], phase)
 
 
 class _Waiting:
@@ -129,32 +202,50 @@ class _Waiting:
         store: Store,
         names: Sequence[int],
         rank: int,
-        phase: str,
-        deadline: float,
-        timeout_s: float,
+        deadline: Deadline,
+        is_aborted: Callable[[], bool],
     ) -> None:
-        self.deadline = deadline
-        self.phase = phase
-        self._store, self._names, self._rank, self._timeout_s = store, names, rank, timeout_s
-        self._began = time.monotonic()
+        self.deadline, self.is_aborted = deadline, is_aborted
+        self.names, self.rank = names, rank
+        self._store = store
+        self._addresses: dict[int, dict[str, Any]] = {}  # Those of the ranks that are probed.
+        self._refused: set[int] = set()  # Ranks that have refused a probe.
+        self._probed = time.monotonic()
+        self._next_probe = 0
+        self._is_logged = False
+
+    @property
+    def phase(self) -> str:
+        """The phase that a rank must finish before it connects."""
+        return self.deadline.phase
+
+    def fail_if_aborted(self) -> None:
+        """Raises an error on all ranks if this one has stopped waiting."""
+        if self.is_aborted():
+            rank = self.names[self.rank]
+            text = f"rank {rank} lost the store of its process group while {self.phase}"
+            self.fail(RankTimeoutError(text, phase=self.phase))
 
     def for_count(self, size: int) -> None:
         """Waits until ``size`` ranks have written their addresses."""
-        for _ in self._polls_until(self.deadline):
+        for _ in self._polls():
             if self._is_decided() or self._store.add("count", 0) >= size:
                 return
+            self._fail_if_ended(range(1, size))
         late = self._missing(range(size))
         if late:
             self._fail_for(late)
 
     def for_place(self) -> dict[str, Any]:
         """Waits for this rank's place in the tree."""
-        for _ in self._polls_until(self.deadline + _GRACE_S):
+        for _ in self._polls(_GRACE_S):
             if self._is_decided():
                 break
+            if 0 < self.rank <= _WATCHERS:
+                self._fail_if_ended([0])
         else:
-            self._fail_for([0])
-        place: dict[str, Any] = json.loads(self._store.get(f"place/{self._rank}"))
+            self._fail_for(self._missing(range(len(self.names))) or [0])
+        place: dict[str, Any] = json.loads(self._store.get(f"place/{self.rank}"))
         return place
 
     def _is_decided(self) -> bool:
@@ -166,16 +257,66 @@ class _Waiting:
             raise RankTimeoutError(*json.loads(outcome))
         return True
 
-    def _polls_until(self, deadline: float) -> Iterator[None]:
-        """Yields at increasing intervals until the deadline."""
+    def _polls(self, grace_s: float = 0.0) -> Iterator[None]:
+        """Yields at increasing intervals until ``grace_s`` seconds after the deadline."""
         pause = _SHORTEST_PAUSE_S
         while True:
             yield
-            remaining = deadline - time.monotonic()
+            self.fail_if_aborted()
+            remaining = self.deadline.remaining_s + grace_s
             if remaining <= 0:
                 return
+            if self.deadline.is_set and time.monotonic() - self.deadline.began > _LOG_S:
+                self._log()
             time.sleep(min(pause, remaining))
-            pause = min(1.2 * pause, _LONGEST_PAUSE_S)
+            longest = _LONGEST_PAUSE_S if self.deadline.is_set else _IDLE_PAUSE_S
+            pause = min(1.2 * pause, longest)
+
+    def _log(self) -> None:
+        """Logs once which ranks the coordinator waits for."""
+        if self._is_logged:
+            return
+        self._is_logged = True
+        late = [self.names[rank] for rank in self._missing(range(len(self.names)))]
+        level = logging.INFO if self.rank else logging.WARNING
+        if late:
+            _LOG.log(
+                level, "waiting for ranks to connect: %s still %s", listed_ranks(late), self.phase
+            )
+
+    def _fail_if_ended(self, ranks: Sequence[int]) -> None:
+        """Raises an error on all ranks if one has ended after it has written its address."""
+        gone = self.ended(ranks)
+        if gone and not self._is_decided():
+            names = [self.names[rank] for rank in gone]
+            text = f"{listed_ranks(names)} gone: the process has ended while {self.phase}"
+            self.fail(RankTimeoutError(text, names, self.phase))
+
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Returns ranks whose processes have ended: those that refuse two probes in a row."""
+        began = time.monotonic()
+        if began - self._probed < _PROBE_S:
+            return []
+        missing = set(self._missing(ranks))
+        written = [rank for rank in ranks if rank not in missing]
+        new = [rank for rank in written if rank not in self._addresses]
+        if new:
+            values = self._store.multi_get([f"{rank}" for rank in new])
+            self._addresses.update(zip(new, map(json.loads, values), strict=True))
+        gone = []
+        for _ in range(len(written)):
+            rank = written[self._next_probe % len(written)]
+            self._next_probe += 1
+            if not _refuses(self._addresses[rank]):
+                self._refused.discard(rank)
+            elif rank in self._refused:
+                gone.append(rank)
+            else:
+                self._refused.add(rank)
+            if time.monotonic() - began > _PROBE_ROUND_S:
+                break
+        self._probed = time.monotonic()
+        return sorted(gone)
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
         """Returns the ranks without an address, by bisection, because usually few are missing."""
@@ -187,11 +328,11 @@ class _Waiting:
         return self._missing(ranks[:half]) + self._missing(ranks[half:])
 
     def _fail_for(self, late: list[int]) -> None:
-        waited = time.monotonic() - self._began
-        names = [self._names[rank] for rank in late]
+        waited = time.monotonic() - self.deadline.began
+        names = [self.names[rank] for rank in late]
         text = (
             f"{listed_ranks(names)} slow, stuck or gone: {self.phase} not finished {waited:.1f} s "
-            f"after rank {self._names[self._rank]}, whose timeout is {self._timeout_s:g} s"
+            f"after rank {self.names[self.rank]}, whose timeout is {self.deadline.timeout_s:g} s"
         )
         self.fail(RankTimeoutError(text, names, self.phase, waited))
 
@@ -219,13 +360,33 @@ def _place_all(store: Store, size: int, waiting: _Waiting) -> Tree | None:
     return tree
 
 
+def _refuses(address: dict[str, Any] | None) -> bool:
+    """Returns whether the system of a rank refuses connections, because its process has ended.
+
+    No answer is no refusal, and neither is an address of this machine that belongs to another.
+    """
+    if address is None:
+        return False
+    is_here = address["node"] == _node_id()
+    answers = set()
+    for host in address["hosts"]:
+        if host.startswith("127.") and not is_here:
+            continue
+        try:
+            socket.create_connection((host, address["port"]), _PROBE_TIMEOUT_S).close()
+            return False
+        except OSError as error:
+            answers.add(error.errno)
+    return answers == {errno.ECONNREFUSED}
+
+
 def _listener() -> socket.socket:
     try:
         listener = socket.create_server(
-            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2 * FAN_OUT
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
         )
     except (OSError, ValueError):  # The machine has no IPv6.
-        listener = socket.create_server(("", 0), backlog=2 * FAN_OUT)
+        listener = socket.create_server(("", 0), backlog=_BACKLOG)
     return listener
 
 
@@ -250,7 +411,7 @@ def _dial(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting) ->
     hello = _HELLO.pack(bytes.fromhex(address["secret"]), rank)
     failures = []
     for host in address["hosts"]:
-        timeout_s = max(min(_DIAL_S, waiting.deadline - time.monotonic()), _GRACE_S)
+        timeout_s = max(min(_DIAL_S, waiting.deadline.remaining_s), _GRACE_S)
         try:
             dialled = socket.create_connection((host, address["port"]), timeout_s)
         except OSError as error:
@@ -270,28 +431,29 @@ def _dial(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting) ->
 
 
 def _accept(
-    listener: socket.socket,
-    secret: bytes,
-    expected: set[int],
-    waiting: _Waiting,
-    names: Sequence[int],
-    rank: int,
-) -> dict[int, socket.socket]:
-    """Accepts the connections of the children, and refuses all others."""
+    listener: socket.socket, secret: bytes, expected: set[int], waiting: _Waiting
+) -> tuple[dict[int, socket.socket], RankTimeoutError | None]:
+    """Accepts the connections of the children, and refuses all others.
+
+    Returns:
+        The connection of each child, and an error if a child has ended or does not arrive in time.
+    """
     children: dict[int, socket.socket] = {}
-    while expected - children.keys():
-        listener.settimeout(max(waiting.deadline + _GRACE_S - time.monotonic(), 0.01))
+    while missing := sorted(expected - children.keys()):
+        remaining_s = waiting.deadline.remaining_s + _GRACE_S
+        listener.settimeout(max(min(remaining_s, _PROBE_S), 0.01))
         try:
             accepted, _ = listener.accept()
         except TimeoutError:
-            for connection in children.values():
-                connection.close()
-            late = [names[child] for child in sorted(expected - children.keys())]
-            raise RankTimeoutError(
-                f"{listed_ranks(late)} gone or unreachable: not connected to rank {names[rank]}",
-                late,
-                waiting.phase,
-            ) from None
+            if waiting.is_aborted():
+                remaining_s = 0.0
+            gone = missing if remaining_s <= _PROBE_S else waiting.ended(missing)
+            if not gone:
+                continue
+            late = [waiting.names[child] for child in gone]
+            reason = f"not connected to rank {waiting.names[waiting.rank]}"
+            text = f"{listed_ranks(late)} gone or unreachable: {reason}"
+            return children, RankTimeoutError(text, late, waiting.phase)
         try:
             accepted.settimeout(_GRACE_S)
             received, child = _HELLO.unpack(_exactly(accepted, _HELLO.size))
@@ -301,7 +463,7 @@ def _accept(
             children[child] = _prepared(accepted)
         except OSError:
             accepted.close()
-    return children
+    return children, None
 
 
 def _exactly(source: socket.socket, nbytes: int) -> bytes:

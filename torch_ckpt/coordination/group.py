@@ -12,9 +12,7 @@ import contextlib
 import copy
 import itertools
 import math
-import os
 import pickle
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextvars import ContextVar
@@ -28,20 +26,22 @@ from torch.distributed.checkpoint.api import (
     _wrap_exception,
 )
 from torch.distributed.distributed_c10d import (
-    PrefixStore,
-    Store,
     _get_default_group,
-    _get_process_group_store,
 )
 
+from torch_ckpt.coordination.connections import FORKED, Connections, store_of
+from torch_ckpt.coordination.contributions import RaisedError
+from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.node import COMMITTING, WRITING, Node, Values
-from torch_ckpt.coordination.portable import pickled, pickled_values, portable
-from torch_ckpt.errors import CheckpointError, RankTimeoutError
+from torch_ckpt.coordination.portable import pickled, pickled_values, portable, why
+from torch_ckpt.coordination.waiting import result_of
+from torch_ckpt.errors import CancelledError, CheckpointError, RankTimeoutError, listed_ranks
 from torch_ckpt.process_state import PROCESS
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
     "Call",
+    "Cancellable",
     "Group",
     "claim_commit",
     "current_call",
@@ -56,6 +56,7 @@ DEFAULT_TIMEOUT_S = 1800.0
 """Default deadline in seconds, the same as that of gloo process groups."""
 
 _PHASES = {"plan": "planning", "write": WRITING, "read": "reading"}
+_STEPS = {phase: step for step, phase in _PHASES.items()}
 _GRACE_S = 5.0  # Extra time after the deadline, in which the thread reports a specific error.
 
 
@@ -83,6 +84,7 @@ class Group:
         names: Name of each rank of the group: its global rank in the training processes.
 
     Raises:
+        CheckpointError: The process group is that of the parent of this forked process.
         ValueError: This process is not a rank of the process group.
 
     Example::
@@ -100,8 +102,10 @@ class Group:
             self.identity = _Identity()  # A reference to the process group would keep it alive.
             self.names = names or dist.get_process_group_ranks(process_group)
             self.rank, self.size = dist.get_rank(process_group), len(self.names)
-            store = _store_of(process_group)
-            self._connections = _Connections(store, self.rank, self.names)
+            if self.size > 1 and process_group in PROCESS.inherited:
+                raise CheckpointError(FORKED)
+            store = store_of(process_group)
+            self._connections = Connections(store, self.rank, self.names)
         self._calls = itertools.count()
 
     @property
@@ -113,11 +117,27 @@ class Group:
         """Begins a call. All ranks must begin the same calls in the same order.
 
         Raises:
+            CheckpointError: This process is a forked child of the rank.
+            RankTimeoutError: The system has no more threads. Raised on all ranks.
             ValueError: ``timeout_s`` is not a positive number.
         """
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"{timeout_s=} is no positive number of seconds")
-        return Call(self, next(self._calls), timeout_s)
+        call = Call(self, next(self._calls), timeout_s)
+        self.connect()
+        return call
+
+    def connect(self) -> None:
+        """Begins to connect to the other ranks, without a wait.
+
+        So the end of another process is noticed while this rank does not wait for it yet.
+
+        Raises:
+            CheckpointError: This process is a forked child of the rank.
+            RankTimeoutError: The system has no more threads. Raised on all ranks.
+        """
+        if self.size > 1:
+            self._connections.started("beginning")
 
     def decide(
         self,
@@ -159,6 +179,7 @@ class Group:
         """
         series = copy.copy(self)
         series._calls = itertools.count((next(self._calls) + 1) << 32)
+        series.connect()
         return series
 
     def node(self, phase: str, timeout_s: float) -> Node:
@@ -174,62 +195,20 @@ class Group:
         return self._connections.node(phase, timeout_s)
 
     def started(self, phase: str, timeout_s: float) -> Node:
-        """Returns the connections of this rank, and begins to connect if necessary."""
-        return self._connections.started(phase, timeout_s)
+        """Returns the connections of this rank, and begins to connect if necessary.
+
+        Args:
+            phase: The current phase, for messages.
+            timeout_s: Seconds that this rank waits for the others to connect.
+        """
+        node = self._connections.started(phase)
+        node.deadline.begin(timeout_s, phase)
+        return node
 
     @property
     def connected(self) -> Node | None:
         """The connections of this rank; ``None`` before it began to connect."""
         return None if self.size == 1 else self._connections.current
-
-
-class _Connections:
-    """The connections of a rank, opened by the first call.
-
-    Args:
-        store: Returns the store in which the ranks exchange their addresses.
-        rank: This rank, as the group numbers it.
-        names: Global rank of each rank of the group.
-    """
-
-    def __init__(self, store: Callable[[], Store], rank: int, names: list[int]) -> None:
-        self._store, self._rank, self._names = store, rank, names
-        self._attempts = itertools.count()
-        self._lock = threading.Lock()
-        self.current: Node | None = None
-
-    def started(self, phase: str, timeout_s: float) -> Node:
-        with self._lock:
-            if self.current is None:
-                attempt = next(self._attempts)
-                store = self._store
-                self.current = Node(
-                    lambda: PrefixStore(f"{attempt}", store()),
-                    self._rank,
-                    self._names,
-                    phase,
-                    timeout_s,
-                )
-            return self.current
-
-    def node(self, phase: str, timeout_s: float) -> Node:
-        node = self.started(phase, timeout_s)
-        try:
-            node.connected.result(timeout_s + _GRACE_S)
-        except Exception as error:
-            with self._lock:
-                if self.current is node:
-                    self.current = None  # The next call retries.
-                    node.abort()
-            if isinstance(error, RankTimeoutError):
-                raise
-            reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)
-            raise RankTimeoutError(
-                f"rank {self._names[self._rank]} cannot find the other ranks in the store of its "
-                f"process group: {reason}",
-                phase=phase,
-            ) from error
-        return node
 
 
 class Call:
@@ -251,6 +230,7 @@ class Call:
         self._exchanges = itertools.count()
         self._is_deciding = False
         self._shared_error: BaseException | None = None  # Every rank raises this one or its equal.
+        self._jobs: Jobs | None = None  # The jobs of this rank; ``None`` before the first step.
 
     def __enter__(self) -> Call:
         return self
@@ -330,7 +310,7 @@ class Call:
         node = self.group.node(COMMITTING, self.timeout_s)
         claim = node.claim(self.number)
         try:
-            claim.result(self.timeout_s)
+            result_of(claim, lambda: "the promises of all ranks", timeout_s=self.timeout_s)
         except Exception as error:
             self._shared_error = error if isinstance(error, RankTimeoutError) else self.fail(error)
             raise self._shared_error from None
@@ -341,13 +321,22 @@ class Call:
         For code that waits for other ranks without an exchange of this call.
 
         Raises:
-            RankTimeoutError: The error that every rank raises.
+            CheckpointException: A rank has raised an error.
+            RankTimeoutError: A rank was late, stuck or gone.
         """
         node = self.group.connected
         error = None if node is None else node.error(self.number)
         if error is not None:
-            self._shared_error = error
-            raise error
+            raise self._as_shared(error)
+
+    def cancel_on_failure(self, job: Cancellable) -> None:
+        """Cancels a job of the present step when the call fails on any rank.
+
+        Any thread may call it, while a function of :meth:`reduce_scatter` or :meth:`all_reduce`
+        runs.
+        """
+        if self._jobs is not None:
+            self._jobs.add(job)
 
     def fail(self, cause: BaseException) -> RankTimeoutError:
         """Fails the call on the other ranks, and returns their error."""
@@ -371,9 +360,16 @@ class Call:
     # ---- Exchanges ----
 
     def _exchange(
-        self, phase: str, contribution: bytes, decide: Callable[[Sequence[Any]], Values]
+        self,
+        phase: str,
+        contribution: bytes,
+        decide: Callable[[Sequence[Any]], Values],
+        *,
+        has_raised: bool = False,
     ) -> Any:
         """Sends a contribution to the coordinator, which calls ``decide`` with all contributions.
+
+        With ``has_raised``, the contribution is an error, which fails the call on all ranks.
 
         Returns:
             This rank's answer.
@@ -384,8 +380,17 @@ class Call:
             return answer if isinstance(answer, bytes) else answer[0]
         with self._sharing_errors():
             node = group.node(phase, self.timeout_s)
-            future = node.exchange(self.number, number, phase, contribution, self.timeout_s)
-            received = future.result()
+            future = node.exchange(
+                self.number, number, phase, contribution, self.timeout_s, has_raised=has_raised
+            )
+
+            def awaited() -> str:
+                if not group.is_coordinator:
+                    return f"the other ranks: {phase} is not finished"
+                late = node.late(self.number, number)
+                return f"other ranks: {listed_ranks(late)} still {phase}" if late else "no rank"
+
+            received = result_of(future, awaited, is_named=group.is_coordinator)
         if not group.is_coordinator:
             return received
         values = decide(received)
@@ -399,8 +404,34 @@ class Call:
         try:
             yield
         except Exception as error:
-            self._shared_error = error
-            raise
+            raise self._as_shared(error) from None
+
+    def _as_shared(self, error: Exception) -> BaseException:
+        """Records the error that every rank raises, and returns it as this rank raises it."""
+        # The connections keep their error. With a traceback, it would keep the frames of this call.
+        error.__traceback__ = None
+        shared: BaseException = copy.copy(error) if isinstance(error, RankTimeoutError) else error
+        if isinstance(error, RaisedError):
+            failures = {rank: pickle.loads(data) for rank, data in error.failures.items()}
+            shared = CheckpointException(_STEPS.get(error.phase, error.phase), failures)
+        self._shared_error = shared
+        return shared
+
+    @contextlib.contextmanager
+    def _working(self, phase: str) -> Iterator[None]:
+        """Lets a failure of the call end the jobs of this rank within the block."""
+        node = self.group.connected
+        if node is None:
+            yield
+            return
+        node.enter(self.number, phase)
+        if self._jobs is None:
+            self._jobs = Jobs()
+            node.on_failure(self.number, self._jobs.cancel)
+        try:
+            yield
+        finally:
+            self._jobs.clear()
 
     def _reduced(
         self,
@@ -411,9 +442,8 @@ class Call:
         scatters: bool,
     ) -> Any:
         phase = _PHASES.get(step, step)
-        if self.group.connected is not None:
-            self.group.connected.enter(self.number, phase)
-        own_value: Any = _attempted(own)
+        with self._working(phase):
+            own_value: Any = _attempted(own)
         if self.group.size == 1:
             outcome = self._outcome(step, [own_value], reduce, scatters)
             if isinstance(outcome, CheckpointException):
@@ -437,8 +467,17 @@ class Call:
         try:
             contribution = pickled(own_value)
         except Exception as error:
-            contribution = pickled(self._unpicklable(phase, error))
-        answer = self._exchange(phase, contribution, decide)
+            own_value = self._unpicklable(phase, error)
+            contribution = pickled(own_value)
+        cause = own_value[0] if _is_wrapped_exception(own_value) else None
+        # A cancelled rank waits for the error that is the cause.
+        has_raised = cause is not None and not isinstance(cause, CancelledError)
+        try:
+            answer = self._exchange(phase, contribution, decide, has_raised=has_raised)
+        except RankTimeoutError as error:
+            if cause is not None and has_raised:
+                error.add_note(f"this rank had failed before, while {phase}: {why(cause)}")
+            raise
         received = retained[0] if retained else pickle.loads(answer)
         if isinstance(received, CheckpointException):
             self._shared_error = received
@@ -531,17 +570,6 @@ def group_of(
     if group is None:
         group = PROCESS.groups[key] = Group(key, names)
     return group
-
-
-def _store_of(group: dist.ProcessGroup) -> Callable[[], Store]:
-    """Returns a function that opens a connection to the group's store.
-
-    The existing connection may be blocked by another thread.
-    """
-    store: Any = _get_process_group_store(group)
-    # A launcher may use one store for all of its restarts.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return lambda: PrefixStore(f"torch_ckpt/{attempt}", store.clone())
 
 
 def _attempted(function: Callable[[], Any]) -> Any:

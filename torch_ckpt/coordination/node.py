@@ -13,9 +13,8 @@ even while the rank itself is busy. So the group distinguishes three failures:
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
-import struct
 import threading
 import time
 import weakref
@@ -23,13 +22,22 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from torch_ckpt.coordination.connect import Neighbours, connect
+from torch_ckpt.coordination.connect import Deadline, Neighbours, connect
+from torch_ckpt.coordination.contributions import (
+    Contribution,
+    ExchangeState,
+    RaisedError,
+    decoded_error,
+    encoded_error,
+    packed_answer,
+    packed_contributions,
+    unpacked_answer,
+    unpacked_contributions,
+)
 from torch_ckpt.coordination.loop import Loop, settle
 from torch_ckpt.coordination.peer import Message, Peer
 from torch_ckpt.errors import CheckpointError, RankTimeoutError, listed_ranks
@@ -42,55 +50,22 @@ WRITING, COMMITTING = "writing", "committing"
 Values = Sequence[bytes] | bytes
 """An answer: one value per rank, or one value for all ranks. Each object is sent only once."""
 
-_CONTRIBUTION = struct.Struct("<IddQ")  # Rank, timeout, age in seconds, length of the bytes.
-_ANSWER_HEAD = struct.Struct("<QQ")  # Number of ranks, number of distinct values.
-
-_CONTRIBUTIONS, _ANSWER, _FAILED, _GONE, _PROMISE, _PROMISED, _PING, _PONG = range(8)
+_CONTRIBUTIONS, _ANSWER, _FAILED, _GONE, _PROMISE, _PROMISED, _PING, _PONG, _RAISED = range(9)
 
 _PING_S = 1.0  # Interval of pings.
 _FORWARD_S = 0.05  # Longest time that contributions wait for those of other ranks below.
 _CALLS = 4096  # Most calls that are retained, for ranks that are late for a failed call.
 
 
-@dataclass
-class _Exchange:
-    """This rank's state of one exchange of a call. Times are of the monotonic clock."""
-
-    phase: str = ""
-    contributions: dict[int, tuple[float, float, Any]] = field(default_factory=dict)
-    """Timeout, arrival time and bytes, by rank in this subtree. Cleared when sent to the parent."""
-    count: int = 0
-    """Number of contributions that have arrived."""
-    future: Future[Any] | None = None
-    """The answer for this rank; on the coordinator, the contributions of all ranks."""
-    began: float = 0.0
-    """Time at which this rank began the exchange."""
-    timeout_s: float = 0.0
-    forwarded: float = 0.0
-    """Time at which contributions were last sent to the parent."""
-    complete: float = 0.0
-    """Time at which the coordinator had all contributions; 0 before."""
-    deadline: float = math.inf
-    """Time at which the coordinator fails the call: the earliest end of a rank's timeout."""
-    shortest_s: float = math.inf
-    """The shortest timeout of the contributions that have arrived."""
-
-    def add(self, contributions: dict[int, tuple[float, float, Any]]) -> None:
-        """Adds contributions of this rank or of ranks below it."""
-        self.contributions.update(contributions)
-        self.count += len(contributions)
-        for timeout_s, arrived, _ in contributions.values():
-            self.deadline = min(self.deadline, arrived + timeout_s)
-            self.shortest_s = min(self.shortest_s, timeout_s)
-
-
 class _Call:
     """This rank's state of a call."""
 
     def __init__(self) -> None:
-        self.exchanges: dict[int, _Exchange] = {}
+        self.exchanges: dict[int, ExchangeState] = {}
         self.phase = "beginning"
-        self.error: RankTimeoutError | None = None
+        self.error: RankTimeoutError | RaisedError | None = None
+        self.on_failure: list[Callable[[], None]] = []
+        """Functions of this rank to call when the call fails."""
         self.promised = False
         """Whether the coordinator may commit without another message."""
         self.claim: Future[None] | None = None
@@ -106,7 +81,9 @@ class Node:
         rank: This rank, as the group numbers it. Rank 0 is the coordinator.
         names: Global rank of each rank of the group.
         phase: The phase that a rank must finish before it connects, for messages.
-        timeout_s: Seconds that this rank waits for the others to connect.
+
+    Raises:
+        RuntimeError: The system has no more threads.
     """
 
     def __init__(
@@ -115,30 +92,55 @@ class Node:
         rank: int,
         names: Sequence[int],
         phase: str,
-        timeout_s: float,
     ) -> None:
         self._loop = _Loop(rank, names)
         self.connected: Future[None] = Future()
         """Completes when all neighbours are connected."""
+        self.deadline = Deadline(phase)
+        """The end of the wait for the other ranks to connect."""
         threading.Thread(
             target=_run,
-            args=(self._loop, store, phase, timeout_s, self.connected),
+            args=(self._loop, store, self.deadline, self.connected),
             name="torch_ckpt-group",
             daemon=True,
         ).start()
         weakref.finalize(self, self._loop.stop)
 
     def exchange(
-        self, call: int, number: int, phase: str, contribution: bytes, timeout_s: float
+        self,
+        call: int,
+        number: int,
+        phase: str,
+        contribution: bytes,
+        timeout_s: float,
+        *,
+        has_raised: bool = False,
     ) -> Future[Any]:
         """Sends this rank's contribution to the coordinator.
+
+        Args:
+            call: Number of the call.
+            number: Number of the exchange within the call.
+            phase: The phase that ends with the exchange.
+            contribution: Encoded value or error.
+            timeout_s: Seconds that this rank waits for the others.
+            has_raised: Whether the contribution is an error. It then fails the call on all ranks,
+                without waiting for contributions of other ranks.
 
         Returns:
             A future of the answer; on the coordinator, of the contributions of all ranks.
         """
         future: Future[Any] = Future()
-        self._loop.post(self._loop.begin, call, number, phase, contribution, timeout_s, future)
+        own = Contribution(timeout_s, time.monotonic(), contribution, has_raised)
+        self._loop.post(self._loop.begin, call, number, phase, own, future)
         return future
+
+    def late(self, call: int, number: int) -> list[int]:
+        """Returns the ranks whose contributions are missing. Called by the coordinator."""
+        state = self._loop.calls.get(call)
+        exchange = None if state is None else state.exchanges.get(number)
+        arrived = set() if exchange is None else set(exchange.contributions)
+        return [name for rank, name in enumerate(self._loop.names) if rank not in arrived]
 
     def answer(self, call: int, number: int, values: Values) -> Future[None]:
         """Sends an answer to all ranks, unless the call has failed. Called by the coordinator."""
@@ -161,6 +163,10 @@ class Node:
         """Fails a call on all ranks, unless it has failed already."""
         self._loop.post(self._loop.fail, call, error)
 
+    def on_failure(self, call: int, function: Callable[[], None]) -> None:
+        """Calls a function in the communication thread when a call fails, or if it has failed."""
+        self._loop.post(self._loop.watch, call, function)
+
     def error(self, call: int) -> Exception | None:
         """Returns the error of a failed call; ``None`` if it has not failed."""
         state = self._loop.calls.get(call)
@@ -181,12 +187,17 @@ class Node:
 
 
 def _run(
-    loop: _Loop, store: Callable[[], Store], phase: str, timeout_s: float, connected: Future[None]
+    loop: _Loop,
+    store: Callable[[], Store],
+    deadline: Deadline,
+    connected: Future[None],
 ) -> None:
     """Runs the thread. A reference to the :class:`Node` would make the thread run forever."""
     try:
-        neighbours = connect(store(), loop.rank, loop.names, phase, timeout_s, lambda: loop.stopped)
+        neighbours = connect(store(), loop.rank, loop.names, deadline, lambda: loop.stopped)
         loop.join(neighbours)
+        if neighbours.error is not None:
+            loop.abort_group(neighbours.error)
         connected.set_result(None)
     except BaseException as error:
         connected.set_exception(error.with_traceback(None))
@@ -239,7 +250,11 @@ class _Loop(Loop):
         due = self._pinged + _PING_S
         for number, call in list(self.calls.items()):
             for exchange, state in list(call.exchanges.items()):
-                if self._parent is None:
+                if self._parent is None and state.has_raised:
+                    due = min(due, state.raised_until)
+                    if now >= state.raised_until:
+                        self._raise_on_all(number, state)
+                elif self._parent is None:
                     due = min(due, self._fail_if_late(number, call, state, now))
                 else:
                     if state.contributions and now - state.forwarded >= _FORWARD_S:
@@ -256,6 +271,7 @@ class _Loop(Loop):
             for exchange in call.exchanges.values():
                 settle(exchange.future, error=error)
             settle(call.claim, error=error)
+            self._notify(call)
 
     def receive(self, peer: Peer, message: Message) -> None:
         """Processes a message."""
@@ -265,9 +281,11 @@ class _Loop(Loop):
         elif kind == _ANSWER:
             self._receive_answer(call, number, body)
         elif kind == _FAILED:
-            self.fail(call, _error_of(body), peer)
+            self.fail(call, decoded_error(body), peer)
+        elif kind == _RAISED:
+            self._receive_raised(call, body, peer)
         elif kind == _GONE:
-            self._abort_group(_error_of(body), peer)
+            self.abort_group(decoded_error(body), peer)
         elif kind == _PROMISE:
             self._promise(call)
         elif kind == _PROMISED:
@@ -286,15 +304,19 @@ class _Loop(Loop):
         """Fails every call, because a neighbour is gone."""
         name = self.names[peer.rank]
         text = f"rank {name} is gone: its process has ended, or its machine is unreachable"
-        self._abort_group(RankTimeoutError(text, [name]))
+        self.abort_group(RankTimeoutError(text, [name]))
 
-    def _abort_group(self, error: RankTimeoutError, source: Peer | None = None) -> None:
+    def abort_group(self, error: RankTimeoutError, source: Peer | None = None) -> None:
         """Fails all present and future calls, because a lost rank never returns to its group."""
+        for number, call in list(self.calls.items()):
+            for state in list(call.exchanges.values()):
+                if self._parent is None and state.has_raised:  # The first cause counts.
+                    self._raise_on_all(number, state)
         if self.lost is None:
             self.lost = error
             for peer in self.peers:
                 if peer is not source:
-                    self.send(peer, _GONE, 0, 0, _text_of(error))
+                    self.send(peer, _GONE, 0, 0, encoded_error(error))
             for call in self.calls.values():
                 self._end(call, _as_seen_in(call, error))
 
@@ -319,8 +341,7 @@ class _Loop(Loop):
         number: int,
         exchange: int,
         phase: str,
-        contribution: bytes,
-        timeout_s: float,
+        own: Contribution,
         future: Future[Any],
     ) -> None:
         """Begins an exchange on this rank."""
@@ -333,35 +354,27 @@ class _Loop(Loop):
         elif call.error is not None:
             settle(future, error=call.error)
         else:
-            state = call.exchanges.setdefault(exchange, _Exchange())
+            state = call.exchanges.setdefault(exchange, ExchangeState())
             state.future = future
             if not self._has_phase(number, state, phase, self.rank):
                 return
-            state.began, state.timeout_s = time.monotonic(), timeout_s
+            state.began, state.timeout_s = own.arrived, own.timeout_s
             state.forwarded = state.forwarded or state.began
-            self._add(number, exchange, state, {self.rank: (timeout_s, state.began, contribution)})
+            self._add(number, exchange, state, {self.rank: own})
 
     def _receive_contributions(self, number: int, exchange: int, body: bytearray) -> None:
         call = self._call(number)
         if call.error is not None or self.lost is not None:
             return  # The error also reaches the sender.
-        state = call.exchanges.setdefault(exchange, _Exchange())
-        view, now = memoryview(body), time.monotonic()
-        length = int.from_bytes(view[:2], "little")
+        state = call.exchanges.setdefault(exchange, ExchangeState())
+        now = time.monotonic()
         state.forwarded = state.forwarded or now
-        at = 2 + length
-        phase, (sender, *_) = bytes(view[2:at]).decode(), _CONTRIBUTION.unpack_from(view, at)
-        if not self._has_phase(number, state, phase, sender):
+        phase, contributions = unpacked_contributions(body, now)
+        if not self._has_phase(number, state, phase, next(iter(contributions))):
             return
-        contributions = {}
-        while at < len(view):
-            rank, timeout_s, age_s, nbytes = _CONTRIBUTION.unpack_from(view, at)
-            at += _CONTRIBUTION.size
-            contributions[rank] = timeout_s, now - age_s, view[at : at + nbytes]
-            at += nbytes
         self._add(number, exchange, state, contributions)
 
-    def _has_phase(self, number: int, state: _Exchange, phase: str, rank: int) -> bool:
+    def _has_phase(self, number: int, state: ExchangeState, phase: str, rank: int) -> bool:
         """Returns whether a contribution has the phase of the others, and else fails the call."""
         state.phase = state.phase or phase
         if state.phase == phase:
@@ -376,24 +389,24 @@ class _Loop(Loop):
         return False
 
     def _add(
-        self, number: int, exchange: int, state: _Exchange, contributions: dict[int, Any]
+        self, number: int, exchange: int, state: ExchangeState, contributions: dict[int, Any]
     ) -> None:
         state.add(contributions)
-        if state.count < self._size_below:
-            return
+        is_complete = state.count >= self._size_below
         if self._parent is not None:
-            self._pass_up(number, exchange, state)
-        else:
+            if is_complete or any(own.has_raised for own in contributions.values()):
+                self._pass_up(number, exchange, state)
+        elif is_complete and state.has_raised:
+            self._raise_on_all(number, state)
+        elif is_complete:
             state.complete = time.monotonic()
             state.deadline = state.complete + state.shortest_s
-            settle(state.future, [state.contributions[rank][2] for rank in range(state.count)])
+            settle(state.future, [state.contributions[rank].data for rank in range(state.count)])
 
-    def _pass_up(self, number: int, exchange: int, state: _Exchange) -> None:
+    def _pass_up(self, number: int, exchange: int, state: ExchangeState) -> None:
         assert self._parent is not None
-        phase, now = state.phase.encode(), time.monotonic()
-        body: list[Any] = [len(phase).to_bytes(2, "little") + phase]
-        for rank, (timeout_s, arrived, data) in state.contributions.items():
-            body += [_CONTRIBUTION.pack(rank, timeout_s, now - arrived, len(data)), data]
+        now = time.monotonic()
+        body = packed_contributions(state.phase, state.contributions, now)
         state.contributions, state.forwarded = {}, now
         self.send(self._parent, _CONTRIBUTIONS, number, exchange, *body)
 
@@ -412,7 +425,7 @@ class _Loop(Loop):
         settle(future, None)
 
     def _receive_answer(self, number: int, exchange: int, body: bytearray) -> None:
-        values, numbers = _unpacked(body)
+        values, numbers = unpacked_answer(body)
         self._send_down(number, exchange, values, numbers)
         state = self._call(number).exchanges.pop(exchange, None)
         if state is not None:
@@ -424,7 +437,7 @@ class _Loop(Loop):
         begin = 1
         for child, below in self._below.items():
             end = begin + len(below)
-            body = _packed(values, numbers[begin:end])
+            body = packed_answer(values, numbers[begin:end])
             self.send(self._children[child], _ANSWER, number, exchange, *body)
             begin = end
 
@@ -471,18 +484,48 @@ class _Loop(Loop):
             return
         for peer in self.peers:
             if peer is not source:
-                self.send(peer, _FAILED, number, 0, _text_of(error))
+                self.send(peer, _FAILED, number, 0, encoded_error(error))
         self._end(call, error)
 
-    def _end(self, call: _Call, error: RankTimeoutError) -> None:
+    def _raise_on_all(self, number: int, state: ExchangeState) -> None:
+        """Sends the errors that have arrived to all ranks. Called on the coordinator."""
+        body = packed_contributions(state.phase, state.raised(), time.monotonic())
+        self._receive_raised(number, bytearray(b"".join(body)))
+
+    def _receive_raised(self, number: int, body: bytearray, source: Peer | None = None) -> None:
+        """Ends a call with the errors of the ranks that raised, also on the ranks below."""
+        call = self._call(number)
+        if call.error is not None:
+            return
+        for child in self._children.values():
+            if child is not source:
+                self.send(child, _RAISED, number, 0, body)
+        phase, raised = unpacked_contributions(body, 0.0)
+        self._end(call, RaisedError(phase, {rank: own.data for rank, own in raised.items()}))
+
+    def _end(self, call: _Call, error: RankTimeoutError | RaisedError) -> None:
         if call.error is None:
             call.error = error
             for exchange in call.exchanges.values():
                 settle(exchange.future, error=error)
             settle(call.claim, error=error)
             call.exchanges, call.claim = {}, None
+            self._notify(call)
 
-    def _fail_if_late(self, number: int, call: _Call, state: _Exchange, now: float) -> float:
+    def watch(self, number: int, function: Callable[[], None]) -> None:
+        """Calls a function when a call fails, or if it has failed."""
+        call = self._call(number)
+        call.on_failure.append(function)
+        if call.error is not None or self.lost is not None:
+            self._notify(call)
+
+    def _notify(self, call: _Call) -> None:
+        functions, call.on_failure = call.on_failure, []
+        for function in functions:
+            with contextlib.suppress(Exception):  # An error here would end all calls of the group.
+                function()
+
+    def _fail_if_late(self, number: int, call: _Call, state: ExchangeState, now: float) -> float:
         """Fails a call after its deadline, on the coordinator.
 
         Returns:
@@ -497,10 +540,10 @@ class _Loop(Loop):
         if state.complete:
             phase, late = COMMITTING if phase == WRITING else phase, [0]
             first = next((rank for rank in state.contributions if rank), 0)
-            since, timeout_s = state.complete, state.contributions[first][0]
+            since, timeout_s = state.complete, state.contributions[first].timeout_s
         else:
             first = min(state.contributions, key=lambda rank: sum(state.contributions[rank][:2]))
-            timeout_s, since, _ = state.contributions[first]
+            timeout_s, since, *_ = state.contributions[first]
         names = [self.names[rank] for rank in late]
         message = (
             f"{listed_ranks(names)} slow, stuck or gone: {phase} not finished {now - since:.1f} s "
@@ -509,7 +552,7 @@ class _Loop(Loop):
         self.fail(number, _timeout_error(message, names, phase, now - since, call.promised))
         return deadline
 
-    def _late(self, state: _Exchange, now: float) -> list[int]:
+    def _late(self, state: ExchangeState, now: float) -> list[int]:
         """Returns the ranks without a contribution, except those below a silent rank."""
         silent: set[int] = set()
         for child in self._children.values():
@@ -526,7 +569,7 @@ class _Loop(Loop):
                 late.append(rank)
         return late or sorted(silent)
 
-    def _fail_if_silent(self, number: int, call: _Call, state: _Exchange, now: float) -> None:
+    def _fail_if_silent(self, number: int, call: _Call, state: ExchangeState, now: float) -> None:
         """Fails a call if a rank above this one is frozen, so that no answer can arrive."""
         if state.future is None or self._parent is None:
             return
@@ -554,35 +597,3 @@ def _as_seen_in(call: _Call, error: RankTimeoutError) -> RankTimeoutError:
     """Returns the error of a call, given the error of a lost rank."""
     message = f"{error.args[0]}. It had not finished {call.phase}"
     return _timeout_error(message, list(error.ranks), call.phase, error.seconds, call.promised)
-
-
-def _text_of(error: RankTimeoutError) -> bytes:
-    return json.dumps(error.__reduce__()[1]).encode()
-
-
-def _error_of(text: bytearray) -> RankTimeoutError:
-    return RankTimeoutError(*json.loads(bytes(text)))
-
-
-def _packed(values: Sequence[memoryview], numbers: array[int]) -> list[Any]:
-    """Encodes an answer: the number of each rank's value, and each distinct value once."""
-    new_number = {old: new for new, old in enumerate(dict.fromkeys(numbers))}
-    used = [values[old] for old in new_number]
-    return [
-        _ANSWER_HEAD.pack(len(numbers), len(used)),
-        array("Q", (new_number[old] for old in numbers)).tobytes(),
-        array("Q", map(len, used)).tobytes(),
-        *used,
-    ]
-
-
-def _unpacked(body: bytearray) -> tuple[list[memoryview], array[int]]:
-    """Decodes an answer: the distinct values, and the number of each rank's value."""
-    view, at = memoryview(body), _ANSWER_HEAD.size
-    ranks, count = _ANSWER_HEAD.unpack_from(view)
-    numbers, sizes = array("Q"), array("Q")
-    for row, length in ((numbers, ranks), (sizes, count)):
-        row.frombytes(view[at : at + length * row.itemsize])
-        at += length * row.itemsize
-    ends = list(accumulate(sizes, initial=at))
-    return [view[begin:end] for begin, end in pairwise(ends)], numbers

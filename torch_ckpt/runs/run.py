@@ -150,6 +150,7 @@ class Run:
         self._disk = StepDirectories(self._location, verify=verify, reader=reader)
         self._process_group, self._group = process_group, group_of(process_group).series()
         self._closed = False
+        self._pid = os.getpid()
         self._writer = FastWriter(self.directory, **(writer or {}))
         self._backend = backend_for(
             self._group,
@@ -208,6 +209,7 @@ class Run:
             Exception: The agent cannot save the state of a rank; raised on all ranks.
             RankTimeoutError: A rank was late, stuck or gone.
         """
+        self._check_open()
         if self._backend is not None:
             self._backend.reserve(state)
 
@@ -252,6 +254,7 @@ class Run:
             raise ValueError(f"{step=} is negative")
         if not persist and not self._is_for_agent:
             raise ValueError("persist=False: only an agent can retain a step in memory alone")
+        self._check_open()
         begin = time.monotonic()
         self._boundary.step_ended(step)
         self._schedule.attempted(step)
@@ -426,9 +429,13 @@ class Run:
     def close(self) -> None:
         """Waits for the background save and ends the run; the run cannot be used afterwards.
 
+        In a forked child of the process of the run, the method does nothing.
+
         Raises:
             CheckpointError: The background save failed; see :meth:`wait`.
         """
+        if self._is_forked:
+            return
         try:
             self._settle()
         finally:
@@ -446,7 +453,7 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and self._backend is not None:
+        if error is not None and self._backend is not None and not self._is_forked:
             self._backend.leave()  # The snapshots remain for the next process.
         try:
             self.close()
@@ -460,6 +467,15 @@ class Run:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this run is closed")
+        if self._is_forked:
+            raise CheckpointError(
+                f"this run belongs to process {self._pid}: a forked process cannot use it"
+            )
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process is a forked child of the process of the run."""
+        return os.getpid() != self._pid
 
     def _decide(
         self,
@@ -485,6 +501,7 @@ class Run:
         pending = self._pending
         if pending is None:
             return
+        self._check_open()
         try:
             self._schedule.clock.background_save_ended(pending.settle(timeout_s or self.timeout_s))
         except CheckpointError:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import re
 import secrets
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,7 +28,8 @@ from torch.distributed.distributed_c10d import (
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.coordination.connect import this_machine
 from torch_ckpt.coordination.group import current_call
-from torch_ckpt.errors import CancelledError
+from torch_ckpt.coordination.waiting import LOG_S
+from torch_ckpt.errors import CancelledError, CheckpointError, listed_ranks
 
 __all__ = [
     "Assigned",
@@ -38,6 +42,8 @@ __all__ = [
     "these_processes",
 ]
 
+_LOG = logging.getLogger("torch_ckpt")
+
 ExchangeMode = Literal["auto", "off"]
 """Whether ranks exchange the bytes that they read: if it saves enough reads, or never."""
 
@@ -47,8 +53,14 @@ _MIN_SAVED_NBYTES = 16 << 20
 _MIN_SAVED_FRACTION = 16
 """An exchange must save at least 1/16 of the bytes that all ranks want."""
 
-_POLL_S = 1.0
+_POLL_S = 0.2
 """Interval at which a rank that waits for others reads whether the load has failed."""
+
+_NOTICED_S = 10.0
+"""Time within which the end of another rank is noticed."""
+
+_THREADS = 4
+"""Number of threads that connecting needs: one waits, and gloo has three."""
 
 _MAX_RANKS = 256
 """Maximum number of ranks in an exchange: each needs a socket for every other rank."""
@@ -208,43 +220,123 @@ def joined(
 def _connect(assigned: Assigned, timeout_s: float) -> ProcessGroupGloo:
     """Connects to the other ranks, independently of the process groups of training.
 
+    Stores and gloo wait without a deadline of this call, and do not notice that the load has
+    failed. So a thread waits for them. It is left alone after the deadline.
+
     Raises:
         CancelledError: Another rank did not arrive in time, or is unreachable.
+        CheckpointError: The system has too few threads.
+        CheckpointException: Another rank has raised an error.
+        RankTimeoutError: Another rank was late, stuck or gone.
     """
-    timeout = _connect_timeout(timeout_s)
-    try:
-        store = PrefixStore("wire", _store(assigned))
-        store.set(f"ready/{assigned.rank}", "")
-    except Exception as error:
-        raise CancelledError(f"cannot reach the other ranks: {_reason(error)}") from error
-    _wait_for_ready(store, assigned.size, timeout)
-    try:
-        # Gloo waits for connections five times as long as its timeout.
-        return ProcessGroupGloo(store, assigned.rank, assigned.size, timeout / 5)
-    except Exception as error:
-        raise CancelledError(
-            f"cannot connect to the other ranks: {_reason(error)}; set GLOO_SOCKET_IFNAME to the "
-            'network to use, or pass FastReader(exchange="off") to load without connections'
-        ) from error
-
-
-def _wait_for_ready(store: PrefixStore, size: int, timeout: timedelta) -> None:
-    """Waits until all ranks are ready, or until the load has failed because a rank is gone."""
     call = current_call()
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        remaining_s = deadline - time.monotonic()
-        try:
-            wait_s = max(0.001, min(remaining_s, _POLL_S))
-            store.wait([f"ready/{rank}" for rank in range(size)], timedelta(seconds=wait_s))
-            return
-        except Exception as error:
+    limit_s = min(timeout_s, _CONNECT_TIMEOUT_S)
+    began = time.monotonic()
+    _check_threads()
+    connection = _Connection(assigned, timedelta(seconds=limit_s))
+    try:
+        is_logged = False
+        while not wait([connection.made], _POLL_S).done:
             if call is not None:
                 call.raise_if_failed()
-            if remaining_s <= _POLL_S:
+            waited_s = time.monotonic() - began
+            if waited_s > LOG_S and not is_logged:
+                is_logged = True
+                _LOG.warning("waiting to exchange reads: %s", connection.awaited)
+            if waited_s > limit_s:
                 raise CancelledError(
-                    f"cannot wait for the other ranks: {_reason(error)}"
-                ) from error
+                    f"cannot connect to the other ranks within {limit_s:g} s: {connection.awaited}"
+                )
+        while connection.has_lost_store and call is not None:
+            call.raise_if_failed()  # The end of a rank explains the loss of the store.
+            if time.monotonic() - began > min(limit_s, _NOTICED_S):
+                break
+            time.sleep(_POLL_S)
+        return connection.made.result()
+    finally:
+        connection.is_abandoned = True
+
+
+class _Connection:
+    """An attempt to connect to the other ranks, in a thread of its own.
+
+    Attributes:
+        made: The process group of the exchange, or why there is none.
+        awaited: What the thread waits for.
+        is_abandoned: Whether the thread ends at its next step.
+        has_lost_store: Whether the attempt has failed because of the store.
+    """
+
+    def __init__(self, assigned: Assigned, timeout: timedelta) -> None:
+        self.made: Future[ProcessGroupGloo] = Future()
+        self.awaited = "the store of the process group does not answer"
+        self.is_abandoned = self.has_lost_store = False
+        threading.Thread(
+            target=self._run, args=(assigned, timeout), name="torch_ckpt-exchange", daemon=True
+        ).start()
+
+    def _run(self, assigned: Assigned, timeout: timedelta) -> None:
+        try:
+            self.made.set_result(self._connected(assigned, timeout))
+        except BaseException as error:
+            self.made.set_exception(error)
+
+    def _connected(self, assigned: Assigned, timeout: timedelta) -> ProcessGroupGloo:
+        try:
+            store = PrefixStore("wire", _store(assigned))
+            store.set(f"ready/{assigned.rank}", "")
+            self._wait_for_ready(store, assigned)
+        except Exception as error:
+            self.has_lost_store = True
+            raise CancelledError(f"cannot reach the other ranks: {_reason(error)}") from error
+        self.awaited = "the other ranks do not connect"
+        try:
+            # Gloo waits for connections five times as long as its timeout.
+            return ProcessGroupGloo(store, assigned.rank, assigned.size, timeout / 5)
+        except Exception as error:
+            raise CancelledError(
+                f"cannot connect to the other ranks: {_reason(error)}; set GLOO_SOCKET_IFNAME to "
+                'the network to use, or pass FastReader(exchange="off") to load without connections'
+            ) from error
+
+    def _wait_for_ready(self, store: PrefixStore, assigned: Assigned) -> None:
+        """Waits until all ranks are ready, or until nobody waits for this thread."""
+        keys = [f"ready/{position}" for position in range(assigned.size)]
+        pause_s = 0.001
+        while not store.check(keys):
+            if self.is_abandoned:
+                raise CancelledError("the load has failed")
+            if pause_s == _POLL_S:
+                late = [
+                    r for r, key in zip(assigned.ranks, keys, strict=True) if not store.check([key])
+                ]
+                self.awaited = f"{listed_ranks(late)} not ready" if late else ""
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, _POLL_S)
+
+
+def _check_threads() -> None:
+    """Checks that threads can be started. Gloo ends the process or hangs if it cannot start one.
+
+    Raises:
+        CheckpointError: The system has too few threads.
+    """
+    done = threading.Event()
+    threads = [threading.Thread(target=done.wait, daemon=True) for _ in range(_THREADS)]
+    started = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"cannot start the threads of an exchange of reads: {error}; raise the limit of "
+            'threads, or pass FastReader(exchange="off") to load without an exchange'
+        ) from error
+    finally:
+        done.set()
+        for thread in started:
+            thread.join()
 
 
 def _reason(error: Exception) -> str:
@@ -253,10 +345,6 @@ def _reason(error: Exception) -> str:
     for suffix_start in ("\n", ". This is typically", ", keys:"):
         text = text.partition(suffix_start)[0]
     return text
-
-
-def _connect_timeout(timeout_s: float) -> timedelta:
-    return timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
 
 
 def _store(assigned: Assigned) -> PrefixStore:
@@ -268,8 +356,15 @@ def _store(assigned: Assigned) -> PrefixStore:
 
 def _delete_keys(assigned: Assigned) -> None:
     """Deletes the keys of the exchange from the store, on the last rank that finishes."""
-    with contextlib.suppress(RuntimeError):  # If the store fails, a few bytes remain there.
-        store = _store(assigned)
-        if store.add("done", 1) == assigned.size:
-            for key in store.list_keys():
-                store.delete_key(key)
+
+    def delete() -> None:
+        with contextlib.suppress(RuntimeError):  # If the store fails, a few bytes remain there.
+            store = _store(assigned)
+            if store.add("done", 1) == assigned.size:
+                for key in store.list_keys():
+                    store.delete_key(key)
+
+    with contextlib.suppress(RuntimeError):  # The system has no more threads.
+        thread = threading.Thread(target=delete, name="torch_ckpt-exchange", daemon=True)
+        thread.start()
+        thread.join(_NOTICED_S)  # The load has succeeded, whether or not the store answers.

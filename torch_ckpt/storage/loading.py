@@ -24,6 +24,7 @@ from torch_ckpt._core.tensors import (
     is_temporary,
     printable,
 )
+from torch_ckpt.coordination.group import Cancellable, current_call
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -145,6 +146,7 @@ class Load:
         Raises:
             CheckpointError: A file or a slice does not match the metadata.
         """
+        _cancel_on_failure(self.job)
         if isinstance(self.items, PlannedReads):
             return self.items.reads.wanted_bytes(self.job)
         assert self._requests is not None
@@ -166,6 +168,9 @@ class Load:
             planner: Planner of this rank, which resolves targets.
             exchange: Stream of the exchange with other ranks, if there is one.
         """
+        _cancel_on_failure(self.job)
+        if exchange is not None:
+            _cancel_on_failure(exchange)
         if (
             isinstance(self.items, PlannedReads)
             and isinstance(planner, FastLoadPlanner)
@@ -417,11 +422,14 @@ class _LoadByItem:
         for item, stored in streams:
             wanted.setdefault(stored, []).append(item)
         refused: list[str] = []
+        call = current_call()
         for batch in _batches(wanted, self.max_retained_nbytes):
             archives = self.objects_are_pickled and not self.requests.transformed
             _, slices = self.job.run([], batch, slices_are_archives=archives)
             slices.reverse()
             for stored in batch:
+                if call is not None:
+                    call.raise_if_failed()
                 try:
                     # Streams share bytes, and copy other memory. Nothing else refers to the slice.
                     self._load_stream(stored, wanted[stored], bytes(slices.pop()))
@@ -499,6 +507,13 @@ class _LoadByItem:
             raise CorruptionError(
                 f"cannot reverse {list(descriptors)} of {_where(stored)}: {error}"
             ) from error
+
+
+def _cancel_on_failure(job: Cancellable) -> None:
+    """Cancels a job when the load fails on another rank."""
+    call = current_call()
+    if call is not None:
+        call.cancel_on_failure(job)
 
 
 def _tensor_of(

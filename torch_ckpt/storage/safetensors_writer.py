@@ -58,7 +58,7 @@ from torch_ckpt.storage.safetensors_commit import (
     pending_names,
     publish,
 )
-from torch_ckpt.storage.writer import FastWriter
+from torch_ckpt.storage.writer import FastWriter, Jobs
 
 __all__ = ["SafetensorsWriter"]
 
@@ -428,7 +428,7 @@ class _PieceWriter:
     layout: ModelLayout
     names: Sequence[str]
     pool: _native.BufferPool
-    jobs: list[_native.FileJob]
+    jobs: Jobs
 
     def write(self, file: int, pieces: Sequence[_Piece]) -> WriteResult:
         """Writes the pieces of one file."""

@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
-from torch_ckpt.coordination.group import claim_commit
+from torch_ckpt.coordination.group import Call, claim_commit, current_call
 from torch_ckpt.coordination.orchestrate import calling_planner, is_replanning
 from torch_ckpt.errors import (
     CheckpointError,
@@ -66,7 +66,30 @@ from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 from torch_ckpt.storage.rank_work import RankWork, split, work_for
 from torch_ckpt.storage.written_file import WrittenFile
 
-__all__ = ["FastWriter"]
+__all__ = ["FastWriter", "Jobs"]
+
+
+
+class Jobs:
+    """The jobs that write the files of one rank. They end when the save fails on any rank.
+
+    Args:
+        call: The call that saves; ``None`` within DCP's own functions.
+    """
+
+    def __init__(self, call: Call | None) -> None:
+        self._call = call
+        self._jobs: list[_native.FileJob] = []
+
+    def append(self, job: _native.FileJob) -> None:
+        """Adds a job that has begun. Any thread may call it."""
+        self._jobs.append(job)
+        if self._call is not None:
+            self._call.cancel_on_failure(job)
+
+    def done_nbytes(self) -> int:
+        """Returns the number of bytes that were handed to the disk so far."""
+        return sum(job.done_nbytes for job in self._jobs)
 
 
 class FastWriter(DirectoryWriter):
@@ -314,21 +337,18 @@ class FastWriter(DirectoryWriter):
         return future
 
     @contextlib.contextmanager
-    def _progress(self, nbytes: int) -> Iterator[list[_native.FileJob]]:
+    def _progress(self, nbytes: int) -> Iterator[Jobs]:
         """Shows a progress bar on the first rank, unless the save is in the background.
 
         Yields:
-            A list that receives the job of each file.
+            What receives the job of each file.
         """
-        jobs: list[_native.FileJob] = []
+        jobs = Jobs(current_call())
         if not is_first(self._ranks) or self._staged is not None:
             yield jobs
             return
 
-        def done_nbytes() -> int:
-            return sum(job.done_nbytes for job in jobs)
-
-        with progress_bar("saving", self.location, lambda: nbytes, done_nbytes):
+        with progress_bar("saving", self.location, lambda: nbytes, jobs.done_nbytes):
             yield jobs
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -417,7 +437,7 @@ class FastWriter(DirectoryWriter):
         nbytes: int,
         planner: SavePlanner,
         finished: list[str],
-        jobs: list[_native.FileJob],
+        jobs: Jobs,
     ) -> list[WriteResult]:
         """Writes files, ``thread_count`` at a time.
 

@@ -114,6 +114,8 @@ Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
   return result;
 }
 
+void LoadJob::cancel() { state_->stream->cancel(); }
+
 int64_t LoadJob::loaded_nbytes() const {
   return state_->loaded_nbytes.load(std::memory_order_relaxed);
 }

@@ -35,7 +35,7 @@ struct LoadOptions {
   std::shared_ptr<Records> records = nullptr;
 };
 
-// Used by one thread at a time. `run` starts and joins its own threads.
+// Used by one thread at a time, except `cancel`. `run` starts and joins its own threads.
 class LoadJob {
  public:
   // `directory` is the checkpoint directory. `index` is its index, or null. Opens no file yet.
@@ -70,6 +70,10 @@ class LoadJob {
   Result<LoadResult> run(std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
                          const HandOver& hand_over = {}, ExchangeStream* exchange = nullptr,
                          bool slices_are_archives = false);
+
+  // Makes the current and every later run or plan fail with kCancelled, before its next read. Any
+  // thread may call it.
+  void cancel();
 
   // Number of bytes that all runs have loaded so far. Any thread may call it.
   int64_t loaded_nbytes() const;

@@ -28,14 +28,19 @@ Status FileJob::open(OpenMode mode) {
 }
 
 Status FileJob::acquire(int* block) {
+  RETURN_IF_ERROR(check_cancelled());
   std::optional<int> free = pool_.acquire();
-  for (; !free; free = pool_.acquire()) RETURN_IF_ERROR(wait_for_some());
+  for (; !free; free = pool_.acquire()) {
+    RETURN_IF_ERROR(wait_for_some());
+    RETURN_IF_ERROR(check_cancelled());
+  }
   *block = *free;
   return ok_status();
 }
 
 Status FileJob::submit(int64_t offset, MutableBytes memory, int block) {
   while (queue_->room() == 0) RETURN_IF_ERROR(wait_for_some());
+  RETURN_IF_ERROR(check_cancelled());
   const bool in_place = block == kNoBlock;
   const IoRequest request = {.kind = IoRequest::Kind::kWrite,
                              .file = file_.get(),
@@ -67,8 +72,11 @@ Status FileJob::wait_for_some() {
 }
 
 Status FileJob::wait_for_all() {
-  while (queue_->in_flight() > 0) RETURN_IF_ERROR(wait_for_some());
-  return ok_status();
+  while (queue_->in_flight() > 0) {
+    RETURN_IF_ERROR(check_cancelled());
+    RETURN_IF_ERROR(wait_for_some());
+  }
+  return check_cancelled();
 }
 
 Status FileJob::sync() {
@@ -104,7 +112,13 @@ Status FileJob::fail(Status status) {
 }
 
 Status FileJob::check_open() const {
-  return finished_ ? invalid_argument("cannot write ", path_, ": the job is finished") : status_;
+  if (finished_) return invalid_argument("cannot write ", path_, ": the job is finished");
+  return status_.ok() ? check_cancelled() : status_;
+}
+
+Status FileJob::check_cancelled() const {
+  if (!cancelled_.load(std::memory_order_relaxed)) return ok_status();
+  return cancelled("stopped writing ", path_, ": the save has failed elsewhere");
 }
 
 }  // namespace torch_ckpt

@@ -30,8 +30,8 @@ struct IoMode {
   std::string reason;  // Why I/O is not direct; empty if it is direct.
 };
 
-// Used by one thread at a time. After an error every further call returns the same error. Reserves
-// the pool until the job finishes or aborts. Requires: the pool outlives the job.
+// Used by one thread at a time, except `cancel`. After an error every further call returns the same
+// error. Reserves the pool until the job finishes or aborts. Requires: the pool outlives the job.
 class FileJob {
  public:
   FileJob(const FileJob&) = delete;
@@ -45,6 +45,10 @@ class FileJob {
   // Aborts the job, unless finish() has returned OK: waits for the writes in flight and returns all
   // blocks to the pool. The destructor does the same.
   virtual void abort() = 0;
+
+  // Makes the current and every later call fail with kCancelled, before its next request. Requests
+  // in flight are not interrupted. Any thread may call it.
+  void cancel() { cancelled_.store(true, std::memory_order_relaxed); }
 
   // Number of bytes that were handed to the disk so far. Any thread may call it.
   int64_t submitted_nbytes() const { return submitted_nbytes_.load(std::memory_order_relaxed); }
@@ -78,6 +82,7 @@ class FileJob {
   // Stores the first error, and returns it in every later call.
   Status fail(Status status);
   Status check_open() const;
+  Status check_cancelled() const;
 
   FileSystem& fs_;
   const std::string path_;
@@ -92,6 +97,7 @@ class FileJob {
   std::unique_ptr<IoQueue> queue_;  // Destroyed before the file: its destructor waits for writes.
   int in_place_ = 0;                // Number of writes in flight from memory outside the pool.
   std::atomic<int64_t> submitted_nbytes_ = 0;
+  std::atomic<bool> cancelled_ = false;
   Status status_;  // The first error.
   bool owns_pool_ = false;
 };

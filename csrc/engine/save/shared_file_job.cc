@@ -115,6 +115,7 @@ Status SharedFileJob::write_runs(const BoxPlace& place, const LiveTensor& tensor
       const int64_t count = std::min(ssize(chunk), runs.nbytes() - in_run);
       const Bytes bytes = slice(chunk, 0, count);
       const int64_t offset = runs.offset() + in_run;
+      if (one_by_one) RETURN_IF_ERROR(check_cancelled());
       RETURN_IF_ERROR(one_by_one ? file_->write(offset, bytes) : put_in_window(offset, bytes));
       chunk = chunk.subspan(static_cast<size_t>(count));
       in_run += count;

@@ -1,0 +1,112 @@
+"""The connections of a rank, which its first call opens through the store of the process group."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    Store,
+    _get_process_group_store,
+    _world,
+)
+
+from torch_ckpt.coordination.connect import refuse
+from torch_ckpt.coordination.node import Node
+from torch_ckpt.coordination.waiting import result_of
+from torch_ckpt.errors import CheckpointError, RankTimeoutError
+from torch_ckpt.process_state import PROCESS
+
+__all__ = ["FORKED", "Connections", "store_of"]
+
+FORKED = "a forked process is not a rank of its parent's group"
+"""The error of a forked child that uses a group of its parent."""
+
+_GRACE_S = 5.0  # Extra time after the deadline, in which the thread reports a specific error.
+
+
+class Connections:
+    """The connections of a rank, opened by the first call.
+
+    Args:
+        store: Returns the store in which the ranks exchange their addresses.
+        rank: This rank, as the group numbers it.
+        names: Global rank of each rank of the group.
+    """
+
+    def __init__(self, store: Callable[[], Store], rank: int, names: list[int]) -> None:
+        self._store, self._rank, self._names = store, rank, names
+        self._attempts = itertools.count()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self.current: Node | None = None
+
+    def started(self, phase: str) -> Node:
+        """Returns the connections, and begins to connect if necessary."""
+        if os.getpid() != self._pid:
+            raise CheckpointError(FORKED)
+        with self._lock:
+            if self.current is None:
+                attempt = next(self._attempts)
+                store = self._store
+
+                def own_store() -> Store:
+                    return PrefixStore(f"{attempt}", store())
+
+                try:
+                    self.current = Node(own_store, self._rank, self._names, phase)
+                except RuntimeError as error:  # The system has no more threads.
+                    refuse(own_store(), self._rank, self._names, phase, str(error))
+                    raise
+            return self.current
+
+    def node(self, phase: str, timeout_s: float) -> Node:
+        """Returns the connections, after all ranks have connected."""
+        node = self.started(phase)
+        node.deadline.begin(timeout_s, phase)
+        try:
+            result_of(
+                node.connected,
+                lambda: "the connections to the other ranks",
+                timeout_s=timeout_s + _GRACE_S,
+                is_named=False,
+            )
+        except Exception as error:
+            with self._lock:
+                if self.current is node:
+                    self.current = None  # The next call retries.
+                    node.abort()
+            if isinstance(error, RankTimeoutError):
+                raise
+            reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)
+            raise RankTimeoutError(
+                f"rank {self._names[self._rank]} cannot find the other ranks in the store of its "
+                f"process group: {reason}",
+                phase=phase,
+            ) from error
+        return node
+
+
+def store_of(group: dist.ProcessGroup) -> Callable[[], Store]:
+    """Returns a function that opens a connection to the group's store.
+
+    The existing connection may be blocked by another thread.
+    """
+    store: Any = _get_process_group_store(group)
+    # A launcher may use one store for all of its restarts.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return lambda: PrefixStore(f"torch_ckpt/{attempt}", store.clone())
+
+
+def _after_fork() -> None:
+    """Notes the process groups of the parent. In the child, their connections are not usable."""
+    if dist.is_available() and dist.is_initialized():
+        PROCESS.inherited.update(_world.pg_map)
+
+
+os.register_at_fork(after_in_child=_after_fork)

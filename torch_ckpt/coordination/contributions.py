@@ -1,0 +1,158 @@
+"""The contributions of ranks to an exchange, and the encoding of what ranks send."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from torch_ckpt.errors import RankTimeoutError
+
+__all__ = [
+    "Contribution",
+    "ExchangeState",
+    "RaisedError",
+    "decoded_error",
+    "encoded_error",
+    "packed_answer",
+    "packed_contributions",
+    "unpacked_answer",
+    "unpacked_contributions",
+]
+
+_CONTRIBUTION = struct.Struct("<Idd?Q")  # Rank, timeout, age, has raised, length of the bytes.
+_ANSWER_HEAD = struct.Struct("<QQ")  # Number of ranks, number of distinct values.
+_COLLECT_S = 0.25  # Time in which the coordinator collects the errors of further ranks.
+
+
+class Contribution(NamedTuple):
+    """What one rank sends to the coordinator in an exchange. Times are of the monotonic clock."""
+
+    timeout_s: float
+    arrived: float
+    data: Any
+    has_raised: bool
+    """Whether ``data`` is an error, which fails the call on all ranks."""
+
+
+class RaisedError(Exception):
+    """Ranks have raised errors, which fail their call on all ranks.
+
+    Attributes:
+        phase: The phase in which they raised.
+        failures: The encoded error of each rank that raised.
+    """
+
+    def __init__(self, phase: str, failures: Mapping[int, Any]) -> None:
+        super().__init__(phase)
+        self.phase, self.failures = phase, failures
+
+
+@dataclass
+class ExchangeState:
+    """A rank's state of one exchange of a call. Times are of the monotonic clock."""
+
+    phase: str = ""
+    contributions: dict[int, Contribution] = field(default_factory=dict)
+    """Contributions by rank in this subtree. Cleared when sent to the parent."""
+    count: int = 0
+    """Number of contributions that have arrived."""
+    future: Future[Any] | None = None
+    """The answer for this rank; on the coordinator, the contributions of all ranks."""
+    began: float = 0.0
+    """Time at which this rank began the exchange."""
+    timeout_s: float = 0.0
+    forwarded: float = 0.0
+    """Time at which contributions were last sent to the parent."""
+    complete: float = 0.0
+    """Time at which the coordinator had all contributions; 0 before."""
+    deadline: float = math.inf
+    """Time at which the coordinator fails the call: the earliest end of a rank's timeout."""
+    shortest_s: float = math.inf
+    """The shortest timeout of the contributions that have arrived."""
+    raised_until: float = math.inf
+    """Time at which the coordinator sends the errors that have arrived to all ranks."""
+
+    def add(self, contributions: dict[int, Contribution]) -> None:
+        """Adds contributions of this rank or of ranks below it."""
+        self.contributions.update(contributions)
+        self.count += len(contributions)
+        for timeout_s, arrived, _, has_raised in contributions.values():
+            self.deadline = min(self.deadline, arrived + timeout_s)
+            self.shortest_s = min(self.shortest_s, timeout_s)
+            if has_raised:
+                self.raised_until = min(self.raised_until, arrived + _COLLECT_S)
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether a rank has raised an error."""
+        return self.raised_until < math.inf
+
+    def raised(self) -> dict[int, Contribution]:
+        """Returns the contributions that are errors."""
+        return {rank: own for rank, own in self.contributions.items() if own.has_raised}
+
+
+def packed_contributions(
+    phase: str, contributions: Mapping[int, Contribution], now: float
+) -> list[Any]:
+    """Encodes contributions. Ages are sent, because clocks differ between machines."""
+    name = phase.encode()
+    body: list[Any] = [len(name).to_bytes(2, "little") + name]
+    for rank, (timeout_s, arrived, data, has_raised) in contributions.items():
+        body += [_CONTRIBUTION.pack(rank, timeout_s, now - arrived, has_raised, len(data)), data]
+    return body
+
+
+def unpacked_contributions(body: bytearray, now: float) -> tuple[str, dict[int, Contribution]]:
+    """Decodes contributions: their phase, and each rank's contribution, the sender's first."""
+    view = memoryview(body)
+    at = 2 + int.from_bytes(view[:2], "little")
+    phase, contributions = bytes(view[2:at]).decode(), {}
+    while at < len(view):
+        rank, timeout_s, age_s, has_raised, nbytes = _CONTRIBUTION.unpack_from(view, at)
+        at += _CONTRIBUTION.size
+        data = view[at : at + nbytes]
+        contributions[rank] = Contribution(timeout_s, now - age_s, data, has_raised)
+        at += nbytes
+    return phase, contributions
+
+
+def packed_answer(values: Sequence[memoryview], numbers: array[int]) -> list[Any]:
+    """Encodes an answer: the number of each rank's value, and each distinct value once."""
+    new_number = {old: new for new, old in enumerate(dict.fromkeys(numbers))}
+    used = [values[old] for old in new_number]
+    return [
+        _ANSWER_HEAD.pack(len(numbers), len(used)),
+        array("Q", (new_number[old] for old in numbers)).tobytes(),
+        array("Q", map(len, used)).tobytes(),
+        *used,
+    ]
+
+
+def unpacked_answer(body: bytearray) -> tuple[list[memoryview], array[int]]:
+    """Decodes an answer: the distinct values, and the number of each rank's value."""
+    view, at = memoryview(body), _ANSWER_HEAD.size
+    ranks, count = _ANSWER_HEAD.unpack_from(view)
+    numbers, sizes = array("Q"), array("Q")
+    for row, length in ((numbers, ranks), (sizes, count)):
+        row.frombytes(view[at : at + length * row.itemsize])
+        at += length * row.itemsize
+    ends = list(accumulate(sizes, initial=at))
+    return [view[begin:end] for begin, end in pairwise(ends)], numbers
+
+
+def encoded_error(error: RankTimeoutError) -> bytes:
+    """Encodes an error that every rank raises."""
+    return json.dumps(error.__reduce__()[1]).encode()
+
+
+def decoded_error(text: bytearray) -> RankTimeoutError:
+    """Decodes an error that every rank raises."""
+    return RankTimeoutError(*json.loads(bytes(text)))

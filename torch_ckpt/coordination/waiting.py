@@ -1,0 +1,96 @@
+"""Waits for futures. A long wait is logged with what it is for, and a forked child never waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
+
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.process_state import PROCESS
+
+__all__ = ["LOG_S", "OwnFuture", "result_of", "submitted"]
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger("torch_ckpt")
+
+LOG_S = 5.0
+"""Seconds after which a wait is logged."""
+
+
+def result_of(
+    future: Future[Any],
+    awaited: Callable[[], str],
+    *,
+    timeout_s: float | None = None,
+    is_named: bool = True,
+) -> Any:
+    """Returns the result of a future.
+
+    Args:
+        future: The future.
+        awaited: Returns what the wait is for, for the log.
+        timeout_s: Longest wait in seconds; ``None`` if another thread ends it in time.
+        is_named: Whether the log line is a warning, because it names what is missing. Otherwise it
+            is for information.
+
+    Raises:
+        TimeoutError: The future is not done within ``timeout_s``.
+        BaseException: The error of the future.
+    """
+    began = time.monotonic()
+    first_s = LOG_S if timeout_s is None else min(LOG_S, timeout_s)
+    if not futures.wait([future], first_s).done:
+        level = logging.WARNING if is_named else logging.INFO
+        if _LOG.isEnabledFor(level):
+            _LOG.log(level, "waiting for %s", awaited())
+    remaining_s = None if timeout_s is None else max(began + timeout_s - time.monotonic(), 0.0)
+    return future.result(remaining_s)
+
+
+class OwnFuture(Future[T]):
+    """A future of work of this process. In a forked child, it fails at once unless it is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        PROCESS.forkable.add(self)
+
+    def after_fork(self) -> None:
+        """Fails the child's copy: the thread that would complete it is the parent's."""
+        self._condition = threading.Condition()  # A thread of the parent may hold the former one.
+        vars(self)["_done_callbacks"] = []  # They would end what the parent still uses.
+        if not self.done():
+            text = (
+                "this save belongs to the parent of this forked process, which alone completes it"
+            )
+            self.set_exception(CheckpointError(text))
+
+
+def submitted(executor: Executor, function: Callable[..., T], *arguments: Any) -> OwnFuture[T]:
+    """Calls a function in a thread of an executor.
+
+    Raises:
+        CheckpointError: The system has no more threads.
+    """
+    future: OwnFuture[T] = OwnFuture()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function(*arguments)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    try:
+        executor.submit(run)
+    except RuntimeError as error:
+        raise CheckpointError(f"cannot start a thread for a background save: {error}") from error
+    return future
