@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import traceback
 from concurrent.futures import Future
 from typing import Any, Literal, cast
 
@@ -162,7 +163,13 @@ def async_save(
             if isinstance(writer, FastWriter):
                 writer.begin_in_background(checkpoint_id)
             begin = save_in_thread if by_thread else save_in_process
-            future = begin(order, staged, call)
+            try:
+                future = begin(order, staged, call)
+            except BaseException as error:
+                # References in its traceback would keep the staging memory in use.
+                traceback.clear_frames(error.__traceback__)
+                del staged
+                raise
             if closes:
                 stack.pop_all()
                 future.add_done_callback(lambda _: stager.close())

@@ -22,7 +22,7 @@ from torch_ckpt.coordination.waiting import result_of
 from torch_ckpt.errors import CheckpointError, RankTimeoutError
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["FORKED", "Connections", "store_of"]
+__all__ = ["FORKED", "Connections", "place_of_store", "store_of"]
 
 FORKED = "a forked process is not a rank of its parent's group"
 """The error of a forked child that uses a group of its parent."""
@@ -37,10 +37,13 @@ class Connections:
         store: Returns the store in which the ranks exchange their addresses.
         rank: This rank, as the group numbers it.
         names: Global rank of each rank of the group.
+        place: Where the store is, for messages.
     """
 
-    def __init__(self, store: Callable[[], Store], rank: int, names: list[int]) -> None:
-        self._store, self._rank, self._names = store, rank, names
+    def __init__(
+        self, store: Callable[[], Store], rank: int, names: list[int], place: str = ""
+    ) -> None:
+        self._store, self._rank, self._names, self._place = store, rank, names, place
         self._attempts = itertools.count()
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -86,10 +89,19 @@ class Connections:
             reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)
             raise RankTimeoutError(
                 f"rank {self._names[self._rank]} cannot find the other ranks in the store of its "
-                f"process group: {reason}",
+                f"process group{self._place}: {reason}",
                 phase=phase,
             ) from error
         return node
+
+
+def place_of_store(group: dist.ProcessGroup) -> str:
+    """Returns where the group's store is, for messages: `` at host:port``; empty if unknown."""
+    store: Any = _get_process_group_store(group)
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return f" at {host}:{port}" if host and port else ""
 
 
 def store_of(group: dist.ProcessGroup) -> Callable[[], Store]:

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_group,
 )
 
-from torch_ckpt.coordination.connections import FORKED, Connections, store_of
+from torch_ckpt.coordination.connections import FORKED, Connections, place_of_store, store_of
 from torch_ckpt.coordination.contributions import RaisedError
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.node import COMMITTING, WRITING, Node, Values
@@ -105,7 +105,8 @@ class Group:
             if self.size > 1 and process_group in PROCESS.inherited:
                 raise CheckpointError(FORKED)
             store = store_of(process_group)
-            self._connections = Connections(store, self.rank, self.names)
+            place = place_of_store(process_group)
+            self._connections = Connections(store, self.rank, self.names, place)
         self._calls = itertools.count()
 
     @property

@@ -89,8 +89,11 @@ def submitted(executor: Executor, function: Callable[..., T], *arguments: Any) -
         else:
             future.set_result(result)
 
+    reason = ""
     try:
         executor.submit(run)
     except RuntimeError as error:
-        raise CheckpointError(f"cannot start a thread for a background save: {error}") from error
+        reason = str(error)  # The error itself would keep the arguments alive.
+    if reason:
+        raise CheckpointError(f"cannot start a thread for a background save: {reason}")
     return future
