@@ -461,6 +461,9 @@ class Freezing(dist.Store):
     def get(self, key: str) -> bytes:
         return self.store.get(key)
 
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.store.check(keys))
+
     def wait(self, keys: list[str], timeout: Any) -> None:
         self.store.wait(keys, timeout)
 
@@ -504,13 +507,15 @@ def load_beside(path: Path, victim: int, sig: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("sig", [signal.SIGSTOP, signal.SIGKILL])
-def test_ranks_wait_as_long_as_they_may_for_one_that_does_not_connect(
+def test_ranks_wait_no_longer_than_they_may_for_one_that_does_not_connect(
     tmp_path: Path, sig: signal.Signals
 ) -> None:
     save_alone(tmp_path)
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(4, load_beside, tmp_path, 1, sig, grace_s=PROMPT_S)
-    assert took_of_survivors(tmp_path, [0, 2, 3], "CancelledError") < 2 * TIMEOUT_S
+    # Of a rank that is killed, gloo or the group may learn first.
+    what = "CancelledError" if sig == signal.SIGSTOP else ""
+    assert took_of_survivors(tmp_path, [0, 2, 3], what) < 2 * TIMEOUT_S
 
 
 def test_a_rank_that_cannot_connect_says_what_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
