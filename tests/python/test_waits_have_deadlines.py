@@ -173,7 +173,8 @@ def cpp_waits() -> Iterator[str]:
         for line in path.read_text().splitlines():
             code = line.partition("//")[0]
             for found in CPP_WAIT.finditer(code):
-                yield f"{path.relative_to(ROOT / 'csrc').as_posix()} {CPP_MACRO.sub('', found[1]).lstrip('(')}"
+                name = CPP_MACRO.sub("", found[1]).lstrip("(")
+                yield f"{path.relative_to(ROOT / 'csrc').as_posix()} {name}"
 
 
 def test_every_wait_of_python_has_a_deadline_or_a_row() -> None:

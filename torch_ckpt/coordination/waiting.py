@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["LOG_S", "OwnFuture", "result_of", "submitted"]
+__all__ = ["LOG_S", "OwnFuture", "no_thread", "result_of", "submitted"]
 
 T = TypeVar("T")
 
@@ -95,5 +95,10 @@ def submitted(executor: Executor, function: Callable[..., T], *arguments: Any) -
     except RuntimeError as error:
         reason = str(error)  # The error itself would keep the arguments alive.
     if reason:
-        raise CheckpointError(f"cannot start a thread for a background save: {reason}")
+        raise no_thread(reason)
     return future
+
+
+def no_thread(reason: str) -> CheckpointError:
+    """Returns the error of a background save whose thread cannot be started."""
+    return CheckpointError(f"cannot start a thread for a background save: {reason}")

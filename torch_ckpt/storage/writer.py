@@ -69,7 +69,6 @@ from torch_ckpt.storage.written_file import WrittenFile
 __all__ = ["FastWriter", "Jobs"]
 
 
-
 class Jobs:
     """The jobs that write the files of one rank. They end when the save fails on any rank.
 
