@@ -92,7 +92,15 @@ Status GlobalCalls::call() {
   const auto bad_call = [&] { return broken(global.name + " has invalid arguments"); };
   if (global.how == Global::How::kText) {
     if (!all_texts) return bad_call();
-    return stack_->push(Kind::kPlain, PyObject_CallObject(global.target, args.object.get()));
+    uint64_t weight = args.weight;  // A path has a part for each slash.
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      weight += static_cast<uint64_t>(PyUnicode_GET_LENGTH(items[i]));
+    }
+    RETURN_IF_ERROR(stack_->charge(weight));
+    RETURN_IF_ERROR(
+        stack_->push(Kind::kPlain, PyObject_CallObject(global.target, args.object.get())));
+    stack_->top().weight = static_cast<uint32_t>(weight);
+    return ok_status();
   }
   if (count != 1) return bad_call();
   if (global.how == Global::How::kChoice) {
@@ -104,6 +112,7 @@ Status GlobalCalls::call() {
     return PyErr_Occurred() != nullptr ? python_error() : bad_call();
   }
   if (!PyTuple_CheckExact(items[0])) return bad_call();
+  RETURN_IF_ERROR(stack_->charge(args.weight));
   PyObject* const* sizes = reinterpret_cast<PyTupleObject*>(items[0])->ob_item;
   if (!std::all_of(sizes, sizes + PyTuple_GET_SIZE(items[0]), is_size)) return bad_call();
   RETURN_IF_ERROR(stack_->push(Kind::kPlain, PyObject_CallOneArg(global.target, items[0])));

@@ -69,6 +69,12 @@ void ValueStack::forget(const Value& dict) {
   if (dict.memo != kNoMemo) memo_[dict.memo].is_open = false;
 }
 
+Status ValueStack::charge(uint64_t weight) {
+  if (weight > max_weight_ - charged_) return refused("calls that expand a few values to very many");
+  charged_ += static_cast<uint32_t>(weight);
+  return ok_status();
+}
+
 Status ValueStack::close(Value& child, Value* parent) {
   if (child.kind == Kind::kGlobal) return refused("a global as a value");
   RETURN_IF_ERROR(freeze(child));

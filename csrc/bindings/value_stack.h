@@ -107,6 +107,10 @@ class ValueStack {
   // Moves the alternating keys and values from `begin` on to the dict below them.
   Status set_items(size_t begin);
 
+  // Counts nodes that a call creates. The nodes of all calls together have the limit of the result,
+  // since arguments can be recalled for many calls before a container counts their results.
+  Status charge(uint64_t weight);
+
   // Freezes `child`, and adds its depth and weight to those of `parent`.
   Status close(Value& child, Value* parent);
 
@@ -140,6 +144,7 @@ class ValueStack {
   Status freeze(Value& value);
 
   uint32_t max_weight_;
+  uint32_t charged_ = 0;
   std::vector<Value> stack_;
   std::vector<size_t> marks_;  // Size of the stack at each mark.
   std::vector<Memory> memo_;

@@ -75,6 +75,16 @@ Result<End> read_end_record(Bytes tail, int64_t nbytes) {
   if (disk != 0 || directory_disk != 0 || count_on_disk != end.count) {
     return no_archive("its zip archive spans disks");
   }
+  // Torch reads the zip64 end record wherever there is a locator, so both must state the same.
+  const int64_t locator = ssize(tail) - kZipEndNbytes - kZip64LocatorNbytes;
+  if (locator >= 0 &&
+      Fields(slice(tail, locator, kZip64LocatorNbytes)).u32() == kZip64LocatorSignature) {
+    ASSIGN_OR_RETURN(const End zip64, read_zip64_end(tail, nbytes));
+    if (zip64.count != end.count || zip64.nbytes != end.nbytes || zip64.offset != end.offset) {
+      return no_archive("its two end records contradict each other");
+    }
+    return zip64;
+  }
   return end;
 }
 

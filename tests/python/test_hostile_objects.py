@@ -26,11 +26,27 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import failure_of, load, save
+from crafted import (
+    DOUBLED,
+    LAYOUT,
+    RECONSTRUCT,
+    archive,
+    array,
+    call,
+    dtype,
+    named,
+    number,
+    raw,
+    tensor_of,
+    text,
+    tuple_of,
+)
 from resumable_states import OBJECTS
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from torch_ckpt import CheckpointError, FastReader
 from torch_ckpt._core import _native
+from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.formats.data_classes import DATA_CLASSES, class_named
 from torch_ckpt.formats.object_parts import ObjectParts
 from torch_ckpt.formats.object_pickles import Refused, load_object, refused_classes
@@ -39,63 +55,9 @@ from torch_ckpt.formats.pickles import ForbiddenPickleError
 NAMES = [name for name in DATA_CLASSES if ".core." not in name and "_local" not in name]
 
 
-def archive(pickled: bytes, *others: str) -> io.BytesIO:
-    """As ``torch.save`` writes it, of any pickle; with other records, empty."""
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as file:
-        file.writestr("archive/data.pkl", pickled)
-        file.writestr("archive/byteorder", "little")
-        file.writestr("archive/version", "3\n")
-        file.writestr("archive/data/0", b"\1" * 5056)
-        for name in others:
-            file.writestr(f"archive/{name}", b"")
-    stream.seek(0)
-    return stream
-
-
-def text(value: str) -> bytes:
-    encoded = value.encode()
-    return b"X" + struct.pack("<I", len(encoded)) + encoded
-
-
-def named(full_name: str) -> bytes:
-    """What pushes a class or function."""
-    module, _, name = full_name.rpartition(".")
-    return f"c{module}\n{name}\n".encode()
-
-
 def system(canary: Path) -> bytes:
     """What pushes the result of a call that creates a file."""
     return b"cposix\nsystem\n" + text(f"touch {canary}") + b"\x85R"
-
-
-def number(value: int) -> bytes:
-    return pickle.dumps(value, 2)[2:-1]
-
-
-def raw(data: bytes) -> bytes:
-    """What pushes bytes, as protocol 2 has them."""
-    return b"c_codecs\nencode\n" + text(data.decode("latin1")) + text("latin1") + b"\x86R"
-
-
-RECONSTRUCT = (
-    b"cnumpy._core.multiarray\n_reconstruct\ncnumpy\nndarray\n(K\x00t" + raw(b"b") + b"\x87R"
-)
-
-
-def dtype(code: str, state: bytes | None = None) -> bytes:
-    plain = b"(K\x03" + text("<") + b"NNN" + number(-1) + number(-1) + b"K\x00t"
-    return (
-        b"cnumpy\ndtype\n"
-        + text(code)
-        + b"\x89\x88\x87R"
-        + (plain if state is None else state)
-        + b"b"
-    )
-
-
-def array(code: str, shape: bytes, data: bytes, state: bytes | None = None) -> bytes:
-    return RECONSTRUCT + b"(K\x01" + shape + dtype(code, state) + b"\x89" + data + b"tb"
 
 
 WITHOUT_FLAGS = b"(K\x03" + text("|") + b"NNN" + number(-1) + number(-1) + b"K\x00t"
@@ -197,9 +159,6 @@ def test_a_crafted_file_of_each_class_runs_nothing(name: str, tmp_path: Path, ca
     assert canary.exists(), "the payload does not work"
 
 
-DOUBLED = b"".join(b"q%ch%c\x86" % (i, i) for i in range(1, 60))
-"""What makes of a value a tuple of two, of two of these, and so on."""
-
 CRAFTED = {
     "an object array of bytes": array("O8", b"(K\x01t", raw(b"\1" * 8)),
     "an object array that denies it": array("O8", b"(K\x01t", raw(b"\1" * 8), WITHOUT_FLAGS),
@@ -285,14 +244,18 @@ def test_torchscript_and_files_of_others_are_not_handed_to_their_readers(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    path = tmp_path / "script.pt"
+    path, plain = tmp_path / "script.pt", tmp_path / "plain.pt"
     torch.jit.script(Module()).save(str(path))
-    for mapped in (path, None):
-        with (
-            mock.patch.object(torch.jit, "load", side_effect=AssertionError),
-            pytest.raises(ForbiddenPickleError, match="GLOBAL __torch__"),
-        ):
-            load_object(io.BytesIO(path.read_bytes()), mapped=mapped)
+    with zipfile.ZipFile(path) as script, zipfile.ZipFile(plain, "w") as uncompressed:
+        for name in script.namelist():
+            uncompressed.writestr(name, script.read(name))
+    for file, why in ((path, "compressed"), (plain, "GLOBAL __torch__")):
+        for mapped in (file, None):
+            with (
+                mock.patch.object(torch.jit, "load", side_effect=AssertionError),
+                pytest.raises((ForbiddenPickleError, UnsupportedError), match=why),
+            ):
+                load_object(io.BytesIO(file.read_bytes()), mapped=mapped)
     with pytest.raises(pickle.UnpicklingError):
         load_object(io.BytesIO(b"\x80\x02" + system(canary) + b"."))
     assert not canary.exists()
@@ -302,27 +265,9 @@ TYPE_V2 = "torch._tensor._rebuild_from_type_v2"
 DEEP = 100_000
 
 
-def call(name: str, *arguments: bytes) -> bytes:
-    return named(name) + b"(" + b"".join(arguments) + b"tR"
-
-
-def tuple_of(*parts: bytes) -> bytes:
-    return b"(" + b"".join(parts) + b"t"
-
-
 NDARRAY = named("numpy.ndarray")
 GOOD_STATE = tuple_of(b"K\x01(K\x01t", dtype("i8"), b"\x89", raw(b"A" * 8))
 BAD_STATE = tuple_of(b"K\x01(K\x01t", dtype("O8"), b"\x89", raw(b"A" * 8))
-LAYOUT = call("torch.serialization._get_layout", text("torch.sparse_coo"))
-
-
-def tensor_of(storage: str, count: int, sizes: bytes, strides: bytes) -> bytes:
-    """A tensor of the archive's storage."""
-    pid = tuple_of(text("storage"), named(storage), text("0"), text("cpu"), number(count)) + b"Q"
-    hooks = named("collections.OrderedDict") + b")R"
-    return call("torch._utils._rebuild_tensor_v2", pid, b"K\x00", sizes, strides, b"\x89", hooks)
-
-
 BYPASSES = {
     "torch calls itself, and that NumPy": call(
         TYPE_V2,

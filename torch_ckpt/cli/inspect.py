@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections import defaultdict
 from typing import Any
 
+from torch_ckpt._core import _native
 from torch_ckpt.cli.arguments import add_rules, add_trust_pickle, checkpoint_at, rules_of
 from torch_ckpt.cli.terminal import SOUND, print_json, print_table, printable
 from torch_ckpt.filesystems.location import Location
@@ -15,6 +17,7 @@ from torch_ckpt.storage.committed_files import (
     described,
     open_checkpoints,
 )
+from torch_ckpt.storage.expansion import allowed_nbytes
 from torch_ckpt.storage.progress import readable_nbytes
 
 __all__ = ["add_to"]
@@ -55,6 +58,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     files = [name for name, _ in checkpoint.files]
+    itemsizes = dict(zip(_native.DTYPE_NAMES, _native.DTYPE_ITEMSIZES, strict=True))
     stored: set[tuple[int, int, int]] = set()  # Several boxes may share an extent.
     tensors: list[dict[str, Any]] = []
     objects: list[dict[str, Any]] = []
@@ -72,7 +76,10 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
             objects.append({"fqn": fqn, **places[0]})
         else:
             dtype, _, _, _, shape = properties
-            tensors.append({"fqn": fqn, "dtype": dtype, "shape": list(shape), "boxes": places})
+            facts = {"fqn": fqn, "dtype": dtype, "shape": list(shape)}
+            if dtype in itemsizes:
+                facts["nbytes"] = math.prod(shape) * itemsizes[dtype]
+            tensors.append({**facts, "boxes": places})
     per_rank: defaultdict[int | None, int] = defaultdict(int)
     for file, _, nbytes in stored:
         per_rank[_rank_of(files[file])] += nbytes
@@ -113,20 +120,21 @@ def _extents(boxes: list[dict[str, Any]]) -> set[tuple[str, int, int]]:
     return {(box["file"], box["offset"], box["nbytes"]) for box in boxes}
 
 
+def _row(tensor: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the cells of a tensor. They state its size if it is far from what is stored."""
+    boxes = tensor["boxes"]
+    stored = sum(nbytes for *_, nbytes in _extents(boxes))
+    shape = str(tensor["shape"])
+    if tensor.get("nbytes", 0) > allowed_nbytes(stored):
+        shape += f": {readable_nbytes(tensor['nbytes'])}"
+    return tensor["fqn"], tensor["dtype"], shape, f"{len(boxes)} boxes", readable_nbytes(stored)
+
+
 def _print_summary(summary: dict[str, Any]) -> None:
     nbytes = sum(file["nbytes"] for file in summary["files"])
     save_id = "" if summary["save_id"] is None else f", save id {summary['save_id']}"
     print(f"{printable(summary['metadata'])}: {summary['format']}{save_id}")
-    rows = [
-        (
-            tensor["fqn"],
-            tensor["dtype"],
-            str(tensor["shape"]),
-            f"{len(tensor['boxes'])} boxes",
-            readable_nbytes(sum(nbytes for *_, nbytes in _extents(tensor["boxes"]))),
-        )
-        for tensor in summary["tensors"]
-    ]
+    rows = [_row(tensor) for tensor in summary["tensors"]]
     rows += [(o["fqn"], "object", "", "", readable_nbytes(o["nbytes"])) for o in summary["objects"]]
     print_table(rows, right=(4,))
     print(f"{len(summary['tensors'])} tensors, {len(summary['objects'])} objects")

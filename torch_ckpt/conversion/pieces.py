@@ -67,6 +67,7 @@ class Source:
 
     Raises:
         NotFoundError: There is no name with the prefix.
+        UnsupportedError: A tensor is far larger than the files of the checkpoint.
         CheckpointError: The checkpoint cannot be read.
     """
 
@@ -84,6 +85,8 @@ class Source:
             raise NotFoundError(f"{path} has no name that begins with {prefix!r}")
         if "" in self._values.names:
             raise UnsupportedError(f"{prefix!r} is itself a name in {path}, and not a prefix")
+        for name, why in self._values.oversized.items():
+            raise UnsupportedError(f"cannot convert {name!r} of {path}: {why}")
         self.tensors: dict[str, PendingTensor] = {}
         objects: list[str] = []
         for name in self._values.names:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DATA_CLASSES", "NeedsState", "class_named"]
+__all__ = ["DATA_CLASSES", "NeedsState", "check_rebuild", "class_named"]
 
 
 class NeedsState:
@@ -31,14 +31,18 @@ class NeedsState:
 
     Attributes:
         make: Builds the object from its state.
+        nbytes: Returns the bytes that ``make`` allocates beyond those of the state.
         name: Name of the class in the pickle.
         key: Key of the object in the unpickler's memo.
     """
 
-    __slots__ = ("key", "make", "name")
+    __slots__ = ("key", "make", "name", "nbytes")
 
-    def __init__(self, make: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, make: Callable[[Any], Any], nbytes: Callable[[Any], int] = lambda _: 0
+    ) -> None:
         self.make = make
+        self.nbytes = nbytes
         self.name = ""
         self.key: int | None = None
 
@@ -97,6 +101,10 @@ def _ordered_dict(items: Any = ()) -> collections.OrderedDict[Any, Any]:
 def _counter(counts: Any = None) -> collections.Counter[Any]:
     _require_type((dict, type(None)), counts)
     return collections.Counter(counts)
+
+
+def _size(sizes: Iterable[int] = ()) -> torch.Size:
+    return torch.Size(_elements(sizes))
 
 
 def _deque(elements: Any = (), maxlen: int | None = None) -> collections.deque[Any]:
@@ -191,8 +199,21 @@ def _generator(device: torch.device) -> NeedsState:
     return NeedsState(make)
 
 
+def _require_whole(*tensors: object) -> None:
+    """Checks that tensors have no more elements than their storages, so that a copy is no larger.
+
+    An expanded tensor of a few bytes may have any number of elements.
+    """
+    for tensor in tensors:
+        _require(type(tensor) is torch.Tensor and tensor.layout is torch.strided)
+        assert isinstance(tensor, torch.Tensor)
+        _require(tensor.numel() * tensor.itemsize <= tensor.untyped_storage().nbytes())
+
+
 def _sparse_tensor(layout: torch.layout, data: Any) -> torch.Tensor:
     # The function that this one replaces does not validate indices or sizes.
+    _require_type(tuple, data)
+    _require_whole(*data[: 2 if layout is torch.sparse_coo else 3])
     if layout is torch.sparse_coo:
         indices, values, size, *is_coalesced = data
         _require_type(torch.Tensor, values)
@@ -217,6 +238,30 @@ def _sparse_tensor(layout: torch.layout, data: Any) -> torch.Tensor:
     )
 
 
+def check_rebuild(function: Callable[..., Any], *arguments: Any) -> None:
+    """Checks the arguments of a function of torch that allocates memory or reads elements.
+
+    Args:
+        function: A function whose name begins with ``torch._utils._rebuild_``.
+        *arguments: Its arguments in the pickle.
+
+    Raises:
+        ValueError: The result could be larger than the storages of the arguments.
+    """
+    if function is torch._utils._rebuild_qtensor:
+        storage, _, sizes, _, parameters, *_ = arguments
+        _require(math.prod(sizes) * storage.dtype.itemsize <= storage.nbytes())
+        for one in parameters[1:3]:
+            if isinstance(one, torch.Tensor):
+                _require_whole(one)
+            else:
+                _require_type((int, float), *(one if isinstance(one, list) else [one]))
+    elif function is torch._utils._rebuild_nested_tensor:
+        _require_whole(*arguments)
+    elif function is torch._utils._rebuild_device_tensor_from_cpu_tensor:
+        _require_whole(arguments[0])
+
+
 # NumPy. The ``__setstate__`` of its arrays and dtypes does not validate the state. If the flags of
 # an object dtype deny that its elements are objects, bytes of the file become pointers.
 
@@ -228,6 +273,12 @@ def _numpy() -> Any:
 def _array(kind: object, shape: object, typecode: object) -> NeedsState:
     np = _numpy()
     _require(kind is np.ndarray)
+
+    def nbytes(state: Any) -> int:
+        # The dtype of objects may have elements of any length.
+        *_, dtype, _, data = state
+        has_elements = isinstance(dtype, np.dtype) and isinstance(data, list)
+        return len(data) * dtype.itemsize if has_elements else 0
 
     def make(state: Any) -> Any:
         *version, shape, dtype, is_fortran, data = state
@@ -247,7 +298,7 @@ def _array(kind: object, shape: object, typecode: object) -> NeedsState:
         _require_type(bytes, data)
         return np.frombuffer(data, dtype).reshape(shape, order=order).copy(order)
 
-    return NeedsState(make)
+    return NeedsState(make, nbytes)
 
 
 _DTYPE = re.compile(r"[?OSUV]\d{0,10}|[biufcmM]\d{1,2}")
@@ -341,6 +392,7 @@ DATA_CLASSES: dict[str, Callable[..., Any]] = {
     "datetime.timezone": _timezone,
     "decimal.Decimal": _decimal,
     "uuid.UUID": _uuid,
+    "torch.Size": _size,
     "torch._C.Generator": _generator,
     "torch._utils._rebuild_sparse_tensor": _sparse_tensor,
     "numpy.ndarray": _no_call,

@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torch_ckpt._core.lazy_views import LazyMapping
 from torch_ckpt._core.tensors import gc_paused
-from torch_ckpt.errors import CorruptionError, UnsupportedError
+from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.formats.pickles import MEGATRON_CLASSES, ForbiddenPickleError, load_allowed
+from torch_ckpt.formats.reading import reading
 
 __all__ = [
     "UnreadableMetadata",
@@ -132,14 +133,13 @@ def load_committed(pickled: bytes, *, where: str, trust_pickle: bool = False) ->
             need.
     """
     try:
-        return load_metadata(pickled, trust_pickle=trust_pickle)
+        with reading(where):
+            return load_metadata(pickled, trust_pickle=trust_pickle)
     except ForbiddenPickleError as error:
         raise UnsupportedError(
             f"cannot read {where}: {error}. It may run code; if you trust its author, "
             "FastReader(trust_pickle=True) allows it"
         ) from error
-    except ValueError as error:
-        raise CorruptionError(f"cannot read {where}: {error}") from error
 
 
 def check_metadata(value: object) -> Metadata:

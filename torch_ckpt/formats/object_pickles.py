@@ -28,7 +28,8 @@ from typing_extensions import Buffer
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import cpu_as_default
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.formats.data_classes import DATA_CLASSES, NeedsState, class_named
+from torch_ckpt.formats.data_classes import DATA_CLASSES, NeedsState, check_rebuild, class_named
+from torch_ckpt.formats.pickle_budget import Budget, text_weight
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 
 __all__ = [
@@ -124,6 +125,7 @@ def _load_stream(
     """
     if stream.read(len(_ARCHIVE)) != _ARCHIVE:
         raise pickle.UnpicklingError("it is not an archive of torch.save")
+    _check_records(stream)
     stream.seek(0)
     load: Any = torch.serialization._load
     with torch.serialization._open_zipfile_reader(stream) as archive:
@@ -146,7 +148,26 @@ def _load_stream(
             raise ForbiddenPickleError(names) from error
 
 
+def _check_records(stream: IO[bytes]) -> None:
+    """Checks that no record of an archive is compressed, as torch writes none.
+
+    Torch would expand a record to a thousand times its length.
+
+    Raises:
+        UnsupportedError: A record is compressed.
+        CorruptionError: The bytes are not an archive of ``torch.save``.
+    """
+    stream.seek(0, io.SEEK_END)
+    end = stream.tell()
+    begin, offset = end, max(end - _TAIL_NBYTES, 0)
+    while offset < begin:
+        stream.seek(offset)
+        begin, offset = offset, _native.check_archive(stream.read(), end)
+
+
 _ARCHIVE = b"PK\3\4"
+_TAIL_NBYTES = 64 << 10
+"""Bytes at the end of an archive, which usually have its directory."""
 
 _MAX_FQNS_NAMED = 20  # In one warning.
 
@@ -240,13 +261,9 @@ _CALLABLE = _REBUILDS | {
     id(_TORCH_GLOBALS[name])
     for name in (
         *("torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter"),
-        *("torch.Size", "torch.device", "torch.serialization._get_layout", "builtins.complex"),
+        *("torch.device", "torch.serialization._get_layout", "builtins.complex"),
     )
 }
-
-_MAX_DEPTH = 100
-_BUDGET_PER_BYTE = 64
-_MIN_BUDGET = 1 << 20
 
 _Base: Any = pickle._Unpickler
 
@@ -258,6 +275,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
 
     The nesting of values that Python hashes or frees by recursion is bounded. The number of values
     that a walk visits, and the number of bytes allocated, are linear in the length of the pickle.
+    A call of an allowed class is charged for its arguments, before it is made.
     """
 
     stand_ins: StandIns = NO_STAND_INS
@@ -268,9 +286,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         super().__init__(file, **options)
         self._data_classes: dict[int, str] = {}  # Id of a class or function -> its name.
         self._without_state = 0  # Number of objects whose state has not arrived yet.
-        self._budget = _MIN_BUDGET + _BUDGET_PER_BYTE * len(file.getbuffer())
-        # Id -> depth and weight of a value, and the value itself, so that the id stays in use.
-        self._measured: dict[int, tuple[int, int, object]] = {}
+        self._budget = Budget(len(file.getbuffer()))
         self._fixed_deques: set[int] = set()  # Ids of deques that other values may contain.
         self._first_refused = ""
 
@@ -328,15 +344,28 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         is_allowed = id(function) in _CALLABLE or self._is_user_global(function)
         if not is_allowed or function is DeviceMesh:  # A mesh starts a process group.
             raise ForbiddenPickleError(f"Trying to call {_name_of(function)}")
+        if id(function) in _CALLABLE or _is_builtin(function):
+            self._budget.charge_call(arguments)
         if function is torch._tensor._rebuild_from_type_v2:
             self._check_rebuild(*arguments)
+        else:
+            self._check_copies(function, arguments)
         self.append(function(*arguments))
+
+    def _check_copies(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        """Checks what a function of torch allocates, and whether it copies a storage again."""
+        _make(_name_of(function), check_rebuild, (function, *arguments))
+        if function is torch._utils._rebuild_device_tensor_from_cpu_tensor:
+            self._budget.charge_copy(arguments[0].untyped_storage())
+        elif function is torch._utils._rebuild_device_tensor_from_numpy:
+            self._budget.charge(arguments[0].size * arguments[1].itemsize)
 
     def _check_rebuild(self, function: Any, kind: Any, arguments: Any, _: Any) -> None:
         """Checks the function that ``_rebuild_from_type_v2`` calls, and the class of the result."""
         is_tensor = isinstance(kind, type) and issubclass(kind, torch.Tensor)
         if id(function) not in _REBUILDS or not is_tensor or type(arguments) is not tuple:
             raise ForbiddenPickleError(f"Trying to call {_name_of(function)}")
+        self._check_copies(function, arguments)
 
     def _load_newobj(self) -> None:
         arguments, kind = self._pop_call()
@@ -345,6 +374,8 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         if kind is torch.nn.Parameter:
             self.append(kind(*arguments))
         elif self._is_user_global(kind):
+            if _is_builtin(kind):
+                self._budget.charge_call(arguments)
             self.append(kind.__new__(kind, *arguments))
         else:
             raise ForbiddenPickleError(f"Trying to make a {_name_of(kind)}")
@@ -353,6 +384,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         """Pushes a refused value if a call needs one, and returns whether it does."""
         first = next((one for one in (function, *arguments) if type(one) is Refused), None)
         if first is not None:
+            self._budget.charge(len(arguments))
             self.append(Refused(first.name, *arguments))
         return first is not None
 
@@ -367,24 +399,25 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         name = self._data_classes.get(id(function))
         if name is None:
             return False
-        for argument in arguments:
-            if isinstance(argument, list | tuple):
-                self._charge_walk(argument)
+        self._budget.charge_call(arguments)
         make = DATA_CLASSES[name] if name in DATA_CLASSES else self.stand_ins[name]
         value = _make(name, make, arguments)
         if type(value) is NeedsState:
             value.name = name
             self._without_state += 1
         else:
-            self._measure(value, value if type(value) in (set, frozenset) else arguments)
+            elements = value if type(value) in (set, frozenset) else arguments
+            self._budget.measure(value, elements, text_weight(arguments))
         self.append(value)
         return True
 
     def _load_build(self) -> None:
         state, value = self.stack.pop(), self.stack[-1]
         if type(value) is NeedsState:
+            self._budget.charge_call((state,))
+            self._budget.charge(_make(value.name, value.nbytes, (state,)))
             made = _make(value.name, value.make, (state,))
-            self._measure(made, _elements_of(state))
+            self._budget.measure(made, _elements_of(state))
             self.stack[-1] = made
             self._without_state -= 1
             if value.key is not None:
@@ -392,6 +425,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         elif type(value) is Refused:
             value.parts.append(state)
         elif type(value) is collections.OrderedDict and type(state) is dict:
+            self._budget.charge_call((state,))
             vars(value).update(state)
         elif type(value) is torch.nn.Parameter or self._is_user_global(type(value)):
             self.append(state)
@@ -399,40 +433,9 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         else:
             raise ForbiddenPickleError(f"Can only build allowed classes, not a {type(value)}")
 
-    def _charge(self, cost: int) -> None:
-        self._budget -= cost
-        if self._budget < 0:
-            raise ForbiddenPickleError("values far larger than the pickle")
-
-    def _charge_walk(self, elements: Iterable[Any]) -> None:
-        for element in elements:
-            measured = self._measured.get(id(element))
-            self._charge(1 if measured is None else measured[1])
-
-    def _measure(self, value: Any, elements: Iterable[Any]) -> None:
-        """Records the depth of a value, and its weight: the number of values that a walk visits."""
-        depth, weight, _ = self._measured.get(id(value), (1, 1, None))  # A deque may grow.
-        for element in elements:
-            measured = self._measured.get(id(element))
-            if measured is not None:
-                depth = max(depth, measured[0] + 1)
-                weight += measured[1]
-            else:
-                weight += 1
-        if depth > _MAX_DEPTH:
-            raise ForbiddenPickleError("values nested too deeply")
-        if weight > _MIN_BUDGET + self._budget:
-            raise ForbiddenPickleError("values far larger than the pickle")
-        if isinstance(value, bytes | bytearray):
-            self._charge(len(value))
-        elif not isinstance(value, torch.Tensor):
-            self._charge(int(getattr(value, "nbytes", 0)))  # Arrays have this attribute.
-        if depth > 1 or weight > 1:
-            self._measured[id(value)] = depth, weight, value
-
     def _make_tuple(self, elements: list[Any]) -> None:
         value = tuple(elements)
-        self._measure(value, value)
+        self._budget.measure(value, value)
         self.append(value)
 
     def _load_short_tuple(self, length: int) -> None:
@@ -451,16 +454,20 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         is_dict = kind in (dict, collections.OrderedDict, collections.Counter)
         if not is_dict and not self._is_user_global(kind):
             raise ForbiddenPickleError(f"Can only set items of dicts, not of a {kind}")
-        self._charge_walk(items[::2])  # The dict hashes its keys.
+        self._budget.charge_walk(items[::2])  # The dict hashes its keys.
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[key] = value
 
     def _load_storage(self) -> None:
-        key = self.stack[-1]
+        pid = self.stack[-1]
+        key = pid[2] if type(pid) is tuple and len(pid) == 5 else None
+        # Torch finds a record by any case of its letters, so many keys could read one record.
+        if type(key) is not str or not (key.isascii() and key.isdecimal()):
+            raise ForbiddenPickleError("a storage whose record is not a number")
         self.load_binpersid()
         address = self.stack[-1]._data_ptr()
         if address:
-            self.storages[address] = key[2]
+            self.storages[address] = key
 
     def _load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -476,7 +483,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             target.parts += elements
             return
         if kind is collections.deque and id(target) not in self._fixed_deques:
-            self._measure(target, elements)
+            self._budget.measure(target, elements)
         elif kind is not list and not self._is_user_global(kind):
             raise ForbiddenPickleError(f"Can only append to lists, not to a {kind}")
         target.extend(elements)
@@ -501,6 +508,10 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             self._fixed_deques.add(id(value))
         self.append(value)
 
+    def _load_long4(self) -> None:
+        self.load_long4()
+        self._budget.measure_number(self.stack[-1])
+
     def _refuse(self) -> None:
         raise ForbiddenPickleError("an opcode that torch.save does not write")
 
@@ -512,9 +523,10 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
                 *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.GLOBAL),
                 *(pickle.EMPTY_TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT),
                 *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT, pickle.BINUNICODE),
-                *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.LONG4),
+                *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
             )
         },
+        pickle.LONG4[0]: _load_long4,
         pickle.BINPERSID[0]: _load_storage,
         pickle.REDUCE[0]: _load_reduce,
         pickle.NEWOBJ[0]: _load_newobj,
@@ -532,6 +544,11 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         pickle.BINGET[0]: lambda self: self._push_memoized(1),
         pickle.LONG_BINGET[0]: lambda self: self._push_memoized(4),
     }
+
+
+def _is_builtin(function: Any) -> bool:
+    """Returns whether a function that the user allows is a class such as ``list``."""
+    return getattr(function, "__module__", "") in ("array", "builtins", "collections")
 
 
 def _name_of(value: Any) -> str:

@@ -20,7 +20,8 @@ from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.object_pickles import NO_STAND_INS, Refused, StandIns
 from torch_ckpt.formats.opened import ForeignFiles
-from torch_ckpt.formats.torch_save import Archive, Objects, check_allowed
+from torch_ckpt.formats.reading import now_reading, reading
+from torch_ckpt.formats.torch_save import Archive, Objects, check_allowed, check_tree
 from torch_ckpt.formats.unions import Placed
 from torch_ckpt.options import Verification
 
@@ -196,6 +197,7 @@ class File:
             CorruptionError: The value is missing or of another type.
             UnsupportedError: The value is of a forbidden class.
         """
+        now_reading(self.path, keys)
         value = self.state
         for key in keys:
             try:
@@ -303,10 +305,12 @@ class Files:
             CorruptionError: The file is damaged.
             UnsupportedError: The pickle requests a forbidden class or function.
         """
-        archive = Archive(self.folder / name, len(self.foreign.files), verify=self._verify)
-        state, objects = archive.read_state(
-            trust_pickle=self._trust_pickle, stand_ins=self._stand_ins
-        )
+        with reading(self.folder / name):
+            archive = Archive(self.folder / name, len(self.foreign.files), verify=self._verify)
+            state, objects = archive.read_state(
+                trust_pickle=self._trust_pickle, stand_ins=self._stand_ins
+            )
+            check_tree(state, archive)
         self.add(name, archive.nbytes, archive.version)
         self._archives[archive.number] = archive
         self.foreign.records[name] = [

@@ -8,6 +8,7 @@ from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.dcp import open_dcp
 from torch_ckpt.formats.deepspeed import deepspeed_folder, open_deepspeed
 from torch_ckpt.formats.opened import Opened
+from torch_ckpt.formats.reading import reading
 from torch_ckpt.formats.rules import Rules
 from torch_ckpt.formats.safetensors import (
     is_safetensors,
@@ -45,6 +46,13 @@ def open_stored(
         UnsupportedError: The format is not supported, or has no rules, or a pickle requests a
             forbidden class or function.
     """
+    with reading(path):
+        return _open(path, prefix, verify=verify, trust_pickle=trust_pickle, rules=rules)
+
+
+def _open(
+    path: Location, prefix: str, *, verify: bool, trust_pickle: bool, rules: Rules | None
+) -> Opened:
     if rules is not None:
         if path.is_file() or (folder := deepspeed_folder(path)) is None:
             raise UnsupportedError(

@@ -29,12 +29,14 @@ from torch_ckpt.formats.object_pickles import (
 )
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.pickles import ForbiddenPickleError
+from torch_ckpt.formats.reading import now_reading
 from torch_ckpt.options import Verification
 
 __all__ = [
     "Archive",
     "Objects",
     "check_allowed",
+    "check_tree",
     "flatten",
     "has_boxes",
     "is_archive",
@@ -226,6 +228,7 @@ class Archive:
 
     def add(self, foreign: ForeignFiles, fqn: str, value: object) -> None:
         """Adds the entry of a tensor or object to ``foreign``."""
+        now_reading(self.path, fqn)
         if not has_boxes(value):
             foreign.entries.append((fqn, None, [self.box((), plain=False)]))
             return
@@ -396,14 +399,14 @@ def flatten(state: Any, archive: Archive) -> tuple[dict[str, Any], Any]:
         raise UnsupportedError(
             f"cannot load {archive.path}: its value is a {type(state).__qualname__}, not a dict"
         )
-    _check_tree(state, archive)
+    check_tree(state, archive)
     try:
         return _tensor_view.flatten(state)
     except ValueError as error:
         raise UnsupportedError(f"cannot load {archive.path}: {error}") from error
 
 
-def _check_tree(state: Any, archive: Archive) -> None:
+def check_tree(state: Any, archive: Archive) -> None:
     """Checks that a walk of a state dict ends after a reasonable time.
 
     In a crafted pickle, a list may contain itself, or a few dicts may have billions of paths.
@@ -414,7 +417,9 @@ def _check_tree(state: Any, archive: Archive) -> None:
     # The budget is linear in the pickle, where each value occupies at least one byte. Each path
     # costs the length of its FQN.
     budget = _MIN_NAMES_NBYTES + 16 * archive.pickle_nbytes
-    stack: list[tuple[Any, int, int]] = [(state, 0, 0)]  # Value, depth, and length of its FQN.
+    stack: list[tuple[Any, int, int]] = []  # Value, depth, and length of its FQN.
+    if isinstance(state, Mapping | list | tuple | set | frozenset):
+        stack.append((state, 0, 0))
     while stack:
         value, depth, length = stack.pop()
         keyed = value.items() if isinstance(value, Mapping) else (("", v) for v in value)

@@ -98,17 +98,20 @@ def described(checkpoint: Checkpoint, *, trust_pickle: bool = False) -> Checkpoi
     from torch_ckpt.formats.index import to_entries
     from torch_ckpt.formats.megatron import unflattened
     from torch_ckpt.formats.metadata import load_committed
+    from torch_ckpt.formats.reading import reading
 
     pickled = checkpoint.metadata.read_pickle()
-    metadata, errors = unflattened(
-        load_committed(pickled, where=str(checkpoint.path), trust_pickle=trust_pickle)
-    )
-    files = checkpoint.files
-    if checkpoint.index is None:
-        folder = checkpoint.path.parent
-        names = {str(getattr(info, "relative_path", "")) for info in metadata.storage_data.values()}
-        files = [(name, _size_of(folder / name)) for name in sorted(names)]
-    entries = to_entries(metadata, [name for name, _ in files])
+    with reading(checkpoint.path):
+        metadata, errors = unflattened(
+            load_committed(pickled, where=str(checkpoint.path), trust_pickle=trust_pickle)
+        )
+        files = checkpoint.files
+        if checkpoint.index is None:
+            folder = checkpoint.path.parent
+            infos = metadata.storage_data.values()
+            names = {str(getattr(info, "relative_path", "")) for info in infos}
+            files = [(name, _size_of(folder / name)) for name in sorted(names)]
+        entries = to_entries(metadata, [name for name, _ in files])
     if entries is None:
         raise UnsupportedError(
             f"cannot list {checkpoint.path}: a planner wrote it in a custom form"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,12 +15,16 @@ from torch_ckpt._core.tensors import DTYPE_CODES
 from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.equality import is_equal
+from torch_ckpt.storage.expansion import allowed_nbytes
 from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
 
 __all__ = ["Comparison", "compare"]
 
 _PIECE_NBYTES = 64 << 20
 """Bytes of each checkpoint in memory at a time, if each element had at least 8 bytes."""
+
+_VALUE_NBYTES = 64
+"""Bytes that a value of an object counts."""
 
 
 @dataclass
@@ -29,11 +35,13 @@ class Comparison:
         equal: Number of equal values.
         differences: FQN -> how the values differ.
         unknown: FQN -> why the values cannot be compared.
+        budget: Bytes of objects that may still be compared.
     """
 
     equal: int = 0
     differences: dict[str, str] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
+    budget: int = 0
 
 
 def compare(
@@ -68,6 +76,9 @@ def compare(
     if not one.has_prefix and not two.has_prefix:
         raise NotFoundError(f"neither {a} nor {b} has a name that begins with {prefix!r}")
     found = Comparison()
+    found.budget = sum(allowed_nbytes(side.stored_nbytes) for side in sides)
+    if trust_pickle:
+        found.budget = sys.maxsize
     for fqn in sorted(one.names.keys() ^ two.names.keys()):
         where = "A" if fqn in one.names else "B"
         found.differences[fqn] = f"only in {where}"
@@ -87,6 +98,8 @@ def compare(
             found.differences[fqn] = f"{facts[0]} in A, {facts[1]} in B"
         elif entries[0].properties.dtype not in DTYPE_CODES:
             found.unknown[fqn] = f"only torch can read tensors of {entries[0].properties.dtype}"
+        elif why := one.oversized.get(fqn) or two.oversized.get(fqn):
+            found.unknown[fqn] = why
         else:
             tensors.append(fqn)
     _compare_tensors(sides, tensors, found, atol, rtol)
@@ -99,17 +112,37 @@ def _compare_tensors(
 ) -> None:
     different: dict[str, tuple[int, float]] = {}  # Count, largest absolute difference.
     for batch in _batches(sides[0], fqns):
-        for (fqn, _), x, y in zip(batch, *(side.load(batch) for side in sides), strict=True):
+        for fqn, x, y in _loaded(sides, batch, found):
             count, largest = _difference(x, y, atol, rtol)
             if count:
                 known = different.get(fqn, (0, 0.0))
                 different[fqn] = known[0] + count, _larger(known[1], largest)
-    for fqn in fqns:
+    compared = [fqn for fqn in fqns if fqn not in found.unknown]
+    for fqn in compared:
         if fqn in different:
             count, largest = different[fqn]
             numel = sides[0].entry(fqn).size.numel()
             found.differences[fqn] = f"{count} of {numel} elements differ, by {largest:.6g} at most"
-    found.equal += len(fqns) - len(different)
+            found.equal -= 1
+    found.equal += len(compared)
+
+
+def _loaded(
+    sides: Sequence[StoredValues], batch: Sequence[tuple[str, Box]], found: Comparison
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Loads boxes of both checkpoints, except for those of tensors that cannot be loaded."""
+    batch = [(fqn, box) for fqn, box in batch if fqn not in found.unknown]
+    names = dict.fromkeys(fqn for fqn, _ in batch)
+    try:
+        loaded = [side.load(batch) for side in sides]
+    except UnsupportedError as error:
+        if len(names) == 1:
+            found.unknown.update(dict.fromkeys(names, str(error)))
+            return
+        for name in names:
+            yield from _loaded(sides, [(fqn, box) for fqn, box in batch if fqn == name], found)
+        return
+    yield from zip((fqn for fqn, _ in batch), *loaded, strict=True)
 
 
 def _batches(side: StoredValues, fqns: Sequence[str]) -> Iterator[list[tuple[str, Box]]]:
@@ -169,6 +202,7 @@ def _compare_objects(sides: Sequence[StoredValues], fqns: Sequence[str], found: 
         return
     for fqn, x, y in zip(fqns, *loaded, strict=True):
         try:
+            found.budget -= sum(_compared_nbytes(value, found.budget // 2) for value in (x, y))
             same = is_equal(x, y)
         except Exception as error:
             found.unknown[fqn] = f"objects of {type(x).__name__} cannot be compared: {error}"
@@ -177,6 +211,29 @@ def _compare_objects(sides: Sequence[StoredValues], fqns: Sequence[str], found: 
             found.equal += 1
         else:
             found.differences[fqn] = f"{_short(x)} in A, {_short(y)} in B"
+
+
+def _compared_nbytes(value: object, limit: int) -> int:
+    """Returns the bytes that a comparison of an object reads, counting a value as 64 bytes.
+
+    Raises:
+        ValueError: They exceed the limit. A list may contain itself, and an expanded tensor may
+            have any number of elements.
+    """
+    nbytes = 0
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        nbytes += _VALUE_NBYTES
+        if isinstance(one, torch.Tensor) and one.layout == torch.strided and not one.is_nested:
+            nbytes += one.numel() * one.itemsize
+        elif isinstance(one, dict):
+            pending += one.values()
+        elif isinstance(one, list | tuple | collections.deque):
+            pending += one
+        if nbytes > limit:
+            raise ValueError("they have more values or elements than the files justify")
+    return nbytes
 
 
 def _short(value: object) -> str:

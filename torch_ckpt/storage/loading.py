@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import io as _io
 import math
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,16 +34,21 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.object_pickles import HOW_TO_ALLOW, load_object
 from torch_ckpt.formats.opened import Contents
 from torch_ckpt.formats.pickles import ForbiddenPickleError
+from torch_ckpt.formats.reading import reading
 from torch_ckpt.options import READ_THREADS, IoOptions
 from torch_ckpt.planning.columns import overrides
 from torch_ckpt.planning.load_planner import FastLoadPlanner, PlannedReads
 from torch_ckpt.planning.loaded_objects import store_object
 from torch_ckpt.planning.targets import check_targets
 from torch_ckpt.storage.buffers import retained_nbytes_limit, useful_buffer_nbytes
+from torch_ckpt.storage.expansion import allowed_nbytes
 
 __all__ = ["Load", "Source"]
 
 _TORCHS_OWN = _tensor_view.TensorKind.TORCHS_OWN
+
+_CHUNK_NBYTES = 4 << 20
+"""Bytes that a stream transform reverses at a time."""
 
 _Slice = tuple[str, int, int, str]  # File, offset, length in bytes, FQN.
 _Tensor = tuple[ReadItem, _Slice, torch.dtype]  # The last element is the stored dtype.
@@ -286,6 +290,8 @@ class _LoadByItem:
         self.requests = requests
         self.planner = planner
         self.max_retained_nbytes = retained_nbytes_limit(load.source.io)
+        self.transformed_nbytes = 0  # Of objects, as they are stored.
+        self.expanded_nbytes = 0  # Of the same objects.
         # A planner with another load_bytes may store bytes in any format.
         self.objects_are_pickled = getattr(planner.load_bytes, "__func__", None) in (
             DefaultLoadPlanner.load_bytes,
@@ -416,7 +422,9 @@ class _LoadByItem:
         """Loads objects, and tensors that torch must unpickle. Reads each slice once."""
         if self.source.contents is not None:
             for item, stored in streams:
-                self._load_content(item, stored, self.source.contents.value(stored[3]))
+                with reading(_where(stored)):
+                    value = self.source.contents.value(stored[3])
+                self._load_content(item, stored, value)
             return
         wanted: dict[_Slice, list[ReadItem]] = {}
         for item, stored in streams:
@@ -465,6 +473,11 @@ class _LoadByItem:
         self._copy_box(item, value)
 
     def _copy_box(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        if tensor.is_meta:
+            raise UnsupportedError(
+                f"cannot load {item.dest_index.fqn!r}: it was saved from the meta device, without "
+                "elements"
+            )
         box = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
         target = self.planner.resolve_tensor(item).detach()
         if target.size() != box.size():
@@ -476,22 +489,11 @@ class _LoadByItem:
         if not self.objects_are_pickled:
             self.planner.load_bytes(item, stream)
             return
-        is_archive = stream.read(4) == b"PK\3\4"
-        stream.seek(0)
+        # Not by `load_bytes`, which unpickles without restriction. A check of the bytes before that
+        # call would not be safe: its parsers differ from ours, and may read another object from the
+        # same bytes.
+        value = _unpickle(stream, stored, trust_pickle=self.source.trust_pickle)
         planner: Any = self.planner
-        try:
-            # Not by `load_bytes`, which unpickles without restriction. A check of the bytes before
-            # that call would not be safe: its parsers differ from ours, and may read another
-            # object from the same bytes.
-            value = load_object(stream, trust_pickle=self.source.trust_pickle)
-        except ForbiddenPickleError:
-            raise
-        except Exception as error:
-            # Bytes that torch cannot open as an archive are damaged. If the archive is intact, the
-            # error comes from the object itself.
-            if not is_archive or "PytorchStreamReader" in str(error):
-                raise CorruptionError(f"cannot load {_where(stored)}: {error}") from error
-            raise
         store_object(planner, item.dest_index.fqn, value)
 
     def _open_stream(self, item: ReadItem, data: bytes, stored: _Slice) -> _io.BytesIO:
@@ -501,12 +503,36 @@ class _LoadByItem:
         if not descriptors:
             return stream
         transformed = self.source.transforms.transform_load_stream(item, descriptors, stream)
+        limit = self._expansion_limit(item, stored)
+        expanded = _io.BytesIO()
         try:
-            return _io.BytesIO(transformed.read(-1))
+            while expanded.tell() <= limit and (chunk := transformed.read(_CHUNK_NBYTES)):
+                expanded.write(chunk)
         except Exception as error:
             raise CorruptionError(
                 f"cannot reverse {list(descriptors)} of {_where(stored)}: {error}"
             ) from error
+        if expanded.tell() > limit:
+            raise UnsupportedError(
+                f"cannot load {_where(stored)}: {list(descriptors)} expands it to more than "
+                f"{limit} bytes. If you trust its author, load with trust_pickle=True"
+            )
+        if item.type == LoadItemType.BYTE_IO:
+            self.expanded_nbytes += expanded.tell()
+        expanded.seek(0)
+        return expanded
+
+    def _expansion_limit(self, item: ReadItem, stored: _Slice) -> float:
+        """Returns the bytes that the stream of an item may expand to."""
+        if self.source.trust_pickle:
+            return math.inf
+        if item.type == LoadItemType.BYTE_IO:
+            self.transformed_nbytes += stored[2]
+            return allowed_nbytes(self.transformed_nbytes) - self.expanded_nbytes
+        # The caller has asked for a tensor of this size. A subclass may store more than that.
+        tensor: Any = self.source.metadata.state_dict_metadata[item.storage_index.fqn]
+        nbytes = math.prod(tensor.size) * tensor.properties.dtype.itemsize
+        return allowed_nbytes(stored[2]) + 2 * nbytes
 
 
 def _cancel_on_failure(job: Cancellable) -> None:
@@ -536,15 +562,23 @@ def _where(stored: _Slice) -> str:
     return f"{name!r} ({nbytes} bytes at {offset} of {file})"
 
 
+def _unpickle(stream: _io.BytesIO, stored: _Slice, **options: Any) -> object:
+    """Unpickles the archive of a slice.
+
+    Raises:
+        CorruptionError: The archive is damaged.
+        ForbiddenPickleError: It requests a forbidden class or function.
+        UnsupportedError: Torch cannot have written it.
+    """
+    with reading(_where(stored)):
+        try:
+            return load_object(stream, **options)
+        except CheckpointError as error:  # It does not name the slice.
+            raise type(error)(f"cannot load {_where(stored)}: {error}") from error
+
+
 def _unpickle_tensor(stream: _io.BytesIO, stored: _Slice, trust_pickle: bool) -> torch.Tensor:
-    try:
-        tensor = load_object(stream, trust_pickle=trust_pickle, map_location="cpu")
-    except ForbiddenPickleError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise UnsupportedError(f"cannot unpickle {_where(stored)}: {error}") from error
-    except Exception as error:
-        raise CorruptionError(f"cannot unpickle {_where(stored)}: {error}") from error
+    tensor = _unpickle(stream, stored, trust_pickle=trust_pickle, map_location="cpu")
     if not isinstance(tensor, torch.Tensor):
         raise CorruptionError(f"cannot load {_where(stored)}: it is not a tensor")
     return tensor

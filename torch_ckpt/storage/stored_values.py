@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +12,19 @@ from typing import Any
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.index import index_of
 from torch_ckpt.options import IoOptions
+from torch_ckpt.storage.expansion import allowed_nbytes
 from torch_ckpt.storage.reader import FastReader
 
 __all__ = ["Box", "StoredValues", "pieces_of"]
@@ -40,6 +48,7 @@ class StoredValues:
         index: The engine's index; ``None`` if there is only the metadata.
         has_prefix: Whether there are FQNs with the prefix.
         names: Shown name -> FQN in the checkpoint.
+        oversized: Shown name -> why a tensor is not to be read: its files do not justify its size.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
@@ -73,10 +82,40 @@ class StoredValues:
             if chosen
             else {fqn: fqn for fqn in stored}
         )
+        self._directory = path.parent if path.is_file() else path
+        self.oversized: dict[str, str] = {} if trust_pickle else self._oversized()
 
     def entry(self, name: str) -> Any:
         """Returns DCP's metadata of a value."""
         return self.metadata.state_dict_metadata[self.names[name]]
+
+    @functools.cached_property
+    def stored_nbytes(self) -> int:
+        """The length of all files in bytes. Files that are missing do not count."""
+        nbytes = 0
+        for file in {info.relative_path for info in self.metadata.storage_data.values()}:
+            with contextlib.suppress(NotFoundError):
+                nbytes += (self._directory / file).nbytes()
+        return nbytes
+
+    def _oversized(self) -> dict[str, str]:
+        """Returns the largest tensors, if all together are larger than the files justify."""
+        nbytes: dict[str, int] = {}
+        for name in self.names:
+            entry = self.entry(name)
+            if isinstance(entry, TensorStorageMetadata):
+                nbytes[name] = math.prod(entry.size) * entry.properties.dtype.itemsize
+        total = sum(nbytes.values())
+        oversized: dict[str, str] = {}
+        for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
+            if total <= allowed_nbytes(0) or total <= allowed_nbytes(self.stored_nbytes):
+                break
+            total -= nbytes[name]
+            oversized[name] = (
+                f"it has {nbytes[name]} bytes, and the files of the checkpoint "
+                f"{self.stored_nbytes}. If you trust their author, pass --trust-pickle"
+            )
+        return oversized
 
     def load(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """Loads boxes of tensors, by the tensors' names."""

@@ -117,7 +117,8 @@ def _examine_files(
     rules: str | None,
 ) -> None:
     """Checks files of other formats: their structure, and the CRCs of the records of torch.save."""
-    from torch_ckpt.formats.torch_save import is_archive  # Imports torch.
+    from torch_ckpt.formats.reading import reading  # Imports torch.
+    from torch_ckpt.formats.torch_save import is_archive
 
     try:
         (checkpoint,) = open_checkpoints(path, trust_pickle=trust_pickle, rules=rules)
@@ -131,14 +132,23 @@ def _examine_files(
         if not is_archive((directory / name).read_range(0, 512)[1]):
             report.doubts.append(f"{name} has no checksums: only its structure was verified")
             continue
-        with (directory / name).open() as stream, zipfile.ZipFile(stream) as archive:
-            for record in archive.infolist():
-                try:
-                    with archive.open(record) as contents:
-                        while data := contents.read(_RECORD_NBYTES):
-                            advance(len(data))
-                except (zipfile.BadZipFile, EOFError) as error:
-                    report.damage.append(f"{name}: {error}")
+        try:
+            with reading(name):
+                _check_records(directory / name, report, advance)
+        except CorruptionError as error:
+            report.damage.append(str(error))
+
+
+def _check_records(path: Location, report: Report, advance: _Advance) -> None:
+    """Checks the CRC of each record of a file of torch.save."""
+    with path.open() as stream, zipfile.ZipFile(stream) as archive:
+        for record in archive.infolist():
+            try:
+                with archive.open(record) as contents:
+                    while data := contents.read(_RECORD_NBYTES):
+                        advance(len(data))
+            except (zipfile.BadZipFile, EOFError) as error:
+                report.damage.append(f"{path.name}: {error}")
 
 
 def _report_unreadable(checkpoint: Checkpoint, report: Report) -> None:
