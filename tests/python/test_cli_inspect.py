@@ -64,6 +64,7 @@ def test_json_says_what_dcps_metadata_say(
             "fqn": fqn,
             "dtype": str(stored.properties.dtype).removeprefix("torch."),
             "shape": list(stored.size),
+            "nbytes": stored.size.numel() * stored.properties.dtype.itemsize,
             "boxes": [
                 {
                     "offsets": list(chunk.offsets),

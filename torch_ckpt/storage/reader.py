@@ -89,7 +89,7 @@ class FastReader(StorageReader):
             and plain data such as NumPy arrays, dates, paths and ``deque``. Register your own
             classes with ``torch.serialization.add_safe_globals``. A planner that overrides
             ``load_bytes`` always receives the stored bytes; ``super().load_bytes`` unpickles them
-            without restriction.
+            without restriction. ``True`` also lifts the limits of what files may expand to.
         exchange: Whether one rank reads bytes that several ranks want and passes them on. The ranks
             then use connections of their own, outside the process group. ``"auto"``: if that saves
             at least 16 MiB and 1/16 of all reads (as it does for replicas), and at most 256 ranks
