@@ -27,6 +27,7 @@ from crafted import (
     text,
     tuple_of,
 )
+from deepspeed_checkpoints import write
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 
@@ -525,6 +526,26 @@ def test_a_large_tensor_is_converted_if_its_author_is_trusted(
 
     found = compare(source, target, trust_pickle=True)
     assert (found.equal, found.differences, found.unknown) == (1, {}, {})
+
+
+@pytest.mark.parametrize("name", ["stock", "indexed", "file.pt", "DeepSpeed"])
+def test_the_limit_follows_the_files_wherever_they_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expansion, "_MIN_NBYTES", 0)
+    path, state = tmp_path / name, {"t": torch.ones(100)}
+    if name == "file.pt":
+        torch.save(state, path)
+    elif name == "DeepSpeed":  # Its files are in the folder that the file `latest` names.
+        write(path / "tag", 1)
+        (path / "latest").write_text("tag")
+    else:
+        save(state, (FileSystemWriter if name == "stock" else FastWriter)(path))
+
+    found = compare(Location(path), Location(path))
+
+    assert found.equal > 0
+    assert not found.unknown
 
 
 def test_a_tensor_of_the_meta_device_is_an_error_that_names_it(tmp_path: Path) -> None:

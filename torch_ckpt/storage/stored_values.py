@@ -82,7 +82,7 @@ class StoredValues:
             if chosen
             else {fqn: fqn for fqn in stored}
         )
-        self._directory = path.parent if path.is_file() else path
+        self._path = path
         self.oversized: dict[str, str] = {} if trust_pickle else self._oversized()
 
     def entry(self, name: str) -> Any:
@@ -92,10 +92,12 @@ class StoredValues:
     @functools.cached_property
     def stored_nbytes(self) -> int:
         """The length of all files in bytes. Files that are missing do not count."""
+        if self.index is not None and self.index.in_memory:  # Measured when they were opened.
+            return sum(nbytes for _, nbytes in self.index.files)
         nbytes = 0
         for file in {info.relative_path for info in self.metadata.storage_data.values()}:
             with contextlib.suppress(NotFoundError):
-                nbytes += (self._directory / file).nbytes()
+                nbytes += (self._path / file).nbytes()
         return nbytes
 
     def _oversized(self) -> dict[str, str]:
