@@ -254,7 +254,7 @@ def random_damage(before: dict[str, bytes], rng: random.Random) -> Damage:
     """One to three files with one to three edits each, mostly anywhere and mostly of some bytes."""
     changed: dict[str, bytes | None] = {}
     said: list[str] = []
-    for name in rng.sample(sorted(before), rng.choice([1, 1, 1, 2, 3])):
+    for name in rng.sample(sorted(before), min(rng.choice([1, 1, 1, 2, 3]), len(before))):
         after = bytearray(before[name])
         for _ in range(rng.choice([1, 1, 2, 3])):
             at, nbytes = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import decimal
 import io
@@ -128,7 +129,7 @@ def change(value: Any, rng: random.Random, odd: tuple[Callable[[], Any], ...]) -
         del parent[path[-1]]
         return value, f"{path} gone"
     if kind == "key" and isinstance(parent, dict):
-        new = rng.choice([0, -1, "x", None, (1, 2), 1 << 70])
+        new = rng.choice(["x", "", "a.b"] if odd is PLAIN else [0, -1, "x", None, (1, 2), 1 << 70])
         parent[new] = parent.pop(path[-1])
         return value, f"{path} under {new!r}"
     if kind == "other":
@@ -148,8 +149,10 @@ def changed_file(name: str, data: bytes, rng: random.Random) -> tuple[bytes, str
             torch.save(value, stream)
         return stream.getvalue(), what
     if name.endswith((".metadata", ".pkl")):
-        value, what = change(pickle.loads(data), rng, ODD)
-        return pickle.dumps(value), what
+        while True:
+            value, what = change(pickle.loads(data), rng, ODD)
+            with contextlib.suppress(RuntimeError):  # Properties pickle only valid formats.
+                return pickle.dumps(value), what
     if name.endswith(".json"):
         value, what = change(json.loads(data), rng, PLAIN)
         return json.dumps(value).encode(), what

@@ -228,6 +228,7 @@ def _check_file(fqn: str, path: str) -> None:
     # The engine opens no such path either. This check raises before anything is read.
     if not path or path.startswith("/") or "\0" in path or ".." in path.split("/"):
         raise ValueError(f"{fqn!r} is stored in {path!r}, which is outside the checkpoint")
+    path.encode()  # A lone surrogate is a ValueError.
 
 
 def _intern_equal_values(metadata: Metadata) -> None:
