@@ -16,6 +16,7 @@ from torch_ckpt.agent.trainer import MemoryCheckpoint, SnapshotAgent
 from torch_ckpt.api import load
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import NotFoundError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import Opened
 
 __all__ = ["SnapshotTier"]
@@ -34,13 +35,13 @@ class _StepReader(SnapshotReader):
         super().__init__(MemoryCheckpoint(_NO_SAVE, step, agent.folder, ()), **options)
         self._agent, self._step = agent, step
 
-    def _open(self, prefix: str) -> Opened:
+    def _open(self, path: Location, prefix: str) -> Opened:
         found = (c for c in self._agent.memory_checkpoints() if c.step == self._step)
         newest = next(found, None)
         if newest is None:
             raise NotFoundError(f"cannot load step {self._step}: it is no longer in memory")
         self.checkpoint = newest
-        return super()._open(prefix)
+        return super()._open(path, prefix)
 
 
 class SnapshotTier:

@@ -76,7 +76,7 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
             objects.append({"fqn": fqn, **places[0]})
         else:
             dtype, _, _, _, shape = properties
-            facts = {"fqn": fqn, "dtype": dtype, "shape": list(shape)}
+            facts: dict[str, Any] = {"fqn": fqn, "dtype": dtype, "shape": list(shape)}
             if dtype in itemsizes:
                 facts["nbytes"] = math.prod(shape) * itemsizes[dtype]
             tensors.append({**facts, "boxes": places})

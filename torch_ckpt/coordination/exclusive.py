@@ -1,13 +1,15 @@
-"""Exclusive: one rule for objects that only one call at a time may use.
+"""Exclusive: one rule for objects that only one call of one process may use at a time.
 
 A call in another thread waits. A call in the same thread cannot wait: a signal handler has
-interrupted the first call, which continues only after the handler.
+interrupted the first call, which continues only after the handler. A forked child may not use an
+object of its parent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
@@ -33,9 +35,14 @@ class Exclusive:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name, self._pid = name, os.getpid()
         self._lock = threading.Lock()
         self._threads: set[int] = set()  # The threads that use the object, or wait for it.
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of the one that has made the object."""
+        return os.getpid() != self._pid
 
     @contextlib.contextmanager
     def use(self, activity: str, timeout_s: float) -> Iterator[None]:
@@ -47,8 +54,13 @@ class Exclusive:
 
         Raises:
             CheckpointError: This thread uses the object already. Or another thread used it until
-                the timeout.
+                the timeout. Or this process is a forked child.
         """
+        if self.is_forked:
+            raise CheckpointError(
+                f"cannot {activity}: {self._name} belongs to process {self._pid}, of which this "
+                "process is a forked child"
+            )
         thread = threading.get_ident()
         if thread in self._threads:
             raise CheckpointError(

@@ -51,7 +51,7 @@ def open_stored(
 
 
 def _open(
-    path: Location, prefix: str, *, verify: bool, trust_pickle: bool, rules: Rules | None
+    path: Location, prefix: str, *, verify: Verification, trust_pickle: bool, rules: Rules | None
 ) -> Opened:
     if rules is not None:
         if path.is_file() or (folder := deepspeed_folder(path)) is None:

@@ -150,7 +150,6 @@ class Run:
         self._disk = StepDirectories(self._location, verify=verify, reader=reader)
         self._process_group, self._group = process_group, group_of(process_group).series()
         self._closed = False
-        self._pid = os.getpid()
         self._writer = FastWriter(self.directory, **(writer or {}))
         self._backend = backend_for(
             self._group,
@@ -209,7 +208,6 @@ class Run:
             Exception: The agent cannot save the state of a rank; raised on all ranks.
             RankTimeoutError: A rank was late, stuck or gone.
         """
-        self._check_open()
         if self._backend is not None:
             self._backend.reserve(state)
 
@@ -254,15 +252,12 @@ class Run:
             raise ValueError(f"{step=} is negative")
         if not persist and not self._is_for_agent:
             raise ValueError("persist=False: only an agent can retain a step in memory alone")
-        self._check_open()
         begin = time.monotonic()
         self._boundary.step_ended(step)
         self._schedule.attempted(step)
         if self.asynchronous and self.on_busy != "wait" and self._is_coordinator_busy():
             if self.on_busy == "error":
-                raise CheckpointError(
-                    f"step {step} was not saved: the previous save is in progress"
-                )
+                raise CheckpointError(f"step {step} was not saved: another save is in progress")
             self.skipped += 1
             return False
         numbers = self._begin(step, self.timeout_s, metrics if persist else None)
@@ -425,7 +420,6 @@ class Run:
 
     # ---- Ending ----
 
-    @exclusive("close the run")
     def close(self) -> None:
         """Waits for the background save and ends the run; the run cannot be used afterwards.
 
@@ -434,15 +428,16 @@ class Run:
         Raises:
             CheckpointError: The background save failed; see :meth:`wait`.
         """
-        if self._is_forked:
+        if self._exclusive.is_forked:
             return
-        try:
-            self._settle()
-        finally:
-            backend, self._backend = self._backend, None
-            if backend is not None:
-                backend.close()
-            self._closed = True
+        with self._exclusive.use("close the run", self.timeout_s):
+            try:
+                self._settle()
+            finally:
+                backend, self._backend = self._backend, None
+                if backend is not None:
+                    backend.close()
+                self._closed = True
 
     def __enter__(self) -> Run:
         return self
@@ -453,7 +448,7 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and self._backend is not None and not self._is_forked:
+        if error is not None and self._backend is not None and not self._exclusive.is_forked:
             self._backend.leave()  # The snapshots remain for the next process.
         try:
             self.close()
@@ -467,15 +462,6 @@ class Run:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this run is closed")
-        if self._is_forked:
-            raise CheckpointError(
-                f"this run belongs to process {self._pid}: a forked process cannot use it"
-            )
-
-    @property
-    def _is_forked(self) -> bool:
-        """Whether this process is a forked child of the process of the run."""
-        return os.getpid() != self._pid
 
     def _decide(
         self,
@@ -501,7 +487,6 @@ class Run:
         pending = self._pending
         if pending is None:
             return
-        self._check_open()
         try:
             self._schedule.clock.background_save_ended(pending.settle(timeout_s or self.timeout_s))
         except CheckpointError:

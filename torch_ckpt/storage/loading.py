@@ -531,7 +531,7 @@ class _LoadByItem:
             return allowed_nbytes(self.transformed_nbytes) - self.expanded_nbytes
         # The caller has asked for a tensor of this size. A subclass may store more than that.
         tensor: Any = self.source.metadata.state_dict_metadata[item.storage_index.fqn]
-        nbytes = math.prod(tensor.size) * tensor.properties.dtype.itemsize
+        nbytes: int = math.prod(tensor.size) * tensor.properties.dtype.itemsize
         return allowed_nbytes(stored[2]) + 2 * nbytes
 
 
