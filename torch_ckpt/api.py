@@ -152,6 +152,9 @@ def async_save(
             closes = not isinstance(writer, AsyncStager)
             stager = _default_stager() if closes else cast(AsyncStager, writer)
         with contextlib.ExitStack() as stack:
+            memory = _snapshot_stager(stager)
+            if memory is not None:
+                stack.enter_context(memory.starting.use("save asynchronously", timeout_s))
             if closes:
                 stack.callback(stager.close)
             plans_together = use_collectives and call.group.size > 1
@@ -268,6 +271,12 @@ def _end_of(staging: Future[Any]) -> Future[None]:
     return ended
 
 
+def _snapshot_stager(stages: Any) -> SnapshotStager | None:
+    """Returns the stager of a writer, or the stager itself, if it is a :class:`SnapshotStager`."""
+    stager = stages.stager if isinstance(stages, FastWriter) else stages
+    return stager if isinstance(stager, SnapshotStager) else None
+
+
 def _is_busy(stages: Any, on_busy: str, call: Call) -> bool:
     """Returns whether any rank would have to wait for an earlier save.
 
@@ -275,8 +284,8 @@ def _is_busy(stages: Any, on_busy: str, call: Call) -> bool:
         CheckpointError: A rank would have to wait, and ``on_busy`` is ``"error"``.
         ValueError: ``on_busy`` is unknown, or the stager is not a :class:`SnapshotStager`.
     """
-    stager = stages.stager if isinstance(stages, FastWriter) else stages
-    if on_busy not in ("skip", "error") or not isinstance(stager, SnapshotStager):
+    stager = _snapshot_stager(stages)
+    if on_busy not in ("skip", "error") or stager is None:
         raise ValueError(
             f'{on_busy=} is not "wait", or, for FastWriter and SnapshotStager, "skip" or "error"'
         )

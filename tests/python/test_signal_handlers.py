@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from torch_ckpt import Run
+import torch_ckpt
+from torch_ckpt import FastWriter, Run, SnapshotStager
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.errors import CheckpointError
 
@@ -82,6 +84,29 @@ def test_handler_that_saves_a_run_waits_for_a_save_of_another_thread(
 
     interrupted(25, seed, 0.03, save_in_thread)
     run.close()
+
+
+def test_handler_that_saves_asynchronously_does_not_wait_for_memory_that_it_has_interrupted(
+    seed: int, tmp_path: Path, on_alarm: Callable[..., None]
+) -> None:
+    stager = SnapshotStager()
+    state: dict[str, Any] = {f"w{i}": torch.ones(1 << 14) for i in range(64)}
+    count = iter(range(1000))
+    refused = []
+
+    def save() -> None:
+        writer = FastWriter(tmp_path / f"{next(count)}", stager=stager)
+        torch_ckpt.async_save(state, storage_writer=writer, timeout_s=60).result()
+
+    def save_in_handler() -> None:
+        try:
+            save()
+        except CheckpointError as error:
+            refused.append(error)
+
+    on_alarm(save_in_handler)
+    interrupted(100, seed, 0.004, lambda _: save())
+    assert all("a signal handler has interrupted" in str(error) for error in refused)
 
 
 def test_use_by_another_thread_ends_after_the_timeout() -> None:

@@ -95,6 +95,8 @@ class SnapshotStager:
         self.max_host_nbytes = max_host_nbytes
         self.blocking = blocking
         self.waited = self.skipped = self.refused = 0
+        self.starting = Exclusive("the staging memory")
+        """In use from the copy of a state until the thread of its save has started."""
         self._exclusive = Exclusive("the staging memory")
         self.share: Share | None = None  # This rank's share in the last save.
         # The snapshot, or None before it is allocated. Empty while the snapshot is in use.
@@ -344,7 +346,8 @@ class SnapshotStager:
         self._inherited = self._free, self._in_use, self._executor, self._devices
         self._devices = _native.Devices()
         self._free, self._in_use = [None], set()
-        self._changed, self._exclusive = threading.Condition(), Exclusive("the staging memory")
+        self.starting, self._exclusive = (Exclusive("the staging memory") for _ in range(2))
+        self._changed = threading.Condition()
         self._executor = self._copying = self.share = None
 
     def _return(self, snapshot: _native.Snapshot | None) -> None:
