@@ -93,6 +93,17 @@ def test_torch_loads_the_file(tmp_path: Path) -> None:
     assert zipfile.ZipFile(tmp_path / "x.pt").testzip() is None
 
 
+@pytest.mark.parametrize("nbytes", [12, 3 << 14])  # Written at once, or in pieces.
+def test_torch_loads_a_dtype_that_the_engine_does_not_have(tmp_path: Path, nbytes: int) -> None:
+    data = torch.randint(256, (nbytes,), dtype=torch.uint8).reshape(3, -1)
+    packed = data.view(torch.float4_e2m1fn_x2)
+    torch_ckpt.save({"p": packed}, checkpoint_id=tmp_path / "source")
+    convert(Location(tmp_path / "source"), Location(tmp_path / "x.pt"), "torch")
+    loaded = torch.load(tmp_path / "x.pt")["p"]
+    assert loaded.dtype == packed.dtype
+    assert torch.equal(loaded.view(torch.uint8), data)
+
+
 def test_stock_dcp_loads_the_directory(tmp_path: Path) -> None:
     SAVES["torch"](tmp_path / "source")
     convert(Location(tmp_path / "source"), Location(tmp_path / "target"), "dcp")

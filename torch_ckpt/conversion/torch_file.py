@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from torch_ckpt._core import _native, _tensor_view
+from torch_ckpt._core.tensors import DTYPE_CODES
 from torch_ckpt.conversion.pieces import IO, Piece, Source
 from torch_ckpt.errors import AlreadyExistsError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
@@ -124,6 +125,8 @@ def write_files(
                     for piece in written(tensor):
                         elements = _elements(source, piece, tensor)
                         record.crc = zlib.crc32(_bytes_of(elements), record.crc)
+                        if elements.dtype not in DTYPE_CODES:  # The engine writes its bytes.
+                            elements = elements.view(torch.uint8)
                         view = _tensor_view.view(elements, tensor.name, writable=False)
                         job.write([(view, record.offset, tensor.sizes, piece.box[0])])
                         del elements, view  # Frees the memory before the next piece is taken.
