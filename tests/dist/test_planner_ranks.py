@@ -174,7 +174,7 @@ def test_the_busiest_rank_writes_hardly_more_than_the_mean(
 
 
 @on_ranks(2)
-def test_what_ranks_send_and_get_is_small() -> None:
+def test_what_ranks_send_and_get_is_small(path: Path) -> None:
     rank, world, count = dist.get_rank(), dist.get_world_size(), 4000
     mesh = init_device_mesh("cpu", (world,))
     state = {
@@ -183,7 +183,7 @@ def test_what_ranks_send_and_get_is_small() -> None:
         else torch.zeros(8, i % 7)
         for i in range(count)
     }
-    planner, writer = FastSavePlanner(), FastWriter("unused")
+    planner, writer = FastSavePlanner(), FastWriter(path)
     planner.set_up_planner(state, is_coordinator=rank == 0)
     sent = pickle.dumps(planner.create_local_plan())
     assert b"WriteItem" not in sent

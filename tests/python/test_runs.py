@@ -379,7 +379,7 @@ def test_a_busy_run_skips_a_save_and_counts_it_or_raises(tmp_path: Path, on_busy
         if on_busy == "skip":
             assert not run.save(2, state_of(2))
         else:
-            with pytest.raises(CheckpointError, match="step 2 was not saved: the previous save"):
+            with pytest.raises(CheckpointError, match="step 2 was not saved: another save"):
                 run.save(2, state_of(2))
     run.wait()
     assert run.save(3, state_of(3))

@@ -64,6 +64,9 @@ PYTHON = {
     "integrations/trainer.py RunCallback.on_train_end self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
+    "coordination/background.py SaveFuture.report self.exception": Wait(
+        "at once: it is done", "the path"
+    ),
     "runs/background/save.py BackgroundSave.__init__.end done.result": Wait("at once", "the step"),
     "runs/background/save.py BackgroundSave.settle self._ended.exception": Wait(
         "at once: it is done", "the step"
@@ -71,7 +74,6 @@ PYTHON = {
     "runs/background/save.py BackgroundSave.settle self._ended.result": Wait(
         "at once: it is done", "the step"
     ),
-    "runs/run.py Run.close self.wait": Wait("the timeout of the run", "the step"),
     "runs/step_files.py lease thread.join": Wait("at once: it was told to end", "no rank waits"),
     "staging/copied_state.py CopiedState._copy x.wait": Wait(
         "the collective of torch that makes the tensor", "torch"

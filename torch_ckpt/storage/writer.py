@@ -352,11 +352,11 @@ class FastWriter(DirectoryWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's files. Tensors that were not staged are written first."""
-        work = work_for(plan, planner, self.transforms, can_wait=self._can_wait)
-        nbytes = sum(work.work.nbytes)
-        first, others = self._files_of(work, plan.storage_data.prefix)
         finished: list[str] = []
         try:
+            work = work_for(plan, planner, self.transforms, can_wait=self._can_wait)
+            nbytes = sum(work.work.nbytes)
+            first, others = self._files_of(work, plan.storage_data.prefix)
             with self._progress(nbytes) as jobs:
                 results = self._write_files(first, nbytes, planner, finished, jobs)
                 self._first_are_written()
