@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from exchanging import Exchanging
+from support.exchanging import Exchanging
 from ranks import Worlds
 from states import full_value
 from test_deadlines import (

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from exchanging import Exchanging
+from support.exchanging import Exchanging
 from ranks import Ranks, Worlds, on_ranks
 from states import assert_same, full_value
 from test_deadlines import (
