@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from test_logging_ranks import logged
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from torch_ckpt.coordination.connect import Deadline, connect, own_addresses
+from torch_ckpt.coordination.connect import Deadline, connect
 from torch_ckpt.coordination.connections import store_of
 from torch_ckpt.coordination.contributions import (
     Contribution,
@@ -34,6 +34,7 @@ from torch_ckpt.coordination.contributions import (
     packed_contributions,
 )
 from torch_ckpt.coordination.group import group_of
+from torch_ckpt.coordination.listeners import own_addresses
 from torch_ckpt.coordination.node import _ANSWER, _CONTRIBUTIONS
 from torch_ckpt.coordination.peer import Peer
 from torch_ckpt.errors import CheckpointError
@@ -49,7 +50,8 @@ def listening() -> dict[str, tuple[str, int]]:
     inodes = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            inodes |= set(re.findall(r"^socket:\[(\d+)\]", os.readlink(f"/proc/self/fd/{descriptor}")))
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+            inodes |= set(re.findall(r"^socket:\[(\d+)\]", target))
     found = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
@@ -146,11 +148,11 @@ def addresses_of_a_first_save(path: Path, interface: str | None) -> list[tuple[s
     group = dist.new_group(backend="gloo")
     variables = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
     with mock.patch.dict(os.environ, variables), Watch() as watch:
+        if interface is None:
+            del os.environ["GLOO_SOCKET_IFNAME"]
         if dist.get_rank():
             time.sleep(LATE_S)
-        torch_ckpt.save(
-            own_state(dist.get_rank(), "new"), checkpoint_id=path, process_group=group
-        )
+        torch_ckpt.save(own_state(dist.get_rank(), "new"), checkpoint_id=path, process_group=group)
     return list(watch.found.values())
 
 
@@ -256,6 +258,8 @@ def call_beside_a_stranger(folder: Path, way: str, name: str) -> str | None:
         joined = connect(store, rank, [0, 1], deadline, lambda: False)
         if way == "answer":
             peer = Peer(1, joined.children[1])
+            while peer.read() is None:  # The contribution of the other rank.
+                time.sleep(0.01)
             send(peer, _ANSWER, packed_answer([memoryview(evil)], array("Q", [0])))
         else:
             peer = Peer(0, joined.parent[1])  # type: ignore[index]

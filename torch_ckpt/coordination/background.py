@@ -27,8 +27,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from torch_ckpt.coordination import orchestrate
-from torch_ckpt.coordination.connect import own_addresses
 from torch_ckpt.coordination.group import Call, group_of
+from torch_ckpt.coordination.listeners import own_addresses
 from torch_ckpt.coordination.portable import portable, why
 from torch_ckpt.coordination.waiting import OwnFuture, no_thread
 from torch_ckpt.errors import CheckpointError

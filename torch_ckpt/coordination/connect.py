@@ -13,13 +13,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import hmac
 import json
 import logging
 import math
-import secrets
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,10 +26,11 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
+from torch_ckpt.coordination.listeners import Listeners, hello, own_addresses
 from torch_ckpt.coordination.tree import FAN_OUT, Tree
 from torch_ckpt.errors import RankTimeoutError, listed_ranks
 
-__all__ = ["Deadline", "Neighbours", "connect", "own_addresses", "refuse", "this_machine"]
+__all__ = ["Deadline", "Neighbours", "connect", "refuse", "this_machine"]
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -44,10 +42,8 @@ _PROBE_S = 3.0  # Interval at which ranks that have written their addresses are 
 _PROBE_ROUND_S = 1.0  # Time for the probes of one round. The next round continues where it ended.
 _PROBE_TIMEOUT_S = 0.5  # Timeout of one probe. Only a refusal counts as an answer.
 _LOG_S = 5.0  # Time after which a wait is logged.
-_BACKLOG = 1024  # Probes remain in the queue of a listener until it accepts its children.
 _WATCHERS = 16  # Number of ranks that probe the coordinator.
 _PLACED = "placed"
-_HELLO = struct.Struct("<16sI")  # The parent's secret, the rank that connects.
 
 # The kernel detects a machine without power after about nine seconds.
 _KEEPALIVE = {
@@ -141,13 +137,11 @@ def connect(
         RuntimeError: The store does not answer.
     """
     waiting = _Waiting(store, names, rank, deadline, is_aborted)
-    with contextlib.closing(_listener()) as listener:
-        secret = secrets.token_bytes(16)
+    with contextlib.closing(_listening(store, waiting)) as listeners:
         address = {
             "node": _node_id(),
-            "hosts": own_addresses(store),
-            "port": listener.getsockname()[1],
-            "secret": secret.hex(),
+            "at": listeners.addresses,
+            "secret": listeners.secret,
         }
         store.set(f"{rank}", json.dumps(address))
         waiting.fail_if_aborted()
@@ -163,7 +157,7 @@ def connect(
             except RankTimeoutError as caught:
                 error = caught
         try:
-            children, missing = _accept(listener, secret, set(below), waiting)
+            children, missing = _accept(listeners, set(below), waiting)
         except BaseException:
             if parent is not None:
                 parent[1].close()
@@ -369,56 +363,40 @@ def _refuses(address: dict[str, Any] | None) -> bool:
         return False
     is_here = address["node"] == _node_id()
     answers = set()
-    for host in address["hosts"]:
+    for host, port in address["at"]:
         if host.startswith("127.") and not is_here:
             continue
         try:
-            socket.create_connection((host, address["port"]), _PROBE_TIMEOUT_S).close()
+            socket.create_connection((host, port), _PROBE_TIMEOUT_S).close()
             return False
         except OSError as error:
             answers.add(error.errno)
     return answers == {errno.ECONNREFUSED}
 
 
-def _listener() -> socket.socket:
+def _listening(store: Store, waiting: _Waiting) -> Listeners:
+    """Returns the sockets at which this rank listens; raises an error on all ranks if it cannot."""
+    name = waiting.names[waiting.rank]
     try:
-        listener = socket.create_server(
-            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
-        )
-    except (OSError, ValueError):  # The machine has no IPv6.
-        listener = socket.create_server(("", 0), backlog=_BACKLOG)
-    return listener
-
-
-def own_addresses(store: Store | None) -> list[str]:
-    """Returns the addresses of this machine, first the one with a route to the store."""
-    hosts = []
-    while store is not None and hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host, port = getattr(store, "host", None), getattr(store, "port", None)
-    if host and port:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((host, port))  # Sends nothing, but makes the kernel choose a route.
-            hosts.append(s.getsockname()[0])
-    with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        hosts += [str(entry[4][0]) for entry in found]
-    return list(dict.fromkeys([*hosts, "127.0.0.1"]))
+        return Listeners(own_addresses(store), name)
+    except OSError as error:
+        text = f"rank {name} cannot listen for the other ranks: {error}"
+        waiting.fail(RankTimeoutError(text, [name], waiting.phase))
+        raise
 
 
 def _dial(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting) -> socket.socket:
     """Connects to the parent, at the first of its addresses that confirms the secret."""
-    hello = _HELLO.pack(bytes.fromhex(address["secret"]), rank)
     failures = []
-    for host in address["hosts"]:
+    for host, port in address["at"]:
         timeout_s = max(min(_DIAL_S, waiting.deadline.remaining_s), _GRACE_S)
         try:
-            dialled = socket.create_connection((host, address["port"]), timeout_s)
+            dialled = socket.create_connection((host, port), timeout_s)
         except OSError as error:
             failures.append(f"{host}: {error}")
             continue
         try:
-            dialled.sendall(hello)
+            dialled.sendall(hello(address["secret"], rank))
             if dialled.recv(1) == b"\1":
                 return _prepared(dialled)
             failures.append(f"{host}: another program listens at this address")
@@ -431,9 +409,9 @@ def _dial(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting) ->
 
 
 def _accept(
-    listener: socket.socket, secret: bytes, expected: set[int], waiting: _Waiting
+    listeners: Listeners, expected: set[int], waiting: _Waiting
 ) -> tuple[dict[int, socket.socket], RankTimeoutError | None]:
-    """Accepts the connections of the children, and refuses all others.
+    """Accepts the connections of the children.
 
     Returns:
         The connection of each child, and an error if a child has ended or does not arrive in time.
@@ -441,39 +419,20 @@ def _accept(
     children: dict[int, socket.socket] = {}
     while missing := sorted(expected - children.keys()):
         remaining_s = waiting.deadline.remaining_s + _GRACE_S
-        listener.settimeout(max(min(remaining_s, _PROBE_S), 0.01))
-        try:
-            accepted, _ = listener.accept()
-        except TimeoutError:
-            if waiting.is_aborted():
-                remaining_s = 0.0
-            gone = missing if remaining_s <= _PROBE_S else waiting.ended(missing)
-            if not gone:
-                continue
+        accepted = listeners.accepted(missing, max(min(remaining_s, _PROBE_S), 0.01))
+        for child, connection in accepted.items():
+            children[child] = _prepared(connection)
+        if accepted:
+            continue
+        if waiting.is_aborted():
+            remaining_s = 0.0
+        gone = missing if remaining_s <= _PROBE_S else waiting.ended(missing)
+        if gone:
             late = [waiting.names[child] for child in gone]
             reason = f"not connected to rank {waiting.names[waiting.rank]}"
             text = f"{listed_ranks(late)} gone or unreachable: {reason}"
             return children, RankTimeoutError(text, late, waiting.phase)
-        try:
-            accepted.settimeout(_GRACE_S)
-            received, child = _HELLO.unpack(_exactly(accepted, _HELLO.size))
-            if not hmac.compare_digest(received, secret) or child not in expected:
-                raise OSError("the connecting process is not a rank of this group")
-            accepted.sendall(b"\1")
-            children[child] = _prepared(accepted)
-        except OSError:
-            accepted.close()
     return children, None
-
-
-def _exactly(source: socket.socket, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        more = source.recv(nbytes - len(data))
-        if not more:
-            raise OSError("the connection is closed")
-        data += more
-    return data
 
 
 def _prepared(connection: socket.socket) -> socket.socket:

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import itertools
 import math
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextvars import ContextVar
@@ -33,7 +32,14 @@ from torch_ckpt.coordination.connections import FORKED, Connections, place_of_st
 from torch_ckpt.coordination.contributions import RaisedError
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.node import COMMITTING, WRITING, Node, Values
-from torch_ckpt.coordination.portable import pickled, pickled_values, portable, why
+from torch_ckpt.coordination.portable import (
+    pickled,
+    pickled_values,
+    portable,
+    unpickled,
+    unpickled_error,
+    why,
+)
 from torch_ckpt.coordination.waiting import result_of
 from torch_ckpt.errors import CancelledError, CheckpointError, RankTimeoutError, listed_ranks
 from torch_ckpt.process_state import PROCESS
@@ -413,7 +419,8 @@ class Call:
         error.__traceback__ = None
         shared: BaseException = copy.copy(error) if isinstance(error, RankTimeoutError) else error
         if isinstance(error, RaisedError):
-            failures = {rank: pickle.loads(data) for rank, data in error.failures.items()}
+            names, raised = self.group.names, error.failures.items()
+            failures = {rank: unpickled_error(data, names[rank]) for rank, data in raised}
             shared = CheckpointException(_STEPS.get(error.phase, error.phase), failures)
         self._shared_error = shared
         return shared
@@ -453,7 +460,7 @@ class Call:
         retained: list[Any] = []  # The coordinator uses a common outcome without pickling.
 
         def decide(contributions: Sequence[Any]) -> Values:
-            values = [pickle.loads(contribution) for contribution in contributions]
+            values = list(map(unpickled, contributions, self.group.names))
             outcome = self._outcome(step, values, reduce, scatters)
             each = scatters and not isinstance(outcome, CheckpointException)
             retained[:] = [] if each else [portable(outcome)]
@@ -479,7 +486,9 @@ class Call:
             if cause is not None and has_raised:
                 error.add_note(f"this rank had failed before, while {phase}: {why(cause)}")
             raise
-        received = retained[0] if retained else pickle.loads(answer)
+        received = retained[0] if retained else unpickled(answer, self.group.names[0])
+        if _is_wrapped_exception(received):  # The coordinator sends none: it is not readable.
+            raise CheckpointException(step, {0: received})
         if isinstance(received, CheckpointException):
             self._shared_error = received
             raise received

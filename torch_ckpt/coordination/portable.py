@@ -5,26 +5,91 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from traceback import StackSummary
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from torch.distributed.checkpoint.api import CheckpointException, _is_wrapped_exception
+from torch.distributed.checkpoint.api import (
+    WRAPPED_EXCEPTION,
+    CheckpointException,
+    _is_wrapped_exception,
+    _wrap_exception,
+)
+from typing_extensions import Buffer
 
-from torch_ckpt.errors import pickles, portable_error
+from torch_ckpt._core.unpickling import allow_in_messages, unpickle
+from torch_ckpt.errors import CheckpointError, UnsupportedError, pickles, portable_error
 
-__all__ = ["pickled", "pickled_values", "portable", "why"]
+__all__ = ["pickled", "pickled_values", "portable", "unpickled", "unpickled_error", "why"]
 
 T = TypeVar("T")
 
 
 def pickled(value: object) -> bytes:
     """Returns the pickle of a value, with its errors made portable."""
-    return pickle.dumps(portable(value))
+    return pickle.dumps(_with_texts(portable(value)))
 
 
 def pickled_values(values: Sequence[object]) -> list[bytes]:
     """Returns the pickle of each value. An object that occurs several times is pickled once."""
     distinct = {id(value): pickled(value) for value in values}
     return [distinct[id(value)] for value in values]
+
+
+def unpickled(message: Buffer, rank: int) -> Any:
+    """Returns the value that a rank has pickled, or an error in DCP's form in its place.
+
+    Args:
+        message: The pickle.
+        rank: Name of the rank that sent it.
+    """
+    try:
+        return unpickle(message, f"rank {rank}")
+    except UnsupportedError as error:
+        return _wrap_exception(error)
+    except Exception as error:
+        text = f"cannot unpickle what rank {rank} sent: {type(error).__qualname__}: {error}"
+        return _wrap_exception(CheckpointError(text))
+
+
+def unpickled_error(message: Buffer, rank: int) -> WRAPPED_EXCEPTION:
+    """Returns the error in DCP's form that a rank has pickled."""
+    error = unpickled(message, rank)
+    if _is_wrapped_exception(error):
+        return cast(WRAPPED_EXCEPTION, error)
+    return _wrap_exception(CheckpointError(f"rank {rank} failed, but sent no error"))
+
+
+class _ErrorWithText(Exception):
+    """Pickles as an error and its text. The text arrives even if a rank refuses the error."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        (error,) = self.args
+        lines = [f"{type(error).__qualname__}: {error}", *getattr(error, "__notes__", [])]
+        return _received_error, (pickle.dumps(error), "\n".join(lines))
+
+
+@allow_in_messages
+def _received_error(message: bytes, text: str) -> BaseException:
+    try:
+        error = unpickle(message, "a rank")
+    except Exception:
+        error = None
+    return error if isinstance(error, BaseException) else CheckpointError(text)
+
+
+def _with_texts(value: T) -> T:
+    """Returns the value with the texts of its errors."""
+    if isinstance(value, CheckpointException):
+        failures = {rank: _with_texts(failure) for rank, failure in value.failures.items()}
+        return cast(T, CheckpointException(value.args[0], failures))
+    if isinstance(value, BaseException):
+        return cast(T, _ErrorWithText(value))
+    if not _is_wrapped_exception(value):
+        return value
+    error, trace = cast(tuple[BaseException, StackSummary], value)
+    return cast(T, (_with_texts(error), trace))
 
 
 def portable(value: T) -> T:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch_ckpt._core import _native
 from torch_ckpt._core.lazy_views import LazyMapping
 from torch_ckpt._core.tensors import MEMORY_FORMATS, gc_paused, to_properties
+from torch_ckpt._core.unpickling import allow_in_messages
 from torch_ckpt.formats.committed import INDEX_MARK
 
 __all__ = [
@@ -168,6 +169,7 @@ class _IndexView(LazyMapping[_K, _V]):
         return super().__reduce__()
 
 
+@allow_in_messages
 class _StateDictMetadata(_IndexView[str, TensorStorageMetadata | BytesStorageMetadata]):
     """``Metadata.state_dict_metadata``, which caches the values that it builds."""
 
@@ -212,6 +214,7 @@ class _StateDictMetadata(_IndexView[str, TensorStorageMetadata | BytesStorageMet
         return TensorStorageMetadata(self._properties[properties], torch.Size(size), chunks)
 
 
+@allow_in_messages
 class _StorageData(_IndexView[MetadataIndex, _StorageInfo]):
     """``Metadata.storage_data``."""
 
@@ -262,6 +265,7 @@ class _StorageData(_IndexView[MetadataIndex, _StorageInfo]):
         return dataclasses.replace(info, transform_descriptors=transforms) if transforms else info
 
 
+@allow_in_messages
 class _PlannerData(_IndexView[str, tuple[str | int, ...]]):
     """``Metadata.planner_data``, which the first access reads completely."""
 

@@ -27,6 +27,7 @@ from typing_extensions import Buffer
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import cpu_as_default
+from torch_ckpt._core.unpickling import allowed_by_user
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.data_classes import DATA_CLASSES, NeedsState, check_rebuild, class_named
 from torch_ckpt.formats.pickle_budget import Budget, text_weight
@@ -219,7 +220,7 @@ def _refused(pickled: Buffer, stand_ins: StandIns = NO_STAND_INS) -> list[str]:
     names = {_current_name(*name) for name in _native.pickle_globals(pickled)}
     unknown = {name for name in names if name not in _ALLOWED and name not in stand_ins}
     if unknown:
-        unknown -= {name for name in _allowed_by_user() if not _is_blocked(name)}
+        unknown -= {name for name in allowed_by_user() if not _is_blocked(name)}
     return sorted(unknown)
 
 
@@ -232,19 +233,6 @@ def _current_name(module: str, name: str) -> str:
     """Returns the full name in Python 3; protocol 2 stores names of Python 2."""
     module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
     return f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
-
-
-def _allowed_by_user() -> dict[str, Any]:
-    """Returns name -> value of the globals from ``torch.serialization.add_safe_globals``."""
-    allowed = {}
-    for entry in torch.serialization.get_safe_globals():
-        value, name = (
-            entry
-            if isinstance(entry, tuple)
-            else (entry, f"{entry.__module__}.{entry.__qualname__}")
-        )
-        allowed[name] = value
-    return allowed
 
 
 _TORCH_GLOBALS = {
@@ -329,7 +317,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
 
     @functools.cached_property
     def _user_globals(self) -> dict[str, Any]:
-        allowed = _allowed_by_user()
+        allowed = allowed_by_user()
         return {name: value for name, value in allowed.items() if name not in DATA_CLASSES}
 
     def _is_user_global(self, value: Any) -> bool:

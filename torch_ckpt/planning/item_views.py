@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import (
 from torch_ckpt._core import _native
 from torch_ckpt._core.lazy_views import LazyMapping
 from torch_ckpt._core.tensors import to_properties
+from torch_ckpt._core.unpickling import allow_in_messages
 from torch_ckpt.planning.replica_check import EqualReplicas, combined
 from torch_ckpt.planning.replicas import cut_item
 
@@ -120,6 +121,7 @@ class PlannedItems(Sequence[WriteItem]):
         return f"<{type(self).__name__}>"
 
 
+@allow_in_messages
 class ColumnItems(PlannedItems):
     """All items of a rank, as the rank sends them to the coordinator.
 
@@ -167,6 +169,7 @@ class ColumnItems(PlannedItems):
         return ColumnItems, (*items, self.digest, self.token, values, combined_values)
 
 
+@allow_in_messages
 class AssignedItems(PlannedItems):
     """The items that a rank writes, as the coordinator returns them.
 
@@ -247,6 +250,7 @@ class PlannedMetadata(LazyMapping[str, TensorStorageMetadata | BytesStorageMetad
         return len(self.plan)
 
 
+@allow_in_messages
 class PlannedPaths(LazyMapping[str, tuple[str | int, ...]]):
     """``planner_data`` of one or several ranks: the paths of values in the nested state dict.
 

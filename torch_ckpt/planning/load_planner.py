@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import cpu_as_default, gc_paused
+from torch_ckpt._core.unpickling import allow_in_messages, unpickle
 from torch_ckpt.errors import MismatchError, NotFoundError
 from torch_ckpt.formats.index import index_of
 from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
@@ -59,6 +60,7 @@ class PlannedReads(Sequence[ReadItem]):
         return (_to_read_item(self.reads.describe(at)) for at in range(len(self)))
 
 
+@allow_in_messages
 class LocalReads(Sequence[ReadItem]):
     """A placeholder for a rank's reads in the plan that the rank sends to the coordinator.
 
@@ -90,16 +92,10 @@ class TravellingReads(UserList[ReadItem]):
         self._pickled = b""
         self._length = 0
 
-    @classmethod
-    def of(cls, items: Sequence[ReadItem]) -> TravellingReads:
+    @staticmethod
+    def of(items: Sequence[ReadItem]) -> TravellingReads:
         """Pickles reads. The result is equal to ``list(items)``, also after a round trip."""
-        return cls._packed(pickle.dumps(list(items)), len(items))
-
-    @classmethod
-    def _packed(cls, pickled: bytes, length: int) -> TravellingReads:
-        reads = cls()
-        reads._items, reads._pickled, reads._length = None, pickled, length
-        return reads
+        return _packed_reads(pickle.dumps(list(items)), len(items))
 
     def are(self, sent: TravellingReads) -> bool:
         """Returns whether these are the reads that were sent, never unpickled since."""
@@ -109,7 +105,7 @@ class TravellingReads(UserList[ReadItem]):
     def data(self) -> list[ReadItem]:
         """The reads, unpickled. ``UserList`` implements all list operations on them."""
         if self._items is None:
-            self._items = pickle.loads(self._pickled)
+            self._items = unpickle(self._pickled, "a rank")
         return self._items
 
     @data.setter
@@ -121,7 +117,7 @@ class TravellingReads(UserList[ReadItem]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._items is None:
-            return TravellingReads._packed, (self._pickled, self._length)
+            return _packed_reads, (self._pickled, self._length)
         return list, (self._items,)
 
     def __copy__(self) -> TravellingReads:
@@ -152,6 +148,13 @@ def _to_read_item(described: tuple[Any, ...]) -> ReadItem:
 _LOG = logging.getLogger("torch_ckpt")
 
 _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan")
+
+
+@allow_in_messages
+def _packed_reads(pickled: bytes, length: int) -> TravellingReads:
+    reads = TravellingReads()
+    reads._items, reads._pickled, reads._length = None, pickled, length
+    return reads
 
 
 class FastLoadPlanner(DefaultLoadPlanner):

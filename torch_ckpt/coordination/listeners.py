@@ -1,0 +1,239 @@
+"""The listening sockets of a rank, which accept the ranks that connect and refuse all others.
+
+A rank listens only while it connects, at the addresses that it publishes in the store. Other
+programs may reach them: port scanners, health checks, or strangers on a shared machine. So
+connections are read without blocking. A connection that does not send the secret of this rank is
+closed, at the latest after two seconds, and their number is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import ipaddress
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch.distributed.distributed_c10d import Store
+
+__all__ = ["Listeners", "hello", "own_addresses"]
+
+_LOG = logging.getLogger("torch_ckpt")
+
+_HELLO = struct.Struct("<16sI")  # The secret of the rank that listens, the rank that connects.
+_BACKLOG = 1024  # Probes remain in the queue of a listener until it accepts its children.
+_SILENT_S = 2.0  # Time in which a connection must send the secret.
+_MOST_PENDING = 64  # Connections without the secret. A child's hello arrives with its connection.
+_SIOCGIFADDR = 0x8915  # Asks the kernel for the IPv4 address of an interface.
+
+
+def hello(secret: str, rank: int) -> bytes:
+    """Returns the first bytes that a rank sends to its parent.
+
+    Args:
+        secret: The parent's secret, as it is published.
+        rank: The rank that connects.
+    """
+    return _HELLO.pack(bytes.fromhex(secret), rank)
+
+
+class Listeners:
+    """Sockets that listen at addresses of this machine, until :meth:`close`.
+
+    Args:
+        hosts: Addresses of this machine. Those that it does not have are left out.
+        rank: This rank's name, for messages.
+
+    Raises:
+        OSError: The system cannot listen at any of the addresses.
+
+    Attributes:
+        addresses: Host and port of each socket.
+        secret: What a rank must send after it has connected, in hexadecimal digits.
+    """
+
+    def __init__(self, hosts: Iterable[str], rank: int) -> None:
+        self.addresses: list[tuple[str, int]] = []
+        self._secret = secrets.token_bytes(16)
+        self.secret = self._secret.hex()
+        self._rank = rank
+        self._sockets: list[socket.socket] = []
+        self._selector = selectors.DefaultSelector()
+        self._pending: dict[socket.socket, tuple[float, bytearray]] = {}  # Since when, bytes.
+        self._refused = 0
+        failure: OSError | None = None
+        for host in hosts:
+            try:
+                self._listen(host)
+            except OSError as error:  # The name of this machine may have foreign addresses.
+                failure = error
+        if not self.addresses:
+            self._selector.close()
+            raise failure or OSError("this machine has no address")
+
+    def _listen(self, host: str) -> None:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+        except OSError:
+            listener.close()
+            raise
+        self._sockets.append(listener)
+        self.addresses.append((host, listener.getsockname()[1]))
+
+    def accepted(self, ranks: Iterable[int], timeout_s: float) -> dict[int, socket.socket]:
+        """Waits for connections of ranks.
+
+        Args:
+            ranks: The ranks that may connect.
+            timeout_s: Seconds to wait, at most.
+
+        Returns:
+            The connections of ranks that sent the secret, as soon as there is one; empty after
+            ``timeout_s``.
+
+        Raises:
+            OSError: The system has no more descriptors.
+        """
+        expected, end = set(ranks), time.monotonic() + timeout_s
+        found: dict[int, socket.socket] = {}
+        while not found and (remaining_s := end - time.monotonic()) > 0:
+            oldest = min((since for since, _ in self._pending.values()), default=None)
+            if oldest is not None:
+                remaining_s = min(remaining_s, max(oldest + _SILENT_S - time.monotonic(), 0.0))
+            for key, _ in self._selector.select(remaining_s):
+                ready = key.fileobj
+                assert isinstance(ready, socket.socket)
+                if ready in self._sockets:
+                    self._accept(ready, expected, found)
+                elif ready in self._pending:  # It may have been dropped meanwhile.
+                    self._read(ready, expected, found)
+            now = time.monotonic()
+            for connection, (since, _) in list(self._pending.items()):
+                if now - since >= _SILENT_S:
+                    self._refuse(connection)
+        return found
+
+    def _accept(
+        self, listener: socket.socket, expected: set[int], found: dict[int, socket.socket]
+    ) -> None:
+        """Accepts the connections that wait, and reads what has arrived on them."""
+        for _ in range(_MOST_PENDING):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            if len(self._pending) >= _MOST_PENDING:
+                self._refuse(next(iter(self._pending)))  # The oldest.
+            connection.setblocking(False)
+            self._pending[connection] = time.monotonic(), bytearray()
+            self._selector.register(connection, selectors.EVENT_READ)
+            self._read(connection, expected, found)
+
+    def _read(
+        self, connection: socket.socket, expected: set[int], found: dict[int, socket.socket]
+    ) -> None:
+        """Reads from a connection, and finds out whether it is that of a rank."""
+        _, received = self._pending[connection]
+        try:
+            # One more byte: it reveals a rank that has closed its connection, and tried another.
+            while more := connection.recv(_HELLO.size + 1 - len(received)):
+                received += more
+                if len(received) > _HELLO.size:
+                    return self._refuse(connection)
+            # A rank that probes whether this one has ended sends nothing.
+            return self._refuse(connection, is_stranger=0 < len(received) < _HELLO.size)
+        except BlockingIOError:
+            if len(received) < _HELLO.size:
+                return None
+        except OSError:
+            return self._refuse(connection, is_stranger=bool(received))
+        secret, rank = _HELLO.unpack(received)
+        if not hmac.compare_digest(secret, self._secret) or rank not in expected:
+            return self._refuse(connection)
+        try:
+            connection.sendall(b"\1")
+        except OSError:
+            return self._refuse(connection, is_stranger=False)
+        self._forget(connection)
+        if rank in found:
+            found[rank].close()
+        found[rank] = connection
+        return None
+
+    def _forget(self, connection: socket.socket) -> None:
+        del self._pending[connection]
+        self._selector.unregister(connection)
+
+    def _refuse(self, connection: socket.socket, *, is_stranger: bool = True) -> None:
+        self._forget(connection)
+        connection.close()
+        self._refused += is_stranger
+
+    def close(self) -> None:
+        """Closes all sockets, except those of ranks, and logs how many strangers were refused."""
+        for connection in list(self._pending):
+            self._refuse(connection)
+        for listener in self._sockets:
+            listener.close()
+        self._selector.close()
+        if self._refused:
+            ports = ", ".join(f"{host}:{port}" for host, port in self.addresses)
+            _LOG.warning(
+                "rank %d refused %d connections of other programs while the ranks connected (at "
+                "%s)",
+                *(self._rank, self._refused, ports),
+            )
+
+
+def own_addresses(store: Store | None) -> list[str]:
+    """Returns the addresses of this machine at which its ranks listen.
+
+    These are the addresses of the interfaces in ``GLOO_SOCKET_IFNAME``, if it is set. Otherwise
+    they are the address with a route to the store, those of the machine's name, and 127.0.0.1. The
+    route to the store is not enough: on the store's own machine it is often 127.0.0.1.
+    """
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    hosts = [host for name in names for host in _addresses_of(name)]
+    if hosts:
+        return list(dict.fromkeys(hosts))
+    while store is not None and hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if host and port:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect((host, port))  # Sends nothing, but makes the kernel choose a route.
+            hosts.append(s.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        hosts += [str(entry[4][0]) for entry in found]
+    return list(dict.fromkeys([*hosts, "127.0.0.1"]))
+
+
+def _addresses_of(interface: str) -> list[str]:
+    """Returns the addresses of a network interface; none if there is no such interface."""
+    hosts = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        request = struct.pack("256s", interface.encode()[:15])
+        hosts.append(socket.inet_ntoa(fcntl.ioctl(s, _SIOCGIFADDR, request)[20:24]))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if name == interface and not address.is_link_local:  # Its scope has a local name.
+                hosts.append(str(address))
+    return hosts
