@@ -36,7 +36,6 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner, storage
 from typing_extensions import Buffer
 
-from torch_ckpt._core import _native
 from torch_ckpt.errors import UnsupportedError
 
 __all__ = ["allow_in_messages", "allowed_by_user", "unpickle"]
@@ -181,7 +180,15 @@ def _storage_of(archive: bytes) -> Any:
     return torch.load(io.BytesIO(archive), weights_only=True)
 
 
+def _member_of(kind: Any, name: str) -> Any:
+    """Replaces ``getattr``, by which Python 3.11 pickles the members of enums."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise UnsupportedError(f"an attribute of {kind!r}, which is no enum")
+    return kind.__members__[name]
+
+
 _REPLACED: dict[str, Any] = {
+    "builtins.getattr": _member_of,
     "torch.storage._load_from_bytes": _storage_of,
     **{
         f"torch._utils.{value}": value  # So torch names them, although it has no such module.
@@ -202,7 +209,6 @@ _KEPT: list[Any] = [
     *(torch.Size, torch.Tensor, torch.device, torch.nn.Parameter, torch.serialization._get_layout),
     *(torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3),
     *(torch._utils._rebuild_parameter, torch._utils._rebuild_meta_tensor_no_storage),
-    _native.index_of,
 ]
 _ALLOWED = {id(value) for value in _KEPT}
 """Ids of allowed classes and functions. They are not looked up by name, as they are values."""

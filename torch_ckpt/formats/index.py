@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,6 +152,19 @@ def _properties(stored: TensorStorageMetadata) -> tuple[str, str, bool, bool, Se
         properties.pin_memory,
         stored.size,
     )
+
+
+@allow_in_messages
+def _index_in_memory(encoded: bytes) -> _native.Index:
+    return _native.index_of(encoded)
+
+
+def _reduce_index(index: _native.Index) -> tuple[Any, ...]:
+    _, arguments = index.__reduce__()  # type: ignore[misc]
+    return _index_in_memory, arguments  # Pickles of native functions contain code.
+
+
+copyreg.pickle(_native.Index, _reduce_index)
 
 
 class _IndexView(LazyMapping[_K, _V]):
