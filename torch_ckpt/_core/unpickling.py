@@ -129,7 +129,7 @@ def _found(module: str, name: str) -> Any:
 
 
 def _is_allowed(value: Any) -> bool:
-    if id(value) in _ALLOWED or isinstance(value, torch.dtype):
+    if id(value) in _ALLOWED or isinstance(value, _CONSTANTS):
         return True
     return isinstance(value, type) and _is_plain(value)
 
@@ -162,6 +162,7 @@ def _is_written(function: Any) -> bool:
     )
 
 
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 _CALLED = ("__new__", "__init__", "__setstate__", "__setattr__")
 _STANDARD_METHODS = ("dataclasses", "enum", "typing")
 
@@ -177,7 +178,10 @@ _DCP_CLASSES = tuple(
 
 def _storage_of(archive: bytes) -> Any:
     """Replaces the function of torch that unpickles a storage by any means."""
-    return torch.load(io.BytesIO(archive), weights_only=True)
+    try:
+        return torch.load(io.BytesIO(archive), weights_only=True)
+    except AttributeError as error:  # Torch fails so for dtypes such as uint16.
+        raise UnsupportedError("a tensor of this dtype cannot be sent between ranks") from error
 
 
 def _member_of(kind: Any, name: str) -> Any:
@@ -193,7 +197,7 @@ _REPLACED: dict[str, Any] = {
     **{
         f"torch._utils.{value}": value  # So torch names them, although it has no such module.
         for value in vars(torch).values()
-        if isinstance(value, torch.memory_format | torch.qscheme)
+        if isinstance(value, _CONSTANTS)
     },
 }
 """Name in a pickle -> value."""
