@@ -160,7 +160,7 @@ def _index_in_memory(encoded: bytes) -> _native.Index:
 
 
 def _reduce_index(index: _native.Index) -> tuple[Any, ...]:
-    _, arguments = index.__reduce__()  # type: ignore[misc]
+    arguments: tuple[bytes] = index.__reduce__()[1]  # type: ignore[assignment]
     return _index_in_memory, arguments  # Pickles of native functions contain code.
 
 
