@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from support.exchanging import Exchanging
 from ranks import Worlds
 from states import full_value
+from support.exchanging import Exchanging
 from test_deadlines import (
     AMPLE_S,
     DEADLINE_S,

@@ -141,6 +141,7 @@ def save_unequal(path: Path, way: str) -> None:
         assert_warned(lines)
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_one_ranks_tensor_is_stored_and_warned_of_once(
@@ -503,7 +504,7 @@ def save_on_machines(run: Path, memory: Path, steps: list[str]) -> None:
     assert_warned(lines)
 
 
-@pytest.mark.parametrize("what", ["machines", OWN])
+@pytest.mark.parametrize("what", ["machines", pytest.param(OWN, marks=pytest.mark.slow)])
 def test_agents_of_several_machines_store_one_ranks_tensor(
     tmp_path: Path, memory: Path, what: str
 ) -> None:

@@ -18,9 +18,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.exchanging import Exchanging
 from ranks import Ranks, Worlds, on_ranks
 from states import assert_same, full_value
+from support.exchanging import Exchanging
 from test_deadlines import (
     AMPLE_S,
     DEADLINE_S,

@@ -139,7 +139,7 @@ def assert_saved(link: Path, to: str, value: float, **others: float) -> None:
         check_sound(Location(folder))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("by_id", [True, False])
 @pytest.mark.parametrize("save", [*IN_BACKGROUND, dcp_save, save_now])
 @pytest.mark.parametrize(
@@ -159,6 +159,7 @@ def test_a_save_plans_and_writes_for_the_directory_that_a_link_named_when_it_beg
     assert_saved(link, "a", 3, b=2)
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("moment", ["finish", "commit", "removal"])
 @pytest.mark.parametrize("save", [dcp_save, save_in_thread, save_in_process])
 def test_a_save_commits_in_the_directory_that_a_link_named_when_it_began(

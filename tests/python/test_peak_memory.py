@@ -18,13 +18,10 @@ PLAIN = [name for name in STATES if name != "tagged"]
 LOADED = [name for name in PLAIN if name != "overlapping"]  # Targets do not overlap.
 
 # Stock's way, ours, and the kinds of states.
-CASES = [
-    ("stock", "save", ANY),
+CASES = [("stock", "save", ANY), ("stock load", "load", LOADED)]
+SLOW_CASES = [
     ("stock async", "async", ANY),
     ("stock async", "agent", PLAIN),
-    ("stock load", "load", LOADED),
-]
-SLOW_CASES = [
     ("stock", "dcp.save", ANY),
     ("stock", "safetensors", ["sparse"]),
     ("stock async", "dcp async", ANY),
