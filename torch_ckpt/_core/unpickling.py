@@ -4,7 +4,7 @@ A pickle is a program: it can import any module and call any function. Anybody w
 store of the process group can connect as a rank and send one. So a message may name only classes
 whose objects are built without running code of their own:
 
-- builtins, and other plain classes of the standard library and of torch
+- builtins, other plain classes of the standard library and of torch, and scalars of NumPy
 - the classes of DCP's plans and metadata, and classes derived from them
 - exceptions, enums, named tuples and dataclasses without a constructor of their own
 - classes of this package that it allows by :func:`allow_in_messages`
@@ -26,10 +26,12 @@ import functools
 import io
 import pathlib
 import pickle
+import re
 import sys
 import traceback
 import types
 import uuid
+import weakref
 from typing import Any, TypeVar
 
 import torch
@@ -55,8 +57,13 @@ def unpickle(message: Buffer, sender: str) -> Any:
         Exception: Any error that ``pickle.loads`` raises on damage.
     """
     unpickler = _Unpickler(io.BytesIO(message))
-    unpickler.sender = sender
-    return unpickler.load()
+    unpickler.sender, unpickler.dtypes = sender, []
+    value = unpickler.load()
+    dtypes = unpickler.dtypes
+    del unpickler
+    if any(dtype() is not None for dtype in dtypes):
+        raise UnsupportedError(f"{sender} sent an object of numpy.dtype. {_HOW_TO_ALLOW}")
+    return value
 
 
 def allow_in_messages(value: T) -> T:
@@ -82,10 +89,17 @@ def allowed_by_user() -> dict[str, Any]:
     return allowed
 
 
+_HOW_TO_ALLOW = (
+    "Messages between ranks must not contain it, because unpickling it may run code. To allow it, "
+    "import the class and pass it to torch.serialization.add_safe_globals([...]), on all ranks"
+)
+
+
 class _Unpickler(pickle.Unpickler):
     """Python's unpickler, restricted to allowed classes. Its speed is that of ``pickle.loads``."""
 
-    sender = ""
+    sender: str
+    dtypes: list[weakref.ref[_Dtype]]  # Those that stand for a dtype of NumPy.
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns the class or function of a name.
@@ -94,20 +108,19 @@ class _Unpickler(pickle.Unpickler):
             UnsupportedError: The name is not allowed.
         """
         full_name = f"{module}.{name}"
-        value = _REPLACED.get(full_name)
-        if value is not None:
-            return value
         value = _found(module, name)
-        if value is not None and _is_allowed(value):
+        if value is not None and full_name not in _REPLACED and _is_allowed(value):
             return value
         by_user = allowed_by_user()
         if full_name in by_user:
             return by_user[full_name]
-        where = "" if module in sys.modules else f", and does not import {module} for it"
+        if full_name == "numpy.dtype":
+            return functools.partial(_new_dtype, self.dtypes)
+        if full_name in _REPLACED:
+            return _REPLACED[full_name]
+        where = "" if module in sys.modules else f" This rank has not imported {module}."
         raise UnsupportedError(
-            f"{self.sender} sent an object of {full_name}, which this rank refuses, because "
-            f"unpickling it may run code{where}; to allow it, import the class on all ranks, and "
-            f"pass it to torch.serialization.add_safe_globals([...])"
+            f"{self.sender} sent an object of {full_name}.{where} {_HOW_TO_ALLOW}"
         )
 
 
@@ -191,8 +204,37 @@ def _member_of(kind: Any, name: str) -> Any:
     return kind.__members__[name]
 
 
+class _Dtype:
+    """Stands for a dtype of NumPy, which trusts the state that a pickle gives it."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.code = f"{'>' if state[1] == '>' else '<'}{self.code}"
+
+
+def _new_dtype(dtypes: list[weakref.ref[_Dtype]], code: str, *_: object) -> _Dtype:
+    if re.fullmatch(r"[biufc]\d{1,2}", code) is None:
+        raise UnsupportedError(f"a scalar of NumPy's dtype {code}")
+    dtype = _Dtype(code)
+    dtypes.append(weakref.ref(dtype))
+    return dtype
+
+
+def _numpy_scalar(dtype: Any, data: bytes) -> Any:
+    """Replaces the function of NumPy that makes a scalar of any dtype."""
+    numpy = sys.modules["numpy"]
+    dtype = numpy.dtype(dtype.code if isinstance(dtype, _Dtype) else dtype)
+    if dtype.hasobject or len(data) != dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes for {dtype}")
+    return numpy.frombuffer(data, dtype)[0]
+
+
 _REPLACED: dict[str, Any] = {
     "builtins.getattr": _member_of,
+    "numpy.dtype": _Dtype,
+    **{f"numpy.{core}.multiarray.scalar": _numpy_scalar for core in ("_core", "core")},
     "torch.storage._load_from_bytes": _storage_of,
     **{
         f"torch._utils.{value}": value  # So torch names them, although it has no such module.
