@@ -47,7 +47,7 @@ from torch_ckpt.errors import CheckpointError
 pytestmark = pytest.mark.timeout(120)
 
 LATE_S = 1.5  # By how much the last rank is late, so that strangers are ahead of its connection.
-QUICK_S = 10.0  # On a machine that is busy. From the arrival of the last rank to the end of a small save.
+QUICK_S = 10.0  # From the arrival of the last rank to the end of a small save, if busy.
 
 
 def listening() -> dict[str, tuple[str, int]]:
