@@ -36,7 +36,7 @@ from torch_ckpt.cli.main import main
 from torch_ckpt.conversion.convert import convert
 from torch_ckpt.errors import CorruptionError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.storage import expansion
+from torch_ckpt.formats import expansion
 from torch_ckpt.storage.compare import compare
 
 MANY = 1 << 25

@@ -12,12 +12,12 @@ from torch_ckpt._core import _native
 from torch_ckpt.cli.arguments import add_rules, add_trust_pickle, checkpoint_at, rules_of
 from torch_ckpt.cli.terminal import SOUND, print_json, print_table, printable
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.expansion import allowed_nbytes
 from torch_ckpt.storage.committed_files import (
     Checkpoint,
     described,
     open_checkpoints,
 )
-from torch_ckpt.storage.expansion import allowed_nbytes
 from torch_ckpt.storage.progress import readable_nbytes
 
 __all__ = ["add_to"]

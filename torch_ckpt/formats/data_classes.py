@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DATA_CLASSES", "NeedsState", "check_rebuild", "class_named"]
+__all__ = ["DATA_CLASSES", "NeedsState", "class_named"]
 
 
 class NeedsState:
@@ -199,21 +199,9 @@ def _generator(device: torch.device) -> NeedsState:
     return NeedsState(make)
 
 
-def _require_whole(*tensors: object) -> None:
-    """Checks that tensors have no more elements than their storages, so that a copy is no larger.
-
-    An expanded tensor of a few bytes may have any number of elements.
-    """
-    for tensor in tensors:
-        _require(type(tensor) is torch.Tensor and tensor.layout is torch.strided)
-        assert isinstance(tensor, torch.Tensor)
-        _require(tensor.numel() * tensor.itemsize <= tensor.untyped_storage().nbytes())
-
-
 def _sparse_tensor(layout: torch.layout, data: Any) -> torch.Tensor:
     # The function that this one replaces does not validate indices or sizes.
     _require_type(tuple, data)
-    _require_whole(*data[: 2 if layout is torch.sparse_coo else 3])
     if layout is torch.sparse_coo:
         indices, values, size, *is_coalesced = data
         _require_type(torch.Tensor, values)
@@ -236,30 +224,6 @@ def _sparse_tensor(layout: torch.layout, data: Any) -> torch.Tensor:
         check_invariants=True,
         device=values.device,
     )
-
-
-def check_rebuild(function: Callable[..., Any], *arguments: Any) -> None:
-    """Checks the arguments of a function of torch that allocates memory or reads elements.
-
-    Args:
-        function: A function whose name begins with ``torch._utils._rebuild_``.
-        *arguments: Its arguments in the pickle.
-
-    Raises:
-        ValueError: The result could be larger than the storages of the arguments.
-    """
-    if function is torch._utils._rebuild_qtensor:
-        storage, _, sizes, _, parameters, *_ = arguments
-        _require(math.prod(sizes) * storage.dtype.itemsize <= storage.nbytes())
-        for one in parameters[1:3]:
-            if isinstance(one, torch.Tensor):
-                _require_whole(one)
-            else:
-                _require_type((int, float), *(one if isinstance(one, list) else [one]))
-    elif function is torch._utils._rebuild_nested_tensor:
-        _require_whole(*arguments)
-    elif function is torch._utils._rebuild_device_tensor_from_cpu_tensor:
-        _require_whole(arguments[0])
 
 
 # NumPy. The ``__setstate__`` of its arrays and dtypes does not validate the state. If the flags of
@@ -319,9 +283,11 @@ def _dtype(code: str, align: object = False, copy: object = True) -> NeedsState:
         if subarray is not None:
             base, shape = subarray
             _require_type(np.dtype, base)
+            _require_type(tuple, shape)
             _require_type(int, *shape)
             return np.dtype((base, tuple(shape)))
         if names is not None:
+            _require_type(tuple, names)
             _require_type(str, *names)
             members = [fields[name] for name in names]  # Dtype, offset and optional title.
             _require_type(np.dtype, *(field[0] for field in members))

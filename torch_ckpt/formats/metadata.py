@@ -137,8 +137,8 @@ def load_committed(pickled: bytes, *, where: str, trust_pickle: bool = False) ->
             return load_metadata(pickled, trust_pickle=trust_pickle)
     except ForbiddenPickleError as error:
         raise UnsupportedError(
-            f"cannot read {where}: {error}. It may run code; if you trust its author, "
-            "FastReader(trust_pickle=True) allows it"
+            f"cannot read {where}: {error}. If you trust its author, FastReader(trust_pickle=True) "
+            "allows it"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Finds the storages of tensors in an object, and values of forbidden classes."""
+"""Finds the storages of tensors in an object, and values that are refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.storage import TypedStorage, UntypedStorage
 
+from torch_ckpt.formats.expansion import ExpansionError
 from torch_ckpt.formats.object_pickles import Refused
 
 __all__ = ["ObjectParts"]
@@ -31,6 +32,7 @@ class ObjectParts(pickle.Pickler):
     Attributes:
         storages: Address -> storage of a tensor on the CPU that has elements.
         refused: Names of the forbidden classes and functions, sorted.
+        too_large: Why a value is too large, if one is.
 
     Raises:
         Exception: As ``pickle`` raises for an object that cannot be pickled.
@@ -40,13 +42,16 @@ class ObjectParts(pickle.Pickler):
         super().__init__(_Sink(), protocol=2)
         self.storages: dict[int, UntypedStorage] = {}
         self._refused: set[str] = set()
+        self.too_large: ExpansionError | None = None
         self.dump(value)
         self.refused = sorted(self._refused)
 
     def reducer_override(self, value: Any) -> Any:
         """Descends into values that cannot be pickled."""
         if type(value) is Refused:
-            self._refused.add(value.name)
+            if value.too_large is None:
+                self._refused.add(value.name)
+            self.too_large = self.too_large or value.too_large
             return _nothing, (), value.parts
         if isinstance(value, DTensor):
             return _nothing, (), [value._local_tensor]

@@ -29,8 +29,9 @@ from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import cpu_as_default
 from torch_ckpt._core.unpickling import allowed_by_user
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.formats.data_classes import DATA_CLASSES, NeedsState, check_rebuild, class_named
-from torch_ckpt.formats.pickle_budget import Budget, text_weight
+from torch_ckpt.formats.data_classes import DATA_CLASSES, NeedsState, class_named
+from torch_ckpt.formats.expansion import OBJECTS_NBYTES, Expansion, ExpansionError
+from torch_ckpt.formats.pickle_budget import Budget
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 
 __all__ = [
@@ -55,19 +56,22 @@ HOW_TO_ALLOW = (
 
 
 class Refused:
-    """Takes the place of a value whose class or function is forbidden.
+    """Takes the place of a value whose class or function is forbidden, or that is too large.
 
     Attributes:
         name: Full name of the class or function.
         parts: The arguments of calls, states and elements that the pickle gives it.
+        too_large: Why the value is too large, if it is.
     """
 
-    def __init__(self, name: str, *parts: object) -> None:
+    def __init__(self, name: str, *parts: object, too_large: ExpansionError | None = None) -> None:
         self.name = name
         self.parts = [*parts]
+        self.too_large = too_large
 
     def __repr__(self) -> str:
-        return f"<{self.name}, which is not allowed>"
+        why = "is not allowed" if self.too_large is None else "is too large"
+        return f"<{self.name}, which {why}>"
 
 
 def load_object(
@@ -79,6 +83,7 @@ def load_object(
     storages: dict[int, str] | None = None,
     map_location: str | None = None,
     mapped: pathlib.Path | None = None,
+    expansion: Expansion | None = None,
 ) -> object:
     """Unpickles an archive of ``torch.save``.
 
@@ -87,14 +92,16 @@ def load_object(
         trust_pickle: Whether the pickle may contain any class and run any code.
         stand_ins: Further classes that the pickle may contain. They are not imported, unless
             ``trust_pickle`` is set.
-        refuse_later: Whether each value of a forbidden class is :class:`Refused`, so that the
-            others can be used.
+        refuse_later: Whether each value that is forbidden or too large is :class:`Refused`, so that
+            the others can be used.
         storages: Gets the address of each storage with elements -> key of its record. Remains
             empty with ``trust_pickle``.
         map_location: As for ``torch.load``.
         mapped: Path of the archive, if its storages are to be mapped into memory.
+        expansion: What all pickles of a load may expand to, if they are several.
 
     Raises:
+        ExpansionError: The pickle expands to more than its bytes justify.
         ForbiddenPickleError: The pickle requests forbidden classes or functions. The message names
             all of them.
         Exception: Any error that ``torch.load`` raises on damage.
@@ -109,7 +116,12 @@ def load_object(
         nbytes = source.seek(0, io.SEEK_END)
         source.seek(0)
         storage = torch.UntypedStorage.from_file(os.fspath(mapped), False, nbytes)
-    pickle_module = _pickle_module(stand_ins, refuse_later, {} if storages is None else storages)
+    pickle_module = _pickle_module(
+        stand_ins=stand_ins,
+        refuse_later=refuse_later,
+        storages={} if storages is None else storages,
+        expansion=Expansion(OBJECTS_NBYTES) if expansion is None else expansion,
+    )
     return _load_stream(source, map_location, storage, stand_ins, pickle_module)
 
 
@@ -261,32 +273,35 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
 
     Torch sets ``persistent_load``, which makes the storages of tensors.
 
-    The nesting of values that Python hashes or frees by recursion is bounded. The number of values
-    that a walk visits, and the number of bytes allocated, are linear in the length of the pickle.
-    A call of an allowed class is charged for its arguments, before it is made.
+    The nesting of values that Python hashes or frees by recursion is bounded. What calls copy, hash
+    and allocate is charged before they are made, and is linear in the length of the pickle.
     """
 
     stand_ins: StandIns = NO_STAND_INS
     refuse_later = False
     storages: dict[int, str]
+    expansion: Expansion
 
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
         self._data_classes: dict[int, str] = {}  # Id of a class or function -> its name.
         self._without_state = 0  # Number of objects whose state has not arrived yet.
-        self._budget = Budget(len(file.getbuffer()))
+        self.expansion.justify(len(file.getbuffer()))
+        self._budget = Budget(self.expansion)
         self._fixed_deques: set[int] = set()  # Ids of deques that other values may contain.
-        self._first_refused = ""
+        self._first_refused: Exception | None = None
 
     def load(self) -> object:
         """Returns the unpickled object."""
         try:
             value = super().load()
+        except ExpansionError:
+            raise
         except Exception as error:
-            if not self._first_refused:
+            if self._first_refused is None:
                 raise
             # An allowed function may need the value that is refused.
-            raise ForbiddenPickleError(f"GLOBAL {self._first_refused}") from error
+            raise self._first_refused from error
         if self._without_state:
             raise ForbiddenPickleError("an object without its state")
         return value
@@ -310,9 +325,10 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             return _TORCH_GLOBALS[full_name]
         if not _is_blocked(full_name) and full_name in self._user_globals:
             return self._user_globals[full_name]
+        forbidden = ForbiddenPickleError(f"GLOBAL {full_name}")
         if not self.refuse_later:
-            raise ForbiddenPickleError(f"GLOBAL {full_name}")
-        self._first_refused = self._first_refused or full_name
+            raise forbidden
+        self._first_refused = self._first_refused or forbidden
         return Refused(full_name)
 
     @functools.cached_property
@@ -332,48 +348,52 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         is_allowed = id(function) in _CALLABLE or self._is_user_global(function)
         if not is_allowed or function is DeviceMesh:  # A mesh starts a process group.
             raise ForbiddenPickleError(f"Trying to call {_name_of(function)}")
-        if id(function) in _CALLABLE or _is_builtin(function):
-            self._budget.charge_call(arguments)
         if function is torch._tensor._rebuild_from_type_v2:
-            self._check_rebuild(*arguments)
-        else:
-            self._check_copies(function, arguments)
-        self.append(function(*arguments))
-
-    def _check_copies(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        """Checks what a function of torch allocates, and whether it copies a storage again."""
-        _make(_name_of(function), check_rebuild, (function, *arguments))
-        if function is torch._utils._rebuild_device_tensor_from_cpu_tensor:
-            self._budget.charge_copy(arguments[0].untyped_storage())
-        elif function is torch._utils._rebuild_device_tensor_from_numpy:
-            self._budget.charge(arguments[0].size * arguments[1].itemsize)
-
-    def _check_rebuild(self, function: Any, kind: Any, arguments: Any, _: Any) -> None:
-        """Checks the function that ``_rebuild_from_type_v2`` calls, and the class of the result."""
-        is_tensor = isinstance(kind, type) and issubclass(kind, torch.Tensor)
-        if id(function) not in _REBUILDS or not is_tensor or type(arguments) is not tuple:
-            raise ForbiddenPickleError(f"Trying to call {_name_of(function)}")
-        self._check_copies(function, arguments)
+            _check_rebuild(*arguments)
+        if self._pay(function, arguments):
+            self.append(function(*arguments))
 
     def _load_newobj(self) -> None:
         arguments, kind = self._pop_call()
         if self._refuse_call(kind, arguments) or self._make_data(kind, arguments):
             return
-        if kind is torch.nn.Parameter:
-            self.append(kind(*arguments))
-        elif self._is_user_global(kind):
-            if _is_builtin(kind):
-                self._budget.charge_call(arguments)
-            self.append(kind.__new__(kind, *arguments))
-        else:
+        if kind is not torch.nn.Parameter and not self._is_user_global(kind):
             raise ForbiddenPickleError(f"Trying to make a {_name_of(kind)}")
+        if self._pay(kind, arguments):
+            made = (
+                kind(*arguments) if kind is torch.nn.Parameter else kind.__new__(kind, *arguments)
+            )
+            self.append(made)
+
+    def _pay(self, function: Any, arguments: tuple[Any, ...]) -> bool:
+        """Charges a call. Pushes a refused value if it is too large, and returns whether it is not.
+
+        The user answers for the calls of other classes that the user allows.
+        """
+        name = self._data_classes.get(id(function)) or _full_name_of(function)
+        try:
+            if name in DATA_CLASSES or name in self.stand_ins or id(function) in _CALLABLE:
+                _make(name, self._budget.charge_call, (name, arguments))
+            elif _is_container_class(function):
+                self._budget.charge_any_call(arguments)
+        except ExpansionError as error:
+            self.append(self._too_large(error, name, *arguments))
+            return False
+        return True
+
+    def _too_large(self, error: ExpansionError, name: str, *parts: object) -> Refused:
+        """Returns what takes the place of a value that is too large."""
+        if not self.refuse_later:
+            raise error
+        self._first_refused = self._first_refused or error
+        return Refused(name, *parts, too_large=error)
 
     def _refuse_call(self, function: Any, arguments: tuple[Any, ...]) -> bool:
         """Pushes a refused value if a call needs one, and returns whether it does."""
         first = next((one for one in (function, *arguments) if type(one) is Refused), None)
         if first is not None:
             self._budget.charge(len(arguments))
-            self.append(Refused(first.name, *arguments))
+            self.append(Refused(first.name, *arguments, too_large=first.too_large))
         return first is not None
 
     def _pop_call(self) -> tuple[tuple[Any, ...], Any]:
@@ -387,7 +407,8 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         name = self._data_classes.get(id(function))
         if name is None:
             return False
-        self._budget.charge_call(arguments)
+        if not self._pay(function, arguments):
+            return True
         make = DATA_CLASSES[name] if name in DATA_CLASSES else self.stand_ins[name]
         value = _make(name, make, arguments)
         if type(value) is NeedsState:
@@ -395,31 +416,42 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             self._without_state += 1
         else:
             elements = value if type(value) in (set, frozenset) else arguments
-            self._budget.measure(value, elements, text_weight(arguments))
+            texts = sum(len(one) for one in arguments if isinstance(one, str | bytes))
+            self._budget.measure(value, elements, texts)
         self.append(value)
         return True
 
     def _load_build(self) -> None:
         state, value = self.stack.pop(), self.stack[-1]
-        if type(value) is NeedsState:
-            self._budget.charge_call((state,))
-            self._budget.charge(_make(value.name, value.nbytes, (state,)))
-            made = _make(value.name, value.make, (state,))
-            self._budget.measure(made, _elements_of(state))
-            self.stack[-1] = made
-            self._without_state -= 1
-            if value.key is not None:
-                self.memo[value.key] = made
-        elif type(value) is Refused:
+        kind = type(value)
+        if kind is NeedsState:
+            self._build(value, state)
+        elif kind is Refused:
             value.parts.append(state)
-        elif type(value) is collections.OrderedDict and type(state) is dict:
-            self._budget.charge_call((state,))
+        elif kind is collections.OrderedDict and type(state) is dict:
+            self._budget.charge_call("", (state,))
             vars(value).update(state)
-        elif type(value) is torch.nn.Parameter or self._is_user_global(type(value)):
+        elif kind is torch.nn.Parameter or self._is_user_global(kind):
+            self._budget.charge_call("", (state,))
             self.append(state)
             self.load_build()
         else:
-            raise ForbiddenPickleError(f"Can only build allowed classes, not a {type(value)}")
+            raise ForbiddenPickleError(f"Can only build allowed classes, not a {kind}")
+
+    def _build(self, value: NeedsState, state: Any) -> None:
+        """Replaces an object on the stack that needed its state."""
+        made: Any
+        try:
+            self._budget.charge_call("", (state,))
+            self._budget.charge(_make(value.name, value.nbytes, (state,)))
+            made = _make(value.name, value.make, (state,))
+            self._budget.measure(made, _elements_of(state))
+        except ExpansionError as error:
+            made = self._too_large(error, value.name, state)
+        self.stack[-1] = made
+        self._without_state -= 1
+        if value.key is not None:
+            self.memo[value.key] = made
 
     def _make_tuple(self, elements: list[Any]) -> None:
         value = tuple(elements)
@@ -442,7 +474,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         is_dict = kind in (dict, collections.OrderedDict, collections.Counter)
         if not is_dict and not self._is_user_global(kind):
             raise ForbiddenPickleError(f"Can only set items of dicts, not of a {kind}")
-        self._budget.charge_walk(items[::2])  # The dict hashes its keys.
+        self._budget.charge_hashes(items[::2])
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[key] = value
 
@@ -498,7 +530,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
 
     def _load_long4(self) -> None:
         self.load_long4()
-        self._budget.measure_number(self.stack[-1])
+        self._budget.measure(self.stack[-1], (), self.stack[-1].bit_length() // 8)
 
     def _refuse(self) -> None:
         raise ForbiddenPickleError("an opcode that torch.save does not write")
@@ -534,9 +566,20 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
     }
 
 
-def _is_builtin(function: Any) -> bool:
+def _check_rebuild(function: Any, kind: Any, arguments: Any, _: Any) -> None:
+    """Checks the function that ``_rebuild_from_type_v2`` calls, and the class of the result."""
+    is_tensor = isinstance(kind, type) and issubclass(kind, torch.Tensor)
+    if id(function) not in _REBUILDS or not is_tensor or type(arguments) is not tuple:
+        raise ForbiddenPickleError(f"Trying to call {_name_of(function)}")
+
+
+def _is_container_class(function: Any) -> bool:
     """Returns whether a function that the user allows is a class such as ``list``."""
     return getattr(function, "__module__", "") in ("array", "builtins", "collections")
+
+
+def _full_name_of(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{_name_of(function)}"
 
 
 def _name_of(value: Any) -> str:
@@ -562,8 +605,7 @@ def _make(name: str, make: Callable[..., Any], arguments: Any) -> Any:
         raise pickle.UnpicklingError(f"{name}: {error}") from error
 
 
-def _pickle_module(stand_ins: StandIns, refuse_later: bool, storages: dict[int, str]) -> Any:
+def _pickle_module(**attributes: Any) -> Any:
     """Returns the ``pickle_module`` of ``torch.load``."""
-    options = {"stand_ins": stand_ins, "refuse_later": refuse_later, "storages": storages}
-    unpickler = type("_Unpickler", (_DataUnpickler,), options)
+    unpickler = type("_Unpickler", (_DataUnpickler,), attributes)
     return types.SimpleNamespace(__name__=__name__, Unpickler=unpickler)

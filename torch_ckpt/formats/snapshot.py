@@ -22,6 +22,7 @@ import torch
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.expansion import ExpansionError
 from torch_ckpt.formats.object_pickles import load_object
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.pickles import ForbiddenPickleError
@@ -90,6 +91,8 @@ class _Objects:
         stream = io.BytesIO(snapshot.object_bytes(number))
         try:
             return load_object(stream, trust_pickle=self._trust_pickle)
+        except ExpansionError as error:
+            raise UnsupportedError(f"cannot load {fqn!r} from memory: {error}") from error
         except ForbiddenPickleError as error:
             raise UnsupportedError(
                 f"cannot load {fqn!r} from memory: its pickle asks for {error}"

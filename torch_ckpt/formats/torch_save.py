@@ -19,6 +19,7 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, gc_paused
 from torch_ckpt.errors import CorruptionError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.expansion import OBJECTS_NBYTES, Expansion, ExpansionError
 from torch_ckpt.formats.object_parts import ObjectParts
 from torch_ckpt.formats.object_pickles import (
     HOW_TO_ALLOW,
@@ -47,7 +48,6 @@ __all__ = [
 ]
 
 _MAX_DEPTH = 500
-_MIN_NAMES_NBYTES = 16 << 20
 _PIECE_NBYTES = 4 << 20  # Bytes read at a time for a checksum.
 _MIN_UNREAD_NBYTES = 32 << 10  # As in csrc/engine/load/load_batch.cc.
 _LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
@@ -357,6 +357,8 @@ def _load(path: Location, trust_pickle: bool, stand_ins: StandIns, **options: An
                 refuse_later=True,
                 **options,
             )
+    except ExpansionError as error:
+        raise UnsupportedError(f"cannot load {path}: {error}") from error
     except ForbiddenPickleError as error:
         raise _forbidden(str(path), str(error)) from error
 
@@ -373,7 +375,8 @@ def check_allowed(value: object, what: str) -> list[torch.UntypedStorage]:
 
     Raises:
         CorruptionError: It is nested too deeply.
-        UnsupportedError: The pickle requests a forbidden class or function for it.
+        UnsupportedError: The pickle requests a forbidden class or function for it, or it expands to
+            more than its bytes justify.
     """
     try:
         parts = ObjectParts(value)
@@ -381,6 +384,8 @@ def check_allowed(value: object, what: str) -> list[torch.UntypedStorage]:
         raise CorruptionError(f"cannot load {what}: it is nested too deeply") from None
     if parts.refused:
         raise _forbidden(what, ", ".join(f"GLOBAL {name}" for name in parts.refused))
+    if parts.too_large is not None:
+        raise UnsupportedError(f"cannot load {what}: {parts.too_large}")
     return [*parts.storages.values()]
 
 
@@ -409,14 +414,14 @@ def flatten(state: Any, archive: Archive) -> tuple[dict[str, Any], Any]:
 def check_tree(state: Any, archive: Archive) -> None:
     """Checks that a walk of a state dict ends after a reasonable time.
 
-    In a crafted pickle, a list may contain itself, or a few dicts may have billions of paths.
+    In a crafted pickle, a list may contain itself, or a few dicts may have billions of paths. Each
+    path counts the length of its FQN.
 
     Raises:
-        CorruptionError: The state dict is nested too deeply or has too many paths.
+        CorruptionError: The state dict is nested too deeply.
+        UnsupportedError: It has more paths than its pickle justifies.
     """
-    # The budget is linear in the pickle, where each value occupies at least one byte. Each path
-    # costs the length of its FQN.
-    budget = _MIN_NAMES_NBYTES + 16 * archive.pickle_nbytes
+    expansion = Expansion(OBJECTS_NBYTES, archive.pickle_nbytes)
     stack: list[tuple[Any, int, int]] = []  # Value, depth, and length of its FQN.
     if isinstance(state, Mapping | list | tuple | set | frozenset):
         stack.append((state, 0, 0))
@@ -425,11 +430,14 @@ def check_tree(state: Any, archive: Archive) -> None:
         keyed = value.items() if isinstance(value, Mapping) else (("", v) for v in value)
         for key, v in keyed:
             name_length = length + 1 + len(str(key))
-            budget -= name_length
-            if budget < 0 or depth > _MAX_DEPTH:
+            if depth > _MAX_DEPTH:
                 raise CorruptionError(
                     f"cannot load {archive.path}: its pickle is nested without end"
                 )
+            try:
+                expansion.charge(name_length)
+            except ExpansionError as error:
+                raise UnsupportedError(f"cannot load {archive.path}: {error}") from error
             if isinstance(v, Mapping | list | tuple | set | frozenset):
                 stack.append((v, depth + 1, name_length))
 

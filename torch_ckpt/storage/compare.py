@@ -15,7 +15,7 @@ from torch_ckpt._core.tensors import DTYPE_CODES
 from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.equality import is_equal
-from torch_ckpt.storage.expansion import allowed_nbytes
+from torch_ckpt.formats.expansion import allowed_nbytes
 from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
 
 __all__ = ["Comparison", "compare"]

@@ -31,6 +31,7 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.expansion import OBJECTS_NBYTES, Expansion, ExpansionError, allowed_nbytes
 from torch_ckpt.formats.object_pickles import HOW_TO_ALLOW, load_object
 from torch_ckpt.formats.opened import Contents
 from torch_ckpt.formats.pickles import ForbiddenPickleError
@@ -41,7 +42,6 @@ from torch_ckpt.planning.load_planner import FastLoadPlanner, PlannedReads
 from torch_ckpt.planning.loaded_objects import store_object
 from torch_ckpt.planning.targets import check_targets
 from torch_ckpt.storage.buffers import retained_nbytes_limit, useful_buffer_nbytes
-from torch_ckpt.storage.expansion import allowed_nbytes
 
 __all__ = ["Load", "Source"]
 
@@ -290,8 +290,8 @@ class _LoadByItem:
         self.requests = requests
         self.planner = planner
         self.max_retained_nbytes = retained_nbytes_limit(load.source.io)
-        self.transformed_nbytes = 0  # Of objects, as they are stored.
-        self.expanded_nbytes = 0  # Of the same objects.
+        self.pickles = Expansion(OBJECTS_NBYTES)
+        self.streams = Expansion(allowed_nbytes(0))  # Of objects.
         # A planner with another load_bytes may store bytes in any format.
         self.objects_are_pickled = getattr(planner.load_bytes, "__func__", None) in (
             DefaultLoadPlanner.load_bytes,
@@ -457,7 +457,7 @@ class _LoadByItem:
                 continue
             if tensor is None:
                 stream = self._open_stream(item, data, stored)
-                tensor = _unpickle_tensor(stream, stored, self.source.trust_pickle)
+                tensor = self._unpickle_tensor(stream, stored)
             self._copy_box(item, tensor)
 
     def _load_content(self, item: ReadItem, stored: _Slice, value: object) -> None:
@@ -492,9 +492,37 @@ class _LoadByItem:
         # Not by `load_bytes`, which unpickles without restriction. A check of the bytes before that
         # call would not be safe: its parsers differ from ours, and may read another object from the
         # same bytes.
-        value = _unpickle(stream, stored, trust_pickle=self.source.trust_pickle)
+        value = self._unpickle(stream, stored)
         planner: Any = self.planner
         store_object(planner, item.dest_index.fqn, value)
+
+    def _unpickle(self, stream: _io.BytesIO, stored: _Slice, **options: Any) -> object:
+        """Unpickles the archive of a slice.
+
+        Raises:
+            CorruptionError: The archive is damaged.
+            ForbiddenPickleError: It requests a forbidden class or function.
+            UnsupportedError: Torch cannot have written it, or it expands to more than its bytes
+                justify.
+        """
+        with reading(_where(stored)):
+            try:
+                return load_object(
+                    stream,
+                    trust_pickle=self.source.trust_pickle,
+                    expansion=self.pickles,
+                    **options,
+                )
+            except ExpansionError as error:
+                raise UnsupportedError(f"cannot load {_where(stored)}: {error}") from error
+            except CheckpointError as error:  # It does not name the slice.
+                raise type(error)(f"cannot load {_where(stored)}: {error}") from error
+
+    def _unpickle_tensor(self, stream: _io.BytesIO, stored: _Slice) -> torch.Tensor:
+        tensor = self._unpickle(stream, stored, map_location="cpu")
+        if not isinstance(tensor, torch.Tensor):
+            raise CorruptionError(f"cannot load {_where(stored)}: it is not a tensor")
+        return tensor
 
     def _open_stream(self, item: ReadItem, data: bytes, stored: _Slice) -> _io.BytesIO:
         """Returns the bytes of a slice after reversing its stream transforms."""
@@ -518,7 +546,7 @@ class _LoadByItem:
                 f"{limit} bytes. If you trust its author, load with trust_pickle=True"
             )
         if item.type == LoadItemType.BYTE_IO:
-            self.expanded_nbytes += expanded.tell()
+            self.streams.charge(0 if self.source.trust_pickle else expanded.tell())
         expanded.seek(0)
         return expanded
 
@@ -527,8 +555,8 @@ class _LoadByItem:
         if self.source.trust_pickle:
             return math.inf
         if item.type == LoadItemType.BYTE_IO:
-            self.transformed_nbytes += stored[2]
-            return allowed_nbytes(self.transformed_nbytes) - self.expanded_nbytes
+            self.streams.justify(stored[2])
+            return self.streams.left
         # The caller has asked for a tensor of this size. A subclass may store more than that.
         tensor: Any = self.source.metadata.state_dict_metadata[item.storage_index.fqn]
         nbytes: int = math.prod(tensor.size) * tensor.properties.dtype.itemsize
@@ -560,28 +588,6 @@ def _shape_mismatch(item: ReadItem, target: torch.Tensor, wanted: torch.Size) ->
 def _where(stored: _Slice) -> str:
     file, offset, nbytes, name = stored
     return f"{name!r} ({nbytes} bytes at {offset} of {file})"
-
-
-def _unpickle(stream: _io.BytesIO, stored: _Slice, **options: Any) -> object:
-    """Unpickles the archive of a slice.
-
-    Raises:
-        CorruptionError: The archive is damaged.
-        ForbiddenPickleError: It requests a forbidden class or function.
-        UnsupportedError: Torch cannot have written it.
-    """
-    with reading(_where(stored)):
-        try:
-            return load_object(stream, **options)
-        except CheckpointError as error:  # It does not name the slice.
-            raise type(error)(f"cannot load {_where(stored)}: {error}") from error
-
-
-def _unpickle_tensor(stream: _io.BytesIO, stored: _Slice, trust_pickle: bool) -> torch.Tensor:
-    tensor = _unpickle(stream, stored, trust_pickle=trust_pickle, map_location="cpu")
-    if not isinstance(tensor, torch.Tensor):
-        raise CorruptionError(f"cannot load {_where(stored)}: it is not a tensor")
-    return tensor
 
 
 def _batches(slices: Iterable[_Slice], max_nbytes: int) -> Iterator[list[_Slice]]:

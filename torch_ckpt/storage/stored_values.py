@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.expansion import allowed_nbytes
 from torch_ckpt.formats.index import index_of
 from torch_ckpt.options import IoOptions
-from torch_ckpt.storage.expansion import allowed_nbytes
 from torch_ckpt.storage.reader import FastReader
 
 __all__ = ["Box", "StoredValues", "pieces_of"]

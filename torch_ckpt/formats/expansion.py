@@ -1,0 +1,73 @@
+"""Bounds what stored bytes may expand to: values in a pickle, streams, and elements of tensors.
+
+A few bytes can stand for very many: a pickle that refers to one value again and again, a compressed
+stream, or a tensor that repeats its elements (``Tensor.expand``) or has none (the meta device).
+Where nobody has asked for a value of the size that a file states, its bytes must justify it.
+"""
+
+from __future__ import annotations
+
+from torch_ckpt.errors import UnsupportedError
+
+__all__ = ["OBJECTS_NBYTES", "RATIO", "Expansion", "ExpansionError", "allowed_nbytes"]
+
+RATIO = 64
+"""Bytes that each stored byte may expand to."""
+
+OBJECTS_NBYTES = 16 << 20
+"""Bytes that objects may expand to in addition, all of one load together."""
+
+_MIN_NBYTES = 256 << 20
+
+
+class ExpansionError(UnsupportedError):
+    """A value expands to more than its bytes justify, or is nested too deeply."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}. If you trust its author, trust_pickle=True lifts the limit")
+
+    def __reduce__(self) -> tuple[type[UnsupportedError], tuple[object, ...]]:
+        return UnsupportedError, self.args
+
+
+class Expansion:
+    """What stored bytes may still expand to.
+
+    Args:
+        free: Bytes that need no stored ones.
+        stored_nbytes: Length of the stored bytes.
+
+    Attributes:
+        left: Bytes that are left.
+    """
+
+    def __init__(self, free: float, stored_nbytes: int = 0) -> None:
+        self.left = free
+        self._stored_nbytes = 0
+        self.justify(stored_nbytes)
+
+    def justify(self, stored_nbytes: int) -> None:
+        """Adds what further stored bytes may expand to."""
+        self._stored_nbytes += stored_nbytes
+        self.left += RATIO * stored_nbytes
+
+    def charge(self, nbytes: int) -> None:
+        """Uses up bytes, unless fewer are left.
+
+        Raises:
+            ExpansionError: Fewer are left.
+        """
+        if nbytes > self.left:
+            raise ExpansionError(f"it expands to more than its {self._stored_nbytes} bytes justify")
+        self.left -= nbytes
+
+
+def allowed_nbytes(stored_nbytes: int) -> int:
+    """Returns the bytes that stored bytes may expand to: 256 MiB, and 64 for each stored byte.
+
+    ``trust_pickle`` lifts this limit.
+
+    Args:
+        stored_nbytes: Length of the stored bytes.
+    """
+    return _MIN_NBYTES + RATIO * stored_nbytes
