@@ -1,7 +1,7 @@
 """Bounds what a pickle expands to: nesting, and what its calls copy, hash and allocate.
 
 A few bytes of a pickle can stand for many values: the memo repeats any value, a range counts its
-numbers, and a call may copy or hash all values in its arguments. References themselves cost nothing.
+numbers, and a call may copy or hash all values in its arguments. References cost nothing.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Budget:
             known = measured.get(id(key))
             charge(1 if known is None else known[1])
 
-    def charge_views(self, *tensors: object) -> None:
+    def charge_views(self, *tensors: torch.Tensor) -> None:
         """Charges the elements of tensors that a call reads, beyond what their storages justify.
 
         An expanded tensor of a few bytes may have any number of elements.
@@ -118,7 +118,7 @@ class Budget:
             nbytes -= RATIO * tensor.untyped_storage().nbytes()
         self.charge(max(nbytes, 0))
 
-    def charge_copy(self, tensor: object, itemsize: int) -> None:
+    def charge_copy(self, tensor: torch.Tensor, itemsize: int) -> None:
         """Charges a copy of a tensor. Each storage justifies the bytes of one copy.
 
         Args:
