@@ -6,6 +6,9 @@ import io
 import pickle
 import struct
 import zipfile
+from typing import Any
+
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 
 def archive(pickled: bytes, *others: str) -> io.BytesIO:
@@ -82,3 +85,12 @@ def tensor_of(storage: str, count: int, sizes: bytes, strides: bytes, record: st
     pid = tuple_of(text("storage"), named(storage), text(record), text("cpu"), number(count)) + b"Q"
     hooks = named("collections.OrderedDict") + b")R"
     return call("torch._utils._rebuild_tensor_v2", pid, b"K\x00", sizes, strides, b"\x89", hooks)
+
+
+class StoredBytes(DefaultSavePlanner):
+    """Stores objects that are bytes as they are."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        if isinstance(object, bytes):
+            return io.BytesIO(object)
+        return super().transform_object(write_item, object)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import memory_growth_kib
+from checkpoints import memory_growth_kib, save
+from crafted import StoredBytes, archive
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter
 
 import torch_ckpt
+from torch_ckpt import FastWriter
 from torch_ckpt.cli.main import main
 from torch_ckpt.storage import compare as comparing
 
@@ -213,3 +216,33 @@ def test_what_cannot_be_read_exits_3(tmp_path: Path, capsys: pytest.CaptureFixtu
     SAVES["ours"]({"w": torch.ones(1)}, tmp_path / "a")
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "absent")]) == 3
     assert "does not exist" in capsys.readouterr().err
+
+
+LIST_IN_ITSELF: list[Any] = []
+LIST_IN_ITSELF.append(LIST_IN_ITSELF)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [("long number", "a value of int"), ("deep list", "[[["), ("list in itself", "[[[")],
+)
+def test_a_value_that_python_cannot_show_is_a_difference(
+    kind: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = {
+        "long number": pickle.dumps(10**5000, 2),
+        "deep list": b"\x80\x02" + b"]" * 20_000 + b"a" * 19_999 + b".",
+        "list in itself": pickle.dumps(LIST_IN_ITSELF, 2),
+    }[kind]
+    for name, pickled in (("a", odd), ("b", pickle.dumps(1, 2))):
+        state = {"odd": archive(pickled).getvalue(), "step": 7}
+        save(state, FastWriter(tmp_path / name), planner=StoredBytes())
+
+    status, found = diff(capsys, tmp_path / "a", tmp_path / "b")
+
+    assert status == 1
+    assert found["equal"] == 1
+    (difference,) = found["differences"]
+    assert difference["fqn"] == "odd"
+    assert difference["difference"].startswith(shown)
+    assert difference["difference"].endswith("in A, 1 in B")

@@ -16,6 +16,7 @@ import torch
 from checkpoints import failure_of, load, save
 from crafted import (
     LAYOUT,
+    StoredBytes,
     archive,
     array,
     call,
@@ -28,7 +29,7 @@ from crafted import (
     tuple_of,
 )
 from deepspeed_checkpoints import write
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 
 from torch_ckpt import FastReader, FastWriter
@@ -323,15 +324,6 @@ def test_calls_that_copy_little_load(tmp_path: Path) -> None:
 # Archives
 
 
-class Bytes(DefaultSavePlanner):
-    """Stores the bytes of objects as they are."""
-
-    def transform_object(self, write_item: Any, object: Any) -> Any:
-        if isinstance(object, bytes):
-            return io.BytesIO(object)
-        return super().transform_object(write_item, object)
-
-
 def compressed_archive(nbytes: int) -> bytes:
     """An archive with a tensor of zeros, compressed."""
     pickled = tensor_of(
@@ -385,7 +377,9 @@ def test_a_compressed_record_of_an_object_is_refused(kind: str, tmp_path: Path) 
     if kind == "hidden":
         data = hidden_archive(archive(b"\x80\x02N.").getvalue(), data)
         assert torch.load(io.BytesIO(data)).numel() == 1 << 18, "torch does not find it"
-    save({"object": data, "tensor": torch.ones(2)}, FileSystemWriter(tmp_path), planner=Bytes())
+    save(
+        {"object": data, "tensor": torch.ones(2)}, FileSystemWriter(tmp_path), planner=StoredBytes()
+    )
 
     error = failure_of(load, {"object": None}, FastReader(tmp_path))
 

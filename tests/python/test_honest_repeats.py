@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import failure_of, load, save
-from crafted import DOUBLED, archive, number, text
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from crafted import DOUBLED, StoredBytes, archive, number, text
+from torch.distributed.checkpoint import FileSystemWriter
 
 from torch_ckpt import FastReader, FastWriter
 from torch_ckpt.errors import UnsupportedError
@@ -156,19 +156,10 @@ def test_a_value_of_a_file_that_is_too_large_is_refused_alone(kind: str, tmp_pat
         assert part not in str(error)
 
 
-class Crafted(DefaultSavePlanner):
-    """Stores a crafted object."""
-
-    def transform_object(self, write_item: Any, object: Any) -> Any:
-        if isinstance(object, bytes):
-            return io.BytesIO(object)
-        return super().transform_object(write_item, object)
-
-
 @pytest.mark.parametrize("writer", [FileSystemWriter, FastWriter])
 def test_an_object_that_is_too_large_is_named_with_its_limit(writer: Any, tmp_path: Path) -> None:
     crafted = archive(b"\x80\x02" + TOO_LARGE + b".").getvalue()
-    save({"large": crafted, "step": 3}, writer(tmp_path), planner=Crafted())
+    save({"large": crafted, "step": 3}, writer(tmp_path), planner=StoredBytes())
 
     error = failure_of(load, {"large": None, "step": None}, FastReader(tmp_path))
 
@@ -187,7 +178,7 @@ def test_the_bytes_that_objects_of_a_load_need_not_justify_are_limited_together(
     one = b"(" + b"K\x01" * 4000 + b"tq\x01c__builtin__\nset\n](" + pairs + b"e\x85R\x86"
     crafted = archive(b"\x80\x02" + one + b".").getvalue()
     names = [f"large {i}" for i in range(20)]
-    save(dict.fromkeys(names, crafted), FastWriter(tmp_path), planner=Crafted())
+    save(dict.fromkeys(names, crafted), FastWriter(tmp_path), planner=StoredBytes())
 
     assert len(load({names[0]: None}, FastReader(tmp_path))[names[0]][1]) == 1999
     error = failure_of(load, dict.fromkeys(names), FastReader(tmp_path))

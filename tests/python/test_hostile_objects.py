@@ -350,7 +350,7 @@ BYPASSES = {
     "one heavy key again and again": b"("
     + b"K\x01" * 3000
     + b"tq\x01}("
-    + b"".join(b"h\x01" + number(i) + b"\x86N" for i in range(4000))
+    + b"".join(b"h\x01" + number(i) + b"\x86N" for i in range(8000))
     + b"u\x86",
     "one text made bytes again and again": text("a" * 100_000)
     + b"q\x01("
@@ -360,15 +360,15 @@ BYPASSES = {
 }
 
 
-REASONS = "Trying to|without a tuple|too deeply|far larger than|Can only append|dim 0|expected"
+REASONS = "Trying to|without a tuple|nested more|too deeply|expands to more|Can only append|dim 0|expected"
 
 
 @pytest.mark.parametrize("name", BYPASSES)
 def test_what_would_crash_hang_or_fill_memory_is_refused(name: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for later in (False, True):
-        with pytest.raises((ForbiddenPickleError, RuntimeError), match=REASONS):
-            load_object(archive(b"\x80\x02" + BYPASSES[name] + b"."), refuse_later=later)
+        with pytest.raises((pickle.UnpicklingError, RuntimeError), match=REASONS):
+            check(load_object(archive(b"\x80\x02" + BYPASSES[name] + b"."), refuse_later=later))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
     assert torch._utils._sparse_tensors_to_validate == []
 

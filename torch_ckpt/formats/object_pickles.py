@@ -455,8 +455,12 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
 
     def _make_tuple(self, elements: list[Any]) -> None:
         value = tuple(elements)
-        self._budget.measure(value, value)
-        self.append(value)
+        try:
+            self._budget.measure(value, value)
+        except ExpansionError as error:
+            self.append(self._too_large(error, "builtins.tuple", *elements))
+        else:
+            self.append(value)
 
     def _load_short_tuple(self, length: int) -> None:
         elements = self.stack[-length:]
@@ -469,8 +473,9 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         if kind is Refused:
             target.parts += items
             return
-        if any(type(key) is Refused for key in items[::2]):
-            raise ForbiddenPickleError("a key of a forbidden class")
+        for key in items[::2]:
+            if type(key) is Refused:
+                raise key.too_large or ForbiddenPickleError("a key of a forbidden class")
         is_dict = kind in (dict, collections.OrderedDict, collections.Counter)
         if not is_dict and not self._is_user_global(kind):
             raise ForbiddenPickleError(f"Can only set items of dicts, not of a {kind}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ _PACKED = {torch.quint4x2: 2, torch.quint2x4: 4}
 
 class Budget:
     """Depths and costs of the values in a pickle.
+
+    Weights are charged where values are hashed. No value may be heavier than what is left, since
+    torch and NumPy hash some arguments, and messages of errors show them.
 
     Args:
         expansion: What the pickle may expand to.
@@ -89,7 +92,7 @@ class Budget:
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
                 self.charge(_COPY * argument.numel())
-            elif hasattr(argument, "__len__"):
+            elif isinstance(argument, Sized):
                 self.charge(_COPY * len(argument))
             if isinstance(argument, list | tuple | dict | set | frozenset):
                 self.charge_hashes(argument)
@@ -143,7 +146,7 @@ class Budget:
             text_nbytes: Bytes of text or of a number that its hash reads.
 
         Raises:
-            ExpansionError: The value is too deep.
+            ExpansionError: The value is too deep, or heavier than what is left.
         """
         measured = self._measured
         depth, weight, _ = measured.get(id(value), (1, 1, None))
@@ -158,6 +161,8 @@ class Budget:
                     depth = known[0] + 1
         if depth > _MAX_DEPTH:
             raise ExpansionError(f"its values are nested more than {_MAX_DEPTH} deep")
+        if weight > self._expansion.left:
+            self._expansion.charge(weight)
         if weight > 1:
             measured[id(value)] = depth, weight, value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-import sys
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +22,9 @@ __all__ = ["Comparison", "compare"]
 
 _PIECE_NBYTES = 64 << 20
 """Bytes of each checkpoint in memory at a time, if each element had at least 8 bytes."""
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 40
 
 _VALUE_NBYTES = 64
 """Bytes that a value of an object counts."""
@@ -41,7 +44,7 @@ class Comparison:
     equal: int = 0
     differences: dict[str, str] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
-    budget: int = 0
+    budget: float = 0.0
 
 
 def compare(
@@ -76,9 +79,9 @@ def compare(
     if not one.has_prefix and not two.has_prefix:
         raise NotFoundError(f"neither {a} nor {b} has a name that begins with {prefix!r}")
     found = Comparison()
-    found.budget = sum(allowed_nbytes(side.stored_nbytes) for side in sides)
-    if trust_pickle:
-        found.budget = sys.maxsize
+    found.budget = (
+        math.inf if trust_pickle else sum(allowed_nbytes(side.stored_nbytes) for side in sides)
+    )
     for fqn in sorted(one.names.keys() ^ two.names.keys()):
         where = "A" if fqn in one.names else "B"
         found.differences[fqn] = f"only in {where}"
@@ -202,7 +205,7 @@ def _compare_objects(sides: Sequence[StoredValues], fqns: Sequence[str], found: 
         return
     for fqn, x, y in zip(fqns, *loaded, strict=True):
         try:
-            found.budget -= sum(_compared_nbytes(value, found.budget // 2) for value in (x, y))
+            found.budget -= sum(_compared_nbytes(value, found.budget / 2) for value in (x, y))
             same = is_equal(x, y)
         except Exception as error:
             found.unknown[fqn] = f"objects of {type(x).__name__} cannot be compared: {error}"
@@ -213,7 +216,7 @@ def _compare_objects(sides: Sequence[StoredValues], fqns: Sequence[str], found: 
             found.differences[fqn] = f"{_short(x)} in A, {_short(y)} in B"
 
 
-def _compared_nbytes(value: object, limit: int) -> int:
+def _compared_nbytes(value: object, limit: float) -> int:
     """Returns the bytes that a comparison of an object reads, counting a value as 64 bytes.
 
     Raises:
@@ -237,5 +240,9 @@ def _compared_nbytes(value: object, limit: int) -> int:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    """Returns the beginning of the ``repr`` of a value, or its type if it has none."""
+    try:
+        text = _REPR.repr(value)
+    except Exception:  # Python writes no integers of more than 4300 digits.
+        return f"a value of {type(value).__name__}"
     return text if len(text) <= 40 else f"{text[:37]}..."
