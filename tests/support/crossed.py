@@ -30,6 +30,7 @@ from support.states import (
     CONTENTS,
     SAFE_GLOBALS,
     Evolving,
+    change_memory,
     differences,
     is_in_list,
     leaves,
@@ -260,6 +261,7 @@ def load(case: Case, path: Path, expected: Any, out: dict[str, str], run: Any) -
         path,
         ways.LOAD_PLANNERS[out["planner"]](rng),
         {"no_dist": True} if is_alone else {},
+        ways.OUT["trust"][out["trust"]],
         run,
     )
     if ways.format_of(case.way) == "safetensors" or reader.gives == "FQN":
@@ -280,7 +282,7 @@ def load(case: Case, path: Path, expected: Any, out: dict[str, str], run: Any) -
     problems = []
     for time_ in range(ways.OUT["times"][out["times"]]):
         if time_:
-            spoil(dict(target))
+            change_memory(target)
         reader.load(loading, target)
         problems += differences(wanted, local(target))
     return problems

@@ -5,12 +5,12 @@ A state is a function of its generator alone. So a case that failed is made agai
 
 from __future__ import annotations
 
-import copy
+import io
 import itertools
 import math
 import random
-from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict, UserDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,6 +58,32 @@ def _parts(whole: torch.Tensor) -> Any:
     return whole[1:5], (whole[3:11], whole[::7]), whole[-2]
 
 
+def _sparse(rng: random.Random) -> torch.Tensor:
+    """A sparse tensor. Its values or its indices may be expanded."""
+    length = rng.randint(1, 5000)
+    indices, values = torch.arange(length)[None], torch.arange(float(length))
+    if rng.random() < 0.5:
+        values = torch.ones(1).expand(length)
+    if rng.random() < 0.5:
+        indices = indices.expand(2, length)
+    sizes = (5000,) * len(indices)
+    return torch.sparse_coo_tensor(indices, values, sizes, check_invariants=True)
+
+
+def _with_shared(values: Iterable[Any]) -> list[Any]:
+    """The values, with one attribute, as modules share their metadata."""
+    made, shared = [*values], OrderedDict((f"key {i}", {"version": 1}) for i in range(99))
+    for value in made:
+        value._metadata = shared
+    return made
+
+
+def _object_array(values: list[Any]) -> Any:
+    made = np.empty(len(values), object)
+    made[:] = values
+    return made
+
+
 OBJECTS: list[Callable[[random.Random], Any]] = [
     lambda rng: None,
     lambda rng: rng.randrange(1 << 70),
@@ -75,6 +101,15 @@ OBJECTS: list[Callable[[random.Random], Any]] = [
     lambda rng: torch.Size((1, 2)),
     lambda rng: torch.float32,
     lambda rng: range(3),
+    lambda rng: (_sparse(rng), torch.ones(1).expand(rng.randint(1, 5000))),
+    lambda rng: (torch.quantize_per_tensor(torch.arange(9.0), 0.1, 3, torch.quint4x2),),
+    lambda rng: (_with_shared(torch.nn.Parameter(torch.ones(2)) for _ in range(300)),),
+    lambda rng: (_with_shared(OrderedDict(a=1) for _ in range(300)),),
+    lambda rng: Counter(f"key {rng.randrange(9)}" for _ in range(rng.randrange(99))),
+    lambda rng: (deque([tuple(range(99)), [1]] * rng.randrange(99), maxlen=rng.randint(1, 99)),),
+    lambda rng: _object_array([{"a": 1}, [2], "three", None] * rng.randrange(9)),
+    lambda rng: {(i, "key" * 99) for i in range(rng.randrange(300))},
+    lambda rng: ({"a": [1, {"b": {2}}]}, [Plain(rng.randrange(9), "in a tuple")]),
 ]
 
 
@@ -303,9 +338,15 @@ def is_in_list(path: tuple[Any, ...]) -> bool:
 
 def snapshot(state: Any) -> Any:
     """The present values: contiguous tensors and copies of objects."""
-    return mapped(
-        lambda _, v: copied(v) if isinstance(v, torch.Tensor) else copy.deepcopy(v), state
-    )
+    return mapped(lambda _, v: copied(v) if isinstance(v, torch.Tensor) else _copy_of(v), state)
+
+
+def _copy_of(value: Any) -> Any:
+    """A copy. Unlike ``copy.deepcopy``, it has the attributes of parameters."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
 
 
 # ---- Changes between saves -----------------------------------------------------------------------
@@ -430,12 +471,14 @@ def memories(state: Any) -> list[tuple[torch.Tensor, list[int] | None]]:
     def note(value: Any) -> None:
         if isinstance(value, torch.Tensor):
             value = getattr(value, "_local_tensor", value)
+            if value.is_sparse:
+                value = value._values()  # Other indices might be invalid.
             storage = value.untyped_storage()
             if storage.nbytes():
                 memory = torch.tensor([], dtype=torch.uint8).set_(storage)
                 _, mask = found.get(storage.data_ptr(), (None, None))
                 found[storage.data_ptr()] = memory, mask_of(value) or mask
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple | list):
             for each in value:
                 note(each)
 
@@ -444,12 +487,31 @@ def memories(state: Any) -> list[tuple[torch.Tensor, list[int] | None]]:
     return list(found.values())
 
 
-def spoil(state: Any) -> None:
-    """Changes every tensor in place, as the next step of training does, and empties the dicts."""
+def change_memory(state: Any) -> None:
+    """Changes every tensor in place."""
     for memory, _ in memories(state):
         memory ^= 1
-    if isinstance(state, dict):
-        state.clear()
+
+
+def spoil(state: Any) -> None:
+    """Changes everything in place, as the next step of training may: tensors and objects."""
+    change_memory(state)
+    _spoil_object(state)
+
+
+def _spoil_object(value: Any) -> None:
+    """Empties containers at any depth, and changes the objects in them."""
+    if isinstance(value, dict | UserDict | list | tuple | deque):
+        for each in [*value.values()] if isinstance(value, dict | UserDict) else [*value]:
+            _spoil_object(each)
+    if isinstance(value, dict | UserDict | list | set | deque):
+        value.clear()
+    elif isinstance(value, np.ndarray):
+        value.fill(None)
+    elif isinstance(value, Plain):
+        value.number += 1
+    if isinstance(value, torch.nn.Parameter | OrderedDict):
+        vars(value).clear()
 
 
 # ---- Targets and comparison ----------------------------------------------------------------------
@@ -512,16 +574,23 @@ def differences(
                 f"{at}: {actual.dtype} {list(actual.shape)} instead of "
                 f"{expected.dtype} {list(expected.shape)}"
             ]
-        return [] if bits(expected) == bits(actual) else [f"{at}: other bits"]
+        if bits(expected) != bits(actual):
+            return [f"{at}: other bits"]
+        if isinstance(expected, torch.nn.Parameter):
+            return within(vars(expected), vars(actual), f"attributes of {at}")
+        return []
     if isinstance(expected, dict | UserDict):
         is_dict = isinstance(actual, dict | UserDict)
         if not is_dict or expected.keys() != actual.keys():
             return [f"{at}: {actual!r} instead of keys {list(expected)}"]
         if in_order and list(expected) != list(actual):
             return [f"{at}: keys {list(actual)} instead of {list(expected)}"]
+        if isinstance(expected, OrderedDict) and vars(expected) != vars(actual):
+            return [f"{at}: other attributes"]
         return [d for k in expected for d in within(expected[k], actual[k], f"{at}[{k!r}]")]
-    if isinstance(expected, list | tuple):
-        kind = list if isinstance(expected, list) else tuple  # Stock stages a torch.Size as one.
+    if isinstance(expected, list | tuple | deque):
+        # Stock stages a torch.Size as a tuple.
+        kind = next(kind for kind in (list, tuple, deque) if isinstance(expected, kind))
         if not isinstance(actual, kind) or len(expected) != len(actual):
             return [f"{at}: {actual!r} instead of {len(expected)} elements"]
         pairs = enumerate(zip(expected, actual, strict=True))

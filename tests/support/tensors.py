@@ -107,6 +107,8 @@ def mask_of(tensor: torch.Tensor) -> list[int] | None:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor in row-major order, as raw bytes."""
+    if tensor.is_sparse:
+        return bits(tensor._indices()) + bits(tensor._values())
     plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
     plain = plain.int_repr() if plain.is_quantized else plain
     if plain.dtype.itemsize == 1:  # Of some dtypes torch copies no strided elements.

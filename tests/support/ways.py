@@ -369,7 +369,7 @@ def convert_saved(way: Way, path: Path) -> None:
     """Puts a checkpoint into the format that the way ends with."""
     to, target = IN["then"][way["then"]], final_path(way, path)
     if to is not None:
-        convert(Location(path), Location(target), to, trust_pickle=True, overwrite=True)
+        convert(Location(path), Location(target), to, overwrite=True)
 
 
 @contextlib.contextmanager
@@ -390,12 +390,14 @@ class Loading:
         path: The checkpoint.
         planner: A load planner.
         ranks: Arguments for a call of all ranks.
+        trust_pickle: Whether its pickles may be anything.
         run: The run that has saved it, if one has.
     """
 
     path: Path
     planner: Any
     ranks: dict[str, Any]
+    trust_pickle: bool
     run: Run | None = None
 
 
@@ -417,21 +419,19 @@ class Reader:
     gives: str | None = None
 
 
-def _by(make: Callable[[Path], Any], *formats: str, needs: str = "") -> Reader:
+def _by(make: Callable[[Loading], Any], *formats: str, needs: str = "") -> Reader:
     return Reader(
-        lambda on, state: dcp.load(
-            state, storage_reader=make(on.path), planner=on.planner, **on.ranks
-        ),
+        lambda on, state: dcp.load(state, storage_reader=make(on), planner=on.planner, **on.ranks),
         formats or Reader.formats,
         needs,
     )
 
 
-def _fast(kind: type[FastReader] = FastReader, **options: Any) -> Callable[[Path], FastReader]:
-    def make(path: Path) -> FastReader:
+def _fast(kind: type[FastReader] = FastReader, **options: Any) -> Callable[[Loading], FastReader]:
+    def make(on: Loading) -> FastReader:
         io = {key: options[key] for key in options if key in vars(IoOptions())}
         others = {key: options[key] for key in options if key not in io}
-        return kind(path, trust_pickle=True, io=IoOptions(**io), **others)
+        return kind(on.path, trust_pickle=on.trust_pickle, io=IoOptions(**io), **others)
 
     return make
 
@@ -461,9 +461,9 @@ def _slices(loading: Loading, state: dict[str, Any]) -> None:
 
 def _verify(loading: Loading, state: dict[str, Any]) -> None:
     """Checks every byte, and loads."""
-    report = examine(Location(loading.path), trust_pickle=True)
+    report = examine(Location(loading.path), trust_pickle=loading.trust_pickle)
     assert not report.damage, report.damage
-    dcp.load(state, storage_reader=_fast()(loading.path), planner=loading.planner, **loading.ranks)
+    dcp.load(state, storage_reader=_fast()(loading), planner=loading.planner, **loading.ranks)
 
 
 def _library(loading: Loading, state: dict[str, Any]) -> None:
@@ -474,7 +474,7 @@ def _library(loading: Loading, state: dict[str, Any]) -> None:
 
 READERS = {
     "fast": _by(_fast()),
-    "stock": _by(FileSystemReader, "dcp"),
+    "stock": _by(lambda on: FileSystemReader(on.path), "dcp"),
     "fast, buffered": _by(_fast(direct=False)),
     "fast, unverified": _by(_fast(verify=False)),
     "fast, small": _by(_fast(buffer_nbytes=512 << 10)),
@@ -486,7 +486,11 @@ READERS = {
     "fast, not exchanging": _by(_fast(exchange="off"), needs="ranks"),
     "torch_ckpt.load": Reader(
         lambda on, state: torch_ckpt.load(
-            state, checkpoint_id=on.path, trust_pickle=True, planner=on.planner, **on.ranks
+            state,
+            checkpoint_id=on.path,
+            trust_pickle=on.trust_pickle,
+            planner=on.planner,
+            **on.ranks,
         )
     ),
     "verify": Reader(_verify),
@@ -519,6 +523,7 @@ OUT: dict[str, Mapping[str, Any]] = {
     "reader": READERS,
     "planner": LOAD_PLANNERS,
     "keys": {"all": 1.0, "some": 0.3},
+    "trust": {"none": False, "full": True},
     "times": {"once": 1, "twice into the same tensors": 2},
     "ranks": {"the same": None, "each for itself": 0, "one": 1, "two": 2, "three": 3},
 }
