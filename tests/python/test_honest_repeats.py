@@ -15,6 +15,7 @@ from checkpoints import failure_of, load, save
 from crafted import DOUBLED, StoredBytes, archive, number, text
 from torch.distributed.checkpoint import FileSystemWriter
 
+import torch_ckpt
 from torch_ckpt import FastReader, FastWriter
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.formats.equality import is_equal
@@ -114,12 +115,14 @@ def test_a_value_that_repeats_others_loads(name: str) -> None:
     assert same(value, load_object(stream))
 
 
-@pytest.mark.parametrize("files", ["stock", "fast", "torch.save"])
+@pytest.mark.parametrize("files", ["stock", "fast", "staged", "torch.save"])
 def test_a_checkpoint_of_values_that_repeat_others_loads(files: str, tmp_path: Path) -> None:
     state = {name: (make(),) for name, make in VALUES.items()}
     path = tmp_path / "file"
     if files == "torch.save":
         torch.save(state, path)
+    elif files == "staged":
+        torch_ckpt.async_save(state, checkpoint_id=path).result()
     else:
         save(state, (FileSystemWriter if files == "stock" else FastWriter)(path))
 
