@@ -100,8 +100,7 @@ def same(x: Any, y: Any) -> bool:
         return x == y and [vars(one) for one in x] == [vars(one) for one in y]
     if isinstance(x, torch.Tensor) and x.is_quantized and x.dtype.itemsize == 1:
         same_kind = (x.dtype, x.shape) == (y.dtype, y.shape)
-        storages = [one.untyped_storage().tolist() for one in (x, y)]
-        return same_kind and storages[0] == storages[1]
+        return same_kind and torch.equal(x.int_repr(), y.int_repr())
     return is_equal(x, y)
 
 

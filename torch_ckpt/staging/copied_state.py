@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -236,6 +236,6 @@ def _full_copy(x: torch.Tensor) -> torch.Tensor:
         names, context = x.__tensor_flatten__()
         return _wrapper_like(x, {n: _full_copy(getattr(x, n)) for n in names}, context)
     if x.dtype in (torch.quint4x2, torch.quint2x4):  # Torch has no clone of them.
-        return copy.deepcopy(x.detach())
+        return deepcopy(x.detach())
     copied = x.detach().clone() if x.device.type == "cpu" else x.detach().cpu()
     return copied.requires_grad_(x.requires_grad)
