@@ -47,9 +47,10 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch_ckpt import CheckpointError, FastReader
 from torch_ckpt._core import _native
 from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.formats.allowed_classes import refused_classes
 from torch_ckpt.formats.data_classes import DATA_CLASSES, class_named
 from torch_ckpt.formats.object_parts import ObjectParts
-from torch_ckpt.formats.object_pickles import Refused, load_object, refused_classes
+from torch_ckpt.formats.object_pickles import Refused, load_object
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 from torch_ckpt.formats.torch_save import check_allowed
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import to_plain
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.formats.object_pickles import warn_of_refused
+from torch_ckpt.formats.allowed_classes import warn_of_refused
 from torch_ckpt.planning.item_views import ColumnItems, to_write_item
 from torch_ckpt.planning.save_planner import FastSavePlanner, NoColumnsError
 from torch_ckpt.staging.copied_state import CopiedState, tensors_in

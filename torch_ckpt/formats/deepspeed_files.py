@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch_ckpt.formats.allowed_classes import StandIns
 from torch_ckpt.formats.data_classes import NeedsState
-from torch_ckpt.formats.object_pickles import StandIns
 from torch_ckpt.formats.rank_files import File, Stored, Value
 
 __all__ = ["STAND_INS", "Model", "Optimizer", "Shapes", "sizes_of"]

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from torch_ckpt.errors import UnsupportedError
 
-__all__ = ["OBJECTS_NBYTES", "RATIO", "Expansion", "ExpansionError", "allowed_nbytes"]
+__all__ = [
+    "HOW_TO_LIFT",
+    "OBJECTS_NBYTES",
+    "RATIO",
+    "Expansion",
+    "ExpansionError",
+    "allowed_nbytes",
+]
+
+HOW_TO_LIFT = "If you trust its author, trust_pickle=True lifts the limit"
 
 RATIO = 64
 """Bytes that each stored byte may expand to."""
@@ -22,12 +31,6 @@ _MIN_NBYTES = 256 << 20
 
 class ExpansionError(UnsupportedError):
     """A value expands to more than its bytes justify, or is nested too deeply."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}. If you trust its author, trust_pickle=True lifts the limit")
-
-    def __reduce__(self) -> tuple[type[UnsupportedError], tuple[object, ...]]:
-        return UnsupportedError, self.args
 
 
 class Expansion:
@@ -58,7 +61,9 @@ class Expansion:
             ExpansionError: Fewer are left.
         """
         if nbytes > self.left:
-            raise ExpansionError(f"it expands to more than its {self._stored_nbytes} bytes justify")
+            raise ExpansionError(
+                f"it expands to more than its {self._stored_nbytes} bytes justify. {HOW_TO_LIFT}"
+            )
         self.left -= nbytes
 
 

@@ -7,52 +7,38 @@ also allows plain data classes (``data_classes``).
 
 from __future__ import annotations
 
-import _compat_pickle
 import collections
 import functools
 import io
 import os
 import pathlib
 import pickle
-import struct
 import types
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import IO, Any
 
 import torch
-from torch._weights_only_unpickler import _get_allowed_globals
 from torch.distributed.device_mesh import DeviceMesh
-from typing_extensions import Buffer
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import cpu_as_default
 from torch_ckpt._core.unpickling import allowed_by_user
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.formats.allowed_classes import (
+    ARCHIVE,
+    NO_STAND_INS,
+    TORCH_GLOBALS,
+    StandIns,
+    current_name,
+    is_blocked,
+    refused_names,
+)
 from torch_ckpt.formats.data_classes import DATA_CLASSES, NeedsState, class_named
 from torch_ckpt.formats.expansion import OBJECTS_NBYTES, Expansion, ExpansionError
 from torch_ckpt.formats.pickle_budget import Budget
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 
-__all__ = [
-    "HOW_TO_ALLOW",
-    "NO_STAND_INS",
-    "Refused",
-    "StandIns",
-    "load_object",
-    "refused_classes",
-    "warn_of_refused",
-]
-
-StandIns = Mapping[str, Callable[..., Any]]
-"""Name of a class of another library -> what builds the plain data that replaces its objects."""
-
-NO_STAND_INS: StandIns = types.MappingProxyType({})
-
-HOW_TO_ALLOW = (
-    "pass their classes to torch.serialization.add_safe_globals([...]), or load with "
-    "trust_pickle=True"
-)
+__all__ = ["Refused", "load_object"]
 
 
 class Refused:
@@ -136,7 +122,7 @@ def _load_stream(
 
     ``torch.load`` itself would pass TorchScript files and legacy files to other unpicklers.
     """
-    if stream.read(len(_ARCHIVE)) != _ARCHIVE:
+    if stream.read(len(ARCHIVE)) != ARCHIVE:
         raise pickle.UnpicklingError("it is not an archive of torch.save")
     _check_records(stream)
     stream.seek(0)
@@ -152,7 +138,7 @@ def _load_stream(
             )
         except ForbiddenPickleError as error:
             try:
-                refused = _refused(archive.get_record("data.pkl"), stand_ins)
+                refused = refused_names(archive.get_record("data.pkl"), stand_ins)
             except CheckpointError as why:
                 raise ForbiddenPickleError(str(why)) from error
             if not refused:
@@ -178,87 +164,16 @@ def _check_records(stream: IO[bytes]) -> None:
         begin, offset = offset, _native.check_archive(stream.read(), end)
 
 
-_ARCHIVE = b"PK\3\4"
 _TAIL_NBYTES = 64 << 10
 """Bytes at the end of an archive, which usually have its directory."""
-
-_MAX_FQNS_NAMED = 20  # In one warning.
-
-
-def refused_classes(archive: Buffer) -> list[str]:
-    """Lists the classes and functions in an archive that :func:`load_object` would refuse.
-
-    Args:
-        archive: Bytes that ``torch.save`` has just written, or bytes of a custom planner.
-
-    Returns:
-        Full names of classes and functions. The list is empty if the archive would load, and also
-        if the bytes are not such an archive. The planner's ``load_bytes`` reads other bytes.
-    """
-    data = memoryview(archive)
-    if len(data) < 30 or bytes(data[:4]) != _ARCHIVE:
-        return []
-    name_nbytes, extra_nbytes = struct.unpack_from("<HH", data, 26)
-    name_end = 30 + name_nbytes
-    if not bytes(data[30:name_end]).endswith(b"/data.pkl"):
-        return []
-    try:
-        return _refused(data[name_end + extra_nbytes :])
-    except CheckpointError as error:
-        return [str(error)]
-
-
-def warn_of_refused(refused: Mapping[str, Sequence[str]]) -> None:
-    """Issues one warning for all values of a save that a load will refuse.
-
-    Args:
-        refused: FQN -> result of :func:`refused_classes`.
-    """
-    if not refused:
-        return
-    fqns = [f"{fqn!r} ({', '.join(names)})" for fqn, names in refused.items()]
-    if len(fqns) > _MAX_FQNS_NAMED:
-        fqns[_MAX_FQNS_NAMED:] = [f"and {len(fqns) - _MAX_FQNS_NAMED} more"]
-    classes = sorted({name for names in refused.values() for name in names})
-    warnings.warn(
-        f"torch_ckpt saves {len(refused)} values that a load will refuse, because unpickling them "
-        f"may run code: {', '.join(fqns)}. To load them, {HOW_TO_ALLOW}. All classes: "
-        f"{', '.join(classes)}",
-        stacklevel=2,
-    )
-
-
-def _refused(pickled: Buffer, stand_ins: StandIns = NO_STAND_INS) -> list[str]:
-    names = {_current_name(*name) for name in _native.pickle_globals(pickled)}
-    unknown = {name for name in names if name not in _ALLOWED and name not in stand_ins}
-    if unknown:
-        unknown -= {name for name in allowed_by_user() if not _is_blocked(name)}
-    return sorted(unknown)
-
-
-def _is_blocked(name: str) -> bool:
-    """Returns whether torch refuses the module even if a user allows it."""
-    return name.rpartition(".")[0] in ("sys", "os", "posix", "nt")
-
-
-def _current_name(module: str, name: str) -> str:
-    """Returns the full name in Python 3; protocol 2 stores names of Python 2."""
-    module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
-    return f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
-
-
-_TORCH_GLOBALS = {
-    name: value for name, value in _get_allowed_globals().items() if name not in DATA_CLASSES
-}
-_ALLOWED = _TORCH_GLOBALS.keys() | DATA_CLASSES.keys()
 
 # Ids of the functions that pickles of torch.save call. The other globals of torch are values, such
 # as dtypes and classes of storages, whose constructors would allocate any number of bytes.
 _REBUILDS = frozenset(
-    id(value) for name, value in _TORCH_GLOBALS.items() if name.startswith("torch._utils._rebuild_")
+    id(value) for name, value in TORCH_GLOBALS.items() if name.startswith("torch._utils._rebuild_")
 )
 _CALLABLE = _REBUILDS | {
-    id(_TORCH_GLOBALS[name])
+    id(TORCH_GLOBALS[name])
     for name in (
         *("torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter"),
         *("torch.device", "torch.serialization._get_layout", "builtins.complex"),
@@ -312,7 +227,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         Raises:
             ForbiddenPickleError: The name is not allowed.
         """
-        full_name = _current_name(module, name)
+        full_name = current_name(module, name)
         if full_name in DATA_CLASSES:
             value = class_named(full_name)
             self._data_classes[id(value)] = full_name
@@ -321,9 +236,9 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             make = self.stand_ins[full_name]  # Stands for the class, which is not imported.
             self._data_classes[id(make)] = full_name
             return make
-        if full_name in _TORCH_GLOBALS:
-            return _TORCH_GLOBALS[full_name]
-        if not _is_blocked(full_name) and full_name in self._user_globals:
+        if full_name in TORCH_GLOBALS:
+            return TORCH_GLOBALS[full_name]
+        if not is_blocked(full_name) and full_name in self._user_globals:
             return self._user_globals[full_name]
         forbidden = ForbiddenPickleError(f"GLOBAL {full_name}")
         if not self.refuse_later:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_ckpt.formats.expansion import RATIO, Expansion, ExpansionError
+from torch_ckpt.formats.expansion import HOW_TO_LIFT, RATIO, Expansion, ExpansionError
 
 __all__ = ["Budget"]
 
@@ -160,7 +160,9 @@ class Budget:
                 if known[0] >= depth:
                     depth = known[0] + 1
         if depth > _MAX_DEPTH:
-            raise ExpansionError(f"its values are nested more than {_MAX_DEPTH} deep")
+            raise ExpansionError(
+                f"its values are nested more than {_MAX_DEPTH} deep. {HOW_TO_LIFT}"
+            )
         if weight > self._expansion.left:
             self._expansion.charge(weight)
         if weight > 1:

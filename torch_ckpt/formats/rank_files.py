@@ -18,7 +18,8 @@ import torch
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.object_pickles import NO_STAND_INS, Refused, StandIns
+from torch_ckpt.formats.allowed_classes import NO_STAND_INS, StandIns
+from torch_ckpt.formats.object_pickles import Refused
 from torch_ckpt.formats.opened import ForeignFiles
 from torch_ckpt.formats.reading import now_reading, reading
 from torch_ckpt.formats.torch_save import Archive, Objects, check_allowed, check_tree

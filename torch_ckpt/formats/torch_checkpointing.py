@@ -30,9 +30,9 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.allowed_classes import StandIns
 from torch_ckpt.formats.data_classes import NeedsState
 from torch_ckpt.formats.equality import is_equal
-from torch_ckpt.formats.object_pickles import StandIns
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.rank_entries import Entries
 from torch_ckpt.formats.rank_files import (

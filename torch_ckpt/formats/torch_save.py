@@ -19,15 +19,10 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, gc_paused
 from torch_ckpt.errors import CorruptionError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.allowed_classes import HOW_TO_ALLOW, NO_STAND_INS, StandIns
 from torch_ckpt.formats.expansion import OBJECTS_NBYTES, Expansion, ExpansionError
 from torch_ckpt.formats.object_parts import ObjectParts
-from torch_ckpt.formats.object_pickles import (
-    HOW_TO_ALLOW,
-    NO_STAND_INS,
-    Refused,
-    StandIns,
-    load_object,
-)
+from torch_ckpt.formats.object_pickles import Refused, load_object
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 from torch_ckpt.formats.reading import now_reading

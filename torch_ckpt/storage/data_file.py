@@ -23,7 +23,7 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused, to_plain
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.object_pickles import refused_classes
+from torch_ckpt.formats.allowed_classes import refused_classes
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.replicas import CutItem
 from torch_ckpt.storage.appended_stream import AppendedStream

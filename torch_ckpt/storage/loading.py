@@ -31,8 +31,9 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.expansion import OBJECTS_NBYTES, Expansion, ExpansionError, allowed_nbytes
-from torch_ckpt.formats.object_pickles import HOW_TO_ALLOW, load_object
+from torch_ckpt.formats.allowed_classes import HOW_TO_ALLOW
+from torch_ckpt.formats.expansion import OBJECTS_NBYTES, Expansion, allowed_nbytes
+from torch_ckpt.formats.object_pickles import load_object
 from torch_ckpt.formats.opened import Contents
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 from torch_ckpt.formats.reading import reading
@@ -507,14 +508,8 @@ class _LoadByItem:
         """
         with reading(_where(stored)):
             try:
-                return load_object(
-                    stream,
-                    trust_pickle=self.source.trust_pickle,
-                    expansion=self.pickles,
-                    **options,
-                )
-            except ExpansionError as error:
-                raise UnsupportedError(f"cannot load {_where(stored)}: {error}") from error
+                options |= {"trust_pickle": self.source.trust_pickle, "expansion": self.pickles}
+                return load_object(stream, **options)
             except CheckpointError as error:  # It does not name the slice.
                 raise type(error)(f"cannot load {_where(stored)}: {error}") from error
 

@@ -36,8 +36,8 @@ from torch_ckpt.errors import (
     portable_errors,
 )
 from torch_ckpt.filesystems.location import can_reach
+from torch_ckpt.formats.allowed_classes import warn_of_refused
 from torch_ckpt.formats.committed import INDEX_MARK
-from torch_ckpt.formats.object_pickles import warn_of_refused
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.item_views import (
     AssignedItems,
