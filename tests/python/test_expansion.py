@@ -565,3 +565,20 @@ def test_metadata_that_states_a_large_tensor_is_not_converted(tmp_path: Path) ->
 
     with pytest.raises(UnsupportedError, match=f"it has {1 << 57} bytes"):
         convert(Location(tmp_path / "stock"), Location(tmp_path / "out"), "dcp")
+
+
+def test_no_more_files_are_measured_than_justify_the_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expansion, "_MIN_NBYTES", 0)
+    state = {f"t{i}": torch.ones(100) for i in range(50)}
+    save(state, FileSystemWriter(tmp_path / "stock", single_file_per_rank=False))
+    assert len(list((tmp_path / "stock").glob("*.distcp"))) == 50
+    measured: list[Location] = []
+    nbytes = Location.nbytes
+    monkeypatch.setattr(Location, "nbytes", lambda self: measured.append(self) or nbytes(self))
+
+    found = compare(Location(tmp_path / "stock"), Location(tmp_path / "stock"))
+
+    assert (found.equal, found.unknown) == (50, {})
+    assert len(measured) < 10

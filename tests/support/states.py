@@ -585,7 +585,8 @@ def differences(
             return [f"{at}: {actual!r} instead of keys {list(expected)}"]
         if in_order and list(expected) != list(actual):
             return [f"{at}: keys {list(actual)} instead of {list(expected)}"]
-        if isinstance(expected, OrderedDict) and vars(expected) != vars(actual):
+        attributes = vars(expected) if isinstance(expected, OrderedDict) else {}
+        if attributes != (getattr(actual, "__dict__", {}) if attributes else {}):
             return [f"{at}: other attributes"]
         return [d for k in expected for d in within(expected[k], actual[k], f"{at}[{k!r}]")]
     if isinstance(expected, list | tuple | deque):

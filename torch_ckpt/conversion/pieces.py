@@ -85,7 +85,7 @@ class Source:
             raise NotFoundError(f"{path} has no name that begins with {prefix!r}")
         if "" in self._values.names:
             raise UnsupportedError(f"{prefix!r} is itself a name in {path}, and not a prefix")
-        for name, why in self._values.oversized.items():
+        for name, why in self._values.why_oversized.items():
             raise UnsupportedError(f"cannot convert {name!r} of {path}: {why}")
         self.tensors: dict[str, PendingTensor] = {}
         objects: list[str] = []

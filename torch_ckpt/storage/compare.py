@@ -79,9 +79,6 @@ def compare(
     if not one.has_prefix and not two.has_prefix:
         raise NotFoundError(f"neither {a} nor {b} has a name that begins with {prefix!r}")
     found = Comparison()
-    found.budget = (
-        math.inf if trust_pickle else sum(allowed_nbytes(side.stored_nbytes) for side in sides)
-    )
     for fqn in sorted(one.names.keys() ^ two.names.keys()):
         where = "A" if fqn in one.names else "B"
         found.differences[fqn] = f"only in {where}"
@@ -101,12 +98,16 @@ def compare(
             found.differences[fqn] = f"{facts[0]} in A, {facts[1]} in B"
         elif entries[0].properties.dtype not in DTYPE_CODES:
             found.unknown[fqn] = f"only torch can read tensors of {entries[0].properties.dtype}"
-        elif why := one.oversized.get(fqn) or two.oversized.get(fqn):
+        elif why := one.why_oversized.get(fqn) or two.why_oversized.get(fqn):
             found.unknown[fqn] = why
         else:
             tensors.append(fqn)
     _compare_tensors(sides, tensors, found, atol, rtol)
-    _compare_objects(sides, objects, found)
+    if objects:
+        found.budget = (
+            math.inf if trust_pickle else sum(allowed_nbytes(side.stored_nbytes) for side in sides)
+        )
+        _compare_objects(sides, objects, found)
     return found
 
 

@@ -48,7 +48,7 @@ class StoredValues:
         index: The engine's index; ``None`` if there is only the metadata.
         has_prefix: Whether there are FQNs with the prefix.
         names: Shown name -> FQN in the checkpoint.
-        oversized: Shown name -> why a tensor is not to be read: its files do not justify its size.
+        why_oversized: Shown name -> why a tensor is not to be read: its files do not justify its size.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
@@ -83,7 +83,7 @@ class StoredValues:
             else {fqn: fqn for fqn in stored}
         )
         self._path = path
-        self.oversized: dict[str, str] = {} if trust_pickle else self._oversized()
+        self.why_oversized: dict[str, str] = {} if trust_pickle else self._find_oversized()
 
     def entry(self, name: str) -> Any:
         """Returns DCP's metadata of a value."""
@@ -92,15 +92,22 @@ class StoredValues:
     @functools.cached_property
     def stored_nbytes(self) -> int:
         """The length of all files in bytes. Files that are missing do not count."""
+        return sum(self._file_lengths())
+
+    def _file_lengths(self) -> Iterator[int]:
         if self.index is not None and self.index.in_memory:  # Measured when they were opened.
-            return sum(nbytes for _, nbytes in self.index.files)
-        nbytes = 0
+            yield from (nbytes for _, nbytes in self.index.files)
+            return
         for file in {info.relative_path for info in self.metadata.storage_data.values()}:
             with contextlib.suppress(NotFoundError):
-                nbytes += (self._path / file).nbytes()
-        return nbytes
+                yield (self._path / file).nbytes()
 
-    def _oversized(self) -> dict[str, str]:
+    def _files_justify(self, nbytes: int) -> bool:
+        """Returns whether the files may expand to so many bytes. Measures as few as necessary."""
+        sums = itertools.accumulate(self._file_lengths(), initial=0)
+        return any(nbytes <= allowed_nbytes(stored) for stored in sums)
+
+    def _find_oversized(self) -> dict[str, str]:
         """Returns the largest tensors, if all together are larger than the files justify."""
         nbytes: dict[str, int] = {}
         for name in self.names:
@@ -109,8 +116,10 @@ class StoredValues:
                 nbytes[name] = math.prod(entry.size) * entry.properties.dtype.itemsize
         total = sum(nbytes.values())
         oversized: dict[str, str] = {}
+        if self._files_justify(total):
+            return oversized
         for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
-            if total <= allowed_nbytes(0) or total <= allowed_nbytes(self.stored_nbytes):
+            if total <= allowed_nbytes(self.stored_nbytes):
                 break
             total -= nbytes[name]
             oversized[name] = (
