@@ -48,7 +48,7 @@ class StoredValues:
         index: The engine's index; ``None`` if there is only the metadata.
         has_prefix: Whether there are FQNs with the prefix.
         names: Shown name -> FQN in the checkpoint.
-        why_oversized: Shown name -> why a tensor is not to be read: its files do not justify its size.
+        why_oversized: Shown name -> why a tensor is not to be read: the files do not justify it.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
