@@ -207,7 +207,7 @@ def carry_out(case: Case, folder: Path) -> list[str]:
             path = folder / f"step-{0 if saving.of('directory') else number}"
             wait = saving.save(state, path)
             if wait is not None:
-                spoil(state)
+                spoil([state, whole])  # An object may be in the state of another rank only.
             else:
                 problems += [f"changed by the save: {d}" for d in _changed(whole, expected)]
             begun.append((wait, path, number, expected))

@@ -496,14 +496,17 @@ def change_memory(state: Any) -> None:
 def spoil(state: Any) -> None:
     """Changes everything in place, as the next step of training may: tensors and objects."""
     change_memory(state)
-    _spoil_object(state)
+    _spoil_object(state, set())
 
 
-def _spoil_object(value: Any) -> None:
-    """Empties containers at any depth, and changes the objects in them."""
+def _spoil_object(value: Any, seen: set[int]) -> None:
+    """Empties containers at any depth, and changes the objects in them, each once."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
     if isinstance(value, dict | UserDict | list | tuple | deque):
         for each in [*value.values()] if isinstance(value, dict | UserDict) else [*value]:
-            _spoil_object(each)
+            _spoil_object(each, seen)
     if isinstance(value, dict | UserDict | list | set | deque):
         value.clear()
     elif isinstance(value, np.ndarray):
