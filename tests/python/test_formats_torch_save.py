@@ -253,7 +253,9 @@ def test_a_pickle_that_unfolds_without_end_is_refused(
 
     error = failure_of(load, {"a": None}, FastReader(tmp_path / "a.pt"))
 
-    assert type(error) is CorruptionError
+    # A list in itself is no state of anybody. Shared dicts may be, but not so many.
+    assert type(error) in (CorruptionError, UnsupportedError)
+    assert "nested without end" in str(error) or "expands to more than its" in str(error)
 
 
 def test_a_flipped_bit_is_found_where_a_storage_is_read_whole(

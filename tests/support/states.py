@@ -74,7 +74,7 @@ def _with_shared(values: Iterable[Any]) -> list[Any]:
     """The values, with one attribute, as modules share their metadata."""
     made, shared = [*values], OrderedDict((f"key {i}", {"version": 1}) for i in range(99))
     for value in made:
-        value._metadata = shared
+        value.shared = shared
     return made
 
 
@@ -588,8 +588,7 @@ def differences(
             return [f"{at}: {actual!r} instead of keys {list(expected)}"]
         if in_order and list(expected) != list(actual):
             return [f"{at}: keys {list(actual)} instead of {list(expected)}"]
-        attributes = vars(expected) if isinstance(expected, OrderedDict) else {}
-        if attributes != (getattr(actual, "__dict__", {}) if attributes else {}):
+        if getattr(expected, "shared", None) != getattr(actual, "shared", None):
             return [f"{at}: other attributes"]
         return [d for k in expected for d in within(expected[k], actual[k], f"{at}[{k!r}]")]
     if isinstance(expected, list | tuple | deque):
