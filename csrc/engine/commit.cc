@@ -17,11 +17,15 @@ Status sync_folders_above(FileSystem& fs, const std::string& directory) {
   return ok_status();
 }
 
-Status prepare(FileSystem& fs, const Commit& what, const std::string& index,
-               const std::string& metadata, OpenMode metadata_mode) {
+// Writes and syncs both files.
+Status write_files(FileSystem& fs, const Commit& what, const std::string& index,
+                   const std::string& metadata, OpenMode metadata_mode) {
   RETURN_IF_ERROR(write_file(fs, index, what.index, what.sync));
-  RETURN_IF_ERROR(write_file(fs, metadata, what.metadata, what.sync, metadata_mode));
-  // Otherwise the rename may become durable before the entry of a file that was created earlier.
+  return write_file(fs, metadata, what.metadata, what.sync, metadata_mode);
+}
+
+// Otherwise the commit may become durable before the entry of a file that was created earlier.
+Status sync_entries(FileSystem& fs, const Commit& what) {
   if (!what.sync) return ok_status();
   RETURN_IF_ERROR(fs.sync_directory(what.directory));
   return sync_folders_above(fs, what.directory);
@@ -38,7 +42,11 @@ Status commit(FileSystem& fs, const Commit& what) {
     (void)fs.remove(index);
     for (const std::string& name : what.data_files) (void)fs.remove(path(name));
   };
-  const Status prepared = prepare(fs, what, index, metadata, OpenMode::kUpdate);
+  const auto prepare = [&]() -> Status {
+    RETURN_IF_ERROR(write_files(fs, what, index, metadata, OpenMode::kUpdate));
+    return sync_entries(fs, what);
+  };
+  const Status prepared = prepare();
   if (!prepared.ok()) {
     (void)fs.remove(metadata);
     remove_index_and_data();
@@ -60,28 +68,24 @@ Status commit(FileSystem& fs, const Commit& what) {
 Status commit_directory(FileSystem& fs, const Commit& what, const std::string& to) {
   const auto path = [&](const std::string& name) { return what.directory + "/" + name; };
   const std::string index = path(what.names.index);
+  const std::string pending = path(what.names.pending_metadata(what.save_id));
   const std::string metadata = path(what.names.metadata);
-  const auto remove_all = [&] {
-    (void)fs.remove(index);
+  const auto prepare = [&]() -> Status {
+    RETURN_IF_ERROR(write_files(fs, what, index, pending, OpenMode::kCreate));
+    RETURN_IF_ERROR(fs.rename(pending, metadata));
+    return sync_entries(fs, what);
+  };
+  const Status prepared = prepare();
+  if (!prepared.ok()) {
+    for (const std::string& name : {metadata, pending, index}) (void)fs.remove(name);
     for (const std::string& name : what.data_files) (void)fs.remove(path(name));
     (void)fs.remove(what.directory);
-  };
-  const Status prepared = prepare(fs, what, index, metadata, OpenMode::kCreate);
-  if (!prepared.ok()) {
-    (void)fs.remove(metadata);
-    remove_all();
     return prepared;
   }
   const Status renamed = fs.rename(what.directory, to);
   if (!renamed.ok()) {
     // As above: the directory may have its new name.
-    if (!fs.remove(metadata).ok()) return renamed;
-    const bool is_taken = renamed.error_number() == EEXIST || renamed.error_number() == ENOTEMPTY;
-    if (is_taken) {
-      (void)fs.remove(index);
-    } else {
-      remove_all();
-    }
+    if (fs.remove(metadata).ok()) (void)fs.remove(index);
     return renamed;
   }
   return what.sync ? fs.sync_directory(parent_directory(to)) : ok_status();

@@ -60,13 +60,15 @@ Status commit(FileSystem& fs, const Commit& what);
 
 // Publishes a new checkpoint by renaming its directory to `to`, which is in the same parent.
 //
-//   1. Writes index and metadata under their final names. Syncs both files, the directory, and the
-//      folders above it.
+//   1. Writes index and metadata, the latter under its pending name, and syncs both. Renames the
+//      metadata to its final name, so that a file of this name is always complete. Syncs the
+//      directory, and the folders above it.
 //   2. Renames the directory, which is the commit. Syncs its parent.
 //
-// On an error before the commit, all files and the directory are removed. Exceptions: those of
-// `commit`; and if `to` is a directory that is not empty (errno EEXIST or ENOTEMPTY), the data
-// files stay.
+// On an error in step 1, all files and the directory are removed. If the rename in step 2 fails,
+// the data files stay, so that the caller can commit them elsewhere; if it may have happened, so do
+// metadata and index. If the last sync fails, the checkpoint may be committed.
+// Errors: kNotFound if another save has removed the directory; kStorage.
 Status commit_directory(FileSystem& fs, const Commit& what, const std::string& to);
 
 }  // namespace torch_ckpt

@@ -167,8 +167,8 @@ TEST(CommitTest, ANewDirectoryGetsItsNameOnceItIsComplete) {
   Commit commit_it = what("new");
   commit_it.directory = "partial";
   ASSERT_OK(commit_directory(fs, commit_it, "step-1"));
-  EXPECT_THAT(kinds(fs), ElementsAre(kOpen, kWrite, kSync, kOpen, kWrite, kSync, kSyncDirectory,
-                                     kSyncDirectory, kRename, kSyncDirectory));
+  EXPECT_THAT(kinds(fs), ElementsAre(kOpen, kWrite, kSync, kOpen, kWrite, kSync, kRename,
+                                     kSyncDirectory, kSyncDirectory, kRename, kSyncDirectory));
   EXPECT_THAT(fs.paths(), ElementsAre(kIndex, kMetadata, "step-1/a.distcp"));
 }
 
@@ -183,6 +183,27 @@ TEST(CommitTest, ADirectoryThatExistsIsNotReplaced) {
   commit_it.data_files = data_files;
   EXPECT_EQ(commit_directory(fs, commit_it, "step-1").error_number(), ENOTEMPTY);
   EXPECT_THAT(fs.paths(), ElementsAre("partial/a.distcp", "step-1/notes"));
+}
+
+// Some file systems rename files only.
+class RefusesDirectories : public MemoryFileSystem {
+ public:
+  Status rename(const std::string& from, const std::string& to) override {
+    if (from != "partial") return MemoryFileSystem::rename(from, to);
+    return errno_status(EXDEV, "cannot rename a directory");
+  }
+};
+
+TEST(CommitTest, DataFilesStayIfTheDirectoryCannotBeRenamed) {
+  const std::string text = "new";
+  const std::vector<std::string> data_files = {"a.distcp"};
+  RefusesDirectories fs;
+  fs.put("partial/a.distcp", "a");
+  Commit commit_it = what(text);
+  commit_it.directory = "partial";
+  commit_it.data_files = data_files;
+  EXPECT_EQ(commit_directory(fs, commit_it, "step-1").error_number(), EXDEV);
+  EXPECT_THAT(fs.paths(), ElementsAre("partial/a.distcp"));
 }
 
 // As a file server may that has lost its own answer.

@@ -17,7 +17,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import NOT_SHARED
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import INDEX_MARK, committed_id, metadata_prefixes
+from torch_ckpt.formats.committed import INDEX_MARK, committed_id, is_committed
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import CheckReplicas, Difference, warn_of
 from torch_ckpt.storage.file_jobs import write_planned
@@ -222,18 +222,20 @@ def publish(
             *(sorted(written), first.sync),
         )
     except NotFoundError as error:
-        _check_not_superseded(directory, {}, id_before)  # It names the other save.
-        raise CheckpointError(
-            f"cannot commit {directory}: another save has removed the files of this one"
-        ) from error
+        # A network file system may have committed, lost the reply, and asked for it again.
+        if committed_id(directory) != save_id:
+            _check_not_superseded(directory, {}, id_before)  # It names the other save.
+            raise CheckpointError(
+                f"cannot commit {directory}: another save has removed the files of this one"
+            ) from error
+        if first.sync:
+            directory.sync()
     collect_garbage(
         directory,
         found,
         referenced=written,
         rank=None,
-        is_committed=lambda: (
-            metadata_prefixes(directory) == [""] and committed_id(directory) == save_id
-        ),
+        is_committed=lambda: is_committed(directory, save_id),
     )
 
 

@@ -18,7 +18,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor, lay_out
 from torch_ckpt.storage.file_jobs import finished
 from torch_ckpt.storage.progress import progress_bar
-from torch_ckpt.storage.temporary import remove_abandoned, temporary
+from torch_ckpt.storage.temporary import TMP, remove_abandoned, temporary
 
 __all__ = ["check_target", "lay_out_value", "write_files", "write_torch_file"]
 
@@ -45,7 +45,7 @@ def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
     layout = lay_out_value(state, target)
     target.parent.create_directories()
     remove_abandoned(target.parent, target.name)
-    unpublished = temporary(target, "tmp")
+    unpublished = temporary(target, TMP)
     try:
         write_files(source, [(unpublished, layout)], target)
         unpublished.rename(target)

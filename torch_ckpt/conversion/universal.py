@@ -21,7 +21,7 @@ from torch_ckpt.conversion.torch_file import check_target, lay_out_value, write_
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor
-from torch_ckpt.storage.temporary import OLD, remove_abandoned, temporary
+from torch_ckpt.storage.temporary import OLD, TMP, remove_abandoned, temporary
 
 __all__ = ["RESTORE", "write_universal"]
 
@@ -73,7 +73,7 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
     _check_replaced(source, target)
     groups = _parameter_groups(source)
     _warn_of_options(groups, target)
-    unpublished = temporary(target, "tmp")
+    unpublished = temporary(target, TMP)
     try:
         files = _files(source, groups, unpublished)
         for folder in {path.parent for path, _ in files}:
@@ -117,7 +117,7 @@ def _publish(unpublished: Location, target: Location) -> Location | None:
 
 def _write_pointer(target: Location) -> None:
     pointer = target.with_name(_POINTER)
-    unpublished = temporary(pointer, "tmp")
+    unpublished = temporary(pointer, TMP)
     try:
         unpublished.write(target.name.encode(), sync=True)
         unpublished.rename(pointer)

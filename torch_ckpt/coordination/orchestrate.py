@@ -129,7 +129,7 @@ def save(
         writer.finish(metadata=metadata, results=results)
         return metadata
 
-    with call.current():
+    with _ended_on_failure(writer), call.current():
         if not use_collectives:
             (planned,) = plan_for_all([plan()])
             finished = finish([write()])
@@ -143,6 +143,18 @@ def save(
             with _replanning_now():
                 planned = call.reduce_scatter("plan", plan, plan_for_all)
         return call.all_reduce("write", write, finish)
+
+
+@contextlib.contextmanager
+def _ended_on_failure(writer: StorageWriter) -> Iterator[None]:
+    """Tells a writer of this package that the save has failed, on this rank or on another one."""
+    try:
+        yield
+    except BaseException:
+        end: Callable[[], None] | None = getattr(writer, "end_failed_save", None)
+        if end is not None:
+            end()
+        raise
 
 
 def load(

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import secrets
+import socket
 from pathlib import Path
 
 from torch_ckpt.coordination.connect import this_machine
@@ -59,5 +60,7 @@ def _machine() -> str:
     """Returns a name of this machine and its namespace of process ids."""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
-        return hashlib.sha256(f"{this_machine()} {namespace}".encode()).hexdigest()[:8]
+        # Copies of a virtual machine have the same boot id, and probably other names.
+        name = f"{this_machine()} {namespace} {socket.gethostname()}"
+        return hashlib.sha256(name.encode()).hexdigest()[:8]
     return secrets.token_hex(4)  # No process can be told from another one.

@@ -213,6 +213,14 @@ class Location:
         except OSError:
             return None
 
+    def identity(self) -> tuple[int, ...] | None:
+        """Returns a value that differs for a file that replaces this one; ``None`` if unknown."""
+        try:
+            stat = None if self.local_path is None else self.local_path.stat()
+        except OSError:
+            return None
+        return stat and (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
     def read_range(self, offset: int, nbytes: int) -> tuple[int, bytes]:
         """Reads a range of the file.
 

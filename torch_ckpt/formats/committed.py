@@ -18,7 +18,14 @@ from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["INDEX_MARK", "committed_id", "has_checkpoint", "metadata_prefixes", "open_committed"]
+__all__ = [
+    "INDEX_MARK",
+    "committed_id",
+    "has_checkpoint",
+    "is_committed",
+    "metadata_prefixes",
+    "open_committed",
+]
 
 INDEX_MARK = "torch_ckpt: sealed by an index"
 """An entry of ``storage_meta.modules`` in metadata that was committed with an index."""
@@ -115,6 +122,17 @@ def committed_id(directory: Location, prefix: str = "") -> str | None:
         _, index = open_committed(directory, prefix, verify=False)
         return None if index is None else index.save_id
     return None
+
+
+def is_committed(directory: Location, save_id: str, prefix: str = "") -> bool:
+    """Returns whether a save is the committed one: of all ranks, or of the rank of a prefix alone.
+
+    Raises:
+        StorageError: The directory, the metadata or the index cannot be read.
+    """
+    prefixes = metadata_prefixes(directory)
+    is_mixed = "" in prefixes and len(prefixes) > 1
+    return not is_mixed and committed_id(directory, prefix) == save_id
 
 
 def _check_never_indexed(

@@ -8,16 +8,13 @@ renames.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
-
-from torch.distributed.checkpoint.planner import SavePlan
+from collections.abc import Collection, Iterable
 
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id, metadata_prefixes
+from torch_ckpt.formats.committed import committed_id, is_committed
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.staging.staging_writer import StagingWriter
 from torch_ckpt.storage.gc import (
@@ -29,22 +26,19 @@ from torch_ckpt.storage.gc import (
     remove_files,
 )
 from torch_ckpt.storage.temporary import (
-    can_be_renamed,
+    PARTIAL,
+    can_be_renamed_to,
+    end_temporaries,
     remove_abandoned,
+    remove_temporary,
     temporaries_of,
     temporary,
 )
 
-__all__ = ["DIRECTORY_ATTRIBUTE", "TAKEN", "DirectoryWriter"]
+__all__ = ["DirectoryWriter"]
 
 _METADATA = ".metadata"
 _INDEX = ".index"
-
-DIRECTORY_ATTRIBUTE = "torch_ckpt_directory"
-"""Attribute of DCP's ``storage_data`` with the name of the hidden directory."""
-
-TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
-"""Errors of renaming a directory to the name of one that is not empty."""
 
 
 class DirectoryWriter(StagingWriter):
@@ -65,30 +59,45 @@ class DirectoryWriter(StagingWriter):
         """Directory of the present save. Links in its path are resolved when a save begins."""
         self.rank: int | None = None
         self.use_collectives = True
-        self._write_directory = self.location  # Where this save writes its files.
-        self._is_new = False  # Whether the commit may rename a directory to `location`.
+        self._commits = False  # Whether this rank commits the present save.
+        self._may_hide = False  # On that rank: whether a commit may rename a directory.
+        self._hidden: Location | None = None  # Where this save writes, if not to `location`.
+        self._pending: Location | None = None  # The pending file, on the rank that commits.
         self._found = Found()  # What the directory had before this save.
         self._found_beside: frozenset[str] = frozenset()  # Directories of other first saves.
-        # On the rank that commits: the pending file, or the directory that the commit renames.
-        self._pending: Location | None = None
 
     @property
     def path(self) -> str | os.PathLike[str]:
         """The directory of the checkpoint: a path of this machine, or a URL."""
         return self._directory.given.checkpoint_id
 
+    @property
+    def _write_directory(self) -> Location:
+        """The directory in which this save writes its files."""
+        return self.location if self._hidden is None else self._hidden
+
     # ---- Begin ----
 
+    @property
+    def _hides(self) -> bool:
+        """Whether nobody but this class writes to the directory before the commit."""
+        return False
+
     def _find_directory(self) -> None:
-        """Chooses where to write, on every rank.
+        """Finds out where the save may write, on the rank that commits.
+
+        Other ranks do not look up a directory that is not there yet: the client of a network file
+        system would remember that it is missing, after the commit on another machine.
 
         Raises:
             AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
         """
-        self._write_directory = self.location
+        if not self._commits:
+            return
+        self.location.parent.create_directories()
         is_coordinated = self.use_collectives or self.rank is None
-        self._is_new = is_coordinated and can_be_renamed(self.location)
-        if not self._is_new:
+        self._may_hide = self._hides and is_coordinated and can_be_renamed_to(self.location)
+        if not self._may_hide:
             self._open_directory()
 
     def _open_directory(self) -> None:
@@ -99,40 +108,47 @@ class DirectoryWriter(StagingWriter):
         """
         self.location.create_directories()
         self._found = find(self.location, self._pending_pattern)
-        if self._committed_names.isdisjoint(self._found.names):
-            return
-        if not self.overwrite:
-            raise AlreadyExistsError(
-                f"cannot save to {self.path}: Checkpoint already exists, and overwrite is false"
-            )
-        if not self.rank:
+        self._check_may_replace(self._found.names)
+        if not self._committed_names.isdisjoint(self._found.names) and not self.rank:
             warnings.warn(
                 f"Detected an existing checkpoint in {self.path}, overwriting since "
                 f"{self.overwrite=}.",
                 stacklevel=2,
             )
 
+    def _check_may_replace(self, names: Collection[str]) -> None:
+        """Checks that the directory has no checkpoint, unless the save may overwrite it.
+
+        Raises:
+            AlreadyExistsError: It has one.
+        """
+        if not self.overwrite and not self._committed_names.isdisjoint(names):
+            raise AlreadyExistsError(
+                f"cannot save to {self.path}: Checkpoint already exists, and overwrite is false"
+            )
+
     @property
     def _pending_pattern(self) -> str:
         return pending_pattern(None if self.use_collectives else self.rank)
 
-    def _begin(self, can_hide: bool) -> None:
-        """Begins the save on the rank that commits.
+    def _claim_directory(self, can_hide: bool) -> None:
+        """Begins the save on the rank that commits, before any rank writes.
 
         Creates the pending file, or for a new checkpoint the hidden directory that the commit
-        renames.
+        renames. Removes hidden directories of dead saves, which may have filled the disk.
 
         Args:
             can_hide: Whether all ranks receive the name of a hidden directory.
         """
-        if self._is_new and can_hide:
+        parent = self.location.parent
+        if parent.file_system.renames_directories(parent.path):
+            remove_abandoned(parent)
+        if self._may_hide and can_hide:
             self._found_beside = temporaries_of(self.location)
-            self._write_directory = self._pending = temporary(
-                self.location, "partial", self.save_id
-            )
-            self._write_directory.create_directories()
+            self._hidden = temporary(self.location, PARTIAL)
+            self._hidden.create_directories()
             return
-        if self._is_new:
+        if self._may_hide:
             self._open_directory()
         self._pending = self._create_pending()
 
@@ -142,62 +158,42 @@ class DirectoryWriter(StagingWriter):
         pending.write(b"", sync=False)
         return pending
 
-    @property
-    def _hidden_name(self) -> str | None:
-        """Name of the hidden directory in which this save writes; ``None`` if there is none."""
-        return None if self._write_directory == self.location else self._write_directory.name
-
-    def _directory_of(self, plan: SavePlan) -> str | None:
-        """Returns the name of the hidden directory in a plan of the coordinator."""
-        return getattr(plan.storage_data, DIRECTORY_ATTRIBUTE, None)
-
     def _enter(self, hidden: str | None) -> None:
         """Begins to write on any rank.
 
-        Raises:
-            StorageError: The hidden directory of the coordinator is not there.
-        """
-        if hidden == self._hidden_name:
-            if hidden is None and self._is_new:
-                self.location.create_directories()
-            return
-        self._write_directory = self.location if hidden is None else self.location.with_name(hidden)
-        if not self._write_directory.is_directory():
-            raise StorageError(
-                f"cannot save to {self.path}: this rank does not find {self._write_directory}, "
-                "which the coordinator has created; is the storage the same on all ranks?"
-            )
-
-    def _enter_existing(self, names: Mapping[str, str]) -> None:
-        """Moves the files to the directory of the checkpoint, which somebody else has made.
-
         Args:
-            names: Name of each file in the hidden directory, and its new name.
+            hidden: Name of the hidden directory that the coordinator has created, if any.
+
+        Raises:
+            StorageError: The hidden directory is not there.
         """
-        hidden, self._write_directory, self._pending = self._write_directory, self.location, None
-        try:
-            self._open_directory()
-            self._pending = self._create_pending()
-            for before, after in names.items():
-                (hidden / before).rename(self.location / after)
-            if self.sync_files:
-                self.location.sync()
-        except BaseException:
-            self._remove_files(names.values())
-            self._end()
-            raise
-        finally:
-            with contextlib.suppress(CheckpointError):
-                hidden.remove_all()
+        if self._commits:
+            return
+        if hidden is None:
+            self.location.create_directories()
+            return
+        self._hidden = self.location.with_name(hidden)
+        if not self._hidden.is_directory():
+            raise StorageError(
+                f"cannot save to {self.path}: this rank does not find {self._hidden}, which the "
+                "coordinator has created; is the storage the same on all ranks, or has another "
+                "save removed it?"
+            )
 
     # ---- Failure ----
 
-    def _end(self) -> None:
-        """Removes the pending file of a save that has failed, or its directory if it is empty."""
+    def end_failed_save(self) -> None:
+        """Removes the pending file or the hidden directory of a save that has failed.
+
+        A save of this package calls it when any rank has failed. DCP's own functions do not tell
+        a writer of failures on other ranks. Then the next save removes them.
+        """
         pending, self._pending = self._pending, None
+        hidden, self._hidden = self._hidden, None
         if pending is not None:
             pending.discard()
-        self._write_directory = self.location
+        if hidden is not None and self._commits:
+            remove_temporary(hidden)
 
     def _abandon(self, names: Iterable[str], error: BaseException) -> None:
         """Removes the files of a save that has failed.
@@ -206,17 +202,16 @@ class DirectoryWriter(StagingWriter):
             StorageError: The save failed because another one has removed a file of this one.
         """
         names, is_ended = list(names), False
+        directory = self._write_directory
         if isinstance(error, NotFoundError | StorageError):
             # The other save has removed the pending file first. Only one rank has such a file.
-            own = (
-                [self._pending]
-                if self._pending
-                else [self._write_directory / name for name in names]
-            )
-            with contextlib.suppress(CheckpointError):
-                is_ended = not all(file.exists() for file in own)
-        self._remove_files(names)
-        self._end()
+            if self._pending is not None:
+                is_ended = not _is_there(self._pending)
+            else:
+                own = [directory, *(directory / name for name in names)]
+                is_ended = not all(map(_is_there, own))
+        remove_files(directory, names)
+        self.end_failed_save()
         if is_ended:
             raise self._ended_by_other() from error
 
@@ -236,13 +231,16 @@ class DirectoryWriter(StagingWriter):
     # ---- Commit ----
 
     def _check_files(self, files: Collection[str]) -> None:
-        """Checks that the data files of this save are in the directory.
+        """Checks that the data files are in the directory, and no checkpoint that must stay.
 
         Raises:
+            AlreadyExistsError: Another save has committed, and ``overwrite`` is false.
             StorageError: Files are missing.
         """
-        unlisted = set(files).difference(self._write_directory.names())
+        names = self._write_directory.names()
+        self._check_may_replace(names)
         # Check each file by name as well: a network file system may return a stale listing.
+        unlisted = set(files).difference(names)
         missing = sorted(name for name in unlisted if not (self._write_directory / name).exists())
         if missing:
             raise StorageError(
@@ -250,9 +248,6 @@ class DirectoryWriter(StagingWriter):
                 f"including {missing[0]}; is the storage the same on all ranks, or has a link in "
                 "the path led them to different directories?"
             )
-
-    def _remove_files(self, names: Iterable[str]) -> None:
-        remove_files(self._write_directory, names)
 
     def _publish_files(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
         """Commits, and removes replaced files.
@@ -263,29 +258,38 @@ class DirectoryWriter(StagingWriter):
             files: Names of the data files.
 
         Raises:
+            AlreadyExistsError: Another save has committed, and ``overwrite`` is false.
             StorageError: The commit failed.
         """
-        if self._hidden_name is not None:
-            if self._commit(metadata, index, files):
-                self._appeared()
-                return
-            self._enter_existing(dict(zip(files, files, strict=True)))
-        self._commit(metadata, index, files)
+        try:
+            if self._hidden is not None:
+                try:
+                    self._commit(metadata, index, files)
+                except StorageError:
+                    # Files remain only if the directory could not be renamed.
+                    if not self._has_hidden(files):
+                        raise
+                    self._move_files(files)
+                else:
+                    end_temporaries(self.location.parent, self._found_beside)
+                    return
+            self._commit(metadata, index, files)
+        except BaseException:
+            self.end_failed_save()
+            raise
         collect_garbage(
             self.location,
             self._found,
             referenced=files,
             rank=None if self.use_collectives else self.rank,
-            is_committed=self._is_committed,
+            is_committed=lambda: is_committed(self.location, self.save_id, self._own_name("")),
         )
 
-    def _commit(self, metadata: bytes, index: bytes, files: Collection[str]) -> bool:
-        """Commits. Returns false if a hidden directory cannot get its name, which somebody uses."""
-        is_hidden = self._hidden_name is not None
-        self._pending = None
+    def _commit(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
+        directory, self._pending = self._write_directory, None
         try:
             self.location.file_system.commit(
-                self._write_directory.path,
+                directory.path,
                 self._own_name(_METADATA),
                 self._own_name(_INDEX),
                 metadata,
@@ -293,27 +297,44 @@ class DirectoryWriter(StagingWriter):
                 self.save_id,
                 sorted(files),
                 self.sync_files,
-                self.location.path if is_hidden else None,
+                None if self._hidden is None else self.location.path,
             )
         except NotFoundError as error:
-            raise self._ended_by_other() from error
-        except StorageError as error:
-            if is_hidden and error.errno in TAKEN:
-                return False
+            # A network file system may have committed, lost the reply, and asked for it again.
+            if self._other_save() != self.save_id:
+                raise self._ended_by_other() from error
+            if self.sync_files:
+                (self.location if self._hidden is None else self.location.parent).sync()
+        self._hidden = None
+
+    def _has_hidden(self, files: Collection[str]) -> bool:
+        """Returns whether the hidden directory is there, with all files."""
+        with contextlib.suppress(CheckpointError):
+            return set(files).issubset(self._write_directory.names())
+        return False
+
+    def _move_files(self, files: Collection[str]) -> None:
+        """Moves the files from the hidden directory, which cannot get its name, to the other one.
+
+        Raises:
+            AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
+            StorageError: A file cannot be moved, or another save has removed it.
+        """
+        hidden = self._write_directory
+        self._open_directory()
+        try:
+            self._pending = self._create_pending()
+            for name in files:
+                (hidden / name).rename(self.location / name)
+        except BaseException as error:
+            remove_files(self.location, files)
+            self.end_failed_save()
+            self.location.discard()  # If this save has created it.
+            if isinstance(error, NotFoundError):
+                raise self._ended_by_other() from error
             raise
-        return True
-
-    def _appeared(self) -> None:
-        """Ends a save whose directory has its name, and removes those of dead saves."""
-        self._write_directory = self.location
-        remove_abandoned(self.location.parent, found=self._found_beside)
-
-    def _is_committed(self) -> bool:
-        """Returns whether this save is the committed one, of all ranks or of this rank alone."""
-        prefixes = metadata_prefixes(self.location)
-        own = self._own_name("")
-        is_mixed = "" in prefixes and len(prefixes) > 1
-        return not is_mixed and committed_id(self.location, own) == self.save_id
+        self._hidden = None
+        remove_temporary(hidden)
 
     @property
     def _committed_names(self) -> frozenset[str]:
@@ -323,3 +344,11 @@ class DirectoryWriter(StagingWriter):
     def _own_name(self, name: str) -> str:
         """Returns the name of ``.metadata`` or ``.index``; one per rank without coordination."""
         return name if self.use_collectives or self.rank is None else f"__{self.rank}{name}"
+
+
+def _is_there(path: Location) -> bool:
+    """Returns whether a file or directory exists; true also if that cannot be told."""
+    try:
+        return path.exists()
+    except CheckpointError:  # Probably a directory.
+        return True

@@ -28,6 +28,7 @@ __all__ = [
     "stale_files",
 ]
 
+_METADATA = re.compile(r"(__\d+)?\.metadata")
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 _PENDING = r"\.metadata\.[0-9a-f]{16}\.tmp"
 
@@ -37,7 +38,9 @@ class Found:
     """The names in a directory when a save begins.
 
     Attributes:
-        names: All names. So the files of a concurrent save that began later are safe.
+        names: Names of files before any pending file was listed, and those of metadata also
+            thereafter. So the data files of a concurrent save are safe if it began later, or if it
+            has committed in between.
         pending: The pending files of saves that have not committed.
     """
 
@@ -73,8 +76,11 @@ def find(directory: Location, pending: str) -> Found:
     names = frozenset(directory.names())
     # A save creates its pending file first. So a second listing has that of every save of which the
     # first one has a file, unless the save has ended.
-    found = filter(re.compile(pending).fullmatch, directory.names())
-    return Found(names, frozenset(found))
+    later = directory.names()
+    return Found(
+        names.union(filter(_METADATA.fullmatch, later)),
+        frozenset(filter(re.compile(pending).fullmatch, later)),
+    )
 
 
 def end_saves(directory: Location, pending: Iterable[str]) -> bool:

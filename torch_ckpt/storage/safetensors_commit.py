@@ -14,7 +14,7 @@ import errno
 import re
 from collections.abc import Collection
 
-from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.safetensors_layout import ModelLayout
 from torch_ckpt.storage.gc import Found, end_saves, remove_files
@@ -117,7 +117,8 @@ def publish(
             (directory / last).write(layout.index(names), sync=sync, update=True)
         if sync:
             _sync_with_folders_above(directory)
-        (directory / last).rename(directory / commit_as)
+        other_before = (directory / other).identity()
+        _rename(directory / last, directory / commit_as)
     except BaseException:
         remove_files(directory, set(pending) - {last})
         # Not if the last file is gone. Either a file server has renamed it and lost the reply, and
@@ -130,13 +131,25 @@ def publish(
     if sync:
         directory.sync()
     # If another save may have been committed meanwhile, these files may be its own.
-    if end_saves(directory, found.pending):
-        if other in existing:
-            (directory / other).remove()
-            if sync:  # The name must be gone before the files of the old model are removed.
-                directory.sync()
+    is_last = end_saves(directory, found.pending)
+    is_older = other_before is not None and other_before == (directory / other).identity()
+    if (is_last and other in existing) or is_older:
+        (directory / other).remove()
+        if sync:  # The name must be gone before the files of the old model are removed.
+            directory.sync()
+    if is_last:
         remove_files(directory, _stale_files(found.names, names))
     return names
+
+
+def _rename(path: Location, to: Location) -> None:
+    """Renames a file; succeeds also if a network file system has lost the reply, and asks again."""
+    identity = path.identity()
+    try:
+        path.rename(to)
+    except NotFoundError:
+        if identity is None or identity != to.identity():
+            raise
 
 
 def _unused_names(

@@ -47,9 +47,7 @@ from torch_ckpt.planning.replicas import CutItem, item_nbytes, work_of
 from torch_ckpt.planning.ties import common_ties, tied_names
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
-from torch_ckpt.storage.directory_writer import TAKEN
 from torch_ckpt.storage.file_jobs import finished
-from torch_ckpt.storage.gc import Found
 from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.safetensors_commit import (
     COMMIT_PATTERN,
@@ -84,7 +82,6 @@ class _ModelPlan:
     Attributes:
         layout: Encoded layout of all files.
         save_id: The coordinator's save id, which is in the names of the files.
-        directory: Name of the hidden directory of the files; ``None`` if there is none.
         rank: The rank of this plan.
         world_size: Number of ranks.
         share: The ``storage_data`` that reassigns replicas to ranks.
@@ -92,7 +89,6 @@ class _ModelPlan:
 
     layout: bytes
     save_id: str
-    directory: str | None
     rank: int
     world_size: int
     share: Any
@@ -211,16 +207,14 @@ class SafetensorsWriter(FastWriter):
             self._layout = ModelLayout.of(
                 facts, max_shard_nbytes=self.max_shard_nbytes, omitted=ties
             )
-        self._begin(can_hide=True)
+        self._claim_directory(can_hide=False)
         encoded = self._layout.encode()
         shares: list[Any] = [plan.storage_data for plan in plans]
         shares = [None if isinstance(share, _Ties) else share for share in shares]
         return [
             dataclasses.replace(
                 plan,
-                storage_data=_ModelPlan(
-                    encoded, self.save_id, self._hidden_name, rank, len(plans), share
-                ),
+                storage_data=_ModelPlan(encoded, self.save_id, rank, len(plans), share),
             )
             for rank, (plan, share) in enumerate(zip(plans, shares, strict=True))
         ]
@@ -266,40 +260,12 @@ class SafetensorsWriter(FastWriter):
             self._abandon(names, error)
             raise
 
-    def _begin(self, can_hide: bool) -> None:
-        super()._begin(can_hide)
-        if self._hidden_name is not None:
-            self._create_pending()
-
     def _create_pending(self) -> Location:
         assert self._layout is not None
-        return begin_model(self._write_directory, len(self._layout.files), self.save_id)
-
-    def _directory_of(self, plan: SavePlan) -> str | None:
-        return getattr(plan.storage_data, "directory", None)
+        return begin_model(self.location, len(self._layout.files), self.save_id)
 
     def _other_save(self) -> str | None:
         return None  # Files of a model have no save id.
-
-    def _publish(self, layout: ModelLayout) -> list[str]:
-        """Publishes the files, and removes those of replaced models. Returns their names."""
-        if self._hidden_name is not None:
-            names = publish(
-                self._write_directory, layout, self.save_id, Found(), sync=self.sync_files
-            )
-            try:
-                self._write_directory.rename(self.location)
-            except StorageError as error:
-                if error.errno not in TAKEN:
-                    raise
-                pending = pending_names(len(names), self.save_id)
-                self._enter_existing(dict(zip(names, pending, strict=True)))
-            else:
-                if self.sync_files:
-                    self.location.parent.sync()
-                self._appeared()
-                return names
-        return publish(self.location, layout, self.save_id, self._found, sync=self.sync_files)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the files, then removes the files of the replaced model."""
@@ -310,6 +276,7 @@ class SafetensorsWriter(FastWriter):
         try:
             _check_complete(layout, list(itertools.chain.from_iterable(results)))
             claim_commit()
+            self._check_files(pending)
         except BaseException as error:
             # A cached plan may have caused the failure.
             plan_cache().forget()
@@ -317,7 +284,7 @@ class SafetensorsWriter(FastWriter):
             raise
         self._pending = None
         try:
-            names = self._publish(layout)
+            names = publish(self.location, layout, self.save_id, self._found, sync=self.sync_files)
             self._layout = None
         except NotFoundError as error:
             raise self._ended_by_other() from error
@@ -433,7 +400,7 @@ class _PieceWriter:
     def write(self, file: int, pieces: Sequence[_Piece]) -> WriteResult:
         """Writes the pieces of one file."""
         writer, model_file = self.writer, self.layout.files[file]
-        path = writer._write_directory / self.names[file]
+        path = writer.location / self.names[file]
         job = _native.SharedFileJob(
             path.file_system,
             path.path,

@@ -1,74 +1,88 @@
 """Hidden files and directories beside a target, which a process makes and later renames or removes.
 
-Their names state the process, so that another process can remove them after its death. A name is
-``.<target>.<id>.<owner>.<kind>``, where the owner is a machine, a process id and the time when the
-process started.
+A name states the process, so that another process can remove the temporary after its death. It is
+``.<kind>.<target>.<random>.<owner>``: a hash of the target's name, random digits, and the machine,
+process id and start of the owner. Many scripts search a folder for names such as ``step-100``, and
+some search for digits anywhere in a name. So these names have neither the target's name nor any
+digit: letters stand for digits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import hashlib
 import re
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Iterable
 
 from torch_ckpt.coordination.owner import is_dead, this_process
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["OLD", "can_be_renamed", "remove_abandoned", "temporaries_of", "temporary"]
+__all__ = [
+    "OLD",
+    "PARTIAL",
+    "TMP",
+    "can_be_renamed_to",
+    "end_temporaries",
+    "remove_abandoned",
+    "remove_temporary",
+    "temporaries_of",
+    "temporary",
+]
 
-_NAME = re.compile(
-    r"\.(?P<target>.+)\.[0-9a-f]{16}\.(?P<owner>[0-9a-f]{8}-\d+-\d+)\.(?P<kind>[a-z]+)", re.DOTALL
-)
+PARTIAL = "partial"
+"""Kind of the directory of a new checkpoint until its commit."""
+
+TMP = "tmp"
+"""Kind of what a conversion writes."""
+
 OLD = "old"
 """Kind of a replaced target, which gets its name back if its process dies too early."""
 
 _REMOVED = "removed"
-_MAX_NAME_NBYTES = 190
-"""Length of a target's name, so that the temporary's name is within the 255 bytes of a name."""
-
 _MAX_AGE_S = 24 * 3600.0
 """Seconds after the last write to a temporary of another machine, until it counts as abandoned."""
 
+_DIGITS, _LETTERS = "0123456789-", "ghijklmnop."
+_TO_LETTERS, _TO_DIGITS = str.maketrans(_DIGITS, _LETTERS), str.maketrans(_LETTERS, _DIGITS)
+_NAME = re.compile(
+    rf"\.(?P<kind>{PARTIAL}|{TMP}|{OLD}|{_REMOVED})\.(?P<target>[a-p]{{16}})\.[a-p]{{16}}"
+    r"\.(?P<owner>[a-p]{8}\.[g-p]{1,9}\.[g-p]{1,20})"
+)
 
-def temporary(target: Location, kind: str, unique: str = "") -> Location:
+
+def temporary(target: Location, kind: str) -> Location:
     """Returns an unused location beside a target, which is in use as long as this object lives.
 
     Args:
         target: The file or directory that is to be written.
-        kind: The last part of the name.
-        unique: 16 hexadecimal digits; random ones by default.
+        kind: One of the kinds above.
     """
-    name = f".{target.name}.{unique or secrets.token_hex(8)}.{this_process()}.{kind}"
+    random, owner = (text.translate(_TO_LETTERS) for text in (secrets.token_hex(8), this_process()))
+    name = f".{kind}.{_hash_of(target.name)}.{random}.{owner}"
     path = target.with_name(name)
     PROCESS.temporaries[name] = path
     return path
 
 
-def can_be_renamed(target: Location) -> bool:
+def can_be_renamed_to(target: Location) -> bool:
     """Returns whether a directory can be written beside its target, and renamed once complete.
 
     It cannot if the target exists, even as an empty directory: somebody may have given it a quota,
-    stripes or permissions, or may hold it open. Creates the parents of the target.
-
-    Raises:
-        StorageError: A parent cannot be created.
+    stripes or permissions, or may hold it open. It cannot if this process must not list the parent,
+    since it could then neither sync the parent nor find what dead processes have left.
     """
-    if len(os.fsencode(target.name)) > _MAX_NAME_NBYTES:
+    try:
+        target.parent.names()
+    except CheckpointError:
         return False
-    if target.is_file() or target.is_directory():
-        return False
-    target.parent.create_directories()
-    return target.file_system.renames_directories(target.parent.path)
+    return _is_missing(target) and target.file_system.renames_directories(target.parent.path)
 
 
-def remove_abandoned(
-    directory: Location, target: str | None = None, found: Collection[str] = ()
-) -> None:
+def remove_abandoned(directory: Location, target: str | None = None) -> None:
     """Removes the temporaries whose process is dead; ignores errors.
 
     Whether a process of another machine, or of another container, is dead is unknown. Its
@@ -76,51 +90,85 @@ def remove_abandoned(
 
     Args:
         directory: The directory of the temporaries.
-        target: Name of a target; of all targets if ``None``.
-        found: Temporaries of a target that was replaced meanwhile. They are removed as well unless
-            their process certainly lives.
+        target: Name of a target; of all targets if ``None``. A replaced target can get its name
+            back only if its name is known.
     """
     with contextlib.suppress(CheckpointError):
-        for name in directory.names():
-            match = _NAME.fullmatch(name)
-            if match is None or (target is not None and match["target"] != target):
+        for match in _matches(directory):
+            kind, path = match["kind"], directory / match[0]
+            if target is None:
+                is_meant = kind != OLD
+            else:
+                is_meant = match["target"] == _hash_of(target)
+            if not is_meant or not _is_abandoned(match, path):
                 continue
-            is_unused = _is_unused(name, match["owner"])
-            if is_unused is None:
-                is_unused = name in found or _age_s(directory / name) > _MAX_AGE_S
-            if is_unused:
+            if kind == OLD and target is not None and _is_missing(directory / target):
                 with contextlib.suppress(CheckpointError):
-                    _remove(directory / name, match["target"], match["kind"])
+                    path.rename(directory / target)
+                continue
+            remove_temporary(path)
 
 
 def temporaries_of(target: Location) -> frozenset[str]:
-    """Returns the names of the temporaries beside a target."""
+    """Returns the names of the directories of new checkpoints that are to get a target's name."""
+    wanted = (PARTIAL, _hash_of(target.name))
     with contextlib.suppress(CheckpointError):
-        matches = filter(None, map(_NAME.fullmatch, target.parent.names()))
-        return frozenset(match[0] for match in matches if match["target"] == target.name)
+        found = _matches(target.parent)
+        return frozenset(m[0] for m in found if (m["kind"], m["target"]) == wanted)
     return frozenset()
 
 
-def _remove(path: Location, target: str, kind: str) -> None:
-    """Removes a temporary. Its process, if it lives, then finds it missing rather than damaged."""
-    replaced = path.with_name(target)
-    if kind == OLD and not (replaced.is_file() or replaced.is_directory()):
-        path.rename(replaced)  # The process has died before the new target had its name.
-        return
-    doomed = temporary(replaced, _REMOVED)
-    path.rename(doomed)
-    doomed.remove_all()
+def end_temporaries(directory: Location, found: Iterable[str]) -> None:
+    """Removes temporaries of a target that was replaced, unless their process certainly lives.
+
+    Args:
+        directory: The directory of the temporaries.
+        found: What :func:`temporaries_of` returned before the target was replaced.
+    """
+    for match in filter(None, map(_NAME.fullmatch, found)):
+        if _is_unused(match) is not False:
+            remove_temporary(directory / match[0])
 
 
-def _is_unused(name: str, owner: str) -> bool | None:
-    """Returns whether nobody uses a temporary any more; ``None`` if that is unknown."""
-    return name not in PROCESS.temporaries if owner == this_process() else is_dead(owner)
-
-
-def _age_s(path: Location) -> float:
-    """Returns the seconds since the last write to a file, or to any file of a directory."""
-    times = [path.modified_s()]
+def remove_temporary(path: Location) -> None:
+    """Removes a temporary; ignores errors. Its process then finds it missing, never damaged."""
     with contextlib.suppress(CheckpointError):
-        times += [(path / name).modified_s() for name in path.names()]
-    written = [at for at in times if at is not None]
-    return time.time() - max(written) if written else 0.0
+        doomed = temporary(path, _REMOVED)
+        path.rename(doomed)
+        doomed.remove_all()
+
+
+def _is_missing(path: Location) -> bool:
+    try:
+        return not path.exists()
+    except CheckpointError:  # Probably a directory.
+        return False
+
+
+def _hash_of(name: str) -> str:
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()
+    return digest[:16].translate(_TO_LETTERS)
+
+
+def _matches(directory: Location) -> list[re.Match[str]]:
+    return list(filter(None, map(_NAME.fullmatch, directory.names())))
+
+
+def _is_unused(match: re.Match[str]) -> bool | None:
+    """Returns whether nobody uses a temporary any more; ``None`` if that is unknown."""
+    owner = match["owner"].translate(_TO_DIGITS)
+    return match[0] not in PROCESS.temporaries if owner == this_process() else is_dead(owner)
+
+
+def _is_abandoned(match: re.Match[str], path: Location) -> bool:
+    is_unused = _is_unused(match)
+    return time.time() - _written_s(path) > _MAX_AGE_S if is_unused is None else is_unused
+
+
+def _written_s(path: Location) -> float:
+    """Returns the time of the last write to a file, or to anything in a directory."""
+    written = path.modified_s()
+    times = [time.time() if written is None else written]
+    with contextlib.suppress(CheckpointError):
+        times += [_written_s(path / name) for name in path.names()]
+    return max(times)

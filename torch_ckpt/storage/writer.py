@@ -10,6 +10,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -61,7 +62,7 @@ from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
 from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
 from torch_ckpt.storage.data_file import write_data_file
-from torch_ckpt.storage.directory_writer import DIRECTORY_ATTRIBUTE, DirectoryWriter
+from torch_ckpt.storage.directory_writer import DirectoryWriter
 from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 from torch_ckpt.storage.rank_work import RankWork, split, work_for
 from torch_ckpt.storage.written_file import WrittenFile
@@ -91,6 +92,18 @@ class Jobs:
         return sum(job.done_nbytes for job in self._jobs)
 
 
+@dataclass
+class _RankFiles(_StoragePrefix):
+    """``SavePlan.storage_data`` of one rank.
+
+    Attributes:
+        hidden: Name of the directory beside the checkpoint's, in which the ranks write a new
+            checkpoint; ``None`` if they write to the checkpoint's directory.
+    """
+
+    hidden: str | None = None
+
+
 class FastWriter(DirectoryWriter):
     """Saves checkpoints in files that stock DCP can read.
 
@@ -106,7 +119,8 @@ class FastWriter(DirectoryWriter):
             URL of a :func:`registered <torch_ckpt.filesystems.location.register>` scheme.
             A relative path is that of the present working directory. Links in the path are resolved
             once for each save, when it begins. A missing directory appears with the commit, where
-            the file system renames directories.
+            the file system renames directories. To write other files there before the commit,
+            create it first. Subclasses create it when the save begins, since they may do so.
         single_file_per_rank: Whether a rank writes ``thread_count`` files. Otherwise it writes one
             file for each tensor and object.
         sync_files: Whether a save returns only after its bytes would survive a power cut. If false,
@@ -207,7 +221,7 @@ class FastWriter(DirectoryWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that saves in the background gets a copy without native handles.
-        native = dict.fromkeys(("_plan", "_writing", "_pending"))
+        native = dict.fromkeys(("_plan", "_writing", "_pending", "_hidden"))
         return super().__getstate__() | native | {"_pools": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -252,10 +266,11 @@ class FastWriter(DirectoryWriter):
         self._check_idle()
         if not is_replanning():  # Then the save has begun already.
             self.location = self._directory.enter()
+        self.end_failed_save()  # A former save that has failed on another rank.
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
+        self._commits = is_coordinator or not self.use_collectives
         self._ranks = int(is_coordinator)
-        self._end()  # A former save that has failed on another rank.
         if self._began:
             # DCP calls reset only if it also has a checkpoint id. Each save needs an id of its own,
             # since the names of data files must be unique.
@@ -312,18 +327,21 @@ class FastWriter(DirectoryWriter):
         """Begins the save, and returns the plans, each with the file name prefix of its rank."""
         columns: list[Any] = [plan.items for plan in plans]
         self._plan = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
-        placed = [
-            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
-            if plan.storage_data is None or RankItems.beside(plan) is not None
+        # Others have a prefix already, or a planner's own data.
+        to_place = [p.storage_data is None or RankItems.beside(p) is not None for p in plans]
+        self._claim_directory(can_hide=are_sent(plans) and all(to_place))
+        hidden = None if self._hidden is None else self._hidden.name
+        return [
+            dataclasses.replace(plan, storage_data=_RankFiles(f"__{rank}_", hidden))
+            if is_placed
             else plan
-            for rank, plan in enumerate(plans)
+            for rank, (plan, is_placed) in enumerate(zip(plans, to_place, strict=True))
         ]
-        self._begin(
-            are_sent(plans) and all(isinstance(p.storage_data, _StoragePrefix) for p in placed)
-        )
-        for plan in placed:
-            setattr(plan.storage_data, DIRECTORY_ATTRIBUTE, self._hidden_name)
-        return placed
+
+    @property
+    def _hides(self) -> bool:
+        # A subclass may write files of its own to the directory while it saves.
+        return type(self) is FastWriter
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items. Returns after the files are written (and synced)."""
@@ -331,7 +349,7 @@ class FastWriter(DirectoryWriter):
         future: Future[list[WriteResult]] = Future()
         self._phases.begin("writing")
         with self._writing, portable_errors(), self._writing_staged():
-            self._enter(self._directory_of(plan))
+            self._enter(getattr(plan.storage_data, "hidden", None))
             future.set_result(self._write(plan, planner))
         return future
 
@@ -410,8 +428,8 @@ class FastWriter(DirectoryWriter):
                 )
             warn_of_refused({f: c for _, file in written for f, c in file.refused.items()})
             claim_commit()
-            if self._pending is None:  # A subclass has replaced `prepare_global_plan`.
-                self._begin(can_hide=False)
+            if self._pending is None and self._hidden is None:  # A subclass has replaced `prepare_global_plan`.
+                self._claim_directory(can_hide=False)
             self._check_files(files)
         except BaseException as error:
             # A cached plan may have caused the failure.
