@@ -183,11 +183,8 @@ class KilledSave:
         self.path = path
         self.seen = Seen()
         self.watched = case.moment is not None
-        name = re.escape(path.name)
         # In the place of a directory that is not there yet.
-        self._hidden = re.compile(
-            rf"{re.escape(folder_of(path))}/\.{name}\.[0-9a-f]{{16}}\.[^/]*\.partial(?=/|$)"
-        )
+        self._hidden = re.compile(rf"{re.escape(folder_of(path))}/\.partial\.[a-p.]+(?=/|$)")
         self._kill_at: str | None = None
         self._calls = 0  # Of the moment of the case.
         self._kinds: dict[int, str] = {}  # What each rank is at: data, index, metadata or commit.
@@ -319,6 +316,8 @@ class KilledSave:
         if kind is None:
             return None
         if stop.call == "rename":
+            if path != stop.path:
+                return "rename metadata"  # The commit renames the directory.
             self._kinds[rank] = "commit"
             return "commit" if kind == "metadata" else "rename index"
         if stop.call == "create":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import itertools
 import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,16 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 import torch_ckpt
 from torch_ckpt import FastSavePlanner, FastWriter, SafetensorsWriter
-from torch_ckpt.errors import AlreadyExistsError
+from torch_ckpt._core import _native
+from torch_ckpt.errors import AlreadyExistsError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.storage.temporary import remove_abandoned
+from torch_ckpt.storage.temporary import remove_abandoned, temporary
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 needs_stops = pytest.mark.skipif(not can_stop(), reason="no system calls can be stopped here")
 SHAPES = {"small": (7, 5), "large": (300, 100)}
-SAVES = ["stock planner", "fast planner", "file", "shards"]
+SAVES = ["stock planner", "fast planner"]
 
 
 def state_of(version: int) -> dict[str, Any]:
@@ -39,48 +43,57 @@ def state_of(version: int) -> dict[str, Any]:
     return tensors | {"version": torch.tensor(version)}
 
 
-def writer_for(path: Path, how: str) -> FastWriter:
-    if how in ("file", "shards"):
-        return SafetensorsWriter(path, max_shard_nbytes=1 if how == "shards" else 1 << 30)
-    return FastWriter(path)
-
-
 def save(path: Path, version: int, how: str = "stock planner") -> None:
     planner = DefaultSavePlanner() if how == "stock planner" else FastSavePlanner()
-    writer = writer_for(path, how)
-    dcp.save(state_of(version), storage_writer=writer, planner=planner, no_dist=True)
+    dcp.save(state_of(version), storage_writer=FastWriter(path), planner=planner, no_dist=True)
 
 
-def assert_holds(path: Path, version: int, how: str = "stock planner") -> None:
-    for name, reader in READERS.items():
-        if name == "stock" and how in ("file", "shards"):
-            continue
+def assert_holds(path: Path, version: int) -> None:
+    for reader in READERS.values():
         state = {key: torch.zeros_like(value) for key, value in state_of(version).items()}
         dcp.load(state, storage_reader=reader(path), no_dist=True)
         assert_same(state, state_of(version))
 
 
-def highest(run: Path) -> Path:
-    """The directory that many scripts resume from."""
-    found = {
-        int(m[1]): m[0]
-        for m in map(re.compile(r"checkpoint-(\d+)").fullmatch, os.listdir(run))
-        if m
-    }
-    return run / found[max(found)]
+def _by_whole_names(run: Path) -> int:
+    found = map(re.compile(r"checkpoint-(\d+)").fullmatch, os.listdir(run))
+    return max(int(match[1]) for match in found if match)
+
+
+def _by_probes(run: Path) -> int:
+    """As torchtitan does, which searches in names and looks for metadata."""
+    return max(
+        int(match[1])
+        for name in os.listdir(run)
+        if (match := re.search(r"checkpoint-(\d+)", name)) and (run / name / ".metadata").is_file()
+    )
+
+
+def _by_digits(run: Path) -> int:
+    return max(int(digits) for name in os.listdir(run) for digits in re.findall(r"\d+", name))
+
+
+def _by_parts(run: Path) -> int:
+    return max(int(name.split("-")[1]) for name in os.listdir(run) if "-" in name)
+
+
+SEARCHES = [_by_whole_names, _by_probes, _by_digits, _by_parts]
+"""How scripts find the checkpoint to resume from."""
 
 
 def resume(run: Path, how: str) -> str:
     """Resumes as many scripts do, and saves; returns what they resume from."""
-    path = highest(run)
-    assert_holds(path, int(path.name.partition("-")[2]), how)
+    found = {search.__name__: search(run) for search in SEARCHES}
+    (number,) = set(found.values())
+    path = run / f"checkpoint-{number}"
+    assert_holds(path, number)
     save(run / "checkpoint-3", 3, how)
     return path.name
 
 
 @needs_stops
 @pytest.mark.timeout(900)
-@pytest.mark.thin("stock planner", "shards")
+@pytest.mark.thin("stock planner")
 @pytest.mark.parametrize("how", SAVES)
 def test_a_script_that_resumes_from_the_highest_number_survives_a_kill_at_any_call(
     tmp_path: Path, how: str
@@ -113,44 +126,162 @@ def test_a_directory_that_exists_is_written_to_and_stays_the_same(tmp_path: Path
     inode = path.stat().st_ino
     save(path, 1, how)
     assert path.stat().st_ino == inode
-    assert_holds(path, 1, how)
+    assert_holds(path, 1)
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-class _Meddled(FastWriter):
+class Hiding(FastWriter):
+    """A subclass that promises to write no other files."""
+
+    _hides = True
+
+
+class _Meddled(Hiding):
     """Somebody makes the directory while the save writes."""
+
+    meddle: Callable[[Path], None]
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
         """Commits after that."""
-        _meddle(Path(self.path))
+        assert not Path(self.path).exists()
+        self.meddle(Path(self.path))
         super().finish(*args, **kwargs)
 
 
-class _MeddledModel(SafetensorsWriter):
-    def finish(self, *args: Any, **kwargs: Any) -> None:
-        """Commits after somebody has made the directory."""
-        _meddle(Path(self.path))
-        super().finish(*args, **kwargs)
-
-
-def _meddle(path: Path) -> None:
-    assert not path.exists()
+def _make(path: Path) -> None:
     path.mkdir()
     (path / "notes.json").write_text("{}")
 
 
-@pytest.mark.parametrize("how", ["fast planner", "file", "shards"])
+def _make_link(path: Path) -> None:
+    """A directory cannot be renamed to a link: ENOTDIR."""
+    path.with_name("other").mkdir()
+    path.symlink_to("other")
+    (path / "notes.json").write_text("{}")
+
+
+@pytest.mark.parametrize("meddle", [_make, _make_link])
 def test_a_directory_that_somebody_makes_meanwhile_keeps_its_files(
-    tmp_path: Path, how: str
+    tmp_path: Path, meddle: Callable[[Path], None]
 ) -> None:
     path = tmp_path / "checkpoint"
-    most = 1 if how == "shards" else 1 << 30
-    writer = _Meddled(path) if how == "fast planner" else _MeddledModel(path, max_shard_nbytes=most)
+    writer = _Meddled(path)
+    writer.meddle = meddle
     dcp.save(state_of(1), storage_writer=writer, planner=FastSavePlanner(), no_dist=True)
-    assert_holds(path, 1, how)
+    assert_holds(path, 1)
     assert (path / "notes.json").read_text() == "{}"
+    assert len(os.listdir(path)) == 4
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_file_that_has_the_name_fails_the_save_which_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    writer = _Meddled(path)
+    writer.meddle = lambda path: path.write_text("a file")
+    failed = failures_of(dcp.save, state_of(1), storage_writer=writer, no_dist=True)
+    assert failed[0].kind == StorageError.__name__
     assert os.listdir(tmp_path) == ["checkpoint"]
-    assert len(os.listdir(path)) == {"fast planner": 4, "file": 2, "shards": 5}[how]
+    assert path.read_text() == "a file"
+
+
+def test_a_subclass_may_write_to_the_directory_at_any_time(tmp_path: Path) -> None:
+    class Noting(FastWriter):
+        def write_data(self, *args: Any) -> Any:
+            Path(self.path, "rank.json").write_text("{}")
+            return super().write_data(*args)
+
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            """Commits after a file of its own."""
+            Path(self.path, "all.json").write_text("{}")
+            super().finish(*args, **kwargs)
+
+    path = tmp_path / "checkpoint"
+    dcp.save(state_of(1), storage_writer=Noting(path), no_dist=True)
+    assert_holds(path, 1)
+    assert {"rank.json", "all.json"} < set(os.listdir(path))
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_commit_whose_reply_was_lost_is_a_commit(
+    tmp_path: Path, exists: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where the client then repeats the rename, and finds nothing to rename."""
+    path = tmp_path / "checkpoint"
+    if exists:
+        path.mkdir()
+    commit = _native.FileSystem.commit
+
+    def commit_twice(*args: Any) -> None:
+        commit(*args)
+        raise NotFoundError("cannot rename")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_native.FileSystem, "commit", commit_twice)
+        save(path, 1)
+    assert_holds(path, 1)
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def _save_with_one_that_fails(path: Path, how: str) -> list[str]:
+    """Rank 1 cannot write; returns what the ranks have left."""
+    rank = dist.get_rank()
+    state = {f"of rank {rank}": full_value(f"{rank}", (400, 50), torch.int32)}
+    write = FastWriter._write
+
+    def fail(self: FastWriter, *args: Any) -> Any:
+        if rank == 1:
+            raise OSError(errno.ENOSPC, "no space")
+        return write(self, *args)
+
+    FastWriter._write = fail  # type: ignore[method-assign]
+    try:
+        save = torch_ckpt.save if how == "ours" else dcp.save
+        assert failures_of(save, state, storage_writer=FastWriter(path))
+    finally:
+        FastWriter._write = write  # type: ignore[method-assign]
+    gc.collect()
+    dist.barrier()
+    return os.listdir(path.parent)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("how", ["stock", "ours"])
+def test_saves_that_fail_on_another_rank_do_not_fill_the_disk(
+    worlds: Worlds, tmp_path: Path, how: str
+) -> None:
+    for number in range(3):
+        left, _ = worlds.run(2, _save_with_one_that_fails, tmp_path / f"{number}", how)
+        assert len(left) <= (how == "stock")
+    (tmp_path / "latest").mkdir()
+    worlds.run(2, save_on_ranks, tmp_path / "latest", how)
+    assert os.listdir(tmp_path) == ["latest"]
+
+
+def _look_ups(path: Path) -> list[str]:
+    """Returns the names beside the checkpoint that a save looks up on this rank."""
+    seen = []
+    for name in ("exists", "list_directory", "create_directories", "renames_directories"):
+        function = getattr(_native.FileSystem, name)
+
+        def record(self: Any, path: Any, function: Any = function) -> Any:
+            seen.append(str(path))
+            return function(self, path)
+
+        setattr(_native.FileSystem, name, record)
+    dist.barrier()
+    dcp.save({"a": torch.ones(3)}, storage_writer=FastWriter(path))
+    return seen
+
+
+def test_only_the_coordinator_looks_up_what_is_not_there_yet(tmp_path: Path) -> None:
+    forks = Worlds()
+    try:
+        first, second = forks.run(2, _look_ups, tmp_path / "checkpoint")
+    finally:
+        forks.close()
+    assert str(tmp_path / "checkpoint") in first
+    assert str(tmp_path / "checkpoint") not in second
 
 
 def test_a_checkpoint_that_another_save_commits_meanwhile_is_not_overwritten_against_the_will(
@@ -158,7 +289,7 @@ def test_a_checkpoint_that_another_save_commits_meanwhile_is_not_overwritten_aga
 ) -> None:
     path = tmp_path / "checkpoint"
 
-    class Late(FastWriter):
+    class Late(Hiding):
         def finish(self, *args: Any, **kwargs: Any) -> None:
             """Commits after another save."""
             save(path, 1)
@@ -172,8 +303,38 @@ def test_a_checkpoint_that_another_save_commits_meanwhile_is_not_overwritten_aga
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
+@pytest.mark.parametrize("how", ["fast", "file", "shards"])
+def test_a_directory_that_exists_is_not_overwritten_against_the_will_either(
+    tmp_path: Path, how: str
+) -> None:
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+
+    class Late(FastWriter):
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            """Commits after another save."""
+            save_as(FastWriter if how == "fast" else SafetensorsWriter, 1)
+            super().finish(*args, **kwargs)
+
+    class LateModel(Late, SafetensorsWriter):
+        pass
+
+    def save_as(writer: Any, version: int) -> None:
+        most = {"max_shard_nbytes": 1} if how == "shards" else {}
+        writer = writer(path, overwrite=False, **most)
+        state = state_of(version)
+        dcp.save(state, storage_writer=writer, planner=FastSavePlanner(), no_dist=True)
+
+    failed = failures_of(save_as, Late if how == "fast" else LateModel, 2)
+    assert failed[0].kind == AlreadyExistsError.__name__
+    state = {key: torch.zeros_like(value) for key, value in state_of(1).items()}
+    dcp.load(state, storage_reader=READERS["fast"](path), no_dist=True)
+    assert_same(state, state_of(1))
+    assert len(os.listdir(path)) == {"fast": 3, "file": 1, "shards": 4}[how]
+
+
 def fail_to_save(path: Path) -> None:
-    class Failing(FastWriter):
+    class Failing(Hiding):
         def _check_files(self, files: Any) -> None:
             raise OSError("a test")
 
@@ -186,20 +347,20 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def leave_partial(run: Path) -> str:
+def leave_partial(run: Path, name: str = "checkpoint-1") -> str:
     """Dies in the middle of a save."""
 
-    class Dying(FastWriter):
+    class Dying(Hiding):
         def finish(self, *args: Any, **kwargs: Any) -> None:
             """Never commits."""
             os._exit(0)
 
-    dcp.save(state_of(1), storage_writer=Dying(run / "checkpoint-1"), no_dist=True)
+    dcp.save(state_of(1), storage_writer=Dying(run / name), no_dist=True)
     raise AssertionError
 
 
 def partials(run: Path) -> list[Path]:
-    return sorted(run.glob(".*.partial"))
+    return sorted(run.glob(".partial.*"))
 
 
 def leave_dead_partial(forks: Forks, run: Path) -> Path:
@@ -216,13 +377,13 @@ def test_directories_of_dead_saves_are_removed_and_those_of_running_ones_never(
     leave_dead_partial(forks, tmp_path)
     seen = []
 
-    class Watching(FastWriter):
+    class Watching(Hiding):
         def finish(self, *args: Any, **kwargs: Any) -> None:
             """Commits after another checkpoint."""
-            (dead, own) = partials(tmp_path)
+            (own,) = partials(tmp_path)
             save(tmp_path / "checkpoint-5", 5)
             forks.call(save, tmp_path / "checkpoint-6", 6)
-            seen.append(partials(tmp_path) in ([dead], [own]))
+            seen.append(partials(tmp_path) == [own])
             super().finish(*args, **kwargs)
 
     dcp.save(state_of(4), storage_writer=Watching(tmp_path / "checkpoint-4"), no_dist=True)
@@ -235,15 +396,20 @@ def test_directories_of_other_machines_are_removed_once_nobody_has_written_for_a
     tmp_path: Path,
 ) -> None:
     dead = leave_dead_partial(Forks(), tmp_path)
-    owner = re.search(r"\.([0-9a-f]{8})-\d+-\d+\.partial", dead.name)
-    assert owner is not None
-    elsewhere = dead.with_name(dead.name.replace(owner[1], "01234567"))
+    *parts, _, pid, start = dead.name.split(".")
+    elsewhere = dead.with_name(".".join([*parts, "aaaaaaaa", pid, start]))
     dead.rename(elsewhere)
     save(tmp_path / "checkpoint-2", 2)
     assert elsewhere.exists()
+    deep = elsewhere / "zero" / "layer" / "fp32.pt"
+    deep.parent.mkdir(parents=True)
+    deep.write_text("as in a universal folder")
     day_ago = time.time() - 25 * 3600
-    for file in [*elsewhere.iterdir(), elsewhere]:
+    for file in [*(set(elsewhere.rglob("*")) - {deep}), elsewhere]:
         os.utime(file, (day_ago, day_ago))
+    save(tmp_path / "checkpoint-3", 3)
+    assert elsewhere.exists()
+    os.utime(deep, (day_ago, day_ago))
     save(tmp_path / "checkpoint-3", 3)
     assert not elsewhere.exists()
     # The directory of a save that is replaced by this one is removed at once.
@@ -251,6 +417,23 @@ def test_directories_of_other_machines_are_removed_once_nobody_has_written_for_a
     dead.rename(elsewhere)
     save(tmp_path / "checkpoint-1", 1)
     assert not elsewhere.exists()
+
+
+def test_a_dead_first_save_is_removed_by_a_save_to_a_directory_that_exists(tmp_path: Path) -> None:
+    leave_dead_partial(Forks(), tmp_path)
+    (tmp_path / "checkpoint-1").mkdir()
+    save(tmp_path / "checkpoint-1", 1)
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_name_may_be_as_long_as_the_file_system_permits(tmp_path: Path) -> None:
+    path = tmp_path / ("y" * 255)
+    forks = Forks()
+    with pytest.raises(AssertionError, match="ended without a word"):
+        forks.call(leave_partial, tmp_path / "run", path.name)
+    assert not list((tmp_path / "run").glob("y*"))
+    save(path, 1)
+    assert_holds(path, 1)
 
 
 def save_on_ranks(path: Path, how: str) -> list[str]:
@@ -294,8 +477,22 @@ def test_all_ranks_write_to_one_directory(worlds: Worlds, tmp_path: Path, how: s
 
 
 def test_names_that_are_no_temporaries_are_left_alone(tmp_path: Path) -> None:
-    names = [".checkpoint-1.partial", ".x.0123456789abcdef.partial", ".a.b.c.partial", "x.partial"]
+    own = temporary(Location(tmp_path / "x"), "partial").name
+    names = [
+        ".checkpoint-1.partial",
+        ".partial.a.b.c",
+        "x.partial",
+        own[1:],
+        own.replace("partial", "another"),
+        f"{own}{'p' * 20}",
+        own.rpartition(".")[0].rpartition(".")[0] + f".{'p' * 20}.g",  # No process id is so long.
+    ]
     for name in names:
         (tmp_path / name).mkdir()
     remove_abandoned(Location(tmp_path))
     assert sorted(os.listdir(tmp_path)) == sorted(names)
+
+
+def test_names_of_temporaries_have_no_digits(tmp_path: Path) -> None:
+    name = temporary(Location(tmp_path / "step-7"), "partial").name
+    assert re.fullmatch(r"[a-z.]+", name)

@@ -19,8 +19,12 @@ from stops import run_stopped
 from syscalls import can_stop
 
 from torch_ckpt import FastSavePlanner, FastWriter, SafetensorsWriter
+from torch_ckpt._core import _native
+from torch_ckpt.coordination import owner
+from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
+from torch_ckpt.storage.safetensors_commit import begin_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -67,6 +71,12 @@ def aftermath(path: Path, how: str) -> tuple[int, str | None, int]:
     return before, save_id, loaded(path, how)
 
 
+def save_elsewhere(path: Path, version: int, how: str) -> None:
+    """Saves as a job of another machine, which does not know whether processes here live."""
+    owner._machine = lambda: "01234567"
+    save(path, version, how)
+
+
 COMMITTED = {
     "fast": ".metadata",
     "file": "model.safetensors",
@@ -76,11 +86,15 @@ COMMITTED = {
 
 @needs_stops
 @pytest.mark.timeout(600)
-@pytest.mark.thin("overwrite-fast", "first save-shards")
+@pytest.mark.thin("overwrite-here-fast", "first save-elsewhere-fast", "first save-here-shards")
 @pytest.mark.parametrize("how", ["fast", "file", "shards"])
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
 @pytest.mark.parametrize("overwrites", [True, False], ids=["overwrite", "first save"])
-def test_a_save_within_a_save_at_every_call(tmp_path: Path, overwrites: bool, how: str) -> None:
+def test_a_save_within_a_save_at_every_call(
+    tmp_path: Path, overwrites: bool, how: str, where: str
+) -> None:
     forks = Forks()
+    inner = save if where == "here" else save_elsewhere
     template = tmp_path / "template"
     forks.call(save, template, 1, how)
     failed: list[str] = []
@@ -91,27 +105,27 @@ def test_a_save_within_a_save_at_every_call(tmp_path: Path, overwrites: bool, ho
 
         def before(at: int, call: str, path: Path = path, number: int = number) -> bool:
             if at == number:
-                forks.call(save, path, 3, how)
+                forks.call(inner, path, 3, how)
             return True
 
         whole = run_stopped(forks, tmp_path, before, save, path, 2, how)
         if number == len(whole.calls):
             break
-        where = f"at call {number} of {whole.calls}"
+        at = f"at call {number} of {whole.calls}"
         found, save_id, after = forks.call(aftermath, path, how)
         if whole.error is None:
             commits = {f"rename {number}", f"rename {number}/{COMMITTED[how]}"}
             commit = max(at for at, call in enumerate(whole.calls) if call in commits)
-            assert found == (2 if number <= commit else 3), where
+            assert found == (2 if number <= commit else 3), at
         else:
             failed.append(whole.calls[number])
-            assert found == 3, where
-            assert "another save" in whole.error, f"{where}: {whole.error}"
+            assert found == 3, at
+            assert "another save" in whole.error, f"{at}: {whole.error}"
             if how == "fast":
-                assert str(save_id) in whole.error, f"{where}: {whole.error}"
-        assert after == 4, where
-        assert len(list(path.iterdir())) <= 4, f"{where} leaves {sorted(path.iterdir())}"
-        assert not list(tmp_path.glob(".*")), where
+                assert str(save_id) in whole.error, f"{at}: {whole.error}"
+        assert after == 4, at
+        assert len(list(path.iterdir())) <= 4, f"{at} leaves {sorted(path.iterdir())}"
+        assert not list(tmp_path.glob(".*")), at
     assert failed or not overwrites, "no save has lost"
 
 
@@ -188,3 +202,40 @@ def test_jobs_that_race_leave_a_checkpoint_that_loads(
     for number in range(200 if full else 6):
         wrong += race(forks, tmp_path / f"{number}", how, seed + number)
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_save_that_fails_does_not_keep_an_old_model_beside_a_new_one(tmp_path: Path) -> None:
+    """Some loaders open the name of a single file first."""
+    path = tmp_path / "model"
+    save(path, 1, "file")
+    other = begin_model(Location(path), 1, "0123456789abcdef")
+
+    class Sharded(SafetensorsWriter):
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            """Commits after the other save has failed, and has removed its files."""
+            other.remove()
+            super().finish(*args, **kwargs)
+
+    writer = Sharded(path, max_shard_nbytes=1)
+    state = tensors_of(2) | {"version": torch.tensor(2)}
+    dcp.save(state, storage_writer=writer, planner=FastSavePlanner(), no_dist=True)
+    assert loaded(path, "shards") == 2
+    assert not (path / "model.safetensors").exists()
+
+
+def test_a_model_whose_reply_was_lost_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where the client then repeats the rename, and finds nothing to rename."""
+    path = tmp_path / "model"
+    rename = _native.FileSystem.rename
+
+    def rename_twice(self: Any, one: Any, other: Any) -> None:
+        rename(self, one, other)
+        if str(other).endswith("model.safetensors"):
+            raise NotFoundError("cannot rename")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_native.FileSystem, "rename", rename_twice)
+        save(path, 1, "file")
+    assert loaded(path, "file") == 1

@@ -34,7 +34,6 @@ from torch_ckpt.errors import (
     CheckpointError,
     MismatchError,
     NotFoundError,
-    StorageError,
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location

@@ -96,10 +96,7 @@ def remove_abandoned(directory: Location, target: str | None = None) -> None:
     with contextlib.suppress(CheckpointError):
         for match in _matches(directory):
             kind, path = match["kind"], directory / match[0]
-            if target is None:
-                is_meant = kind != OLD
-            else:
-                is_meant = match["target"] == _hash_of(target)
+            is_meant = kind != OLD if target is None else match["target"] == _hash_of(target)
             if not is_meant or not _is_abandoned(match, path):
                 continue
             if kind == OLD and target is not None and _is_missing(directory / target):

@@ -92,16 +92,17 @@ class Jobs:
         return sum(job.done_nbytes for job in self._jobs)
 
 
-@dataclass
-class _RankFiles(_StoragePrefix):
-    """``SavePlan.storage_data`` of one rank.
+@dataclass(frozen=True)
+class _HiddenPlace:
+    """``SavePlan.storage_data`` of one rank in a save of a new checkpoint.
 
     Attributes:
-        hidden: Name of the directory beside the checkpoint's, in which the ranks write a new
-            checkpoint; ``None`` if they write to the checkpoint's directory.
+        directory: Name of the directory beside the checkpoint's, in which the ranks write.
+        storage_data: The ``storage_data`` of other saves.
     """
 
-    hidden: str | None = None
+    directory: str
+    storage_data: _StoragePrefix
 
 
 class FastWriter(DirectoryWriter):
@@ -327,15 +328,19 @@ class FastWriter(DirectoryWriter):
         """Begins the save, and returns the plans, each with the file name prefix of its rank."""
         columns: list[Any] = [plan.items for plan in plans]
         self._plan = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
-        # Others have a prefix already, or a planner's own data.
-        to_place = [p.storage_data is None or RankItems.beside(p) is not None for p in plans]
-        self._claim_directory(can_hide=are_sent(plans) and all(to_place))
-        hidden = None if self._hidden is None else self._hidden.name
-        return [
-            dataclasses.replace(plan, storage_data=_RankFiles(f"__{rank}_", hidden))
-            if is_placed
+        placed = [
+            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
+            if plan.storage_data is None or RankItems.beside(plan) is not None
             else plan
-            for rank, (plan, is_placed) in enumerate(zip(plans, to_place, strict=True))
+            for rank, plan in enumerate(plans)
+        ]
+        self._claim_directory(can_hide=are_sent(plans))
+        if self._hidden is None:
+            return placed
+        name = self._hidden.name
+        return [
+            dataclasses.replace(plan, storage_data=_HiddenPlace(name, plan.storage_data))
+            for plan in placed
         ]
 
     @property
@@ -349,7 +354,13 @@ class FastWriter(DirectoryWriter):
         future: Future[list[WriteResult]] = Future()
         self._phases.begin("writing")
         with self._writing, portable_errors(), self._writing_staged():
-            self._enter(getattr(plan.storage_data, "hidden", None))
+            place, hidden = plan.storage_data, None
+            if isinstance(place, _HiddenPlace):
+                plan, hidden = (
+                    dataclasses.replace(plan, storage_data=place.storage_data),
+                    place.directory,
+                )
+            self._enter(hidden)
             future.set_result(self._write(plan, planner))
         return future
 
@@ -428,7 +439,9 @@ class FastWriter(DirectoryWriter):
                 )
             warn_of_refused({f: c for _, file in written for f, c in file.refused.items()})
             claim_commit()
-            if self._pending is None and self._hidden is None:  # A subclass has replaced `prepare_global_plan`.
+            if (
+                self._pending is None and self._hidden is None
+            ):  # A subclass has replaced `prepare_global_plan`.
                 self._claim_directory(can_hide=False)
             self._check_files(files)
         except BaseException as error:
