@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 needs_stops = pytest.mark.skipif(not can_stop(), reason="no system calls can be stopped here")
 SHAPES = {"small": (7, 5), "large": (300, 100)}
+TIMEOUT_S = 60
 SAVES = ["stock planner", "fast planner"]
 
 
@@ -310,14 +312,22 @@ def test_a_directory_that_exists_is_not_overwritten_against_the_will_either(
     path = tmp_path / "checkpoint"
     path.mkdir()
 
-    class Late(FastWriter):
-        def finish(self, *args: Any, **kwargs: Any) -> None:
-            """Commits after another save."""
-            save_as(FastWriter if how == "fast" else SafetensorsWriter, 1)
-            super().finish(*args, **kwargs)
+    has_begun, may_commit, has_committed = (threading.Event() for _ in range(3))
 
-    class LateModel(Late, SafetensorsWriter):
-        pass
+    class First(SafetensorsWriter if how != "fast" else FastWriter):  # type: ignore[misc]
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            """Commits while the other save is in progress, of which it does not know."""
+            has_begun.set()
+            assert may_commit.wait(TIMEOUT_S)
+            super().finish(*args, **kwargs)
+            has_committed.set()
+
+    class Second(SafetensorsWriter if how != "fast" else FastWriter):  # type: ignore[misc]
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            """Commits after the other save."""
+            may_commit.set()
+            assert has_committed.wait(TIMEOUT_S)
+            super().finish(*args, **kwargs)
 
     def save_as(writer: Any, version: int) -> None:
         most = {"max_shard_nbytes": 1} if how == "shards" else {}
@@ -325,7 +335,11 @@ def test_a_directory_that_exists_is_not_overwritten_against_the_will_either(
         state = state_of(version)
         dcp.save(state, storage_writer=writer, planner=FastSavePlanner(), no_dist=True)
 
-    failed = failures_of(save_as, Late if how == "fast" else LateModel, 2)
+    first = threading.Thread(target=save_as, args=(First, 1))
+    first.start()
+    assert has_begun.wait(TIMEOUT_S)
+    failed = failures_of(save_as, Second, 2)
+    first.join()
     assert failed[0].kind == AlreadyExistsError.__name__
     state = {key: torch.zeros_like(value) for key, value in state_of(1).items()}
     dcp.load(state, storage_reader=READERS["fast"](path), no_dist=True)
@@ -360,7 +374,7 @@ def leave_partial(run: Path, name: str = "checkpoint-1") -> str:
 
 
 def partials(run: Path) -> list[Path]:
-    return sorted(run.glob(".partial.*"))
+    return sorted(run.glob(".*"))
 
 
 def leave_dead_partial(forks: Forks, run: Path) -> Path:
