@@ -30,6 +30,7 @@ from torch_ckpt import FastSavePlanner, FastWriter, SafetensorsWriter
 from torch_ckpt._core import _native
 from torch_ckpt.errors import AlreadyExistsError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.storage.temporary import remove_abandoned, temporary
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -345,6 +346,54 @@ def test_a_directory_that_exists_is_not_overwritten_against_the_will_either(
     dcp.load(state, storage_reader=READERS["fast"](path), no_dist=True)
     assert_same(state, state_of(1))
     assert len(os.listdir(path)) == {"fast": 3, "file": 1, "shards": 4}[how]
+
+
+def test_a_save_that_is_ended_while_it_moves_its_files_names_the_other_one(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+
+    class Late(Hiding):
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            """Commits after another save, of a machine that does not know that this one lives."""
+            (self.hidden,) = partials(tmp_path)
+            save(path, 1)
+            super().finish(*args, **kwargs)
+
+        def _create_pending(self) -> Location:
+            shutil.rmtree(self.hidden)
+            return super()._create_pending()
+
+    failed = failures_of(dcp.save, state_of(2), storage_writer=Late(path), no_dist=True)
+    assert f"another save, {committed_id(Location(path))}" in failed[0].message
+    assert_holds(path, 1)
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    assert len(os.listdir(path)) == 3
+
+
+def _save_that_is_ended_on_rank_1(path: Path) -> str:
+    enter = FastWriter._enter
+
+    def enter_and_lose(self: FastWriter, *args: Any) -> None:
+        enter(self, *args)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            for partial in partials(path.parent):
+                shutil.rmtree(partial)
+
+    FastWriter._enter = enter_and_lose  # type: ignore[method-assign]
+    try:
+        state = {f"of rank {dist.get_rank()}": torch.ones(30)}
+        return failures_of(dcp.save, state, storage_writer=FastWriter(path))[1].message
+    finally:
+        FastWriter._enter = enter  # type: ignore[method-assign]
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_whose_first_file_cannot_be_opened_blames_the_save_that_ended_it(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    failed, _ = worlds.run(2, _save_that_is_ended_on_rank_1, tmp_path / "checkpoint")
+    assert "another save or program has removed the files" in failed
+    assert not os.listdir(tmp_path)
 
 
 def fail_to_save(path: Path) -> None:

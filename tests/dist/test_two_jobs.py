@@ -24,6 +24,7 @@ from torch_ckpt.coordination import owner
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
+from torch_ckpt.storage.gc import find, pending_pattern, stale_files
 from torch_ckpt.storage.safetensors_commit import begin_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -202,6 +203,26 @@ def test_jobs_that_race_leave_a_checkpoint_that_loads(
     for number in range(200 if full else 6):
         wrong += race(forks, tmp_path / f"{number}", how, seed + number)
     assert not wrong, "\n".join(wrong)
+
+
+def test_metadata_of_a_rank_that_commits_between_two_listings_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the data files in the first listing would belong to no checkpoint."""
+    pending = tmp_path / "__1.metadata.0123456789abcdef.tmp"
+    for path in (pending, tmp_path / "__1_0_0123456789abcdef.distcp"):
+        path.write_text("of rank 1 alone")
+    names = Location.names
+
+    def list_and_commit(self: Location) -> list[str]:
+        found = names(self)
+        if pending.exists():
+            pending.rename(tmp_path / "__1.metadata")
+        return found
+
+    monkeypatch.setattr(Location, "names", list_and_commit)
+    found = find(Location(tmp_path), pending_pattern(None))
+    assert not stale_files(found.names, (), None)
 
 
 def test_a_save_that_fails_does_not_keep_an_old_model_beside_a_new_one(tmp_path: Path) -> None:
