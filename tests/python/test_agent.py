@@ -42,7 +42,7 @@ from torch_ckpt.agent.messages import Kind, receive, send
 from torch_ckpt.agent.persist import persist
 from torch_ckpt.agent.process import Agent
 from torch_ckpt.agent.slots import Slots
-from torch_ckpt.errors import CancelledError, StorageError
+from torch_ckpt.errors import CancelledError, NotFoundError, StorageError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
@@ -391,6 +391,25 @@ def test_a_save_that_stood_still_commits_nothing_over_one_that_did_not(
 
     with pytest.raises(CheckpointError, match=r"another save, [0-9a-f]{16}, was committed there"):
         persist([slow], io=IoOptions(), threads=1, is_current=stand_still)
+    assert holds(FastReader(run / "1"), state_of(0))
+
+
+def test_a_commit_whose_reply_was_lost_is_a_commit(
+    agent: SnapshotAgent, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where the client then repeats the rename, and finds nothing to rename."""
+    assert agent.stage(state_of(0), run / "1", step=1, persist=False) is not None
+    slot = slot_path(folder_of(run_of(run)), 0, 0)
+    snapshot = _native.Slot.open(os.fsencode(slot), False).read()
+    commit = _native.FileSystem.commit
+
+    def commit_twice(*args: Any) -> None:
+        commit(*args)
+        raise NotFoundError("cannot rename")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_native.FileSystem, "commit", commit_twice)
+        persist([snapshot], io=IoOptions(), threads=1)
     assert holds(FastReader(run / "1"), state_of(0))
 
 

@@ -93,6 +93,12 @@ def test_torch_loads_the_file(tmp_path: Path) -> None:
     assert zipfile.ZipFile(tmp_path / "x.pt").testzip() is None
 
 
+def test_the_name_of_a_file_may_be_as_long_as_the_file_system_permits(tmp_path: Path) -> None:
+    SAVES["ours"](tmp_path / "source")
+    convert(Location(tmp_path / "source"), Location(tmp_path / ("y" * 255)), "torch")
+    assert torch.load(tmp_path / ("y" * 255))["step"] == 7
+
+
 @pytest.mark.parametrize("nbytes", [12, 3 << 14])  # Written at once, or in pieces.
 def test_torch_loads_a_dtype_that_the_engine_does_not_have(tmp_path: Path, nbytes: int) -> None:
     data = torch.randint(256, (nbytes,), dtype=torch.uint8).reshape(3, -1)
