@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -239,8 +240,7 @@ def _save_with_one_that_fails(path: Path, how: str) -> list[str]:
 
     FastWriter._write = fail  # type: ignore[method-assign]
     try:
-        save = torch_ckpt.save if how == "ours" else dcp.save
-        assert failures_of(save, state, storage_writer=FastWriter(path))
+        assert failures_of(FAILING[how], state, storage_writer=FastWriter(path))
     finally:
         FastWriter._write = write  # type: ignore[method-assign]
     gc.collect()
@@ -248,8 +248,15 @@ def _save_with_one_that_fails(path: Path, how: str) -> list[str]:
     return os.listdir(path.parent)
 
 
+def _save_in_thread(state: dict[str, Any], **options: Any) -> None:
+    torch_ckpt.async_save(state, **options).result()
+
+
+FAILING = {"stock": dcp.save, "ours": torch_ckpt.save, "thread": _save_in_thread}
+
+
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("how", ["stock", "ours"])
+@pytest.mark.parametrize("how", [*FAILING])
 def test_saves_that_fail_on_another_rank_do_not_fill_the_disk(
     worlds: Worlds, tmp_path: Path, how: str
 ) -> None:
@@ -394,6 +401,26 @@ def test_a_rank_whose_first_file_cannot_be_opened_blames_the_save_that_ended_it(
     failed, _ = worlds.run(2, _save_that_is_ended_on_rank_1, tmp_path / "checkpoint")
     assert "another save or program has removed the files" in failed
     assert not os.listdir(tmp_path)
+
+
+def _save_as_nobody(path: Path) -> None:
+    if os.geteuid() == 0:  # Root may list everything.
+        os.seteuid(65534)
+    failures_of(save, path, 1)  # It cannot sync the parent of the directory that it has made.
+    save(path, 1)
+    assert_holds(path, 1)
+
+
+def test_a_parent_that_must_not_be_listed_gets_no_hidden_directory() -> None:
+    parent = Path(tempfile.mkdtemp())
+    try:
+        parent.chmod(0o333)
+        Forks().call(_save_as_nobody, parent / "checkpoint")
+        parent.chmod(0o700)
+        assert os.listdir(parent) == ["checkpoint"]
+    finally:
+        parent.chmod(0o700)
+        shutil.rmtree(parent)
 
 
 def fail_to_save(path: Path) -> None:
