@@ -216,7 +216,7 @@ def test_failure_of_one_rank_keeps_the_old_model(
     worlds.run(2, save_placed, tmp_path, "old", "columns", "stock", {})
 
     seen = worlds.agree(2, save_badly, tmp_path, fault, timeout_s=DEADLINE_S)
-    assert seen.keys() == {1}
+    assert 1 in seen  # Rank 0 may find that rank 1 has removed the files.
     assert said.lower() in seen[1].message.lower()
     assert_same(load_model(tmp_path), whole("old"))
     worlds.run(2, save_placed, tmp_path, "newer", "columns", "stock", {})

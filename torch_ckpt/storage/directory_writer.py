@@ -201,19 +201,22 @@ class DirectoryWriter(StagingWriter):
         Raises:
             StorageError: The save failed because another one has removed a file of this one.
         """
-        names, is_ended = list(names), False
-        directory = self._write_directory
-        if isinstance(error, NotFoundError | StorageError):
-            # The other save has removed the pending file first. Only one rank has such a file.
-            if self._pending is not None:
-                is_ended = not _is_there(self._pending)
-            else:
-                own = [directory, *(directory / name for name in names)]
-                is_ended = not all(map(_is_there, own))
-        remove_files(directory, names)
+        names = list(names)
+        is_ended = self._is_ended(names, error)
+        remove_files(self._write_directory, names)
         self.end_failed_save()
         if is_ended:
             raise self._ended_by_other() from error
+
+    def _is_ended(self, names: Iterable[str], error: BaseException) -> bool:
+        """Returns whether a save failed because another one has removed a file of this one."""
+        if not isinstance(error, NotFoundError | StorageError):
+            return False
+        # The other save has removed the pending file first. Only one rank has such a file.
+        if self._pending is not None:
+            return not _is_there(self._pending)
+        directory = self._write_directory
+        return not all(map(_is_there, [directory, *(directory / name for name in names)]))
 
     def _ended_by_other(self) -> StorageError:
         other = None

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused, is_temporary, to_plain
-from torch_ckpt.coordination.group import claim_commit
+from torch_ckpt.coordination.group import claim_commit, current_call
 from torch_ckpt.errors import (
     CheckpointError,
     MismatchError,
@@ -47,6 +47,7 @@ from torch_ckpt.planning.ties import common_ties, tied_names
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import finished
+from torch_ckpt.storage.gc import remove_files
 from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.safetensors_commit import (
     COMMIT_PATTERN,
@@ -255,9 +256,21 @@ class SafetensorsWriter(FastWriter):
                 each = executor.map if len(groups) > 1 else map
                 return list(itertools.chain.from_iterable(each(write_group, range(len(groups)))))
         except BaseException as error:
-            # The save has failed on all ranks. On a full disk, its files would make the next fail.
-            self._abandon(names, error)
+            # On a full disk, the files would make the next save fail. DCP tells no rank when all
+            # have ended. The errors of ranks that still write them then depend on this one.
+            if current_call() is None:
+                self._abandon(names, error)
+            elif self._is_ended(names, error):
+                raise self._ended_by_other() from error
             raise
+
+    def end_failed_save(self) -> None:
+        """Removes the files of a save that has failed on all ranks, on the rank that commits."""
+        layout, self._layout = self._layout, None
+        if layout is not None and self._pending is not None:
+            names = pending_names(len(layout.files), self.save_id)
+            remove_files(self._pending.parent, names)
+        super().end_failed_save()
 
     def _create_pending(self) -> Location:
         assert self._layout is not None
