@@ -7,6 +7,7 @@ the module that writes the attribute. Importing this module does not import torc
 from __future__ import annotations
 
 import os
+import socket
 import weakref
 from typing import Any, Protocol
 
@@ -44,6 +45,8 @@ class _Process:
             ``storage/temporary``.
         forkable: Loops of ``coordination/loop``, futures of ``coordination/waiting``, and all
             stagers.
+        unshared: Sockets of ``coordination`` that a forked child closes. Open copies would hide the
+            end of this process from other ranks.
         inherited: Process groups of the parent of this forked process. Owner:
             ``coordination/connections``.
     """
@@ -62,11 +65,15 @@ class _Process:
         self.warned_replicas: set[frozenset[str]] = set()
         self.temporaries: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
+        self.unshared: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self.inherited: weakref.WeakSet[Any] = weakref.WeakSet()
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
         """Drops background work, which stays with the parent of a forked child."""
+        for connection in list(self.unshared):
+            if connection.fileno() >= 0:
+                os.close(connection.detach())
         for forkable in list(self.forkable):
             forkable.after_fork()
         self.save_processes.clear()

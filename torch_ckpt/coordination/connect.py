@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.distributed.distributed_c10d import Store
 from torch_ckpt.coordination.listeners import Listeners, hello, own_addresses
 from torch_ckpt.coordination.tree import FAN_OUT, Tree
 from torch_ckpt.errors import RankTimeoutError, listed_ranks
+from torch_ckpt.process_state import PROCESS
 
 __all__ = ["Deadline", "Neighbours", "connect", "refuse", "this_machine"]
 
@@ -37,7 +39,7 @@ _LOG = logging.getLogger("torch_ckpt")
 _GRACE_S = 2.0  # Extra time after the deadline, in which the coordinator names the late ranks.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.2
 _IDLE_PAUSE_S = 2.0  # Longest pause while this rank does not wait for the connection.
-_DIAL_S = 5.0  # Connection timeout of one address of the parent.
+_DIAL_S = 5.0  # Time for one address of the parent, before the next one is tried as well.
 _PROBE_S = 3.0  # Interval at which ranks that have written their addresses are probed.
 _PROBE_ROUND_S = 1.0  # Time for the probes of one round. The next round continues where it ended.
 _PROBE_TIMEOUT_S = 0.5  # Timeout of one probe. Only a refusal counts as an answer.
@@ -117,8 +119,8 @@ def connect(
 ) -> Neighbours:
     """Connects this rank to its neighbours in the tree. Every rank of the group calls it.
 
-    A rank that ends after it has written its address is noticed within ten seconds: the system
-    refuses connections to its port.
+    A rank that ends after it has written its address is noticed: the system refuses connections to
+    its port. That takes at most ten seconds, unless there are thousands of ranks.
 
     Args:
         store: A store that nothing else uses.
@@ -153,7 +155,7 @@ def connect(
         if place["parent"] is not None:
             number = place["parent"]
             try:
-                parent = number, _dial(place["address"], rank, names[number], waiting)
+                parent = number, _dialled(place["address"], rank, names[number], waiting)
             except RankTimeoutError as caught:
                 error = caught
         try:
@@ -203,7 +205,8 @@ class _Waiting:
         self.names, self.rank = names, rank
         self._store = store
         self._addresses: dict[int, dict[str, Any]] = {}  # Those of the ranks that are probed.
-        self._refused: set[int] = set()  # Ranks that have refused a probe.
+        self._reached: set[int] = set()  # Ranks that have accepted a probe.
+        self._refused: set[int] = set()  # Ranks that have refused their last probe.
         self._probed = time.monotonic()
         self._next_probe = 0
         self._is_logged = False
@@ -282,12 +285,14 @@ class _Waiting:
         """Raises an error on all ranks if one has ended after it has written its address."""
         gone = self.ended(ranks)
         if gone and not self._is_decided():
-            names = [self.names[rank] for rank in gone]
-            text = f"{listed_ranks(names)} gone: the process has ended while {self.phase}"
-            self.fail(RankTimeoutError(text, names, self.phase))
+            self.fail(self._error_of_ended(gone))
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Returns ranks whose processes have ended: those that refuse two probes in a row."""
+        """Returns ranks that have ended: those that refuse two probes in a row.
+
+        A firewall may refuse connections between machines. So a rank of another machine counts
+        only if it has accepted a probe before.
+        """
         began = time.monotonic()
         if began - self._probed < _PROBE_S:
             return []
@@ -297,20 +302,31 @@ class _Waiting:
         if new:
             values = self._store.multi_get([f"{rank}" for rank in new])
             self._addresses.update(zip(new, map(json.loads, values), strict=True))
+        # A round may be too short for all ranks. Those that have refused are probed first.
+        start = self._next_probe % max(len(written), 1)
+        order = sorted(written[start:] + written[:start], key=lambda r: r not in self._refused)
         gone = []
-        for _ in range(len(written)):
-            rank = written[self._next_probe % len(written)]
-            self._next_probe += 1
-            if not _refuses(self._addresses[rank]):
+        for rank in order:
+            self._next_probe += rank not in self._refused
+            is_here = self._addresses[rank]["node"] == _node_id()
+            if not _refuses(self._addresses[rank]["at"], is_here=is_here):
                 self._refused.discard(rank)
+                self._reached.add(rank)
             elif rank in self._refused:
                 gone.append(rank)
-            else:
+            elif is_here or rank in self._reached:
                 self._refused.add(rank)
             if time.monotonic() - began > _PROBE_ROUND_S:
                 break
         self._probed = time.monotonic()
         return sorted(gone)
+
+    def _error_of_ended(self, gone: list[int]) -> RankTimeoutError:
+        names = [self.names[rank] for rank in gone]
+        host, port = self._addresses[gone[0]]["at"][0]
+        verb = "it refuses" if len(gone) == 1 else "the first refuses"
+        text = f"{listed_ranks(names)} gone: {verb} connections at {host}:{port} while {self.phase}"
+        return RankTimeoutError(text, names, self.phase)
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
         """Returns the ranks without an address, by bisection, because usually few are missing."""
@@ -354,16 +370,13 @@ def _place_all(store: Store, size: int, waiting: _Waiting) -> Tree | None:
     return tree
 
 
-def _refuses(address: dict[str, Any] | None) -> bool:
-    """Returns whether the system of a rank refuses connections, because its process has ended.
+def _refuses(addresses: Sequence[tuple[str, int]], *, is_here: bool) -> bool:
+    """Returns whether the system of a rank refuses connections at all its addresses.
 
     No answer is no refusal, and neither is an address of this machine that belongs to another.
     """
-    if address is None:
-        return False
-    is_here = address["node"] == _node_id()
     answers = set()
-    for host, port in address["at"]:
+    for host, port in addresses:
         if host.startswith("127.") and not is_here:
             continue
         try:
@@ -385,27 +398,60 @@ def _listening(store: Store, waiting: _Waiting) -> Listeners:
         raise
 
 
-def _dial(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting) -> socket.socket:
-    """Connects to the parent, at the first of its addresses that confirms the secret."""
-    failures = []
-    for host, port in address["at"]:
-        timeout_s = max(min(_DIAL_S, waiting.deadline.remaining_s), _GRACE_S)
-        try:
-            dialled = socket.create_connection((host, port), timeout_s)
-        except OSError as error:
-            failures.append(f"{host}: {error}")
-            continue
-        try:
-            dialled.sendall(hello(address["secret"], rank))
-            if dialled.recv(1) == b"\1":
-                return _prepared(dialled)
-            failures.append(f"{host}: another program listens at this address")
-        except OSError as error:
-            failures.append(f"{host}: {error}")
-        dialled.close()
+def _dialled(
+    address: dict[str, Any], rank: int, parent: int, waiting: _Waiting
+) -> socket.socket:
+    """Connects to the parent, at the first of its addresses that confirms the secret.
+
+    The kernel accepts a connection even if the parent does not run for a while. And another program
+    may listen at an address. So a silent connection remains open while other addresses are tried,
+    until the deadline. The parent confirms only one of them.
+    """
+    untried: list[tuple[str, int]] = [(host, port) for host, port in address["at"]]
+    silent: dict[socket.socket, str] = {}
+    failures, dialled_at = [], -math.inf
+    try:
+        while untried or silent:
+            remaining_s = waiting.deadline.remaining_s + _GRACE_S
+            if remaining_s <= 0 or waiting.is_aborted():
+                failures += [f"{host}: it does not answer" for host in silent.values()]
+                break
+            if untried and (not silent or time.monotonic() - dialled_at > _DIAL_S):
+                host, port = untried.pop(0)
+                dialled_at = time.monotonic()
+                try:
+                    message = hello(address["secret"], rank)
+                    silent[_dial(host, port, min(_DIAL_S, remaining_s), message)] = host
+                except OSError as error:
+                    failures.append(f"{host}: {error}")
+                continue
+            for connection in wait([*silent], min(remaining_s, _LONGEST_PAUSE_S)):
+                assert isinstance(connection, socket.socket)
+                host = silent.pop(connection)
+                try:
+                    if connection.recv(1) == b"\1":
+                        return connection
+                    failures.append(f"{host}: another program listens at this address")
+                except OSError as error:
+                    failures.append(f"{host}: {error}")
+                connection.close()
+    finally:
+        for connection in silent:
+            connection.close()
     raise RankTimeoutError(
         f"cannot connect to rank {parent}: {'; '.join(failures)}", [parent], waiting.phase
     )
+
+
+def _dial(host: str, port: int, timeout_s: float, message: bytes) -> socket.socket:
+    connection = _prepared(socket.create_connection((host, port), timeout_s))
+    PROCESS.unshared.add(connection)
+    try:
+        connection.sendall(message)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def _accept(

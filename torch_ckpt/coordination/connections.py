@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,9 @@ from torch.distributed.distributed_c10d import (
 )
 
 from torch_ckpt.coordination.connect import refuse
+from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.node import Node
-from torch_ckpt.coordination.waiting import result_of
+from torch_ckpt.coordination.waiting import GRACE_S, result_of
 from torch_ckpt.errors import CheckpointError, RankTimeoutError
 from torch_ckpt.process_state import PROCESS
 
@@ -26,9 +26,6 @@ __all__ = ["FORKED", "Connections", "place_of_store", "store_of"]
 
 FORKED = "a forked process is not a rank of its parent's group"
 """The error of a forked child that uses a group of its parent."""
-
-_GRACE_S = 5.0  # Extra time after the deadline, in which the thread reports a specific error.
-
 
 class Connections:
     """The connections of a rank, opened by the first call.
@@ -45,15 +42,23 @@ class Connections:
     ) -> None:
         self._store, self._rank, self._names, self._place = store, rank, names, place
         self._attempts = itertools.count()
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self._exclusive = Exclusive("the group of ranks")
         self.current: Node | None = None
 
     def started(self, phase: str) -> Node:
-        """Returns the connections, and begins to connect if necessary."""
-        if os.getpid() != self._pid:
+        """Returns the connections, and begins to connect if necessary.
+
+        Raises:
+            CheckpointError: A signal handler has interrupted the beginning in this thread. Or this
+                process is a forked child.
+            RankTimeoutError: The system has no more threads. Raised on all ranks.
+        """
+        if self._exclusive.is_forked:
             raise CheckpointError(FORKED)
-        with self._lock:
+        if self.current is not None:
+            return self.current
+        failure: RuntimeError | None = None
+        with self._exclusive.use("connect to the other ranks", GRACE_S):
             if self.current is None:
                 attempt = next(self._attempts)
                 store = self._store
@@ -64,9 +69,11 @@ class Connections:
                 try:
                     self.current = Node(own_store, self._rank, self._names, phase)
                 except RuntimeError as error:  # The system has no more threads.
-                    refuse(own_store(), self._rank, self._names, phase, str(error))
-                    raise
-            return self.current
+                    failure = error
+            if failure is None:
+                return self.current
+        refuse(own_store(), self._rank, self._names, phase, str(failure))
+        raise failure
 
     def node(self, phase: str, timeout_s: float) -> Node:
         """Returns the connections, after all ranks have connected."""
@@ -76,14 +83,13 @@ class Connections:
             result_of(
                 node.connected,
                 lambda: "the connections to the other ranks",
-                timeout_s=timeout_s + _GRACE_S,
+                timeout_s=timeout_s + GRACE_S,
                 is_named=False,
             )
         except Exception as error:
-            with self._lock:
-                if self.current is node:
-                    self.current = None  # The next call retries.
-                    node.abort()
+            if self.current is node:
+                self.current = None  # The next call retries.
+                node.abort()
             if isinstance(error, RankTimeoutError):
                 raise
             reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)

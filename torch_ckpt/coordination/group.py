@@ -40,7 +40,7 @@ from torch_ckpt.coordination.portable import (
     unpickled_error,
     why,
 )
-from torch_ckpt.coordination.waiting import result_of
+from torch_ckpt.coordination.waiting import GRACE_S, result_of
 from torch_ckpt.errors import CancelledError, CheckpointError, RankTimeoutError, listed_ranks
 from torch_ckpt.process_state import PROCESS
 
@@ -63,7 +63,6 @@ DEFAULT_TIMEOUT_S = 1800.0
 
 _PHASES = {"plan": "planning", "write": WRITING, "read": "reading"}
 _STEPS = {phase: step for step, phase in _PHASES.items()}
-_GRACE_S = 5.0  # Extra time after the deadline, in which the thread reports a specific error.
 
 
 class _Identity:
@@ -130,9 +129,8 @@ class Group:
         """
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"{timeout_s=} is no positive number of seconds")
-        call = Call(self, next(self._calls), timeout_s)
-        self.connect()
-        return call
+        self.connect()  # First: a call that is refused here must not have a number.
+        return Call(self, next(self._calls), timeout_s)
 
     def connect(self) -> None:
         """Begins to connect to the other ranks, without a wait.
@@ -317,7 +315,10 @@ class Call:
         node = self.group.node(COMMITTING, self.timeout_s)
         claim = node.claim(self.number)
         try:
-            result_of(claim, lambda: "the promises of all ranks", timeout_s=self.timeout_s)
+            # After the deadline, the communication thread names the ranks that are late.
+            result_of(
+                claim, lambda: "the promises of all ranks", timeout_s=self.timeout_s + GRACE_S
+            )
         except Exception as error:
             self._shared_error = error if isinstance(error, RankTimeoutError) else self.fail(error)
             raise self._shared_error from None
@@ -349,20 +350,13 @@ class Call:
         """Fails the call on the other ranks, and returns their error."""
         if self.group.size == 1:
             return RankTimeoutError(str(cause))
-        rank = self.group.names[self.group.rank]
-        node = self.group.connected
-        phase, promised = ("beginning", False) if node is None else node.phase(self.number)
-        error = RankTimeoutError(
-            f"rank {rank} failed while {phase}: {type(cause).__qualname__}: {cause}",
-            [rank],
-            phase,
-            may_be_committed=promised,
-        )
         # Some ranks may never connect, so this rank waits for a short time only.
-        node = self.group.started(phase, self.timeout_s)
-        node.fail(self.number, error)
-        futures.wait([node.connected], min(self.timeout_s, _GRACE_S))
-        return error
+        failed = self.group.started("beginning", self.timeout_s).fail(self.number, why(cause))
+        futures.wait([failed], min(self.timeout_s, GRACE_S))
+        with contextlib.suppress(Exception):
+            return failed.result(0)
+        rank = self.group.names[self.group.rank]
+        return RankTimeoutError(f"rank {rank} failed: {why(cause)}", [rank])
 
     # ---- Exchanges ----
 

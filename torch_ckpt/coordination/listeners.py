@@ -24,6 +24,8 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
+from torch_ckpt.process_state import PROCESS
+
 __all__ = ["Listeners", "hello", "own_addresses"]
 
 _LOG = logging.getLogger("torch_ckpt")
@@ -84,6 +86,7 @@ class Listeners:
             host, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
+        PROCESS.unshared.add(listener)
         try:
             listener.bind(address)
             listener.listen(_BACKLOG)
@@ -139,6 +142,7 @@ class Listeners:
                 return
             if len(self._pending) >= _MOST_PENDING:
                 self._refuse(next(iter(self._pending)))  # The oldest.
+            PROCESS.unshared.add(connection)
             connection.setblocking(False)
             self._pending[connection] = time.monotonic(), bytearray()
             self._selector.register(connection, selectors.EVENT_READ)
@@ -163,15 +167,15 @@ class Listeners:
         except OSError:
             return self._refuse(connection, is_stranger=bool(received))
         secret, rank = _HELLO.unpack(received)
-        if not hmac.compare_digest(secret, self._secret) or rank not in expected:
+        if not hmac.compare_digest(secret, self._secret):
             return self._refuse(connection)
+        if rank not in expected or rank in found:  # A rank may connect to several addresses.
+            return self._refuse(connection, is_stranger=False)
         try:
             connection.sendall(b"\1")
         except OSError:
             return self._refuse(connection, is_stranger=False)
         self._forget(connection)
-        if rank in found:
-            found[rank].close()
         found[rank] = connection
         return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import socket
 from abc import ABC, abstractmethod
@@ -119,15 +118,9 @@ class Loop(ABC):
         self._fail_posted()
 
     def after_fork(self) -> None:
-        """Closes a forked child's copies of the connections.
-
-        Open copies would hide the end of the parent process from its neighbours.
-        """
+        """Refuses the functions that a forked child posts. Its connections are closed already."""
         self.stopped = True
         self.lost = CheckpointError("a forked process is not a rank of its parent's group")
-        for peer in self.peers:
-            if peer.is_open:
-                os.close(peer.connection.detach())
         self._selector.close()
         self._wake.close()
         self._woken.close()

@@ -159,9 +159,15 @@ class Node:
         self._loop.post(self._loop.claim, call, future)
         return future
 
-    def fail(self, call: int, error: RankTimeoutError) -> None:
-        """Fails a call on all ranks, unless it has failed already."""
-        self._loop.post(self._loop.fail, call, error)
+    def fail(self, call: int, reason: str) -> Future[RankTimeoutError]:
+        """Fails a call on all ranks because of this one, unless it has failed already.
+
+        Returns:
+            A future of the error of the other ranks.
+        """
+        future: Future[RankTimeoutError] = Future()
+        self._loop.post(self._loop.fail_here, call, reason, future)
+        return future
 
     def on_failure(self, call: int, function: Callable[[], None]) -> None:
         """Calls a function in the communication thread when a call fails, or if it has failed."""
@@ -179,11 +185,6 @@ class Node:
     def enter(self, call: int, phase: str) -> None:
         """Sets the current phase of this rank, for messages."""
         self._loop.post(self._loop.enter, call, phase)
-
-    def phase(self, call: int) -> tuple[str, bool]:
-        """Returns this rank's phase in a call, and whether it has promised to allow the commit."""
-        state = self._loop.calls.get(call)
-        return ("beginning", False) if state is None else (state.phase, state.promised)
 
 
 def _run(
@@ -385,7 +386,8 @@ class _Loop(Loop):
             f"{self.names[other]} is {state.phase}; all ranks must make the same calls in the same "
             "order"
         )
-        self.fail(number, RankTimeoutError(text, [self.names[rank]], phase))
+        promised = self._call(number).promised
+        self.fail(number, _timeout_error(text, [self.names[rank]], phase, 0.0, promised))
         return False
 
     def _add(
@@ -487,6 +489,17 @@ class _Loop(Loop):
                 self.send(peer, _FAILED, number, 0, encoded_error(error))
         self._end(call, error)
 
+    def fail_here(self, number: int, reason: str, future: Future[RankTimeoutError]) -> None:
+        """Fails a call on all ranks because of this one.
+
+        The phase and the promise are those of the moment at which the failure is sent.
+        """
+        call, name = self._call(number), self.names[self.rank]
+        text = f"rank {name} failed while {call.phase}: {reason}"
+        error = _timeout_error(text, [name], call.phase, 0.0, call.promised)
+        self.fail(number, error)
+        settle(future, error)
+
     def _raise_on_all(self, number: int, state: ExchangeState) -> None:
         """Sends the errors that have arrived to all ranks. Called on the coordinator."""
         body = packed_contributions(state.phase, state.raised(), time.monotonic())
@@ -538,7 +551,8 @@ class _Loop(Loop):
             return deadline
         phase, late = state.phase, self._late(state, now)
         if state.complete:
-            phase, late = COMMITTING if phase == WRITING else phase, [0]
+            phase = COMMITTING if phase == WRITING else phase
+            late = [0] if call.claim is None else self._without_promise(call, now)
             first = next((rank for rank in state.contributions if rank), 0)
             since, timeout_s = state.complete, state.contributions[first].timeout_s
         else:
@@ -568,6 +582,11 @@ class _Loop(Loop):
             if above not in silent:
                 late.append(rank)
         return late or sorted(silent)
+
+    def _without_promise(self, call: _Call, now: float) -> list[int]:
+        """Returns the ranks for whose promises the coordinator waits: silent ones, if there are."""
+        silent = [rank for child in call.awaited for rank in self._children[child].silent(now)]
+        return sorted(silent or call.awaited) or [0]
 
     def _fail_if_silent(self, number: int, call: _Call, state: ExchangeState, now: float) -> None:
         """Fails a call if a rank above this one is frozen, so that no answer can arrive."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["LOG_S", "OwnFuture", "no_thread", "result_of", "submitted"]
+__all__ = ["GRACE_S", "LOG_S", "OwnFuture", "no_thread", "result_of", "submitted"]
 
 T = TypeVar("T")
 
@@ -21,6 +21,9 @@ _LOG = logging.getLogger("torch_ckpt")
 
 LOG_S = 5.0
 """Seconds after which a wait is logged."""
+
+GRACE_S = 5.0
+"""Extra seconds after a deadline, in which the communication thread reports a specific error."""
 
 
 def result_of(
@@ -78,10 +81,12 @@ def submitted(executor: Executor, function: Callable[..., T], *arguments: Any) -
         CheckpointError: The system has no more threads.
     """
     future: OwnFuture[T] = OwnFuture()
+    work = [(function, arguments)]
 
     def run() -> None:
         if not future.set_running_or_notify_cancel():
             return
+        function, arguments = work.pop()
         try:
             result = function(*arguments)
         except BaseException as error:
@@ -95,6 +100,9 @@ def submitted(executor: Executor, function: Callable[..., T], *arguments: Any) -
     except RuntimeError as error:
         reason = str(error)  # The error itself would keep the arguments alive.
     if reason:
+        # The executor has queued the work before it failed, and would run it later.
+        future.cancel()
+        work.clear()
         raise no_thread(reason)
     return future
 

@@ -19,6 +19,7 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import time_limit_s
+from torch_ckpt.coordination.waiting import OwnFuture, submitted
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.copied_state import CopiedState
@@ -282,7 +283,7 @@ class SnapshotStager:
     def _copy_in_background(
         self, placed: _Placed, snapshot: _native.Snapshot, copied: CopiedState, staged: Staged
     ) -> Future[dict[str, Any]]:
-        done: Future[dict[str, Any]] = Future()
+        done: OwnFuture[dict[str, Any]] = OwnFuture()
 
         def copy() -> None:
             try:
@@ -295,7 +296,7 @@ class SnapshotStager:
 
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "torch_ckpt-stage")
-        self._copying = self._executor.submit(copy)
+        self._copying = submitted(self._executor, copy)
         return done
 
     def _acquire(self) -> list[_native.Snapshot | None]:
