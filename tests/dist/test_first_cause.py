@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import itertools
 import os
 import resource
 import shutil
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +40,7 @@ from torch_ckpt import FastReader, FastWriter, SafetensorsWriter
 from torch_ckpt.errors import CorruptionError, StorageError
 from torch_ckpt.filesystems.location import register
 from torch_ckpt.options import IoOptions
+from torch_ckpt.storage import safetensors_writer
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -127,6 +130,61 @@ def test_a_rank_that_cannot_write_ends_the_writing_of_all_at_once(
         assert StorageError.__name__ in end.failures[1]
         assert errno.errorcode[errno.EFBIG] in end.failures[1]
     assert not list(tmp_path.glob("*metadata*"))
+
+
+def save_with_a_slow_thread(path: Path, failing: int, kind: str) -> End:
+    """One of two threads of rank 1 fails at once, and the disk of the other is slow."""
+    where = disk(path, 1)
+    if kind == "safetensors":
+        writer: FastWriter = SafetensorsWriter(where, thread_count=2, io=IO)
+        module, name = safetensors_writer._PieceWriter, "write"
+    else:
+        writer = FastWriter(where, thread_count=2, io=IO)
+        module, name = torch_ckpt.storage.writer, "write_data_file"
+    write, is_mine, count = getattr(module, name), dist.get_rank() == 1, itertools.count()
+
+    def fail_once(*args: Any, **options: Any) -> Any:
+        if is_mine and next(count) == failing:
+            time.sleep(0.5)  # The other thread has begun.
+            raise OSError(errno.EFBIG, "a file is too long")
+        return write(*args, **options)
+
+    rank = dist.get_rank()
+    state = {f"{n}{rank}": torch.ones(NUMEL if is_mine else 8) for n in "ab"}
+    with mock.patch.object(module, name, fail_once):
+        return ended(lambda: torch_ckpt.save(state, storage_writer=writer, timeout_s=AMPLE_S))
+
+
+@needs_recorder
+@pytest.mark.thin("file-0")
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("kind", ["file", "safetensors"])
+def test_an_error_of_one_thread_of_a_rank_does_not_wait_for_its_other_thread(
+    worlds: Worlds, tmp_path: Path, failing: int, kind: str
+) -> None:
+    for end in worlds.run(2, save_with_a_slow_thread, tmp_path, failing, kind, timeout_s=LIMIT_S):
+        assert end.seconds < PROMPT_S
+        assert end.failures.keys() == {1}
+        assert "a file is too long" in end.failures[1]
+
+
+def load_without_a_network(path: Path) -> End:
+    """Rank 1 cannot connect to exchange reads."""
+    interface = {"GLOO_SOCKET_IFNAME": "nonet0"} if dist.get_rank() == 1 else {}
+    loaded = {"w0": torch.zeros(NUMEL)}
+    reader = Exchanging(path, io=IO)
+    with mock.patch.dict(os.environ, interface):
+        return ended(lambda: torch_ckpt.load(loaded, storage_reader=reader, timeout_s=AMPLE_S))
+
+
+def test_a_rank_that_cannot_connect_to_exchange_reads_ends_the_load_of_all_at_once(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(3, save_state, tmp_path)
+    for end in worlds.run(3, load_without_a_network, tmp_path, timeout_s=LIMIT_S):
+        assert end.seconds < PROMPT_S
+        assert end.failures.keys() == {1}
+        assert "cannot connect to the other ranks" in end.failures[1]
 
 
 def load_beside_damage(paths: list[Path], slow: int, exchange: bool) -> End:

@@ -13,7 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Worlds
-from test_deadlines import AMPLE_S, LIMIT_S, MARGIN_S, Failure, answers, failure_of, mortal_ranks
+from test_deadlines import (
+    AMPLE_S,
+    LIMIT_S,
+    MARGIN_S,
+    Failure,
+    answers,
+    failure_of,
+    mortal_ranks,
+    state_of_process,
+)
 
 import torch_ckpt
 from torch_ckpt import FastWriter
@@ -84,6 +93,8 @@ def save_beside_a_rank_that_freezes_before_its_promise(path: Path, victim: int) 
 
     def freeze(self: FastWriter, *args: Any, **options: Any) -> None:
         os.kill(pid, signal.SIGSTOP)
+        while state_of_process(pid) != "T":
+            time.sleep(0.01)
         finish(self, *args, **options)
 
     begin = time.monotonic()

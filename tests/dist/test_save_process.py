@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
 import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +23,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastSavePlanner, FastWriter, SnapshotStager
+from torch_ckpt.coordination import background
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.process_state import PROCESS
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -126,6 +133,82 @@ def test_save_waits_for_the_memory_of_an_earlier_one_no_longer_than_its_timeout(
         torch_ckpt.async_save(state, storage_writer=writer, timeout_s=2)
     assert time.monotonic() - begin < 7
     first.result(WAIT_S)
+
+
+def own_process() -> int:
+    (process,) = PROCESS.save_processes.values()
+    return process._process.pid
+
+
+@on_ranks(2, timeout_s=120)
+def test_save_process_that_is_frozen_fails_its_save_on_all_ranks_and_not_the_next(
+    path: Path,
+) -> None:
+    save(path / "0", 0, timeout_s=60).result(WAIT_S)
+    pid = own_process()
+    if dist.get_rank() == 1:
+        os.kill(pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    error = save(path / "1", 1, timeout_s=5).exception(WAIT_S)
+    assert time.monotonic() - begin < 5 + 5 + 5
+    assert isinstance(error, CheckpointError)
+    assert "rank 1" in str(error)
+    save(path / "2", 2, timeout_s=60).result(WAIT_S)
+    assert_saved(path / "2", 2)
+
+
+@on_ranks(1, timeout_s=120)
+def test_save_process_of_a_single_rank_that_is_frozen_fails_its_save(path: Path) -> None:
+    save(path / "0", 0, timeout_s=60).result(WAIT_S)
+    os.kill(own_process(), signal.SIGSTOP)
+    begin = time.monotonic()
+    # More than a pipe holds.
+    future = torch_ckpt.async_save(
+        {"text": "x" * (8 << 20)},
+        checkpoint_id=path / "1",
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        timeout_s=3,
+    )
+    error = future.exception(WAIT_S)
+    assert time.monotonic() - begin < 10
+    assert "the save process of rank 0 gave no sign of life for 3 s" in str(error)
+    save(path / "2", 2, timeout_s=60).result(WAIT_S)
+
+
+class Sleeping(FastSavePlanner):
+    """A planner that is busy for longer than the timeout."""
+
+    def create_local_plan(self) -> Any:
+        time.sleep(6)
+        return super().create_local_plan()
+
+
+@on_ranks(1, timeout_s=120)
+def test_save_process_that_is_busy_for_longer_than_the_timeout_is_waited_for(path: Path) -> None:
+    save(path / "0", 0, timeout_s=60).result(WAIT_S)
+    save(path / "1", 1, timeout_s=3, planner=Sleeping()).result(WAIT_S)
+
+
+@on_ranks(2, timeout_s=120)
+def test_save_process_whose_port_somebody_wants_has_it_already(path: Path) -> None:
+    takers = []
+    begin = background._SaveProcess.__init__
+
+    def take_the_port(self: Any, address: Any, *args: Any) -> None:
+        assert address[0] != "0.0.0.0"
+        if dist.get_rank() == 0:
+            takers.append(socket.socket())
+            with contextlib.suppress(OSError):
+                takers[0].bind(tuple(address))
+                takers[0].listen()
+        begin(self, address, *args)
+
+    group = dist.new_group(backend="gloo")
+    with mock.patch.object(background._SaveProcess, "__init__", take_the_port):
+        save(path / "0", 0, timeout_s=30, process_group=group).result(WAIT_S)
+    assert_saved(path / "0", 0)
+    for taker in takers:
+        taker.close()
 
 
 FAILING_SAVE = """

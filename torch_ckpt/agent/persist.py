@@ -11,7 +11,6 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import NOT_SHARED
@@ -20,7 +19,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import INDEX_MARK, committed_id, is_committed
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import CheckReplicas, Difference, warn_of
-from torch_ckpt.storage.file_jobs import write_planned
+from torch_ckpt.storage.file_jobs import FileJobs, in_threads, write_planned
 from torch_ckpt.storage.gc import (
     Found,
     collect_garbage,
@@ -147,15 +146,15 @@ def write_shares(
         pool = _native.BufferPool(pool_nbytes, io.block_nbytes)
         reports = []
         for number in range(first, len(shares), threads):
-            report = _write(*shares[number], directory, save_id, pool, io)
+            report = _write(*shares[number], directory, save_id, pool, io, jobs)
             if report is not None:
                 written.append(report[1][0])
                 reports.append(report)
         return reports
 
-    with ThreadPoolExecutor(threads, "torch_ckpt-write") as executor:
-        batches = executor.map(write_every, range(threads))
-        reports = [report for batch in batches for report in batch]
+    jobs = FileJobs()
+    batches = in_threads(write_every, threads, jobs)
+    reports = [report for batch in batches for report in batch]
     if written and shares[0][0].sync:
         directory.sync()
     return reports
@@ -275,6 +274,7 @@ def _write(
     save_id: str,
     pool: _native.BufferPool,
     io: IoOptions,
+    jobs: FileJobs,
 ) -> Report | None:
     """Writes the share of one rank; returns ``None`` if the share is empty."""
     rank = snapshot.header[4]
@@ -284,10 +284,15 @@ def _write(
     name = f"__{rank}_0_{save_id}.distcp"
     numbers = work.items
     planned = _native.PlannedFile(work, snapshot.batch(numbers))
+
+    def write_tensors(job: _native.SaveJob) -> None:
+        jobs.begin(job)
+        planned.write(job, 0, len(planned))
+
     job, appended = write_planned(
         directory / name,
         planned,
-        lambda job: planned.write(job, 0, len(planned)),
+        write_tensors,
         lambda job, position: job.append(snapshot.object_bytes(numbers[position])),
         pool=pool,
         direct=io.direct,

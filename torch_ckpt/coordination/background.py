@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ipaddress
 import logging
+import math
 import os
 import pickle
+import socket
+import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -24,13 +30,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.group import Call, group_of
 from torch_ckpt.coordination.listeners import own_addresses
 from torch_ckpt.coordination.portable import portable, why
-from torch_ckpt.coordination.waiting import OwnFuture, no_thread
+from torch_ckpt.coordination.waiting import GRACE_S, LongWait, OwnFuture, no_thread
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 
@@ -40,7 +45,8 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger("torch_ckpt")
 _STARTING = "starting processes"
-_WARN_AFTER_S = 5.0
+_POLL_S = 0.2  # Interval at which a wait finds out whether the call has failed.
+_ALIVE_S = 0.5  # Interval of the signs of life of a process that saves.
 
 
 class SaveFuture(OwnFuture[T]):
@@ -175,16 +181,22 @@ def save_in_process(
     identity = call.group.identity
     process: _SaveProcess | None = PROCESS.save_processes.get(identity)
     if call.any_rank(process is None or not process.is_alive, _STARTING) or process is None:
-        address = call.all_reduce(_STARTING, _own_address, lambda addresses: addresses[0])
         if process is not None:
             process.end()
-        process = PROCESS.save_processes[identity] = _SaveProcess(address, call)
+        with contextlib.ExitStack() as stack:
+            listener = None
+            if call.group.is_coordinator:
+                listener = stack.enter_context(_listening())
+            own_address = listener and listener.getsockname()[:2]
+            address = call.all_reduce(_STARTING, lambda: own_address, lambda found: found[0])
+            process = _SaveProcess(address, listener, call)
+        PROCESS.save_processes[identity] = process
     earlier = process.last
 
     def carry_out(state: Any) -> Metadata:
         with call:
             try:
-                _wait_for(earlier)
+                _wait_for(earlier, call)
                 return process.save(order, state, call)
             except BaseException as error:
                 # References in its traceback would keep the staging memory in use.
@@ -239,17 +251,39 @@ def _run(
         future.set_result(metadata)
 
 
-def _wait_for(earlier: Future[Metadata] | None) -> None:
-    """Waits until the process has ended its earlier save, which has deadlines of its own."""
-    if earlier is not None and not wait([earlier], _WARN_AFTER_S).done:
-        _LOG.warning("a save waits until the save process has ended an earlier save")
-        wait([earlier])
+def _wait_for(earlier: Future[Metadata] | None, call: Call) -> None:
+    """Waits until the process has ended its earlier save.
+
+    Raises:
+        CheckpointError: The earlier save did not end within the timeout of this one.
+    """
+    waiting = LongWait()
+    while earlier is not None and not wait([earlier], _POLL_S).done:
+        call.raise_if_failed()
+        waiting.log(lambda: "the end of an earlier save in the save process")
+        if waiting.waited_s > call.timeout_s:
+            raise CheckpointError(
+                f"the save process did not end an earlier save within {call.timeout_s:g} s"
+            )
 
 
-def _own_address() -> tuple[str, int]:
-    store = _get_default_store() if dist.is_initialized() else None
-    port: int = get_free_port()  # type: ignore[no-untyped-call]
-    return own_addresses(store)[0], port
+def _listening() -> socket.socket:
+    """Returns a socket for the store of the processes. Other machines can reach it if possible.
+
+    A port that is only chosen, and not bound, may be taken by another program meanwhile.
+
+    Raises:
+        CheckpointError: The system cannot listen at any of its addresses.
+    """
+    hosts = own_addresses(_get_default_store() if dist.is_initialized() else None)
+    failures = []
+    for host in sorted(hosts, key=lambda host: ipaddress.ip_address(host).is_loopback):
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, 0), family=family)
+        except OSError as error:
+            failures.append(f"{host}: {error}")
+    raise CheckpointError(f"cannot listen for the processes that save: {'; '.join(failures)}")
 
 
 class _SaveProcess:
@@ -257,28 +291,37 @@ class _SaveProcess:
 
     Args:
         address: Host and port of the store of the new process group.
+        listener: The socket of the store; ``None`` except on the coordinator.
         call: The call of the group that saves.
 
     Attributes:
         last: Future of the save that began last.
+
+    Raises:
+        CheckpointError: The process did not start within the timeout of the call.
+        RankTimeoutError: Another rank was late, stuck or gone.
     """
 
-    def __init__(self, address: tuple[str, int], call: Call) -> None:
+    def __init__(
+        self, address: tuple[str, int], listener: socket.socket | None, call: Call
+    ) -> None:
         self.last: Future[Metadata] | None = None
+        self._rank = call.group.names[call.group.rank]
         context = mp.get_context("spawn")
         self._connection, remote_end = context.Pipe()
-        arguments = remote_end, address, call.group.rank, call.group.names
+        arguments = remote_end, address, listener, call.group.rank, call.group.names
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         remote_end.close()
-        if not self._connection.poll(call.timeout_s):
+        try:
+            self._reply(call)
+        except BaseException:
             self.end()
-            raise CheckpointError(f"the save process did not start within {call.timeout_s:g} s")
-        self._reply()
+            raise
 
     @property
     def is_alive(self) -> bool:
-        return self._process.is_alive()
+        return not self._connection.closed and self._process.is_alive()
 
     def end(self) -> None:
         self._process.kill()
@@ -292,64 +335,152 @@ class _SaveProcess:
         except BaseException as error:
             # The process must fail the call in its own group: the others wait for it there.
             failed = None, portable(error), call.number, call.timeout_s
-            self._connection.send(failed)
-            self._reply()
+            with contextlib.suppress(CheckpointError):  # The first error counts.
+                self._send(ForkingPickler.dumps(failed), call)
+                self._reply(call)
             raise
-        self._connection.send_bytes(message)
-        metadata: Metadata = self._reply()
+        self._send(message, call)
+        metadata: Metadata = self._reply(call)
         return metadata
 
-    def _reply(self) -> Any:
+    def _send(self, message: Any, call: Call) -> None:
+        """Sends a message. A process that is frozen does not read it."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.setblocking(True)  # Whatever the default of this program is.
+            seconds = struct.pack("ll", math.ceil(call.timeout_s), 0)
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                end.setsockopt(socket.SOL_SOCKET, option, seconds)
         try:
-            succeeded, value = self._connection.recv()
-        except (EOFError, OSError):
-            self._process.join(1)
-            code = self._process.exitcode
-            raise CheckpointError(f"the save process ended with exit code {code}") from None
+            self._connection.send_bytes(message)
+        except BlockingIOError:
+            raise self._frozen(call) from None
+        except OSError:
+            raise self._ended() from None
+
+    def _reply(self, call: Call) -> Any:
+        """Waits for the reply to the last message. The process must give signs of life meanwhile.
+
+        After the call has failed on another rank, the reply is awaited for a short time only. Then
+        the process ends, because its reply would be taken for that of the next save.
+        """
+        heard, ends = time.monotonic(), math.inf
+        while True:
+            try:
+                if self._connection.poll(_POLL_S):
+                    succeeded, value = self._connection.recv()
+                    if succeeded is not None:
+                        break
+                    heard = time.monotonic()
+            except BlockingIOError:
+                raise self._frozen(call) from None
+            except (EOFError, OSError):
+                raise self._ended() from None
+            now = time.monotonic()
+            if now - heard > call.timeout_s:
+                raise self._frozen(call)
+            try:
+                call.raise_if_failed()
+            except BaseException:
+                ends = min(ends, now + GRACE_S)
+                if now >= ends:
+                    self.end()
+                    raise
         if not succeeded:
             raise value
         return value
 
+    def _frozen(self, call: Call) -> CheckpointError:
+        self.end()
+        return CheckpointError(
+            f"the save process of rank {self._rank} gave no sign of life for {call.timeout_s:g} s"
+        )
 
-def _serve(connection: Connection, address: tuple[str, int], rank: int, names: list[int]) -> None:
+    def _ended(self) -> CheckpointError:
+        self._process.join(1)
+        code = self._process.exitcode
+        return CheckpointError(
+            f"the save process of rank {self._rank} ended with exit code {code}"
+        )
+
+
+def _serve(
+    connection: Connection,
+    address: tuple[str, int],
+    listener: socket.socket | None,
+    rank: int,
+    names: list[int],
+) -> None:
     """Runs saves in the process until the connection closes.
 
     Args:
         connection: Connection to the training process.
         address: Host and port of the store of the process group.
+        listener: The socket of the store; ``None`` except on the coordinator.
         rank: The rank, as the group numbers it.
         names: Global rank of each training process of the group.
     """
     size = len(names)
     os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{size}")
+    options = {} if listener is None else {"master_listen_fd": listener.detach()}
     try:
-        store = TCPStore(*address, size, is_master=rank == 0)
+        store = TCPStore(*address, size, is_master=rank == 0, **options)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         group = group_of(None, names=names)
+        replies = _Replies(connection)
     except Exception as error:
-        _send(connection, False, error)
+        connection.send_bytes(_encoded(False, error))
         return
-    _send(connection, True, None)
+    replies.send(True, None)
     while True:
         try:
             order, state, number, timeout_s = connection.recv()
         except EOFError:
             return
+        replies.begin()
         call = Call(group, number, timeout_s)
         try:
             metadata = call.fail(state) if order is None else order.carry_out(state, call)
         except BaseException as error:
-            _send(connection, False, error)
+            replies.send(False, error)
         else:
-            _send(connection, True, metadata)
+            replies.send(True, metadata)
         del order, state, call
 
 
-def _send(connection: Connection, succeeded: bool, value: Any) -> None:
+class _Replies:
+    """Sends the replies of the process, and signs of life while it saves."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._is_saving = threading.Event()
+        threading.Thread(target=self._live, name="torch_ckpt-alive", daemon=True).start()
+
+    def begin(self) -> None:
+        """Begins to send signs of life."""
+        self._is_saving.set()
+
+    def send(self, succeeded: bool, value: Any) -> None:
+        """Sends the reply to a message."""
+        message = _encoded(succeeded, value)
+        with self._lock:
+            self._is_saving.clear()
+            self._connection.send_bytes(message)
+
+    def _live(self) -> None:
+        alive = pickle.dumps((None, None))
+        with contextlib.suppress(OSError):  # The training process has ended.
+            while self._is_saving.wait():
+                with self._lock:
+                    if self._is_saving.is_set():
+                        self._connection.send_bytes(alive)
+                time.sleep(_ALIVE_S)
+
+
+def _encoded(succeeded: bool, value: Any) -> bytes:
     if not succeeded:
         value = portable(value)
     try:
-        pickled = pickle.dumps((succeeded, value))
+        return pickle.dumps((succeeded, value))
     except Exception as error:
-        pickled = pickle.dumps((False, CheckpointError(f"cannot pickle the result: {error}")))
-    connection.send_bytes(pickled)
+        return pickle.dumps((False, CheckpointError(f"cannot pickle the result: {error}")))

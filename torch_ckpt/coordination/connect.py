@@ -29,12 +29,11 @@ from torch.distributed.distributed_c10d import Store
 
 from torch_ckpt.coordination.listeners import Listeners, hello, own_addresses
 from torch_ckpt.coordination.tree import FAN_OUT, Tree
+from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import RankTimeoutError, listed_ranks
 from torch_ckpt.process_state import PROCESS
 
 __all__ = ["Deadline", "Neighbours", "connect", "refuse", "this_machine"]
-
-_LOG = logging.getLogger("torch_ckpt")
 
 _GRACE_S = 2.0  # Extra time after the deadline, in which the coordinator names the late ranks.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.2
@@ -43,7 +42,6 @@ _DIAL_S = 5.0  # Time for one address of the parent, before the next one is trie
 _PROBE_S = 3.0  # Interval at which ranks that have written their addresses are probed.
 _PROBE_ROUND_S = 1.0  # Time for the probes of one round. The next round continues where it ended.
 _PROBE_TIMEOUT_S = 0.5  # Timeout of one probe. Only a refusal counts as an answer.
-_LOG_S = 5.0  # Time after which a wait is logged.
 _WATCHERS = 16  # Number of ranks that probe the coordinator.
 _PLACED = "placed"
 
@@ -209,7 +207,7 @@ class _Waiting:
         self._refused: set[int] = set()  # Ranks that have refused their last probe.
         self._probed = time.monotonic()
         self._next_probe = 0
-        self._is_logged = False
+        self._long: LongWait | None = None  # Begins when this rank begins to wait.
 
     @property
     def phase(self) -> str:
@@ -263,23 +261,16 @@ class _Waiting:
             remaining = self.deadline.remaining_s + grace_s
             if remaining <= 0:
                 return
-            if self.deadline.is_set and time.monotonic() - self.deadline.began > _LOG_S:
-                self._log()
+            if self.deadline.is_set:
+                self._long = self._long or LongWait(logging.INFO if self.rank else logging.WARNING)
+                self._long.log(self._awaited)
             time.sleep(min(pause, remaining))
             longest = _LONGEST_PAUSE_S if self.deadline.is_set else _IDLE_PAUSE_S
             pause = min(1.2 * pause, longest)
 
-    def _log(self) -> None:
-        """Logs once which ranks the coordinator waits for."""
-        if self._is_logged:
-            return
-        self._is_logged = True
+    def _awaited(self) -> str:
         late = [self.names[rank] for rank in self._missing(range(len(self.names)))]
-        level = logging.INFO if self.rank else logging.WARNING
-        if late:
-            _LOG.log(
-                level, "waiting for ranks to connect: %s still %s", listed_ranks(late), self.phase
-            )
+        return f"ranks to connect: {listed_ranks(late)} still {self.phase}" if late else ""
 
     def _fail_if_ended(self, ranks: Sequence[int]) -> None:
         """Raises an error on all ranks if one has ended after it has written its address."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["GRACE_S", "LOG_S", "OwnFuture", "no_thread", "result_of", "submitted"]
+__all__ = ["GRACE_S", "LOG_S", "LongWait", "OwnFuture", "no_thread", "result_of", "submitted"]
 
 T = TypeVar("T")
 
@@ -24,6 +24,31 @@ LOG_S = 5.0
 
 GRACE_S = 5.0
 """Extra seconds after a deadline, in which the communication thread reports a specific error."""
+
+
+class LongWait:
+    """The duration of a wait, and its log line.
+
+    Args:
+        level: Level of the line: a warning if the line names what is missing.
+    """
+
+    def __init__(self, level: int = logging.WARNING) -> None:
+        self._began, self._level = time.monotonic(), level
+        self._is_logged = False
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the begin of the wait."""
+        return time.monotonic() - self._began
+
+    def log(self, awaited: Callable[[], str]) -> None:
+        """Logs, once and after :data:`LOG_S`, what the wait is for; nothing if that is empty."""
+        if self._is_logged or self.waited_s < LOG_S:
+            return
+        self._is_logged = True
+        if _LOG.isEnabledFor(self._level) and (text := awaited()):
+            _LOG.log(self._level, "waiting for %s", text)
 
 
 def result_of(
@@ -46,13 +71,11 @@ def result_of(
         TimeoutError: The future is not done within ``timeout_s``.
         BaseException: The error of the future.
     """
-    began = time.monotonic()
+    wait = LongWait(logging.WARNING if is_named else logging.INFO)
     first_s = LOG_S if timeout_s is None else min(LOG_S, timeout_s)
     if not futures.wait([future], first_s).done:
-        level = logging.WARNING if is_named else logging.INFO
-        if _LOG.isEnabledFor(level):
-            _LOG.log(level, "waiting for %s", awaited())
-    remaining_s = None if timeout_s is None else max(began + timeout_s - time.monotonic(), 0.0)
+        wait.log(awaited)
+    remaining_s = None if timeout_s is None else max(timeout_s - wait.waited_s, 0.0)
     return future.result(remaining_s)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
@@ -19,7 +18,7 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import time_limit_s
-from torch_ckpt.coordination.waiting import OwnFuture, submitted
+from torch_ckpt.coordination.waiting import LongWait, OwnFuture, submitted
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.copied_state import CopiedState
@@ -42,7 +41,6 @@ _SLACK_NBYTES = 64 << 20
 """A snapshot is reused if it is at most twice the required size, plus this slack, in bytes."""
 
 _LOG = logging.getLogger("torch_ckpt")
-_WARN_AFTER_S = 5.0
 
 _THREADS = min(4, os.cpu_count() or 1)
 
@@ -307,26 +305,21 @@ class SnapshotStager:
         Raises:
             CheckpointError: The snapshot was in use until the timeout.
         """
-        begin, limit_s = time.monotonic(), time_limit_s()
-        warn_at = begin + _WARN_AFTER_S
+        limit_s, waiting = time_limit_s(), LongWait()
         with self._changed:
             self._reclaim()
             self.waited += not self._free
             while not self._free:
-                now = time.monotonic()
-                if now - begin >= limit_s:
+                remaining_s = limit_s - waiting.waited_s
+                if remaining_s <= 0:
                     raise CheckpointError(
                         f"cannot stage: no snapshot was free within {limit_s:g} s. In use: "
                         f"{self._names_in_use()}"
                     )
-                if now >= warn_at:
-                    warn_at = math.inf
-                    _LOG.warning(
-                        "async_save waits, at most %g s, for a free snapshot. In use: %s",
-                        limit_s,
-                        self._names_in_use(),
-                    )
-                self._changed.wait(min(begin + limit_s - now, POLL_S))
+                waiting.log(
+                    lambda: f"a free snapshot, at most {limit_s:g} s. In use: {self._names_in_use()}"
+                )
+                self._changed.wait(min(remaining_s, POLL_S))
                 self._reclaim()
             return [self._free.pop()]
 

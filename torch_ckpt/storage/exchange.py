@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import os
 import re
 import secrets
@@ -28,7 +27,7 @@ from torch.distributed.distributed_c10d import (
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.coordination.connect import this_machine
 from torch_ckpt.coordination.group import current_call
-from torch_ckpt.coordination.waiting import LOG_S
+from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CancelledError, CheckpointError, listed_ranks
 
 __all__ = [
@@ -41,8 +40,6 @@ __all__ = [
     "share_reads",
     "these_processes",
 ]
-
-_LOG = logging.getLogger("torch_ckpt")
 
 ExchangeMode = Literal["auto", "off"]
 """Whether ranks exchange the bytes that they read: if it saves enough reads, or never."""
@@ -58,6 +55,9 @@ _POLL_S = 0.2
 
 _NOTICED_S = 10.0
 """Time within which the end of another rank is noticed."""
+
+_HEARD_S = 1.0
+"""Time within which a rank hears of an error of another rank that has ended its connections."""
 
 _THREADS = 4
 """Number of threads that connecting needs: one waits, and gloo has three."""
@@ -224,32 +224,29 @@ def _connect(assigned: Assigned, timeout_s: float) -> ProcessGroupGloo:
     failed. So a thread waits for them. It is left alone after the deadline.
 
     Raises:
-        CancelledError: Another rank did not arrive in time, or is unreachable.
-        CheckpointError: The system has too few threads.
+        CancelledError: Another rank did not arrive in time.
+        CheckpointError: This rank cannot connect, or the system has too few threads.
         CheckpointException: Another rank has raised an error.
         RankTimeoutError: Another rank was late, stuck or gone.
     """
     call = current_call()
     limit_s = min(timeout_s, _CONNECT_TIMEOUT_S)
-    began = time.monotonic()
     _check_threads()
     connection = _Connection(assigned, timedelta(seconds=limit_s))
     try:
-        is_logged = False
+        waiting = LongWait()
         while not wait([connection.made], _POLL_S).done:
             if call is not None:
                 call.raise_if_failed()
-            waited_s = time.monotonic() - began
-            if waited_s > LOG_S and not is_logged:
-                is_logged = True
-                _LOG.warning("waiting to exchange reads: %s", connection.awaited)
-            if waited_s > limit_s:
+            waiting.log(lambda: f"an exchange of reads: {connection.awaited}")
+            if waiting.waited_s > limit_s:
                 raise CancelledError(
                     f"cannot connect to the other ranks within {limit_s:g} s: {connection.awaited}"
                 )
-        while connection.has_lost_store and call is not None:
-            call.raise_if_failed()  # The end of a rank explains the loss of the store.
-            if time.monotonic() - began > min(limit_s, _NOTICED_S):
+        failed_at = time.monotonic()
+        while call is not None and connection.made.exception() is not None:
+            call.raise_if_failed()  # The end of another rank explains the failure of this one.
+            if time.monotonic() - failed_at > connection.explained_s:
                 break
             time.sleep(_POLL_S)
         return connection.made.result()
@@ -264,13 +261,14 @@ class _Connection:
         made: The process group of the exchange, or why there is none.
         awaited: What the thread waits for.
         is_abandoned: Whether the thread ends at its next step.
-        has_lost_store: Whether the attempt has failed because of the store.
+        explained_s: Time after a failure, within which the end of another rank may explain it.
     """
 
     def __init__(self, assigned: Assigned, timeout: timedelta) -> None:
         self.made: Future[ProcessGroupGloo] = Future()
         self.awaited = "the store of the process group does not answer"
-        self.is_abandoned = self.has_lost_store = False
+        self.is_abandoned = False
+        self.explained_s = 0.0
         threading.Thread(
             target=self._run, args=(assigned, timeout), name="torch_ckpt-exchange", daemon=True
         ).start()
@@ -286,15 +284,23 @@ class _Connection:
             store = PrefixStore("wire", _store(assigned))
             store.set(f"ready/{assigned.rank}", "")
             self._wait_for_ready(store, assigned)
+        except CancelledError:
+            raise
         except Exception as error:
-            self.has_lost_store = True
-            raise CancelledError(f"cannot reach the other ranks: {_reason(error)}") from error
+            self.explained_s = _NOTICED_S
+            raise CheckpointError(f"cannot reach the other ranks: {_reason(error)}") from error
         self.awaited = "the other ranks do not connect"
+        # Gloo waits for the addresses of others as long as its timeout, and for their connections up
+        # to five times as long.
+        gloo_timeout, began = timeout / 5, time.monotonic()
         try:
-            # Gloo waits for connections five times as long as its timeout.
-            return ProcessGroupGloo(store, assigned.rank, assigned.size, timeout / 5)
+            return ProcessGroupGloo(store, assigned.rank, assigned.size, gloo_timeout)
         except Exception as error:
-            raise CancelledError(
+            # A failure before the timeout is that of this rank, unless another one has just ended.
+            has_waited = time.monotonic() - began >= gloo_timeout.total_seconds()
+            self.explained_s = 0.0 if has_waited else _HEARD_S
+            kind = CancelledError if has_waited else CheckpointError
+            raise kind(
                 f"cannot connect to the other ranks: {_reason(error)}; set GLOO_SOCKET_IFNAME to "
                 'the network to use, or pass FastReader(exchange="off") to load without connections'
             ) from error

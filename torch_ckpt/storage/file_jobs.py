@@ -1,14 +1,75 @@
-"""Runs the jobs that write a file: each finishes or is aborted. This module imports no torch."""
+"""Runs the jobs that write files: each finishes or is aborted. This module imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from torch_ckpt._core import _native
+from torch_ckpt.coordination.jobs import Jobs
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["finished", "write_planned"]
+__all__ = ["FileJobs", "finished", "in_threads", "write_planned"]
+
+T = TypeVar("T")
+
+
+class FileJobs(Jobs):
+    """The jobs that write the files of one rank. If one fails, all end.
+
+    Args:
+        begun: Receives each job that has begun.
+    """
+
+    def __init__(self, begun: Callable[[_native.FileJob], None] | None = None) -> None:
+        super().__init__()
+        self._begun = begun
+        self._files: list[_native.FileJob] = []
+
+    def begin(self, job: _native.FileJob) -> None:
+        """Adds a job that has begun. Any thread may call it."""
+        self._files.append(job)
+        self.add(job)
+        if self._begun is not None:
+            self._begun(job)
+
+    def done_nbytes(self) -> int:
+        """Returns the number of bytes that were handed to the disk so far."""
+        return sum(job.done_nbytes for job in self._files)
+
+
+def in_threads(work: Callable[[int], T], count: int, jobs: FileJobs) -> list[T]:
+    """Calls ``work`` with each number below ``count``, each in a thread of its own.
+
+    Returns:
+        The results, in order.
+
+    Raises:
+        BaseException: The first error. The jobs of the other threads were cancelled.
+    """
+    if count == 1:
+        return [work(0)]
+    first: list[BaseException] = []
+
+    def attempt(number: int) -> T:
+        try:
+            return work(number)
+        except BaseException as error:
+            if not first:
+                first.append(error)
+            jobs.cancel()
+            raise
+
+    with ThreadPoolExecutor(count, "torch_ckpt-write") as executor:
+        try:
+            return list(executor.map(attempt, range(count)))
+        except BaseException:
+            jobs.cancel()  # Also after an interrupt.
+            if first:
+                raise first.pop() from None
+            raise
 
 
 @contextlib.contextmanager

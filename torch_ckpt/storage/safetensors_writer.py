@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +45,7 @@ from torch_ckpt.planning.replicas import CutItem, item_nbytes, work_of
 from torch_ckpt.planning.ties import common_ties, tied_names
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
-from torch_ckpt.storage.file_jobs import finished
+from torch_ckpt.storage.file_jobs import FileJobs, finished, in_threads
 from torch_ckpt.storage.gc import remove_files
 from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.safetensors_commit import (
@@ -56,7 +55,7 @@ from torch_ckpt.storage.safetensors_commit import (
     pending_names,
     publish,
 )
-from torch_ckpt.storage.writer import FastWriter, Jobs
+from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["SafetensorsWriter"]
 
@@ -249,12 +248,9 @@ class SafetensorsWriter(FastWriter):
             ]
 
         try:
-            with (
-                self._progress(sum(piece.nbytes for piece in pieces)) as jobs,
-                ThreadPoolExecutor(len(groups), "torch_ckpt-write") as executor,
-            ):
-                each = executor.map if len(groups) > 1 else map
-                return list(itertools.chain.from_iterable(each(write_group, range(len(groups)))))
+            with self._progress(sum(piece.nbytes for piece in pieces)) as jobs:
+                results = in_threads(write_group, len(groups), jobs)
+            return list(itertools.chain.from_iterable(results))
         except BaseException as error:
             # On a full disk, the files would make the next save fail. DCP tells no rank when all
             # have ended. The errors of ranks that still write them then depend on this one.
@@ -407,7 +403,7 @@ class _PieceWriter:
     layout: ModelLayout
     names: Sequence[str]
     pool: _native.BufferPool
-    jobs: Jobs
+    jobs: FileJobs
 
     def write(self, file: int, pieces: Sequence[_Piece]) -> WriteResult:
         """Writes the pieces of one file."""
@@ -422,7 +418,7 @@ class _PieceWriter:
             writer.sync_files,
             writer._niceness,
         )
-        self.jobs.append(job)
+        self.jobs.begin(job)
         with finished(job):
             for batch in self._batches(pieces, job, model_file.header):
                 job.write(batch)

@@ -9,7 +9,6 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch.futures import Future
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
-from torch_ckpt.coordination.group import Call, claim_commit, current_call
+from torch_ckpt.coordination.group import claim_commit, current_call
 from torch_ckpt.coordination.orchestrate import calling_planner, is_replanning
 from torch_ckpt.errors import (
     CheckpointError,
@@ -63,33 +62,12 @@ from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
 from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
 from torch_ckpt.storage.data_file import write_data_file
 from torch_ckpt.storage.directory_writer import DirectoryWriter
+from torch_ckpt.storage.file_jobs import FileJobs, in_threads
 from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 from torch_ckpt.storage.rank_work import RankWork, split, work_for
 from torch_ckpt.storage.written_file import WrittenFile
 
-__all__ = ["FastWriter", "Jobs"]
-
-
-class Jobs:
-    """The jobs that write the files of one rank. They end when the save fails on any rank.
-
-    Args:
-        call: The call that saves; ``None`` within DCP's own functions.
-    """
-
-    def __init__(self, call: Call | None) -> None:
-        self._call = call
-        self._jobs: list[_native.FileJob] = []
-
-    def append(self, job: _native.FileJob) -> None:
-        """Adds a job that has begun. Any thread may call it."""
-        self._jobs.append(job)
-        if self._call is not None:
-            self._call.cancel_on_failure(job)
-
-    def done_nbytes(self) -> int:
-        """Returns the number of bytes that were handed to the disk so far."""
-        return sum(job.done_nbytes for job in self._jobs)
+__all__ = ["FastWriter"]
 
 
 @dataclass(frozen=True)
@@ -365,13 +343,14 @@ class FastWriter(DirectoryWriter):
         return future
 
     @contextlib.contextmanager
-    def _progress(self, nbytes: int) -> Iterator[Jobs]:
+    def _progress(self, nbytes: int) -> Iterator[FileJobs]:
         """Shows a progress bar on the first rank, unless the save is in the background.
 
         Yields:
             What receives the job of each file.
         """
-        jobs = Jobs(current_call())
+        call = current_call()
+        jobs = FileJobs(None if call is None else call.cancel_on_failure)
         if not is_first(self._ranks) or self._staged is not None:
             yield jobs
             return
@@ -467,7 +446,7 @@ class FastWriter(DirectoryWriter):
         nbytes: int,
         planner: SavePlanner,
         finished: list[str],
-        jobs: Jobs,
+        jobs: FileJobs,
     ) -> list[WriteResult]:
         """Writes files, ``thread_count`` at a time.
 
@@ -495,7 +474,7 @@ class FastWriter(DirectoryWriter):
                     io=self.io,
                     sync=self.sync_files,
                     niceness=self._niceness,
-                    begun=jobs.append,
+                    begun=jobs.begin,
                 )
                 finished.append(name)
                 results += written
@@ -503,10 +482,7 @@ class FastWriter(DirectoryWriter):
                 results.append(WriteResult(MetadataIndex(name), 0, file))
             return results
 
-        if workers == 1:
-            return write_files(0)
-        with ThreadPoolExecutor(workers, "torch_ckpt-write") as executor:
-            return list(itertools.chain.from_iterable(executor.map(write_files, range(workers))))
+        return list(itertools.chain.from_iterable(in_threads(write_files, workers, jobs)))
 
     def _check_idle(self) -> None:
         if self._writing.locked():
