@@ -61,6 +61,7 @@ def save_interrupted_before_the_promise(path: Path) -> tuple[bool | None, bool]:
             signal.setitimer(signal.ITIMER_REAL, 1)
         return exchange(self, phase, *args, **options)
 
+    state = {f"w{dist.get_rank()}": torch.ones(8)}
     with (
         mock.patch.object(Group, "started", delayed if is_late else started),
         mock.patch.object(FastWriter, "finish", finish_late),
@@ -68,7 +69,6 @@ def save_interrupted_before_the_promise(path: Path) -> tuple[bool | None, bool]:
         mock.patch.object(Call, "_exchange", interrupted),
         pytest.raises(KeyboardInterrupt if is_late else RankTimeoutError) as caught,
     ):
-        state = {f"w{dist.get_rank()}": torch.ones(8)}
         torch_ckpt.save(state, checkpoint_id=path, process_group=group, timeout_s=AMPLE_S)
     error: Any = caught.value
     return getattr(error, "may_be_committed", None), (path / ".metadata").exists()

@@ -184,11 +184,11 @@ def save_in_process(
         if process is not None:
             process.end()
         with contextlib.ExitStack() as stack:
-            listener = None
+            listener: socket.socket | None = None
             if call.group.is_coordinator:
                 listener = stack.enter_context(_listening())
-            own_address = listener and listener.getsockname()[:2]
-            address = call.all_reduce(_STARTING, lambda: own_address, lambda found: found[0])
+            own_address = None if listener is None else listener.getsockname()[:2]
+            address: Any = call.all_reduce(_STARTING, lambda: own_address, lambda found: found[0])
             process = _SaveProcess(address, listener, call)
         PROCESS.save_processes[identity] = process
     earlier = process.last
@@ -398,9 +398,7 @@ class _SaveProcess:
     def _ended(self) -> CheckpointError:
         self._process.join(1)
         code = self._process.exitcode
-        return CheckpointError(
-            f"the save process of rank {self._rank} ended with exit code {code}"
-        )
+        return CheckpointError(f"the save process of rank {self._rank} ended with exit code {code}")
 
 
 def _serve(
@@ -421,9 +419,9 @@ def _serve(
     """
     size = len(names)
     os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{size}")
-    options = {} if listener is None else {"master_listen_fd": listener.detach()}
+    descriptor = None if listener is None else listener.detach()
     try:
-        store = TCPStore(*address, size, is_master=rank == 0, **options)
+        store = TCPStore(*address, size, is_master=rank == 0, master_listen_fd=descriptor)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         group = group_of(None, names=names)
         replies = _Replies(connection)

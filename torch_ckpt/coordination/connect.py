@@ -389,9 +389,7 @@ def _listening(store: Store, waiting: _Waiting) -> Listeners:
         raise
 
 
-def _dialled(
-    address: dict[str, Any], rank: int, parent: int, waiting: _Waiting
-) -> socket.socket:
+def _dialled(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting) -> socket.socket:
     """Connects to the parent, at the first of its addresses that confirms the secret.
 
     The kernel accepts a connection even if the parent does not run for a while. And another program

@@ -27,6 +27,7 @@ __all__ = ["FORKED", "Connections", "place_of_store", "store_of"]
 FORKED = "a forked process is not a rank of its parent's group"
 """The error of a forked child that uses a group of its parent."""
 
+
 class Connections:
     """The connections of a rank, opened by the first call.
 
@@ -57,23 +58,24 @@ class Connections:
             raise CheckpointError(FORKED)
         if self.current is not None:
             return self.current
-        failure: RuntimeError | None = None
+        attempt, failure = 0, None
         with self._exclusive.use("connect to the other ranks", GRACE_S):
             if self.current is None:
                 attempt = next(self._attempts)
-                store = self._store
-
-                def own_store() -> Store:
-                    return PrefixStore(f"{attempt}", store())
-
                 try:
-                    self.current = Node(own_store, self._rank, self._names, phase)
+                    self.current = Node(self._own(attempt), self._rank, self._names, phase)
                 except RuntimeError as error:  # The system has no more threads.
                     failure = error
-            if failure is None:
-                return self.current
-        refuse(own_store(), self._rank, self._names, phase, str(failure))
-        raise failure
+            node = self.current
+        if node is None:
+            refuse(self._own(attempt)(), self._rank, self._names, phase, str(failure))
+            raise CheckpointError(str(failure))
+        return node
+
+    def _own(self, attempt: int) -> Callable[[], Store]:
+        """Returns a function that opens the store of an attempt to connect."""
+        store = self._store
+        return lambda: PrefixStore(f"{attempt}", store())
 
     def node(self, phase: str, timeout_s: float) -> Node:
         """Returns the connections, after all ranks have connected."""

@@ -317,7 +317,9 @@ class SnapshotStager:
                         f"{self._names_in_use()}"
                     )
                 waiting.log(
-                    lambda: f"a free snapshot, at most {limit_s:g} s. In use: {self._names_in_use()}"
+                    lambda: (
+                        f"a free snapshot, at most {limit_s:g} s. In use: {self._names_in_use()}"
+                    )
                 )
                 self._changed.wait(min(remaining_s, POLL_S))
                 self._reclaim()

@@ -290,8 +290,8 @@ class _Connection:
             self.explained_s = _NOTICED_S
             raise CheckpointError(f"cannot reach the other ranks: {_reason(error)}") from error
         self.awaited = "the other ranks do not connect"
-        # Gloo waits for the addresses of others as long as its timeout, and for their connections up
-        # to five times as long.
+        # Gloo waits for the addresses of others as long as its timeout, and for their connections
+        # up to five times as long.
         gloo_timeout, began = timeout / 5, time.monotonic()
         try:
             return ProcessGroupGloo(store, assigned.rank, assigned.size, gloo_timeout)
