@@ -170,10 +170,10 @@ def test_only_a_rank_that_was_reachable_before_counts_as_gone_on_another_machine
     other = connect.json.dumps({"node": here + 1, "at": [address]})
     waiting = connect._Waiting(store, [0, 1], 0, connect.Deadline("planning"), lambda: False)
     with mock.patch.object(connect, "_PROBE_S", 0.0):
-        assert [waiting.ended([1]) for _ in range(4)] == [[]] * 4
-        assert [waiting.ended([0]) for _ in range(2)] == [[], [0]]
+        assert [waiting.refusing([1]) for _ in range(4)] == [[]] * 4
+        assert [waiting.refusing([0]) for _ in range(2)] == [[], [0]]
         store.set("1", other)
         reached = connect._Waiting(store, [0, 1], 0, connect.Deadline("planning"), lambda: False)
-        assert reached.ended([1]) == []
+        assert reached.refusing([1]) == []
         closed.close()
-        assert [reached.ended([1]) for _ in range(2)] == [[], [1]]
+        assert [reached.refusing([1]) for _ in range(2)] == [[], [1]]

@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, SnapshotStager
-from torch_ckpt.staging import stager as staging
+from torch_ckpt.coordination import waiting
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -163,7 +163,7 @@ def test_a_long_wait_is_logged_and_says_what_for(
     kept = writer.stage({"w": torch.ones(3)})
     done: list[Any] = []
     with (
-        mock.patch.object(staging, "_WARN_AFTER_S", 0.05),
+        mock.patch.object(waiting, "LOG_S", 0.05),
         caplog.at_level(logging.WARNING, "torch_ckpt"),
     ):
         thread = threading.Thread(target=lambda: done.append(stager.stage({"w": torch.ones(3)})))

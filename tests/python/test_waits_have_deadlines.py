@@ -8,12 +8,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Methods that wait for ever unless they have a timeout, and functions that wait for a process.
-METHODS = {"accept", "communicate", "exception", "join", "recv", "result", "select", "wait"}
+METHODS = {
+    *("accept", "acquire", "communicate", "exception", "get", "join", "recv", "recv_bytes"),
+    *("result", "select", "shutdown", "wait"),
+}
+SENDING = {"send_bytes", "sendall"}  # They have no timeout of their own.
 FUNCTIONS = {"check_call", "check_output", "flock", "lockf", "waitpid"}
 EXECUTORS = {"ThreadPoolExecutor", "ProcessPoolExecutor"}
+LOCKS = {"threading.Condition()", "threading.Lock()", "threading.RLock()"}
+STORE_CALL = re.compile(
+    r"^(self\._)?store\."
+    r"(add|check|compare_set|delete_key|get|list_keys|multi_get|multi_set|set|wait)$"
+)
 
 
 class Wait(NamedTuple):
@@ -24,6 +35,8 @@ class Wait(NamedTuple):
 
 
 LOCAL = "work of this process, which is in progress"
+BRIEF = "the other thread, which does not block while it has the lock"
+STORE = "the store, which answers or has ended. Another thread waits for it until the deadline"
 DISK = "the disk: a request in flight cannot be interrupted"
 CALL = "the call's deadline on the other ranks, which name this rank"
 CHANNEL = "the timeout of the channel"
@@ -31,19 +44,70 @@ CHANNEL = "the timeout of the channel"
 PYTHON = {
     "agent/memory.py _try_lock fcntl.flock": Wait("at once: LOCK_NB", "the caller"),
     "agent/messages.py _read connection.recv": Wait("the end of either process", "the caller"),
-    "agent/persist.py write_shares with ThreadPoolExecutor": Wait(DISK, "agent.log"),
     "agent/process.py Agent._accept listener.accept": Wait("the end of the agent", "no rank waits"),
     "api.py _end_of.end staged.exception": Wait("at once: it is done", "the future"),
     "conversion/pieces.py Source.take future.result": Wait(DISK, "the piece"),
     "coordination/background.py Order.carry_out state.result": Wait(LOCAL, CALL),
     "coordination/background.py _SaveProcess.save state.result": Wait(LOCAL, CALL),
     "coordination/background.py _SaveProcess._reply self._connection.recv": Wait(
-        "the end of the save process, or that of the save", CALL
+        "the socket's timeout, which is that of the call", "the rank of the save process"
+    ),
+    "coordination/background.py _SaveProcess._send self._connection.send_bytes": Wait(
+        "the socket's timeout, which is that of the call", "the rank of the save process"
+    ),
+    "coordination/background.py _Replies with self._lock": Wait(BRIEF, "no rank waits"),
+    "coordination/background.py _Replies._live self._connection.send_bytes": Wait(
+        "the rank, which reads during a save", "no rank waits"
+    ),
+    "coordination/background.py _Replies._live self._is_saving.wait": Wait(
+        "the next save, or the end of the process", "no rank waits"
+    ),
+    "coordination/background.py _Replies.send self._connection.send_bytes": Wait(
+        "the rank, which reads during a save", "no rank waits"
+    ),
+    "coordination/background.py _serve connection.send_bytes": Wait(
+        "the rank, which waits for it", "no rank waits"
+    ),
+    "agent/aborts.py PendingAborts with self._lock": Wait(BRIEF, "no rank waits"),
+    "agent/messages.py send connection.sendall": Wait(
+        "the timeout of the socket, or the end of either process", "the caller"
+    ),
+    "agent/process.py Agent with self._changed": Wait(BRIEF, "no rank waits"),
+    "agent/trainer.py SnapshotAgent with self._lock": Wait(BRIEF, "no rank waits"),
+    "agent/trainer.py SnapshotAgent.close self._waiting.shutdown": Wait(
+        "the deadlines of the agent's answers", "the save"
+    ),
+    "conversion/pieces.py Source.__exit__ self._thread.shutdown": Wait(DISK, "no rank waits"),
+    "coordination/connect.py _Waiting store": Wait(STORE, "the store"),
+    "coordination/connect.py _place_all store": Wait(STORE, "the store"),
+    "coordination/connect.py connect store": Wait(STORE, "the store"),
+    "integrations/megatron.py FastSaveStrategy._writer_for wait": Wait(
+        "the deadlines of the save, and the disk", CALL
+    ),
+    "integrations/megatron_queues.py _caller_class.ThreadCaller.close wait": Wait(
+        "the deadlines of the save, and the disk", CALL
+    ),
+    "integrations/megatron_queues.py _caller_class.ThreadCaller.is_current_async_call_done wait": (
+        Wait("the deadlines of the save, and the disk", CALL)
+    ),
+    "planning/plan_cache.py PlanCache with self._lock": Wait(BRIEF, CALL),
+    "staging/staged.py Staged with self._thread_lock": Wait(BRIEF, CALL),
+    "staging/stager.py SnapshotStager with self._changed": Wait(BRIEF, CALL),
+    "staging/stager.py SnapshotStager.close executor.shutdown": Wait(LOCAL, "no rank waits"),
+    "storage/exchange.py _Connection store": Wait(STORE, "the store"),
+    "storage/exchange.py _connect connection.made.exception": Wait("at once: it is done", CALL),
+    "storage/exchange.py _delete_keys store": Wait(STORE, "no rank waits"),
+    "storage/file_jobs.py in_threads executor.map": Wait(DISK, CALL),
+    "storage/file_jobs.py in_threads with ThreadPoolExecutor": Wait(DISK, CALL),
+    "storage/writer.py FastWriter with self._writing": Wait("at once: it is idle", CALL),
+    "coordination/connect.py _dial connection.sendall": Wait("at once: a few bytes", "the parent"),
+    "coordination/connect.py _dialled connection.recv": Wait("at once: it is ready", "the parent"),
+    "coordination/listeners.py Listeners._read connection.sendall": Wait(
+        "at once: one byte", "no rank waits"
     ),
     "coordination/background.py _serve connection.recv": Wait(
         "the end of the rank", "no rank waits"
     ),
-    "coordination/connect.py _dial dialled.recv": Wait("_DIAL_S: the socket's", "the parent"),
     "coordination/group.py Call._exchange result_of": Wait(
         "the communication thread, by the deadlines of all ranks", "the ranks that are late"
     ),
@@ -86,12 +150,8 @@ PYTHON = {
     "storage/exchange.py _connect connection.made.result": Wait("at once: it is done", CALL),
     "storage/exchange.py _check_threads thread.join": Wait("at once: it was told to end", CALL),
     "storage/progress.py progress_bar thread.join": Wait("at once: it was told to end", CALL),
-    "storage/safetensors_writer.py SafetensorsWriter._write with ThreadPoolExecutor": Wait(
-        DISK, CALL
-    ),
     "storage/stored_values.py StoredValues._read "
     "self._reader.read_data(LoadPlan(items), planner).wait": Wait(DISK, "the file"),
-    "storage/writer.py FastWriter._write_files with ThreadPoolExecutor": Wait(DISK, CALL),
 }
 
 CPP = {
@@ -137,35 +197,71 @@ def python_waits() -> Iterator[str]:
         yield from (f"{name} {where}" for where in waits_in(tree, ""))
 
 
-def waits_in(node: ast.AST, scope: str) -> Iterator[str]:
+def waits_in(node: ast.AST, scope: str, locks: frozenset[str] | None = None) -> Iterator[str]:
     """Yields ``Class.function receiver.method`` for each wait without a timeout."""
+    locks = locks_of(node) if locks is None else locks
+    outermost = scope.partition(".")[0]
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
-            yield from waits_in(child, f"{scope}.{child.name}".lstrip("."))
+            yield from waits_in(child, f"{scope}.{child.name}".lstrip("."), locks)
             continue
         if isinstance(child, ast.With):
             for item in child.items:
-                called = item.context_expr
-                if isinstance(called, ast.Call) and ast.unparse(called.func) in EXECUTORS:
-                    yield f"{scope} with {ast.unparse(called.func)}"
+                name = ast.unparse(item.context_expr)
+                if name.partition("(")[0] in EXECUTORS:
+                    yield f"{scope} with {name.partition('(')[0]}"
+                elif name in locks or name.endswith("lock"):  # One row for all uses of a lock.
+                    yield f"{outermost} with {name}"
         if isinstance(child, ast.Call) and is_wait(child):
-            yield f"{scope} {ast.unparse(child.func)}"
-        yield from waits_in(child, scope)
+            name = ast.unparse(child.func)
+            is_store = STORE_CALL.search(name)  # One row for all of a class or function.
+            yield f"{outermost} store" if is_store else f"{scope} {name}"
+        yield from waits_in(child, scope, locks)
+
+
+def locks_of(tree: ast.AST) -> frozenset[str]:
+    """Returns the names and attributes that a module sets to locks and conditions."""
+    return frozenset(
+        ast.unparse(target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value) in LOCKS
+        for target in node.targets
+    )
 
 
 def is_wait(call: ast.Call) -> bool:
     """Whether a call may wait for ever. A socket's ``recv`` has its timeout elsewhere."""
     function = call.func
-    if isinstance(function, ast.Name):
-        is_bounded = any(word.arg == "timeout_s" for word in call.keywords)
-        return function.id in FUNCTIONS or (function.id == "result_of" and not is_bounded)
-    if not isinstance(function, ast.Attribute):
-        return False
-    if function.attr in FUNCTIONS:
+    name = function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
+    receiver = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+    if name in FUNCTIONS or (receiver and name in SENDING):
         return True
-    if function.attr not in METHODS or any(word.arg == "timeout" for word in call.keywords):
+    if "executor" in receiver and name == "map":
+        return True
+    if STORE_CALL.search(ast.unparse(function)):
+        return True
+    bounds = [word.value for word in call.keywords if word.arg in {"timeout", "timeout_s"}]
+    if any(not is_none(bound) for bound in bounds):
         return False
-    return not call.args or function.attr == "recv"
+    if name == "wait" and (not receiver or receiver == "futures"):  # The first argument: futures.
+        return len(call.args) < 2 or is_none(call.args[1])
+    if name == "result_of":
+        return True
+    if not receiver or name not in METHODS:
+        return False
+    if name in {"recv", "recv_bytes"}:
+        return True
+    if name == "shutdown":
+        return not call.args and not any(word.arg == "wait" for word in call.keywords)
+    if name == "get":
+        return not call.args and re.search(r"(^|_|\.)q(ueue)?$", receiver) is not None
+    if name == "join":
+        return not call.args or is_none(call.args[0])
+    return all(isinstance(arg, ast.List | ast.ListComp) or is_none(arg) for arg in call.args)
+
+
+def is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 CPP_WAIT = re.compile(r"([\w>\-.()\[\]*]+(?:\.|->)(?:wait|join))\(")
@@ -196,6 +292,38 @@ def test_a_wait_without_a_deadline_is_found() -> None:
     text += " with ThreadPoolExecutor(1) as c:\n  os.waitpid(1, 0)\n"
     found = list(waits_in(ast.parse(text), ""))
     assert found == ["f a.wait", "f b.join", "f with ThreadPoolExecutor", "f os.waitpid"]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        *("wait([earlier])", "futures.wait([x])", "futures.wait([x], None)", "lock.acquire()"),
+        *("q.get()", "connection.send_bytes(message)", "executor.shutdown()", "event.wait(None)"),
+        *("list(executor.map(g, x))", "store.wait(['k'])", "self._store.get('k')"),
+        *("result_of(f, text, timeout_s=None)", "f.result(timeout=None)", "c.recv_bytes()"),
+        *("thread.join(None)", "a.wait([x for x in y])", "connection.sendall(b'')"),
+    ],
+)
+def test_each_form_of_a_wait_is_found(wait: str) -> None:
+    assert len(list(waits_in(ast.parse(wait), ""))) == 1
+
+
+@pytest.mark.parametrize("lock", ["self._lock", "self._changed", "guard"])
+def test_locks_are_found_by_their_name_or_type(lock: str) -> None:
+    text = f"guard = threading.RLock()\nself._changed = threading.Condition()\nwith {lock}: pass"
+    assert list(waits_in(ast.parse(text), "")) == [f" with {lock}"]
+
+
+@pytest.mark.parametrize(
+    "bounded",
+    [
+        *("wait([x], 1)", "futures.wait([x], timeout=2)", "lock.acquire(timeout=1)", "d.get(k)"),
+        *("q.get(timeout=1)", "executor.shutdown(wait=False)", "event.wait(1)", "f.result(2)"),
+        *("', '.join(a)", "result_of(f, text, timeout_s=2)", "sock.shutdown(how)"),
+    ],
+)
+def test_what_has_a_timeout_is_not_a_wait(bounded: str) -> None:
+    assert not list(waits_in(ast.parse(bounded), ""))
 
 
 def test_every_row_says_what_ends_the_wait() -> None:

@@ -226,7 +226,7 @@ class _Waiting:
         for _ in self._polls():
             if self._is_decided() or self._store.add("count", 0) >= size:
                 return
-            self._fail_if_ended(range(1, size))
+            self._fail_if_refusing(range(1, size))
         late = self._missing(range(size))
         if late:
             self._fail_for(late)
@@ -237,7 +237,7 @@ class _Waiting:
             if self._is_decided():
                 break
             if 0 < self.rank <= _WATCHERS:
-                self._fail_if_ended([0])
+                self._fail_if_refusing([0])
         else:
             self._fail_for(self._missing(range(len(self.names))) or [0])
         place: dict[str, Any] = json.loads(self._store.get(f"place/{self.rank}"))
@@ -272,14 +272,14 @@ class _Waiting:
         late = [self.names[rank] for rank in self._missing(range(len(self.names)))]
         return f"ranks to connect: {listed_ranks(late)} still {self.phase}" if late else ""
 
-    def _fail_if_ended(self, ranks: Sequence[int]) -> None:
+    def _fail_if_refusing(self, ranks: Sequence[int]) -> None:
         """Raises an error on all ranks if one has ended after it has written its address."""
-        gone = self.ended(ranks)
+        gone = self.refusing(ranks)
         if gone and not self._is_decided():
-            self.fail(self._error_of_ended(gone))
+            self.fail(self._error_of(gone))
 
-    def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Returns ranks that have ended: those that refuse two probes in a row.
+    def refusing(self, ranks: Sequence[int]) -> list[int]:
+        """Returns ranks that refuse two probes in a row, because their processes have ended.
 
         A firewall may refuse connections between machines. So a rank of another machine counts
         only if it has accepted a probe before.
@@ -312,7 +312,7 @@ class _Waiting:
         self._probed = time.monotonic()
         return sorted(gone)
 
-    def _error_of_ended(self, gone: list[int]) -> RankTimeoutError:
+    def _error_of(self, gone: list[int]) -> RankTimeoutError:
         names = [self.names[rank] for rank in gone]
         host, port = self._addresses[gone[0]]["at"][0]
         verb = "it refuses" if len(gone) == 1 else "the first refuses"
@@ -461,7 +461,7 @@ def _accept(
             continue
         if waiting.is_aborted():
             remaining_s = 0.0
-        gone = missing if remaining_s <= _PROBE_S else waiting.ended(missing)
+        gone = missing if remaining_s <= _PROBE_S else waiting.refusing(missing)
         if gone:
             late = [waiting.names[child] for child in gone]
             reason = f"not connected to rank {waiting.names[waiting.rank]}"

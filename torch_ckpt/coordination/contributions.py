@@ -26,7 +26,7 @@ __all__ = [
     "unpacked_contributions",
 ]
 
-_CONTRIBUTION = struct.Struct("<Idd?Q")  # Rank, timeout, age, has raised, length of the bytes.
+_CONTRIBUTION = struct.Struct("<Idd?Q")  # Rank, timeout, age, is error, length of the bytes.
 _ANSWER_HEAD = struct.Struct("<QQ")  # Number of ranks, number of distinct values.
 _COLLECT_S = 0.25  # Time in which the coordinator collects the errors of further ranks.
 
@@ -37,7 +37,7 @@ class Contribution(NamedTuple):
     timeout_s: float
     arrived: float
     data: Any
-    has_raised: bool
+    is_error: bool
     """Whether ``data`` is an error, which fails the call on all ranks."""
 
 
@@ -83,10 +83,10 @@ class ExchangeState:
         """Adds contributions of this rank or of ranks below it."""
         self.contributions.update(contributions)
         self.count += len(contributions)
-        for timeout_s, arrived, _, has_raised in contributions.values():
+        for timeout_s, arrived, _, is_error in contributions.values():
             self.deadline = min(self.deadline, arrived + timeout_s)
             self.shortest_s = min(self.shortest_s, timeout_s)
-            if has_raised:
+            if is_error:
                 self.raised_until = min(self.raised_until, arrived + _COLLECT_S)
 
     @property
@@ -96,7 +96,7 @@ class ExchangeState:
 
     def raised(self) -> dict[int, Contribution]:
         """Returns the contributions that are errors."""
-        return {rank: own for rank, own in self.contributions.items() if own.has_raised}
+        return {rank: own for rank, own in self.contributions.items() if own.is_error}
 
 
 def packed_contributions(
@@ -105,8 +105,8 @@ def packed_contributions(
     """Encodes contributions. Ages are sent, because clocks differ between machines."""
     name = phase.encode()
     body: list[Any] = [len(name).to_bytes(2, "little") + name]
-    for rank, (timeout_s, arrived, data, has_raised) in contributions.items():
-        body += [_CONTRIBUTION.pack(rank, timeout_s, now - arrived, has_raised, len(data)), data]
+    for rank, (timeout_s, arrived, data, is_error) in contributions.items():
+        body += [_CONTRIBUTION.pack(rank, timeout_s, now - arrived, is_error, len(data)), data]
     return body
 
 
@@ -116,10 +116,10 @@ def unpacked_contributions(body: bytearray, now: float) -> tuple[str, dict[int, 
     at = 2 + int.from_bytes(view[:2], "little")
     phase, contributions = bytes(view[2:at]).decode(), {}
     while at < len(view):
-        rank, timeout_s, age_s, has_raised, nbytes = _CONTRIBUTION.unpack_from(view, at)
+        rank, timeout_s, age_s, is_error, nbytes = _CONTRIBUTION.unpack_from(view, at)
         at += _CONTRIBUTION.size
         data = view[at : at + nbytes]
-        contributions[rank] = Contribution(timeout_s, now - age_s, data, has_raised)
+        contributions[rank] = Contribution(timeout_s, now - age_s, data, is_error)
         at += nbytes
     return phase, contributions
 

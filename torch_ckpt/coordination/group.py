@@ -129,7 +129,11 @@ class Group:
         """
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"{timeout_s=} is no positive number of seconds")
-        self.connect()  # First: a call that is refused here must not have a number.
+        try:
+            self.connect()  # Before the number: no other rank has a call that is refused here.
+        except RankTimeoutError:
+            next(self._calls)  # The call of all ranks has failed.
+            raise
         return Call(self, next(self._calls), timeout_s)
 
     def connect(self) -> None:
@@ -366,11 +370,11 @@ class Call:
         contribution: bytes,
         decide: Callable[[Sequence[Any]], Values],
         *,
-        has_raised: bool = False,
+        is_error: bool = False,
     ) -> Any:
         """Sends a contribution to the coordinator, which calls ``decide`` with all contributions.
 
-        With ``has_raised``, the contribution is an error, which fails the call on all ranks.
+        With ``is_error``, the contribution is an error, which fails the call on all ranks.
 
         Returns:
             This rank's answer.
@@ -382,7 +386,7 @@ class Call:
         with self._sharing_errors():
             node = group.node(phase, self.timeout_s)
             future = node.exchange(
-                self.number, number, phase, contribution, self.timeout_s, has_raised=has_raised
+                self.number, number, phase, contribution, self.timeout_s, is_error=is_error
             )
 
             def awaited() -> str:
@@ -473,11 +477,11 @@ class Call:
             contribution = pickled(own_value)
         cause = own_value[0] if _is_wrapped_exception(own_value) else None
         # A cancelled rank waits for the error that is the cause.
-        has_raised = cause is not None and not isinstance(cause, CancelledError)
+        is_error = cause is not None and not isinstance(cause, CancelledError)
         try:
-            answer = self._exchange(phase, contribution, decide, has_raised=has_raised)
+            answer = self._exchange(phase, contribution, decide, is_error=is_error)
         except RankTimeoutError as error:
-            if cause is not None and has_raised:
+            if cause is not None and is_error:
                 error.add_note(f"this rank had failed before, while {phase}: {why(cause)}")
             raise
         received = retained[0] if retained else unpickled(answer, self.group.names[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Protocol
 
 __all__ = ["Cancellable", "Jobs"]
@@ -22,27 +21,22 @@ class Jobs:
     """
 
     def __init__(self) -> None:
+        # No lock: a signal handler may interrupt any method, and then wait for another thread.
         self._jobs: list[Cancellable] = []
         self._has_failed = False
-        self._lock = threading.Lock()
 
     def add(self, job: Cancellable) -> None:
         """Adds a job that has begun; cancels it if the call has failed."""
-        with self._lock:
-            self._jobs.append(job)
-            has_failed = self._has_failed
-        if has_failed:
+        self._jobs.append(job)
+        if self._has_failed:  # Read after the append: `cancel` finds the job, or this does.
             job.cancel()
 
     def clear(self) -> None:
         """Forgets all jobs, because they have ended."""
-        with self._lock:
-            self._jobs.clear()
+        self._jobs.clear()
 
     def cancel(self) -> None:
         """Cancels all jobs, now and later."""
-        with self._lock:
-            self._has_failed = True
-            jobs = list(self._jobs)
-        for job in jobs:
+        self._has_failed = True
+        for job in list(self._jobs):
             job.cancel()

@@ -114,7 +114,7 @@ class Node:
         contribution: bytes,
         timeout_s: float,
         *,
-        has_raised: bool = False,
+        is_error: bool = False,
     ) -> Future[Any]:
         """Sends this rank's contribution to the coordinator.
 
@@ -124,14 +124,14 @@ class Node:
             phase: The phase that ends with the exchange.
             contribution: Encoded value or error.
             timeout_s: Seconds that this rank waits for the others.
-            has_raised: Whether the contribution is an error. It then fails the call on all ranks,
+            is_error: Whether the contribution is an error. It then fails the call on all ranks,
                 without waiting for contributions of other ranks.
 
         Returns:
             A future of the answer; on the coordinator, of the contributions of all ranks.
         """
         future: Future[Any] = Future()
-        own = Contribution(timeout_s, time.monotonic(), contribution, has_raised)
+        own = Contribution(timeout_s, time.monotonic(), contribution, is_error)
         self._loop.post(self._loop.begin, call, number, phase, own, future)
         return future
 
@@ -396,7 +396,7 @@ class _Loop(Loop):
         state.add(contributions)
         is_complete = state.count >= self._size_below
         if self._parent is not None:
-            if is_complete or any(own.has_raised for own in contributions.values()):
+            if is_complete or any(own.is_error for own in contributions.values()):
                 self._pass_up(number, exchange, state)
         elif is_complete and state.has_raised:
             self._raise_on_all(number, state)
