@@ -26,6 +26,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
+from torch_ckpt.coordination.call_state import CallState, as_seen_in, timeout_error
 from torch_ckpt.coordination.connect import Deadline, Neighbours, connect
 from torch_ckpt.coordination.contributions import (
     Contribution,
@@ -55,22 +56,6 @@ _CONTRIBUTIONS, _ANSWER, _FAILED, _GONE, _PROMISE, _PROMISED, _PING, _PONG, _RAI
 _PING_S = 1.0  # Interval of pings.
 _FORWARD_S = 0.05  # Longest time that contributions wait for those of other ranks below.
 _CALLS = 4096  # Most calls that are retained, for ranks that are late for a failed call.
-
-
-class _Call:
-    """This rank's state of a call."""
-
-    def __init__(self) -> None:
-        self.exchanges: dict[int, ExchangeState] = {}
-        self.phase = "beginning"
-        self.error: RankTimeoutError | RaisedError | None = None
-        self.on_failure: list[Callable[[], None]] = []
-        """Functions of this rank to call when the call fails."""
-        self.promised = False
-        """Whether the coordinator may commit without another message."""
-        self.claim: Future[None] | None = None
-        self.awaited: set[int] = set()
-        """The children that have not promised yet."""
 
 
 class Node:
@@ -219,7 +204,7 @@ class _Loop(Loop):
     def __init__(self, rank: int, names: Sequence[int]) -> None:
         super().__init__()
         self.rank, self.names = rank, names
-        self.calls: OrderedDict[int, _Call] = OrderedDict()
+        self.calls: OrderedDict[int, CallState] = OrderedDict()
         self._pinged = 0.0
         self._parent: Peer | None = None
         self._children: dict[int, Peer] = {}
@@ -319,14 +304,14 @@ class _Loop(Loop):
                 if peer is not source:
                     self.send(peer, _GONE, 0, 0, encoded_error(error))
             for call in self.calls.values():
-                self._end(call, _as_seen_in(call, error))
+                self._end(call, as_seen_in(call, error))
 
     # ---- Calls ----
 
-    def _call(self, number: int) -> _Call:
+    def _call(self, number: int) -> CallState:
         call = self.calls.get(number)
         if call is None:
-            call = self.calls[number] = _Call()
+            call = self.calls[number] = CallState()
             if len(self.calls) > _CALLS:
                 idle = (n for n, c in self.calls.items() if not c.exchanges and c is not call)
                 self.calls.pop(next(idle, number), None)
@@ -350,7 +335,7 @@ class _Loop(Loop):
         call.phase = phase
         if self.lost is not None and call.error is None:
             lost = self.lost
-            call.error = _as_seen_in(call, lost) if isinstance(lost, RankTimeoutError) else None
+            call.error = as_seen_in(call, lost) if isinstance(lost, RankTimeoutError) else None
             settle(future, error=call.error or lost)
         elif call.error is not None:
             settle(future, error=call.error)
@@ -387,7 +372,7 @@ class _Loop(Loop):
             "order"
         )
         promised = self._call(number).promised
-        self.fail(number, _timeout_error(text, [self.names[rank]], phase, 0.0, promised))
+        self.fail(number, timeout_error(text, [self.names[rank]], phase, 0.0, promised))
         return False
 
     def _add(
@@ -496,7 +481,7 @@ class _Loop(Loop):
         """
         call, name = self._call(number), self.names[self.rank]
         text = f"rank {name} failed while {call.phase}: {reason}"
-        error = _timeout_error(text, [name], call.phase, 0.0, call.promised)
+        error = timeout_error(text, [name], call.phase, 0.0, call.promised)
         self.fail(number, error)
         settle(future, error)
 
@@ -516,7 +501,7 @@ class _Loop(Loop):
         phase, raised = unpacked_contributions(body, 0.0)
         self._end(call, RaisedError(phase, {rank: own.data for rank, own in raised.items()}))
 
-    def _end(self, call: _Call, error: RankTimeoutError | RaisedError) -> None:
+    def _end(self, call: CallState, error: RankTimeoutError | RaisedError) -> None:
         if call.error is None:
             call.error = error
             for exchange in call.exchanges.values():
@@ -532,13 +517,15 @@ class _Loop(Loop):
         if call.error is not None or self.lost is not None:
             self._notify(call)
 
-    def _notify(self, call: _Call) -> None:
+    def _notify(self, call: CallState) -> None:
         functions, call.on_failure = call.on_failure, []
         for function in functions:
             with contextlib.suppress(Exception):  # An error here would end all calls of the group.
                 function()
 
-    def _fail_if_late(self, number: int, call: _Call, state: ExchangeState, now: float) -> float:
+    def _fail_if_late(
+        self, number: int, call: CallState, state: ExchangeState, now: float
+    ) -> float:
         """Fails a call after its deadline, on the coordinator.
 
         Returns:
@@ -563,7 +550,7 @@ class _Loop(Loop):
             f"{listed_ranks(names)} slow, stuck or gone: {phase} not finished {now - since:.1f} s "
             f"after rank {self.names[first]}, whose timeout is {timeout_s:g} s"
         )
-        self.fail(number, _timeout_error(message, names, phase, now - since, call.promised))
+        self.fail(number, timeout_error(message, names, phase, now - since, call.promised))
         return deadline
 
     def _late(self, state: ExchangeState, now: float) -> list[int]:
@@ -583,12 +570,14 @@ class _Loop(Loop):
                 late.append(rank)
         return late or sorted(silent)
 
-    def _without_promise(self, call: _Call, now: float) -> list[int]:
+    def _without_promise(self, call: CallState, now: float) -> list[int]:
         """Returns the ranks for whose promises the coordinator waits: silent ones, if there are."""
         silent = [rank for child in call.awaited for rank in self._children[child].silent(now)]
         return sorted(silent or call.awaited) or [0]
 
-    def _fail_if_silent(self, number: int, call: _Call, state: ExchangeState, now: float) -> None:
+    def _fail_if_silent(
+        self, number: int, call: CallState, state: ExchangeState, now: float
+    ) -> None:
         """Fails a call if a rank above this one is frozen, so that no answer can arrive."""
         if state.future is None or self._parent is None:
             return
@@ -600,19 +589,5 @@ class _Loop(Loop):
                     f"rank {name} is stuck or gone: no message from it for {waited:.1f} s while "
                     f"{phase}"
                 )
-                self.fail(number, _timeout_error(message, [name], phase, waited, call.promised))
+                self.fail(number, timeout_error(message, [name], phase, waited, call.promised))
                 return
-
-
-def _timeout_error(
-    message: str, names: list[int], phase: str, waited_s: float, promised: bool
-) -> RankTimeoutError:
-    if promised:
-        message += ". The coordinator had begun to publish the checkpoint, which may yet appear"
-    return RankTimeoutError(message, names, phase, waited_s, promised)
-
-
-def _as_seen_in(call: _Call, error: RankTimeoutError) -> RankTimeoutError:
-    """Returns the error of a call, given the error of a lost rank."""
-    message = f"{error.args[0]}. It had not finished {call.phase}"
-    return _timeout_error(message, list(error.ranks), call.phase, error.seconds, call.promised)
