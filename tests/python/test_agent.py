@@ -682,3 +682,31 @@ def test_an_agent_without_trainers_ends_after_a_while(run: Path) -> None:
     folder = open_folder(run_of(run))
     agent = Agent(run_of(run), folder, AgentOptions(linger_s=0.2))
     assert agent.serve()
+
+
+def test_a_handler_that_stages_while_the_same_thread_stages_is_refused(
+    agent: SnapshotAgent, run: Path
+) -> None:
+    refused = []
+
+    def handle(*_: object) -> None:
+        with pytest.raises(CheckpointError, match="a signal handler has interrupted"):
+            agent.stage(state_of(2), run / "2", step=2)
+        refused.append(True)
+
+    class Interrupting:
+        """Is pickled while the state is copied."""
+
+        def __reduce__(self) -> Any:
+            if not refused:
+                signal.raise_signal(signal.SIGUSR1)
+            return int, (7,)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        save(agent, run, 1, {"w": torch.ones(4), "n": Interrupting()})
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert refused
+    save(agent, run, 2)
+    assert on_disk(run, 2)

@@ -73,7 +73,6 @@ PYTHON = {
         "the timeout of the socket, or the end of either process", "the caller"
     ),
     "agent/process.py Agent with self._changed": Wait(BRIEF, "no rank waits"),
-    "agent/trainer.py SnapshotAgent with self._lock": Wait(BRIEF, "no rank waits"),
     "agent/trainer.py SnapshotAgent.close self._waiting.shutdown": Wait(
         "the deadlines of the agent's answers", "the save"
     ),

@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -152,7 +151,7 @@ class SnapshotAgent:
             options.check_replicas,
         )
         self._devices = _native.Devices()
-        self._lock = threading.Lock()
+        self._staging = Exclusive("the memory of this rank in the agent")
         self._has_left = False
         self._pid = os.getpid()
         self._waiting = ThreadPoolExecutor(SLOTS_PER_RANK, "torch_ckpt-wait")
@@ -216,7 +215,7 @@ class SnapshotAgent:
 
         Raises:
             CheckpointError: All slots were in use for ``timeout_s``, or in use at all with
-                ``on_busy="error"``.
+                ``on_busy="error"``. Or a signal handler has interrupted this method, and calls it.
             RankTimeoutError: A rank was late or gone.
             StorageError: The tmpfs has too little space.
             UnsupportedError: The state dict of a rank has no columnar form.
@@ -228,7 +227,7 @@ class SnapshotAgent:
             location = _resolved_location(directory)
             return location, SlotContents.of(state_dict)
 
-        with self._lock, gc_paused():
+        with self._staging.use("stage a snapshot", self.timeout_s), gc_paused():
             sequence, self._sequence = self._sequence, self._sequence + 1
             self._newest = None
             header = self._place.header(sequence, step, persist=persist)
