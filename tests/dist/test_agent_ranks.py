@@ -26,7 +26,7 @@ from waits import until
 from torch_ckpt import FastReader, RankState, Run
 from torch_ckpt.agent import SnapshotAgent, SnapshotReader, trainer
 from torch_ckpt.agent.memory import folder_of, open_folder, run_of
-from torch_ckpt.coordination import connect
+from torch_ckpt.coordination import addresses
 from torch_ckpt.errors import CancelledError, UnsupportedError
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("memory")]
@@ -234,7 +234,7 @@ def find_places(run: Path) -> None:
 
     def look_first() -> str:
         looked.touch()
-        return connect.this_machine()
+        return addresses.this_machine()
 
     def remove_and_open(name: bytes) -> Path:
         while not looked.exists():

@@ -32,7 +32,7 @@ NOTICED_S = 10.0
 def in_a_chain() -> Iterator[None]:
     """The tree of three ranks is 0(1(2))."""
     node = int(dist.get_rank() > 0)
-    with mock.patch.object(connect, "_node_id", return_value=node):
+    with mock.patch.object(connect, "node_id", return_value=node):
         yield
 
 
@@ -164,7 +164,7 @@ def test_only_a_rank_that_was_reachable_before_counts_as_gone_on_another_machine
     store = dist.HashStore()
     closed = socket.create_server(("0.0.0.0", 0))
     address = closed.getsockname()[:2]
-    here = connect._node_id()
+    here = connect.node_id()
     for rank, node in ((0, here), (1, here + 1)):
         store.set(f"{rank}", connect.json.dumps({"node": node, "at": [("0.0.0.0", 1)]}))
     other = connect.json.dumps({"node": here + 1, "at": [address]})

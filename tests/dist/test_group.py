@@ -53,7 +53,7 @@ def drawn(fan_out: int, *, nodes: bool = True) -> Iterator[None]:
     number = [7, 3, 7, 3, 3, 9, 7, 3][dist.get_rank() % 8] if nodes else 0
     with (
         mock.patch.object(connect, "FAN_OUT", fan_out),
-        mock.patch.object(connect, "_node_id", return_value=number),
+        mock.patch.object(connect, "node_id", return_value=number),
     ):
         yield
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
+from torch_ckpt.coordination.addresses import own_addresses
 from torch_ckpt.coordination.connect import Deadline, connect
 from torch_ckpt.coordination.connections import store_of
 from torch_ckpt.coordination.contributions import (
@@ -39,7 +40,6 @@ from torch_ckpt.coordination.contributions import (
     packed_contributions,
 )
 from torch_ckpt.coordination.group import group_of
-from torch_ckpt.coordination.listeners import own_addresses
 from torch_ckpt.coordination.node import _ANSWER, _CONTRIBUTIONS
 from torch_ckpt.coordination.peer import Peer
 from torch_ckpt.errors import CheckpointError

@@ -38,7 +38,7 @@ from torch_ckpt.agent.memory import (
 )
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.slot_contents import SlotContents
-from torch_ckpt.coordination.connect import this_machine
+from torch_ckpt.coordination.addresses import this_machine
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.coordination.waiting import submitted

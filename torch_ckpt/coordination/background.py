@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.distributed_c10d import _get_default_store
 
 from torch_ckpt.coordination import orchestrate
+from torch_ckpt.coordination.addresses import own_addresses
 from torch_ckpt.coordination.group import Call, group_of
-from torch_ckpt.coordination.listeners import own_addresses
 from torch_ckpt.coordination.portable import portable, why
 from torch_ckpt.coordination.waiting import GRACE_S, LongWait, OwnFuture, no_thread
 from torch_ckpt.errors import CheckpointError

@@ -11,8 +11,6 @@ timeout even if another rank has failed. And every rank reads the values of all 
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
 import json
 import logging
 import math
@@ -20,20 +18,19 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from torch_ckpt.coordination.listeners import Listeners, hello, own_addresses
+from torch_ckpt.coordination.addresses import node_id, own_addresses, refuses
+from torch_ckpt.coordination.listeners import Listeners, hello
 from torch_ckpt.coordination.tree import FAN_OUT, Tree
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import RankTimeoutError, listed_ranks
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["Deadline", "Neighbours", "connect", "refuse", "this_machine"]
+__all__ = ["Deadline", "Neighbours", "connect", "refuse"]
 
 _GRACE_S = 2.0  # Extra time after the deadline, in which the coordinator names the late ranks.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.2
@@ -41,7 +38,6 @@ _IDLE_PAUSE_S = 2.0  # Longest pause while this rank does not wait for the conne
 _DIAL_S = 5.0  # Time for one address of the parent, before the next one is tried as well.
 _PROBE_S = 3.0  # Interval at which ranks that have written their addresses are probed.
 _PROBE_ROUND_S = 1.0  # Time for the probes of one round. The next round continues where it ended.
-_PROBE_TIMEOUT_S = 0.5  # Timeout of one probe. Only a refusal counts as an answer.
 _WATCHERS = 16  # Number of ranks that probe the coordinator.
 _PLACED = "placed"
 
@@ -139,7 +135,7 @@ def connect(
     waiting = _Waiting(store, names, rank, deadline, is_aborted)
     with contextlib.closing(_listening(store, waiting)) as listeners:
         address = {
-            "node": _node_id(),
+            "node": node_id(),
             "at": listeners.addresses,
             "secret": listeners.secret,
         }
@@ -299,8 +295,8 @@ class _Waiting:
         gone = []
         for rank in order:
             self._next_probe += rank not in self._refused
-            is_here = self._addresses[rank]["node"] == _node_id()
-            if not _refuses(self._addresses[rank]["at"], is_here=is_here):
+            is_here = self._addresses[rank]["node"] == node_id()
+            if not refuses(self._addresses[rank]["at"], is_here=is_here):
                 self._refused.discard(rank)
                 self._reached.add(rank)
             elif rank in self._refused:
@@ -359,23 +355,6 @@ def _place_all(store: Store, size: int, waiting: _Waiting) -> Tree | None:
         store.set(f"place/{rank}", json.dumps(place))
     store.compare_set("outcome", "", _PLACED)
     return tree
-
-
-def _refuses(addresses: Sequence[tuple[str, int]], *, is_here: bool) -> bool:
-    """Returns whether the system of a rank refuses connections at all its addresses.
-
-    No answer is no refusal, and neither is an address of this machine that belongs to another.
-    """
-    answers = set()
-    for host, port in addresses:
-        if host.startswith("127.") and not is_here:
-            continue
-        try:
-            socket.create_connection((host, port), _PROBE_TIMEOUT_S).close()
-            return False
-        except OSError as error:
-            answers.add(error.errno)
-    return answers == {errno.ECONNREFUSED}
 
 
 def _listening(store: Store, waiting: _Waiting) -> Listeners:
@@ -475,22 +454,3 @@ def _prepared(connection: socket.socket) -> socket.socket:
         connection.setsockopt(level, option, value)
     connection.setblocking(False)
     return connection
-
-
-def _node_id() -> int:
-    """Returns an identifier of this node. Containers on one machine have the same identifier.
-
-    Each rank sends its identifier, because ``LOCAL_WORLD_SIZE`` is not enough: nodes may have
-    different numbers of ranks, and a group may have ranks scattered over nodes.
-    """
-    name = this_machine().encode()
-    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little", signed=True)
-
-
-@functools.cache
-def this_machine() -> str:
-    """Returns a name of this machine, the same for all processes that share its memory."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()

@@ -8,25 +8,18 @@ closed, at the latest after two seconds, and their number is bounded.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hmac
-import ipaddress
 import logging
-import os
 import secrets
 import selectors
 import socket
 import struct
 import time
 from collections.abc import Iterable
-from pathlib import Path
-
-from torch.distributed.distributed_c10d import Store
 
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["Listeners", "hello", "own_addresses"]
+__all__ = ["Listeners", "hello"]
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -34,7 +27,6 @@ _HELLO = struct.Struct("<16sI")  # The secret of the rank that listens, the rank
 _BACKLOG = 1024  # Probes remain in the queue of a listener until it accepts its children.
 _SILENT_S = 2.0  # Time in which a connection must send the secret.
 _MOST_PENDING = 64  # Connections without the secret. A child's hello arrives with its connection.
-_SIOCGIFADDR = 0x8915  # Asks the kernel for the IPv4 address of an interface.
 
 
 def hello(secret: str, rank: int) -> bytes:
@@ -202,42 +194,3 @@ class Listeners:
                 "%s)",
                 *(self._rank, self._refused, ports),
             )
-
-
-def own_addresses(store: Store | None) -> list[str]:
-    """Returns the addresses of this machine at which its ranks listen.
-
-    These are the addresses of the interfaces in ``GLOO_SOCKET_IFNAME``, if it is set. Otherwise
-    they are the address with a route to the store, those of the machine's name, and 127.0.0.1. The
-    route to the store is not enough: on the store's own machine it is often 127.0.0.1.
-    """
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    hosts = [host for name in names for host in _addresses_of(name)]
-    if hosts:
-        return list(dict.fromkeys(hosts))
-    while store is not None and hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host, port = getattr(store, "host", None), getattr(store, "port", None)
-    if host and port:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((host, port))  # Sends nothing, but makes the kernel choose a route.
-            hosts.append(s.getsockname()[0])
-    with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        hosts += [str(entry[4][0]) for entry in found]
-    return list(dict.fromkeys([*hosts, "127.0.0.1"]))
-
-
-def _addresses_of(interface: str) -> list[str]:
-    """Returns the addresses of a network interface; none if there is no such interface."""
-    hosts = []
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        request = struct.pack("256s", interface.encode()[:15])
-        hosts.append(socket.inet_ntoa(fcntl.ioctl(s, _SIOCGIFADDR, request)[20:24]))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, name = line.split()
-            address = ipaddress.IPv6Address(bytes.fromhex(digits))
-            if name == interface and not address.is_link_local:  # Its scope has a local name.
-                hosts.append(str(address))
-    return hosts

@@ -10,7 +10,7 @@ import secrets
 import socket
 from pathlib import Path
 
-from torch_ckpt.coordination.connect import this_machine
+from torch_ckpt.coordination.addresses import this_machine
 
 __all__ = ["is_dead", "this_process"]
 

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
-from torch_ckpt.coordination.connect import this_machine
+from torch_ckpt.coordination.addresses import this_machine
 from torch_ckpt.coordination.group import time_limit_s
 from torch_ckpt.errors import CheckpointError, NotFoundError, portable_errors
 from torch_ckpt.filesystems.location import Location, can_reach

@@ -1,0 +1,97 @@
+"""The addresses and the name of this machine, and probes of the addresses of others."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+from torch.distributed.distributed_c10d import Store
+
+__all__ = ["node_id", "own_addresses", "refuses", "this_machine"]
+
+_SIOCGIFADDR = 0x8915  # Asks the kernel for the IPv4 address of an interface.
+_PROBE_TIMEOUT_S = 0.5  # Timeout of one probe. Only a refusal counts as an answer.
+
+
+@functools.cache
+def this_machine() -> str:
+    """Returns a name of this machine, the same for all processes that share its memory."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def node_id() -> int:
+    """Returns an identifier of this node. Containers on one machine have the same identifier.
+
+    Each rank sends its identifier, because ``LOCAL_WORLD_SIZE`` is not enough: nodes may have
+    different numbers of ranks, and a group may have ranks scattered over nodes.
+    """
+    name = this_machine().encode()
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little", signed=True)
+
+
+def own_addresses(store: Store | None) -> list[str]:
+    """Returns the addresses of this machine at which its ranks listen.
+
+    These are the addresses of the interfaces in ``GLOO_SOCKET_IFNAME``, if it is set. Otherwise
+    they are the address with a route to the store, those of the machine's name, and 127.0.0.1. The
+    route to the store is not enough: on the store's own machine it is often 127.0.0.1.
+    """
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    hosts = [host for name in names for host in _addresses_of(name)]
+    if hosts:
+        return list(dict.fromkeys(hosts))
+    while store is not None and hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if host and port:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect((host, port))  # Sends nothing, but makes the kernel choose a route.
+            hosts.append(s.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        hosts += [str(entry[4][0]) for entry in found]
+    return list(dict.fromkeys([*hosts, "127.0.0.1"]))
+
+
+def _addresses_of(interface: str) -> list[str]:
+    """Returns the addresses of a network interface; none if there is no such interface."""
+    hosts = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        request = struct.pack("256s", interface.encode()[:15])
+        hosts.append(socket.inet_ntoa(fcntl.ioctl(s, _SIOCGIFADDR, request)[20:24]))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if name == interface and not address.is_link_local:  # Its scope has a local name.
+                hosts.append(str(address))
+    return hosts
+
+
+def refuses(addresses: Sequence[tuple[str, int]], *, is_here: bool) -> bool:
+    """Returns whether the system of a rank refuses connections at all its addresses.
+
+    No answer is no refusal, and neither is an address of this machine that belongs to another.
+    """
+    answers = set()
+    for host, port in addresses:
+        if host.startswith("127.") and not is_here:
+            continue
+        try:
+            socket.create_connection((host, port), _PROBE_TIMEOUT_S).close()
+            return False
+        except OSError as error:
+            answers.add(error.errno)
+    return answers == {errno.ECONNREFUSED}
