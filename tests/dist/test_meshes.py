@@ -167,8 +167,10 @@ def test_fsdp_over_tp_is_refused_where_dcp_gives_rows_to_another_rank(path: Path
     for writer, kind in expected.items():
         folder = path / writer.__name__
         failures = failures_of(dcp.save, {"w": tensor}, storage_writer=writer(folder))
-        assert {failure.kind for failure in failures.values()} == {kind}
-        assert "'w'" in next(iter(failures.values())).message
+        # Ranks that write the same file may find that a rank that failed has removed it.
+        others = {"StorageError"} if writer is SafetensorsWriter else set()
+        assert {failure.kind for failure in failures.values()} - others == {kind}
+        assert any("'w'" in failure.message for failure in failures.values())
         assert not list(folder.glob(".metadata")) + list(folder.glob("*.safetensors"))
     assert failures_of(dcp.load, {"w": tensor}, storage_reader=FastReader(path / "sound"))
 

@@ -168,7 +168,7 @@ def read_everything(path: Path, target: dict[str, Any]) -> list[BaseException]:
         entry = values.entry(name)
         if not isinstance(entry, TensorStorageMetadata):
             attempt(lambda name=name: values.objects([name]))
-        elif name not in values.oversized:
+        elif name not in values.why_oversized:
             pieces = pieces_of(entry.size, entry.properties.dtype.itemsize, 4 << 20)
             for box in list(zip(range(4), pieces, strict=False)):
                 attempt(lambda name=name, box=box[1]: values.load([(name, box)]))

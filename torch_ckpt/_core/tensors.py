@@ -134,7 +134,7 @@ class Destinations:
 
 
 def cpu_as_default() -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which torch makes tensors on the CPU, unless told another device.
+    """Returns a context in which torch makes tensors on the CPU, unless another device is passed.
 
     Torch itself makes tensors on the default device to find the box of a DTensor, and reads them.
     """

@@ -103,7 +103,7 @@ class MachineShare:
         self._node = node
         self._check_replicas = check_replicas
         self._equal: Sequence[EqualReplicas] = ()  # Items of the table of this rank's tensors.
-        self._differences: list[Difference] = []  # Of the last assignment, until it is answered.
+        self._differences: list[Difference] = []  # The last assignment's, until it is answered.
         self.tensors = b""
         self.sharing = NOT_SHARED
         self._assigned = b""  # Encoded assignment, if the replicas are shared.

@@ -22,7 +22,7 @@ from torch_ckpt.formats.opened import Opened
 __all__ = ["SnapshotTier"]
 
 _NO_SAVE: Save = b"", -1
-"""Of a step before it is opened."""
+"""The save of a step before the step is opened."""
 
 
 class _StepReader(SnapshotReader):

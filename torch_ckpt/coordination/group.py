@@ -69,7 +69,7 @@ class _Identity:
     """Identifies the process group of a group."""
 
 
-_ALONE = _Identity()  # Of a process without other ranks.
+_ALONE = _Identity()  # The identity of a process without other ranks.
 
 
 class Group:

@@ -63,4 +63,4 @@ def _machine() -> str:
         # Copies of a virtual machine have the same boot id, and probably other names.
         name = f"{this_machine()} {namespace} {socket.gethostname()}"
         return hashlib.sha256(name.encode()).hexdigest()[:8]
-    return secrets.token_hex(4)  # No process can be told from another one.
+    return secrets.token_hex(4)  # No other process has this name.

@@ -89,7 +89,7 @@ class OwnFuture(Future[T]):
     def after_fork(self) -> None:
         """Fails the child's copy: the thread that would complete it is the parent's."""
         self._condition = threading.Condition()  # A thread of the parent may hold the former one.
-        vars(self)["_done_callbacks"] = []  # They would end what the parent still uses.
+        self.__dict__.update(_done_callbacks=[])  # They would end what the parent still uses.
         if not self.done():
             text = (
                 "this save belongs to the parent of this forked process, which alone completes it"

@@ -111,7 +111,7 @@ def samples_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     Returns:
         The bytes of each sample, as a 1-D tensor.
     """
-    blocks: list[torch.Tensor] = []  # Of long tensors: rows of equal length.
+    blocks: list[torch.Tensor] = []  # Rows of equal length of long tensors.
     whole: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device=tensors[0].device)]
     of_tensor: list[tuple[bool, int]] = []  # Whether it is in blocks, and how many rows or bytes.
     for tensor in tensors:

@@ -33,7 +33,7 @@ class AppendedStream(io.RawIOBase):
         super().__init__()
         self._append = append
         self._piece = bytearray()
-        self._offset: int | None = None  # Of the first piece.
+        self._offset: int | None = None  # That of the first piece.
         self._end = 0
         self._nbytes = 0
         self.start = bytearray()

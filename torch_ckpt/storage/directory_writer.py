@@ -350,7 +350,7 @@ class DirectoryWriter(StagingWriter):
 
 
 def _is_there(path: Location) -> bool:
-    """Returns whether a file or directory exists; true also if that cannot be told."""
+    """Returns whether a file or directory exists; true also if that is unknown."""
     try:
         return path.exists()
     except CheckpointError:  # Probably a directory.

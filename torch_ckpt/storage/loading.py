@@ -292,7 +292,7 @@ class _LoadByItem:
         self.planner = planner
         self.max_retained_nbytes = retained_nbytes_limit(load.source.io)
         self.pickles = Expansion(OBJECTS_NBYTES)
-        self.streams = Expansion(allowed_nbytes(0))  # Of objects.
+        self.streams = Expansion(allowed_nbytes(0))  # The expansion of objects.
         # A planner with another load_bytes may store bytes in any format.
         self.objects_are_pickled = getattr(planner.load_bytes, "__func__", None) in (
             DefaultLoadPlanner.load_bytes,

@@ -33,6 +33,7 @@ from torch_ckpt.errors import (
     CheckpointError,
     MismatchError,
     NotFoundError,
+    StorageError,
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
@@ -253,7 +254,7 @@ class SafetensorsWriter(FastWriter):
             return list(itertools.chain.from_iterable(results))
         except BaseException as error:
             # On a full disk, the files would make the next save fail. DCP tells no rank when all
-            # have ended. The errors of ranks that still write them then depend on this one.
+            # have ended, so ranks that still write the files may fail because of this.
             if current_call() is None:
                 self._abandon(names, error)
             elif self._is_ended(names, error):
@@ -272,8 +273,11 @@ class SafetensorsWriter(FastWriter):
         assert self._layout is not None
         return begin_model(self.location, len(self._layout.files), self.save_id)
 
-    def _other_save(self) -> str | None:
-        return None  # Files of a model have no save id.
+    def _ended_by_other(self) -> StorageError:
+        return StorageError(  # Files of a model have no save id, so the other save has no name.
+            f"cannot save to {self.path}: the files of this save were removed, by another save or "
+            "program, or by a rank of this save that has failed"
+        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the files, then removes the files of the replaced model."""

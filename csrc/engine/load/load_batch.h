@@ -83,7 +83,7 @@ class LoadBatch {
   // A part of a record whose CRC is computed: a piece, or a gap, which is read for that alone.
   struct RecordPart {
     bool is_gap;
-    int64_t index;  // Of `pieces_`, or of `gap_crcs_`.
+    int64_t index;  // An index of `pieces_`, or of `gap_crcs_`.
     int64_t nbytes;
   };
 

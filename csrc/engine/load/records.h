@@ -24,7 +24,7 @@ namespace torch_ckpt {
 // The elements of a stored tensor, or of several ones.
 struct StoredRecord {
   ByteRange range;   // In its file.
-  uint32_t crc = 0;  // Of all bytes.
+  uint32_t crc = 0;  // The CRC-32 of all bytes.
 };
 
 // Safe to use from several threads.
