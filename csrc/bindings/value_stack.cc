@@ -70,7 +70,8 @@ void ValueStack::forget(const Value& dict) {
 }
 
 Status ValueStack::charge(uint64_t weight) {
-  if (weight > max_weight_ - charged_) return refused("calls that expand a few values to very many");
+  if (weight > max_weight_ - charged_)
+    return refused("calls that expand a few values to very many");
   charged_ += static_cast<uint32_t>(weight);
   return ok_status();
 }

@@ -1,7 +1,7 @@
 // The Python module `recorder`: records what a save does to a real directory, and rebuilds every
 // legal tree after a power cut (power_cut.h), for tests that load them with stock DCP as well.
-// It has a disk that hangs, too, a slow one, and one that keeps everything elsewhere. Built by CMake where it
-// is told of a Python; never a part of the package.
+// It has a disk that hangs, too, a slow one, and one that keeps everything elsewhere. Built by
+// CMake where it is told of a Python; never a part of the package.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -34,8 +34,8 @@ struct BoxPlace {
 
 class SharedFileJob final : public FileJob {
  public:
-  // Opens the file at `path`, which exists, and reserves `file_nbytes`, which is equal on all ranks.
-  // Errors: kInvalidArgument if another job uses the pool; kNotFound; kStorage.
+  // Opens the file at `path`, which exists, and reserves `file_nbytes`, which is equal on all
+  // ranks. Errors: kInvalidArgument if another job uses the pool; kNotFound; kStorage.
   static Result<std::unique_ptr<SharedFileJob>> start(FileSystem& fs, const std::string& path,
                                                       int64_t file_nbytes, BufferPool& pool,
                                                       const SaveOptions& options);
