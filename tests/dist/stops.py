@@ -49,27 +49,55 @@ def run_stopped(
         function: The function, of a module.
         *args: Its arguments.
     """
+    calls: list[str] = []
+
+    def at_stop(listener: Listener, stop: Stop) -> bool:
+        if is_in(stop, folder):
+            calls.append(f"{stop.call} {os.path.relpath(stop.path, folder)}")
+            if not before(len(calls) - 1, calls[-1]):
+                return False
+        listener.let_through(stop)
+        return True
+
+    ended = serve_stops(forks, at_stop, calls, function, *args)
+    return Stopped(calls, None, None, True) if ended is None else Stopped(calls, *ended, False)
+
+
+def serve_stops(
+    forks: Forks,
+    at_stop: Callable[[Listener, Stop], bool],
+    calls: list[str],
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = TIMEOUT_S,
+) -> tuple[Any, str | None] | None:
+    """Runs ``function(*args)`` in a process that stops before each call that changes files.
+
+    Args:
+        forks: Where the process comes from.
+        at_stop: Called at each stop, which it ends. The process is killed if it returns false.
+        calls: What ``at_stop`` has seen, for messages.
+        function: The function, of a module.
+        *args: Its arguments.
+        timeout_s: Longest time that the process may take.
+
+    Returns:
+        What the function returned, and the traceback of what it raised; ``None`` if it was killed.
+    """
     process, pipe = forks.start(_be_stopped, function, args)
     listener = None
-    calls: list[str] = []
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     try:
-        assert pipe.poll(TIMEOUT_S)
+        assert pipe.poll(timeout_s)
         listener = Listener(reduction.recv_handle(pipe))
-        while pipe not in (ready := connection.wait([pipe, listener], TIMEOUT_S)):
+        while pipe not in (ready := connection.wait([pipe, listener], timeout_s)):
             assert ready, f"hangs after {calls}"
             assert time.monotonic() < deadline, f"hangs after {calls}"
             stop = listener.receive()
-            if stop is None:
-                continue
-            call = _text(stop, folder)
-            if call is not None:
-                calls.append(call)
-                if not before(len(calls) - 1, call):
-                    return Stopped(calls, None, None, True)
-            listener.let_through(stop)
-        returned, error = pipe.recv()
-        return Stopped(calls, returned, error, False)
+            if stop is not None and not at_stop(listener, stop):
+                return None
+        ended: tuple[Any, str | None] = pipe.recv()
+        return ended
     finally:
         process.kill()
         process.join()
@@ -78,10 +106,9 @@ def run_stopped(
             listener.close()
 
 
-def _text(stop: Stop, folder: Path) -> str | None:
-    if not f"{stop.path}/".startswith(f"{folder}/"):
-        return None
-    return f"{stop.call} {os.path.relpath(stop.path, folder)}"
+def is_in(stop: Stop, folder: Path) -> bool:
+    """Whether a call changes a folder, or something below it."""
+    return f"{stop.path}/".startswith(f"{folder}/")
 
 
 def _be_stopped(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-import time
-from multiprocessing import connection, reduction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from forks import Forks
 from states import READERS, assert_same, full_value
-from syscalls import Listener, can_stop, stop_before_changes
+from stops import is_in, serve_stops
+from syscalls import Listener, Stop, can_stop
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt import FastWriter
@@ -44,8 +42,7 @@ def state_of(version: int) -> dict[str, Any]:
     return {**tensors, "version": version}
 
 
-def save_watched(pipe: connection.Connection, path: Path, version: int) -> None:
-    os.environ["TORCH_CKPT_IO"] = "threads"  # io_uring makes calls that nobody sees.
+def save_watched(path: Path, version: int) -> BaseException | None:
     # What begins at a page by chance would be written in place, by other calls.
     state = {
         name: torch.cat([value.new_zeros(1), value.flatten()])[1:].view_as(value)
@@ -53,49 +50,34 @@ def save_watched(pipe: connection.Connection, path: Path, version: int) -> None:
         else value
         for name, value in state_of(version).items()
     }
-    listener = stop_before_changes()
-    reduction.send_handle(pipe, listener, None)
-    os.close(listener)
     try:
         dcp.save(state, storage_writer=FastWriter(path), no_dist=True)
     except CheckpointException as error:
-        pipe.send(error.failures[0][0])
-    else:
-        pipe.send(None)
+        return error.failures[0][0]
+    return None
 
 
 def save(forks: Forks, path: Path, version: int, *, fail: int = -1, error: int = 0) -> Saved:
     """Saves in a process whose call number ``fail`` that concerns ``path`` fails."""
-    process, pipe = forks.start(save_watched, path, version)
-    listener = None
     calls: list[str] = []
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        assert pipe.poll(TIMEOUT_S)
-        listener = Listener(reduction.recv_handle(pipe))
-        while pipe not in (ready := connection.wait([pipe, listener], TIMEOUT_S)):
-            assert ready, f"hangs after {calls}"
-            assert time.monotonic() < deadline, f"hangs after {calls}"
-            stop = listener.receive()
-            if stop is None:
-                continue
-            if not f"{stop.path}/".startswith(f"{path}/"):
-                listener.let_through(stop)
-                continue
+
+    def at_stop(listener: Listener, stop: Stop) -> bool:
+        is_counted = is_in(stop, path)
+        if is_counted:
             name = stop.path.removeprefix(str(path)).removeprefix("/")
             kind = "data" if name.endswith(".distcp") else ".".join(name.split(".")[:2])
             calls.append(f"{stop.call} {kind or 'folder'}")
-            if len(calls) - 1 == fail:
-                listener.fail(stop, error)
-            else:
-                listener.let_through(stop)
-        return Saved(calls, pipe.recv())
-    finally:
-        process.kill()
-        process.join()
-        pipe.close()
-        if listener is not None:
-            listener.close()
+        if is_counted and len(calls) - 1 == fail:
+            listener.fail(stop, error)
+        else:
+            listener.let_through(stop)
+        return True
+
+    ended = serve_stops(forks, at_stop, calls, save_watched, path, version, timeout_s=TIMEOUT_S)
+    assert ended is not None
+    returned, raised = ended
+    assert raised is None, raised
+    return Saved(calls, returned)
 
 
 def assert_holds(path: Path, version: int) -> None:

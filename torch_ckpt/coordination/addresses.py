@@ -13,10 +13,11 @@ import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-__all__ = ["node_id", "own_addresses", "refuses", "this_machine"]
+__all__ = ["node_id", "own_addresses", "refuses", "store_address", "this_machine"]
 
 _SIOCGIFADDR = 0x8915  # Asks the kernel for the IPv4 address of an interface.
 _PROBE_TIMEOUT_S = 0.5  # Timeout of one probe. Only a refusal counts as an answer.
@@ -41,6 +42,14 @@ def node_id() -> int:
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little", signed=True)
 
 
+def store_address(store: Any) -> tuple[str, int] | None:
+    """Returns the host and port of a store; ``None`` if they are unknown."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return (host, port) if host and port else None
+
+
 def own_addresses(store: Store | None) -> list[str]:
     """Returns the addresses of this machine at which its ranks listen.
 
@@ -52,12 +61,10 @@ def own_addresses(store: Store | None) -> list[str]:
     hosts = [host for name in names for host in _addresses_of(name)]
     if hosts:
         return list(dict.fromkeys(hosts))
-    while store is not None and hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host, port = getattr(store, "host", None), getattr(store, "port", None)
-    if host and port:
+    address = store_address(store)
+    if address is not None:
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((host, port))  # Sends nothing, but makes the kernel choose a route.
+            s.connect(address)  # Sends nothing, but makes the kernel choose a route.
             hosts.append(s.getsockname()[0])
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)

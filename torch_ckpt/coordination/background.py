@@ -46,7 +46,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger("torch_ckpt")
 _STARTING = "starting processes"
 _POLL_S = 0.2  # Interval at which a wait finds out whether the call has failed.
-_ALIVE_S = 0.5  # Interval of the signs of life of a process that saves.
+_ALIVE_S = 0.5  # Interval of the heartbeats of a process that saves.
 
 
 class SaveFuture(OwnFuture[T]):
@@ -358,7 +358,7 @@ class _SaveProcess:
             raise self._ended() from None
 
     def _reply(self, call: Call) -> Any:
-        """Waits for the reply to the last message. The process must give signs of life meanwhile.
+        """Waits for the reply to the last message. The process must send heartbeats meanwhile.
 
         After the call has failed on another rank, the reply is awaited for a short time only. Then
         the process ends, because its reply would be taken for that of the next save.
@@ -446,7 +446,7 @@ def _serve(
 
 
 class _Replies:
-    """Sends the replies of the process, and signs of life while it saves."""
+    """Sends the replies of the process, and heartbeats while it saves."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -455,7 +455,7 @@ class _Replies:
         threading.Thread(target=self._live, name="torch_ckpt-alive", daemon=True).start()
 
     def begin(self) -> None:
-        """Begins to send signs of life."""
+        """Begins to send heartbeats."""
         self._is_saving.set()
 
     def send(self, succeeded: bool, value: Any) -> None:

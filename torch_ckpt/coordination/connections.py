@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
+from torch_ckpt.coordination.addresses import store_address
 from torch_ckpt.coordination.connect import refuse
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.node import Node
@@ -105,11 +106,8 @@ class Connections:
 
 def place_of_store(group: dist.ProcessGroup) -> str:
     """Returns where the group's store is, for messages: `` at host:port``; empty if unknown."""
-    store: Any = _get_process_group_store(group)
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host, port = getattr(store, "host", None), getattr(store, "port", None)
-    return f" at {host}:{port}" if host and port else ""
+    address = store_address(_get_process_group_store(group))
+    return "" if address is None else f" at {address[0]}:{address[1]}"
 
 
 def store_of(group: dist.ProcessGroup) -> Callable[[], Store]:

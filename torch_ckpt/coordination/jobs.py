@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 __all__ = ["Cancellable", "Jobs"]
 
@@ -14,7 +14,10 @@ class Cancellable(Protocol):
         """Makes the job fail before its next request. Any thread may call it."""
 
 
-class Jobs:
+J = TypeVar("J", bound=Cancellable)
+
+
+class Jobs(Generic[J]):
     """The running jobs of a call. The communication thread of the group cancels them.
 
     It has no reference to the group, because that thread has a reference to it.
@@ -22,10 +25,10 @@ class Jobs:
 
     def __init__(self) -> None:
         # No lock: a signal handler may interrupt any method, and then wait for another thread.
-        self._jobs: list[Cancellable] = []
+        self._jobs: list[J] = []
         self._has_failed = False
 
-    def add(self, job: Cancellable) -> None:
+    def add(self, job: J) -> None:
         """Adds a job that has begun; cancels it if the call has failed."""
         self._jobs.append(job)
         if self._has_failed:  # Read after the append: `cancel` finds the job, or this does.

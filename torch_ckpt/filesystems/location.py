@@ -182,6 +182,13 @@ class Location:
         """
         return self.file_system.exists(self.path)
 
+    def is_missing(self) -> bool:
+        """Returns whether there is neither a file nor a directory; false also if unknown."""
+        try:
+            return not self.exists()
+        except CheckpointError:  # Probably a directory.
+            return False
+
     def is_file(self) -> bool:
         """Returns whether the location exists and is not a directory."""
         try:

@@ -28,10 +28,9 @@ from torch_ckpt.storage.gc import (
 from torch_ckpt.storage.temporary import (
     PARTIAL,
     can_be_renamed_to,
-    end_temporaries,
+    end_partials,
     remove_abandoned,
     remove_temporary,
-    temporaries_of,
     temporary,
 )
 
@@ -64,7 +63,7 @@ class DirectoryWriter(StagingWriter):
         self._hidden: Location | None = None  # Where this save writes, if not to `location`.
         self._pending: Location | None = None  # The pending file, on the rank that commits.
         self._found = Found()  # What the directory had before this save.
-        self._found_beside: frozenset[str] = frozenset()  # Directories of other first saves.
+        self._found_beside: list[str] = []  # Temporaries of running saves and conversions.
 
     @property
     def path(self) -> str | os.PathLike[str]:
@@ -142,9 +141,8 @@ class DirectoryWriter(StagingWriter):
         """
         parent = self.location.parent
         if parent.file_system.renames_directories(parent.path):
-            remove_abandoned(parent)
+            self._found_beside = remove_abandoned(parent)
         if self._may_hide and can_hide:
-            self._found_beside = temporaries_of(self.location)
             self._hidden = temporary(self.location, PARTIAL)
             self._hidden.create_directories()
             return
@@ -214,9 +212,9 @@ class DirectoryWriter(StagingWriter):
             return False
         # The other save has removed the pending file first. Only one rank has such a file.
         if self._pending is not None:
-            return not _is_there(self._pending)
+            return self._pending.is_missing()
         directory = self._write_directory
-        return not all(map(_is_there, [directory, *(directory / name for name in names)]))
+        return directory.is_missing() or any((directory / name).is_missing() for name in names)
 
     def _ended_by_other(self) -> StorageError:
         other = None
@@ -274,7 +272,7 @@ class DirectoryWriter(StagingWriter):
                         raise
                     self._move_files(files)
                 else:
-                    end_temporaries(self.location.parent, self._found_beside)
+                    end_partials(self.location, self._found_beside)
                     return
             self._commit(metadata, index, files)
         except BaseException:
@@ -347,11 +345,3 @@ class DirectoryWriter(StagingWriter):
     def _own_name(self, name: str) -> str:
         """Returns the name of ``.metadata`` or ``.index``; one per rank without coordination."""
         return name if self.use_collectives or self.rank is None else f"__{self.rank}{name}"
-
-
-def _is_there(path: Location) -> bool:
-    """Returns whether a file or directory exists; true also if that is unknown."""
-    try:
-        return path.exists()
-    except CheckpointError:  # Probably a directory.
-        return True

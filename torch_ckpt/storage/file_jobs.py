@@ -16,7 +16,7 @@ __all__ = ["FileJobs", "finished", "in_threads", "write_planned"]
 T = TypeVar("T")
 
 
-class FileJobs(Jobs):
+class FileJobs(Jobs[_native.FileJob]):
     """The jobs that write the files of one rank. If one fails, all end.
 
     Args:
@@ -26,18 +26,16 @@ class FileJobs(Jobs):
     def __init__(self, begun: Callable[[_native.FileJob], None] | None = None) -> None:
         super().__init__()
         self._begun = begun
-        self._files: list[_native.FileJob] = []
 
     def begin(self, job: _native.FileJob) -> None:
         """Adds a job that has begun. Any thread may call it."""
-        self._files.append(job)
         self.add(job)
         if self._begun is not None:
             self._begun(job)
 
     def done_nbytes(self) -> int:
         """Returns the number of bytes that were handed to the disk so far."""
-        return sum(job.done_nbytes for job in self._files)
+        return sum(job.done_nbytes for job in self._jobs)
 
 
 def in_threads(work: Callable[[int], T], count: int, jobs: FileJobs) -> list[T]:

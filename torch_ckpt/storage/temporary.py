@@ -26,10 +26,9 @@ __all__ = [
     "PARTIAL",
     "TMP",
     "can_be_renamed_to",
-    "end_temporaries",
+    "end_partials",
     "remove_abandoned",
     "remove_temporary",
-    "temporaries_of",
     "temporary",
 ]
 
@@ -79,10 +78,10 @@ def can_be_renamed_to(target: Location) -> bool:
         target.parent.names()
     except CheckpointError:
         return False
-    return _is_missing(target) and target.file_system.renames_directories(target.parent.path)
+    return target.is_missing() and target.file_system.renames_directories(target.parent.path)
 
 
-def remove_abandoned(directory: Location, target: str | None = None) -> None:
+def remove_abandoned(directory: Location, target: str | None = None) -> list[str]:
     """Removes the temporaries whose process is dead; ignores errors.
 
     Whether a process of another machine, or of another container, is dead is unknown. Its
@@ -92,39 +91,40 @@ def remove_abandoned(directory: Location, target: str | None = None) -> None:
         directory: The directory of the temporaries.
         target: Name of a target; of all targets if ``None``. A replaced target can get its name
             back only if its name is known.
+
+    Returns:
+        The names of the other temporaries.
     """
+    left: list[str] = []
     with contextlib.suppress(CheckpointError):
-        for match in _matches(directory):
+        for match in filter(None, map(_NAME.fullmatch, directory.names())):
             kind, path = match["kind"], directory / match[0]
             is_meant = kind != OLD if target is None else match["target"] == _hash_of(target)
             if not is_meant or not _is_abandoned(match, path):
+                left.append(match[0])
                 continue
-            if kind == OLD and target is not None and _is_missing(directory / target):
+            if kind == OLD and target is not None and (directory / target).is_missing():
                 with contextlib.suppress(CheckpointError):
                     path.rename(directory / target)
                 continue
             remove_temporary(path)
+    return left
 
 
-def temporaries_of(target: Location) -> frozenset[str]:
-    """Returns the names of the directories of new checkpoints that are to get a target's name."""
-    wanted = (PARTIAL, _hash_of(target.name))
-    with contextlib.suppress(CheckpointError):
-        found = _matches(target.parent)
-        return frozenset(m[0] for m in found if (m["kind"], m["target"]) == wanted)
-    return frozenset()
+def end_partials(target: Location, found: Iterable[str]) -> None:
+    """Removes the directories of other new checkpoints that were to get a target's name.
 
-
-def end_temporaries(directory: Location, found: Iterable[str]) -> None:
-    """Removes temporaries of a target that was replaced, unless their process certainly lives.
+    Those of processes that certainly live remain: such a save finds the target, and moves its files
+    there.
 
     Args:
-        directory: The directory of the temporaries.
-        found: What :func:`temporaries_of` returned before the target was replaced.
+        target: The directory that has the name now.
+        found: What :func:`remove_abandoned` returned before.
     """
+    wanted = (PARTIAL, _hash_of(target.name))
     for match in filter(None, map(_NAME.fullmatch, found)):
-        if _is_unused(match) is not False:
-            remove_temporary(directory / match[0])
+        if (match["kind"], match["target"]) == wanted and _is_unused(match) is not False:
+            remove_temporary(target.with_name(match[0]))
 
 
 def remove_temporary(path: Location) -> None:
@@ -135,20 +135,9 @@ def remove_temporary(path: Location) -> None:
         doomed.remove_all()
 
 
-def _is_missing(path: Location) -> bool:
-    try:
-        return not path.exists()
-    except CheckpointError:  # Probably a directory.
-        return False
-
-
 def _hash_of(name: str) -> str:
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()
     return digest[:16].translate(_TO_LETTERS)
-
-
-def _matches(directory: Location) -> list[re.Match[str]]:
-    return list(filter(None, map(_NAME.fullmatch, directory.names())))
 
 
 def _is_unused(match: re.Match[str]) -> bool | None:

@@ -332,13 +332,12 @@ class FastWriter(DirectoryWriter):
         future: Future[list[WriteResult]] = Future()
         self._phases.begin("writing")
         with self._writing, portable_errors(), self._writing_staged():
-            place, hidden = plan.storage_data, None
+            place = plan.storage_data
             if isinstance(place, _HiddenPlace):
-                plan, hidden = (
-                    dataclasses.replace(plan, storage_data=place.storage_data),
-                    place.directory,
-                )
-            self._enter(hidden)
+                self._enter(place.directory)
+                plan = dataclasses.replace(plan, storage_data=place.storage_data)
+            else:
+                self._enter(None)
             future.set_result(self._write(plan, planner))
         return future
 
@@ -418,9 +417,8 @@ class FastWriter(DirectoryWriter):
                 )
             warn_of_refused({f: c for _, file in written for f, c in file.refused.items()})
             claim_commit()
-            if (
-                self._pending is None and self._hidden is None
-            ):  # A subclass has replaced `prepare_global_plan`.
+            # If a subclass has replaced `prepare_global_plan`, nothing is claimed yet.
+            if self._pending is None and self._hidden is None:
                 self._claim_directory(can_hide=False)
             self._check_files(files)
         except BaseException as error:
