@@ -239,9 +239,8 @@ class Call:
         self._exchanges = itertools.count()
         self._is_deciding = False
         self._shared_error: BaseException | None = None  # Every rank raises this one or its equal.
-        self._jobs: Jobs[Cancellable] | None = (
-            None  # The jobs of this rank; ``None`` before the first step.
-        )
+        # The jobs of this rank; ``None`` before the first step.
+        self._jobs: Jobs[Cancellable] | None = None
 
     def __enter__(self) -> Call:
         return self
