@@ -337,7 +337,18 @@ def load_damaged_as_group(paths: list[Path]) -> None:
     if dist.get_rank() not in (1, 3):
         return
     reader = Exchanging(paths[dist.get_rank() == 3], io=TINY)
-    with passed_on("wire"), pytest.raises(CheckpointException) as caught:
+    connect = torch_ckpt.storage.exchange._connect
+
+    def connect_together(*args: Any) -> Any:
+        connected = connect(*args)
+        dist.barrier(group)  # Else a rank may fail, and hang up, while the other one connects.
+        return connected
+
+    with (
+        passed_on("wire"),
+        unittest.mock.patch.object(torch_ckpt.storage.exchange, "_connect", connect_together),
+        pytest.raises(CheckpointException) as caught,
+    ):
         dcp.load(state_of("of no version"), storage_reader=reader, process_group=group)
     assert "rank 3" in str(caught.value.failures[0][0])
 
