@@ -33,6 +33,8 @@ SHARE = 256  # A rank wants one box of so many.
 ROWS = 8  # Of a box.
 COLUMNS = 1024
 SLICE = 16_384 + 704
+SAVE_ID = "0123456789abcdef"
+INDEX = f".index.{SAVE_ID}"
 LABELS = {
     "one-cold": "open, one FQN; nothing in the page cache",
     "one": "open, one FQN; all in the page cache",
@@ -67,13 +69,12 @@ def _make(path: Path, fqns: int, boxes: int) -> None:
     from torch_ckpt.storage.written_file import WrittenFile
 
     path.mkdir(parents=True)
-    save_id = "0123456789abcdef"
-    names = [f"__{rank}_0_{save_id}.distcp" for rank in range(boxes)]
+    names = [f"__{rank}_0_{SAVE_ID}.distcp" for rank in range(boxes)]
     properties = TensorProperties(dtype=torch.bfloat16)
     offsets = [torch.Size([ROWS * box, 0]) for box in range(boxes)]
     size = torch.Size([ROWS, COLUMNS])
     with gc_paused():
-        metadata = Metadata({}, {}, {}, StorageMeta(path, save_id, modules=[INDEX_MARK]), "1.0.0")
+        metadata = Metadata({}, {}, {}, StorageMeta(path, SAVE_ID, modules=[INDEX_MARK]), "1.0.0")
         for number in range(fqns):
             fqn = _fqn(number)
             chunks = [ChunkStorageMetadata(offset, size) for offset in offsets]
@@ -89,14 +90,14 @@ def _make(path: Path, fqns: int, boxes: int) -> None:
         sums = bytes(8 * -(-nbytes // 65536))
         dtypes = {number * SLICE: "bfloat16" for number in range(fqns)}
         files = [WrittenFile(name, nbytes, sums, dtypes) for name in names]
-        pickled, index = commit_files(metadata, files, save_id=save_id)
+        pickled, index = commit_files(metadata, files, save_id=SAVE_ID)
     (path / ".metadata").write_bytes(pickled)
-    (path / ".index").write_bytes(index)
+    (path / INDEX).write_bytes(index)
     os.sync()
 
 
 def _drop(path: Path) -> None:
-    for name in (".metadata", ".index"):
+    for name in (".metadata", INDEX):
         with open(path / name, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -232,7 +233,7 @@ class Checkpoint:
 
     def describe(self) -> str:
         """Its numbers and sizes."""
-        sizes = [(self.path / name).stat().st_size / MIB for name in (".metadata", ".index")]
+        sizes = [(self.path / name).stat().st_size / MIB for name in (".metadata", INDEX)]
         return (
             f"{self.fqns} FQNs of {self.boxes} boxes: "
             f".metadata {sizes[0]:.1f} MiB, .index {sizes[1]:.1f} MiB"

@@ -2,7 +2,7 @@
 
 // Checksums of a file's blocks. With one sum per block, a reader can verify any range without
 // reading the rest of the file. `engine` computes the sums while it writes and stores them in
-// `.index`. A reader rounds each wanted range out to whole blocks.
+// the index. A reader rounds each wanted range out to whole blocks.
 
 #include <algorithm>
 #include <cstdint>

@@ -320,9 +320,8 @@ py::bytes read_pickle(const MetadataFile& metadata, bool verify) {
   return to_python(value_or_raise(without_gil([&] { return metadata.read_pickle(verify); })));
 }
 
-// Returns five values: the metadata; the index that belongs to it, or None; otherwise the index
-// under the usual name, or None; whether index or trailer has a newer version; why the index under
-// the usual name is unreadable.
+// Returns five values: the metadata; the index that belongs to it, or None; otherwise all readable
+// indexes; whether index or trailer has a newer version; why there is no index that belongs to it.
 py::tuple open_one(FileSystem& fs, const std::filesystem::path& directory,
                    const std::string& metadata_name, const std::string& index_name) {
   const OpenedCheckpoint opened = value_or_raise(without_gil([&] {
@@ -333,8 +332,10 @@ py::tuple open_one(FileSystem& fs, const std::filesystem::path& directory,
   };
   const bool newer = opened.index_status.code() == StatusCode::kUnsupported ||
                      opened.metadata->trailer_status().code() == StatusCode::kUnsupported;
+  py::list others;
+  for (const auto& index : opened.other_indexes) others.append(shared(index));
   return py::make_tuple(std::const_pointer_cast<MetadataFile>(opened.metadata),
-                        shared(opened.index), shared(opened.other_index), newer,
+                        shared(opened.index), others, newer,
                         to_text(opened.index_status.message()));
 }
 

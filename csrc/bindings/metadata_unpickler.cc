@@ -42,7 +42,6 @@ class MetadataUnpickler {
       if (op == kStop) break;
       RETURN_IF_ERROR(step(op));
     }
-    if (!reader_.at_end()) return broken("bytes follow its end");
     return stack_.finish(result);
   }
 

@@ -18,8 +18,8 @@
 
 namespace torch_ckpt {
 
-// Builds the value of `pickle`. `vocabulary` is a dict from (module, name) to the meaning of the
-// global:
+// Builds the value of `pickle`, and ignores bytes behind its end, as Python does. `vocabulary` is a
+// dict from (module, name) to the meaning of the global:
 //
 //   ("value", object)          the object itself, for example a dtype
 //   ("sizes", class)           callable with one tuple of non-negative numbers

@@ -35,7 +35,7 @@ Status sync_entries(FileSystem& fs, const Commit& what) {
 
 Status commit(FileSystem& fs, const Commit& what) {
   const auto path = [&](const std::string& name) { return what.directory + "/" + name; };
-  const std::string index = path(what.names.pending_index(what.save_id));
+  const std::string index = path(what.names.index_of(what.save_id));
   const std::string metadata = path(what.names.pending_metadata(what.save_id));
   // Best effort: readers ignore these files without a commit, and the next save removes them.
   const auto remove_index_and_data = [&] {
@@ -59,15 +59,12 @@ Status commit(FileSystem& fs, const Commit& what) {
     if (fs.remove(metadata).ok()) remove_index_and_data();
     return renamed;
   }
-  if (what.sync) RETURN_IF_ERROR(fs.sync_directory(what.directory));
-  // Best effort: a reader also finds the pending name, but more slowly.
-  (void)fs.rename(index, path(what.names.index));
-  return ok_status();
+  return what.sync ? fs.sync_directory(what.directory) : ok_status();
 }
 
 Status commit_directory(FileSystem& fs, const Commit& what, const std::string& to) {
   const auto path = [&](const std::string& name) { return what.directory + "/" + name; };
-  const std::string index = path(what.names.index);
+  const std::string index = path(what.names.index_of(what.save_id));
   const std::string pending = path(what.names.pending_metadata(what.save_id));
   const std::string metadata = path(what.names.metadata);
   const auto prepare = [&]() -> Status {

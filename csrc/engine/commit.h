@@ -18,8 +18,9 @@ struct CommitNames {
   std::string metadata = ".metadata";
   std::string index = ".index";
 
-  // Name of a complete index before its rename. An index of a failed save may retain this name.
-  std::string pending_index(const std::string& save_id) const { return index + "." + save_id; }
+  // Name of the index of a save. The trailer of its metadata has the save id, so a reader knows the
+  // name. Versions before 0.3.0 renamed the index to `index`, which concurrent saves share.
+  std::string index_of(const std::string& save_id) const { return index + "." + save_id; }
 
   // Name of the metadata before the commit. The file exists, empty, from before the first data file
   // of the save. Who removes it has ended the save: its commit renames this file, and never creates
@@ -34,7 +35,7 @@ struct Commit {
   CommitNames names;
   Bytes metadata;
   Bytes index;          // Belongs to `metadata`: states its save id, length and checksum.
-  std::string save_id;  // Makes the pending names of each save unique.
+  std::string save_id;  // Makes the names of each save unique.
   // Names in `directory` of the data files that the metadata refers to. Removed on an error, if the
   // commit certainly did not happen.
   std::span<const std::string> data_files = {};
@@ -47,10 +48,9 @@ struct Commit {
 // Requires: the data files are durable, including their directory entries. The metadata's pending
 // name is an empty file.
 //
-//   1. Writes index and metadata under their pending names. Syncs both files, the directory, and
-//      the folders above it, since the caller may have created them just before.
+//   1. Writes the index, and the metadata under its pending name. Syncs both files, the directory,
+//      and the folders above it, since the caller may have created them just before.
 //   2. Renames the metadata to its final name, which is the commit. Syncs the directory again.
-//   3. Renames the index to its final name. A reader finds the index under either name.
 //
 // On an error the former checkpoint stays committed, and the index, metadata and data files of this
 // save are removed. Exception: if the sync in step 2 fails, or the rename fails but may have

@@ -45,11 +45,7 @@ Result<std::vector<std::byte>> MetadataFile::read_pickle(bool verify) const {
     return errno_status(ENOMEM, str_cat("cannot read ", nbytes_, " bytes of ", path()));
   }
   if (!bytes.empty()) RETURN_IF_ERROR(file_->read(0, bytes));
-  if (!trailer_) {
-    bytes.resize(static_cast<size_t>(pickle_nbytes(bytes)));
-  } else if (verify && xxh3(bytes) != trailer_->pickle.sum) {
-    return wrong_sum();
-  }
+  if (trailer_ && verify && xxh3(bytes) != trailer_->pickle.sum) return wrong_sum();
   return bytes;
 }
 

@@ -29,8 +29,9 @@ class MetadataFile {
   const std::optional<MetadataTrailer>& trailer() const { return trailer_; }
   const Status& trailer_status() const { return trailer_status_; }  // Why the trailer is absent.
 
-  // Reads the pickle, without the trailer. Errors: kCorruption if the file is implausibly long, or
-  // if `verify` is set and the pickle fails the trailer's checksum; kStorage.
+  // Reads the pickle, without the trailer unless this is damaged. A pickle states its own end,
+  // which unpicklers stop at. Errors: kCorruption if the file is implausibly long, or if `verify`
+  // is set and the pickle fails the trailer's checksum; kStorage.
   Result<std::vector<std::byte>> read_pickle(bool verify = true) const;
 
   // Verifies the checksum of the pickle in bounded memory. Errors: kCorruption if the checksum does

@@ -22,45 +22,48 @@ bool belongs(const StoredIndex& index, const MetadataFile& metadata) {
   return trailer && index.save_id() == trailer->save_id && index.metadata() == trailer->pickle;
 }
 
-// Returns the index of `metadata` that still has its pending name, because its save ended between
-// commit and rename. Other pending indexes are leftovers of failed saves and may be damaged.
-std::shared_ptr<const StoredIndex> find_pending_index(FileSystem& fs, const std::string& directory,
-                                                      const CommitNames& names,
-                                                      const MetadataFile& metadata) {
-  const Result<std::vector<std::string>> listed = fs.list_directory(directory);
-  if (!listed.ok()) return nullptr;
-  const std::string prefix = names.pending_index("");
-  for (const std::string& name : *listed) {
-    if (!name.starts_with(prefix)) continue;
-    const auto index = open_index(fs, str_cat(directory, "/", name));
-    if (index.ok() && belongs(**index, metadata)) return *index;
+// Returns the names that the index of `metadata` may have. Metadata without a trailer was not
+// committed with an index, or it is damaged, and its index may be any one in the directory.
+std::vector<std::string> index_names(FileSystem& fs, const std::string& directory,
+                                     const CommitNames& names, const MetadataFile& metadata) {
+  if (const auto& trailer = metadata.trailer()) {
+    const std::string& id = trailer->save_id;  // Of a stranger's file, it may have any bytes.
+    const bool is_name = id.find('/') == std::string::npos && id.find('\0') == std::string::npos;
+    if (!is_name) return {names.index};
+    return {names.index_of(id), names.index};
   }
-  return nullptr;
+  auto found = fs.list_directory(directory);
+  if (!found.ok()) return {names.index};
+  std::erase_if(*found, [&](const std::string& name) {
+    return name != names.index && !name.starts_with(names.index_of(""));
+  });
+  return *std::move(found);
 }
 
 Result<OpenedCheckpoint> open_once(FileSystem& fs, const std::string& directory,
                                    const CommitNames& names) {
   OpenedCheckpoint opened;
   ASSIGN_OR_RETURN(opened.metadata, MetadataFile::open(fs, directory + "/" + names.metadata));
-  auto index = open_index(fs, directory + "/" + names.index);
-  if (index.ok() && belongs(**index, *opened.metadata)) {
-    opened.index = *index;
-    return opened;
-  }
-  if (opened.metadata->trailer()) {
-    opened.index = find_pending_index(fs, directory, names, *opened.metadata);
-    if (opened.index != nullptr) return opened;
-  }
-  if (index.status().code() == StatusCode::kNotFound) {
-    // Another process may have renamed the pending index after the first open.
-    index = open_index(fs, directory + "/" + names.index);
-    if (index.ok() && belongs(**index, *opened.metadata)) {
+  const auto fail = [&](const Status& status) {
+    Status& first = opened.index_status;
+    const bool was_missing = first.code() == StatusCode::kNotFound;
+    if (first.ok() || (was_missing && status.code() != StatusCode::kNotFound)) first = status;
+  };
+  for (const std::string& name : index_names(fs, directory, names, *opened.metadata)) {
+    const std::string path = str_cat(directory, "/", name);
+    const auto index = open_index(fs, path);
+    if (!index.ok()) {
+      fail(index.status());
+    } else if (belongs(**index, *opened.metadata)) {
       opened.index = *index;
+      opened.index_status = ok_status();
+      opened.other_indexes.clear();
       return opened;
+    } else {
+      fail(corruption(path, " belongs to another save, ", (*index)->save_id()));
+      opened.other_indexes.push_back(*index);
     }
   }
-  opened.index_status = index.status();
-  if (index.ok()) opened.other_index = *index;
   return opened;
 }
 
@@ -69,14 +72,9 @@ Result<OpenedCheckpoint> open_once(FileSystem& fs, const std::string& directory,
 Result<OpenedCheckpoint> open_checkpoint(FileSystem& fs, const std::string& directory,
                                          const CommitNames& names) {
   ASSIGN_OR_RETURN(OpenedCheckpoint opened, open_once(fs, directory, names));
-  // Between the two opens, another save may commit or the directory may be removed. A removed
-  // directory makes the next attempt fail with kNotFound. Only metadata without a trailer never had
-  // an index.
-  const auto should_have_one = [&] {
-    return opened.index_status.code() != StatusCode::kNotFound || opened.metadata->trailer();
-  };
-  for (int attempt = 0; attempt < kAttempts && opened.index == nullptr && should_have_one();
-       ++attempt) {
+  // Between the two opens, another save may commit, or the directory may be removed. Then the next
+  // attempt finds other metadata, or fails with kNotFound.
+  for (int attempt = 0; attempt < kAttempts && !opened.index_status.ok(); ++attempt) {
     ASSIGN_OR_RETURN(OpenedCheckpoint again, open_once(fs, directory, names));
     const bool is_same = again.metadata->trailer() == opened.metadata->trailer() &&
                          again.metadata->nbytes() == opened.metadata->nbytes();

@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "engine/commit.h"
@@ -21,10 +22,10 @@ struct OpenedCheckpoint {
   // The index that belongs to `metadata`; null if there is none.
   std::shared_ptr<const StoredIndex> index;
 
-  // If `index` is null: the readable index under the usual name, which belongs to other metadata.
-  // The caller distinguishes damage from a leftover of an older save or of stock DCP.
-  std::shared_ptr<const StoredIndex> other_index;
-  Status index_status;  // Why the index under the usual name is unreadable.
+  // If `index` is null: the readable indexes in the directory. The caller distinguishes damaged
+  // metadata from metadata that never had an index, in a directory with leftovers of other saves.
+  std::vector<std::shared_ptr<const StoredIndex>> other_indexes;
+  Status index_status;  // Why there is no index that belongs to `metadata`.
 };
 
 // Both files stay open, with unchanged contents, for the lifetime of the result.

@@ -1,6 +1,6 @@
 #pragma once
 
-// Encodes the two files that a commit publishes, `.metadata` and `.index`, from one `Index`. Both
+// Encodes the two files that a commit publishes, `.metadata` and its index, from one `Index`. Both
 // state the same save id, and the length and checksum of the pickle.
 //
 // The coordinator of a save calls it when all entries and files are final. If a planner stores

@@ -1,7 +1,8 @@
 #pragma once
 
-// Index: the contents of `.index` as a value. It has the facts of `.metadata`, which readers then
-// use without unpickling, and a checksum per block of every data file. FORMAT.md states every byte.
+// Index: the contents of an index file as a value. It has the facts of `.metadata`, which readers
+// then use without unpickling, and a checksum per block of every data file. FORMAT.md states every
+// byte.
 //
 // The coordinator of a save builds an `Index` and publishes its bytes with `.metadata`
 // (engine/commit). Loads query the file in place (stored_index.h). Tests and fuzz targets parse the

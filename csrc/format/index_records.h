@@ -1,6 +1,6 @@
 #pragma once
 
-// On-disk records of `.index` (FORMAT.md), shared by its writer and its readers. Records are
+// On-disk records of an index file (FORMAT.md), shared by its writer and its readers. Records are
 // little-endian, have no padding, and begin at multiples of 8.
 
 #include <array>

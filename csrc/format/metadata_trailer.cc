@@ -9,7 +9,6 @@ namespace {
 
 constexpr std::array<char, 8> kMagic = {'T', 'C', 'K', 'P', 'T', 'E', 'N', 'D'};
 constexpr uint32_t kVersion = 1;
-constexpr std::byte kStop{'.'};  // The last opcode of a pickle.
 
 struct Record {
   std::array<char, 8> magic;
@@ -63,17 +62,6 @@ Result<MetadataTrailer> parse_metadata_trailer(Bytes last, int64_t file_nbytes) 
   out.save_id.assign(record.save_id.data(), record.save_id.size());
   out.pickle = {static_cast<int64_t>(record.pickle_nbytes), record.pickle_sum};
   return out;
-}
-
-int64_t pickle_nbytes(Bytes file) {
-  const int64_t nbytes = ssize(file) - kMetadataTrailerNbytes;
-  if (nbytes <= 0) return ssize(file);
-  const Bytes last = slice(file, nbytes, kMetadataTrailerNbytes);
-  const bool has_magic = std::memcmp(last.data(), kMagic.data(), kMagic.size()) == 0;
-  // A STOP opcode directly before the trailer's position, and none at the end of the file, indicate
-  // a trailer with a damaged magic.
-  const bool ends_before = file[static_cast<size_t>(nbytes - 1)] == kStop && last.back() != kStop;
-  return has_magic || ends_before ? nbytes : ssize(file);
 }
 
 }  // namespace torch_ckpt

@@ -42,8 +42,4 @@ Result<std::array<std::byte, kMetadataTrailerNbytes>> write_metadata_trailer(
 // Errors: kCorruption for a missing or damaged trailer; kUnsupported for a newer version.
 Result<MetadataTrailer> parse_metadata_trailer(Bytes last, int64_t file_nbytes);
 
-// Returns the length of the pickle in a file whose trailer may be damaged. Returns the length of
-// the file if there is no sign of a trailer.
-int64_t pickle_nbytes(Bytes file);
-
 }  // namespace torch_ckpt

@@ -1,6 +1,6 @@
 #pragma once
 
-// StoredIndex: random access to the records of an `.index` file. Opening takes one read, whatever
+// StoredIndex: random access to the records of an index file. Opening takes one read, whatever
 // the length of the file. Finding an FQN reads a few blocks.
 //
 // Every byte is verified against its checksum, and every number against the records that it refers

@@ -17,6 +17,8 @@ namespace {
 using ::testing::HasSubstr;
 
 constexpr char kId[] = "0123456789abcdef";
+constexpr char kIndex[] = "c/.index.0123456789abcdef";
+constexpr char kOldIndex[] = "c/.index";  // Its name before version 0.3.0.
 
 std::string index_of(const std::string& metadata, const std::string& save_id = kId) {
   Index index;
@@ -43,31 +45,56 @@ TEST(OpenCheckpointTest, TakesTheIndexThatWasCommittedWithTheMetadataAndNoOther)
       {"of other metadata", "m", index_of("ours"), false},
   };
   for (const auto& [what, metadata, index, is_taken] : cases) {
-    SCOPED_TRACE(what);
-    MemoryFileSystem fs;
-    fs.put("c/.metadata", metadata);
-    fs.put("c/.index", index);
-    ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
-    EXPECT_EQ(as_text(*opened.metadata->read_pickle()), "m");
-    EXPECT_OK(opened.index_status);
-    ASSERT_NE(is_taken ? opened.index : opened.other_index, nullptr);
-    EXPECT_EQ(is_taken ? opened.other_index : opened.index, nullptr);
-    if (is_taken) {
-      EXPECT_EQ(opened.index->save_id(), kId);
+    for (const char* name : {kIndex, kOldIndex}) {
+      SCOPED_TRACE(std::string(what) + ", " + name);
+      MemoryFileSystem fs;
+      fs.put("c/.metadata", metadata);
+      fs.put(name, index);
+      ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
+      EXPECT_EQ(as_text(*opened.metadata->read_pickle()), "m");
+      EXPECT_EQ(opened.index != nullptr, is_taken);
+      EXPECT_EQ(opened.other_indexes.size(), is_taken ? 0 : 1);
+      if (is_taken) {
+        EXPECT_OK(opened.index_status);
+        EXPECT_EQ(opened.index->save_id(), kId);
+      } else {
+        EXPECT_CODE(opened.index_status, StatusCode::kCorruption);
+        EXPECT_THAT(opened.index_status.message(), HasSubstr("belongs to another save"));
+      }
     }
   }
 }
 
-TEST(OpenCheckpointTest, FindsAnIndexThatStillHasItsPendingName) {
+TEST(OpenCheckpointTest, LeavesTheIndexesOfOtherSavesAlone) {
   MemoryFileSystem fs;
   fs.put("c/.metadata", metadata_of("new"));
-  fs.put("c/.index", index_of("old"));
+  fs.put(kOldIndex, index_of("old"));
   fs.put("c/.index.00000000aaaaaaaa", "torn");
   fs.put("c/.index.00000000bbbbbbbb", index_of("of a save that failed"));
-  fs.put("c/.index." + std::string(kId), index_of("new"));
+  fs.put(kIndex, index_of("new"));
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
   ASSERT_NE(opened.index, nullptr);
   EXPECT_EQ(opened.index->metadata(), FileDigest::of(as_bytes("new")));
+}
+
+// Otherwise metadata whose trailer is damaged would be metadata that never had an index.
+TEST(OpenCheckpointTest, WithoutATrailerFindsEveryReadableIndex) {
+  MemoryFileSystem fs;
+  fs.put("c/.metadata", "m");
+  fs.put("c/.index.00000000aaaaaaaa", "torn");
+  fs.put("c/.index.00000000bbbbbbbb", index_of("b"));
+  fs.put(kIndex, index_of("m"));
+  ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
+  EXPECT_EQ(opened.index, nullptr);
+  EXPECT_EQ(opened.other_indexes.size(), 2);
+}
+
+TEST(OpenCheckpointTest, AnIndexThatIsMissingIsReportedWithItsName) {
+  MemoryFileSystem fs;
+  fs.put("c/.metadata", metadata_of("m"));
+  ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
+  EXPECT_CODE(opened.index_status, StatusCode::kNotFound);
+  EXPECT_THAT(opened.index_status.message(), HasSubstr(kIndex));
 }
 
 // However long they are.
@@ -80,8 +107,8 @@ TEST(OpenCheckpointTest, ReadsTheEndOfTheMetadataAndTheStartOfTheIndex) {
   file.sums.sums.resize(1 << 20);
   index.files = {file};
   fs.put("c/.metadata", metadata_of(pickle));
-  fs.put("c/.index", as_text(written(index)));
-  ASSERT_GT(fs.contents("c/.index")->size(), size_t{8} << 20);
+  fs.put(kIndex, as_text(written(index)));
+  ASSERT_GT(fs.contents(kIndex)->size(), size_t{8} << 20);
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
   ASSERT_NE(opened.index, nullptr);
   int64_t read_nbytes = 0;
@@ -94,10 +121,10 @@ TEST(OpenCheckpointTest, ReadsTheEndOfTheMetadataAndTheStartOfTheIndex) {
 TEST(OpenCheckpointTest, ASaveOverWhatIsOpenChangesNothing) {
   MemoryFileSystem fs;
   fs.put("c/.metadata", metadata_of("old"));
-  fs.put("c/.index", index_of("old"));
+  fs.put(kIndex, index_of("old"));
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
   fs.put("c/.metadata", metadata_of("new"));
-  fs.put("c/.index", index_of("new"));
+  fs.put(kIndex, index_of("new"));
   ASSERT_NE(opened.index, nullptr);
   EXPECT_OK(opened.index->check());
   EXPECT_EQ(as_text(*opened.metadata->read_pickle()), "old");
@@ -108,18 +135,18 @@ TEST(OpenCheckpointTest, ADamagedIndexIsReportedWithItsName) {
   fs.put("c/.metadata", metadata_of("m"));
   std::string damaged = index_of("m");
   damaged[30] ^= 1;
-  fs.put("c/.index", damaged);
+  fs.put(kIndex, damaged);
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
   EXPECT_EQ(opened.index, nullptr);
   EXPECT_CODE(opened.index_status, StatusCode::kCorruption);
-  EXPECT_THAT(opened.index_status.message(), HasSubstr("c/.index"));
+  EXPECT_THAT(opened.index_status.message(), HasSubstr(kIndex));
 }
 
 // A hole costs a disk nothing, and memory as much as it claims.
 TEST(OpenCheckpointTest, AnIndexOfAnotherLengthThanItsHeaderStatesIsNotRead) {
   MemoryFileSystem fs;
   fs.put("c/.metadata", metadata_of("m"));
-  fs.put("c/.index", index_of("m") + std::string(1 << 20, '\0'));
+  fs.put(kIndex, index_of("m") + std::string(1 << 20, '\0'));
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
   EXPECT_CODE(opened.index_status, StatusCode::kCorruption);
   for (const Operation& operation : fs.operations()) EXPECT_LE(operation.nbytes, 64 << 10);
@@ -130,10 +157,10 @@ class OvertakenFileSystem : public MemoryFileSystem {
  public:
   Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode,
                                      Caching caching) override {
-    if (path == "c/.index" && saves_left > 0) {
+    if (path == kIndex && saves_left > 0) {
       const std::string text = "metadata " + std::to_string(saves_left--);
       put("c/.metadata", metadata_of(text));
-      put("c/.index", index_of(text));
+      put(kIndex, index_of(text));
     }
     return MemoryFileSystem::open(path, mode, caching);
   }
@@ -143,7 +170,7 @@ class OvertakenFileSystem : public MemoryFileSystem {
 TEST(OpenCheckpointTest, ASaveThatCommitsMeanwhileIsNoDamage) {
   OvertakenFileSystem fs;
   fs.put("c/.metadata", metadata_of("old"));
-  fs.put("c/.index", index_of("old"));
+  fs.put(kIndex, index_of("old"));
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
   ASSERT_NE(opened.index, nullptr);
   EXPECT_EQ(opened.index->metadata(), FileDigest::of(*opened.metadata->read_pickle()));
@@ -154,9 +181,9 @@ class RemovingFileSystem : public MemoryFileSystem {
  public:
   Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode,
                                      Caching caching) override {
-    if (path == "c/.index") {
+    if (path == kIndex) {
       (void)remove("c/.metadata");
-      (void)remove("c/.index");
+      (void)remove(kIndex);
     }
     return MemoryFileSystem::open(path, mode, caching);
   }
@@ -165,20 +192,20 @@ class RemovingFileSystem : public MemoryFileSystem {
 TEST(OpenCheckpointTest, ACheckpointThatIsRemovedMeanwhileIsNotFound) {
   RemovingFileSystem fs;
   fs.put("c/.metadata", metadata_of("m"));
-  fs.put("c/.index", index_of("m"));
+  fs.put(kIndex, index_of("m"));
   EXPECT_CODE(open_checkpoint(fs, "c"), StatusCode::kNotFound);
 }
 
 TEST(OpenCheckpointTest, WithoutMetadataThereIsNoCheckpoint) {
   MemoryFileSystem fs;
-  fs.put("c/.index", index_of("m"));
+  fs.put(kIndex, index_of("m"));
   EXPECT_CODE(open_checkpoint(fs, "c"), StatusCode::kNotFound);
 }
 
 TEST(OpenCheckpointTest, RanksHaveNamesOfTheirOwn) {
   MemoryFileSystem fs;
   fs.put("c/__3.metadata", metadata_of("m"));
-  fs.put("c/__3.index", index_of("m"));
+  fs.put("c/__3.index.0123456789abcdef", index_of("m"));
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c", {"__3.metadata", "__3.index"}));
   EXPECT_NE(opened.index, nullptr);
 }

@@ -51,7 +51,6 @@ COORDINATOR_MOMENTS = [
     "sync folder of metadata",
     "commit",
     "sync folder of commit",
-    "rename index",
     "remove data",
     "remove metadata",
     "remove index",
@@ -319,7 +318,7 @@ class KilledSave:
             if path != stop.path:
                 return "rename metadata"  # The commit renames the directory.
             self._kinds[rank] = "commit"
-            return "commit" if kind == "metadata" else "rename index"
+            return "commit"
         if stop.call == "create":
             self._kinds[rank] = kind
         return f"{_VERBS[stop.call]} {kind}"

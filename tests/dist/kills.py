@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from forks import Forks
 from killed_saves import MOMENTS, WRITERS, Case, KilledSave, draw_case
 from states import READERS, assert_same
+from support.commit_files import index_file
 from syscalls import can_stop
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -180,7 +181,7 @@ def _find(
         metadata = pickle.loads((path / ".metadata").read_bytes())
         referred = {info.relative_path for info in metadata.storage_data.values()}
         there = {file.name for file in path.iterdir()}
-        assert there == referred | {".metadata", ".index"}, f"left behind: {there - referred}"
+        assert there == referred | {".metadata", index_file(path).name}, there - referred
     return found
 
 

@@ -83,7 +83,8 @@ def local(value: Any) -> Any:
 
 def data_files(path: Path) -> set[str]:
     """Names of everything in a checkpoint's directory but its metadata and its index."""
-    return {file.name for file in path.iterdir()} - {".metadata", ".index"}
+    names = {file.name for file in path.iterdir()} - {".metadata"}
+    return {name for name in names if not name.startswith(".index.")}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,8 @@ pytestmark = [
 
 TIMEOUT_S = 30
 SHAPES = {"small": (7, 5), "large": (300, 1000)}
-# What the save can do without: the index has another name, and the next save removes the rest.
-BEST_EFFORT = ["rename .index", "unlink data"]
+# What the save can do without: the next save removes these files.
+BEST_EFFORT = ["unlink .index", "unlink data"]
 
 
 class Saved(NamedTuple):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import RankError, Worlds, run_ranks
 from states import Failure, assert_same, data_files, failures_of, full_value, local_part, sharded
+from support.commit_files import index_file
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -256,7 +257,11 @@ def test_ranks_that_save_without_collectives_load_each_its_own(
         worlds.run(2, load_uncoordinated, tmp_path, version)
         files = data_files(tmp_path)
         committed = {name for name in files if not name.endswith(".distcp")}
-        assert committed == {"__0.metadata", "__0.index", "__1.metadata", "__1.index"}
+        assert committed == {
+            name
+            for rank in ("__0", "__1")
+            for name in (f"{rank}.metadata", index_file(tmp_path, rank).name)
+        }
         assert len(files - committed) == 2, "files of the version before are left"
     assert not (tmp_path / ".metadata").exists()
 
@@ -269,8 +274,8 @@ def test_saves_with_and_without_collectives_share_a_directory(
     worlds.run(2, assert_holds, tmp_path, "new")  # The coordinated one is found first.
     worlds.run(2, save_uncoordinated, tmp_path, 1)
     worlds.run(2, assert_holds, tmp_path, "new")
-    for name in (".metadata", ".index"):
-        (tmp_path / name).unlink()
+    for path in (tmp_path / ".metadata", index_file(tmp_path)):
+        path.unlink()
     worlds.run(2, load_uncoordinated, tmp_path, 1)
 
 

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from forks import Forks
 from ranks import Worlds, on_ranks
 from states import READERS, Failure, assert_same, data_files, failures_of, full_value
+from support.commit_files import index_file
 
 from torch_ckpt import FastReader, FastWriter
 
@@ -312,7 +313,7 @@ def test_what_is_no_file_is_a_storage_error_at_once_and_named(
 def test_what_is_no_file_in_place_of_the_index_is_as_good_as_a_lost_index(
     forks: Forks, saved: Path, kind: str
 ) -> None:
-    assert_refused(forks, saved, ".index", kind, "CorruptionError")
+    assert_refused(forks, saved, index_file(saved).name, kind, "CorruptionError")
 
     forks.call(save_alone, saved, 2, timeout_s=HANG_S)
     forks.call(assert_holds, saved, 2, timeout_s=HANG_S)  # Where it stays, from its other name.
@@ -343,7 +344,7 @@ def test_damaged_metadata_fail_every_rank_and_touch_no_target(
             if index.fqn == "of 1":
                 info.relative_path = "__7_0.distcp"
         damaged[damage] = pickle.dumps(metadata)
-        (tmp_path / ".index").unlink()
+        index_file(tmp_path).unlink()
     path.write_bytes(damaged[damage])
     seen = worlds.agree(2, load_by_rank, tmp_path, timeout_s=HANG_S)
     assert seen.keys() == {0, 1}

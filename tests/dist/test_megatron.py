@@ -19,6 +19,7 @@ import torch.distributed as dist
 from example_runs import output_of
 from ranks import Worlds, on_ranks
 from states import assert_same, failures_of
+from support.commit_files import index_file
 from torch.distributed.checkpoint import CheckpointException
 
 pytest.importorskip("megatron.core")
@@ -322,7 +323,7 @@ def test_megatrons_own_strategies_are_replaced_within_installed(path: Path) -> N
             with torch_ckpt.installed():
                 path.mkdir(exist_ok=True)
                 mcore.save({"rows": shard("rows", 0)}, str(path))
-                assert (path / ".index").exists()
+                assert index_file(path).exists()
                 state = {"rows": shard("rows", 1, blank=True)}
                 with mock.patch.object(FastReader, "read_data", side_effect=OSError("ours")):
                     assert "ours" in failures_of(mcore.load, state, str(path))[0].message

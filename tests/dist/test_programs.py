@@ -48,7 +48,7 @@ def loss_of(name: str, path: Path, mode: str, *, installed: bool) -> str:
 
 def indexes_below(path: Path) -> int:
     """The number of checkpoints that torch-ckpt has written."""
-    return len(list(path.rglob(".index")))
+    return len(list(path.rglob(".index.*")))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.commit_files import index_file
 from support.cutting import CuttingLoadPlanner, CuttingSavePlanner, cut, narrow  # noqa: F401
 from support.states import differences
 from support.tensors import DTYPES, bits, layouts, random_tensor  # noqa: F401
@@ -84,7 +85,7 @@ def commit_without_index(metadata: Metadata, path: Path) -> None:
     """Puts metadata in place of a checkpoint's own, which then is one that never had an index."""
     metadata.storage_meta.modules = []
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    (path / ".index").unlink(missing_ok=True)
+    index_file(path).unlink(missing_ok=True)
 
 
 def stored_slice(path: Path, metadata: Metadata, fqn: str) -> bytes:

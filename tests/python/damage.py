@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from checkpoints import files
+from support.commit_files import index_file
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -225,7 +226,7 @@ def damages_of_checkpoint(path: Path, other: Path, rng: random.Random) -> Iterat
     for name, data in before.items():
         for what, after in damages_of_file(name, data, foreign[name]):
             yield Damage.of(what, {name: after}, before)
-        if name == ".index":
+        if name.startswith(".index"):
             points = points_of_index(data)
         elif name == ".metadata":
             points = points_of_metadata(data, 40)
@@ -243,10 +244,11 @@ def damages_of_checkpoint(path: Path, other: Path, rng: random.Random) -> Iterat
             swapped: dict[str, bytes | None] = {one: before[two], two: before[one]}
             yield Damage.of(f"{one} and {two} swapped", swapped, before)
     data_names = [name for name in names if not is_structure(name)]
-    for structure in (".index", ".metadata"):
+    (index,) = (name for name in names if name.startswith(".index"))
+    for structure in (index, ".metadata"):
         mixed: dict[str, bytes | None] = {n: foreign[n] for n in [structure, *data_names]}
         yield Damage.of(f"data files and {structure} of another save", mixed, before)
-    both: dict[str, bytes | None] = {name: foreign[name] for name in (".index", ".metadata")}
+    both: dict[str, bytes | None] = {name: foreign[name] for name in (index, ".metadata")}
     yield Damage.of("metadata and index of another save", both, before)
 
 
@@ -308,8 +310,9 @@ class BoxesPlanner(DefaultLoadPlanner):
 
 
 def rename_data_files_as_in(path: Path, other: Path) -> None:
-    """Gives the data files of ``other`` the names that those of ``path`` have."""
+    """Gives the data files and the index of ``other`` the names that those of ``path`` have."""
     mine, theirs = (sorted(folder.glob("*.distcp")) for folder in (path, other))
     for one, two in zip(mine, theirs, strict=True):
         assert one.stat().st_size == two.stat().st_size
         os.replace(two, other / one.name)
+    os.replace(index_file(other), other / index_file(path).name)

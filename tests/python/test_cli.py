@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import ROOT, data_files, random_tensor, save, xxh3
 from damage import BLOCK, slices_of
+from support.commit_files import index_file
 from torch.distributed.checkpoint import FileSystemWriter
 
 from torch_ckpt import FastWriter
@@ -178,21 +179,22 @@ def test_missing_empty_and_replaced_files_are_listed_with_all_they_held(saved: P
 @pytest.mark.parametrize(
     ("name", "damage", "said"),
     [
-        (".index", "missing", "the index of {path}/.metadata is missing or damaged"),
-        (".index", "flipped", "the header of the index fails its checksum"),
-        (".metadata", "missing", ".index exists, but .metadata is missing"),
-        (".metadata", "flipped", "{path}/.metadata and its index contradict each other"),
+        ("index", "missing", "the index of {path}/.metadata is missing or damaged"),
+        ("index", "flipped", "the header of the index fails its checksum"),
+        ("metadata", "missing", "it has an index, but .metadata is missing"),
+        ("metadata", "flipped", "{path}/.metadata and its index contradict each other"),
     ],
 )
 def test_damaged_metadata_or_index_are_damage(
     name: str, damage: str, said: str, saved: Path
 ) -> None:
-    whole = (saved / name).read_bytes()
-    (saved / name).unlink()
+    path = index_file(saved) if name == "index" else saved / ".metadata"
+    whole = path.read_bytes()
+    path.unlink()
     if damage != "missing":
         flipped = bytearray(whole)
-        flipped[200 if name == ".index" else -9] ^= 1  # In the header; in the trailer.
-        (saved / name).write_bytes(flipped)
+        flipped[200 if name == "index" else -9] ^= 1  # In the header; in the trailer.
+        path.write_bytes(flipped)
 
     for command, prefix in (("verify", "damaged: "), ("inspect", "torch-ckpt: ")):
         status, printed = run(command, saved)
@@ -213,14 +215,14 @@ def test_a_damaged_pickle_is_found_by_verify_and_in_nobodys_way(saved: Path) -> 
 
 @pytest.mark.parametrize("at", [0.2, 0.5, 0.99])
 def test_damage_inside_an_index_is_listed_by_verify(at: float, saved: Path) -> None:
-    nbytes = (saved / ".index").stat().st_size
-    flip(saved / ".index", 400 + int(at * (nbytes - 401)))
+    nbytes = index_file(saved).stat().st_size
+    flip(index_file(saved), 400 + int(at * (nbytes - 401)))
 
     lines, printed = verify_damaged(saved)
 
     if "cannot read" not in printed:
         (line,) = lines
-        assert line.startswith("damaged: .index [")
+        assert line.startswith("damaged: the index of .metadata [")
         assert f", {nbytes}): its checksum differs" in line
 
 
@@ -262,20 +264,20 @@ def test_verify_names_tensors_that_a_former_writer_may_have_stored_wrongly(tmp_p
     save(state, FastWriter(tmp_path))
     assert run("verify", tmp_path)[0] == SOUND
 
-    index = bytearray((tmp_path / ".index").read_bytes())
+    index = bytearray(index_file(tmp_path).read_bytes())
     assert index[52:56] == (1).to_bytes(4, "little")
     index[52:56] = bytes(4)  # As version 0.2.0 wrote it.
     index[312:320] = xxh3(bytes(index[:312]))
-    (tmp_path / ".index").write_bytes(index)
+    index_file(tmp_path).write_bytes(index)
     status, printed = run("verify", tmp_path)
     assert status == UNKNOWN
     assert "a version before 0.3.0 wrote b.wide, e.even." in printed
 
     save({name: state[name] for name in ("b.wide", "d.short", "e.even")}, FastWriter(tmp_path))
-    index[:] = (tmp_path / ".index").read_bytes()
+    index[:] = index_file(tmp_path).read_bytes()
     index[52:56] = bytes(4)
     index[312:320] = xxh3(bytes(index[:312]))
-    (tmp_path / ".index").write_bytes(index)
+    index_file(tmp_path).write_bytes(index)
     assert run("verify", tmp_path)[0] == SOUND
 
 
@@ -321,7 +323,7 @@ def test_checkpoints_of_single_ranks_are_checked_one_by_one(
     alone = {s.file for s in slices_of(tmp_path)}
     (of_rank,) = (file for file in data_files(tmp_path) if file.name not in alone)
     flip(of_rank, 0)
-    flip(tmp_path / ".index", 100)
+    flip(index_file(tmp_path), 100)
 
     lines, _ = verify_damaged(tmp_path)
     assert any(line.startswith(f"damaged: {of_rank.name} [0, ") for line in lines)

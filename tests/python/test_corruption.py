@@ -27,6 +27,7 @@ from damage import (
     rename_data_files_as_in,
     slices_of,
 )
+from support.commit_files import index_file
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from torch_ckpt import FastReader, FastWriter, IoOptions
@@ -163,7 +164,7 @@ def complaints(
         return [f"raised {error!r}"]
     if read & damage.in_structure:
         # An index is called that of its metadata, and either may be the one that is damaged.
-        names = {".metadata" if name == ".index" else name for name in damage.changed}
+        names = {".metadata" if ".index" in name else name for name in damage.changed}
         if any(name in text for name in [*names, ".index"]):
             return []
         # The metadata and the index of another save name data files that are not here.
@@ -182,7 +183,7 @@ def complaints(
 
 def files_read(fqns: Iterable[str] | None, checkpoint: Checkpoint) -> set[str]:
     wanted = [s.file for s in checkpoint.slices if fqns is None or s.fqn in fqns]
-    return {".metadata", ".index", *wanted}
+    return {".metadata", index_file(checkpoint.path).name, *wanted}
 
 
 def judge(

@@ -24,6 +24,7 @@ from checkpoints import (
     random_tensor,
     save,
 )
+from support.commit_files import index_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
@@ -69,10 +70,10 @@ def refusal(path: Path, state: dict[str, Any], **options: Any) -> str:
 def test_without_its_index_a_checkpoint_is_refused_with_a_way_out(
     damage: str, saved: Path, state: dict[str, Any], tmp_path: Path
 ) -> None:
-    index = saved / ".index"
+    index = index_file(saved)
     whole = index.read_bytes()
     save(state, FastWriter(tmp_path / "other"))
-    other = (tmp_path / "other" / ".index").read_bytes()
+    other = index_file(tmp_path / "other").read_bytes()
     index.unlink()
     if damage != "missing":
         flipped = whole[:99] + b"\xff" + whole[100:]
@@ -90,7 +91,7 @@ def test_without_its_index_a_checkpoint_is_refused_with_a_way_out(
 def test_an_index_of_any_length_is_refused_and_not_read_whole(
     saved: Path, state: dict[str, Any]
 ) -> None:
-    for name in (".index", ".metadata"):
+    for name in (index_file(saved).name, ".metadata"):
         before = (saved / name).read_bytes()
         with open(saved / name, "r+b") as file:
             file.truncate(1 << 43)  # 8 TiB, of which none is on the disk.
@@ -219,7 +220,7 @@ def test_a_damaged_trailer_does_not_make_a_checkpoint_one_without_an_index(
     path.write_bytes(whole)
 
     assert "index" in refusal(saved, state, no_dist=True)
-    (saved / ".index").unlink()  # The mark in the pickle is a witness of its own.
+    index_file(saved).unlink()  # The mark in the pickle is a witness of its own.
     said = refusal(saved, state, no_dist=True)
     assert "is missing or damaged" in said
     assert loads(saved, state, FileSystemReader) == []
@@ -233,7 +234,7 @@ def test_a_sound_trailer_is_a_witness_where_the_mark_in_the_pickle_is_damaged(
     whole = path.read_bytes()
     assert whole.count(INDEX_MARK.encode()) == 1
     path.write_bytes(whole.replace(INDEX_MARK.encode(), INDEX_MARK.upper().encode()))
-    (saved / ".index").unlink()
+    index_file(saved).unlink()
 
     assert "is missing or damaged" in refusal(saved, state, no_dist=True)
 
@@ -262,7 +263,7 @@ def lose(path: Path, how: str, other: Path) -> None:
         metadata.unlink()
         return
     if how == "index missing":
-        (path / ".index").unlink()
+        index_file(path).unlink()
         return
     middle = len(whole) // 2
     metadata.write_bytes(
@@ -333,16 +334,20 @@ def test_metadata_of_a_rank_are_found_where_there_never_were_others(
     assert differences(state, targets) == []
 
 
-@pytest.mark.parametrize("name", ["__0.index", "__0.metadata", "data"])
+@pytest.mark.parametrize("name", ["index", "metadata", "data"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut off", "flipped"])
 def test_checkpoints_of_single_ranks_have_an_index_of_their_own(
     damage: str, name: str, world_of_one: None, state: dict[str, Any], tmp_path: Path
 ) -> None:
     dcp.save(state, storage_writer=FastWriter(tmp_path), use_collectives=False)
-    file = data_files(tmp_path)[0] if name == "data" else tmp_path / name
+    file = {
+        "data": data_files(tmp_path)[0],
+        "index": index_file(tmp_path, "__0"),
+        "metadata": tmp_path / "__0.metadata",
+    }[name]
     whole = file.read_bytes()
     # Of metadata, in the trailer: a load does not look at the rest.
-    middle = len(whole) - 20 if name == "__0.metadata" else len(whole) // 2
+    middle = len(whole) - 20 if name == "metadata" else len(whole) // 2
     file.unlink()
     if damage != "missing":
         flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
@@ -365,10 +370,10 @@ def test_a_checkpoint_that_stock_dcp_saves_over_ours_loads_without_our_stale_dat
     saved: Path, rng: random.Random
 ) -> None:
     new = random_state(rng)
-    index, stale = (saved / ".index").read_bytes(), data_files(saved)
+    index, stale = index_file(saved).read_bytes(), data_files(saved)
     save(new, FileSystemWriter(saved))
 
-    assert (saved / ".index").read_bytes() == index
+    assert index_file(saved).read_bytes() == index
     for _ in range(2):
         assert loads(saved, new) == []
         assert loads(saved, new, FileSystemReader) == []

@@ -30,6 +30,7 @@ from checkpoints import (
     save,
     stored_slice,
 )
+from support.commit_files import index_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
@@ -211,7 +212,11 @@ def test_data_files_are_named_with_rank_number_and_save_id(
 
     assert names == {f"__0_{number}_{save_id}.distcp" for number in range(thread_count)}
     assert names == {info.relative_path for info in metadata.storage_data.values()}
-    assert {path.name for path in tmp_path.iterdir()} == names | {".metadata", ".index"}
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == names | {
+        ".metadata",
+        index_file(tmp_path).name,
+    }
 
 
 @pairs

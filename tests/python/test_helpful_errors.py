@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import failure_of
+from checkpoints import failure_of, load
 from safetensors.torch import save_file
+from torch.distributed.checkpoint._extension import ExtensionRegistry, ZStandard
 
 import torch_ckpt
-from torch_ckpt import FastReader, Run
-from torch_ckpt.errors import NotFoundError
+from torch_ckpt import FastReader, FastWriter, Run
+from torch_ckpt.errors import NotFoundError, UnsupportedError
 
 
 def save(path: Path, state: dict[str, Any] | None = None) -> None:
@@ -162,3 +163,15 @@ def test_a_checkpoint_is_not_taken_for_a_run(tmp_path: Path) -> None:
     save(tmp_path / "step-100")
     with Run(tmp_path / "step-100") as run, pytest.raises(NotFoundError, match="is a checkpoint"):
         run.restore({"w": torch.ones(3)})
+
+
+def test_a_stream_transform_that_this_process_lacks_is_named(tmp_path: Path) -> None:
+    writer = FastWriter(tmp_path, _extensions=[ZStandard()])
+    torch_ckpt.save({"w": torch.ones(3)}, storage_writer=writer)
+    registry = ExtensionRegistry()
+    registry.extensions.clear()
+    reader = FastReader(tmp_path, _extension_registry=registry)
+    error = failure_of(load, {"w": torch.zeros(3)}, reader)
+    assert isinstance(error, UnsupportedError)
+    assert "'w'" in str(error)
+    assert "stream.zstd" in str(error)

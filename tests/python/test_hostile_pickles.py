@@ -379,7 +379,6 @@ BROKEN = {
     "no value": b".",
     "two values": b"NN.",
     "a mark left": b"N(.",
-    "bytes behind it": b"N.N",
     "a tuple across a mark": b"N(\x85.",
     "no mark": b"Nt.",
     "items of a number": b"K\x01K\x02a.",
@@ -413,6 +412,11 @@ def test_what_plain_data_and_records_do_not_need_is_refused(pickled: bytes) -> N
 def test_broken_pickles_are_errors(pickled: bytes) -> None:
     with pytest.raises(ValueError, match="at byte"):
         load_allowed(b"\x80\x04" + pickled)
+
+
+def test_bytes_behind_the_end_are_ignored_as_python_ignores_them() -> None:
+    """They may be a trailer that is damaged."""
+    assert pickle.loads(b"\x80\x04N.TCKPT") is load_allowed(b"\x80\x04N.TCKPT") is None
 
 
 def test_pythons_own_unpickler_lets_a_pickle_change_a_class() -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import blank, data_files, differences, loads
 from forks import run_python
+from support.commit_files import index_file
 from torch.distributed.checkpoint import (
     CheckpointException,
     DefaultLoadPlanner,
@@ -102,7 +103,7 @@ def test_an_asynchronous_save_stages_and_writes_with_one_replacement(
     assert len(writers) == 4
     assert len(set(map(id, writers))) == 1
     for name in ("1", "2"):
-        assert (tmp_path / name / ".index").exists()
+        assert index_file(tmp_path / name).exists()
         assert loads(tmp_path / name, state) == []
 
 
@@ -119,7 +120,7 @@ def test_overlapping_asynchronous_saves_with_one_writer_have_directories_of_thei
         dcp.save(state, checkpoint_id=tmp_path / "first", storage_writer=writer)
         dcp.save(state, storage_writer=writer)
     paths.append(tmp_path / "first")
-    assert sorted(path.parent for path in tmp_path.rglob(".index")) == sorted(paths)
+    assert sorted(path.parent for path in tmp_path.rglob(".index.*")) == sorted(paths)
     for path in paths:
         assert loads(path, state) == []
 
@@ -282,11 +283,11 @@ def test_the_run_command_runs_an_unchanged_script(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     last = done.stdout.splitlines()[-1]
     assert last == f"[0, 1, 2, 3, 4] ['-x', '--flag'] {tmp_path}/script.py __main__"
-    assert (tmp_path / "1" / ".index").exists()
+    assert index_file(tmp_path / "1").exists()
 
     done = run("-m", "script", tmp_path / "2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
-    assert (tmp_path / "2" / ".index").exists()
+    assert index_file(tmp_path / "2").exists()
 
 
 IN_BACKGROUND = """
@@ -352,7 +353,7 @@ def test_install_lasts_wherever_it_is_called(install: str, tmp_path: Path) -> No
     code = INSTALL.format(install=install)
     done = run_python("-c", code, tmp_path / "step", folder=tmp_path)
     assert done.returncode == 0, done.stdout
-    assert (tmp_path / "step" / ".index").exists()
+    assert index_file(tmp_path / "step").exists()
 
 
 def test_after_the_block_dcp_has_its_own_functions_again() -> None:
@@ -432,7 +433,7 @@ def test_a_file_url_is_a_local_path_for_every_function(
     for name, save in (("a", torch_ckpt.save), ("b", dcp.save)):
         with torch_ckpt.installed():
             save(state, checkpoint_id=url.format(tmp_path / name))
-        assert (tmp_path / name / ".index").exists()
+        assert index_file(tmp_path / name).exists()
         loaded = blank(state)
         dcp.load(loaded, storage_reader=FastReader(url.format(tmp_path / name)))
         assert differences(state, loaded) == []
@@ -447,7 +448,7 @@ def test_the_working_directory_can_be_the_checkpoint(
         loaded = blank(state)
         dcp.load(loaded, checkpoint_id=".")
     assert differences(state, loaded) == []
-    assert (tmp_path / ".index").exists()
+    assert index_file(tmp_path).exists()
 
 
 @pytest.mark.parametrize("function", ["save", "async_save", "load"])

@@ -18,6 +18,7 @@ from checkpoints import (
     random_tensor,
     save,
 )
+from support.commit_files import index_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -149,7 +150,7 @@ def test_a_word_that_torch_does_not_know_is_corruption_where_it_is_met(
     ]
     trailer, index = _native.make_index("0123456789abcdef", b"p", files, "1", entries, None)
     (tmp_path / ".metadata").write_bytes(b"p" + trailer)
-    (tmp_path / ".index").write_bytes(index)
+    (tmp_path / ".index.0123456789abcdef").write_bytes(index)
 
     metadata = read(tmp_path)
 
@@ -180,7 +181,7 @@ def row_of(path: Path, number: int) -> list[int]:
 def test_damage_to_a_large_index_stops_only_loads_that_use_it(
     large: Path, rng: random.Random, full: bool
 ) -> None:
-    index = large / ".index"
+    index = index_file(large)
     whole = index.read_bytes()
     assert len(whole) > 40 * 65536
     refused = right = 0
@@ -225,5 +226,5 @@ metadata = reader.read_metadata()
 metadata.state_dict_metadata["layers.777.weight"]
 print(read_nbytes() - before)
 """
-    assert int(run_python(script, large)) < 14 * 65536 < (large / ".index").stat().st_size // 3
+    assert int(run_python(script, large)) < 14 * 65536 < index_file(large).stat().st_size // 3
     assert data_files(large)

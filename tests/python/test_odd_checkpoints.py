@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import differences, failure_of, load, loads, save, xxh3
+from support.commit_files import index_file
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
@@ -134,7 +135,7 @@ def test_directory_whose_name_is_not_utf_8_can_be_saved_to_and_loaded_from(
 
 def test_index_of_a_newer_version_is_unsupported_and_not_damage(tmp_path: Path) -> None:
     save({"w": torch.arange(9)}, FastWriter(tmp_path))
-    index = tmp_path / ".index"
+    index = index_file(tmp_path)
     newer = bytearray(index.read_bytes())
     newer[8] += 1
     newer[312:320] = xxh3(bytes(newer[:312]))

@@ -160,7 +160,7 @@ class MetadataFile:
     def check(self) -> None: ...
 
 class Index:
-    """An open ``.index``, which is read on demand."""
+    """An open index, which is read on demand."""
 
     @property
     def save_id(self) -> str: ...
@@ -228,7 +228,7 @@ def foreign_index(
 ) -> Index: ...
 def open_checkpoint(
     fs: FileSystem, directory: _Path, metadata_name: str, index_name: str
-) -> tuple[MetadataFile, Index | None, Index | None, bool, str]: ...
+) -> tuple[MetadataFile, Index | None, list[Index], bool, str]: ...
 
 class Layout:
     @property

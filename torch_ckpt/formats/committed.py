@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
@@ -30,7 +31,7 @@ __all__ = [
 INDEX_MARK = "torch_ckpt: sealed by an index"
 """An entry of ``storage_meta.modules`` in metadata that was committed with an index."""
 
-_COMMIT_FILE = re.compile(r"((?:__\d+)?)\.(metadata|index)")
+_COMMIT_FILE = re.compile(r"((?:__\d+)?)\.(?:metadata|index(?:\.([0-9a-f]{16}))?)")
 
 _MAX_NAMES_TRIED = 8  # More than one: a name itself may be damaged.
 
@@ -48,6 +49,9 @@ def has_checkpoint(directory: Location) -> bool:
 def metadata_prefixes(directory: Location) -> list[str]:
     """Returns the prefixes of all commit files in a directory, sorted.
 
+    An index without metadata counts as well, unless its save has a pending file: its metadata has
+    been lost.
+
     A prefix is empty, or ``__0`` for the checkpoint of rank 0 alone. The list is empty for a file,
     and for a directory that does not exist or has no committed checkpoint.
 
@@ -55,10 +59,11 @@ def metadata_prefixes(directory: Location) -> list[str]:
         StorageError: The directory cannot be read.
     """
     try:
-        names = [] if directory.is_file() else directory.names()
+        names = set() if directory.is_file() else set(directory.names())
     except NotFoundError:
         return []
-    return sorted({match[1] for match in map(_COMMIT_FILE.fullmatch, names) if match})
+    matches = filter(None, map(_COMMIT_FILE.fullmatch, names))
+    return sorted({m[1] for m in matches if f"{m[1]}.metadata.{m[2]}.tmp" not in names})
 
 
 def open_committed(
@@ -83,7 +88,7 @@ def open_committed(
     path = directory / f"{prefix}.metadata"
 
     def open_both() -> tuple[
-        _native.MetadataFile, _native.Index | None, _native.Index | None, bool, str
+        _native.MetadataFile, _native.Index | None, list[_native.Index], bool, str
     ]:
         return _native.open_checkpoint(
             directory.file_system, directory.path, path.name, f"{prefix}.index"
@@ -92,21 +97,21 @@ def open_committed(
     try:
         opened = open_both()
     except NotFoundError as error:
-        if not (directory / f"{prefix}.index").exists():
+        if prefix not in metadata_prefixes(directory):
             raise NotFoundError(
                 f"no checkpoint is committed in {directory}: there is no {path.name}"
             ) from error
-        # A commit renames the index after the metadata, and may have finished since the first try.
+        # A save may have committed since the first try.
         try:
             opened = open_both()
         except NotFoundError:
             raise CorruptionError(
-                f"cannot open the checkpoint in {directory}: {prefix}.index exists, but "
-                f"{path.name} is missing"
+                f"cannot open the checkpoint in {directory}: it has an index, but {path.name} is "
+                "missing"
             ) from error
-    metadata, index, other, newer, why = opened
+    metadata, index, others, newer, why = opened
     if index is None and verify:
-        _check_never_indexed(metadata, other, newer=newer, why=why, where=str(path))
+        _check_never_indexed(metadata, others, newer=newer, why=why, where=str(path))
     return metadata, index
 
 
@@ -137,7 +142,7 @@ def is_committed(directory: Location, save_id: str, prefix: str = "") -> bool:
 
 def _check_never_indexed(
     metadata: _native.MetadataFile,
-    other: _native.Index | None,
+    others: Iterable[_native.Index],
     *,
     newer: bool,
     why: str,
@@ -147,9 +152,9 @@ def _check_never_indexed(
 
     Args:
         metadata: The metadata, which no readable index matches.
-        other: An index under the expected file name that belongs to other metadata.
+        others: All readable indexes in the directory.
         newer: Whether the index file has a version that this build does not read.
-        why: Why the index cannot be read, for the message.
+        why: Why there is no index that belongs to the metadata, for the message.
         where: Path of the metadata, for the message.
 
     Raises:
@@ -158,23 +163,20 @@ def _check_never_indexed(
     """
     way_out = "FastReader(verify=False) loads from the metadata alone, without verification"
     if metadata.has_trailer:
-        pickled = None
         marked = True
     else:
         pickled = metadata.read_pickle()
         marked = _PICKLED_MARK.search(pickled) is not None
         newer = newer and marked
-    if other is not None:
-        # Each save uses new names for its data files. So metadata that contains a name from this
-        # index is of the same save, and one of the two is damaged.
-        names = (other.file_name(n) for n in range(min(len(other.files), _MAX_NAMES_TRIED)))
-        if pickled is not None and any(os.fsencode(name) in pickled for name in names):
-            raise CorruptionError(
-                f"{where} and its index contradict each other: {metadata.trailer_problem}; "
-                f"{way_out}"
-            )
-        why = f"the index file belongs to another save, {other.save_id}"
-    if marked and not metadata.has_trailer:
+        for index in others:
+            # Each save uses new names for its data files. So metadata that contains a name from
+            # this index is of the same save, and one of the two is damaged.
+            names = (index.file_name(n) for n in range(min(len(index.files), _MAX_NAMES_TRIED)))
+            if any(os.fsencode(name) in pickled for name in names):
+                raise CorruptionError(
+                    f"{where} and its index contradict each other: {metadata.trailer_problem}; "
+                    f"{way_out}"
+                )
         why = why or metadata.trailer_problem
     if marked:
         if newer:

@@ -40,7 +40,7 @@ from torch_ckpt.planning.local_shards import LocalShards
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.stager import SnapshotStager
-from torch_ckpt.storage.gc import remove_files
+from torch_ckpt.storage.gc import is_index, remove_files
 from torch_ckpt.storage.rank_work import RankWork
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter
@@ -285,6 +285,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
                 stacklevel=2,
             )
             return
+        files += filter(is_index, directory.names())
         # Repeated after an interruption, the index may belong to the former metadata.
         stored = FastReader(directory.checkpoint_id, verify=False).read_metadata()
         paths = stored.planner_data
@@ -302,7 +303,6 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         file_system.write_file(pending.path, dump_metadata(metadata), True)
         file_system.rename(pending.path, (directory / ".metadata").path)
         file_system.sync_directory(directory.path)
-        (directory / ".index").discard()
         remove_files(directory, files)
 
 

@@ -70,7 +70,7 @@ def commit_files(
         save_id: Id of the save.
 
     Returns:
-        The contents of ``.metadata`` and the contents of ``.index``.
+        The contents of ``.metadata`` and of its index.
     """
     file_columns = [(file.name, file.nbytes, file.sums) for file in files]
     with gc_paused():
@@ -115,7 +115,7 @@ def planned_commit_files(
         save_id: Id of the save.
 
     Returns:
-        The contents of ``.metadata`` and the contents of ``.index``.
+        The contents of ``.metadata`` and of its index.
 
     Raises:
         CheckpointError: The written items differ from the planned items.

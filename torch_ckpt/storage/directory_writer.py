@@ -255,7 +255,7 @@ class DirectoryWriter(StagingWriter):
 
         Args:
             metadata: Content of ``.metadata``.
-            index: Content of ``.index``.
+            index: Content of its index.
             files: Names of the data files.
 
         Raises:
@@ -343,5 +343,5 @@ class DirectoryWriter(StagingWriter):
         return frozenset({self._own_name(_METADATA)})
 
     def _own_name(self, name: str) -> str:
-        """Returns the name of ``.metadata`` or ``.index``; one per rank without coordination."""
+        """Returns the name of metadata or index; one per rank without coordination."""
         return name if self.use_collectives or self.rank is None else f"__{self.rank}{name}"

@@ -22,6 +22,7 @@ __all__ = [
     "collect_garbage",
     "end_saves",
     "find",
+    "is_index",
     "pending_name",
     "pending_pattern",
     "remove_files",
@@ -31,6 +32,7 @@ __all__ = [
 _METADATA = re.compile(r"(__\d+)?\.metadata")
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 _PENDING = r"\.metadata\.[0-9a-f]{16}\.tmp"
+_INDEX = r"\.index(\.[0-9a-f]{16})?"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class Found:
 def pending_name(save_id: str) -> str:
     """Returns the name of the pending file of a save: its metadata, empty until the commit."""
     return f".metadata.{save_id}.tmp"
+
+
+def is_index(name: str) -> bool:
+    """Returns whether a file has the name of an index of all ranks."""
+    return re.fullmatch(_INDEX, name) is not None
 
 
 def pending_pattern(rank: int | None) -> str:
@@ -134,7 +141,7 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
     if rank is None:
         pattern = (
             r"__\d+_\d+\.distcp|.*__\d+_\d+_[0-9a-f]{16}\.distcp"
-            rf"|{_PENDING}|\.index\.[0-9a-f]{{16}}"
+            rf"|{_PENDING}|{_INDEX}"
             r"|\.agents-[0-9a-f]{16}-\d+\.(epoch|lists|manifest|failed)(\.tmp)?"
         )
         if any(_RANK_METADATA.fullmatch(name) for name in found):
@@ -142,7 +149,7 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
     else:
         pattern = (
             rf"__{rank}_\d+(_[0-9a-f]{{16}})?\.distcp"
-            rf"|__{rank}({_PENDING}|\.index\.[0-9a-f]{{16}})"
+            rf"|__{rank}({_PENDING}|{_INDEX})"
         )
         if ".metadata" in found:
             return []

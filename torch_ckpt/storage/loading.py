@@ -17,19 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt._core.tensors import (
-    DTYPE_CODES,
-    Destinations,
-    is_temporary,
-    printable,
-)
+from torch_ckpt._core.tensors import DTYPE_CODES, Destinations, is_temporary, printable
 from torch_ckpt.coordination.group import Cancellable, current_call
-from torch_ckpt.errors import (
-    CheckpointError,
-    CorruptionError,
-    MismatchError,
-    UnsupportedError,
-)
+from torch_ckpt.errors import CheckpointError, CorruptionError, MismatchError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.allowed_classes import HOW_TO_ALLOW
 from torch_ckpt.formats.expansion import OBJECTS_NBYTES, Expansion, allowed_nbytes
@@ -525,7 +515,10 @@ class _LoadByItem:
         descriptors = getattr(self.source.storage_info(item), "transform_descriptors", None)
         if not descriptors:
             return stream
-        transformed = self.source.transforms.transform_load_stream(item, descriptors, stream)
+        try:
+            transformed = self.source.transforms.transform_load_stream(item, descriptors, stream)
+        except ValueError as error:
+            raise UnsupportedError(f"cannot load {_where(stored)}: {error}") from error
         limit = self._expansion_limit(item, stored)
         expanded = _io.BytesIO()
         try:

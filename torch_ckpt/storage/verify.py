@@ -241,10 +241,10 @@ def _check_structure(checkpoint: Checkpoint, index: _native.Index, report: Repor
         checkpoint.metadata.check()
     except CorruptionError as error:
         report.damage.append(str(error))
-    name = checkpoint.path.name.removesuffix(".metadata") + ".index"
     damaged = index.damage()
     report.damage += [
-        f"{name} [{begin}, {end}): its checksum differs, so the data cannot be verified"
+        f"the index of {checkpoint.path.name} [{begin}, {end}): its checksum differs, so the data "
+        "cannot be verified"
         for begin, end in damaged
     ]
     if damaged:

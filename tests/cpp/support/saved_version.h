@@ -32,7 +32,6 @@ namespace torch_ckpt {
 
 inline constexpr char kDirectory[] = "run/step-1";
 inline constexpr char kMetadata[] = ".metadata";
-inline constexpr char kIndex[] = ".index";
 inline constexpr int64_t kSumBlock = 4096;  // Small enough for several in a file.
 
 inline std::string path_of(const std::string& name) { return std::string(kDirectory) + "/" + name; }
@@ -109,7 +108,8 @@ struct Version {
 
   // All that a directory holds that holds this version alone.
   std::vector<std::string> paths() const {
-    std::vector<std::string> paths = {path_of(kMetadata), path_of(kIndex)};
+    std::vector<std::string> paths = {path_of(kMetadata),
+                                      path_of(CommitNames().index_of(long_save_id()))};
     for (const Rank& rank : ranks) paths.push_back(path_of(rank.file));
     return paths;
   }
@@ -147,7 +147,7 @@ inline Result<std::vector<BlockSums>> write_data(FileSystem& fs, const Version& 
 inline Status save_version(FileSystem& fs, const Version& version) {
   RETURN_IF_ERROR(fs.create_directories(kDirectory));
   ASSIGN_OR_RETURN(const std::vector<std::string> found, fs.list_directory(kDirectory));
-  const std::string pending = path_of(CommitNames().pending_metadata(version.save_id));
+  const std::string pending = path_of(CommitNames().pending_metadata(version.long_save_id()));
   RETURN_IF_ERROR(write_file(fs, pending, {}, /*sync=*/false));
   const auto sums_or = write_data(fs, version);
   if (!sums_or.ok()) {
@@ -161,10 +161,10 @@ inline Status save_version(FileSystem& fs, const Version& version) {
                               .names = {},
                               .metadata = as_bytes(metadata),
                               .index = as_bytes(index),
-                              .save_id = version.save_id}));
+                              .save_id = version.long_save_id()}));
   // Best effort: a file that stays is not referred to by any metadata.
   for (const std::string& name : found) {
-    if (name != kMetadata && name != kIndex) (void)fs.remove(path_of(name));
+    if (name != kMetadata) (void)fs.remove(path_of(name));
   }
   return ok_status();
 }
@@ -184,7 +184,7 @@ inline Status save_new_version(FileSystem& fs, const Version& version) {
                            .names = {},
                            .metadata = as_bytes(metadata),
                            .index = as_bytes(index),
-                           .save_id = version.save_id,
+                           .save_id = version.long_save_id(),
                            .data_files = files},
                           kDirectory);
 }
@@ -250,7 +250,8 @@ class Judge {
       read.insert(*metadata);
       for (const auto& [path, bytes] : tree) {
         const std::string name = path.substr(std::string(kDirectory).size() + 1);
-        if (name.starts_with(kIndex) || metadata->second->find(name) != std::string::npos) {
+        if (name.starts_with(CommitNames().index) ||
+            metadata->second->find(name) != std::string::npos) {
           read.emplace(path, bytes);
         }
       }
