@@ -27,7 +27,6 @@ from damage import (
     rename_data_files_as_in,
     slices_of,
 )
-from support.commit_files import index_file
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from torch_ckpt import FastReader, FastWriter, IoOptions
@@ -183,7 +182,8 @@ def complaints(
 
 def files_read(fqns: Iterable[str] | None, checkpoint: Checkpoint) -> set[str]:
     wanted = [s.file for s in checkpoint.slices if fqns is None or s.fqn in fqns]
-    return {".metadata", index_file(checkpoint.path).name, *wanted}
+    structure = {name for name in checkpoint.before if not name.endswith(".distcp")}
+    return structure.union(wanted)
 
 
 def judge(
