@@ -61,6 +61,7 @@ def connect_beside_a_busy_parent(how: str) -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["gil", "stop"])
 def test_a_parent_that_is_busy_for_long_while_the_ranks_connect_is_waited_for(
     worlds: Worlds, how: str

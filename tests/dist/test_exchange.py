@@ -425,6 +425,7 @@ def load_with_a_deadly_rank(path: Path, how: str, deadly: int, timeout_s: float 
     return time.monotonic() - began
 
 
+@pytest.mark.thin("raise early")
 @pytest.mark.parametrize("how", ["raise", "raise early", "sleep"])
 def test_no_rank_waits_for_one_that_does_not_take_part(tmp_path: Path, how: str) -> None:
     save_alone(tmp_path)
@@ -517,6 +518,7 @@ def load_beside(path: Path, victim: int, sig: signal.Signals) -> None:
             os.kill(int(store.get("victim")), signal.SIGKILL)
 
 
+@pytest.mark.thin("9")
 @pytest.mark.parametrize("sig", [signal.SIGSTOP, signal.SIGKILL])
 def test_ranks_wait_no_longer_than_they_may_for_one_that_does_not_connect(
     tmp_path: Path, sig: signal.Signals

@@ -108,6 +108,7 @@ def save_beside_a_rank_that_freezes_before_its_promise(path: Path, victim: int) 
     return failure_of(caught.value)
 
 
+@pytest.mark.thin("1")
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_rank_that_freezes_before_its_promise_is_named(tmp_path: Path, victim: int) -> None:
     args = save_beside_a_rank_that_freezes_before_its_promise, tmp_path, victim

@@ -50,6 +50,7 @@ def assert_saved(path: Path, value: int) -> None:
     assert loaded["w"].unique().tolist() == [value]
 
 
+@pytest.mark.slow
 @on_ranks(3, timeout_s=120)
 def test_groups_of_other_ranks_save_in_processes_of_their_own(path: Path) -> None:
     upper, lower = dist.new_group([1, 2], backend="gloo"), dist.new_group([0, 1], backend="gloo")
@@ -157,6 +158,7 @@ def test_save_process_that_is_frozen_fails_its_save_on_all_ranks_and_not_the_nex
     assert_saved(path / "2", 2)
 
 
+@pytest.mark.slow
 @on_ranks(1, timeout_s=120)
 def test_save_process_of_a_single_rank_that_is_frozen_fails_its_save(path: Path) -> None:
     save(path / "0", 0, timeout_s=60).result(WAIT_S)
@@ -183,6 +185,7 @@ class Sleeping(FastSavePlanner):
         return super().create_local_plan()
 
 
+@pytest.mark.slow
 @on_ranks(1, timeout_s=120)
 def test_save_process_that_is_busy_for_longer_than_the_timeout_is_waited_for(path: Path) -> None:
     save(path / "0", 0, timeout_s=60).result(WAIT_S)

@@ -135,6 +135,7 @@ def first_save(path: Path, silent: int, noisy: int) -> list[str]:
     return [line for line in lines if "saved" not in line]
 
 
+@pytest.mark.thin("30-10-2", "0-0-3")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("silent", "noisy"), [(4, 0), (30, 10), (300, 30), (0, 0)])
 def test_a_first_save_beside_strangers_changes_nothing_but_a_log_line(

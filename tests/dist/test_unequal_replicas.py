@@ -141,7 +141,7 @@ def save_unequal(path: Path, way: str) -> None:
         assert_warned(lines)
 
 
-@pytest.mark.thin(1)
+@pytest.mark.thin("by_stock-2", "by_this_package-3")
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_one_ranks_tensor_is_stored_and_warned_of_once(
@@ -215,6 +215,7 @@ def test_values_that_differ_for_another_save_do_not_end_a_share(path: Path) -> N
             check(path / "other", step, OWN)
 
 
+@pytest.mark.thin("at once")
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("steps", [STEPS, [OWN, OWN, "", OWN]], ids=["later", "at once"])
 @on_ranks()
@@ -504,7 +505,8 @@ def save_on_machines(run: Path, memory: Path, steps: list[str]) -> None:
     assert_warned(lines)
 
 
-@pytest.mark.parametrize("what", ["machines", pytest.param(OWN, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["machines", OWN])
 def test_agents_of_several_machines_store_one_ranks_tensor(
     tmp_path: Path, memory: Path, what: str
 ) -> None:

@@ -70,7 +70,7 @@ def first_call_beside_a_death(path: Path, victim: int, absent: int) -> RankTimeo
     return caught.value
 
 
-@pytest.mark.thin("0-2-None", "1-2-None")
+@pytest.mark.thin("1-2-None")
 @pytest.mark.parametrize(
     ("victim", "absent", "store_on"),
     [(0, 2, None), (1, 2, None), (2, 1, None), (1, -1, None), (0, -1, None), (0, 2, 0)],
@@ -106,6 +106,7 @@ def load_beside_a_lost_store(path: Path, number: signal.Signals) -> RankTimeoutE
     return caught.value
 
 
+@pytest.mark.thin("9")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_store_that_is_lost_before_an_exchange_of_reads_ends_the_load_in_time(
     tmp_path: Path, number: signal.Signals

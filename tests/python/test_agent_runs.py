@@ -167,6 +167,7 @@ def agent_of(run: Path) -> int:
     return int((folder_of(run_of(run)) / "agent.lock").read_text())
 
 
+@pytest.mark.thin("True")
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_frozen_agent_is_left_after_the_timeout(run: Path, is_new: bool) -> None:
     state = {"w": torch.ones(1000)}
@@ -193,6 +194,7 @@ def test_a_frozen_agent_is_left_after_the_timeout(run: Path, is_new: bool) -> No
     assert steps_of(run) == ["step-1", "step-2", "step-3"]
 
 
+@pytest.mark.slow
 def test_a_save_whose_agent_freezes_before_the_commit_fails(run: Path) -> None:
     training = torch_ckpt.Run(run, asynchronous=True, agent=True, timeout_s=3)
     training.save(1, {"w": torch.ones(1000)})

@@ -201,6 +201,7 @@ def test_tensors_with_equal_samples_are_compared_whole(tmp_path: Path) -> None:
     assert not differences(state, torch.load(tmp_path / "x.pt"))
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128],

@@ -121,7 +121,7 @@ def test_states_are_saved_and_loaded_under_it(
 
 
 def test_any_state_is_staged_saved_and_loaded_under_it(
-    on_meta: Callable[[], Any], tmp_path: Path, rng: random.Random
+    on_meta: Callable[[], Any], tmp_path: Path, rng: random.Random, full: bool
 ) -> None:
     def saved_and_loaded(number: int, loaded: dict[str, Any]) -> dict[str, Any]:
         save(state, tmp_path / f"{number}")
@@ -130,7 +130,7 @@ def test_any_state_is_staged_saved_and_loaded_under_it(
         return loaded
 
     compared = 0
-    for number in range(40):
+    for number in range(40 if full else 12):
         state = random_state(rng)
         try:
             expected = saved_and_loaded(2 * number, blanked(state))
@@ -143,7 +143,7 @@ def test_any_state_is_staged_saved_and_loaded_under_it(
         assert same(staged, state)
         assert same(loaded, expected)
         compared += 1
-    assert compared > 10
+    assert compared > (10 if full else 3)
 
 
 def test_sharded_tensors_are_saved_and_loaded_under_it(
@@ -290,6 +290,7 @@ def test_checkpoints_of_other_programs_are_loaded_and_converted_under_it(
         assert all(same(universal[fqn], v) for fqn, v in expected.items() if fqn[:5] == "optim")
 
 
+@pytest.mark.thin("torch.device('meta').__enter__()")
 @pytest.mark.parametrize(
     "start", ["torch.set_default_device('meta')", "torch.device('meta').__enter__()"]
 )

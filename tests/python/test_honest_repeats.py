@@ -114,6 +114,7 @@ def test_a_value_that_repeats_others_loads(name: str) -> None:
     assert same(value, load_object(stream))
 
 
+@pytest.mark.thin("fast")
 @pytest.mark.parametrize("files", ["stock", "fast", "staged", "torch.save"])
 def test_a_checkpoint_of_values_that_repeat_others_loads(files: str, tmp_path: Path) -> None:
     state = {name: (make(),) for name, make in VALUES.items()}

@@ -319,6 +319,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("by_id", [True, False])
 @pytest.mark.parametrize("save", [*IN_BACKGROUND, dcp_save, save_now])
 def test_a_save_goes_to_the_directory_that_a_relative_path_named(

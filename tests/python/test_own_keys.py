@@ -187,6 +187,7 @@ def test_a_planner_with_its_own_load_bytes_finds_the_keys(tmp_path: Path) -> Non
     assert state == {"a": {1: 2}}
 
 
+@pytest.mark.slow
 def test_many_integer_keys_are_found_quickly(tmp_path: Path) -> None:
     saved = {"state": {number: {"step": number + 1} for number in range(20_000)}}
     torch_ckpt.save(saved, checkpoint_id=tmp_path)
