@@ -53,7 +53,8 @@ std::vector<Operation::Kind> kinds(const MemoryFileSystem& fs) {
 
 TEST(CommitTest, PublishesNewMetadataInPlaceOfTheOld) {
   MemoryFileSystem fs;
-  Commit old = what("old");
+  const std::string text = "old";
+  Commit old = what(text);
   old.save_id = "id-1";
   ASSERT_OK(begin_and_commit(fs, old));
   EXPECT_EQ(fs.contents(kMetadata), "old");
