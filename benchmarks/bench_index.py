@@ -236,7 +236,7 @@ class Checkpoint:
         sizes = [(self.path / name).stat().st_size / MIB for name in (".metadata", INDEX)]
         return (
             f"{self.fqns} FQNs of {self.boxes} boxes: "
-            f".metadata {sizes[0]:.1f} MiB, .index {sizes[1]:.1f} MiB"
+            f".metadata {sizes[0]:.1f} MiB, index {sizes[1]:.1f} MiB"
         )
 
     def _child(self, what: str) -> str:

@@ -124,7 +124,7 @@ StorageMeta to_storage_meta(const PyStorageMeta& from) {
   return out;
 }
 
-// Returns the contents of `.metadata` and `.index`.
+// Returns the contents of `.metadata` and of its index.
 std::pair<py::bytes, py::bytes> commit_files(const std::string& save_id,
                                              const std::vector<PyFile>& files,
                                              const std::string& version,
@@ -155,7 +155,7 @@ Result<std::vector<IndexedPath>> merged(const std::vector<Bytes>& encoded) {
 // Rank, file, encoded extents of the rank's items in the file.
 using PyRankFile = std::tuple<int64_t, PyFile, py::bytes>;
 
-// Returns the contents of `.metadata` and `.index` of a save with a GlobalPlan.
+// Returns the contents of `.metadata` and of its index, for a save with a GlobalPlan.
 std::pair<py::bytes, py::bytes> planned_commit_files(
     const GlobalPlan& plan, const std::string& save_id, const std::vector<PyRankFile>& files,
     const std::string& version, const std::optional<std::vector<py::bytes>>& paths,
@@ -320,8 +320,9 @@ py::bytes read_pickle(const MetadataFile& metadata, bool verify) {
   return to_python(value_or_raise(without_gil([&] { return metadata.read_pickle(verify); })));
 }
 
-// Returns five values: the metadata; the index that belongs to it, or None; otherwise all readable
-// indexes; whether index or trailer has a newer version; why there is no index that belongs to it.
+// Returns five values: the metadata; the index that belongs to it, or None; otherwise names of
+// data files that other indexes have; whether index or trailer has a newer version; why there is no
+// index that belongs to it.
 py::tuple open_one(FileSystem& fs, const std::filesystem::path& directory,
                    const std::string& metadata_name, const std::string& index_name) {
   const OpenedCheckpoint opened = value_or_raise(without_gil([&] {
@@ -332,10 +333,10 @@ py::tuple open_one(FileSystem& fs, const std::filesystem::path& directory,
   };
   const bool newer = opened.index_status.code() == StatusCode::kUnsupported ||
                      opened.metadata->trailer_status().code() == StatusCode::kUnsupported;
-  py::list others;
-  for (const auto& index : opened.other_indexes) others.append(shared(index));
+  py::list indexed_files;
+  for (const std::string& name : opened.indexed_files) indexed_files.append(py::bytes(name));
   return py::make_tuple(std::const_pointer_cast<MetadataFile>(opened.metadata),
-                        shared(opened.index), others, newer,
+                        shared(opened.index), indexed_files, newer,
                         to_text(opened.index_status.message()));
 }
 

@@ -37,7 +37,8 @@ Status commit(FileSystem& fs, const Commit& what) {
   const auto path = [&](const std::string& name) { return what.directory + "/" + name; };
   const std::string index = path(what.names.index_of(what.save_id));
   const std::string metadata = path(what.names.pending_metadata(what.save_id));
-  // Best effort: readers ignore these files without a commit, and the next save removes them.
+  // Best effort: readers ignore these files without a commit, and the next save removes them. An
+  // index without its pending metadata looks as if its metadata had been lost.
   const auto remove_index_and_data = [&] {
     (void)fs.remove(index);
     for (const std::string& name : what.data_files) (void)fs.remove(path(name));
@@ -48,8 +49,8 @@ Status commit(FileSystem& fs, const Commit& what) {
   };
   const Status prepared = prepare();
   if (!prepared.ok()) {
-    (void)fs.remove(metadata);
     remove_index_and_data();
+    (void)fs.remove(metadata);
     return prepared;
   }
   const Status renamed = fs.rename(metadata, path(what.names.metadata));

@@ -1,5 +1,6 @@
 #include "engine/open_checkpoint.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -8,6 +9,8 @@ namespace {
 
 // Bounds the retries while other processes commit to the same directory.
 constexpr int kAttempts = 4;
+
+constexpr int64_t kNamesOfEachIndex = 8;  // More than one: a name itself may be damaged.
 
 Result<std::shared_ptr<const StoredIndex>> open_index(FileSystem& fs, const std::string& path) {
   ASSIGN_OR_RETURN(auto opened, fs.open(path, OpenMode::kRead, Caching::kBuffered));
@@ -57,11 +60,16 @@ Result<OpenedCheckpoint> open_once(FileSystem& fs, const std::string& directory,
     } else if (belongs(**index, *opened.metadata)) {
       opened.index = *index;
       opened.index_status = ok_status();
-      opened.other_indexes.clear();
+      opened.indexed_files.clear();
       return opened;
     } else {
       fail(corruption(path, " belongs to another save, ", (*index)->save_id()));
-      opened.other_indexes.push_back(*index);
+      const int64_t count = std::min((*index)->file_count(), kNamesOfEachIndex);
+      for (int64_t number = 0; number < count; ++number) {
+        if (auto file = (*index)->file(number); file.ok()) {
+          opened.indexed_files.push_back(std::move(file->name));
+        }
+      }
     }
   }
   return opened;

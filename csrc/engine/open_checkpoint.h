@@ -22,9 +22,9 @@ struct OpenedCheckpoint {
   // The index that belongs to `metadata`; null if there is none.
   std::shared_ptr<const StoredIndex> index;
 
-  // If `index` is null: the readable indexes in the directory. The caller distinguishes damaged
-  // metadata from metadata that never had an index, in a directory with leftovers of other saves.
-  std::vector<std::shared_ptr<const StoredIndex>> other_indexes;
+  // If `index` is null: data files that readable indexes in the directory name, some of each. With
+  // them, the caller distinguishes damaged metadata from metadata that never had an index.
+  std::vector<std::string> indexed_files;
   Status index_status;  // Why there is no index that belongs to `metadata`.
 };
 

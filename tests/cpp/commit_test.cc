@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "io/posix_file_system.h"
@@ -25,7 +26,8 @@ constexpr char kIndex[] = "step-1/.index.id-2";
 constexpr char kOldIndex[] = "step-1/.index";
 constexpr char kPending[] = "step-1/.metadata.id-2.tmp";
 
-Commit what(const std::string& text, bool sync = true) {
+// Requires: `text` outlives the result, as a literal does.
+Commit what(std::string_view text, bool sync = true) {
   return {.directory = "step-1",
           .names = {},
           .metadata = as_bytes(text),
@@ -53,8 +55,7 @@ std::vector<Operation::Kind> kinds(const MemoryFileSystem& fs) {
 
 TEST(CommitTest, PublishesNewMetadataInPlaceOfTheOld) {
   MemoryFileSystem fs;
-  const std::string text = "old";
-  Commit old = what(text);
+  Commit old = what("old");
   old.save_id = "id-1";
   ASSERT_OK(begin_and_commit(fs, old));
   EXPECT_EQ(fs.contents(kMetadata), "old");

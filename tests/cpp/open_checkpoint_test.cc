@@ -15,13 +15,16 @@ namespace torch_ckpt {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAre;
 
 constexpr char kId[] = "0123456789abcdef";
 constexpr char kIndex[] = "c/.index.0123456789abcdef";
 constexpr char kOldIndex[] = "c/.index";  // Its name before version 0.3.0.
 
-std::string index_of(const std::string& metadata, const std::string& save_id = kId) {
+std::string index_of(const std::string& metadata, const std::string& save_id = kId,
+                     const std::string& data_file = "") {
   Index index;
+  if (!data_file.empty()) index.files.push_back({.name = data_file});
   index.save_id = save_id;
   index.metadata = FileDigest::of(as_bytes(metadata));
   return std::string(as_text(written(index)));
@@ -53,7 +56,6 @@ TEST(OpenCheckpointTest, TakesTheIndexThatWasCommittedWithTheMetadataAndNoOther)
       ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
       EXPECT_EQ(as_text(*opened.metadata->read_pickle()), "m");
       EXPECT_EQ(opened.index != nullptr, is_taken);
-      EXPECT_EQ(opened.other_indexes.size(), is_taken ? 0 : 1);
       if (is_taken) {
         EXPECT_OK(opened.index_status);
         EXPECT_EQ(opened.index->save_id(), kId);
@@ -78,15 +80,15 @@ TEST(OpenCheckpointTest, LeavesTheIndexesOfOtherSavesAlone) {
 }
 
 // Otherwise metadata whose trailer is damaged would be metadata that never had an index.
-TEST(OpenCheckpointTest, WithoutATrailerFindsEveryReadableIndex) {
+TEST(OpenCheckpointTest, WithoutATrailerFindsWhatEveryReadableIndexNames) {
   MemoryFileSystem fs;
   fs.put("c/.metadata", "m");
   fs.put("c/.index.00000000aaaaaaaa", "torn");
-  fs.put("c/.index.00000000bbbbbbbb", index_of("b"));
-  fs.put(kIndex, index_of("m"));
+  fs.put("c/.index.00000000bbbbbbbb", index_of("b", kId, "b.distcp"));
+  fs.put(kIndex, index_of("m", kId, "a.distcp"));
   ASSERT_OK_AND_ASSIGN(const auto opened, open_checkpoint(fs, "c"));
   EXPECT_EQ(opened.index, nullptr);
-  EXPECT_EQ(opened.other_indexes.size(), 2);
+  EXPECT_THAT(opened.indexed_files, UnorderedElementsAre("a.distcp", "b.distcp"));
 }
 
 TEST(OpenCheckpointTest, AnIndexThatIsMissingIsReportedWithItsName) {

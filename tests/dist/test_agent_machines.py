@@ -388,15 +388,25 @@ def killed(owner, name):
         return result
     setattr(owner, name, wrapped)
 
+def killed_within_publish():
+    real = joint_save.publish
+    def publish(files, written, save_id, first, before):
+        if is_at("within publish"):  # As the commit, just before its rename.
+            for name, content in zip((f".metadata.{save_id}.tmp", f".index.{save_id}"), files):
+                with open(os.path.join(os.fsdecode(first.directory), name), "wb") as file:
+                    file.write(content)
+        die("within publish")
+        return real(files, written, save_id, first, before)
+    joint_save.publish = publish
+
+KILL = os.path.join(os.environ["TORCH_CKPT_MEMORY"], "kill")
+
+def is_at(moment):
+    return os.path.exists(KILL) and open(KILL).read() == moment
+
 def die(moment):
-    path = os.path.join(os.environ["TORCH_CKPT_MEMORY"], "kill")
-    try:
-        with open(path) as file:
-            wanted = file.read()
-    except OSError:
-        return
-    if wanted == moment:
-        os.unlink(path)
+    if is_at(moment):
+        os.unlink(KILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
 if "agent" in sys.orig_argv:
@@ -406,6 +416,7 @@ if "agent" in sys.orig_argv:
     killed(manifests.Manifests, "remove")
     killed(joint_save, "write_shares")
     killed(joint_save, "publish")
+    killed_within_publish()
     killed(saves.Saves, "_mark_done")
 """
 
@@ -431,6 +442,7 @@ def test_an_agent_that_is_killed_at_each_step_is_replaced_and_the_save_completed
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text(KILLED_AT)
     steps = [f"{when} {what}" for what in OF_BOTH + OF_ONE[machine] for when in ("before", "after")]
+    steps += ["within publish"] if machine == 0 else []
     with Ranks(RANKS) as world:
         for number, moment in enumerate(steps):
             memory_of(memory, machine).mkdir(exist_ok=True)

@@ -34,8 +34,11 @@ from megatron_states import KEYS, entities, expected, on_cpu, shard, whole
 
 import torch_ckpt
 from torch_ckpt import CheckpointError, FastReader, FastWriter
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.integrations import megatron
 from torch_ckpt.integrations.megatron import FastLoadStrategy, FastSaveStrategy
 from torch_ckpt.integrations.megatron_queues import async_modules
+from torch_ckpt.storage.gc import remove_files
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -197,6 +200,11 @@ def test_the_functions_for_tools_read_our_checkpoints(path: Path) -> None:
     assert_same({key: plain[key] for key in KEYS}, {key: whole(key) for key in KEYS})
 
 
+def remove_all_but_the_last(directory: Location, names: list[str]) -> None:
+    remove_files(directory, names[:-1])
+    raise KeyboardInterrupt
+
+
 @on_ranks(2)
 def test_keys_with_a_hint_have_files_of_their_own_and_are_removed(path: Path) -> None:
     save(path, "fast", separation_hint="pair", thread_count=2)
@@ -208,6 +216,11 @@ def test_keys_with_a_hint_have_files_of_their_own_and_are_removed(path: Path) ->
     assert len(list(path.glob("pair__*.distcp"))) == 2
     dist.barrier()
     if dist.get_rank() == 0:
+        with (
+            mock.patch.object(megatron, "remove_files", remove_all_but_the_last),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            FastLoadStrategy().remove_sharded_tensors(str(path), "pair")
         FastLoadStrategy().remove_sharded_tensors(str(path), "pair")
     dist.barrier()
     assert not list(path.glob("pair*"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +33,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch_ckpt import FastReader, FastWriter
 from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import INDEX_MARK, open_committed
+from torch_ckpt.formats.committed import INDEX_MARK, metadata_prefixes, open_committed
+from torch_ckpt.storage.gc import index_name
+from torch_ckpt.storage.verify import examine
 
 
 def random_state(rng: random.Random) -> dict[str, Any]:
@@ -184,7 +188,8 @@ for at in places:
         assert FastReader(path).read_metadata().storage_data == sound
     except CorruptionError:
         refused.append(at)
-print("refused:", refused == [at for at in places if at >= len(whole) - 64], "unpickled:", len(unpickled))
+in_trailer = [at for at in places if at >= len(whole) - 64]
+print("refused:", refused == in_trailer, "unpickled:", len(unpickled))
 """
 
 
@@ -417,3 +422,37 @@ def test_a_flipped_bit_of_a_stock_payload_that_is_read_whole_is_corruption(
         assert repr(fqn) in str(error)
     file.write_bytes(whole)
     assert loads(tmp_path, state) == []
+
+
+def save_killed_in_its_commit(state: dict[str, Any], path: Path, *, alone: bool) -> None:
+    """Saves in a child process, which ends just before it renames its metadata."""
+
+    def commit(self: FastWriter, metadata: bytes, index: bytes, files: Any) -> None:
+        (path / self._own_name(index_name(self.save_id))).write_bytes(index)
+        os._exit(9)
+
+    if (child := os.fork()) == 0:
+        try:
+            with mock.patch.object(FastWriter, "_commit", commit):
+                writer = FastWriter(path)
+                dcp.save(state, storage_writer=writer, no_dist=not alone, use_collectives=not alone)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_save_removes_the_index_of_a_killed_save_of_the_other_kind(
+    alone: bool, world_of_one: None, state: dict[str, Any], tmp_path: Path
+) -> None:
+    """Otherwise the directory would look as if metadata of that kind had been lost."""
+    save_killed_in_its_commit(state, tmp_path, alone=alone)
+    assert metadata_prefixes(Location(tmp_path)) == []
+
+    dcp.save(state, storage_writer=FastWriter(tmp_path), use_collectives=alone)
+
+    assert metadata_prefixes(Location(tmp_path)) == ["" if alone else "__0"]
+    targets = blank(state)
+    dcp.load(targets, storage_reader=FastReader(tmp_path))
+    assert differences(state, targets) == []
+    assert examine(Location(tmp_path)).damage == []

@@ -45,7 +45,7 @@ from torch_ckpt.planning.replica_check import (
     Difference,
     warn_of,
 )
-from torch_ckpt.storage.gc import Found, pending_name, remove_files
+from torch_ckpt.storage.gc import Found, index_name, pending_name, remove_files
 
 __all__ = ["JointSave"]
 
@@ -161,6 +161,8 @@ class JointSave:
             if is_new or not (self._pending.exists() or self._files.is_committed()):
                 self._epoch = secrets.token_hex(8)
                 self._pending.write(b"", sync=False)  # Before any machine writes.
+            else:  # The commit creates the index, and an earlier agent may have ended within it.
+                (self._directory / index_name(self._files.save_id(self._epoch))).discard()
         self._publish({kind: set() for kind in ("epoch", "lists", "manifest")})
 
     def advance(self) -> bool:

@@ -11,7 +11,6 @@ of memory.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterable
 
@@ -33,8 +32,6 @@ INDEX_MARK = "torch_ckpt: sealed by an index"
 
 _COMMIT_FILE = re.compile(r"((?:__\d+)?)\.(?:metadata|index(?:\.([0-9a-f]{16}))?)")
 
-_MAX_NAMES_TRIED = 8  # More than one: a name itself may be damaged.
-
 # The mark as a whole pickled string: an opcode, a length of one byte or four, and the text.
 _PICKLED_MARK = re.compile(
     rb"(\x8c%c|X%c\0\0\0)%s" % (len(INDEX_MARK), len(INDEX_MARK), re.escape(INDEX_MARK.encode()))
@@ -50,7 +47,7 @@ def metadata_prefixes(directory: Location) -> list[str]:
     """Returns the prefixes of all commit files in a directory, sorted.
 
     An index without metadata counts as well, unless its save has a pending file: its metadata has
-    been lost.
+    been lost. So a pending file is removed after the index of its save, or with it.
 
     A prefix is empty, or ``__0`` for the checkpoint of rank 0 alone. The list is empty for a file,
     and for a directory that does not exist or has no committed checkpoint.
@@ -87,9 +84,7 @@ def open_committed(
     """
     path = directory / f"{prefix}.metadata"
 
-    def open_both() -> tuple[
-        _native.MetadataFile, _native.Index | None, list[_native.Index], bool, str
-    ]:
+    def open_both() -> tuple[_native.MetadataFile, _native.Index | None, list[bytes], bool, str]:
         return _native.open_checkpoint(
             directory.file_system, directory.path, path.name, f"{prefix}.index"
         )
@@ -109,9 +104,9 @@ def open_committed(
                 f"cannot open the checkpoint in {directory}: it has an index, but {path.name} is "
                 "missing"
             ) from error
-    metadata, index, others, newer, why = opened
+    metadata, index, indexed_files, newer, why = opened
     if index is None and verify:
-        _check_never_indexed(metadata, others, newer=newer, why=why, where=str(path))
+        _check_never_indexed(metadata, indexed_files, newer=newer, why=why, where=str(path))
     return metadata, index
 
 
@@ -142,7 +137,7 @@ def is_committed(directory: Location, save_id: str, prefix: str = "") -> bool:
 
 def _check_never_indexed(
     metadata: _native.MetadataFile,
-    others: Iterable[_native.Index],
+    indexed_files: Iterable[bytes],
     *,
     newer: bool,
     why: str,
@@ -152,7 +147,7 @@ def _check_never_indexed(
 
     Args:
         metadata: The metadata, which no readable index matches.
-        others: All readable indexes in the directory.
+        indexed_files: Data files that readable indexes in the directory name, some of each.
         newer: Whether the index file has a version that this build does not read.
         why: Why there is no index that belongs to the metadata, for the message.
         where: Path of the metadata, for the message.
@@ -168,15 +163,13 @@ def _check_never_indexed(
         pickled = metadata.read_pickle()
         marked = _PICKLED_MARK.search(pickled) is not None
         newer = newer and marked
-        for index in others:
-            # Each save uses new names for its data files. So metadata that contains a name from
-            # this index is of the same save, and one of the two is damaged.
-            names = (index.file_name(n) for n in range(min(len(index.files), _MAX_NAMES_TRIED)))
-            if any(os.fsencode(name) in pickled for name in names):
-                raise CorruptionError(
-                    f"{where} and its index contradict each other: {metadata.trailer_problem}; "
-                    f"{way_out}"
-                )
+        # Each save uses new names for its data files. So metadata that contains a name from an
+        # index is of the same save, and one of the two is damaged.
+        if any(name in pickled for name in indexed_files):
+            raise CorruptionError(
+                f"{where} and its index contradict each other: {metadata.trailer_problem}; "
+                f"{way_out}"
+            )
         why = why or metadata.trailer_problem
     if marked:
         if newer:

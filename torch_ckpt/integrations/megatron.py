@@ -285,7 +285,8 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
                 stacklevel=2,
             )
             return
-        files += filter(is_index, directory.names())
+        # First: until no index is left, a repeated call must find data files to remove.
+        files[:0] = filter(is_index, directory.names())
         # Repeated after an interruption, the index may belong to the former metadata.
         stored = FastReader(directory.checkpoint_id, verify=False).read_metadata()
         paths = stored.planner_data

@@ -22,6 +22,7 @@ __all__ = [
     "collect_garbage",
     "end_saves",
     "find",
+    "index_name",
     "is_index",
     "pending_name",
     "pending_pattern",
@@ -53,6 +54,11 @@ class Found:
 def pending_name(save_id: str) -> str:
     """Returns the name of the pending file of a save: its metadata, empty until the commit."""
     return f".metadata.{save_id}.tmp"
+
+
+def index_name(save_id: str) -> str:
+    """Returns the name of the index of a save."""
+    return f".index.{save_id}"
 
 
 def is_index(name: str) -> bool:
@@ -141,7 +147,7 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
     if rank is None:
         pattern = (
             r"__\d+_\d+\.distcp|.*__\d+_\d+_[0-9a-f]{16}\.distcp"
-            rf"|{_PENDING}|{_INDEX}"
+            rf"|(__\d+)?({_PENDING}|{_INDEX})"
             r"|\.agents-[0-9a-f]{16}-\d+\.(epoch|lists|manifest|failed)(\.tmp)?"
         )
         if any(_RANK_METADATA.fullmatch(name) for name in found):
@@ -149,7 +155,7 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
     else:
         pattern = (
             rf"__{rank}_\d+(_[0-9a-f]{{16}})?\.distcp"
-            rf"|__{rank}({_PENDING}|{_INDEX})"
+            rf"|(__{rank})?({_PENDING}|{_INDEX})"
         )
         if ".metadata" in found:
             return []
@@ -159,6 +165,6 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
 
 
 def remove_files(directory: Location, names: Iterable[str]) -> None:
-    """Removes files, and ignores errors: no metadata refers to these files."""
+    """Removes files, and ignores errors: no metadata refers to these files any more."""
     for name in names:
         (directory / name).discard()
