@@ -22,7 +22,7 @@ from torch_ckpt.cli.main import main
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs import step_files
-from torch_ckpt.runs.step_directories import remove_directory
+from torch_ckpt.runs.removal import remove_directory
 from torch_ckpt.runs.step_files import leased_steps, metrics_of
 
 pytestmark = pytest.mark.timeout(120)

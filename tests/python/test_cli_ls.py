@@ -65,6 +65,18 @@ def test_ls_lists_steps_and_marks_damaged_and_unfinished_ones(
     assert facts["steps"][2]["nbytes"] > 4000
 
 
+def test_ls_names_the_files_that_a_copied_step_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_steps(tmp_path, 8)
+    for path in (tmp_path / "step-8").glob(".*"):
+        path.unlink()
+    status, printed = output(capsys, "ls", tmp_path)
+    assert status == 0
+    assert "incomplete  loss=0.125" in printed
+    assert "lacks .metadata and .index." in printed
+
+
 def test_ls_of_no_run_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch_ckpt.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "one")
     assert output(capsys, "ls", tmp_path / "one") == (

@@ -25,7 +25,9 @@ from torch_ckpt import CheckpointError, FastReader, Run, load
 from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs import save_interval
-from torch_ckpt.runs.step_directories import StepDirectories, remove_directory
+from torch_ckpt.runs.removal import remove_directory
+from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.storage.gc import pending_name
 from torch_ckpt.storage.verify import check_whole
 
 pytestmark = [
@@ -167,6 +169,7 @@ def test_what_was_never_committed_and_other_names_are_no_steps_and_older_ones_co
         (tmp_path / f"step-{step}/.metadata").write_bytes(b"junk")
     (tmp_path / "step-2000").mkdir()
     (tmp_path / "step-2000/__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "step-2000" / pending_name("0" * 16)).touch()
     for name in ("step-07", "step-x", "step-8.tmp", "best", "step--9"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-1002").write_text("a file")
@@ -218,6 +221,7 @@ def test_what_failed_saves_have_left_is_removed_with_old_steps(tmp_path: Path) -
     for step in (0, 5, 20):
         (tmp_path / f"step-{step}").mkdir()
         (tmp_path / f"step-{step}/__0_0.distcp").write_bytes(b"half")
+        (tmp_path / f"step-{step}" / pending_name("0" * 16)).touch()
 
     save_steps(tmp_path, 10, keep_last=1, keep_every=5)
 

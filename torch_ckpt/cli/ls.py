@@ -13,7 +13,7 @@ from torch_ckpt.cli.terminal import DAMAGED, SOUND, fail, print_json, print_tabl
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
-from torch_ckpt.runs.step_files import listed_steps, metrics_of
+from torch_ckpt.runs.step_files import listed_steps, metrics_of, what_is_missing
 from torch_ckpt.storage.progress import readable_nbytes
 from torch_ckpt.storage.verify import check_whole
 
@@ -59,7 +59,8 @@ def _facts(path: Location, number: int) -> dict[str, Any]:
     try:
         check_whole(path)
     except NotFoundError:
-        state = "unfinished"
+        reason = what_is_missing(path) or None
+        state = "unfinished" if reason is None else "incomplete"
     except CorruptionError as error:
         state, reason = "damaged", str(error)
     except CheckpointError as error:

@@ -345,17 +345,31 @@ class Location:
         """Removes a file, or a directory and its contents. Safe if several processes do it at once.
 
         Raises:
-            StorageError: A file or directory cannot be removed.
+            StorageError: A file or directory cannot be removed. All others are removed.
         """
         try:
             self.remove()
+            return
         except NotFoundError:
             return
-        except StorageError:  # Probably a directory that is not empty.
-            with contextlib.suppress(NotFoundError):
-                for name in self.names():
-                    (self / name).remove_all()
-                self.remove()
+        except StorageError as error:
+            failure = error
+        try:
+            names = self.names()
+        except NotFoundError:
+            return
+        except StorageError:  # A file.
+            raise failure from None
+        failures = []
+        for name in names:
+            try:
+                (self / name).remove_all()
+            except StorageError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        with contextlib.suppress(NotFoundError):
+            self.remove()
 
 
 class _Stream(io.RawIOBase):

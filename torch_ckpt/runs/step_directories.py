@@ -6,10 +6,8 @@ torn or name a missing step. Only its own metadata determines whether it is a ch
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -20,22 +18,22 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch_ckpt.api import load
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import has_checkpoint
+from torch_ckpt.formats.committed import has_checkpoint, metadata_prefixes
+from torch_ckpt.runs.removal import remove_directory, removed_directories
 from torch_ckpt.runs.step_files import (
     leased_steps,
     listed_steps,
     metrics_of,
     remove_expired_leases,
+    what_is_missing,
 )
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_sound, check_whole
 
-__all__ = ["Mode", "StepDirectories", "Verify", "remove_directory"]
+__all__ = ["Mode", "StepDirectories", "Verify"]
 
 Verify = Literal["quick", "full"]
 Mode = Literal["min", "max"]
-
-_REMOVED = ".removed-"
 
 
 class StepDirectories:
@@ -59,6 +57,7 @@ class StepDirectories:
         self, directory: Location, *, verify: Verify = "quick", reader: dict[str, Any] | None = None
     ) -> None:
         self.directory = directory
+        self._warned: set[str] = set()  # Names of what could not be removed.
         self._reader = dict(reader or {})
         trust_pickle = self._reader.get("trust_pickle", False)
         self._check_whole = functools.partial(check_whole, trust_pickle=trust_pickle)
@@ -76,13 +75,14 @@ class StepDirectories:
     def steps(self, reports: Sequence[None] = ()) -> Iterator[int]:
         """Yields the whole steps, the newest first; verifies each step as it is requested.
 
-        Warns of steps that were committed and are damaged.
+        Warns of steps that were committed and are damaged, and of data files without metadata.
         """
         for step in listed_steps(self.directory):
             try:
                 self._check(self.path(step))
-            except NotFoundError:
-                continue  # Never committed, or removed meanwhile.
+            except NotFoundError:  # Never committed, or removed meanwhile.
+                if missing := what_is_missing(self.path(step)):
+                    warnings.warn(f"step {step} is passed over: {missing}", stacklevel=2)
             except CheckpointError as error:
                 warnings.warn(f"step {step} is passed over: {error}", stacklevel=2)
             else:
@@ -143,7 +143,9 @@ class StepDirectories:
         """Removes steps except the newest ``last``, the multiples of ``every`` and the best ones.
 
         The step that was just saved and the newest whole step always remain. So do damaged steps
-        that are newer than the oldest of the newest ``last``, and leased steps.
+        that are newer than the oldest of the newest ``last``, leased steps, and directories that
+        are neither a checkpoint nor the remains of a save. Warns once of each step that cannot be
+        removed.
 
         Args:
             saved: The step that was just saved.
@@ -152,7 +154,7 @@ class StepDirectories:
             best: Steps that remain for their metrics.
 
         Raises:
-            StorageError: The directory of the run cannot be read, or a step cannot be removed.
+            StorageError: The directory of the run cannot be read.
         """
         newest: list[int] = []
         protected = {saved, *best, *leased_steps(self.directory)}
@@ -167,11 +169,30 @@ class StepDirectories:
                 except CheckpointError:
                     continue
             else:
-                committed = has_checkpoint(self.path(step))
+                committed = bool(metadata_prefixes(self.path(step)))
             if step in protected or (committed and every is not None and step % every == 0):
                 continue
             if newest:  # A step newer than all whole steps may be a save in progress.
-                remove_directory(self.path(step), unless=functools.partial(self._is_leased, step))
+                self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        """Removes a step, unless it is leased; warns once if it cannot be removed."""
+        path = self.path(step)
+        try:
+            if missing := what_is_missing(path):
+                self._warn_once(path.name, f"step {step} was not removed: {missing}")
+                return
+            remove_directory(path, unless=functools.partial(self._is_leased, step))
+        except NotFoundError:
+            pass  # Another process has removed it.
+        except CheckpointError as error:
+            self._warn_once(path.name, f"step {step} was not removed: {error}")
+
+    def _warn_once(self, name: str, message: str) -> None:
+        """Warns of a directory, unless it was warned of before."""
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(message, stacklevel=4)
 
     def _is_leased(self, step: int) -> bool:
         return step in leased_steps(self.directory)
@@ -179,40 +200,14 @@ class StepDirectories:
     def sweep(self) -> None:
         """Deletes the remains of interrupted removals, and expired leases.
 
+        Warns once of each directory that cannot be deleted.
+
         Raises:
-            StorageError: A file cannot be deleted.
+            StorageError: The directory of the run cannot be read.
         """
-        with contextlib.suppress(NotFoundError):
-            for name in self.directory.names():
-                if name.startswith(_REMOVED):
-                    (self.directory / name).remove_all()
-            remove_expired_leases(self.directory)
-
-
-def remove_directory(path: Location, *, unless: Callable[[], bool] = lambda: False) -> None:
-    """Removes a checkpoint, so that no reader ever finds a partly deleted one under its name.
-
-    A reader that has already opened the checkpoint either finishes or raises
-    :class:`~torch_ckpt.errors.NotFoundError`.
-
-    Args:
-        path: Directory of the checkpoint.
-        unless: Called after the directory was renamed. If it returns ``True``, the directory gets
-            its name back, and remains.
-
-    Raises:
-        NotFoundError: The checkpoint does not exist.
-        StorageError: The directory cannot be renamed, and is unchanged. Or a file in the renamed
-            directory cannot be deleted; :meth:`StepDirectories.sweep` retries that.
-
-    Example::
-
-        remove_directory(Location("run/step-100"))
-    """
-    doomed = path.with_name(f"{_REMOVED}{path.name}-{secrets.token_hex(4)}")
-    path.rename(doomed)
-    if unless():
-        doomed.rename(path)
-        return
-    path.parent.sync()
-    doomed.remove_all()
+        for name, path in removed_directories(self.directory):
+            try:
+                path.remove_all()
+            except CheckpointError as error:
+                self._warn_once(name, f"{name} was not removed completely: {error}")
+        remove_expired_leases(self.directory)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import has_checkpoint
+from torch_ckpt.formats.committed import has_checkpoint, metadata_prefixes
 
 __all__ = [
     "LEASE_S",
@@ -28,6 +28,7 @@ __all__ = [
     "listed_steps",
     "metrics_of",
     "remove_expired_leases",
+    "what_is_missing",
     "write_metrics",
 ]
 
@@ -38,6 +39,8 @@ _RENEW_S = 60.0
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _LEASE = re.compile(r"\.lease-(0|[1-9][0-9]*)-[0-9a-f]+")
+_DATA = re.compile(r"__\d+_\d+_([0-9a-f]{16})\.distcp")
+_REMAINS = re.compile(r"(__\d+)?\.metadata(\.[0-9a-f]{16})?\.tmp|\.agents-.*")
 _METRICS = "metrics.json"
 _PENDING = ".pending-"
 
@@ -64,6 +67,35 @@ def committed_steps(directory: Location) -> list[int]:
     """
     steps = listed_steps(directory)
     return [step for step in steps if has_checkpoint(directory / f"step-{step}")]
+
+
+def what_is_missing(step: Location) -> str:
+    """Returns what the directory of a step lacks, if it has files but cannot have been left so.
+
+    A save leaves a pending file, and agents leave files of their own, where it did not commit. If
+    there are neither these nor metadata, somebody may have copied the data files alone.
+
+    Returns:
+        A text for a message; empty for a checkpoint, whole or damaged, for the remains of a save,
+        and if the directory cannot be read.
+    """
+    try:
+        if metadata_prefixes(step):
+            return ""
+        names = step.names()
+    except CheckpointError:
+        return ""
+    if any(_REMAINS.fullmatch(name) for name in names):
+        return ""
+    others = [name for name in names if name != _METRICS and not name.startswith(_PENDING)]
+    if not others:
+        return ""
+    ids = sorted({f".index.{match[1]}" for match in map(_DATA.fullmatch, others) if match})
+    return (
+        f"{step} has {', '.join(others[:2])}{' and others' if len(others) > 2 else ''}, but lacks "
+        f"{' and '.join(['.metadata', *ids])}. Its save did not finish, or somebody copied it "
+        "without the files whose names begin with a dot, as `cp step/*` does; copy these too"
+    )
 
 
 # ---- Metrics ----

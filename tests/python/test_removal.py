@@ -1,0 +1,247 @@
+"""Steps that cannot be removed, that cannot be renamed, or that retention does not understand."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_ckpt import Run
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs.step_directories import StepDirectories
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": torch.full((5000,), float(step)), "step": step}
+
+
+def save_steps(directory: Path, *steps: int, **options: Any) -> Run:
+    run = Run(directory, **options)
+    for step in steps:
+        run.save(step, state_of(step))
+    return run
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in directory.glob("step-*"))
+
+
+def warned(work: Callable[[], object]) -> list[str]:
+    """The warnings of a piece of work."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work()
+    messages = [str(warning.message) for warning in caught]
+    return [message for message in messages if "torch.distributed" not in message]
+
+
+@pytest.fixture
+def immutable() -> Iterator[Callable[[Path], None]]:
+    """Makes a file or directory immutable until the test ends."""
+    made: list[Path] = []
+
+    def make(path: Path) -> None:
+        done = subprocess.run(["chattr", "+i", path], capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"files cannot be made immutable here: {done.stderr.strip()}")
+        made.append(path)
+
+    yield make
+    for path in made:
+        found = [path, *path.parent.parent.glob(f"*/{path.name}")]  # Its directory may be renamed.
+        subprocess.run(["chattr", "-i", *found], capture_output=True)
+
+
+@pytest.fixture
+def overlay(
+    tmp_path: Path, mount_tmpfs: Callable[[str], Path]
+) -> Iterator[Callable[[Path], Path]]:
+    """Mounts an overlay above a directory, whose subdirectories cannot be renamed there."""
+    mounted: list[Path] = []
+
+    def mount(lower: Path) -> Path:
+        disk, merged = mount_tmpfs("size=8m"), tmp_path / "merged"
+        for path in (disk / "upper", disk / "work", merged):
+            path.mkdir()
+        (lower / "probe").mkdir()
+        layers = f"lowerdir={lower},upperdir={disk}/upper,workdir={disk}/work,redirect_dir=off"
+        command = ["mount", "-t", "overlay", "-o", layers, "overlay", merged]
+        command = [str(word).replace("tmpfs 0", "tmpfs\\ 0") for word in command]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"cannot mount an overlay here: {done.stderr.strip()}")
+        mounted.append(merged)
+        with pytest.raises(OSError, match="cross-device"):
+            (merged / "probe").rename(merged / "renamed")
+        return merged
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+# ---- Steps that cannot be removed ----
+
+
+def test_retention_goes_on_after_a_step_that_cannot_be_removed_and_warns_once(
+    tmp_path: Path, immutable: Callable[[Path], None]
+) -> None:
+    run = save_steps(tmp_path, 1, 2, 3)
+    immutable(tmp_path / "step-2")
+    run = Run(tmp_path, keep_last=1)
+
+    messages = warned(lambda: [run.save(step, state_of(step)) for step in (4, 5, 6)])
+
+    assert len(messages) == 1
+    assert "step 2 was not removed: cannot rename" in messages[0]
+    assert steps_in(tmp_path) == [2, 6]
+    assert Run(tmp_path).restore(state_of(-1), step=2) == 2  # Unchanged.
+
+
+def test_retention_goes_on_after_a_file_that_cannot_be_removed_and_removes_all_others(
+    tmp_path: Path, immutable: Callable[[Path], None]
+) -> None:
+    save_steps(tmp_path, 1, 2)
+    [data] = (tmp_path / "step-1").glob("*.distcp")
+    immutable(data)
+    run = Run(tmp_path, keep_last=1)
+
+    messages = warned(lambda: [run.save(step, state_of(step)) for step in (3, 4, 5)])
+
+    [removed] = tmp_path.glob(".removed-*")
+    assert [path.name for path in removed.iterdir()] == [data.name]
+    assert len(messages) == 1
+    assert "step 1 was not removed: cannot remove" in messages[0]
+    assert "Operation not permitted" in messages[0]
+    assert steps_in(tmp_path) == [5]
+
+
+def test_a_step_that_cannot_be_renamed_is_removed(
+    tmp_path: Path, overlay: Callable[[Path], Path]
+) -> None:
+    save_steps(tmp_path / "lower", 1, 2, 3)
+    merged = overlay(tmp_path / "lower")
+    run = Run(merged, keep_last=1)
+
+    assert warned(lambda: run.save(4, state_of(4))) == []
+
+    assert steps_in(merged) == [4]
+
+
+def removes_until_killed(directory: Path, count: int) -> int:
+    """Forks a process that removes steps, and is killed before it has deleted ``count`` files."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    left, remove = count, Location.remove
+
+    def kill(location: Location) -> None:
+        nonlocal left
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        remove(location)
+
+    try:
+        Location.remove = kill  # type: ignore[method-assign]
+        StepDirectories(Location(directory)).retain(3, last=1, every=None)
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_half_removed_step_that_cannot_be_renamed_is_no_step_and_is_removed_later(
+    tmp_path: Path, overlay: Callable[[Path], Path], count: int
+) -> None:
+    save_steps(tmp_path / "lower", 2, 3)
+    merged = overlay(tmp_path / "lower")
+
+    assert removes_until_killed(merged, count) == -signal.SIGKILL
+
+    assert steps_in(merged) == [2, 3]
+    (merged / "step-3").joinpath(".metadata").unlink()
+    shutil.rmtree(merged / "step-3")
+    assert StepDirectories(Location(merged)).damaged() == []
+    assert Run(merged).latest_step() is None
+    save_steps(merged, 4, keep_last=1)
+    assert steps_in(merged) == [4]
+
+
+def test_a_lease_protects_a_step_that_cannot_be_renamed(
+    tmp_path: Path, overlay: Callable[[Path], Path]
+) -> None:
+    save_steps(tmp_path / "lower", 1, 2)
+    merged = overlay(tmp_path / "lower")
+    disk = StepDirectories(Location(merged))
+    disk._is_leased = lambda step: True  # type: ignore[method-assign]
+
+    disk.retain(2, last=1, every=None)
+
+    assert Run(merged).restore(state_of(-1), step=1) == 1
+
+
+# ---- Directories without metadata ----
+
+
+def copy_without_dotfiles(source: Path, target: Path) -> str:
+    """As ``cp source/* target`` does; returns the name of the index."""
+    target.mkdir(parents=True)
+    subprocess.run(f"cp -r '{source}'/* '{target}'", shell=True, check=True)
+    [index] = source.glob(".index.*")
+    return index.name
+
+
+def test_a_step_copied_without_dotfiles_is_named_by_a_restore(tmp_path: Path) -> None:
+    save_steps(tmp_path / "run", 300)
+    index = copy_without_dotfiles(tmp_path / "run/step-300", tmp_path / "copy/step-300")
+
+    for found in (
+        lambda: Run(tmp_path / "copy").restore(state_of(-1)),
+        lambda: Run(tmp_path / "copy").latest_step(),
+    ):
+        [message] = warned(found)
+        assert message.startswith(f"step 300 is passed over: {tmp_path}/copy/step-300 has __0_0_")
+        assert f"but lacks .metadata and {index}" in message
+
+    save_steps(tmp_path / "copy", 200)
+    state = state_of(-1)
+    [message] = warned(lambda: Run(tmp_path / "copy").restore(state))
+    assert message.startswith("step 300 is passed over")
+    assert state["step"] == 200
+
+
+def test_retention_leaves_what_it_does_not_understand(tmp_path: Path) -> None:
+    save_steps(tmp_path / "run", 300)
+    copy_without_dotfiles(tmp_path / "run/step-300", tmp_path / "copy/step-300")
+    notes = tmp_path / "copy/step-200/notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("the learning rate was too high")
+    (tmp_path / "copy/step-100").mkdir()  # Empty.
+    run = Run(tmp_path / "copy", keep_last=1)
+
+    messages = warned(lambda: [run.save(step, state_of(step)) for step in (400, 500, 600)])
+
+    assert steps_in(tmp_path / "copy") == [200, 300, 600]
+    assert notes.exists()
+    assert [message.split(":")[0] for message in messages] == [
+        "step 300 was not removed",
+        "step 200 was not removed",
+    ]
+
+
+def test_a_multiple_that_has_lost_its_metadata_is_retained(tmp_path: Path) -> None:
+    run = save_steps(tmp_path, 10, keep_last=1, keep_every=10)
+    (tmp_path / "step-10/.metadata").unlink()
+    run.save(11, state_of(11))
+    run.save(12, state_of(12))
+    assert steps_in(tmp_path) == [10, 12]
