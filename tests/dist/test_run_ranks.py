@@ -374,3 +374,53 @@ def test_ranks_agree_on_the_best_step(path: Path, options: dict[str, Any]) -> No
         assert_is(state, 2)
     dist.barrier()
     assert sorted(p.name for p in path.glob("step-*")) == ["step-2", "step-3"]
+
+
+# ---- Going back, and ending ----
+
+
+@pytest.mark.parametrize("is_rank_1_ahead", [False, True])
+@on_ranks(3)
+def test_all_ranks_save_one_step_and_end_if_one_of_them_gets_a_signal(
+    path: Path, is_rank_1_ahead: bool
+) -> None:
+    run, state = Run(path, timeout_s=TIMEOUT_S), state_of(0)
+    rank = dist.get_rank()
+
+    def train() -> None:
+        nonlocal state
+        with run.saving_on_signal(lambda: state, grace_s=TIMEOUT_S):
+            for step in itertools.count(1):
+                if step == 40 and rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if rank == (0 if is_rank_1_ahead else 1):
+                    time.sleep(0.001)  # The others are ahead, until they exchange.
+                state = state_of(step)
+                run.should_save(step)
+
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 143
+    state = state_of(-1)
+    step = Run(path, timeout_s=TIMEOUT_S).restore(state)
+    assert step is not None
+    assert 40 <= step <= 40 + 2 * 16
+    assert_is(state, step)
+    assert os.listdir(path) == [f"step-{step}"]
+
+
+@on_ranks(2)
+def test_ranks_go_back_together_and_one_of_them_warns(path: Path) -> None:
+    run = Run(path, timeout_s=TIMEOUT_S)
+    for step in (3, 6, 9):
+        run.save(step, state_of(step))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert run.restore(state_of(-1), step=3) == 3
+        run.save(4, state_of(4))
+    assert [str(w.message)[:25] for w in caught] == ["step 3 was restored, but "][dist.get_rank() :]
+    assert run.discard_after(4) == [9, 6]
+    assert run.restore(state_of(-1)) == 4
+    with pytest.raises(ValueError, match="different steps"):
+        run.discard_after(3 + dist.get_rank())
+    assert run.latest_step() == 4

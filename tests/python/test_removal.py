@@ -63,9 +63,7 @@ def immutable() -> Iterator[Callable[[Path], None]]:
 
 
 @pytest.fixture
-def overlay(
-    tmp_path: Path, mount_tmpfs: Callable[[str], Path]
-) -> Iterator[Callable[[Path], Path]]:
+def overlay(tmp_path: Path, mount_tmpfs: Callable[[str], Path]) -> Iterator[Callable[[Path], Path]]:
     """Mounts an overlay above a directory, whose subdirectories cannot be renamed there."""
     mounted: list[Path] = []
 
@@ -75,8 +73,8 @@ def overlay(
             path.mkdir()
         (lower / "probe").mkdir()
         layers = f"lowerdir={lower},upperdir={disk}/upper,workdir={disk}/work,redirect_dir=off"
-        command = ["mount", "-t", "overlay", "-o", layers, "overlay", merged]
-        command = [str(word).replace("tmpfs 0", "tmpfs\\ 0") for word in command]
+        layers = layers.replace(" ", "\\ ")
+        command = ["mount", "-t", "overlay", "-o", layers, "overlay", str(merged)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             pytest.skip(f"cannot mount an overlay here: {done.stderr.strip()}")
@@ -153,7 +151,7 @@ def removes_until_killed(directory: Path, count: int) -> int:
         remove(location)
 
     try:
-        Location.remove = kill  # type: ignore[method-assign]
+        Location.remove = kill  # type: ignore[assignment,method-assign]
         StepDirectories(Location(directory)).retain(3, last=1, every=None)
     finally:
         os._exit(1)

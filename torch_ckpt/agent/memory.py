@@ -32,6 +32,7 @@ __all__ = [
     "SlotHeader",
     "agent_lock",
     "complete_slots",
+    "discard_slots_after",
     "done_mark",
     "folder_of",
     "found_slots",
@@ -245,6 +246,28 @@ def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[SlotHeader, Path]
             slot.read()
             if header.run == run:
                 yield header, path
+
+
+def discard_slots_after(folder: Path, run: bytes, step: int) -> set[int]:
+    """Discards the snapshots of newer steps. An agent that writes one of them does not commit it.
+
+    Args:
+        folder: Folder of the run.
+        run: 16 bytes that identify the run.
+        step: The newest step to retain.
+
+    Returns:
+        The steps of the discarded snapshots.
+    """
+    discarded = set()
+    for _, _, path in found_slots(folder):
+        with contextlib.suppress(CheckpointError):
+            slot = _native.Slot.open(os.fsencode(path), True)
+            header = SlotHeader.of(slot)
+            if header.run == run and header.step > step:
+                slot.clear()
+                discarded.add(header.step)
+    return discarded
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import NOT_SHARED
@@ -74,8 +74,36 @@ def persist(
     """
     _check_one_save(snapshots)
     first = snapshots[0]
-    directory = directory_of(first)
+    with _created(directory_of(first)) as directory:
+        return _persist(snapshots, directory, io, threads, check_replicas, is_current)
+
+
+@contextlib.contextmanager
+def _created(directory: Location) -> Iterator[Location]:
+    """Creates the directory of a checkpoint; removes it if the block raises and leaves it empty.
+
+    A directory that exists remains: somebody may have given it a quota or permissions.
+    """
+    is_new = directory.is_missing()
     directory.create_directories()
+    try:
+        yield directory
+    except BaseException:
+        if is_new:
+            directory.discard()
+        raise
+
+
+def _persist(
+    snapshots: Sequence[_native.StoredSnapshot],
+    directory: Location,
+    io: IoOptions,
+    threads: int,
+    check_replicas: CheckReplicas,
+    is_current: Callable[[], bool],
+) -> list[Difference]:
+    """Writes and commits a checkpoint in a directory; see :func:`persist`."""
+    first = snapshots[0]
     before = found_before(directory)
     # Ranks that copied only their shares have compared their replicas before.
     is_compared = len(snapshots) > 1 and first.header[-1] == NOT_SHARED

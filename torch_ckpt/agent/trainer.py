@@ -29,6 +29,7 @@ from torch_ckpt.agent.memory import (
     Save,
     SlotHeader,
     complete_slots,
+    discard_slots_after,
     done_mark,
     folder_of,
     open_folder,
@@ -316,6 +317,18 @@ class SnapshotAgent:
             self._slots[self._newest][1].clear()
             self._newest = None
             self._share.reset()
+
+    def discard_after(self, step: int) -> None:
+        """Discards the snapshots of newer steps from the memory of this machine.
+
+        All ranks call this method, and then agree that all have, before one saves again.
+
+        Args:
+            step: The newest step to retain.
+        """
+        discard_slots_after(self._client.folder, self._place.run, step)
+        self._newest = None
+        self._share.reset()
 
     def persist(self, staged: StagedSave) -> None:
         """Waits until the agent has committed a save; requests the save if necessary.

@@ -13,7 +13,7 @@ from torch_ckpt.cli.terminal import DAMAGED, SOUND, fail, print_json, print_tabl
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
-from torch_ckpt.runs.step_files import listed_steps, metrics_of, what_is_missing
+from torch_ckpt.runs.step_files import branch_of, listed_steps, metrics_of, what_is_missing
 from torch_ckpt.storage.progress import readable_nbytes
 from torch_ckpt.storage.verify import check_whole
 
@@ -27,8 +27,9 @@ def add_to(commands: Any) -> None:
         help="list the steps of a run",
         description="Lists the steps of a run, the newest first: size, age, metrics, and whether "
         "the step is whole. A step is whole if it opens, and its files have the right lengths; "
-        "torch-ckpt verify reads all bytes. Exit status: 0; 1 if a committed step is damaged; 3 if "
-        "there is no run.",
+        "torch-ckpt verify reads all bytes. Steps that were saved after the run had gone back to "
+        "step 300 have the mark: from step 300. Exit status: 0; 1 if a committed step is damaged; "
+        "3 if there is no run.",
     )
     parser.add_argument("run", type=Location, help="directory of the run")
     add_json(parser)
@@ -73,6 +74,7 @@ def _facts(path: Location, number: int) -> dict[str, Any]:
         "state": state,
         "reason": reason,
         "metrics": metrics_of(path),
+        "branch": branch_of(path),
     }
 
 
@@ -86,14 +88,24 @@ def _nbytes(path: Location) -> int:
 
 
 def _row(step: dict[str, Any], newest: int | None) -> list[str]:
+    is_newest = step["step"] == newest
+    marks = [step["state"], "newest" if is_newest else "", _branch(step["branch"])]
     return [
         f"step {step['step']}",
         readable_nbytes(step["nbytes"]),
         _age(step["age_s"]),
-        "whole, newest" if step["step"] == newest else step["state"],
+        ", ".join(filter(None, marks)),
         " ".join(f"{name}={value:g}" for name, value in step["metrics"].items()),
         step["reason"] or "",
     ]
+
+
+def _branch(record: dict[str, Any] | None) -> str:
+    """Returns where the branch of a step begins, if the run went back before."""
+    if record is None:
+        return ""
+    root = record["continued_from"]
+    return "from the start" if root is None else f"from step {root}"
 
 
 def _age(seconds: float | None) -> str:

@@ -177,7 +177,7 @@ class _TrainerStorage:
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = f"{self._run.directory}/step-{state.global_step}"
         metrics = _metrics_at(state.global_step, state.log_history)
-        monitor = self._run.monitor
+        monitor = self._run.retention.monitor
         is_evaluated = bool(metrics) and (monitor is None or monitor in metrics)
         self._run.save(
             state.global_step, self._state_dict(), metrics=metrics if is_evaluated else None
@@ -270,7 +270,8 @@ def _refuse(args: TrainingArguments, run: Run) -> None:
         metric = str(args.metric_for_best_model)
         metric = metric if metric.startswith("eval_") else f"eval_{metric}"
         mode = "max" if args.greater_is_better else "min"
-        if run.keep_best is None or (run.monitor, run.mode) != (metric, mode):
+        retention = run.retention
+        if retention.keep_best is None or (retention.monitor, retention.mode) != (metric, mode):
             raise UnsupportedError(
                 "cannot use load_best_model_at_end with this run, which does not retain the best "
                 f"step: pass Run(..., keep_best=1, monitor={metric!r}, mode={mode!r})"

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id
+from torch_ckpt.formats.committed import committed_id, metadata_prefixes
+from torch_ckpt.runs.step_files import SMALL_FILES, leased_steps, listed_steps, what_is_missing
 from torch_ckpt.storage.gc import is_index, pending_name
 
-__all__ = ["remove_directory", "removed_directories"]
+__all__ = ["discard_after", "remove_directory", "remove_unfinished", "removed_directories"]
 
 _REMOVED = ".removed-"
 
@@ -94,3 +95,62 @@ def removed_directories(directory: Location) -> Iterator[tuple[str, Location]]:
         for name in directory.names():
             if name.startswith(_REMOVED):
                 yield name.removeprefix(_REMOVED).rpartition("-")[0], directory / name
+
+
+def remove_unfinished(path: Location, *, of_agents: bool = True) -> None:
+    """Removes the small files of a failed save, and its directory if that is empty then.
+
+    Ignores errors: a later retention removes the rest.
+
+    Args:
+        path: Directory of the step, which no save uses any more.
+        of_agents: Whether to remove the files by which agents of several machines tell each other
+            of the failure. All of them must have read these.
+    """
+    with contextlib.suppress(CheckpointError):
+        if metadata_prefixes(path):
+            return
+        for name in path.names():
+            if name in SMALL_FILES or (of_agents and name.startswith(".agents-")):
+                (path / name).discard()
+        path.discard()
+
+
+def discard_after(directory: Location, step: int) -> list[int]:
+    """Removes all steps of a run that are newer than a step, the newest first.
+
+    Directories that are neither a checkpoint nor the remains of a save stay.
+
+    Args:
+        directory: Directory of the run.
+        step: The newest step to retain.
+
+    Returns:
+        The removed steps.
+
+    Raises:
+        CheckpointError: A lease protects one of the steps. Nothing was removed.
+        StorageError: A step cannot be removed. All others were.
+    """
+    newer = [found for found in listed_steps(directory) if found > step]
+    if leased := sorted(leased_steps(directory).intersection(newer)):
+        raise CheckpointError(
+            f"cannot remove the steps of {directory} after step {step}: another process reads step "
+            f"{leased[0]} under a lease. Nothing was removed. Try again when it has ended; a lease "
+            "ends 300 s after the death of its process"
+        )
+    removed, failures = [], []
+    for found in newer:
+        path = directory / f"step-{found}"
+        if what_is_missing(path):
+            continue
+        try:
+            remove_directory(path)
+            removed.append(found)
+        except NotFoundError:
+            continue  # Another process has removed it.
+        except StorageError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return removed

@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
+import signal
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
 
 from torch_ckpt.agent.options import AgentOptions
-from torch_ckpt.api import save
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
-from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.runs.background.agent import backend_for
-from torch_ckpt.runs.background.save import BackgroundSave
+from torch_ckpt.runs.preemption import Preemption
+from torch_ckpt.runs.removal import discard_after
+from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import Mode, StepDirectories, Verify
-from torch_ckpt.runs.step_files import checked_metrics, lease, write_metrics
+from torch_ckpt.runs.step_files import lease
+from torch_ckpt.runs.step_saves import StepSaves
 from torch_ckpt.runs.step_tiers import StepTiers, common_step
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["OnBusy", "Run"]
 
-_Metrics = Mapping[str, float] | None  # Those of a step, by name.
 T = TypeVar("T")
 R = TypeVar("R")
 OnBusy = Literal["wait", "skip", "error"]
@@ -117,16 +115,9 @@ class Run:
         writer: dict[str, Any] | None = None,
         reader: dict[str, Any] | None = None,
     ) -> None:
-        numbers = {"every": every, "keep_last": keep_last, "keep_every": keep_every}
-        for name, value in {**numbers, "keep_best": keep_best}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} is not positive")
-        if not 0 < max_overhead < 1:
-            raise ValueError(f"{max_overhead=} is not between 0 and 1")
-        if mode not in get_args(Mode):
-            raise ValueError(f"{mode=} is not one of {', '.join(get_args(Mode))}")
-        if keep_best is not None and monitor is None:
-            raise ValueError(f"{keep_best=} needs the name of a metric: pass monitor")
+        self.retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
+        """Which steps remain after a save."""
+        self._schedule = SaveSchedule(every, max_overhead)
         if on_busy not in get_args(OnBusy):
             raise ValueError(f"{on_busy=} is not one of {', '.join(get_args(OnBusy))}")
         if verify not in get_args(Verify):
@@ -135,16 +126,9 @@ class Run:
             raise ValueError(f"{timeout_s=} is not a positive number of seconds")
         self._exclusive = Exclusive(f"the run {directory}")
         self._location = Location(directory).resolved()  # Once: a link in the path may move.
-        self.keep_last = keep_last
-        self.keep_every = keep_every
-        self.keep_best = keep_best
-        self.monitor = monitor
-        self.mode: Mode = mode
         self.asynchronous = asynchronous
         self.on_busy: OnBusy = on_busy
         self.timeout_s = timeout_s
-        self.saved = 0
-        """Number of steps that this run committed in this process."""
         self.skipped = 0
         """Number of steps that were skipped because the previous save was in progress."""
         self._disk = StepDirectories(self._location, verify=verify, reader=reader)
@@ -165,14 +149,29 @@ class Run:
         self._tiers = StepTiers(
             [*memory, self._disk], self._group, process_group, timeout_s, self._location
         )
-        self._pending: BackgroundSave | None = None
-        self._schedule = SaveSchedule(every, max_overhead)
         self._boundary = StepBoundary()
+        self._saves = StepSaves(
+            self._disk,
+            self._group,
+            process_group,
+            self._writer,
+            self._backend,
+            self.retention,
+            self._boundary,
+            self._schedule.clock,
+            timeout_s,
+        )
+        self._preemption: Preemption | None = None  # Within a block of saving_on_signal.
 
     @property
     def directory(self) -> str | os.PathLike[str]:
         """The directory of the steps: an absolute path on this machine, or a URL."""
         return self._location.checkpoint_id
+
+    @property
+    def saved(self) -> int:
+        """Number of steps that this run committed in this process."""
+        return self._saves.saved
 
     # ---- Saving ----
 
@@ -185,8 +184,8 @@ class Run:
         of steps during a background save. The interval is never shorter than the last background
         save. The first save is due after 10 steps, because only a save can measure the cost.
 
-        The method needs no communication. Each rank measures its own cost, and the ranks agree on
-        the longest interval within :meth:`save`.
+        The method needs no communication, except within :meth:`saving_on_signal`. Each rank
+        measures its own cost, and the ranks agree on the longest interval within :meth:`save`.
 
         Args:
             step: Number of completed steps, equal on all ranks.
@@ -195,7 +194,12 @@ class Run:
             The same value on every rank; remains ``True`` until the next call of :meth:`save`.
         """
         self._boundary.step_ended(step)
-        return self._schedule.is_due(step, during_save=self._is_busy)
+        if self._preemption is not None:
+            with self._exclusive.use("check for a signal", self.timeout_s):
+                left_s = self._preemption.left_s(step, self._decide)
+                if left_s is not None:
+                    self._saves.end_by_signal(self._preemption, step, left_s)
+        return self._schedule.is_due(step, during_save=self._saves.is_busy)
 
     @exclusive("reserve memory")
     def reserve(self, state: dict[str, Any]) -> None:
@@ -260,15 +264,18 @@ class Run:
                 raise CheckpointError(f"step {step} was not saved: another save is in progress")
             self.skipped += 1
             return False
-        numbers = self._begin(step, self.timeout_s, metrics if persist else None)
+        self._check_open()
+        files = self._saves.begin(
+            step, self.timeout_s, metrics if persist else None, persist=persist
+        )
         failure: Exception | None = None
         if self.asynchronous:
             try:
-                self._save_in_background(step, state, numbers, persist=persist)
+                self._saves.save_in_background(step, state, files, persist=persist)
             except Exception as error:  # `_tune` reports it to the other ranks.
                 failure = error
         else:
-            self._save_now(step, state, numbers, self.timeout_s)
+            self._saves.save_now(step, state, files, self.timeout_s)
         self._tune(step, time.monotonic() - begin, failure)
         return True
 
@@ -280,7 +287,7 @@ class Run:
             CheckpointError: The save failed, or is still in progress after ``timeout_s``; the
                 message names its step.
         """
-        self._settle()
+        self._saves.settle()
 
     @contextlib.contextmanager
     def saving_on_exception(
@@ -313,8 +320,58 @@ class Run:
         except (SystemExit, GeneratorExit):
             raise
         except BaseException as error:
-            error.add_note(f"torch_ckpt: {self._save_after(error, state, timeout_s)}")
+            error.add_note(f"torch_ckpt: {self._saves.save_after(error, state, timeout_s)}")
             raise
+
+    @contextlib.contextmanager
+    def saving_on_signal(
+        self,
+        state: Callable[[], dict[str, Any]],
+        *,
+        grace_s: float = 30.0,
+        signals: Sequence[int] = (signal.SIGTERM,),
+    ) -> Iterator[None]:
+        """Saves the step that ends next when a signal arrives, and then ends the process.
+
+        Schedulers send a signal before they kill a job: SIGTERM by default in Slurm, Kubernetes and
+        ``torchrun``. The signal may arrive at one rank only. Within the block,
+        :meth:`should_save` lets the ranks agree on the step: after each step, or about once per
+        second if steps are shorter. It then saves the step to disk, on all ranks, and raises
+        ``SystemExit`` with the status of a process that the signal ended, such as 143. If the step
+        cannot be saved in time, it logs why, and raises as well.
+
+        All ranks enter the block at the same step, in their main threads, and call
+        :meth:`should_save` after every step. Child processes that are forked within the block get
+        the signal as before.
+
+        Args:
+            state: Returns the state to save.
+            grace_s: Seconds from the signal until the scheduler kills the process; 30 by default in
+                Slurm (``KillWait``), Kubernetes and ``torchrun``.
+            signals: The signals, such as ``signal.SIGUSR1`` for ``sbatch --signal=USR1@60``.
+
+        Raises:
+            RuntimeError: The run is within such a block already.
+            SystemExit: A signal has arrived.
+            ValueError: This is not the main thread.
+
+        Example::
+
+            with run.saving_on_signal(lambda: state, grace_s=60):
+                for step in range(start + 1, steps + 1):
+                    train_step()
+                    if run.should_save(step):
+                        run.save(step, state)
+        """
+        if self._preemption is not None:
+            raise RuntimeError("saving_on_signal() is in use already")
+        preemption = Preemption(signals, grace_s, state, is_alone=self._group.size == 1)
+        try:
+            with preemption.catching():
+                self._preemption = preemption
+                yield
+        finally:
+            self._preemption = None
 
     # ---- Loading ----
 
@@ -331,7 +388,7 @@ class Run:
             RankTimeoutError: A rank was late, stuck or gone.
         """
         self._check_open()
-        return self._tiers.latest(first=self._settle)
+        return self._tiers.latest(first=self._saves.settle)
 
     @exclusive("choose a step")
     def best_step(self) -> int | None:
@@ -346,14 +403,13 @@ class Run:
             StorageError: The directory cannot be read.
             ValueError: The run has no ``monitor``.
         """
-        monitor = self.monitor
-        if monitor is None:
+        if self.retention.monitor is None:
             raise ValueError("best_step() needs the name of a metric: pass monitor to the run")
 
         def choose(_: list[None]) -> int | None:
-            return next(iter(self._disk.best(monitor, self.mode, 1)), None)
+            return next(iter(self.retention.best(self._disk)), None)
 
-        return self._decide("choosing the best step", self._settle, choose)
+        return self._decide("choosing the best step", self._saves.settle, choose)
 
     @contextlib.contextmanager
     def lease(self, step: int) -> Iterator[str | os.PathLike[str]]:
@@ -389,7 +445,8 @@ class Run:
         """Loads the newest whole step, or a given step, in place.
 
         If the newest step proves damaged during the load, or is removed meanwhile, all ranks fall
-        back to the next older step, with a warning.
+        back to the next older step, with a warning. A given step is loaded with a warning if newer
+        steps exist, unless it is the best one: the next restore loads the newest one again.
 
         Args:
             state: State dict, as for :func:`torch_ckpt.load`.
@@ -409,14 +466,55 @@ class Run:
         """
         self._check_open()
         if step is None:
-            found = self._tiers.restore(state, strict, first=self._settle)
+            found = newest = self._tiers.restore(state, strict, first=self._saves.settle)
         else:
-            found = step
-            self._tiers.restore_step(step, state, strict, first=lambda: self._settled(step))
-        if found is not None:
+            found, restore = step, self._tiers.restore_step
+            newest = restore(step, state, strict, first=lambda: self._settled(step))
+        if found is not None and newest is not None:
             self._boundary.restored(found)
             self._schedule.restored(found)
+            if self._group.is_coordinator:
+                self._saves.branches.restored(found, newest, is_given=step is not None)
         return found
+
+    @exclusive("discard steps")
+    def discard_after(self, step: int) -> list[int]:
+        """Removes all steps that are newer than a step, also from the memory of the agent.
+
+        For a run that goes back to an older step. Otherwise the next restore would load the newest
+        step of the abandoned branch. The newest step is removed first. All ranks call the method.
+
+        Args:
+            step: The newest step to retain.
+
+        Returns:
+            The steps that were removed from the directory.
+
+        Raises:
+            CheckpointError: The background save failed, or another process reads a newer step under
+                a lease. Nothing was removed from the directory.
+            StorageError: A step cannot be removed. All others were.
+            RankTimeoutError: A rank was late, stuck or gone.
+            ValueError: The ranks give different steps.
+
+        Example::
+
+            run.discard_after(300)
+            run.restore(state)  # Loads step 300.
+        """
+        self._decide("discarding steps", lambda: self._settled(step), common_step)
+
+        def own() -> None:
+            if self._backend is not None:
+                self._backend.discard_after(step)
+            self._boundary.discarded_after(step)
+
+        def discard(_: list[None]) -> list[int]:
+            removed = discard_after(self._location, step)
+            self._saves.branches.discarded_after(step)
+            return removed
+
+        return self._decide("discarding steps", own, discard)
 
     # ---- Ending ----
 
@@ -432,7 +530,7 @@ class Run:
             return
         with self._exclusive.use("close the run", self.timeout_s):
             try:
-                self._settle()
+                self._saves.settle()
             finally:
                 backend, self._backend = self._backend, None
                 if backend is not None:
@@ -474,97 +572,15 @@ class Run:
         self._check_open()
         return self._group.decide(what, own, decide, timeout_s=timeout_s or self.timeout_s)
 
-    @property
-    def _is_busy(self) -> bool:
-        return self._pending is not None and self._pending.is_in_progress
-
     def _is_coordinator_busy(self) -> bool:
         """Returns whether the previous save is in progress on the coordinator, the last to end."""
-        return self._decide("checking the last save", lambda: self._is_busy, lambda busy: busy[0])
+        return self._decide(
+            "checking the last save", lambda: self._saves.is_busy, lambda busy: busy[0]
+        )
 
-    def _settle(self, timeout_s: float | None = None) -> None:
-        """Waits for the background save, and reports its outcome."""
-        pending = self._pending
-        if pending is None:
-            return
-        try:
-            self._schedule.clock.background_save_ended(pending.settle(timeout_s or self.timeout_s))
-        except CheckpointError:
-            self._boundary.stored = None
-            raise
-        finally:
-            if not pending.is_in_progress:
-                self._pending = None
-
-    def _settled(self, step: int, timeout_s: float | None = None) -> int:
-        self._settle(timeout_s)
+    def _settled(self, step: int) -> int:
+        self._saves.settle()
         return step
-
-    def _begin(self, step: int, timeout_s: float, metrics: _Metrics = None) -> _Metrics:
-        """Checks that all ranks are at this step, and that the previous save succeeded.
-
-        Then the first rank stores the metrics, and returns them. If the save replaces a checkpoint,
-        which keeps its own until then, :meth:`_committed` stores them.
-        """
-        path = self._disk.path(step)
-        numbers: _Metrics = None
-
-        def own() -> int:
-            nonlocal numbers
-            if self._group.is_coordinator and metrics is not None:
-                numbers = checked_metrics(step, metrics, self.monitor)
-            return self._settled(step, timeout_s)
-
-        def begin(steps: list[int]) -> int:
-            common = common_step(steps)
-            if not has_checkpoint(path):
-                write_metrics(path, numbers)
-            return common
-
-        self._decide("beginning to save", own, begin, timeout_s=timeout_s)
-        return numbers
-
-    def _save_now(
-        self, step: int, state: dict[str, Any], metrics: _Metrics, timeout_s: float
-    ) -> None:
-        save(
-            state,
-            checkpoint_id=self._disk.path(step).checkpoint_id,
-            storage_writer=self._writer,
-            process_group=self._process_group,
-            no_dist=self._group.size == 1,
-            timeout_s=timeout_s,
-        )
-        self._boundary.stored = step
-        self._committed(step, metrics)
-
-    def _save_in_background(
-        self, step: int, state: dict[str, Any], metrics: _Metrics, *, persist: bool
-    ) -> None:
-        assert self._backend is not None
-        future = self._backend.save(
-            step, state, self._disk.path(step).checkpoint_id, persist=persist
-        )
-        is_stored = persist or not self._backend.can_stay_in_memory
-        then = functools.partial(self._committed, step, metrics) if is_stored else lambda: None
-        self._pending = BackgroundSave(step, future, then)
-        self._boundary.stored = step
-
-    def _committed(self, step: int, metrics: _Metrics) -> None:
-        """Counts a committed step; on the coordinator, removes the steps not to be retained."""
-        self.saved += 1
-        if not self._group.is_coordinator:
-            return
-        try:
-            write_metrics(self._disk.path(step), metrics)
-            self._disk.sweep()
-            if self.keep_last is None and self.keep_best is None:
-                return
-            monitor, count = self.monitor, self.keep_best
-            best = self._disk.best(monitor, self.mode, count) if monitor and count else []
-            self._disk.retain(step, last=self.keep_last or 1, every=self.keep_every, best=best)
-        except (CheckpointError, OSError) as error:
-            warnings.warn(f"old steps were not removed: {error}", stacklevel=2)
 
     def _tune(self, step: int, stopped_s: float, failure: Exception | None) -> None:
         """Agrees with all ranks on the next step to save, or raises the failure of this save."""
@@ -579,22 +595,6 @@ class Run:
             agreed = self._decide("agreeing on the next save", own, lambda each: max(each))
         except BaseException:
             with contextlib.suppress(CheckpointError):  # It failed for the same reason.
-                self._settle()
+                self._saves.settle()
             raise
         self._schedule.agreed(step, agreed)
-
-    def _save_after(
-        self, error: BaseException, state: Callable[[], dict[str, Any]], timeout_s: float
-    ) -> str:
-        """Saves the last completed step if possible; returns the outcome as text."""
-        with contextlib.suppress(CheckpointError):  # Then the step is not stored, and is saved now.
-            self._settle(timeout_s)
-        reason, step = self._boundary.reason_not_to_save(error), self._boundary.step
-        if reason is not None or step is None:
-            return reason or "nothing was saved after it"
-        try:
-            metrics = self._begin(step, timeout_s)
-            self._save_now(step, state(), metrics, timeout_s)
-        except BaseException as save_error:  # Even an interrupt: the error of training is raised.
-            return f"step {step} was not saved after it: {why(save_error)}"
-        return f"step {step} was saved after it"

@@ -66,6 +66,9 @@ class SaveSchedule:
         every: Save each step that is a multiple of this number, whatever saves cost.
         share: Share of the time of training and saving together that saves may cost; within (0, 1).
 
+    Raises:
+        ValueError: ``every`` is not positive, or ``share`` is out of range.
+
     Example::
 
         schedule = SaveSchedule(None, 0.035)
@@ -74,6 +77,10 @@ class SaveSchedule:
     """
 
     def __init__(self, every: int | None, share: float) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"{every=} is not positive")
+        if not 0 < share < 1:
+            raise ValueError(f"max_overhead={share} is not between 0 and 1")
         self.clock = CostClock()
         self._every, self._share = every, share
         self._interval = _PROFILED_STEPS

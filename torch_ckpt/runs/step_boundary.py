@@ -40,6 +40,11 @@ class StepBoundary:
         self.step_ended(step)
         self.stored = step
 
+    def discarded_after(self, step: int) -> None:
+        """Records that newer steps were removed."""
+        if self.stored is not None and self.stored > step:
+            self.stored = None
+
     @contextlib.contextmanager
     def watching_optimizers(self) -> Iterator[None]:
         """Records when any optimizer of this process begins a step."""

@@ -1,4 +1,4 @@
-"""The files of a run beside its checkpoints: names of steps, metrics and leases.
+"""The files of a run beside its checkpoints: names of steps, small files of steps, and leases.
 
 This module imports no torch.
 """
@@ -20,20 +20,32 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint, metadata_prefixes
 
 __all__ = [
+    "BRANCH",
     "LEASE_S",
-    "checked_metrics",
+    "SMALL_FILES",
+    "branch_of",
     "committed_steps",
     "lease",
     "leased_steps",
     "listed_steps",
+    "metrics_file",
     "metrics_of",
+    "newest_committed",
     "remove_expired_leases",
     "what_is_missing",
-    "write_metrics",
+    "write_small_files",
 ]
 
 LEASE_S = 300.0
 """Seconds for which a lease protects a step after it was renewed. Exceeds the skew of clocks."""
+
+BRANCH = "branch.json"
+"""The file that records on which branch of the run a step was saved."""
+
+_METRICS = "metrics.json"
+
+SMALL_FILES = frozenset({_METRICS, BRANCH})
+"""Names of the small files of a step, beside its checkpoint."""
 
 _RENEW_S = 60.0
 
@@ -41,7 +53,6 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _LEASE = re.compile(r"\.lease-(0|[1-9][0-9]*)-[0-9a-f]+")
 _DATA = re.compile(r"__\d+_\d+_([0-9a-f]{16})\.distcp")
 _REMAINS = re.compile(r"(__\d+)?\.metadata(\.[0-9a-f]{16})?\.tmp|\.agents-.*")
-_METRICS = "metrics.json"
 _PENDING = ".pending-"
 
 
@@ -69,6 +80,16 @@ def committed_steps(directory: Location) -> list[int]:
     return [step for step in steps if has_checkpoint(directory / f"step-{step}")]
 
 
+def newest_committed(directory: Location) -> int | None:
+    """Returns the newest step with a committed checkpoint, whole or damaged.
+
+    Raises:
+        StorageError: The directory of the run cannot be read.
+    """
+    steps = listed_steps(directory)
+    return next((step for step in steps if has_checkpoint(directory / f"step-{step}")), None)
+
+
 def what_is_missing(step: Location) -> str:
     """Returns what the directory of a step lacks, if it has files but cannot have been left so.
 
@@ -87,7 +108,7 @@ def what_is_missing(step: Location) -> str:
         return ""
     if any(_REMAINS.fullmatch(name) for name in names):
         return ""
-    others = [name for name in names if name != _METRICS and not name.startswith(_PENDING)]
+    others = [name for name in names if name not in SMALL_FILES and not name.startswith(_PENDING)]
     if not others:
         return ""
     ids = sorted({f".index.{match[1]}" for match in map(_DATA.fullmatch, others) if match})
@@ -98,13 +119,11 @@ def what_is_missing(step: Location) -> str:
     )
 
 
-# ---- Metrics ----
+# ---- Small files of a step ----
 
 
-def checked_metrics(
-    step: int, metrics: Mapping[str, float], monitor: str | None
-) -> dict[str, float]:
-    """Returns metrics as numbers.
+def metrics_file(step: int, metrics: Mapping[str, float], monitor: str | None) -> dict[str, bytes]:
+    """Returns the file with the metrics of a step, by name.
 
     Raises:
         ValueError: A value is no number, or ``monitor`` is missing.
@@ -112,24 +131,38 @@ def checked_metrics(
     numbers = {name: float(value) for name, value in metrics.items()}
     if monitor is not None and monitor not in numbers:
         raise ValueError(f"step {step} was not saved: metrics has no {monitor!r}")
-    return numbers
+    return {_METRICS: json.dumps(numbers, indent=1).encode()}
 
 
-def write_metrics(step: Location, metrics: Mapping[str, float] | None) -> None:
-    """Writes the metrics of a step, or removes old ones.
+def write_small_files(step: Location, files: Mapping[str, bytes]) -> None:
+    """Writes the small files of a step, and removes old ones.
 
     Args:
-        step: Directory of the step. Created if missing.
-        metrics: Numbers by name; ``None`` for a step without metrics.
+        step: Directory of the step. Created if there are files.
+        files: Contents by name, each one of ``SMALL_FILES``.
 
     Raises:
-        StorageError: The file cannot be written.
+        StorageError: A file cannot be written.
     """
-    if metrics is None:
-        (step / _METRICS).discard()
-        return
-    step.create_directories()
-    _replace(step / _METRICS, json.dumps(dict(metrics), indent=1).encode())
+    for name in SMALL_FILES.difference(files):
+        (step / name).discard()
+    for name, contents in files.items():
+        step.create_directories()
+        _replace(step / name, contents)
+
+
+def branch_of(step: Location) -> dict[str, int | None] | None:
+    """Returns the record of the branch on which a step was saved; ``None`` without one.
+
+    The record has one entry, ``continued_from``: the step at which the branch begins, or ``None``
+    if it begins with a new training.
+    """
+    try:
+        root = json.loads((step / BRANCH).read())["continued_from"]
+    except (CheckpointError, ValueError, TypeError, KeyError):
+        return None
+    is_step = isinstance(root, int) and not isinstance(root, bool)
+    return {"continued_from": root} if root is None or is_step else None
 
 
 def metrics_of(step: Location) -> dict[str, float]:

@@ -145,17 +145,24 @@ class StepTiers:
         strict: bool | None = None,
         *,
         first: Callable[[], int],
-    ) -> None:
-        """Loads a step from the first tier that has the whole step, or else from the last."""
+    ) -> int:
+        """Loads a step from the first tier that has the whole step, or else from the last.
 
-        def choose(answers: list[tuple[int, list[Any]]]) -> int:
+        Returns:
+            The newest step of all tiers but the last, which is the disk; the step if it is newer.
+        """
+
+        def choose(answers: list[tuple[int, list[Any]]]) -> tuple[int, int]:
             common_step([rank_step for rank_step, _ in answers])
-            for number, tier in enumerate(self._tiers[:-1]):
-                if step in tier.steps([reports[number] for _, reports in answers]):
-                    return number
-            return len(self._tiers) - 1
+            memory = [
+                list(tier.steps([reports[number] for _, reports in answers]))
+                for number, tier in enumerate(self._tiers[:-1])
+            ]
+            tiers = (number for number, steps in enumerate(memory) if step in steps)
+            newest = max([step, *(max(steps, default=step) for steps in memory)])
+            return next(tiers, len(memory)), newest
 
-        number = self._group.decide(
+        number, newest = self._group.decide(
             "choosing a step", lambda: self._own_reports(first), choose, timeout_s=self._timeout_s
         )
         while True:
@@ -166,7 +173,7 @@ class StepTiers:
                 if number == len(self._tiers) or not _is_damage(error):
                     raise
             else:
-                return
+                return newest
 
     def _own_reports(self, first: Callable[[], T]) -> tuple[T, list[Any]]:
         """Returns the result of ``first``, and this rank's report for each tier."""

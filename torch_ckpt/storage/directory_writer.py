@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
@@ -56,12 +56,16 @@ class DirectoryWriter(StagingWriter):
         super().__init__(path, stager)
         self.location = self._directory.absolute
         """Directory of the present save. Links in its path are resolved when a save begins."""
+        self.small_files: Mapping[str, bytes] = {}
+        """Files that appear with a new checkpoint, by name, on the rank that commits. A commit to a
+        directory that exists does not write them."""
         self.rank: int | None = None
         self.use_collectives = True
         self._commits = False  # Whether this rank commits the present save.
         self._may_hide = False  # On that rank: whether a commit may rename a directory.
         self._hidden: Location | None = None  # Where this save writes, if not to `location`.
         self._pending: Location | None = None  # The pending file, on the rank that commits.
+        self._created: Location | None = None  # The directory, if this save has created it there.
         self._found = Found()  # What the directory had before this save.
         self._found_beside: list[str] = []  # Temporaries of running saves and conversions.
 
@@ -105,6 +109,8 @@ class DirectoryWriter(StagingWriter):
         Raises:
             AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
         """
+        if self.location.is_missing():
+            self._created = self.location
         self.location.create_directories()
         self._found = find(self.location, self._pending_pattern)
         self._check_may_replace(self._found.names)
@@ -145,6 +151,8 @@ class DirectoryWriter(StagingWriter):
         if self._may_hide and can_hide:
             self._hidden = temporary(self.location, PARTIAL)
             self._hidden.create_directories()
+            for name, contents in self.small_files.items():
+                (self._hidden / name).write(contents, sync=self.sync_files)
             return
         if self._may_hide:
             self._open_directory()
@@ -181,17 +189,26 @@ class DirectoryWriter(StagingWriter):
     # ---- Failure ----
 
     def end_failed_save(self) -> None:
-        """Removes the pending file or the hidden directory of a save that has failed.
+        """Removes the pending file, and the new or hidden directory, of a save that has failed.
 
         A save of this package calls it when any rank has failed. DCP's own functions do not tell
         a writer of failures on other ranks. Then the next save removes them.
         """
         pending, self._pending = self._pending, None
         hidden, self._hidden = self._hidden, None
-        if pending is not None:
+        created, self._created = self._created, None
+        if pending is not None and not self._has_data_files(pending.parent):
             pending.discard()
+        if created is not None:
+            created.discard()
         if hidden is not None and self._commits:
             remove_temporary(hidden)
+
+    def _has_data_files(self, directory: Location) -> bool:
+        """Returns whether ranks have left files of this save, which the pending file then marks."""
+        with contextlib.suppress(CheckpointError):
+            return any(name.endswith(f"_{self.save_id}.distcp") for name in directory.names())
+        return False
 
     def _abandon(self, names: Iterable[str], error: BaseException) -> None:
         """Removes the files of a save that has failed.
@@ -306,7 +323,7 @@ class DirectoryWriter(StagingWriter):
                 raise self._ended_by_other() from error
             if self.sync_files:
                 (self.location if self._hidden is None else self.location.parent).sync()
-        self._hidden = None
+        self._hidden = self._created = None
 
     def _has_hidden(self, files: Collection[str]) -> bool:
         """Returns whether the hidden directory is there, with all files."""

@@ -200,7 +200,7 @@ class FastWriter(DirectoryWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that saves in the background gets a copy without native handles.
-        native = dict.fromkeys(("_plan", "_writing", "_pending", "_hidden"))
+        native = dict.fromkeys(("_plan", "_writing", "_pending", "_hidden", "_created"))
         return super().__getstate__() | native | {"_pools": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

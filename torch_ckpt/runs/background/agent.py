@@ -86,6 +86,11 @@ class AgentBackend:
         if self._fallback is None:
             self._run_or_fall_back(lambda: self._agent.reserve(state), lambda: None)
 
+    def discard_after(self, step: int) -> None:
+        """Discards newer steps from the memory of this machine."""
+        if self._fallback is None:
+            self._agent.discard_after(step)
+
     def leave(self) -> None:
         """Leaves the snapshots in memory for the next process."""
         if self._fallback is None:

@@ -1,0 +1,263 @@
+"""A run that goes back to an older step: warnings, branches, and the removal of newer steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import ROOT
+
+from torch_ckpt import CheckpointError, Run
+from torch_ckpt.agent.memory import complete_slots, folder_of, run_of
+from torch_ckpt.cli.main import main
+
+pytestmark = pytest.mark.timeout(120)
+
+AGENT: dict[str, Any] = {"asynchronous": True, "agent": True}
+MODES: dict[str, dict[str, Any]] = {"direct": {}, "thread": {"asynchronous": True}, "agent": AGENT}
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": torch.full((3,), float(step)), "step": step}
+
+
+def save_steps(run: Run, *steps: int, **options: Any) -> Run:
+    for step in steps:
+        run.save(step, state_of(step), **options)
+    run.wait()
+    return run
+
+
+def restored(run: Run, **options: Any) -> int | None:
+    state = state_of(-1)
+    step = run.restore(state, **options)
+    assert step is None or (state["step"] == step and state["w"][0] == step)
+    return step
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in directory.glob("step-*"))
+
+
+def warned(work: Callable[[], object]) -> list[str]:
+    """The warnings of a piece of work."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work()
+    messages = [str(warning.message) for warning in caught]
+    return [message for message in messages if "torch.distributed" not in message]
+
+
+@pytest.fixture
+def run_with_steps(run: Path, memory: Path) -> Path:
+    with Run(run) as saving:
+        save_steps(saving, 300, 500, 700)
+    return run
+
+
+# ---- Warnings ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_restore_of_an_older_step_and_the_saves_after_it_warn_once(
+    mode: str, run_with_steps: Path
+) -> None:
+    with Run(run_with_steps, **MODES[mode]) as run:
+        [message] = warned(lambda: [restored(run, step=300), save_steps(run, 400, 450)])
+    assert message.startswith(f"step 300 was restored, but step 700 of {run_with_steps} is newer")
+    assert f"run.discard_after(300), or run: torch-ckpt rm {run_with_steps} --after 300" in message
+
+
+def test_saves_below_the_newest_step_warn_once(run_with_steps: Path) -> None:
+    run = Run(run_with_steps)
+    [message] = warned(lambda: save_steps(run, 10, 20))
+    assert message.startswith("step 10 is saved, but step 700 of")
+
+
+def test_runs_that_do_not_go_back_get_no_warning(run_with_steps: Path) -> None:
+    def work() -> None:
+        run = Run(run_with_steps)
+        assert restored(run, step=700) == 700
+        save_steps(run, 700, 800)
+        assert restored(run) == 800
+        (run_with_steps / "step-800/.metadata").unlink()  # Now it is damaged.
+        run = Run(run_with_steps)
+        assert restored(run) == 700
+        save_steps(run, 750)
+
+    messages = warned(work)
+    assert [m for m in messages if "is newer" in m] == []
+
+
+def test_the_best_step_is_restored_without_a_warning(run_with_steps: Path) -> None:
+    run = Run(run_with_steps, monitor="loss")
+    save_steps(run, 800, metrics={"loss": 1.0})
+    save_steps(run, 900, metrics={"loss": 2.0})
+    assert warned(lambda: restored(run, step=run.best_step())) == []
+    [message] = warned(lambda: save_steps(run, 850, metrics={"loss": 3.0}))
+    assert message.startswith("step 850 is saved, but step 900")
+
+
+def test_a_step_that_is_newer_in_memory_alone_is_warned_of(run: Path, memory: Path) -> None:
+    with Run(run, **AGENT) as training:
+        save_steps(training, 300)
+        save_steps(training, 310, persist=False)
+        [message] = warned(lambda: restored(training, step=300))
+    assert "but step 310 of" in message
+
+
+# ---- Branches ----
+
+
+def branches(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[int, Any]:
+    capsys.readouterr()
+    assert main(["ls", "--json", str(run)]) == 0
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    return {step["step"]: step["branch"] and step["branch"]["continued_from"] for step in steps}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore:step .* is newer")
+def test_ls_shows_the_branch_of_each_step(
+    mode: str, run_with_steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Run(run_with_steps, **MODES[mode]) as run:
+        restored(run, step=300)
+        save_steps(run, 400, 500, 900)  # The old step 500 is replaced.
+    assert branches(run_with_steps, capsys) == {900: 300, 700: None, 500: 300, 400: 300, 300: None}
+
+    with Run(run_with_steps, **MODES[mode]) as run:  # It continues the new branch.
+        assert restored(run) == 900
+        save_steps(run, 1000)
+        restored(run, step=500)
+        save_steps(run, 510)
+    found = branches(run_with_steps, capsys)
+    assert (found[1000], found[510]) == (300, 500)
+    main(["ls", str(run_with_steps)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "from step 300" in lines[0]
+    assert "from step 500" in next(line for line in lines if "step 510 " in line)
+    assert "from" not in next(line for line in lines if "step 700 " in line)
+
+
+@pytest.mark.filterwarnings("ignore:step .* is newer")
+def test_a_training_that_begins_anew_is_a_branch(
+    run_with_steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_steps(Run(run_with_steps), 100)
+    main(["ls", str(run_with_steps)])
+    assert "from the start" in capsys.readouterr().out.splitlines()[-1]
+
+
+# ---- Removal of newer steps ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_discard_after_removes_newer_steps_and_the_next_restore_finds_the_older_one(
+    mode: str, run_with_steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Run(run_with_steps, **MODES[mode]) as run:
+        save_steps(run, 800)
+        assert run.discard_after(300) == [800, 700, 500]
+        assert run.latest_step() == 300
+        assert restored(run) == 300
+        assert warned(lambda: save_steps(run, 310)) == []
+        assert run.discard_after(300) == [310]
+        assert restored(run) == 300
+        save_steps(run, 320)
+    assert steps_in(run_with_steps) == [300, 320]
+    assert branches(run_with_steps, capsys) == {300: None, 320: None}
+
+
+def test_discard_after_a_restore_ends_the_branch(
+    run_with_steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(run_with_steps)
+    with pytest.warns(UserWarning, match="step 300 was restored"):
+        restored(run, step=300)
+    run.discard_after(300)
+    assert warned(lambda: save_steps(run, 310)) == []
+    assert branches(run_with_steps, capsys) == {300: None, 310: None}
+
+
+def test_discarded_steps_do_not_return_from_memory(run: Path, memory: Path) -> None:
+    """Neither from that of this process, nor from that of a process that has died."""
+    training = Run(run, **AGENT)
+    save_steps(training, 300)
+    save_steps(training, 310, persist=False)
+    assert training.discard_after(300) == []
+    assert restored(training) == 300
+    save_steps(training, 320, persist=False)
+    training._backend.leave()  # type: ignore[union-attr]
+
+    with Run(run, **AGENT) as again:
+        assert again.discard_after(300) in ([], [320])  # The agent may have written it.
+        assert restored(again) == 300
+        slots = complete_slots(folder_of(run_of(run)), run_of(run))
+        assert {header.step for header, _ in slots} <= {300}
+    assert steps_in(run) == [300]
+
+
+def test_discard_after_removes_nothing_that_is_leased(run_with_steps: Path) -> None:
+    run = Run(run_with_steps)
+    with (
+        run.lease(500),
+        pytest.raises(CheckpointError, match=r"reads step 500 under a lease\. Nothing was removed"),
+    ):
+        run.discard_after(300)
+    assert steps_in(run_with_steps) == [300, 500, 700]
+    assert run.discard_after(500) == [700]
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    capsys.readouterr()
+    status = main([*map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_rm_removes_newer_steps_on_disk_and_in_memory(
+    run: Path, memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Run(run, **AGENT)
+    save_steps(training, 300, 500)
+    training._backend.leave()  # type: ignore[union-attr]
+    status, printed = output(capsys, "rm", run, "--after", 300)
+    assert status == 3
+    assert "pass --yes" in printed
+    status, printed = output(capsys, "rm", run, "--after", 200, "--yes")
+    assert (status, "has no checkpoint of a step up to 200" in printed) == (3, True)
+    assert steps_in(run) == [300, 500]
+
+    status, printed = output(capsys, "rm", run, "--after", 300, "--yes")
+
+    assert status == 0
+    assert "steps to remove: 500\n" in printed
+    assert "removed 1 steps on disk, and 1 in memory" in printed
+    assert steps_in(run) == [300]
+    with Run(run, **AGENT) as again:
+        assert restored(again) == 300
+
+
+@pytest.mark.parametrize(("answer", "steps"), [("y", [300]), ("n", [300, 500, 700])])
+def test_rm_asks_on_a_terminal(answer: str, steps: list[int], run_with_steps: Path) -> None:
+    here, terminal = pty.openpty()
+    command = [sys.executable, "-m", "torch_ckpt", "rm", str(run_with_steps), "--after", "300"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, env=environment) as done:
+        os.write(here, f"{answer}\n".encode())
+        printed, _ = done.communicate(timeout=60)
+    os.close(here)
+    os.close(terminal)
+    assert b"Remove them? [y/N]" in printed
+    assert done.returncode == (0 if answer == "y" else 3)
+    assert steps_in(run_with_steps) == steps

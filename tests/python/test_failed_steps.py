@@ -1,0 +1,100 @@
+"""A save that fails leaves no directory of its step, in every mode of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_ckpt
+from torch_ckpt import FastWriter, Run
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs.step_files import metrics_of
+
+pytestmark = pytest.mark.timeout(120)
+
+MODES: dict[str, dict[str, Any]] = {
+    "direct": {},
+    "thread": {"asynchronous": True},
+    "agent": {"asynchronous": True, "agent": True},
+}
+
+
+def large_state() -> dict[str, Any]:
+    """More bytes than the small disk has."""
+    return {"w": torch.ones(3 << 20)}
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if not name.startswith(".lease"))
+
+
+def fails(run: Run, step: int, state: dict[str, Any], **options: Any) -> None:
+    def save() -> None:
+        run.save(step, state, **options)
+        run.wait()
+
+    with pytest.raises(BaseException, match=r"No space left|too little"):
+        save()
+
+
+@pytest.mark.parametrize("metrics", [None, {"loss": 1.0}], ids=["", "metrics"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_that_fails_leaves_no_directory(
+    mode: str, metrics: dict[str, float] | None, small_disk: Path, memory: Path
+) -> None:
+    with Run(small_disk / "run", **MODES[mode]) as run:
+        fails(run, 7, large_state(), metrics=metrics)
+        run.save(8, {"w": torch.ones(3)}, metrics=metrics)
+    assert names_in(small_disk / "run") == ["step-8"]
+    assert metrics_of(Location(small_disk / "run/step-8")) == (metrics or {})
+    assert Run(small_disk / "run").latest_step() == 8
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failed_save_of_a_run_that_ends_leaves_no_directory(
+    mode: str, small_disk: Path, memory: Path
+) -> None:
+    with Run(small_disk / "run", **MODES[mode]) as run:
+        run.save(6, {"w": torch.ones(3)})
+        fails(run, 7, large_state(), metrics={"loss": 1.0})
+    assert names_in(small_disk / "run") == ["step-6"]
+
+
+@pytest.mark.parametrize("mode", ["direct", "thread"])
+def test_the_metrics_appear_with_the_step(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no script finds a directory whose save is in progress."""
+    seen: list[list[str]] = []
+    publish = FastWriter._publish_files
+
+    def publish_files(self: FastWriter, *args: Any) -> None:
+        seen.append(names_in(tmp_path))
+        publish(self, *args)
+
+    monkeypatch.setattr(FastWriter, "_publish_files", publish_files)
+    with Run(tmp_path, **MODES[mode]) as run:
+        run.save(7, {"w": torch.ones(3)}, metrics={"loss": 1.0})
+    assert not any(name.startswith("step") for name in seen[0])
+    assert metrics_of(Location(tmp_path / "step-7")) == {"loss": 1.0}
+
+
+class OwnWriter(FastWriter):
+    """A subclass writes to the directory itself."""
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_failed_save_removes_the_directory_that_it_has_created(
+    exists: bool, small_disk: Path
+) -> None:
+    directory = small_disk / "saved"
+    if exists:
+        directory.mkdir()
+    with pytest.raises(BaseException, match="No space left"):
+        torch_ckpt.save(large_state(), storage_writer=OwnWriter(directory))
+    assert directory.exists() == exists
+    assert not exists or names_in(directory) == []

@@ -1,0 +1,75 @@
+"""``torch-ckpt rm``: removes the steps of a run that are newer than a step."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from torch_ckpt.agent.memory import discard_slots_after, folder_of, run_of
+from torch_ckpt.cli.terminal import FAILED, SOUND, fail
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.absent import no_checkpoint
+from torch_ckpt.formats.committed import has_checkpoint
+from torch_ckpt.runs.removal import discard_after
+from torch_ckpt.runs.step_files import listed_steps
+
+__all__ = ["add_to"]
+
+_MOST_LISTED = 10
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "rm",
+        help="remove the steps of a run that are newer than a step",
+        description="Removes the steps of a run that are newer than a step, on disk and in the "
+        "memory of the run's agent on this machine. For a run that goes back to an older step: "
+        "otherwise the next restore loads the newest step again. No training of the run may be in "
+        "progress. The command lists the steps, and asks before it removes them. Exit status: 0; 3 "
+        "if nothing was removed, or not all of the steps.",
+    )
+    parser.add_argument("run", type=Location, help="directory of the run")
+    parser.add_argument(
+        "--after", type=int, required=True, metavar="STEP", help="the newest step to retain"
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.set_defaults(command=_rm)
+
+
+def _rm(options: argparse.Namespace) -> int:
+    run = options.run.resolved()
+    steps = listed_steps(run)
+    if not steps:
+        raise no_checkpoint(run)
+    newer = [step for step in steps if step > options.after]
+    older = (step for step in steps if step <= options.after)
+    newest = next((step for step in older if has_checkpoint(run / f"step-{step}")), None)
+    if newest is None:
+        return fail(f"{run} has no checkpoint of a step up to {options.after}; nothing was removed")
+    print(f"the newest step of {run} that remains: {newest}")
+    more = f" and {len(newer) - _MOST_LISTED} more" if len(newer) > _MOST_LISTED else ""
+    listed = ", ".join(map(str, newer[:_MOST_LISTED]))
+    print(f"steps to remove: {listed + more if newer else 'none on disk'}")
+    if not options.yes and not _is_confirmed():
+        return FAILED
+    discarded = set()
+    if run.local_path is not None:
+        name = run_of(run.local_path)
+        discarded = discard_slots_after(folder_of(name), name, options.after)
+    removed = discard_after(run, options.after)
+    print(f"removed {len(removed)} steps on disk, and {len(discarded)} in memory")
+    return SOUND
+
+
+def _is_confirmed() -> bool:
+    """Asks on the terminal whether to go on."""
+    if not sys.stdin.isatty():
+        fail("there is no terminal to ask on; pass --yes to remove them. Nothing was removed")
+        return False
+    print("Remove them? [y/N] ", end="", flush=True)
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        return True
+    print("nothing was removed")
+    return False
