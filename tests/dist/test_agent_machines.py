@@ -347,6 +347,27 @@ def test_where_one_machine_has_no_memory_all_save_without_agents(
     assert not list((run / "step-1").glob(".agents*"))
 
 
+def save_on_a_full_disk(run: Path, memory: Path) -> None:
+    """A step fails on both machines, and the next one does not."""
+    on_machine(memory)
+    with Run(run, asynchronous=True, agent=True, timeout_s=SOON_S) as made:
+        made.save(1, state_of(1, COLUMNS), metrics={"loss": 1.0} if dist.get_rank() == 0 else None)
+        with pytest.raises(CheckpointError, match="step 1 was not saved"):
+            made.wait()
+        made.save(2, state_of(2))
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_on_several_machines_leaves_no_directory(
+    tmp_path: Path, memory: Path, mount_tmpfs: Callable[[str], Path]
+) -> None:
+    run = mount_tmpfs("size=8m") / "run"
+    with Ranks(RANKS) as world:
+        world.run(save_on_a_full_disk, run, memory)
+        world.run(load_from_disk, run, 2)
+    assert os.listdir(run) == ["step-2"]
+
+
 COLUMNS = 1 << 18  # 7 MiB of shards, and of replicas: writing takes a while.
 
 

@@ -19,6 +19,7 @@ from checkpoints import ROOT
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.agent.memory import complete_slots, folder_of, run_of
 from torch_ckpt.cli.main import main
+from torch_ckpt.errors import NotFoundError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -207,6 +208,13 @@ def test_discarded_steps_do_not_return_from_memory(run: Path, memory: Path) -> N
     assert steps_in(run) == [300]
 
 
+def test_discard_after_leaves_a_step(run_with_steps: Path) -> None:
+    run = Run(run_with_steps)
+    with pytest.raises(NotFoundError, match=r"no step up to 30 is committed.*Nothing was removed"):
+        run.discard_after(30)
+    assert steps_in(run_with_steps) == [300, 500, 700]
+
+
 def test_discard_after_removes_nothing_that_is_leased(run_with_steps: Path) -> None:
     run = Run(run_with_steps)
     with (
@@ -235,7 +243,7 @@ def test_rm_removes_newer_steps_on_disk_and_in_memory(
     assert status == 3
     assert "pass --yes" in printed
     status, printed = output(capsys, "rm", run, "--after", 200, "--yes")
-    assert (status, "has no checkpoint of a step up to 200" in printed) == (3, True)
+    assert (status, "no step up to 200 is committed" in printed) == (3, True)
     assert steps_in(run) == [300, 500]
 
     status, printed = output(capsys, "rm", run, "--after", 300, "--yes")

@@ -352,6 +352,30 @@ def test_writers_and_readers_keep_the_directory_that_a_relative_path_named(
     assert list((here / "elsewhere").iterdir()) == []
 
 
+@pytest.mark.parametrize("agent", [None, False, True])
+def test_a_run_keeps_the_directory_that_a_relative_path_named(
+    agent: bool | None, here: Path, memory: Path, world_of_one: None
+) -> None:
+    """As Hydra does, the process goes elsewhere after it has made the run."""
+    options = {} if agent is None else {"asynchronous": True, "agent": agent}
+    with torch_ckpt.Run("runs/exp", keep_last=1, **options) as run:
+        os.chdir("elsewhere")
+        for step in (1, 2):
+            run.save(step, state_of(step), metrics={"loss": 1.0})
+        loaded = blank(state_of(0))
+        assert run.restore(loaded) == 2
+        assert differences(state_of(2), loaded) == []
+        with run.lease(2) as path:
+            assert Path(path) == here / "runs/exp/step-2"
+        with pytest.warns(UserWarning, match="step 1 is saved, but step 2 of"):
+            run.save(1, state_of(1))
+        run.wait()
+        assert run.discard_after(1) == [2]
+    os.chdir("..")
+    assert [path.name for path in (here / "runs/exp").iterdir()] == ["step-1"]
+    assert list((here / "elsewhere").iterdir()) == []
+
+
 def test_a_path_is_named_anew_by_each_call(here: Path, world_of_one: None) -> None:
     """The same text is another directory after the process has gone elsewhere."""
     writer = FastWriter("saved")

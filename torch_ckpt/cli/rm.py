@@ -10,9 +10,8 @@ from torch_ckpt.agent.memory import discard_slots_after, folder_of, run_of
 from torch_ckpt.cli.terminal import FAILED, SOUND, fail
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
-from torch_ckpt.formats.committed import has_checkpoint
-from torch_ckpt.runs.removal import discard_after
-from torch_ckpt.runs.step_files import listed_steps
+from torch_ckpt.runs.removal import discard_after, steps_after
+from torch_ckpt.runs.step_files import committed_steps, listed_steps
 
 __all__ = ["add_to"]
 
@@ -40,14 +39,10 @@ def add_to(commands: Any) -> None:
 
 def _rm(options: argparse.Namespace) -> int:
     run = options.run.resolved()
-    steps = listed_steps(run)
-    if not steps:
+    if not listed_steps(run):
         raise no_checkpoint(run)
-    newer = [step for step in steps if step > options.after]
-    older = (step for step in steps if step <= options.after)
-    newest = next((step for step in older if has_checkpoint(run / f"step-{step}")), None)
-    if newest is None:
-        return fail(f"{run} has no checkpoint of a step up to {options.after}; nothing was removed")
+    newer = steps_after(run, options.after)
+    newest = next(step for step in committed_steps(run) if step <= options.after)
     print(f"the newest step of {run} that remains: {newest}")
     more = f" and {len(newer) - _MOST_LISTED} more" if len(newer) > _MOST_LISTED else ""
     listed = ", ".join(map(str, newer[:_MOST_LISTED]))

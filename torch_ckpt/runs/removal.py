@@ -11,11 +11,17 @@ from collections.abc import Callable, Iterator
 
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id, metadata_prefixes
+from torch_ckpt.formats.committed import committed_id, has_checkpoint, metadata_prefixes
 from torch_ckpt.runs.step_files import SMALL_FILES, leased_steps, listed_steps, what_is_missing
 from torch_ckpt.storage.gc import is_index, pending_name
 
-__all__ = ["discard_after", "remove_directory", "remove_unfinished", "removed_directories"]
+__all__ = [
+    "discard_after",
+    "remove_directory",
+    "remove_unfinished",
+    "removed_directories",
+    "steps_after",
+]
 
 _REMOVED = ".removed-"
 
@@ -116,6 +122,30 @@ def remove_unfinished(path: Location, *, of_agents: bool = True) -> None:
         path.discard()
 
 
+def steps_after(directory: Location, step: int) -> list[int]:
+    """Returns the steps of a run that are newer than a step, the newest first.
+
+    Raises:
+        CheckpointError: A lease protects one of them.
+        NotFoundError: No other step would remain.
+        StorageError: The directory of the run cannot be read.
+    """
+    steps = listed_steps(directory)
+    newer = [found for found in steps if found > step]
+    if not any(has_checkpoint(directory / f"step-{found}") for found in steps if found <= step):
+        raise NotFoundError(
+            f"cannot remove the steps of {directory} after step {step}: no step up to {step} is "
+            "committed, so none would remain. Nothing was removed"
+        )
+    if leased := sorted(leased_steps(directory).intersection(newer)):
+        raise CheckpointError(
+            f"cannot remove the steps of {directory} after step {step}: another process reads step "
+            f"{leased[0]} under a lease. Nothing was removed. Try again when it has ended; a lease "
+            "ends 300 s after the death of its process"
+        )
+    return newer
+
+
 def discard_after(directory: Location, step: int) -> list[int]:
     """Removes all steps of a run that are newer than a step, the newest first.
 
@@ -129,18 +159,12 @@ def discard_after(directory: Location, step: int) -> list[int]:
         The removed steps.
 
     Raises:
-        CheckpointError: A lease protects one of the steps. Nothing was removed.
+        CheckpointError: As :func:`steps_after`. Nothing was removed.
         StorageError: A step cannot be removed. All others were.
     """
-    newer = [found for found in listed_steps(directory) if found > step]
-    if leased := sorted(leased_steps(directory).intersection(newer)):
-        raise CheckpointError(
-            f"cannot remove the steps of {directory} after step {step}: another process reads step "
-            f"{leased[0]} under a lease. Nothing was removed. Try again when it has ended; a lease "
-            "ends 300 s after the death of its process"
-        )
-    removed, failures = [], []
-    for found in newer:
+    removed: list[int] = []
+    failures: list[StorageError] = []
+    for found in steps_after(directory, step):
         path = directory / f"step-{found}"
         if what_is_missing(path):
             continue

@@ -20,7 +20,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.background.agent import backend_for
 from torch_ckpt.runs.preemption import Preemption
-from torch_ckpt.runs.removal import discard_after
+from torch_ckpt.runs.removal import discard_after, steps_after
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_boundary import StepBoundary
@@ -151,15 +151,8 @@ class Run:
         )
         self._boundary = StepBoundary()
         self._saves = StepSaves(
-            self._disk,
-            self._group,
-            process_group,
-            self._writer,
-            self._backend,
-            self.retention,
-            self._boundary,
-            self._schedule.clock,
-            timeout_s,
+            *(self._disk, self._group, process_group, self._writer, self._backend),
+            *(self.retention, self._boundary, self._schedule.clock, timeout_s),
         )
         self._preemption: Preemption | None = None  # Within a block of saving_on_signal.
 
@@ -492,7 +485,8 @@ class Run:
 
         Raises:
             CheckpointError: The background save failed, or another process reads a newer step under
-                a lease. Nothing was removed from the directory.
+                a lease. Nothing was removed.
+            NotFoundError: No step would remain. Nothing was removed.
             StorageError: A step cannot be removed. All others were.
             RankTimeoutError: A rank was late, stuck or gone.
             ValueError: The ranks give different steps.
@@ -502,7 +496,11 @@ class Run:
             run.discard_after(300)
             run.restore(state)  # Loads step 300.
         """
-        self._decide("discarding steps", lambda: self._settled(step), common_step)
+
+        def check(steps: list[int]) -> None:
+            steps_after(self._location, common_step(steps))
+
+        self._decide("discarding steps", lambda: self._settled(step), check)
 
         def own() -> None:
             if self._backend is not None:
