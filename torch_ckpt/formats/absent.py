@@ -48,7 +48,10 @@ def _reason(path: Location) -> str:
             return f"it is a run with {steps}; pass {newest}, or use Run({str(path)!r}).restore"
         return f"its checkpoints are in {_listed(children)}; pass one of them, such as {newest}"
     if any(name.endswith(".distcp") for name in names):
-        return "there is no .metadata, so the save of its .distcp files did not finish"
+        return (
+            "there is no .metadata, so the save of its .distcp files did not finish, or somebody "
+            "copied them without the files whose names begin with a dot"
+        )
     files = [name for name in names if name.endswith(_TORCH_FILES)]
     if files:
         return f"it has files of torch.save; pass one of them, such as {path / files[0]}"
