@@ -229,7 +229,8 @@ class StepSaves:
     ) -> str | None:
         """Saves the last step of this process; returns the reason if that fails."""
         try:
-            self.save_now(step, state(), self.begin(step, timeout_s), timeout_s)
+            files = self.begin(step, timeout_s)  # First: the state may need collectives.
+            self.save_now(step, state(), files, timeout_s)
         except BaseException as error:  # Even an interrupt: the process ends in any case.
             return why(error)
         return None
