@@ -424,3 +424,27 @@ def test_ranks_go_back_together_and_one_of_them_warns(path: Path) -> None:
     with pytest.raises(ValueError, match="different steps"):
         run.discard_after(3 + dist.get_rank())
     assert run.latest_step() == 4
+
+
+@on_ranks(2)
+def test_retention_removes_what_ranks_have_left_of_a_failed_save(path: Path) -> None:
+    """In a directory that exists, the files of ranks that had not failed."""
+
+    class Unpicklable:
+        def __deepcopy__(self, _: object) -> Unpicklable:
+            return self
+
+        def __reduce__(self) -> Any:
+            raise ValueError("cannot be pickled")
+
+    (path / "step-1").mkdir(parents=True, exist_ok=True)
+    run = Run(path, keep_last=1, timeout_s=TIMEOUT_S)
+    object_ = Unpicklable() if dist.get_rank() == 1 else None
+    kind, text, _ = raised(run.save, 1, {**state_of(1), f"of rank {dist.get_rank()}": object_})
+    assert "cannot be pickled" in text, kind
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in (2, 3):
+            run.save(step, state_of(step))
+    dist.barrier()
+    assert os.listdir(path) == ["step-3"]

@@ -75,9 +75,7 @@ class StepSaves:
         self.newest: int | None = None
         self.branches = Branches(disk.directory, lambda step: step in retention.best(disk))
         self._pending: BackgroundSave | None = None
-        self._failed: set[int] = (
-            set()
-        )  # Steps whose directories may have remains, as agents' files.
+        self._failed: set[int] = set()  # Steps whose directories may have remains.
 
     @property
     def is_busy(self) -> bool:

@@ -197,18 +197,12 @@ class DirectoryWriter(StagingWriter):
         pending, self._pending = self._pending, None
         hidden, self._hidden = self._hidden, None
         created, self._created = self._created, None
-        if pending is not None and not self._has_data_files(pending.parent):
+        if pending is not None and not _marks_data_files(pending):
             pending.discard()
         if created is not None:
             created.discard()
         if hidden is not None and self._commits:
             remove_temporary(hidden)
-
-    def _has_data_files(self, directory: Location) -> bool:
-        """Returns whether ranks have left files of this save, which the pending file then marks."""
-        with contextlib.suppress(CheckpointError):
-            return any(name.endswith(f"_{self.save_id}.distcp") for name in directory.names())
-        return False
 
     def _abandon(self, names: Iterable[str], error: BaseException) -> None:
         """Removes the files of a save that has failed.
@@ -362,3 +356,14 @@ class DirectoryWriter(StagingWriter):
     def _own_name(self, name: str) -> str:
         """Returns the name of metadata or index; one per rank without coordination."""
         return name if self.use_collectives or self.rank is None else f"__{self.rank}{name}"
+
+
+def _marks_data_files(pending: Location) -> bool:
+    """Returns whether other ranks have left data files of the save of a pending file.
+
+    Without it, a directory with these would look like a checkpoint that lost its metadata.
+    """
+    end = f"_{pending.name.split('.')[-2]}.distcp"
+    with contextlib.suppress(CheckpointError):
+        return any(name.endswith(end) for name in pending.parent.names())
+    return False
