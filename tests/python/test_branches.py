@@ -250,7 +250,7 @@ def test_rm_removes_newer_steps_on_disk_and_in_memory(
 
     assert status == 0
     assert "steps to remove: 500\n" in printed
-    assert "removed 1 steps on disk, and 1 in memory" in printed
+    assert "removed steps: 1 on disk, 1 in memory" in printed
     assert steps_in(run) == [300]
     with Run(run, **AGENT) as again:
         assert restored(again) == 300

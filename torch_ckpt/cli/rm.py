@@ -54,7 +54,7 @@ def _rm(options: argparse.Namespace) -> int:
         name = run_of(run.local_path)
         discarded = discard_slots_after(folder_of(name), name, options.after)
     removed = discard_after(run, options.after)
-    print(f"removed {len(removed)} steps on disk, and {len(discarded)} in memory")
+    print(f"removed steps: {len(removed)} on disk, {len(discarded)} in memory")
     return SOUND
 
 

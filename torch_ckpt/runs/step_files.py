@@ -114,8 +114,9 @@ def what_is_missing(step: Location) -> str:
     ids = sorted({f".index.{match[1]}" for match in map(_DATA.fullmatch, others) if match})
     return (
         f"{step} has {', '.join(others[:2])}{' and others' if len(others) > 2 else ''}, but lacks "
-        f"{' and '.join(['.metadata', *ids])}. Its save did not finish, or somebody copied it "
-        "without the files whose names begin with a dot, as `cp step/*` does; copy these too"
+        f"{' and '.join(['.metadata', *ids])}. Its save did not finish, or it was copied by "
+        f"`cp {step.name}/*`, which leaves out the files whose names begin with a dot: copy these "
+        "as well"
     )
 
 
