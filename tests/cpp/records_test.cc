@@ -181,9 +181,9 @@ TEST(RecordsTest, ARecordIsReadWholeOnceForAllJobsOfACheckpoint) {
     const auto before = file.fs.operations().size();
     ASSERT_OK(file.load(*job, {tensor}));
     int64_t sum = 0;
-    for (size_t i = before; i < file.fs.operations().size(); ++i) {
-      const Operation& operation = file.fs.operations()[i];
-      if (operation.kind == Operation::Kind::kRead) sum += operation.nbytes;
+    const std::vector<Operation> operations = file.fs.operations();
+    for (size_t i = before; i < operations.size(); ++i) {
+      if (operations[i].kind == Operation::Kind::kRead) sum += operations[i].nbytes;
     }
     nbytes.push_back(sum);
     EXPECT_EQ(job->loaded_nbytes(), 100);
