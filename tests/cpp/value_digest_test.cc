@@ -34,7 +34,7 @@ uint64_t digest_of(const TestTensor& tensor, bool full, int threads = 1) {
 TestTensor contiguous_copy(const TestTensor& tensor) {
   TestTensor out = TestTensor::random("copy", tensor.live.dtype, tensor.live.sizes);
   const std::string packed = tensor.packed();
-  std::memcpy(out.memory->data(), packed.data(), packed.size());
+  std::ranges::copy(as_bytes(packed), out.memory->data());
   return out;
 }
 

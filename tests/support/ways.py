@@ -437,21 +437,23 @@ def _fast(kind: type[FastReader] = FastReader, **options: Any) -> Callable[[Load
 
 
 def _slices(loading: Loading, state: dict[str, Any]) -> None:
-    """Has ``torch.load`` read each stored slice, and puts boxes together."""
+    """Has ``torch.load`` read each stored slice, and puts boxes together.
+
+    The slices have the dtypes of the tensors. With stock's cached plans, metadata may have others.
+    """
     metadata = FileSystemReader(loading.path).read_metadata()
-    for fqn, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            nbytes = stored.size.numel() * stored.properties.dtype.itemsize
-            flat = torch.empty(nbytes, dtype=torch.uint8)
-            state[fqn] = flat.view(stored.properties.dtype).view(stored.size)
     for index, info in metadata.storage_data.items():
         with open(loading.path / info.relative_path, "rb") as file:
             file.seek(info.offset)
             data = file.read(info.length)
         found = torch.load(io.BytesIO(data), weights_only=False)
-        if index.fqn not in state:
+        stored = metadata.state_dict_metadata[index.fqn]
+        if not isinstance(stored, TensorStorageMetadata):
             state[index.fqn] = found
         else:
+            if index.fqn not in state:
+                flat = torch.empty(stored.size.numel() * found.itemsize, dtype=torch.uint8)
+                state[index.fqn] = flat.view(found.dtype).view(stored.size)
             box = narrow(state[index.fqn], index.offset or [0] * found.dim(), found.shape)
             as_bytes = found.dtype in TORCHS_OWN
             (box.view(torch.uint8) if as_bytes else box).copy_(
