@@ -342,6 +342,12 @@ class Call:
         if error is not None:
             raise self._as_shared(error)
 
+    @property
+    def is_uncommitted(self) -> bool:
+        """Whether the call has failed, and the coordinator cannot commit any more."""
+        node = self.group.connected
+        return node is not None and node.is_uncommitted(self.number)
+
     def cancel_on_failure(self, job: Cancellable) -> None:
         """Cancels a job of the present step when the call fails on any rank.
 

@@ -163,6 +163,11 @@ class Node:
         state = self._loop.calls.get(call)
         return self._loop.lost if state is None or state.error is None else state.error
 
+    def is_uncommitted(self, call: int) -> bool:
+        """Returns whether a call has failed before this rank allowed the commit."""
+        state = self._loop.calls.get(call)
+        return state is not None and state.error is not None and not state.promised
+
     def abort(self) -> None:
         """Ends the thread, even before it is connected."""
         self._loop.stop()

@@ -129,7 +129,7 @@ def save(
         writer.finish(metadata=metadata, results=results)
         return metadata
 
-    with _ended_on_failure(writer), call.current():
+    with call.current(), _ended_on_failure(writer):
         if not use_collectives:
             (planned,) = plan_for_all([plan()])
             finished = finish([write()])

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
+from torch_ckpt.coordination.group import current_call
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id, is_committed
@@ -34,10 +37,25 @@ from torch_ckpt.storage.temporary import (
     temporary,
 )
 
-__all__ = ["DirectoryWriter"]
+__all__ = ["Claim", "DirectoryWriter"]
 
 _METADATA = ".metadata"
 _INDEX = ".index"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the coordinator has created before any rank writes.
+
+    Attributes:
+        name: Name of the hidden directory beside that of the checkpoint, or of the pending file.
+        is_hidden: Whether it is a hidden directory.
+        host: Host of the coordinator.
+    """
+
+    name: str
+    is_hidden: bool
+    host: str
 
 
 class DirectoryWriter(StagingWriter):
@@ -66,6 +84,7 @@ class DirectoryWriter(StagingWriter):
         self._hidden: Location | None = None  # Where this save writes, if not to `location`.
         self._pending: Location | None = None  # The pending file, on the rank that commits.
         self._created: Location | None = None  # The directory, if this save has created it there.
+        self._finished: list[str] = []  # The complete files of this rank.
         self._found = Found()  # What the directory had before this save.
         self._found_beside: list[str] = []  # Temporaries of running saves and conversions.
 
@@ -164,32 +183,52 @@ class DirectoryWriter(StagingWriter):
         pending.write(b"", sync=False)
         return pending
 
-    def _enter(self, hidden: str | None) -> None:
+    def _claim(self) -> Claim | None:
+        """Returns what the other ranks must find before they write.
+
+        Only paths of this machine may lead to another directory on another machine.
+        """
+        created = self._pending if self._hidden is None else self._hidden
+        if created is None or created.local_path is None:
+            return None
+        return Claim(created.name, self._hidden is not None, socket.gethostname())
+
+    def _enter(self, claim: Claim | None) -> None:
         """Begins to write on any rank.
 
         Args:
-            hidden: Name of the hidden directory that the coordinator has created, if any.
+            claim: What the coordinator has created, if this rank can find it by its name.
 
         Raises:
-            StorageError: The hidden directory is not there.
+            StorageError: This rank does not find it.
         """
         if self._commits:
             return
-        if hidden is None:
+        if claim is None:
             self.location.create_directories()
             return
-        self._hidden = self.location.with_name(hidden)
-        if not self._hidden.is_directory():
-            raise StorageError(
-                f"cannot save to {self.path}: this rank does not find {self._hidden}, which the "
-                "coordinator has created; is the storage the same on all ranks, or has another "
-                "save removed it?"
-            )
+        created = self.location / claim.name
+        if claim.is_hidden:
+            created = self._hidden = self.location.with_name(claim.name)
+        if created.is_missing():
+            raise self._not_found(created, claim.host)
+
+    def _not_found(self, created: Location, host: str) -> StorageError:
+        """Returns the error of a rank that does not find what the coordinator has created."""
+        other = None
+        with contextlib.suppress(CheckpointError):
+            other = self._other_save()
+        removed = "" if other is None else f", or has another save, such as {other}, removed it"
+        return StorageError(
+            f"cannot save to {self.path}: rank {self.rank} on host {socket.gethostname()} does not "
+            f"find {created}, which the coordinator on host {host} has created; is {created.parent}"
+            f" on storage that all ranks share{removed}?"
+        )
 
     # ---- Failure ----
 
     def end_failed_save(self) -> None:
-        """Removes the pending file, and the new or hidden directory, of a save that has failed.
+        """Removes what a save that has failed has written: each rank its own files.
 
         A save of this package calls it when any rank has failed. DCP's own functions do not tell
         a writer of failures on other ranks. Then the next save removes them.
@@ -197,6 +236,10 @@ class DirectoryWriter(StagingWriter):
         pending, self._pending = self._pending, None
         hidden, self._hidden = self._hidden, None
         created, self._created = self._created, None
+        finished, self._finished = self._finished, []
+        call = current_call()
+        if hidden is None and call is not None and call.is_uncommitted:
+            remove_files(self.location, finished)
         if pending is not None and not _marks_data_files(pending):
             pending.discard()
         if created is not None:
@@ -256,9 +299,10 @@ class DirectoryWriter(StagingWriter):
         missing = sorted(name for name in unlisted if not (self._write_directory / name).exists())
         if missing:
             raise StorageError(
-                f"cannot commit {self.path}: {len(missing)} data files of this save are missing, "
-                f"including {missing[0]}; is the storage the same on all ranks, or has a link in "
-                "the path led them to different directories?"
+                f"cannot commit {self.path}: the coordinator on host {socket.gethostname()} does "
+                f"not find {len(missing)} data files that ranks have written, including "
+                f"{self._write_directory / missing[0]}; is this directory on storage that all "
+                "ranks share, or has a link in the path led them to different ones?"
             )
 
     def _publish_files(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:

@@ -61,7 +61,7 @@ from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
 from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
 from torch_ckpt.storage.data_file import write_data_file
-from torch_ckpt.storage.directory_writer import DirectoryWriter
+from torch_ckpt.storage.directory_writer import Claim, DirectoryWriter
 from torch_ckpt.storage.file_jobs import FileJobs, in_threads
 from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 from torch_ckpt.storage.rank_work import RankWork, split, work_for
@@ -71,16 +71,16 @@ __all__ = ["FastWriter"]
 
 
 @dataclass(frozen=True)
-class _HiddenPlace:
-    """``SavePlan.storage_data`` of one rank in a save of a new checkpoint.
+class _Placed:
+    """``SavePlan.storage_data`` of one rank, which finds by it what the coordinator has created.
 
     Attributes:
-        directory: Name of the directory beside the checkpoint's, in which the ranks write.
-        storage_data: The ``storage_data`` of other saves.
+        claim: What the coordinator has created.
+        storage_data: The ``storage_data`` of the rank's own files.
     """
 
-    directory: str
-    storage_data: _StoragePrefix
+    claim: Claim
+    storage_data: Any
 
 
 class FastWriter(DirectoryWriter):
@@ -300,7 +300,14 @@ class FastWriter(DirectoryWriter):
         self._ranks = len(plans)
         with gc_paused():
             plans = share_out(plans, compare=self.check_replicas != "off")
-        return self._place(plans)
+        placed = self._place(plans)
+        claim = self._claim() if are_sent(plans) else None
+        if claim is None:
+            return placed
+        return [
+            dataclasses.replace(plan, storage_data=_Placed(claim, plan.storage_data))
+            for plan in placed
+        ]
 
     def _place(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begins the save, and returns the plans, each with the file name prefix of its rank."""
@@ -313,13 +320,7 @@ class FastWriter(DirectoryWriter):
             for rank, plan in enumerate(plans)
         ]
         self._claim_directory(can_hide=are_sent(plans))
-        if self._hidden is None:
-            return placed
-        name = self._hidden.name
-        return [
-            dataclasses.replace(plan, storage_data=_HiddenPlace(name, plan.storage_data))
-            for plan in placed
-        ]
+        return placed
 
     @property
     def _hides(self) -> bool:
@@ -333,8 +334,8 @@ class FastWriter(DirectoryWriter):
         self._phases.begin("writing")
         with self._writing, portable_errors(), self._writing_staged():
             place = plan.storage_data
-            if isinstance(place, _HiddenPlace):
-                self._enter(place.directory)
+            if isinstance(place, _Placed):
+                self._enter(place.claim)
                 plan = dataclasses.replace(plan, storage_data=place.storage_data)
             else:
                 self._enter(None)
@@ -359,7 +360,7 @@ class FastWriter(DirectoryWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's files. Tensors that were not staged are written first."""
-        finished: list[str] = []
+        finished = self._finished = []
         try:
             work = work_for(plan, planner, self.transforms, can_wait=self._can_wait)
             nbytes = sum(work.work.nbytes)

@@ -92,16 +92,16 @@ bool FileJob::stop_writes() {
   while (queue_ && queue_->in_flight() > 0) (void)wait_for_some();
   if (block_ != kNoBlock) pool_.release(block_);
   block_ = kNoBlock;
-  release_pool();
   const bool was_open = file_ != nullptr;
-  file_.reset();
+  release();
   (void)fail(cancelled("cannot write ", path_, ": the job was aborted"));
   return was_open;
 }
 
 // Destroys the queue first, because it may have registered the pool's memory.
-void FileJob::release_pool() {
+void FileJob::release() {
   queue_.reset();
+  file_.reset();
   if (owns_pool_) pool_.unclaim();
   owns_pool_ = false;
 }

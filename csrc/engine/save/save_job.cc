@@ -215,7 +215,7 @@ Status SaveJob::finish() {
   RETURN_IF_ERROR(fail(sync()));
   sums_ = summer_.finish();
   finished_ = true;
-  release_pool();
+  release();
   return ok_status();
 }
 

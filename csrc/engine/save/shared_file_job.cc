@@ -186,7 +186,7 @@ Status SharedFileJob::finish() {
   RETURN_IF_ERROR(fail(wait_for_all()));
   RETURN_IF_ERROR(fail(sync()));
   finished_ = true;
-  release_pool();
+  release();
   return ok_status();
 }
 

@@ -1,0 +1,96 @@
+"""Output directories that each machine has for itself, and saves that fail on one rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import Worlds
+from states import failures_of
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+import torch_ckpt
+from torch_ckpt import FastSavePlanner, FastWriter, SafetensorsWriter
+from torch_ckpt.errors import StorageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+CALLS = {"dcp.save": dcp.save, "torch_ckpt.save": torch_ckpt.save}
+PLANNERS = {"stock planner": DefaultSavePlanner, "fast planner": FastSavePlanner}
+
+
+def state_of_rank() -> dict[str, torch.Tensor]:
+    return {f"w{dist.get_rank()}": torch.arange(1000.0), "both": torch.ones(30)}
+
+
+def save_locally(folder: Path, call: str, planner: str, writer: Any) -> Any:
+    """Saves to a directory of this rank's own machine; returns the errors, and its files."""
+    path = folder / f"machine {dist.get_rank()}" / "checkpoint"
+    options = {"storage_writer": writer(path), "planner": PLANNERS[planner]()}
+    failed = failures_of(CALLS[call], state_of_rank(), **options)
+    dist.barrier()
+    return failed, sorted(os.listdir(path)) if path.exists() else None
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("writer", [FastWriter, SafetensorsWriter])
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("exists", [True, False], ids=["exists", "new"])
+def test_a_directory_that_is_not_shared_is_named_and_gets_no_files(
+    worlds: Worlds, tmp_path: Path, exists: bool, call: str, planner: str, writer: Any
+) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"machine {rank}" / "checkpoint").mkdir(parents=True)
+        if not exists:
+            (tmp_path / f"machine {rank}" / "checkpoint").rmdir()
+    host = socket.gethostname()
+    found = worlds.run(2, save_locally, tmp_path, call, planner, writer)
+    for rank, (failed, files) in enumerate(found):
+        assert list(failed) == [1]
+        assert failed[1].kind == StorageError.__name__
+        text = failed[1].message
+        assert f"rank 1 on host {host} does not find {tmp_path / 'machine 1'}" in text
+        assert f"which the coordinator on host {host} has created" in text
+        assert "on storage that all ranks share?" in text
+        assert "another save" not in text
+        if rank == 1 or call == "torch_ckpt.save":  # DCP's own tells no rank of other ranks.
+            assert not files
+
+
+class _Failing(FastWriter):
+    """Fails on rank 1 once rank 0 has written its files."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        written = None if dist.get_rank() else super().write_data(plan, planner)
+        dist.barrier()
+        if written is None:
+            raise OSError("the disk is broken")
+        return written
+
+
+def save_and_fail(path: Path, planner: str) -> tuple[bool, list[str]]:
+    torch_ckpt.save(state_of_rank(), storage_writer=FastWriter(path))
+    dist.barrier()
+    before = sorted(os.listdir(path))
+    options = {"storage_writer": _Failing(path), "planner": PLANNERS[planner]()}
+    failed = failures_of(torch_ckpt.save, state_of_rank(), **options)
+    dist.barrier()
+    after = sorted(os.listdir(path))
+    dist.barrier()
+    torch_ckpt.save(state_of_rank(), storage_writer=FastWriter(path))
+    return list(failed) == [1] and after == before, after
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_rank_that_has_written_removes_its_files_if_another_one_fails(
+    worlds: Worlds, tmp_path: Path, planner: str
+) -> None:
+    for has_ended_clean, names in worlds.run(2, save_and_fail, tmp_path / "checkpoint", planner):
+        assert has_ended_clean, names
