@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import FileSystemWriter
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, SafetensorsWriter
@@ -26,8 +25,8 @@ COUNT = 150
 FEW = 30
 """Descriptors that a save may add: less than one for each file."""
 
-LOAD = 280
-"""Descriptors that a load may add: those of 128 files."""
+MANY, OPEN = 320, 290
+"""Files to read, and descriptors that a read may add: two for each of 128 files, and some."""
 
 
 @contextlib.contextmanager
@@ -71,3 +70,63 @@ def test_a_save_closes_each_file_at_its_end(
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     dcp.load(found, storage_reader=FastReader(tmp_path / "x"), no_dist=True)
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    "safetensors": lambda path: WRITERS["safetensors"](path),
+    "own": lambda path: WRITERS["a file for each tensor"](path),
+    "stock": lambda path: FileSystemWriter(path, single_file_per_rank=False, sync_files=False),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A checkpoint of many files in each format, written when it is first asked for."""
+    folder = tmp_path_factory.mktemp("sources")
+
+    def source(name: str) -> Path:
+        if not (folder / name).exists():
+            writer = SOURCES[name](folder / name)
+            dcp.save(state_of(MANY), storage_writer=writer, no_dist=True)
+        return folder / name
+
+    return source
+
+
+def _load(source: Path, target: Path) -> None:
+    state = state_of(MANY)
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(found, storage_reader=FastReader(source), no_dist=True)
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def _convert(source: Path, target: Path, to: str) -> None:
+    convert(Location(source), Location(target), to)
+    _load(target, target)
+
+
+def _verify(source: Path, target: Path) -> None:
+    assert not examine(Location(source)).damage
+
+
+def _diff(source: Path, target: Path) -> None:
+    found = compare(Location(source), Location(source))
+    assert not found.differences
+    assert not found.unknown
+
+
+READS = {"load": _load, "verify": _verify, "diff": _diff} | {
+    f"convert to {to}": lambda source, target, to=to: _convert(source, target, to)
+    for to in ("dcp", "safetensors", "torch")
+}
+
+
+@pytest.mark.thin(1)
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_read_opens_a_bounded_number_of_files(
+    sources: Callable[[str], Path], source: str, read: str, tmp_path: Path
+) -> None:
+    path = sources(source)
+    with more_descriptors(2 * OPEN if read == "diff" else OPEN):
+        READS[read](path, tmp_path / "target")
