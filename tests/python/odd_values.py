@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import datetime
@@ -12,6 +13,7 @@ import pathlib
 import pickle
 import random
 import struct
+import types
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -66,6 +68,7 @@ ODD: tuple[Callable[[], Any], ...] = (
     *(lambda: np.dtype("f4"), collections.OrderedDict, lambda: collections.Counter("ab")),
     *(lambda: collections.deque([1]), lambda: decimal.Decimal("nan"), lambda: uuid.UUID(int=1)),
     *(lambda: datetime.datetime(2020, 1, 1), lambda: pathlib.PurePosixPath("a"), _list_of_itself),
+    *(lambda: argparse.Namespace(a=[1]), lambda: types.SimpleNamespace(b=torch.ones(2))),
     *(_doubled, lambda: {"x": _doubled()}, lambda: io.BytesIO(b"x")),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import datetime
@@ -12,6 +13,7 @@ import io
 import math
 import pathlib
 import random
+import types
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -205,6 +207,8 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "range": lambda: range(3, 90, 4),
     "Decimal": lambda: decimal.Decimal("-1.50E+7"),
     "UUID": lambda: uuid.uuid4(),
+    "Namespace": lambda: argparse.Namespace(lr=0.1, layers=[1], model=argparse.Namespace()),
+    "SimpleNamespace": lambda: types.SimpleNamespace(a=types.SimpleNamespace(), b=(1,)),
     "Generator": lambda: torch.Generator().manual_seed(random.randrange(1000)),
     "random state of Python": lambda: random.getstate(),
     "large number": lambda: -(1 << 5000),

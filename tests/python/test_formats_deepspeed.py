@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import enum
 import pickle
 import re
+import types
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,13 @@ from torch_ckpt.formats.rank_files import Files, Fragment, Partitioned, Unreadab
 
 STAGES = (2, 3)
 Change = Callable[[int, dict[str, Any]], Any]
+
+
+class Color(enum.Enum):
+    """A class that no list allows."""
+
+    RED = 1
+    BLUE = 2
 
 
 def load(path: Path, *, without: Collection[str] = (), **options: Any) -> dict[str, Any]:
@@ -407,6 +417,29 @@ def test_a_value_of_a_class_that_is_not_allowed_is_refused_if_it_is_requested(
     write(tmp_path / "other", 3, replace)
     with pytest.raises(UnsupportedError, match=r"fp32_flat_groups\.0.*GLOBAL builtins.print"):
         FastReader(tmp_path / "other").read_metadata()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_objects_of_a_client_do_not_keep_the_weights_from_loading(
+    tmp_path: Path, stage: int
+) -> None:
+    """Neither as values nor as keys. Most clients store their arguments, and some their configs."""
+    client = {
+        "args": argparse.Namespace(lr=0.1, layers=[1], nested=argparse.Namespace()),
+        "config": types.SimpleNamespace(hidden=8),
+        "of_a_class": Color.RED,
+        "by_a_class": {Color.RED: 1, Color.BLUE: 2, (Color.RED, 1): torch.ones(2)},
+    }
+    write(tmp_path / "tag", stage, change_model=lambda _, model: model.update(client))
+    state = {name: torch.zeros_like(tensor) for name, tensor in values().items()}
+    state |= {"args": None, "config": None}
+    dcp.load(state, storage_reader=FastReader(tmp_path / "tag"), no_dist=True)
+    for name, tensor in values().items():
+        assert torch.equal(state[name], tensor), name
+    assert state["args"] == client["args"]
+    assert state["config"] == client["config"]
+    with pytest.raises(dcp.CheckpointException, match="GLOBAL"):
+        dcp.load({"of_a_class": None}, storage_reader=FastReader(tmp_path / "tag"), no_dist=True)
 
 
 def test_a_tag_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import deepspeed_checkpoints
 import pytest
 import torch
 from checkpoints import failure_of, load
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint._extension import ExtensionRegistry, ZStandard
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastWriter, Run
+from torch_ckpt import FastReader, FastWriter, Run, SafetensorsWriter
 from torch_ckpt.errors import NotFoundError, UnsupportedError
 
 
@@ -141,6 +142,56 @@ def test_a_folder_with_safetensors_and_files_of_torch_save_loads_the_safetensors
     tmp_path: Path,
 ) -> None:
     torch.save({"w": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
+    save_file({"w": torch.full([3], 2.0)}, tmp_path / "model.safetensors")
+    state = {"w": torch.ones(3)}
+    torch_ckpt.load(state, storage_reader=FastReader(tmp_path))
+    assert state["w"].tolist() == [2.0] * 3
+
+
+def test_deepspeeds_folders_without_a_latest_file_are_named(tmp_path: Path) -> None:
+    for step in (90, 100):
+        deepspeed_checkpoints.write(tmp_path / f"global_step{step}", 2)
+    assert message_for(tmp_path) == (
+        f"it has checkpoints of DeepSpeed in global_step90, global_step100 (pass {tmp_path}/"
+        "global_step100); there is no file latest, which would name one of DeepSpeed"
+    )
+    torch.save({"w": torch.ones(3)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "exported").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "exported" / "model.safetensors")
+    message = message_for(tmp_path)
+    assert f"of safetensors in exported (pass {tmp_path}/exported)" in message
+    assert f"torch.save in pytorch_model.bin (pass {tmp_path}/pytorch_model.bin)" in message
+    assert f"pass {tmp_path}/global_step100" in message
+
+
+@pytest.mark.parametrize("has_latest", [True, False])
+@pytest.mark.parametrize("weights", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_folder_with_weights_and_a_training_state_asks_for_one_of_them(
+    tmp_path: Path, weights: str, has_latest: bool
+) -> None:
+    """As Hugging Face's Trainer leaves it with DeepSpeed."""
+    state = tmp_path / "global_step100"
+    deepspeed_checkpoints.write(tmp_path / "global_step99", 2)
+    deepspeed_checkpoints.write(state, 2)
+    if has_latest:
+        (tmp_path / "latest").write_text(state.name)
+    torch_ckpt.save(
+        {"w": torch.full([3], 2.0), "v": torch.zeros(3)},
+        storage_writer=SafetensorsWriter(tmp_path, max_shard_nbytes=12 if "index" in weights else 10**6),
+    )
+    error = load_error(tmp_path)
+    assert isinstance(error, UnsupportedError)
+    assert "safetensors" in str(error)
+    assert "DeepSpeed" in str(error)
+    assert f"pass {tmp_path / weights} for the weights, or {state} for the training" in str(error)
+    loaded = {"w": torch.ones(3)}
+    torch_ckpt.load(loaded, storage_reader=FastReader(tmp_path / weights))
+    assert loaded["w"].tolist() == [2.0] * 3
+    FastReader(state).read_metadata()
+
+
+def test_weights_whose_training_state_is_elsewhere_load(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step100")  # Not uploaded.
     save_file({"w": torch.full([3], 2.0)}, tmp_path / "model.safetensors")
     state = {"w": torch.ones(3)}
     torch_ckpt.load(state, storage_reader=FastReader(tmp_path))

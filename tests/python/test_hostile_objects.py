@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import collections
 import contextlib
@@ -15,6 +16,7 @@ import random
 import resource
 import struct
 import sys
+import types
 import uuid
 import zipfile
 from collections.abc import Callable, Iterator
@@ -125,6 +127,7 @@ HARMLESS = (
     *(collections.deque, io.BytesIO, decimal.Decimal, uuid.UUID, pathlib.PurePath, torch.Generator),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
     *(np.ndarray, np.generic, np.dtype, type, type(os.getcwd)),
+    *(argparse.Namespace, types.SimpleNamespace),
 )
 
 
@@ -207,6 +210,16 @@ CRAFTED = {
     + DOUBLED
     + b"N\x86e\x85R",
     "a UUID beyond 128 bits": b"cuuid\nUUID\n)\x81}" + text("int") + number(1 << 128) + b"sb",
+    "an object with a method of pickle": b"ctypes\nSimpleNamespace\n)R}"
+    + text("__reduce_ex__")
+    + b"ctorch\nSize\nsb",
+    "an object with a method of its class": b"cargparse\nNamespace\n)\x81}"
+    + text("_get_kwargs")
+    + b"ctorch\nSize\nsb",
+    "an OrderedDict with a method of its class": b"ccollections\nOrderedDict\n)R}"
+    + text("items")
+    + b"ctorch\nSize\nsb",
+    "an object with an attribute that is no text": b"cargparse\nNamespace\n)\x81}K\x01Nsb",
     "a Generator of numbers": b"ctorch._C\nGenerator\nctorch\ndevice\n"
     + text("cpu")
     + b"\x85R\x85RK\x01NK\x02\x87b",

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
+from torch_ckpt.formats.deepspeed_folders import has_deepspeed_files
 
 __all__ = ["no_checkpoint"]
 
 _NUMBER = re.compile(r"\d+")
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+_DCP, _DEEPSPEED = "DCP", "DeepSpeed"
 _MOST_CHILDREN = 1000
 """Names to search for a checkpoint, those with the highest numbers."""
 
@@ -37,7 +39,8 @@ def _reason(path: Location) -> str:
         return str(error)
     if not names:
         return "the directory is empty"
-    children = _checkpoints_below(path, names)
+    below = _checkpoints_below(path, names)
+    children = below.pop(_DCP, [])
     if children:
         newest = path / children[-1]
         if all(re.fullmatch(r"step-\d+", name) for name in children):
@@ -53,20 +56,38 @@ def _reason(path: Location) -> str:
             "copied them without the files whose names begin with a dot"
         )
     files = [name for name in names if name.endswith(_TORCH_FILES)]
-    if files:
+    if files and not below:
         return f"it has files of torch.save; pass one of them, such as {path / files[0]}"
+    found = [f"{kind} in {_listed(of)} (pass {path / of[-1]})" for kind, of in below.items()]
+    if files:
+        found.append(f"torch.save in {_listed(files)} (pass {path / files[0]})")
+    if found:
+        pointer = ""
+        if _DEEPSPEED in below:
+            pointer = "; there is no file latest, which would name one of DeepSpeed"
+        return f"it has checkpoints of {' and of '.join(found)}{pointer}"
     return f"there is no .metadata; it has {_listed(names)}"
 
 
-def _checkpoints_below(path: Location, names: Sequence[str]) -> list[str]:
-    """Returns the subdirectories that have a committed checkpoint, ordered by their numbers."""
+def _checkpoints_below(path: Location, names: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the subdirectories with a checkpoint, by their format, ordered by their numbers."""
     ordered = sorted(names, key=lambda name: [*map(int, _NUMBER.findall(name))])
-    found = []
+    found: dict[str, list[str]] = {}
     for name in ordered[-_MOST_CHILDREN:]:
-        with contextlib.suppress(CheckpointError):  # A directory that cannot be read.
-            if not name.startswith(".") and metadata_prefixes(path / name):
-                found.append(name)
+        with contextlib.suppress(CheckpointError):  # A file, or one that cannot be read.
+            if not name.startswith(".") and (kind := _format_of(path / name)) is not None:
+                found.setdefault(kind, []).append(name)
     return found
+
+
+def _format_of(path: Location) -> str | None:
+    """Returns the format of a directory by its names; ``None`` if it has no checkpoint."""
+    if metadata_prefixes(path):
+        return _DCP
+    names = path.names()
+    if has_deepspeed_files(names):
+        return _DEEPSPEED
+    return "safetensors" if any(name.endswith(".safetensors") for name in names) else None
 
 
 def _similar(path: Location) -> str:

@@ -7,6 +7,7 @@ constructor of the class, so a crafted state cannot bypass the checks of the cla
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import datetime
@@ -17,13 +18,14 @@ import io
 import math
 import pathlib
 import re
+import types
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-__all__ = ["DATA_CLASSES", "NeedsState", "class_named"]
+__all__ = ["DATA_CLASSES", "WITH_ATTRIBUTES", "NeedsState", "class_named", "set_attributes"]
 
 
 class NeedsState:
@@ -181,6 +183,30 @@ def _uuid() -> NeedsState:
 def _path(kind: type[pathlib.PurePath], *components: str) -> pathlib.PurePath:
     _require_type(str, *components)
     return kind(*components)
+
+
+# Objects with attributes of any name.
+
+WITH_ATTRIBUTES = (argparse.Namespace, types.SimpleNamespace, collections.OrderedDict)
+"""Classes whose state is a dict of attributes."""
+
+
+def set_attributes(value: Any, state: Any) -> None:
+    """Sets the attributes of an object of :data:`WITH_ATTRIBUTES`.
+
+    An attribute must not take the place of a method that Python or the class calls.
+
+    Raises:
+        ValueError: The state is not a dict of such attributes.
+    """
+    _require_type(dict, state)
+    _require_type(str, *state)
+    _require(not any(name.startswith("__") or hasattr(type(value), name) for name in state))
+    vars(value).update(state)
+
+
+def _namespace(kind: type[Any]) -> Any:
+    return kind()
 
 
 # torch.Generator.
@@ -342,6 +368,7 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
 
 DATA_CLASSES: dict[str, Callable[..., Any]] = {
     "_codecs.encode": _latin1,
+    "argparse.Namespace": functools.partial(_namespace, argparse.Namespace),
     "builtins.bytearray": _bytearray,
     "builtins.bytes": _no_bytes,
     "builtins.frozenset": _frozenset,
@@ -357,6 +384,7 @@ DATA_CLASSES: dict[str, Callable[..., Any]] = {
     "datetime.timedelta": _timedelta,
     "datetime.timezone": _timezone,
     "decimal.Decimal": _decimal,
+    "types.SimpleNamespace": functools.partial(_namespace, types.SimpleNamespace),
     "uuid.UUID": _uuid,
     "torch.Size": _size,
     "torch._C.Generator": _generator,

@@ -20,6 +20,7 @@ from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, U
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.deepspeed_experts import EXPERT_FILE, Experts
 from torch_ckpt.formats.deepspeed_files import STAND_INS, Model, Optimizer, Shapes, sizes_of
+from torch_ckpt.formats.deepspeed_folders import MODEL_FILE, RANK_FILE
 from torch_ckpt.formats.deepspeed_parallel import unite
 from torch_ckpt.formats.deepspeed_universal import FOLDER, read_universal
 from torch_ckpt.formats.opened import Opened
@@ -30,13 +31,10 @@ from torch_ckpt.formats.torch_save import has_boxes
 from torch_ckpt.formats.zero_partitions import add_partition, partition_of, read_partitions
 from torch_ckpt.options import Verification
 
-__all__ = ["deepspeed_folder", "open_deepspeed"]
+__all__ = ["open_deepspeed"]
 
-_RANK_FILE = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
-_MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _EXPERT_OPTIMIZER_FILE = re.compile(r"expp_rank_.*_optim_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-_POINTERS = ("latest", "latest_universal")
 
 _ADAM_OPTIONS = {
     "amsgrad": False,
@@ -61,34 +59,6 @@ class _Names:
     model: dict[int, str]
     optimizer: dict[int, str]
     zero3: bool  # Whether each rank has a model file.
-
-
-def deepspeed_folder(path: Location) -> Location | None:
-    """Returns the folder of a DeepSpeed checkpoint: the path, or the tag that it points to.
-
-    Raises:
-        NotFoundError: The folder of the tag is missing.
-    """
-    try:
-        names = path.names()
-    except NotFoundError:
-        return None
-    if any(_RANK_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) for name in names):
-        return path
-    for pointer in _POINTERS:
-        if pointer not in names:
-            continue
-        tag = (path / pointer).read_range(0, 4096)[1].decode(errors="replace").strip()
-        if not tag or any(part in ("", ".", "..") for part in tag.split("/")):
-            continue
-        try:
-            (path / tag).names()
-        except NotFoundError:
-            raise NotFoundError(
-                f"cannot load {path}: its file {pointer} names {tag!r}, which is missing"
-            ) from None
-        return path / tag
-    return None
 
 
 def open_deepspeed(
@@ -227,7 +197,7 @@ def _file_names(folder: Location) -> dict[int, _Names]:
     by_rank: dict[int, dict[int, str]] = {}
     listed = folder.names()
     for name in listed:
-        rank_file, model_file = _RANK_FILE.fullmatch(name), _MODEL_FILE.fullmatch(name)
+        rank_file, model_file = RANK_FILE.fullmatch(name), MODEL_FILE.fullmatch(name)
         if rank_file:
             kind = by_rank if rank_file[3] == "model" else optimizer
             of_rank = kind.setdefault(int(rank_file[2]), {})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import math
+import types
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ def is_equal(x: Any, y: Any) -> bool:
         return same_bits(x, y)
     if isinstance(x, dict):
         return x.keys() == y.keys() and all(is_equal(value, y[key]) for key, value in x.items())
+    if isinstance(x, argparse.Namespace | types.SimpleNamespace):
+        return is_equal(vars(x), vars(y))
     if isinstance(x, list | tuple | collections.deque):
         return len(x) == len(y) and all(map(is_equal, x, y))
     if isinstance(x, float):

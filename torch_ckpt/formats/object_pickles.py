@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 import io
+import itertools
 import os
 import pathlib
 import pickle
@@ -33,7 +34,13 @@ from torch_ckpt.formats.allowed_classes import (
     is_blocked,
     refused_names,
 )
-from torch_ckpt.formats.data_classes import DATA_CLASSES, NeedsState, class_named
+from torch_ckpt.formats.data_classes import (
+    DATA_CLASSES,
+    WITH_ATTRIBUTES,
+    NeedsState,
+    class_named,
+    set_attributes,
+)
 from torch_ckpt.formats.expansion import OBJECTS_NBYTES, Expansion, ExpansionError
 from torch_ckpt.formats.pickle_budget import Budget
 from torch_ckpt.formats.pickles import ForbiddenPickleError
@@ -46,18 +53,22 @@ class Refused:
 
     Attributes:
         name: Full name of the class or function.
+        number: Number of the value in its pickle. So keys of a dict have different texts.
         parts: The arguments of calls, states and elements that the pickle gives it.
         too_large: Why the value is too large, if it is.
     """
 
-    def __init__(self, name: str, *parts: object, too_large: ExpansionError | None = None) -> None:
+    def __init__(
+        self, name: str, number: int, *parts: object, too_large: ExpansionError | None = None
+    ) -> None:
         self.name = name
+        self.number = number
         self.parts = [*parts]
         self.too_large = too_large
 
     def __repr__(self) -> str:
         why = "is not allowed" if self.too_large is None else "is too large"
-        return f"<{self.name}, which {why}>"
+        return f"<{self.name} {self.number}, which {why}>"
 
 
 def load_object(
@@ -205,6 +216,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         self._budget = Budget(self.expansion)
         self._fixed_deques: set[int] = set()  # Ids of deques that other values may contain.
         self._first_refused: Exception | None = None
+        self._numbers = itertools.count()  # Of refused values.
 
     def load(self) -> object:
         """Returns the unpickled object."""
@@ -244,7 +256,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         if not self.refuse_later:
             raise forbidden
         self._first_refused = self._first_refused or forbidden
-        return Refused(full_name)
+        return Refused(full_name, next(self._numbers))
 
     @functools.cached_property
     def _user_globals(self) -> dict[str, Any]:
@@ -301,14 +313,15 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         if not self.refuse_later:
             raise error
         self._first_refused = self._first_refused or error
-        return Refused(name, *parts, too_large=error)
+        return Refused(name, next(self._numbers), *parts, too_large=error)
 
     def _refuse_call(self, function: Any, arguments: tuple[Any, ...]) -> bool:
         """Pushes a refused value if a call needs one, and returns whether it does."""
         first = next((one for one in (function, *arguments) if type(one) is Refused), None)
         if first is not None:
             self._budget.charge(len(arguments))
-            self.append(Refused(first.name, *arguments, too_large=first.too_large))
+            number = next(self._numbers)
+            self.append(Refused(first.name, number, *arguments, too_large=first.too_large))
         return first is not None
 
     def _pop_call(self) -> tuple[tuple[Any, ...], Any]:
@@ -343,9 +356,9 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             self._build(value, state)
         elif kind is Refused:
             value.parts.append(state)
-        elif kind is collections.OrderedDict and type(state) is dict:
+        elif kind in WITH_ATTRIBUTES:
             self._budget.charge_call("", (state,))
-            vars(value).update(state)
+            _make(_full_name_of(kind), set_attributes, (value, state))
         elif kind is torch.nn.Parameter or self._is_user_global(kind):
             self._budget.charge_call("", (state,))
             self.append(state)
@@ -388,9 +401,6 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         if kind is Refused:
             target.parts += items
             return
-        for key in items[::2]:
-            if type(key) is Refused:
-                raise key.too_large or ForbiddenPickleError("a key of a forbidden class")
         is_dict = kind in (dict, collections.OrderedDict, collections.Counter)
         if not is_dict and not self._is_user_global(kind):
             raise ForbiddenPickleError(f"Can only set items of dicts, not of a {kind}")

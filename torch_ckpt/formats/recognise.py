@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.dcp import open_dcp
-from torch_ckpt.formats.deepspeed import deepspeed_folder, open_deepspeed
+from torch_ckpt.formats.deepspeed import open_deepspeed
+from torch_ckpt.formats.deepspeed_folders import deepspeed_folder, deepspeed_state
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.reading import reading
 from torch_ckpt.formats.rules import Rules
@@ -21,6 +24,9 @@ from torch_ckpt.formats.torch_save import is_archive, is_legacy, open_torch_save
 from torch_ckpt.options import Verification
 
 __all__ = ["open_stored"]
+
+_MODEL_INDEX = ".safetensors.index.json"
+"""End of the name of Hugging Face's index of the files of a model."""
 
 
 def open_stored(
@@ -79,9 +85,10 @@ def _open_directory(path: Location, *, verify: Verification, trust_pickle: bool)
         raise no_checkpoint(path) from None
     if (items := stated_items(path, names)) is not None:
         return open_torch_checkpointing(path, items, verify=verify, trust_pickle=trust_pickle)
-    endings = (".safetensors", ".safetensors.index.json")
-    safetensors = sorted(name for name in names if name.endswith(endings))
+    safetensors = sorted(name for name in names if name.endswith((".safetensors", _MODEL_INDEX)))
     if safetensors:
+        if (state := deepspeed_state(path, names)) is not None:
+            raise _two_formats(path, safetensors, state)
         return open_safetensors_directory(path, safetensors)
     if (folder := deepspeed_folder(path)) is not None:
         return open_deepspeed(folder, verify=verify, trust_pickle=trust_pickle)
@@ -90,7 +97,23 @@ def _open_directory(path: Location, *, verify: Verification, trust_pickle: bool)
     raise no_checkpoint(path)
 
 
+def _two_formats(path: Location, safetensors: Sequence[str], state: Location) -> UnsupportedError:
+    """Returns the error for a folder of Hugging Face's Trainer with weights and a training state.
+
+    A guess would be wrong for some: the weights are no training state, and with ZeRO-3 the files of
+    safetensors may have no elements.
+    """
+    weights = next((name for name in safetensors if name.endswith(_MODEL_INDEX)), safetensors[0])
+    return UnsupportedError(
+        f"cannot load {path}: it has both the weights of a model as safetensors and a training "
+        f"state of DeepSpeed; pass {path / weights} for the weights, or {state} for the training "
+        "state"
+    )
+
+
 def _open_file(path: Location, *, verify: Verification, trust_pickle: bool) -> Opened:
+    if path.name.endswith(_MODEL_INDEX):
+        return open_safetensors_directory(path.parent, [path.name])
     nbytes, start = path.read_range(0, 512)
     if is_archive(start):
         return open_torch_save(path, verify=verify, trust_pickle=trust_pickle)
