@@ -50,7 +50,7 @@ PACKAGES = [
 # Only torch_ckpt/filesystems and the agent's shared memory name files to the operating system.
 ITS_FILES = re.compile(
     r"\bos\.(listdir|scandir|stat|rename|replace|remove|unlink|mkdir|makedirs|path\.exists)\("
-    r"|\bshutil\b|(?<![.\w])open\(|local_file_system|\bPath\((?!\)|\"/proc/)"
+    r"|\bshutil\b|(?<![.\w])open\(|local_file_system|\bPath\((?!\)|\"/(proc|sys)/)"
 )
 WITHOUT_FILES = (
     "api",

@@ -177,7 +177,9 @@ def test_a_folder_with_weights_and_a_training_state_asks_for_one_of_them(
         (tmp_path / "latest").write_text(state.name)
     torch_ckpt.save(
         {"w": torch.full([3], 2.0), "v": torch.zeros(3)},
-        storage_writer=SafetensorsWriter(tmp_path, max_shard_nbytes=12 if "index" in weights else 10**6),
+        storage_writer=SafetensorsWriter(
+            tmp_path, max_shard_nbytes=12 if "index" in weights else 10**6
+        ),
     )
     error = load_error(tmp_path)
     assert isinstance(error, UnsupportedError)

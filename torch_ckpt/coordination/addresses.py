@@ -13,9 +13,10 @@ import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.distributed_c10d import Store
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = ["node_id", "own_addresses", "refuses", "store_address", "this_machine"]
 

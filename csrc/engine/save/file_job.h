@@ -77,8 +77,8 @@ class FileJob {
   Status sync();
   // Waits for all submitted writes, and ignores their errors. Returns whether a file was open.
   bool stop_writes();
-  // Closes the file and releases the pool. A finished job may live on, for its progress, while other
-  // files are written. Requires: no write is in flight.
+  // Closes the file and releases the pool. A finished job may live on, for its progress, while
+  // other files are written. Requires: no write is in flight.
   void release();
 
   // Stores the first error, and returns it in every later call.

@@ -1,0 +1,198 @@
+"""Facts on this machine for ``torch-ckpt doctor``. This module imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import tempfile
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import torch_ckpt
+from torch_ckpt._core import _native
+from torch_ckpt.agent.memory import LOCK_NAME, complete_slots, folder_of, has_agent, run_of
+from torch_ckpt.cli.directory_probes import Fact, mount_of
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.options import IoMode
+from torch_ckpt.storage.progress import readable_nbytes
+
+__all__ = ["PROBES", "agents"]
+
+_BLOCK_NBYTES = 1 << 20
+_CGROUPS = Path("/sys/fs/cgroup")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_NO_LIMIT = 1 << 60
+"""Limits of cgroup v1 that are larger mean that there is none."""
+
+
+def versions() -> Generator[Fact]:
+    """Versions of this package and of what is below it."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "not installed"
+    yield "torch_ckpt", torch_ckpt.__version__, ""
+    yield "torch", torch, ""
+    yield "Python", f"{platform.python_version()} ({platform.python_implementation()})", ""
+    yield "kernel", f"{platform.system()} {platform.release()}, {platform.machine()}", ""
+    yield "libc", " ".join(platform.libc_ver()) or "unknown", ""
+
+
+def memory() -> Generator[Fact]:
+    """Processors, memory and the limits of this process."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    nbytes = os.sysconf("SC_PHYS_PAGES") * page
+    cpus = len(os.sched_getaffinity(0))
+    yield "CPUs", f"{cpus} usable of {os.cpu_count()}", ""
+    yield "memory", readable_nbytes(nbytes), ""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    few = "a load may need 256 descriptors: raise ulimit -n" if 0 <= files < 512 else ""
+    yield "open files", f"at most {_limit(files, str)}", few
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    yield "locked memory", f"at most {_limit(locked, readable_nbytes)}", ""
+
+
+def _limit(limit: int, shown: Callable[[int], str]) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else shown(limit)
+
+
+def cgroup() -> Generator[Fact]:
+    """Limits of the control groups of this process: the tightest of each group and its parents."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    found = [line.split(":", 2) for line in lines]
+    limits: list[tuple[int, int, str]] = []
+    for _, controllers, path in found:
+        if not controllers:
+            names, root, version = ("memory.max", "memory.current"), _CGROUPS, "v2"
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            root, version = _CGROUPS / "memory", "v1"
+        else:
+            continue
+        limits += [(*limit, version) for limit in _memory_limits(root, path, *names)]
+    if not limits:
+        yield "cgroup memory", "no limit", ""
+        return
+    limit, used, version = min(limits)
+    yield (
+        "cgroup memory",
+        f"at most {readable_nbytes(limit)} ({version}), {readable_nbytes(used)} in use",
+        "snapshots of asynchronous saves and the agent's slots count",
+    )
+
+
+def _memory_limits(root: Path, path: str, limit: str, usage: str) -> Iterator[tuple[int, int]]:
+    """Yields limit and usage of each group with a limit, from the group at a path to the root."""
+    group = root / path.lstrip("/")
+    if not group.is_dir():
+        group = root  # In a container, the path may be that of the host.
+    for folder in (group, *group.parents):
+        if folder == root.parent:
+            return
+        with contextlib.suppress(OSError, ValueError):  # No limit: "max".
+            nbytes = int((folder / limit).read_text())
+            if nbytes < _NO_LIMIT:
+                yield nbytes, int((folder / usage).read_text())
+
+
+def huge_pages() -> Generator[Fact]:
+    """Whether memory may have huge pages."""
+    match = re.search(r"\[(\S+)\]", _HUGE_PAGES.read_text())
+    private = match[1] if match else "unknown"
+    means = "" if private in ("always", "madvise") else "snapshots have small pages"
+    yield "huge pages", private, means
+
+
+def shared_memory() -> Generator[Fact]:
+    """The tmpfs of the agent's slots."""
+    base = folder_of(bytes(16)).parent.parent
+    space = os.statvfs(base)
+    size, free = (n * space.f_frsize for n in (space.f_blocks, space.f_bavail))
+    kind, options = mount_of(base)
+    huge = re.search(r"huge=(\w+)", options)
+    yield (
+        str(base),
+        f"{readable_nbytes(size)}, {readable_nbytes(free)} free "
+        f"({kind}, huge={huge[1] if huge else 'never'})",
+        "the agent needs twice the bytes that the ranks of this machine save",
+    )
+
+
+def pidfd() -> Generator[Fact]:
+    """Whether the agent can wait for the death of a process."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "not in Python"
+        yield "pidfd_open", f"refused ({reason})", "the agent cannot wait for a rank by a pidfd"
+    else:
+        yield "pidfd_open", "usable", ""
+
+
+def io_uring() -> Generator[Fact]:
+    """The queue of the engine for files."""
+    with tempfile.TemporaryDirectory(prefix="torch_ckpt-doctor-") as folder:
+        path = Location(folder) / "file"
+        path.write(b"", sync=False)
+        pool = _native.BufferPool(2 * _BLOCK_NBYTES, _BLOCK_NBYTES)
+        job = _native.SharedFileJob(path.file_system, path.path, 1, pool, False, False)
+        mode = IoMode.of(job)
+        job.abort()
+    why = "; ".join(mode.reasons)
+    if mode.queue == "io_uring":
+        yield "io_uring", "usable" + (f" ({why})" if why else ", registered buffers"), ""
+    else:
+        yield "io_uring", f"not used ({why})", "a queue of threads is used, which needs more CPU"
+
+
+def cuda() -> Generator[Fact]:
+    """Whether the engine copies tensors from and to GPUs."""
+    why = _native.why_no_cuda()
+    yield "CUDA", "usable" if why is None else f"not used ({why})", ""
+
+
+def agents(directory: str) -> Generator[Fact]:
+    """The runs of this user with memory on this machine."""
+    base = folder_of(bytes(16)).parent
+    own = run_of(directory)
+    folders = sorted(base.iterdir()) if base.is_dir() else []
+    shown = 0
+    for folder in folders:
+        try:
+            run = bytes.fromhex(folder.name)
+        except ValueError:
+            continue
+        yield _agent(folder, run, " (this directory)" if run == own else "")
+        shown += 1
+    if not shown:
+        yield "agent", "none is running, and no run has memory here", ""
+
+
+def _agent(folder: Path, run: bytes, note: str) -> Fact:
+    state = "no agent"
+    if has_agent(folder):
+        state = "an agent is running"
+        with contextlib.suppress(OSError):
+            state = f"an agent is running as process {(folder / LOCK_NAME).read_text().strip()}"
+    steps, names = set(), set()
+    for header, path in complete_slots(folder, run):
+        steps.add(header.step)
+        with contextlib.suppress(CheckpointError):
+            stored = os.fsdecode(_native.Slot.open(os.fsencode(path), False).read().directory)
+            names.add(os.path.dirname(stored))
+    nbytes = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            nbytes += path.stat().st_blocks * 512
+    kept = f", snapshots of steps {', '.join(map(str, sorted(steps)))}" if steps else ""
+    where = f" of {', '.join(sorted(names))}" if names else f" {folder.name}"
+    return "agent", f"run{where}{note}: {state}, {readable_nbytes(nbytes)} of memory{kept}", ""
+
+
+PROBES = (versions, memory, cgroup, huge_pages, shared_memory, pidfd, io_uring, cuda)
+"""Functions that yield facts. Their names stand for facts that cannot be found out."""
