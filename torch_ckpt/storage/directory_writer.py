@@ -210,19 +210,19 @@ class DirectoryWriter(StagingWriter):
         created = self.location / claim.name
         if claim.is_hidden:
             created = self._hidden = self.location.with_name(claim.name)
-        if created.is_missing():
+        if not _is_found(created):
             raise self._not_found(created, claim.host)
 
     def _not_found(self, created: Location, host: str) -> StorageError:
         """Returns the error of a rank that does not find what the coordinator has created."""
-        other = None
-        with contextlib.suppress(CheckpointError):
-            other = self._other_save()
-        removed = "" if other is None else f", or has another save, such as {other}, removed it"
+        directory = created.parent
+        removed = ""
+        if not directory.is_missing():
+            removed = " If so, another save, or a rank that has failed, has removed it."
         return StorageError(
             f"cannot save to {self.path}: rank {self.rank} on host {socket.gethostname()} does not "
-            f"find {created}, which the coordinator on host {host} has created; is {created.parent}"
-            f" on storage that all ranks share{removed}?"
+            f"find {created}, which the coordinator on host {host} has created. Is {directory} on "
+            f"storage that all ranks share?{removed}"
         )
 
     # ---- Failure ----
@@ -247,8 +247,16 @@ class DirectoryWriter(StagingWriter):
         if hidden is not None and self._commits:
             remove_temporary(hidden)
 
-    def _abandon(self, names: Iterable[str], error: BaseException) -> None:
+    def _abandon(
+        self, names: Iterable[str], error: BaseException, *, may_others_begin: bool = False
+    ) -> None:
         """Removes the files of a save that has failed.
+
+        Args:
+            names: Names of the files.
+            error: Why it has failed.
+            may_others_begin: Whether other ranks may yet look for the pending file. Then it stays:
+                without it, they would take the directory for one that is not shared.
 
         Raises:
             StorageError: The save failed because another one has removed a file of this one.
@@ -256,7 +264,8 @@ class DirectoryWriter(StagingWriter):
         names = list(names)
         is_ended = self._is_ended(names, error)
         remove_files(self._write_directory, names)
-        self.end_failed_save()
+        if self._hidden is not None or not may_others_begin:
+            self.end_failed_save()
         if is_ended:
             raise self._ended_by_other() from error
 
@@ -410,4 +419,23 @@ def _marks_data_files(pending: Location) -> bool:
     end = f"_{pending.name.split('.')[-2]}.distcp"
     with contextlib.suppress(CheckpointError):
         return any(name.endswith(end) for name in pending.parent.names())
+    return False
+
+
+def _is_found(created: Location) -> bool:
+    """Returns whether this rank finds what the coordinator has created.
+
+    The client of a network file system may remember that the directory of it was missing. Only a
+    request to create the directory then asks the server.
+    """
+    if not created.is_missing():
+        return True
+    missing = [folder for folder in created.parents if folder.is_missing()]
+    if missing:
+        with contextlib.suppress(CheckpointError):
+            created.parent.create_directories()
+        if not created.is_missing():
+            return True
+    for folder in missing:
+        folder.discard()
     return False

@@ -372,7 +372,7 @@ class FastWriter(DirectoryWriter):
             if finished and self.sync_files:
                 self._write_directory.sync()
         except BaseException as error:
-            self._abandon(finished, error)
+            self._abandon(finished, error, may_others_begin=self._ranks > 1)
             raise
         self._wrote_share(plan, planner)
         return results
