@@ -180,4 +180,4 @@ def test_the_limit_of_a_control_group_is_a_fact(memory_cgroup: Path, tmp_path: P
     finally:
         inner.rmdir()
     facts = {fact["name"]: fact["found"] for fact in json.loads(done.stdout)["facts"]}
-    assert facts["cgroup memory"].startswith("at most 3.00 GiB (v")
+    assert facts["cgroup memory"].startswith(f"at most 3.00 GiB ({memory_cgroup}/")

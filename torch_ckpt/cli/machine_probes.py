@@ -9,7 +9,7 @@ import platform
 import re
 import resource
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import torch_ckpt
@@ -17,6 +17,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import LOCK_NAME, complete_slots, folder_of, has_agent, run_of
 from torch_ckpt.cli.directory_probes import Fact, mount_of
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.cgroups import memory_limit
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.options import IoMode
 from torch_ckpt.storage.progress import readable_nbytes
@@ -24,10 +25,7 @@ from torch_ckpt.storage.progress import readable_nbytes
 __all__ = ["PROBES", "agents"]
 
 _BLOCK_NBYTES = 1 << 20
-_CGROUPS = Path("/sys/fs/cgroup")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_NO_LIMIT = 1 << 60
-"""Limits of cgroup v1 that are larger mean that there is none."""
 
 
 def versions() -> Generator[Fact]:
@@ -62,42 +60,17 @@ def _limit(limit: int, shown: Callable[[int], str]) -> str:
 
 
 def cgroup() -> Generator[Fact]:
-    """Limits of the control groups of this process: the tightest of each group and its parents."""
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
-    found = [line.split(":", 2) for line in lines]
-    limits: list[tuple[int, int, str]] = []
-    for _, controllers, path in found:
-        if not controllers:
-            names, root, version = ("memory.max", "memory.current"), _CGROUPS, "v2"
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            root, version = _CGROUPS / "memory", "v1"
-        else:
-            continue
-        limits += [(*limit, version) for limit in _memory_limits(root, path, *names)]
-    if not limits:
+    """The memory limit of the control groups of this process."""
+    limit = memory_limit()
+    if limit is None:
         yield "cgroup memory", "no limit", ""
         return
-    limit, used, version = min(limits)
     yield (
         "cgroup memory",
-        f"at most {readable_nbytes(limit)} ({version}), {readable_nbytes(used)} in use",
+        f"at most {readable_nbytes(limit.nbytes)} ({limit.file}), "
+        f"{readable_nbytes(limit.free_nbytes)} free",
         "snapshots of asynchronous saves and the agent's slots count",
     )
-
-
-def _memory_limits(root: Path, path: str, limit: str, usage: str) -> Iterator[tuple[int, int]]:
-    """Yields limit and usage of each group with a limit, from the group at a path to the root."""
-    group = root / path.lstrip("/")
-    if not group.is_dir():
-        group = root  # In a container, the path may be that of the host.
-    for folder in (group, *group.parents):
-        if folder == root.parent:
-            return
-        with contextlib.suppress(OSError, ValueError):  # No limit: "max".
-            nbytes = int((folder / limit).read_text())
-            if nbytes < _NO_LIMIT:
-                yield nbytes, int((folder / usage).read_text())
 
 
 def huge_pages() -> Generator[Fact]:
@@ -129,7 +102,11 @@ def pidfd() -> Generator[Fact]:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:
         reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "not in Python"
-        yield "pidfd_open", f"refused ({reason})", "the agent cannot wait for a rank by a pidfd"
+        yield (
+            "pidfd_open",
+            f"refused ({reason})",
+            "the agent polls /proc, or its connections, to find that a rank has died",
+        )
     else:
         yield "pidfd_open", "usable", ""
 

@@ -1,0 +1,131 @@
+"""The memory that a container may still use, according to its control groups (cgroups).
+
+Linux ends a process whose group exceeds its limit, instead of refusing memory. So large allocations
+are compared with the limit before. Memory in tmpfs counts too.
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+__all__ = ["RESERVED_NBYTES", "MemoryLimit", "memory_limit"]
+
+RESERVED_NBYTES = 128 << 20
+"""Memory that large allocations leave free: for I/O buffers, and for the process of an agent."""
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """The limit of a group that leaves the least memory.
+
+    Attributes:
+        nbytes: The limit.
+        free_nbytes: Memory below the limit that is not in use. The page cache of files counts as
+            free, because the kernel reclaims it.
+        file: The file with the limit.
+    """
+
+    nbytes: int
+    free_nbytes: int
+    file: Path
+
+    @property
+    def allowed_nbytes(self) -> int:
+        """Memory that large allocations may use."""
+        return max(0, self.free_nbytes - RESERVED_NBYTES)
+
+    def __str__(self) -> str:
+        return (
+            f"the container's limit of {self.nbytes} bytes ({self.file}) leaves "
+            f"{self.free_nbytes} bytes free, of which {RESERVED_NBYTES} are for buffers"
+        )
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The files of one version of cgroups, and the counters of page cache in ``memory.stat``."""
+
+    limit: str
+    used: str
+    cache: tuple[str, str]
+
+
+_V1 = _Names(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def memory_limit(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
+    """Returns the memory limit of this process; ``None`` if there is none or it is unknown.
+
+    The groups of a process are its own and all above it that it can see: the limit of each counts.
+
+    Args:
+        proc: Directory of the process in ``/proc``.
+    """
+    found = [limit for folder, names in _groups(proc) if (limit := _limit_of(folder, names))]
+    return min(found, key=lambda limit: limit.free_nbytes, default=None)
+
+
+def _groups(proc: Path) -> Iterator[tuple[Path, _Names]]:
+    """Yields the directories of the process's groups with a memory controller."""
+    try:
+        lines = (proc / "cgroup").read_text().splitlines()
+        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        for mount in mounts:
+            kind, _, options = mount[mount.index("-") + 1 :][:3]
+            is_v2 = not controllers
+            if kind != ("cgroup2" if is_v2 else "cgroup"):
+                continue
+            if is_v2 or "memory" in options.split(","):
+                root, point = mount[3], Path(_unescaped(mount[4]))
+                names = _V2 if is_v2 else _V1
+                folder = point / _relative(group, root)
+                yield folder, names
+                yield from ((p, names) for p in folder.parents if p.is_relative_to(point))
+
+
+def _relative(group: str, root: str) -> PurePosixPath:
+    """Returns the path of a group below a mount of ``root``.
+
+    In a container, the group may have a name of the host, whereas its own group is mounted.
+    """
+    with contextlib.suppress(ValueError):
+        relative = PurePosixPath(group).relative_to(root)
+        if ".." not in relative.parts:
+            return relative
+    return PurePosixPath()
+
+
+def _unescaped(text: str) -> str:
+    """Returns a path of ``mountinfo``, in which blanks are octal numbers."""
+    return text.encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
+
+
+def _limit_of(folder: Path, names: _Names) -> MemoryLimit | None:
+    try:
+        limit = int((folder / names.limit).read_text())
+        used = int((folder / names.used).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        cache = sum(int(stat.get(name, 0)) for name in names.cache)
+    except (OSError, ValueError):  # There is no such file, or the limit is "max".
+        return None
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if limit >= total:  # As good as none.
+        return None
+    return MemoryLimit(limit, max(0, limit - used + min(cache, used)), folder / names.limit)
