@@ -36,6 +36,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.utils._pytree import tree_leaves
 
 import torch_ckpt
 from torch_ckpt import (
@@ -158,6 +159,14 @@ def _fast_async_save(s: Saving, state: Any, path: Path, **options: Any) -> Wait:
     return getattr(begun, "upload_completion", begun).result
 
 
+def _save_by_process(s: Saving, state: Any, path: Path) -> Wait:
+    """By a thread if there are quantized tensors, which torch sends to no other process."""
+    leaves = tree_leaves(state)
+    is_quantized = any(isinstance(leaf, torch.Tensor) and leaf.is_quantized for leaf in leaves)
+    kind = AsyncCheckpointerType.THREAD if is_quantized else AsyncCheckpointerType.PROCESS
+    return _fast_async_save(s, state, path, async_checkpointer_type=kind)
+
+
 def _save_staged(s: Saving, state: Any, path: Path) -> Wait:
     writer, planner = s.writer(path), s.planner()
     staged = writer.stage(state)
@@ -197,12 +206,7 @@ CALLS = {
     ),
     "dcp.async_save": Call(_async_save, STAGED),
     "torch_ckpt.async_save": Call(_fast_async_save, STAGED),
-    "async_save by process": Call(
-        lambda *args: _fast_async_save(
-            *args, async_checkpointer_type=AsyncCheckpointerType.PROCESS
-        ),
-        f"{Call.uses} ends",
-    ),
+    "async_save by process": Call(_save_by_process, f"{Call.uses} ends"),
     "stage": Call(_save_staged, f"{Call.uses} stager"),
     "run": Call(_save_by_run, OWN_PLANNER),
     "run, async": Call(lambda *args: _save_by_run(*args, asynchronous=True), f"{OWN_PLANNER} ends"),
