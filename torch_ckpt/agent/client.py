@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_ckpt.agent.identity import RunId
 from torch_ckpt.agent.memory import SlotHeader, folder_of, has_agent, open_folder, short_path
 from torch_ckpt.agent.messages import Kind, Message, raise_error, receive, send
 from torch_ckpt.agent.options import AgentOptions
@@ -54,6 +55,7 @@ class Place:
         node: Number of this machine.
         node_count: Number of machines.
         ranks_here: All ranks of this machine.
+        run_id: The id of the run, if ``run`` is the directory of its steps.
     """
 
     run: bytes
@@ -63,6 +65,7 @@ class Place:
     node: int
     node_count: int
     ranks_here: Sequence[int]
+    run_id: RunId | None = None
 
     def header(self, sequence: int, step: int, *, persist: bool) -> SlotHeader:
         """Returns the slot header of a snapshot of this rank."""
@@ -290,7 +293,9 @@ class AgentClient:
             connection.settimeout(self._timeout_s)
             with short_path(self.folder) as folder:
                 connection.connect(f"{folder}/agent.socket")
-            hello = Kind.HELLO, place.run, place.session, place.rank, ranks
+            run_id = b"" if place.run_id is None else place.run_id.id.encode()
+            is_written = int(place.run_id is not None and place.run_id.is_written)
+            hello = Kind.HELLO, place.run, place.session, place.rank, ranks, run_id, is_written
             self._exchange(connection, *hello, within_s=min(self._timeout_s, _START_S))
         except BaseException:
             connection.close()

@@ -26,7 +26,7 @@ from torch_ckpt.errors import (
 __all__ = ["Kind", "Message", "error_message", "peer_of", "raise_error", "receive", "send"]
 
 _MAGIC = b"TCAG"
-_VERSION = 4
+_VERSION = 5
 _HEADER = struct.Struct("<4sHHQ")
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
 _MAX_BODY_NBYTES = 1 << 20  # A longer body is not from this package.
@@ -36,7 +36,8 @@ class Kind(enum.IntEnum):
     """The kind of a message, which determines its fields."""
 
     HELLO = 1
-    """Registers a rank: run, session, rank, all ranks of this machine as 8 bytes each."""
+    """Registers a rank: run, session, rank, all ranks of this machine as 8 bytes each, id of the run
+    (empty if it has none), whether the directory of the run has the id."""
     OK = 2
     ERROR = 3
     """Reports an error: class, message, errno."""
@@ -60,7 +61,7 @@ class Kind(enum.IntEnum):
 
 
 _FIELDS: dict[Kind, str] = {
-    Kind.HELLO: "bbib",
+    Kind.HELLO: "bbibbi",
     Kind.OK: "",
     Kind.ERROR: "bbi",
     Kind.RESERVE: "i",

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from torch_ckpt.agent.aborts import PendingAborts
+from torch_ckpt.agent.identity import RunId, id_in_memory, set_id
 from torch_ckpt.agent.manifests import Manifests
 from torch_ckpt.agent.memory import (
     LOCK_NAME,
@@ -89,6 +90,7 @@ class Agent:
             peers_timeout_s=options.peers_timeout_s,
             check_replicas=options.check_replicas,
             is_shutting_down=self._is_shutting_down,
+            is_live=self._is_live,
         )
         self._first_within_s = options.linger_s
         is_first = not any(p.name.startswith(("rank-", "done-")) for p in folder.iterdir())
@@ -175,6 +177,12 @@ class Agent:
             trainers = self._trainers.values()
             return bool(self._signals) or any(t.session > save[0] and t.is_alive for t in trainers)
 
+    def _is_live(self, save: Save) -> bool:
+        """Returns whether trainers of a save live, or have ended in good order."""
+        with self._changed:
+            trainers = [t for t in self._trainers.values() if t.session == save[0]]
+            return any(t.has_detached or (t.connections and t.is_alive) for t in trainers)
+
     def _persist_newest(self) -> None:
         scan = self._slots.scan()
         if scan.newest is None:
@@ -232,6 +240,7 @@ class Agent:
                 finally:
                     with self._changed:
                         trainer.connections -= 1
+                        self._changed.notify_all()
             except CheckpointError as error:
                 send(connection, Kind.ERROR, *error_message(error))
 
@@ -256,14 +265,14 @@ class Agent:
         run, session, rank = message.data(0), message.data(1), message.integer(2)
         if run != self.run:
             raise CheckpointError(f"cannot register rank {rank}: this agent is of another run")
+        run_id, is_written = message.data(4).decode(), bool(message.integer(5))
         with self._changed:
+            self._changed.wait_for(lambda: not self._is_leaving(pid, session), _POLL_S)
+            if run_id:
+                self._become(RunId(run_id, is_written), pid)
             trainer = self._trainers.get(rank)
             if trainer is None or trainer.pid != pid or trainer.session != session:
-                is_active = trainer is not None and not trainer.has_detached
-                # A process that has left may begin a new session.
-                if trainer is not None and trainer.pid == pid:
-                    is_active = is_active and trainer.connections > 0
-                if trainer is not None and is_active and trainer.is_alive:
+                if trainer is not None and _is_active(trainer, pid):
                     raise CheckpointError(
                         f"cannot register rank {rank}: process {trainer.pid} already has this rank"
                     )
@@ -281,6 +290,28 @@ class Agent:
             trainer.connections += 1
             self._changed.notify_all()
             return trainer
+
+    def _is_leaving(self, pid: int, session: bytes) -> bool:
+        """Returns whether connections of an earlier session of a process are open."""
+        former = [t for t in self._trainers.values() if t.pid == pid and t.session != session]
+        return any(t.connections and not t.has_detached for t in former)
+
+    def _become(self, run_id: RunId, pid: int) -> None:
+        """Serves the run with this id from now on; frees the memory of another run."""
+        own = id_in_memory(self.folder)
+        if own is not None and own.id != run_id.id:
+            active = [t.pid for t in self._trainers.values() if _is_active(t, pid)]
+            if active:
+                raise CheckpointError(
+                    f"cannot begin a new run: process {active[0]} of the run that had this "
+                    "directory before still runs"
+                )
+            _log.info("the memory of run %s is freed for run %s", own.id, run_id.id)
+            self._slots.discard_all()
+            own = None
+        is_written = run_id.is_written or (own is not None and own.is_written)
+        if own != RunId(run_id.id, is_written):
+            set_id(self.folder, RunId(run_id.id, is_written))
 
     def _reserve(self, trainer: RankProcess, message: Message) -> Message:
         self._with_memory(lambda: self._slots.reserve(trainer.rank, message.integer(0)))
@@ -406,6 +437,13 @@ class Agent:
         self._is_dropped = bool(message.integer(0))
         self._changed.notify_all()
         return Message(Kind.OK)
+
+
+def _is_active(trainer: RankProcess, pid: int) -> bool:
+    """Returns whether a trainer lives, so that process ``pid`` cannot have its rank."""
+    if trainer.pid == pid and not trainer.connections:  # It has left, and begins a new session.
+        return False
+    return not trainer.has_detached and trainer.is_alive
 
 
 def run_agent(run: bytes, options: AgentOptions, *, first_within_s: float | None = None) -> int:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_ckpt.agent.identity import claim_directory
 from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.memory import Save, SlotHeader, done_mark
-from torch_ckpt.agent.persist import persist
+from torch_ckpt.agent.persist import directory_of, persist
 from torch_ckpt.agent.slots import SlotFile, Slots, SlotScan
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import IoOptions
@@ -61,6 +62,8 @@ class Saves:
         check_replicas: How to compare replicas.
         is_shutting_down: Returns whether a save waits for a short time only; called without the
             lock.
+        is_live: Returns whether trainers of the save live, or ended in good order; called without
+            the lock.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Saves:
         peers_timeout_s: float,
         check_replicas: CheckReplicas,
         is_shutting_down: Callable[[Save], bool],
+        is_live: Callable[[Save], bool],
     ) -> None:
         self._folder = folder
         self._slots = slots
@@ -83,6 +87,7 @@ class Saves:
         self._peers_timeout_s = peers_timeout_s
         self._check_replicas = check_replicas
         self._is_shutting_down = is_shutting_down
+        self._is_live = is_live
         self._requested: set[Save] = set()
         self._offered: set[Save] = set()
         self._errors: dict[Save, str] = {}  # Also where a file of the failure cannot be written.
@@ -144,6 +149,7 @@ class Saves:
         error: BaseException | None = None
         differences: Sequence[Difference] = ()
         try:
+            self._claim_directory(save, slots)
             differences = self._persist(slots)
         except BaseException as problem:
             error = problem
@@ -198,6 +204,7 @@ class Saves:
 
     def _begin(self, save: Save, entry: _PendingSave) -> bool:
         if entry.joint is None:
+            self._claim_directory(save, entry.slots)
             entry.joint = JointSave(
                 [slot.memory for slot in entry.slots if slot.memory is not None],
                 io=self._io,
@@ -254,12 +261,19 @@ class Saves:
                 self._failure(save).write_text(self._errors[save])
         self._changed.notify_all()
 
+    def _claim_directory(self, save: Save, slots: list[SlotFile]) -> None:
+        """Raises if the directory of the save is no longer that of its run."""
+        assert slots[0].memory is not None
+        snapshot = slots[0].memory.read()
+        if not snapshot.directory:
+            raise CheckpointError("cannot persist the save: it has no directory")
+        directory = directory_of(snapshot).parent
+        claim_directory(directory, self._folder, may_recreate=self._is_live(save))
+
     def _persist(self, slots: list[SlotFile]) -> list[Difference]:
         memories = [slot.memory for slot in slots if slot.memory is not None]
         snapshots = [memory.read() for memory in memories]
         headers = [SlotHeader.of(memory) for memory in memories]
-        if not snapshots[0].directory:
-            raise CheckpointError("cannot persist the save: it has no directory")
         differences = persist(
             snapshots,
             io=self._io,

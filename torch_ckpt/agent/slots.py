@@ -162,6 +162,16 @@ class Slots:
         self._remove(gone)
         return bool(gone)
 
+    def discard_all(self) -> None:
+        """Frees all slots. A save that reads them commits nothing: its headers are gone."""
+        for slots in self._slots.values():
+            for slot in slots:
+                if slot.memory is not None:
+                    slot.memory.clear()
+        self._slots.clear()
+        for _, _, path in found_slots(self._folder):
+            path.unlink(missing_ok=True)
+
     def _remove(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
             for slot in self._slots.pop(rank):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.agent.client import AgentClient, Place
+from torch_ckpt.agent.identity import RunId, agreed_id, id_in_memory
 from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
@@ -109,6 +110,9 @@ class SnapshotAgent:
         on_busy: Behavior of a save while earlier saves occupy all slots: ``"wait"`` for a slot,
             ``"skip"`` the save, or raise an ``"error"``.
         timeout_s: Seconds that a save waits for a slot, and that this rank waits for other ranks.
+        has_directory: Whether ``run`` is the directory of all steps, as it is for a ``Run``. The
+            run then has an id, in memory and in the file ``run-id`` of the directory. If the
+            directory was removed, moved or replaced, the snapshots in memory are discarded.
 
     Attributes:
         waited: Number of saves that waited for a slot.
@@ -133,6 +137,7 @@ class SnapshotAgent:
         options: AgentOptions | None = None,
         on_busy: OnBusy = "wait",
         timeout_s: float = 1800.0,
+        has_directory: bool = False,
     ) -> None:
         self.on_busy: OnBusy = on_busy
         self.timeout_s = timeout_s
@@ -140,8 +145,9 @@ class SnapshotAgent:
         self.waited = self.skipped = self.refused = 0
         self._group = group_of(process_group)
         self._stages = self._group.series()
+        directory = Location(run).resolved() if has_directory else None
         run = os.path.realpath(run)  # Once: a link in the path may move.
-        self._place = _find_place(run, self._group, timeout_s)
+        self._place = _find_place(run, self._group, timeout_s, directory)
         options = options or AgentOptions()
         self._client = AgentClient(run, self._place, options, timeout_s=timeout_s)
         self._sequence = 0
@@ -478,20 +484,37 @@ def _resolved_location(directory: str | os.PathLike[str]) -> Location:
     return location
 
 
-def _find_place(run: str | os.PathLike[str], group: Group, timeout_s: float) -> Place:
-    """Returns the identity of this rank; all ranks call this function."""
-    name, rank = run_of(run), group.rank
-    if group.size == 1:
-        return Place(name, _new_session(name), 0, 1, 0, 1, [0])
+_Facts = tuple[bytes, bytes, str, RunId | None]
+"""What a rank reports at its start: run, session, machine, and the id of the run in its memory."""
 
-    def own() -> tuple[bytes, bytes, str]:
+
+def _find_place(
+    run: str | os.PathLike[str], group: Group, timeout_s: float, directory: Location | None
+) -> Place:
+    """Returns the identity of this rank; all ranks call this function.
+
+    Args:
+        run: Name of the run.
+        group: The ranks.
+        timeout_s: Seconds to wait for other ranks.
+        directory: Directory of the run, if it has one: then the run has an id.
+    """
+    name, rank = run_of(run), group.rank
+
+    def own() -> _Facts:
         # Containers on one machine may have separate tmpfs. The parent folder identifies the tmpfs,
         # because an ending agent removes the folder of the run.
-        memory = open_folder(name).parent.stat()
-        return name, _new_session(name), f"{this_machine()} {memory.st_dev} {memory.st_ino}"
+        folder = open_folder(name)
+        memory = folder.parent.stat()
+        machine = f"{this_machine()} {memory.st_dev} {memory.st_ino}"
+        return name, _new_session(name), machine, id_in_memory(folder)
 
-    facts = group.decide("starting the agent", own, list, timeout_s=timeout_s)
-    names, sessions, machines = zip(*facts, strict=True)
+    def agree(facts: list[_Facts]) -> tuple[list[_Facts], RunId | None]:
+        in_memory = [fact[3] for fact in facts]
+        return facts, None if directory is None else agreed_id(in_memory, directory)
+
+    facts, run_id = group.decide("starting the agent", own, agree, timeout_s=timeout_s)
+    names, sessions, machines, ids = zip(*facts, strict=True)
     if len(set(names)) != 1:
         raise CheckpointError(
             f"cannot start the agent: ranks name different runs, {os.fspath(run)!r} on this rank"
@@ -499,7 +522,27 @@ def _find_place(run: str | os.PathLike[str], group: Group, timeout_s: float) -> 
     nodes = list(dict.fromkeys(machines))
     here = [other for other in range(group.size) if machines[other] == machines[rank]]
     node = nodes.index(machines[rank])
-    return Place(name, max(sessions), rank, group.size, node, len(nodes), here)
+    if run_id is not None and rank == here[0]:
+        _warn_of_other(ids[rank], run_id, name, run)
+    return Place(name, max(sessions), rank, group.size, node, len(nodes), here, run_id)
+
+
+def _warn_of_other(
+    in_memory: RunId | None, run_id: RunId, name: bytes, run: str | os.PathLike[str]
+) -> None:
+    """Logs that the memory of this machine is of another run. The agent frees it."""
+    if in_memory is None or in_memory.id == run_id.id:
+        return
+    steps = sorted({header.step for header, _ in complete_slots(folder_of(name), name)})
+    _LOG.warning(
+        "%s: steps %s in shared memory are not restored, and are freed: they are of run %s, %s",
+        os.fspath(run),
+        ", ".join(map(str, steps)) or "none",
+        in_memory.id,
+        f"and the directory now belongs to another run, {run_id.id}"
+        if run_id.is_written
+        else "whose directory was removed or moved",
+    )
 
 
 def _new_session(run: bytes) -> bytes:

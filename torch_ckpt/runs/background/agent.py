@@ -243,7 +243,11 @@ def _start_agent(
     agent, failure = None, None
     try:
         agent = SnapshotAgent(
-            writer.path, process_group=process_group, options=options, timeout_s=timeout_s
+            writer.path,
+            process_group=process_group,
+            options=options,
+            timeout_s=timeout_s,
+            has_directory=True,
         )
     except Exception as error:
         failure = error

@@ -1,0 +1,224 @@
+"""The identity of a run: memory of a run whose directory is gone is not offered to the next one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from waits import SOON_S, until
+
+import torch_ckpt
+from torch_ckpt.agent import AgentOptions, SnapshotAgent
+from torch_ckpt.agent.identity import (
+    RunId,
+    agreed_id,
+    claim_directory,
+    id_in_directory,
+    id_in_memory,
+    set_id,
+)
+from torch_ckpt.agent.memory import folder_of, has_agent, run_of
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import Location
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("memory")]
+
+AGENT = [sys.executable, "-m", "torch_ckpt.cli.main", "agent"]
+
+IN_MEMORY = AgentOptions(persist_on_failure=False)
+"""An agent that leaves steps in memory alone when training fails."""
+
+
+@contextlib.contextmanager
+def training(run: Path, options: AgentOptions | bool = IN_MEMORY) -> Iterator[torch_ckpt.Run]:
+    """A run that an exception ends: what is in memory stays there."""
+    with contextlib.suppress(ZeroDivisionError):
+        with torch_ckpt.Run(run, asynchronous=True, agent=options) as made:
+            yield made
+            raise ZeroDivisionError
+
+
+def save(made: torch_ckpt.Run, step: int, *, persist: bool = True) -> None:
+    made.save(step, {"w": torch.full((1000,), float(step))}, persist=persist)
+    made.wait()
+
+
+def restored(run: Path) -> int | None:
+    """The step that a new start finds; its values are those of the step."""
+    with training(run) as made:
+        state = {"w": torch.zeros(1000)}
+        step = made.restore(state)
+        assert state["w"].eq(step or 0).all()
+    return step
+
+
+def move_away(run: Path) -> None:
+    run.rename(run.with_name("moved"))
+
+
+def remove_contents(run: Path) -> None:
+    """As ``rm -rf run/*`` does."""
+    for path in run.glob("[!.]*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def replace_by_another(run: Path) -> None:
+    with training(run.with_name("other")) as made:
+        save(made, 1)
+    move_away(run)
+    run.with_name("other").rename(run)
+
+
+@pytest.mark.parametrize("lose", [move_away, shutil.rmtree, remove_contents, replace_by_another])
+def test_memory_of_a_run_whose_directory_is_gone_is_not_restored(
+    run: Path, lose: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(run) as made:
+        save(made, 6)
+        save(made, 7, persist=False)
+    lose(run)  # type: ignore[operator]
+    caplog.clear()
+    assert restored(run) == (1 if lose is replace_by_another else None)
+    (told,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "steps 6, 7" in told
+    assert str(run) in told
+    assert ("another run" if lose is replace_by_another else "removed or moved") in told
+    assert not list(folder_of(run_of(run)).glob("rank-*")), "the memory is freed"
+    with training(run) as made:
+        save(made, 2)
+    assert restored(run) == 2
+
+
+def test_memory_of_the_same_run_is_restored_wherever_its_directory_was_meanwhile(
+    run: Path,
+) -> None:
+    with training(run) as made:
+        save(made, 1, persist=False)
+    assert restored(run) == 1, "a run in memory alone has no directory"
+    with training(run) as made:
+        save(made, 2)
+        save(made, 3, persist=False)
+    move_away(run)
+    shutil.copytree(run.with_name("moved"), run)
+    assert restored(run) == 3
+
+
+def marks(run: Path) -> tuple[Path, RunId]:
+    """The folder of a run in memory, and its id there."""
+    folder = folder_of(run_of(run))
+    found = id_in_memory(folder)
+    assert found is not None
+    return folder, found
+
+
+def test_a_crash_between_the_steps_of_the_first_save_loses_and_offers_nothing_wrong(
+    run: Path,
+) -> None:
+    with training(run) as made:
+        save(made, 1, persist=False)
+    folder, new = marks(run)
+    assert not new.is_written
+    run.mkdir()  # The agent makes the directory, then writes the id, then the mark, then the step.
+    assert restored(run) == 1
+    claim_directory(Location(run), folder, may_recreate=False)
+    assert marks(run)[1] == RunId(new.id, True)
+    set_id(folder, new)  # As if the agent had died before the mark.
+    assert restored(run) == 1
+    assert marks(run)[1] == RunId(new.id, True)
+    assert restored(run) == 1  # As if it had died before the step.
+    shutil.rmtree(run)
+    assert restored(run) is None
+
+
+def test_an_agent_writes_nothing_where_the_directory_of_its_run_is_gone(run: Path) -> None:
+    with training(run, AgentOptions()) as made:
+        save(made, 1)
+        save(made, 2, persist=False)
+    folder, _ = marks(run)
+    agent = int((folder / "agent.lock").read_text())
+    move_away(run)
+    os.kill(agent, signal.SIGTERM)  # It writes the newest step before it ends.
+    until(lambda: not has_agent(folder))
+    assert not run.exists()
+    assert "removed or moved" in (folder / "agent.log").read_text()
+    assert subprocess.run([*AGENT, run, "--linger", "0.1"], timeout=SOON_S).returncode == 0
+    assert not run.exists()
+
+
+def test_a_run_that_goes_on_makes_its_directory_again(run: Path) -> None:
+    with training(run) as made:
+        save(made, 1)
+        move_away(run)
+        save(made, 2)
+        assert made.latest_step() == 2
+    assert id_in_directory(Location(run)) == marks(run)[1].id
+    assert restored(run) == 2
+
+
+def test_a_run_writes_nothing_into_the_directory_of_another_run(run: Path) -> None:
+    with training(run) as made:
+        save(made, 1)
+        replace_by_another(run)
+        with pytest.raises(CheckpointError, match="belongs to another run now"):
+            save(made, 2)
+    assert not (run / "step-2").exists()
+
+
+def test_a_job_does_not_begin_where_one_of_the_former_run_still_saves(run: Path) -> None:
+    with training(run) as made:
+        save(made, 1)
+        move_away(run)
+        folder, own = marks(run)
+        with pytest.raises(CheckpointError, match=f"process {os.getpid()} of the run"):
+            SnapshotAgent(run, has_directory=True)
+        assert marks(run) == (folder, own)
+
+
+def test_memory_of_earlier_versions_has_no_id_and_is_restored(run: Path) -> None:
+    with training(run) as made:
+        save(made, 1)
+        save(made, 2, persist=False)
+    (marks(run)[0] / "run-id").unlink()
+    (run / "run-id").unlink()
+    assert restored(run) == 2
+    with training(run) as made:
+        save(made, 3)
+    assert id_in_directory(Location(run)) == marks(run)[1].id
+
+
+def test_an_agent_without_a_run_has_no_id(run: Path) -> None:
+    agent = SnapshotAgent(run)
+    agent.async_save({"w": torch.ones(3)}, run / "any", step=1).result()
+    assert not (run / "run-id").exists()
+    agent.close(drop=True)
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "in_directory", "agreed"),
+    [
+        ([("a", False), None], None, "a"),
+        ([None, ("a", False)], None, "a"),
+        ([("a", False), ("a", True)], None, ""),  # One machine has marked it, so it was written.
+        ([("a", True), ("b", False)], None, "b"),
+        ([("a", False), ("b", True)], "b", "b"),
+        ([None, None], "c", "c"),
+    ],
+)
+def test_machines_agree_on_an_id(
+    run: Path, in_memory: list[tuple[str, bool] | None], in_directory: str | None, agreed: str
+) -> None:
+    run.mkdir()
+    if in_directory is not None:
+        (run / "run-id").write_text(f"{in_directory}\n")
+    found = agreed_id([each and RunId(*each) for each in in_memory], Location(run))
+    assert found.is_written == (in_directory is not None)
+    assert found.id == agreed if agreed else len(found.id) == 16

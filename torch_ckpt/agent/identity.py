@@ -1,0 +1,140 @@
+"""The identity of a run: an id in its directory, and the same id beside its slots in memory.
+
+A path has no identity: another run may begin under the path of a directory that was moved or
+removed. The agent writes the id into the directory before the first step that it writes there, and
+then marks the id in memory as written. So a run that was never written has neither an id in its
+directory nor the mark. If the mark is there, and the directory has no id or another one, then the
+memory is of a run that is no longer at this path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from torch_ckpt.filesystems.location import Location
+
+__all__ = ["RunId", "agreed_id", "claim_directory", "id_in_directory", "id_in_memory", "set_id"]
+
+_NAME = "run-id"
+"""The file with the id. Not hidden: whoever removes or copies ``run/*`` means the id too."""
+
+_WRITTEN = "written"
+
+
+@dataclass(frozen=True)
+class RunId:
+    """The id of a run, as its shared memory has it.
+
+    Attributes:
+        id: 16 hexadecimal digits.
+        is_written: Whether the directory of the run has had the id.
+    """
+
+    id: str
+    is_written: bool
+
+
+def id_in_directory(directory: Location) -> str | None:
+    """Returns the id of the run that a directory belongs to; ``None`` if it has no id.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    try:
+        return (directory / _NAME).read().decode(errors="replace").strip()
+    except NotFoundError:
+        return None
+
+
+def id_in_memory(folder: Path) -> RunId | None:
+    """Returns the id of the run whose slots are in a folder; ``None`` if they have no id."""
+    try:
+        found, *marks = (folder / _NAME).read_text().split()
+    except (OSError, ValueError):
+        return None
+    return RunId(found, _WRITTEN in marks)
+
+
+def set_id(folder: Path, run_id: RunId) -> None:
+    """Stores the id of the run whose slots are in a folder.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    pending = folder / f"{_NAME}.tmp"
+    try:
+        pending.write_text(f"{run_id.id} {_WRITTEN if run_id.is_written else ''}\n")
+        pending.rename(folder / _NAME)
+    except OSError as error:
+        raise StorageError(f"cannot write {pending}: {error.strerror}", error.errno) from error
+
+
+def agreed_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
+    """Returns the id with which a run goes on or begins.
+
+    The ids in memory must have been read before this call. An agent may write the id meanwhile: it
+    marks the memory after the directory, so a mark that was read implies an id in the directory.
+
+    Args:
+        in_memory: The ids in the memory of all machines.
+        directory: Directory of the run.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    found = id_in_directory(directory)
+    if found is not None:
+        return RunId(found, True)
+    gone = {each.id for each in in_memory if each is not None and each.is_written}
+    left = [each.id for each in in_memory if each is not None and each.id not in gone]
+    return RunId(left[0] if left else secrets.token_hex(8), False)
+
+
+def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) -> None:
+    """Checks that a directory is that of the run in memory, and writes the id if it is new.
+
+    Does nothing for memory without an id, as a :class:`SnapshotAgent` without a ``Run`` has it.
+
+    Args:
+        directory: Directory of the run.
+        folder: Folder of the run's shared memory.
+        may_recreate: Whether the run goes on in a new directory if its directory is gone.
+
+    Raises:
+        CheckpointError: The directory is gone, or belongs to another run.
+        StorageError: The id cannot be read or written.
+    """
+    own = id_in_memory(folder)
+    if own is None:
+        return
+    found = id_in_directory(directory)
+    if found is None:
+        if own.is_written and not may_recreate:
+            raise CheckpointError(
+                f"cannot write to {directory}: the directory of this run was removed or moved"
+            )
+        _write_id(directory, own.id)
+    elif found != own.id:
+        raise CheckpointError(
+            f"cannot write to {directory}: it belongs to another run now. Its run-id is {found}, "
+            f"and that of this run is {own.id}"
+        )
+    if not own.is_written:
+        set_id(folder, RunId(own.id, True))
+
+
+def _write_id(directory: Location, run_id: str) -> None:
+    directory.create_directories()
+    pending = directory / f".pending-{secrets.token_hex(8)}"
+    try:
+        pending.write(f"{run_id}\n".encode(), sync=True)
+        pending.rename(directory / _NAME)
+    except BaseException:
+        pending.discard()
+        raise
