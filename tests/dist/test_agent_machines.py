@@ -623,3 +623,11 @@ def test_an_agent_that_waits_for_others_ends_when_it_is_told_to(
         assert agent.wait(SOON_S) == -signal.SIGTERM
         world.kill()
     assert_only_whole(run, [])
+
+
+def test_a_run_whose_directory_was_moved_begins_anew(tmp_path: Path, memory: Path) -> None:
+    for life in ("first", "second"):  # Either finds nothing to restore.
+        with Ranks(RANKS) as world:
+            world.run(save_step, tmp_path / "run", memory, 1, False)
+            world.kill()
+        (tmp_path / "run").rename(tmp_path / life)
