@@ -39,8 +39,8 @@ std::pair<Nanoseconds, int> populate_with(MutableBytes memory, int advice) {
   ::madvise(memory.data(), memory.size(), advice);
   const Nanoseconds started = thread_time();
   if (::madvise(memory.data(), memory.size(), MADV_POPULATE_WRITE) != 0) {
-    if (errno != EINVAL) return {{}, errno};
-    // This kernel lacks MADV_POPULATE_WRITE.
+    if (errno == ENOMEM || errno == EFAULT || errno == EHWPOISON) return {{}, errno};
+    // This kernel lacks MADV_POPULATE_WRITE, or a sandbox refuses it.
     for (int64_t at = 0; at < ssize(memory); at += kPage) {
       // Atomically, because a read may be writing other bytes to the page.
       auto& first = reinterpret_cast<unsigned char&>(memory[static_cast<size_t>(at)]);

@@ -22,13 +22,14 @@ _BY_DESCRIPTOR = {18: "pwrite64", 74: "fsync", 77: "ftruncate", 285: "fallocate"
 _BY_PATH = {82: "rename", 83: "mkdir", 84: "rmdir", 87: "unlink", 316: "exchange"}
 _CALLS = {**_BY_DESCRIPTOR, **_BY_PATH, _OPENAT: "create", _IO_URING_ENTER: "io_uring_enter"}
 _RENAME, _RENAMEAT2 = 82, 316
+_SOCKET, _SOCKETPAIR, _AF_UNIX = 41, 53, 1
 
 _AUDIT_ARCH_X86_64 = 0xC000003E
 _PR_SET_NO_NEW_PRIVS = 38
-_SET_MODE_FILTER, _NEW_LISTENER = 1, 8
-_ALLOW, _NOTIFY = 0x7FFF0000, 0x7FC00000
+_SET_MODE_FILTER, _ALL_THREADS, _NEW_LISTENER = 1, 1, 8
+_ALLOW, _NOTIFY, _ERRNO = 0x7FFF0000, 0x7FC00000, 0x00050000
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
-_NUMBER_AT, _ARCH_AT, _OPEN_FLAGS_AT = 0, 4, 32  # In `struct seccomp_data`.
+_NUMBER_AT, _ARCH_AT, _FIRST_AT, _OPEN_FLAGS_AT = 0, 4, 16, 32  # In `struct seccomp_data`.
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _CONTINUE = 1
 _NOTICE = struct.Struct("QIIiIQ6Q")
@@ -130,14 +131,36 @@ def stop_before_changes() -> int:
             steps += [(_JUMP_EQUAL, 0, 1, number), _return(_NOTIFY)]
     steps += [(_JUMP_EQUAL, 0, 3, _OPENAT), (_LOAD, 0, 0, _OPEN_FLAGS_AT)]
     steps += [(_JUMP_SET, 0, 1, os.O_CREAT), _return(_NOTIFY), _return(_ALLOW)]
+    return _install(steps, _NEW_LISTENER)
+
+
+def refuse(error: int, *numbers: int, unix_sockets: bool = False) -> None:
+    """Has system calls fail from now on in this process, and in all that it starts.
+
+    Args:
+        error: The ``errno`` with which they fail.
+        numbers: Numbers of the calls.
+        unix_sockets: Whether to refuse sockets of the kind ``AF_UNIX`` too.
+    """
+    steps = [(_LOAD, 0, 0, _NUMBER_AT)]
+    for number in numbers:
+        steps += [(_JUMP_EQUAL, 0, 1, number), _return(_ERRNO | error)]
+    if unix_sockets:
+        steps += [(_JUMP_EQUAL, 1, 0, _SOCKET), (_JUMP_EQUAL, 0, 3, _SOCKETPAIR)]
+        steps += [(_LOAD, 0, 0, _FIRST_AT), (_JUMP_EQUAL, 0, 1, _AF_UNIX)]
+        steps += [_return(_ERRNO | error)]
+    _install([*steps, _return(_ALLOW)], _ALL_THREADS)
+
+
+def _install(steps: list[tuple[int, int, int, int]], flags: int) -> int:
     filter_ = (_Instruction * len(steps))(*(_Instruction(*step) for step in steps))
     program = _Program(len(steps), filter_)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "no_new_privs is refused")
-    fd: int = libc.syscall(_SECCOMP, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.byref(program))
+    fd: int = libc.syscall(_SECCOMP, _SET_MODE_FILTER, flags, ctypes.byref(program))
     if fd < 0:
-        raise OSError(ctypes.get_errno(), "a seccomp listener is refused")
+        raise OSError(ctypes.get_errno(), "a seccomp filter is refused")
     return fd
 
 

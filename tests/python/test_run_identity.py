@@ -41,10 +41,12 @@ IN_MEMORY = AgentOptions(persist_on_failure=False)
 @contextlib.contextmanager
 def training(run: Path, options: AgentOptions | bool = IN_MEMORY) -> Iterator[torch_ckpt.Run]:
     """A run that an exception ends: what is in memory stays there."""
-    with contextlib.suppress(ZeroDivisionError):
-        with torch_ckpt.Run(run, asynchronous=True, agent=options) as made:
-            yield made
-            raise ZeroDivisionError
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        torch_ckpt.Run(run, asynchronous=True, agent=options) as made,
+    ):
+        yield made
+        raise ZeroDivisionError
 
 
 def save(made: torch_ckpt.Run, step: int, *, persist: bool = True) -> None:

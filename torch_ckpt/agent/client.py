@@ -14,10 +14,12 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from torch_ckpt.agent.identity import RunId
 from torch_ckpt.agent.memory import SlotHeader, folder_of, has_agent, open_folder, short_path
@@ -38,6 +40,9 @@ _GRACE_S = 5.0
 
 _POLL_S = 5.0
 """Interval at which a client that waits for a commit checks that the agent answers."""
+
+_MAX_CRASHES = 2
+"""Agents that may end by an error of their own before the client stops to start others."""
 
 _FIRST_WITHIN_S = 10.0
 """Time that a started agent waits for a first rank. Several ranks may start one each."""
@@ -132,6 +137,8 @@ class AgentClient:
         self.folder = open_folder(place.run)
         self.is_lost = False
         self._child: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None  # Where the child writes the error that ends it.
+        self._crashes = 0
         self._connection: socket.socket | None = None
         self._connect()
 
@@ -269,21 +276,52 @@ class AgentClient:
         deadline = begin + _START_S
         while True:
             open_folder(self.place.run)  # An ending agent removes the folder.
-            with contextlib.suppress(ConnectionError, FileNotFoundError):
+            try:
                 self._connection = self._register()
-                self.is_lost = False
+                self.is_lost, self._crashes = False, 0
+                self._read_errors()
                 return
+            except (ConnectionError, FileNotFoundError):
+                pass  # None runs yet, or one is ending.
+            except OSError as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                reason = f"cannot connect to its socket: {error.strerror or error}"
+                raise self._cannot_start(reason, error.errno) from error
             if has_agent(self.folder) and time.monotonic() < begin + self._timeout_s:
                 deadline = time.monotonic() + _START_S  # An ending agent may still write for long.
             elif time.monotonic() > deadline:
-                self.is_lost = True
-                raise StorageError(
-                    f"cannot start an agent for {self.folder}: none answered; agent.log there may "
-                    "have the reason"
-                )
+                raise self._cannot_start("none answered; agent.log there may have the reason")
             if self._child is None or self._child.poll() is not None:
-                self._start()
+                self._raise_if_crashing()
+                try:
+                    self._start()
+                except OSError as error:
+                    raise self._cannot_start(error, error.errno) from error
             time.sleep(0.02)
+
+    def _cannot_start(self, reason: object, number: int | None = None) -> StorageError:
+        self.is_lost = True
+        return StorageError(f"cannot start an agent for {self.folder}: {reason}", number)
+
+    def _read_errors(self) -> str:
+        """Returns the error output of the agent that this client has started, and closes it."""
+        errors, self._errors = self._errors, None
+        if errors is None:
+            return ""
+        with errors:
+            errors.seek(0)
+            return errors.read().decode(errors="replace")
+
+    def _raise_if_crashing(self) -> None:
+        """Raises if the agents that this client started end by errors of their own."""
+        if self._child is None or self._child.returncode <= 0:
+            return
+        self._crashes += 1
+        if self._crashes >= _MAX_CRASHES:
+            lines = self._read_errors().splitlines()
+            last = next(filter(None, reversed(lines)), "unknown")
+            raise self._cannot_start(f"it ends with status {self._child.returncode}: {last}")
 
     def _register(self) -> socket.socket:
         place = self.place
@@ -307,6 +345,9 @@ class AgentClient:
         package = os.fspath(Path(__file__).resolve().parents[2])
         base = os.fspath(folder_of(self.place.run).parents[1])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._read_errors()
+        with contextlib.suppress(OSError):
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._child = subprocess.Popen(
             [
                 *(
@@ -325,7 +366,7 @@ class AgentClient:
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL if self._errors is None else self._errors,
             start_new_session=True,
             cwd="/",
             env={**os.environ, "PYTHONPATH": path, "TORCH_CKPT_MEMORY": base},

@@ -9,8 +9,6 @@ memory is of a run that is no longer at this path.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass

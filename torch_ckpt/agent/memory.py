@@ -62,6 +62,8 @@ LOCK_NAME = "agent.lock"
 _LOCK_WAIT_S = 0.2
 """Time to wait for the lock, because :func:`has_agent` acquires it briefly."""
 
+_MAX_SOCKET_FOLDER_NBYTES = 90
+
 _ABANDONED_S = 24 * 3600.0
 """Age after which the memory of a run without an agent is removed."""
 
@@ -179,6 +181,9 @@ def open_folder(run: bytes) -> Path:
 @contextlib.contextmanager
 def short_path(folder: Path) -> Iterator[str]:
     """Yields a short name of a folder, because the name of a socket has at most 108 bytes."""
+    if len(os.fsencode(folder)) <= _MAX_SOCKET_FOLDER_NBYTES:
+        yield os.fspath(folder)  # Without `/proc`, which may not be mounted.
+        return
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}"
@@ -276,7 +281,7 @@ def agent_lock(folder: Path) -> Iterator[bool]:
     descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + _LOCK_WAIT_S
-        while not _try_lock(descriptor, fcntl.LOCK_EX):
+        while not _try_lock(descriptor, fcntl.LOCK_EX, folder):
             if time.monotonic() > deadline:
                 yield False
                 return
@@ -296,16 +301,21 @@ def has_agent(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _try_lock(descriptor, fcntl.LOCK_SH)
+        return not _try_lock(descriptor, fcntl.LOCK_SH, folder)
+    except OSError:  # A sandbox refuses locks: then no agent can run.
+        return False
     finally:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int, kind: int) -> bool:
+def _try_lock(descriptor: int, kind: int, folder: Path) -> bool:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        reason = f"cannot lock {folder / LOCK_NAME}: {error.strerror}"
+        raise StorageError(reason, error.errno) from error
     return True
 
 

@@ -36,8 +36,8 @@ class Kind(enum.IntEnum):
     """The kind of a message, which determines its fields."""
 
     HELLO = 1
-    """Registers a rank: run, session, rank, all ranks of this machine as 8 bytes each, id of the run
-    (empty if it has none), whether the directory of the run has the id."""
+    """Registers a rank: run, session, rank, all ranks of this machine as 8 bytes each, id of the
+    run (empty if it has none), whether the directory of the run has the id."""
     OK = 2
     ERROR = 3
     """Reports an error: class, message, errno."""

@@ -7,6 +7,7 @@ beside them, and from the trainers, which register again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -229,8 +230,13 @@ class Agent:
         with connection, contextlib.suppress(OSError):
             try:
                 message = receive(connection)
-                if user != os.getuid() or message is None or message.kind != Kind.HELLO:
+                if message is None or message.kind != Kind.HELLO:
                     return
+                if user != os.getuid():
+                    raise StorageError(
+                        f"cannot serve user {user}: this agent is of user {os.getuid()}",
+                        errno.EPERM,
+                    )
                 trainer = self._register(message, pid)
                 try:
                     send(connection, Kind.OK)
@@ -276,12 +282,7 @@ class Agent:
                     raise CheckpointError(
                         f"cannot register rank {rank}: process {trainer.pid} already has this rank"
                     )
-                try:
-                    trainer = self._trainers[rank] = RankProcess(rank, session, pid)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"cannot register rank {rank}: cannot open process {pid}: {error.strerror}"
-                    ) from error
+                trainer = self._trainers[rank] = RankProcess(rank, session, pid)
             self._ranks = [r for (r,) in struct.iter_unpack("<q", message.data(3))]
             self._is_dropped = False
             for other in set(self._trainers).difference(self._ranks):
@@ -469,7 +470,8 @@ def run_agent(run: bytes, options: AgentOptions, *, first_within_s: float | None
         logging.basicConfig(
             filename=folder / "agent.log", level=logging.INFO, format="%(asctime)s %(message)s"
         )
-        os.nice(options.io.background_nice)
+        with contextlib.suppress(OSError):  # Some sandboxes refuse it.
+            os.nice(options.io.background_nice)
         for removed in remove_abandoned(folder):
             _log.info("removed %s, the memory of an abandoned run", removed)
         if Agent(run, folder, options, first_within_s=first_within_s, signals=signals).serve():

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import select
 
+from torch_ckpt.coordination.owner import started_at
+
 __all__ = ["RankProcess"]
 
 
 class RankProcess:
     """A trainer process that saves through the agent.
 
+    The kernel reports the end of a process through a pidfd. Old kernels and some sandboxes refuse
+    one: then ``/proc`` is polled. If that is impossible too, because the process is in another
+    namespace of process ids, the process counts as alive as long as it is connected.
+
     Args:
         rank: Rank of the process.
         session: 16 bytes that identify the ranks that started together.
-        pid: Process id.
-
-    Raises:
-        OSError: No process has this id.
+        pid: Process id; 0 if the process is in another namespace.
 
     Attributes:
         has_detached: Whether the process has ended in good order, or is about to.
@@ -33,19 +36,36 @@ class RankProcess:
         self.reached = 0
         self.connections = 0
         self._died = False
-        self._descriptor = os.pidfd_open(pid)
+        self._descriptor = _pidfd(pid)
         self._poll = select.poll()
-        self._poll.register(self._descriptor, select.POLLIN)
+        if self._descriptor is not None:
+            self._poll.register(self._descriptor, select.POLLIN)
+        self._started = started_at(pid) if pid else None
 
     @property
     def is_alive(self) -> bool:
         """Whether the process exists; its connections may be idle for long."""
-        if not self._died and self._poll.poll(0):
-            self._died = True
-            os.close(self._descriptor)
+        if self._died:
+            return False
+        if self._descriptor is not None:
+            if self._poll.poll(0):
+                self._died = True
+                os.close(self._descriptor)
+        elif self._started is None:
+            return self.connections > 0
+        else:
+            self._died = self._started == "0" or started_at(self.pid) not in (self._started, None)
         return not self._died
 
     @property
     def is_lost(self) -> bool:
         """Whether the process died without detaching."""
         return not self.has_detached and not self.is_alive
+
+
+def _pidfd(pid: int) -> int | None:
+    """Returns a descriptor that becomes readable when a process ends; ``None`` if refused."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # Python may have been built on an old system.
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from torch_ckpt.agent.memory import (
     slot_path,
     whole_saves,
 )
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.filesystems.cgroups import memory_limit
 
 __all__ = ["SlotFile", "SlotScan", "Slots"]
 
@@ -135,7 +137,8 @@ class Slots:
         """Allocates both slots of a rank, so that no save waits for memory.
 
         Raises:
-            StorageError: The tmpfs has too little space. Complete snapshots remain.
+            StorageError: The tmpfs or the container's memory limit has too little space. Complete
+                snapshots remain.
         """
         for slot in self._slots_of(rank):
             if slot.header is None and not slot.readers:
@@ -211,7 +214,7 @@ class Slots:
             The slot; ``None`` if no slot is free.
 
         Raises:
-            StorageError: The tmpfs has too little space.
+            StorageError: The tmpfs or the container's memory limit has too little space.
         """
         slot = self._find_free(rank, is_pending, is_awaited)
         if slot is not None:
@@ -249,10 +252,31 @@ class Slots:
                 return slot
         return None
 
+    def _check_limit(self, slot: SlotFile, nbytes: int) -> None:
+        """Raises if the container's memory limit leaves too little for all slots of all ranks.
+
+        Linux would end the agent or a trainer once the memory is used.
+        """
+        limit = memory_limit()
+        if limit is None:
+            return
+        missing = 0
+        for slots in self._slots.values():
+            sizes = [0 if each.memory is None else each.memory.nbytes for each in slots]
+            wanted = max(nbytes if slot in slots else 0, *sizes)
+            missing += sum(wanted - size for size in sizes)
+        if missing > limit.allowed_nbytes:
+            raise StorageError(
+                f"cannot reserve {nbytes} bytes of memory as {slot.path}: {missing} bytes are "
+                f"missing for {SLOTS_PER_RANK} slots of each rank; {limit}",
+                errno.ENOMEM,
+            )
+
     def _allocate(self, slot: SlotFile, nbytes: int) -> None:
         """Replaces the memory of a free slot if it is too small."""
         if slot.memory is not None and slot.memory.nbytes >= nbytes:
             return
+        self._check_limit(slot, nbytes)
         slot.memory = None
         slot.path.unlink(missing_ok=True)
         try:

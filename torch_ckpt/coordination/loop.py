@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import selectors
-import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,9 +36,9 @@ class Loop(ABC):
         self.lost: Exception | None = None
         self._posted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)
-        self._woken.setblocking(False)
+        # A pipe: some sandboxes refuse sockets of this machine.
+        woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._woken, self._wake = io.FileIO(woken, "r"), io.FileIO(wake, "w")
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         PROCESS.forkable.add(self)
 
@@ -63,8 +64,8 @@ class Loop(ABC):
         If the loop ends first, a future among the arguments fails.
         """
         self._posted.append((function, arguments))
-        with contextlib.suppress(OSError):  # The thread is awake already, or has ended.
-            self._wake.send(b"\0")
+        with contextlib.suppress(OSError, ValueError):  # The loop has ended.
+            self._wake.write(b"\0")
         if self.stopped:
             self._fail_posted()
 
@@ -138,7 +139,7 @@ class Loop(ABC):
             self.disconnect(peer)
 
     def _run_posted(self) -> None:
-        self._woken.recv(4096)
+        self._woken.read(4096)
         while self._posted:
             function, arguments = self._posted.popleft()
             try:

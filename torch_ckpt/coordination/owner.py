@@ -12,12 +12,12 @@ from pathlib import Path
 
 from torch_ckpt.coordination.addresses import this_machine
 
-__all__ = ["is_dead", "this_process"]
+__all__ = ["is_dead", "started_at", "this_process"]
 
 
 def this_process() -> str:
     """Returns the name of this process: machine, process id, and when the process started."""
-    return f"{_machine()}-{os.getpid()}-{_started(os.getpid()) or 0}"
+    return f"{_machine()}-{os.getpid()}-{started_at(os.getpid()) or 0}"
 
 
 def is_dead(process: str) -> bool | None:
@@ -32,16 +32,19 @@ def is_dead(process: str) -> bool | None:
     machine, pid, started = process.split("-")
     if machine != _machine():
         return None
-    now = _started(int(pid))
-    return None if now is None else now != started
+    now = started_at(int(pid))
+    return None if now is None else now == "0" or now != started
 
 
-def _started(pid: int) -> str | None:
+def started_at(pid: int) -> str | None:
     """Returns when a process started, in clock ticks since the boot.
 
-    Returns "0" if there is no such process, and ``None`` if that cannot be known.
+    Returns "0" if there is no such process, and ``None`` if that cannot be known: ``/proc`` is not
+    mounted, or shows another namespace of process ids.
     """
     try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            raise FileNotFoundError("another namespace")
         text = Path("/proc/", str(pid), "stat").read_text()
     except OSError:
         try:

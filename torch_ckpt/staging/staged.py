@@ -100,7 +100,7 @@ class Staged:
         self._unstaged_written.set()
         if self._aborted:
             raise CheckpointError(
-                "cannot save: tensors beyond max_host_nbytes may have changed before they were "
+                "cannot save: tensors that did not fit in memory may have changed before they were "
                 "written, because async_save did not wait until then"
             )
 
@@ -115,7 +115,7 @@ class Staged:
             while not (self._unstaged_written.wait(POLL_S) or self.is_over):
                 if time.monotonic() > deadline:
                     raise CheckpointError(
-                        "cannot save: tensors beyond max_host_nbytes were not written within "
+                        "cannot save: tensors that did not fit in memory were not written within "
                         f"{timeout_s:g} s"
                     )
         except BaseException:
@@ -135,5 +135,6 @@ class PartlyStaged(dict[str, Any]):
         with contextlib.suppress(CheckpointError):
             self._staged.unstaged_are_written()  # Ends the wait, because no save follows.
         raise UnsupportedError(
-            "cannot save in another process: max_host_nbytes is too small to stage all tensors"
+            "cannot save in another process: max_host_nbytes, or the memory limit of the "
+            "container, is too small to stage all tensors"
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +21,9 @@ from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import time_limit_s
 from torch_ckpt.coordination.waiting import LongWait, OwnFuture, submitted
-from torch_ckpt.errors import CheckpointError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError
+from torch_ckpt.filesystems.cgroups import memory_limit
+from torch_ckpt.planning.replicas import ranks_per_node
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.copied_state import CopiedState
 from torch_ckpt.staging.memory_runs import (
@@ -61,7 +65,7 @@ class SnapshotStager:
             :class:`FastWriter`, tensors beyond this size are written directly from the memory of
             training before ``async_save`` returns. The other tensors are written in the
             background. Other writers, and saves in another process, raise an error if the tensors
-            do not fit.
+            do not fit. The memory limit of the container (cgroup) has the same effect.
         blocking: Whether :meth:`stage` returns after the copy. If ``False``, ``dcp.async_save``
             returns an ``AsyncSaveResponse`` before the copy is complete. The tensors must not
             change until :meth:`wait_staged` returns.
@@ -100,6 +104,8 @@ class SnapshotStager:
         self.share: Share | None = None  # This rank's share in the last save.
         # The snapshot, or None before it is allocated. Empty while the snapshot is in use.
         self._free: list[_native.Snapshot | None] = [None]
+        self._nbytes = 0  # Size of the snapshot, wherever it is.
+        self._has_warned = False
         self._in_use: set[Staged] = set()
         self._changed = threading.Condition()
         self._copying: Future[None] | None = None
@@ -138,7 +144,7 @@ class SnapshotStager:
         """Releases the snapshot if it is not in use."""
         with self._changed:
             if self._free:
-                self._free = [None]
+                self._free, self._nbytes = [None], 0
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown()
@@ -155,13 +161,13 @@ class SnapshotStager:
             StorageError: The memory cannot be allocated.
             ValueError: The storage of a tensor is too small for the tensor.
         """
-        placed = _Placed(CopiedState(state_dict).tensors, self.max_host_nbytes)
+        placed = self._place(CopiedState(state_dict).tensors, can_leave_unstaged=True)
         with self._changed:
             free, self._free = self._free, []
         if not free:
             return
         try:
-            snapshot = _fitting(free, placed.nbytes)
+            snapshot = self._fitting(free, placed.nbytes)
             free.append(snapshot)
             snapshot.pin_for(placed.inspect(), self._devices)
         finally:
@@ -180,7 +186,8 @@ class SnapshotStager:
 
         Raises:
             CheckpointError: The snapshot was in use by an earlier save until the timeout.
-            StorageError: The memory cannot be allocated.
+            StorageError: The memory cannot be allocated, or the tensors do not fit in the memory
+                limit of the container.
             UnsupportedError: The tensors do not fit in ``max_host_nbytes``.
             ValueError: The storage of a tensor is too small for the tensor.
         """
@@ -217,16 +224,10 @@ class SnapshotStager:
         copied = CopiedState(state_dict)
         drop_memory(tensor for tensor in copied.tensors if id(tensor.live) in left_out)
         to_stage = [tensor for tensor in copied.tensors if id(tensor.live) not in left_out]
-        placed = _Placed(to_stage, self.max_host_nbytes)
-        if placed.unstaged and not (allow_unstaged and self.blocking):
-            nbytes = placed.nbytes + sum(run.nbytes for run in placed.unstaged)
-            raise UnsupportedError(
-                f"cannot stage {nbytes} bytes in {self.max_host_nbytes=}: only FastWriter with a "
-                "blocking stager can save tensors beyond this size"
-            )
+        placed = self._place(to_stage, can_leave_unstaged=allow_unstaged and self.blocking)
         acquired = self._acquire()
         try:
-            snapshot = _fitting(acquired, placed.nbytes)
+            snapshot = self._fitting(acquired, placed.nbytes)
         finally:
             for unused in acquired:
                 self._return(unused)
@@ -240,6 +241,53 @@ class SnapshotStager:
         except BaseException:
             staged.release()  # A caller may retain the error, and so references to the tensors.
             raise
+
+    def _place(self, tensors: Sequence[CopiedTensor], *, can_leave_unstaged: bool) -> _Placed:
+        """Places tensors in a snapshot as large as the options and the container allow.
+
+        Args:
+            tensors: The tensors.
+            can_leave_unstaged: Whether the writer can write tensors beyond this size first.
+        """
+        placed = _Placed(tensors, self.max_host_nbytes)
+        limit = memory_limit() if placed.nbytes > self._nbytes else None
+        # The other ranks of this machine probably need as much, at the same time.
+        allowed = None if limit is None else self._nbytes + limit.allowed_nbytes // ranks_per_node()
+        is_limited = allowed is not None and placed.nbytes > allowed
+        if not can_leave_unstaged and (placed.unstaged or is_limited):
+            nbytes = placed.nbytes + sum(run.nbytes for run in placed.unstaged)
+            advice = "only FastWriter with a blocking stager can save tensors beyond this size"
+            if is_limited:
+                raise StorageError(f"cannot stage {nbytes} bytes: {limit}; {advice}", errno.ENOMEM)
+            raise UnsupportedError(
+                f"cannot stage {nbytes} bytes in {self.max_host_nbytes=}: {advice}"
+            )
+        if not is_limited:
+            return placed
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "asynchronous saves write a part of the tensors before training continues: the "
+                f"staging memory of a rank needs {placed.nbytes - self._nbytes} more bytes; "
+                f"{limit}",
+                stacklevel=2,
+            )
+        return _Placed(tensors, max(allowed or 0, _SMALLEST_NBYTES))
+
+    def _fitting(self, free: list[_native.Snapshot | None], nbytes: int) -> _native.Snapshot:
+        """Moves the snapshot out of ``free``, and reallocates it if its size is unsuitable."""
+        snapshot = free.pop()
+        if snapshot is not None and nbytes <= snapshot.nbytes <= 2 * nbytes + _SLACK_NBYTES:
+            return snapshot
+        del snapshot  # Free it before the allocation.
+        self._nbytes = 0
+        try:
+            snapshot = _native.Snapshot(nbytes, _THREADS)
+        except BaseException:
+            free.append(None)
+            raise
+        self._nbytes = snapshot.nbytes
+        return snapshot
 
     def _use(self, snapshot: _native.Snapshot, placed: _Placed, name: str) -> Staged:
         """Places the copies in the snapshot, and marks the snapshot as in use."""
@@ -341,7 +389,7 @@ class SnapshotStager:
         """
         self._inherited = self._free, self._in_use, self._executor, self._devices
         self._devices = _native.Devices()
-        self._free, self._in_use = [None], set()
+        self._free, self._in_use, self._nbytes = [None], set(), 0
         self.starting, self._exclusive = (Exclusive("the staging memory") for _ in range(2))
         self._changed = threading.Condition()
         self._executor = self._copying = self.share = None
@@ -423,19 +471,6 @@ class _Placed:
             copy_elements(live, memory, wait=False)
         for device in others:
             torch.accelerator.synchronize(device)
-
-
-def _fitting(free: list[_native.Snapshot | None], nbytes: int) -> _native.Snapshot:
-    """Moves the snapshot out of ``free``, and reallocates it if its size is unsuitable."""
-    snapshot = free.pop()
-    if snapshot is not None and nbytes <= snapshot.nbytes <= 2 * nbytes + _SLACK_NBYTES:
-        return snapshot
-    del snapshot  # Free it before the allocation.
-    try:
-        return _native.Snapshot(nbytes, _THREADS)
-    except BaseException:
-        free.append(None)
-        raise
 
 
 PROCESS.stager = SnapshotStager()

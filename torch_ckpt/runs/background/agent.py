@@ -15,7 +15,7 @@ from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.tier import SnapshotTier
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.errors import StorageError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError
 from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.runs.step_tiers import Tier
 from torch_ckpt.storage.writer import FastWriter
@@ -153,9 +153,15 @@ def _fallback_reason(failure: Exception | None) -> str:
     """
     if failure is None:
         return ""
-    if isinstance(failure, (StorageError, UnsupportedError)):
+    if _is_of_agent(failure):
         return _with_rank(failure)
     raise failure
+
+
+def _is_of_agent(failure: Exception) -> bool:
+    """Returns whether a failure concerns the agent alone, which is optional."""
+    is_of_system = isinstance(failure, OSError) and not isinstance(failure, CheckpointError)
+    return is_of_system or isinstance(failure, (StorageError, UnsupportedError))
 
 
 def _with_rank(failure: Exception) -> str:
@@ -253,7 +259,7 @@ def _start_agent(
         failure = error
 
     def own() -> str:
-        if failure is not None and not isinstance(failure, StorageError):
+        if failure is not None and not _is_of_agent(failure):
             raise failure
         return "" if failure is None else _with_rank(failure)
 

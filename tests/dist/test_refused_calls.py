@@ -1,0 +1,79 @@
+"""System calls that a container or an old kernel refuses: training goes on, with one warning.
+
+A seccomp filter refuses them in two ranks, and in the agent that these start.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from syscalls import can_stop, refuse
+
+import torch_ckpt
+from torch_ckpt import Run
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("memory"),
+    pytest.mark.skipif(not can_stop(), reason="needs seccomp on x86-64"),
+]
+
+CALLS = {
+    "pidfd_open": [434],
+    "process_vm_readv": [310],
+    "io_uring_setup": [425],
+    "io_uring_register": [427],
+    "nice": [141, 140],
+    "flock": [73],
+    "fallocate": [285],
+    "statx": [332],
+    "cachestat": [451],
+    "fadvise64": [221],
+    "renameat2": [316],
+    "mlock": [149, 325],
+    "sched_getaffinity": [203, 204],
+    "prctl": [157],
+    "memfd_create": [319],
+    "unix sockets": [],
+}
+NEEDED = {"flock", "fallocate", "unix sockets"}
+"""Without these there is no agent."""
+SOON_S = 30.0
+
+
+def train(run: Path, error: int, name: str) -> tuple[list[str], float]:
+    """Saves and restores with an agent. Returns the warnings and the seconds."""
+    refuse(error, *CALLS[name], unix_sockets=name == "unix sockets")
+    began = time.monotonic()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in (1, 2):
+            with Run(run, asynchronous=True, agent=True, timeout_s=SOON_S) as made:
+                state = {"w": torch.zeros(1 << 19), "rank": dist.get_rank()}
+                assert made.restore(state) == (step - 1 or None)
+                assert state["w"].eq(step - 1).all()
+                state["w"].fill_(step)
+                made.save(step, state)
+        torch_ckpt.load(state, checkpoint_id=run / "step-1")  # Ranks exchange what both load.
+        assert state["w"].eq(1).all()
+    messages = [str(w.message) for w in warned if issubclass(w.category, UserWarning)]
+    return [m for m in messages if "without" in m], time.monotonic() - began
+
+
+@pytest.mark.thin("pidfd_open-EPERM", "unix sockets-EPERM", "flock-EPERM")
+@pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
+@pytest.mark.parametrize("name", CALLS)
+def test_training_goes_on_where_a_call_is_refused(run: Path, name: str, error: str) -> None:
+    with Ranks(2, over_tcp=True) as world:  # The store in a file needs locks.
+        (told, seconds), (nothing, _) = world.run(train, run, getattr(errno, error), name)
+    print(f"{name} {error}: {seconds:.1f} s {told}")
+    assert len(told) == (2 if name in NEEDED else 0), told  # One for each run of the first rank.
+    assert nothing == []
+    assert seconds < 50  # Not as long as agents are waited for.
