@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,11 @@ import torch
 from waits import SOON_S, until
 
 import torch_ckpt
+from torch_ckpt._core import _native
 from torch_ckpt.agent import AgentOptions
-from torch_ckpt.agent.memory import folder_of, run_of
+from torch_ckpt.agent.memory import folder_of, has_agent, run_of
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.process_state import PROCESS
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
@@ -235,3 +239,58 @@ def test_memory_that_others_may_enter_is_left_alone_and_saves_go_on(
     training.save(1, {"w": torch.ones(10)})
     training.close()
     assert steps_of(run) == ["step-1"]
+
+
+@pytest.fixture
+def agent_elsewhere(run: Path) -> Iterator[Path]:
+    """The folder of a run whose agent is in another namespace of process ids."""
+    folder = folder_of(run_of(run))
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    command = [*inside, sys.executable, "-m", "torch_ckpt.cli.main", "agent", str(run)]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        until(lambda: (folder / "agent.socket").exists() or started.poll() is not None)
+        if started.poll() is not None:
+            pytest.skip(f"needs namespaces: {started.communicate()[1].decode()}")
+        yield folder
+    finally:
+        started.kill()
+        started.communicate()
+        until(lambda: not has_agent(folder))  # Its lock names a process id of the other namespace.
+
+
+def test_an_agent_in_another_pid_namespace_saves(run: Path, agent_elsewhere: Path) -> None:
+    state = {"w": torch.ones(10)}
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        torch_ckpt.Run(run, asynchronous=True, agent=True) as made,
+    ):
+        made.save(1, state)
+        made.wait()
+        made.save(2, state, persist=False)
+        raise ZeroDivisionError
+    until(lambda: "step-2" in steps_of(run))  # The connection has ended without a word.
+    assert "persisting step 2 without its trainers" in (agent_elsewhere / "agent.log").read_text()
+
+
+def test_a_run_at_a_url_that_no_other_process_can_reach_saves_without_an_agent(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PROCESS.file_systems, "same-disk", _native.local_file_system())
+    with pytest.warns(UserWarning, match=r"without an agent: .*same-disk://.* training process"):
+        training = torch_ckpt.Run(f"same-disk://{run}", asynchronous=True, agent=True)
+    training.save(1, {"w": torch.ones(10)})
+    training.close()
+    assert steps_of(run) == ["step-1"]
+
+
+@pytest.mark.slow
+def test_an_agent_saves_where_proc_is_not_mounted(run: Path) -> None:
+    inside = "mount -t tmpfs none /proc && exec " + shlex.join([sys.executable, "-c", TRAINING])
+    command = ["unshare", "--mount", "sh", "-c", f"{inside} ends {shlex.quote(str(run))}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SOON_S)
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"needs namespaces: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert "without an agent" not in done.stderr
+    until(lambda: "step-4" in steps_of(run))

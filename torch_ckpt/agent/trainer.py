@@ -122,6 +122,7 @@ class SnapshotAgent:
     Raises:
         CheckpointError: The agent cannot be started, another live process has this rank of the run,
             or the ranks name different runs.
+        UnsupportedError: ``run`` is the directory of the steps, and a URL.
 
     Example::
 
@@ -146,6 +147,11 @@ class SnapshotAgent:
         self._group = group_of(process_group)
         self._stages = self._group.series()
         directory = Location(run).resolved() if has_directory else None
+        if directory is not None and directory.local_path is None:
+            raise UnsupportedError(
+                f"an agent, which is another process, cannot save to {directory}: the file system "
+                "of this URL is registered in the training process only"
+            )
         run = os.path.realpath(run)  # Once: a link in the path may move.
         self._place = _find_place(run, self._group, timeout_s, directory)
         options = options or AgentOptions()
