@@ -67,7 +67,7 @@ def train(run: Path, error: int, name: str) -> tuple[list[str], float]:
     return [m for m in messages if "without" in m], time.monotonic() - began
 
 
-@pytest.mark.thin("pidfd_open-EPERM", "unix sockets-EPERM", "flock-EPERM")
+@pytest.mark.thin("pidfd_open-EPERM", "unix sockets-EPERM")
 @pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
 @pytest.mark.parametrize("name", CALLS)
 def test_training_goes_on_where_a_call_is_refused(run: Path, name: str, error: str) -> None:

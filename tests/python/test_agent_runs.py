@@ -20,7 +20,7 @@ from waits import SOON_S, until
 
 import torch_ckpt
 from torch_ckpt._core import _native
-from torch_ckpt.agent import AgentOptions
+from torch_ckpt.agent import AgentOptions, messages
 from torch_ckpt.agent.memory import folder_of, has_agent, run_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
@@ -294,3 +294,14 @@ def test_an_agent_saves_where_proc_is_not_mounted(run: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "without an agent" not in done.stderr
     until(lambda: "step-4" in steps_of(run))
+
+
+def test_a_run_saves_without_an_agent_of_another_version(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "_VERSION", 1)
+    with pytest.warns(UserWarning, match=r"without an agent: .* this process uses version 1"):
+        training = torch_ckpt.Run(run, asynchronous=True, agent=True)
+    training.save(1, {"w": torch.ones(10)})
+    training.close()
+    assert steps_of(run) == ["step-1"]

@@ -119,7 +119,6 @@ PYTHON = {
     "coordination/listeners.py Listeners._read connection.recv": Wait(
         "at once: it does not block", "no rank waits"
     ),
-    "coordination/loop.py Loop._run_posted self._woken.recv": Wait("at once", "no rank waits"),
     "coordination/orchestrate.py save.write writes.wait": Wait(DISK, CALL),
     "coordination/orchestrate.py load.read "
     "reader.read_data(chosen.finish_plan(planned), chosen).wait": Wait(DISK, CALL),

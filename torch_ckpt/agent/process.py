@@ -271,7 +271,7 @@ class Agent:
         run, session, rank = message.data(0), message.data(1), message.integer(2)
         if run != self.run:
             raise CheckpointError(f"cannot register rank {rank}: this agent is of another run")
-        run_id, is_written = message.data(4).decode(), bool(message.integer(5))
+        run_id, is_written = message.data(4).decode("ascii", "replace"), bool(message.integer(5))
         with self._changed:
             self._changed.wait_for(lambda: not self._is_leaving(pid, session), _POLL_S)
             if run_id:
