@@ -41,7 +41,7 @@ def warned(work: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         work()
-    messages = [str(warning.message) for warning in caught]
+    messages = [str(found.message) for found in caught if found.category is UserWarning]
     return [message for message in messages if "torch.distributed" not in message]
 
 
@@ -181,7 +181,7 @@ def test_a_lease_protects_a_step_that_cannot_be_renamed(
     save_steps(tmp_path / "lower", 1, 2)
     merged = overlay(tmp_path / "lower")
     disk = StepDirectories(Location(merged))
-    disk._is_leased = lambda step: True  # type: ignore[method-assign]
+    XX
 
     disk.retain(2, last=1, every=None)
 

@@ -16,7 +16,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -32,7 +32,7 @@ __all__ = [
     "SlotHeader",
     "agent_lock",
     "complete_slots",
-    "discard_slots_after",
+    "discard_slots",
     "done_mark",
     "folder_of",
     "found_slots",
@@ -253,13 +253,13 @@ def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[SlotHeader, Path]
                 yield header, path
 
 
-def discard_slots_after(folder: Path, run: bytes, step: int) -> set[int]:
-    """Discards the snapshots of newer steps. An agent that writes one of them does not commit it.
+def discard_slots(folder: Path, run: bytes, is_discarded: Callable[[int], bool]) -> set[int]:
+    """Discards snapshots. An agent that writes one of them does not commit it.
 
     Args:
         folder: Folder of the run.
         run: 16 bytes that identify the run.
-        step: The newest step to retain.
+        is_discarded: Whether to discard the snapshot of a step.
 
     Returns:
         The steps of the discarded snapshots.
@@ -269,7 +269,7 @@ def discard_slots_after(folder: Path, run: bytes, step: int) -> set[int]:
         with contextlib.suppress(CheckpointError):
             slot = _native.Slot.open(os.fsencode(path), True)
             header = SlotHeader.of(slot)
-            if header.run == run and header.step > step:
+            if header.run == run and is_discarded(header.step):
                 slot.clear()
                 discarded.add(header.step)
     return discarded

@@ -30,7 +30,6 @@ from torch_ckpt.agent.memory import (
     Save,
     SlotHeader,
     complete_slots,
-    discard_slots_after,
     done_mark,
     folder_of,
     open_folder,
@@ -330,15 +329,11 @@ class SnapshotAgent:
             self._newest = None
             self._share.reset()
 
-    def discard_after(self, step: int) -> None:
-        """Discards the snapshots of newer steps from the memory of this machine.
+    def forget(self) -> None:
+        """Forgets the save that was staged last, after its snapshots were discarded.
 
         All ranks call this method, and then agree that all have, before one saves again.
-
-        Args:
-            step: The newest step to retain.
         """
-        discard_slots_after(self._client.folder, self._place.run, step)
         self._newest = None
         self._share.reset()
 

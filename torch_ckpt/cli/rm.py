@@ -6,12 +6,12 @@ import argparse
 import sys
 from typing import Any
 
-from torch_ckpt.agent.memory import discard_slots_after, folder_of, run_of
 from torch_ckpt.cli.terminal import FAILED, SOUND, fail
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
-from torch_ckpt.runs.removal import discard_after, steps_after
-from torch_ckpt.runs.step_files import committed_steps, listed_steps
+from torch_ckpt.runs.removal import discard_after, discard_from_memory, steps_after
+from torch_ckpt.runs.step_files import listed_steps
+from torch_ckpt.storage.verify import check_whole
 
 __all__ = ["add_to"]
 
@@ -26,8 +26,8 @@ def add_to(commands: Any) -> None:
         description="Removes the steps of a run that are newer than a step, on disk and in the "
         "memory of the run's agent on this machine. For a run that goes back to an older step: "
         "otherwise the next restore loads the newest step again. No training of the run may be in "
-        "progress. The command lists the steps, and asks before it removes them. Exit status: 0; 3 "
-        "if nothing was removed, or not all of the steps.",
+        "progress. The command lists the steps, and asks before it removes them. Exit status: 0; 1 "
+        "if no step that would remain is whole; 3 if nothing was removed, or not all of the steps.",
     )
     parser.add_argument("run", type=Location, help="directory of the run")
     parser.add_argument(
@@ -41,18 +41,14 @@ def _rm(options: argparse.Namespace) -> int:
     run = options.run.resolved()
     if not listed_steps(run):
         raise no_checkpoint(run)
-    newer = steps_after(run, options.after)
-    newest = next(step for step in committed_steps(run) if step <= options.after)
+    newest, newer = steps_after(run, options.after, check_whole)
     print(f"the newest step of {run} that remains: {newest}")
     more = f" and {len(newer) - _MOST_LISTED} more" if len(newer) > _MOST_LISTED else ""
     listed = ", ".join(map(str, newer[:_MOST_LISTED]))
     print(f"steps to remove: {listed + more if newer else 'none on disk'}")
     if not options.yes and not _is_confirmed():
         return FAILED
-    discarded = set()
-    if run.local_path is not None:
-        name = run_of(run.local_path)
-        discarded = discard_slots_after(folder_of(name), name, options.after)
+    discarded = discard_from_memory(run, lambda step: step > options.after)
     removed = discard_after(run, options.after)
     print(f"removed steps: {len(removed)} on disk, {len(discarded)} in memory")
     return SOUND

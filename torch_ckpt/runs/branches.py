@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_files import BRANCH, branch_of, newest_committed
+from torch_ckpt.runs.retention import Retention
+from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.runs.step_files import BRANCH, branch_of
 
 __all__ = ["Branches"]
 
@@ -22,69 +23,64 @@ class Branches:
     """The branch on which this process saves. Owned by the coordinator of the run.
 
     Args:
-        directory: Directory of the run.
-        is_best: Returns whether a step has the best metric.
+        disk: The steps of the run.
+        retention: The metric that ranks them.
     """
 
-    def __init__(self, directory: Location, is_best: Callable[[int], bool]) -> None:
-        self._directory, self._is_best = directory, is_best
+    def __init__(self, disk: StepDirectories, retention: Retention) -> None:
+        self._disk, self._retention = disk, retention
         self._at: int | None = None  # The step that this process continues.
-        self._newest: int | None = None  # The newest step, as this process began to continue.
-        self._is_known = False  # Whether that was looked up.
         self._record: Mapping[str, int | None] | None = None  # For the steps of this branch.
+        self._passed_over: int | None = None  # The newest step that a restore could not load.
         self._has_warned = False
 
-    def restored(self, step: int, newest: int, *, is_given: bool) -> None:
+    def restored(self, step: int, newest_in_memory: int, *, is_given: bool) -> None:
         """Records that this process continues a step.
 
         Args:
             step: The step.
-            newest: The newest step, as far as it is not on disk.
-            is_given: Whether the user gave the step. Otherwise it is the newest whole one.
+            newest_in_memory: The newest step in memory; the step if that is newer.
+            is_given: Whether the user gave the step. Otherwise it is the newest that loads.
         """
-        if is_given:
-            newest = max(newest, self._find_newest() or newest)
-        self._at, self._newest, self._is_known = step, newest, True
-        self._record = branch_of(self._directory / f"step-{step}")
-        self._has_warned = False
+        newest = self._disk.newest_after(step)
+        self._at, self._record = step, branch_of(self._disk.path(step))
+        self._has_warned, self._passed_over = False, None
+        if not is_given:
+            self._passed_over = newest
+            return
+        newest = max(newest or step, newest_in_memory)
         if newest > step:
             self._record = {"continued_from": step}
             if not self._is_best(step):  # An evaluation restores the best step.
-                self._warn(f"step {step} was restored")
+                self._warn(f"step {step} was restored", newest)
 
     def saving(self, step: int) -> dict[str, bytes]:
         """Returns the file that records the branch of a step that is saved, by name, if any."""
-        if not self._is_known:  # A process that has restored nothing.
-            self._is_known = True
-            self._newest = self._find_newest()
-            if self._newest is not None and self._newest > step:
-                self._record = {"continued_from": None}
-        if self._newest is not None and step < self._newest:
-            self._warn(f"step {step} is saved")
+        newest = self._disk.newest_after(step)
+        if newest is not None and newest != self._passed_over:
+            self._record = self._record or {"continued_from": self._at}
+            self._warn(f"step {step} is saved", newest)
         return {} if self._record is None else {BRANCH: json.dumps(self._record).encode()}
 
     def discarded_after(self, step: int) -> None:
         """Records that the steps after this one were removed."""
-        if self._newest is None or self._newest <= step:
-            return
-        self._newest = step
+        self._has_warned, self._passed_over = False, None
         if self._at is not None and self._at >= step:
-            self._record = branch_of(self._directory / f"step-{self._at}")
+            self._record = branch_of(self._disk.path(self._at))
 
-    def _find_newest(self) -> int | None:
-        """Returns the newest step on disk. A branch is no reason to fail a save or a restore."""
+    def _is_best(self, step: int) -> bool:
         with contextlib.suppress(CheckpointError):
-            return newest_committed(self._directory)
-        return None
+            return step in self._retention.best(self._disk)
+        return False
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, what: str, newest: int) -> None:
         if self._has_warned:
             return
         self._has_warned = True
-        at = "STEP" if self._at is None else self._at
+        run, at = self._disk.directory, "STEP" if self._at is None else self._at
         warnings.warn(
-            f"{what}, but step {self._newest} of {self._directory} is newer: the next restore() "
-            f"without a step loads step {self._newest}. To remove the newer steps, call "
-            f"run.discard_after({at}), or run: torch-ckpt rm {self._directory} --after {at}",
+            f"{what}, but step {newest} of {run} is newer: the next restore() without a step loads "
+            f"step {newest}. To remove the newer steps, call run.discard_after({at}), or run: "
+            f"torch-ckpt rm {run} --after {at}",
             stacklevel=4,
         )

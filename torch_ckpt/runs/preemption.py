@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn
+
+from torch_ckpt.coordination.group import Group
 
 __all__ = ["Preemption"]
 
@@ -18,16 +21,14 @@ _CHECK_S = 1.0
 _MOST_STEPS = 16
 """Steps between two exchanges at most, because the next steps may be slower."""
 
-_Choice = tuple[float | None, int]
+_LEAST_S = 1.0
+"""Least time for the save: the process may live longer than announced."""
 
+_Signal = tuple[float, int]
+"""The seconds that a rank has left, and the signal that it has received."""
 
-class _Decide(Protocol):
-    def __call__(
-        self,
-        what: str,
-        own: Callable[[], float | None],
-        decide: Callable[[list[float | None]], _Choice],
-    ) -> _Choice: ...
+_Choice = tuple[_Signal | None, int]
+"""The signal of the rank with the least time left, and the step of the next exchange."""
 
 
 class Preemption:
@@ -41,6 +42,9 @@ class Preemption:
         grace_s: Seconds between a signal and the end of the process.
         state: Returns the state to save.
         is_alone: Whether there are no other ranks. Then every step is checked.
+
+    Raises:
+        ValueError: ``grace_s`` is not a positive number of seconds.
     """
 
     def __init__(
@@ -51,20 +55,33 @@ class Preemption:
         *,
         is_alone: bool,
     ) -> None:
-        self.signals, self.state = signals, state
+        if not (math.isfinite(grace_s) and grace_s > 0):
+            raise ValueError(f"{grace_s=} is not a positive number of seconds")
+        self.state = state
+        self._signals = signals
         self._grace_s = grace_s
         self._most_steps = 1 if is_alone else _MOST_STEPS
         self.received: int | None = None
-        """The signal that this rank has received first."""
-        self._end = 0.0  # Then the process ends, on the monotonic clock.
-        self._next: int | None = None  # The step after which the ranks exchange next.
+        """The signal that this rank has received first, or that the ranks have agreed on."""
+        self.has_ended = False
+        """Whether :meth:`end` was called."""
+        self._end = math.inf  # Then the process is killed, on the monotonic clock.
+        self._next = 0  # The step after which the ranks exchange next.
         self._checked: tuple[int, float] | None = None  # The last such step, and its time.
+
+    def __str__(self) -> str:
+        return "" if self.received is None else signal.Signals(self.received).name
+
+    @property
+    def left_s(self) -> float:
+        """The seconds until the process is killed, at least a moment."""
+        return max(self._end - time.monotonic(), 0.1)
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
         """Records the signals within the block, instead of what they would do.
 
-        If the block ends without an exception after a signal, the signal is sent again.
+        If the block ends after a signal, and not by :meth:`end`, the signal is sent again.
 
         Raises:
             ValueError: This is not the main thread, or a signal cannot be handled.
@@ -80,39 +97,63 @@ class Preemption:
                 self.received, self._end = number, time.monotonic() + self._grace_s
 
         try:
-            for number in self.signals:
+            for number in self._signals:
                 # A handler that C code has installed is unknown to Python.
-                before[number] = signal.getsignal(number) or signal.SIG_DFL
-                signal.signal(number, receive)
+                handler = signal.getsignal(number) or signal.SIG_DFL
+                try:
+                    signal.signal(number, receive)
+                except OSError as error:
+                    name = signal.Signals(number).name
+                    raise ValueError(f"{name} cannot be handled: {error.strerror}") from error
+                before[number] = handler
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if self.received is not None:
-            os.kill(os.getpid(), self.received)
+            if self.received is not None and not self.has_ended and os.getpid() == owner:
+                os.kill(owner, self.received)
 
-    def left_s(self, step: int, decide: _Decide) -> float | None:
-        """Returns the seconds until the first rank ends; ``None`` if no rank is about to.
+    def check(
+        self, step: int | None, group: Group, timeout_s: float, *, is_last: bool = False
+    ) -> bool:
+        """Returns whether any rank has received a signal, the same on all ranks.
 
         Args:
-            step: The step that has ended, equal on all ranks.
-            decide: Decides on the coordinator; see :meth:`Group.decide`.
+            step: The step that has ended, equal on all ranks; ``None`` before the first.
+            group: The ranks.
+            timeout_s: Seconds that this rank waits for the others, unless it has less left.
+            is_last: Whether the ranks exchange in any case.
         """
-        if self._next is not None and step < self._next:
-            return None
-        left_s, self._next = decide(
-            "checking for a signal", self._own_left_s, lambda each: self._choose(step, each)
+        step = -1 if step is None else step
+        # After a step below the last exchange, the run has gone back.
+        if not is_last and self._checked is not None and self._checked[0] <= step < self._next:
+            return False
+        chosen, self._next = group.decide(
+            "checking for a signal",
+            lambda: None if self.received is None else (self.left_s, self.received),
+            lambda each: self._choose(step, each),
+            timeout_s=min(timeout_s, self.left_s),
         )
-        return left_s
+        self._checked = step, time.monotonic()
+        if chosen is None:
+            return False
+        left_s, self.received = chosen
+        self._end = time.monotonic() + max(left_s, _LEAST_S)
+        return True
 
-    def _own_left_s(self) -> float | None:
-        return None if self.received is None else max(self._end - time.monotonic(), 0.0)
+    def end(self) -> NoReturn:
+        """Ends the process with the status after the signal.
 
-    def _choose(self, step: int, each: list[float | None]) -> _Choice:
-        """Returns the least time that a rank has left, and the step of the next exchange."""
-        now, steps = time.monotonic(), 1
+        Raises:
+            SystemExit: Always.
+        """
+        assert self.received is not None
+        self.has_ended = True
+        raise SystemExit(128 + self.received)
+
+    def _choose(self, step: int, each: list[_Signal | None]) -> _Choice:
+        steps = 1
         if self._checked is not None and step > self._checked[0]:
-            step_s = (now - self._checked[1]) / (step - self._checked[0])
+            step_s = (time.monotonic() - self._checked[1]) / (step - self._checked[0])
             steps = max(1, min(self._most_steps, int(_CHECK_S / max(step_s, 1e-6))))
-        self._checked = step, now
-        return min((left for left in each if left is not None), default=None), step + steps
+        return min((signal for signal in each if signal is not None), default=None), step + steps

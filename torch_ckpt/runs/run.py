@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -20,14 +21,13 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.background.agent import backend_for
 from torch_ckpt.runs.preemption import Preemption
-from torch_ckpt.runs.removal import discard_after, steps_after
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import Mode, StepDirectories, Verify
 from torch_ckpt.runs.step_files import lease
 from torch_ckpt.runs.step_saves import StepSaves
-from torch_ckpt.runs.step_tiers import StepTiers, common_step
+from torch_ckpt.runs.step_tiers import StepTiers
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["OnBusy", "Run"]
@@ -151,8 +151,15 @@ class Run:
         )
         self._boundary = StepBoundary()
         self._saves = StepSaves(
-            *(self._disk, self._group, process_group, self._writer, self._backend),
-            *(self.retention, self._boundary, self._schedule.clock, timeout_s),
+            disk=self._disk,
+            group=self._group,
+            process_group=process_group,
+            writer=self._writer,
+            backend=self._backend,
+            retention=self.retention,
+            boundary=self._boundary,
+            clock=self._schedule.clock,
+            timeout_s=timeout_s,
         )
         self._preemption: Preemption | None = None  # Within a block of saving_on_signal.
 
@@ -189,9 +196,8 @@ class Run:
         self._boundary.step_ended(step)
         if self._preemption is not None:
             with self._exclusive.use("check for a signal", self.timeout_s):
-                left_s = self._preemption.left_s(step, self._decide)
-                if left_s is not None:
-                    self._saves.end_by_signal(self._preemption, step, left_s)
+                self._check_open()
+                self._saves.end_if_signalled(self._preemption)
         return self._schedule.is_due(step, during_save=self._saves.is_busy)
 
     @exclusive("reserve memory")
@@ -359,12 +365,18 @@ class Run:
         if self._preemption is not None:
             raise RuntimeError("saving_on_signal() is in use already")
         preemption = Preemption(signals, grace_s, state, is_alone=self._group.size == 1)
-        try:
-            with preemption.catching():
-                self._preemption = preemption
+        with preemption.catching():
+            self._preemption = preemption
+            try:
                 yield
-        finally:
-            self._preemption = None
+                if not (self._closed or self._exclusive.is_forked):
+                    with self._exclusive.use("check for a signal", self.timeout_s):
+                        self._saves.end_if_signalled(preemption, is_last=True)
+            except BaseException as error:
+                self._saves.end_after_error(preemption, error)
+                raise
+            finally:
+                self._preemption = None
 
     # ---- Loading ----
 
@@ -458,24 +470,25 @@ class Run:
             RankTimeoutError: A rank was late, stuck or gone.
         """
         self._check_open()
+        then = functools.partial(self._saves.branches.restored, is_given=step is not None)
+        found: int | None
         if step is None:
-            found = newest = self._tiers.restore(state, strict, first=self._saves.settle)
+            found = self._tiers.restore(state, strict, first=self._saves.settle, then=then)
         else:
-            found, restore = step, self._tiers.restore_step
-            newest = restore(step, state, strict, first=lambda: self._settled(step))
-        if found is not None and newest is not None:
+            first = functools.partial(self._settled, step)
+            found = self._tiers.restore_step(step, state, strict, first=first, then=then)
+        if found is not None:
             self._boundary.restored(found)
             self._schedule.restored(found)
-            if self._group.is_coordinator:
-                self._saves.branches.restored(found, newest, is_given=step is not None)
         return found
 
     @exclusive("discard steps")
     def discard_after(self, step: int) -> list[int]:
-        """Removes all steps that are newer than a step, also from the memory of the agent.
+        """Removes all steps that are newer than a step, also from the memory of agents.
 
         For a run that goes back to an older step. Otherwise the next restore would load the newest
         step of the abandoned branch. The newest step is removed first. All ranks call the method.
+        Memory is freed on the machines of the ranks, whether this run has an agent or not.
 
         Args:
             step: The newest step to retain.
@@ -485,9 +498,9 @@ class Run:
 
         Raises:
             CheckpointError: The background save failed, or another process reads a newer step under
-                a lease. Nothing was removed.
+                a lease. Nothing was removed. Or a step cannot be removed. All others were.
+            CorruptionError: No step would remain that is whole. Nothing was removed.
             NotFoundError: No step would remain. Nothing was removed.
-            StorageError: A step cannot be removed. All others were.
             RankTimeoutError: A rank was late, stuck or gone.
             ValueError: The ranks give different steps.
 
@@ -496,23 +509,8 @@ class Run:
             run.discard_after(300)
             run.restore(state)  # Loads step 300.
         """
-
-        def check(steps: list[int]) -> None:
-            steps_after(self._location, common_step(steps))
-
-        self._decide("discarding steps", lambda: self._settled(step), check)
-
-        def own() -> None:
-            if self._backend is not None:
-                self._backend.discard_after(step)
-            self._boundary.discarded_after(step)
-
-        def discard(_: list[None]) -> list[int]:
-            removed = discard_after(self._location, step)
-            self._saves.branches.discarded_after(step)
-            return removed
-
-        return self._decide("discarding steps", own, discard)
+        self._check_open()
+        return self._saves.discard_after(step)
 
     # ---- Ending ----
 

@@ -29,21 +29,33 @@ class StepBoundary:
         """The last completed step."""
         self.stored: int | None = None
         """The step that this process saved, began to save or loaded last."""
+        self.is_on_disk = False
+        """Whether this process has committed ``stored`` to disk."""
         self._begun = False
 
     def step_ended(self, step: int) -> None:
         """Records the end of a step."""
+        self.went_back(step)
         self.step, self._begun = step, False
+
+    def save_began(self, step: int) -> None:
+        """Records that the state of a step is being saved."""
+        self.stored, self.is_on_disk = step, False
+
+    def committed(self, step: int) -> None:
+        """Records that a step is on disk."""
+        self.is_on_disk = self.stored == step
 
     def restored(self, step: int) -> None:
         """Records that the state in memory is that of a checkpoint."""
         self.step_ended(step)
-        self.stored = step
+        if self.stored != step:
+            self.save_began(step)
 
-    def discarded_after(self, step: int) -> None:
-        """Records that newer steps were removed."""
+    def went_back(self, step: int) -> None:
+        """Records that newer steps do not count any more: a later one of that number differs."""
         if self.stored is not None and self.stored > step:
-            self.stored = None
+            self.stored, self.is_on_disk = None, False
 
     @contextlib.contextmanager
     def watching_optimizers(self) -> Iterator[None]:

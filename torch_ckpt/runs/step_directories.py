@@ -6,6 +6,7 @@ torn or name a missing step. Only its own metadata determines whether it is a ch
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
@@ -19,7 +20,7 @@ from torch_ckpt.api import load
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint, metadata_prefixes
-from torch_ckpt.runs.removal import remove_directory, removed_directories
+from torch_ckpt.runs.removal import is_leased, remove_directory, removed_directories
 from torch_ckpt.runs.step_files import (
     leased_steps,
     listed_steps,
@@ -48,6 +49,9 @@ class StepDirectories:
             of its files; ``"full"`` also checks all bytes.
         reader: Arguments for each :class:`FastReader`.
 
+    Attributes:
+        check: Raises if the checkpoint in a directory is not whole, as ``verify`` requires.
+
     Example::
 
         newest = next(StepDirectories(Location("run")).steps(), None)
@@ -61,9 +65,9 @@ class StepDirectories:
         self._reader = dict(reader or {})
         trust_pickle = self._reader.get("trust_pickle", False)
         self._check_whole = functools.partial(check_whole, trust_pickle=trust_pickle)
-        self._check: Callable[[Location], None] = self._check_whole
+        self.check: Callable[[Location], None] = self._check_whole
         if verify == "full":
-            self._check = functools.partial(check_sound, trust_pickle=trust_pickle)
+            self.check = functools.partial(check_sound, trust_pickle=trust_pickle)
 
     def path(self, step: int) -> Location:
         """Returns the directory of a step."""
@@ -79,7 +83,7 @@ class StepDirectories:
         """
         for step in listed_steps(self.directory):
             try:
-                self._check(self.path(step))
+                self.check(self.path(step))
             except NotFoundError:  # Never committed, or removed meanwhile.
                 if missing := what_is_missing(self.path(step)):
                     warnings.warn(f"step {step} is passed over: {missing}", stacklevel=2)
@@ -88,12 +92,26 @@ class StepDirectories:
             else:
                 yield step
 
+    def newest_after(self, step: int) -> int | None:
+        """Returns the newest whole step after a step, by the lengths of its files.
+
+        Returns ``None`` as well if the directory cannot be read.
+        """
+        with contextlib.suppress(CheckpointError):
+            for found in listed_steps(self.directory):
+                if found <= step:
+                    break
+                with contextlib.suppress(CheckpointError):
+                    self._check_whole(self.path(found))
+                    return found
+        return None
+
     def damaged(self) -> list[int]:
         """Returns the steps that were committed and are damaged, the newest first."""
         found = []
         for step in listed_steps(self.directory):
             try:
-                self._check(self.path(step))
+                self.check(self.path(step))
             except NotFoundError:
                 continue
             except CheckpointError:
@@ -142,14 +160,14 @@ class StepDirectories:
     def retain(self, saved: int, *, last: int, every: int | None, best: Sequence[int] = ()) -> None:
         """Removes steps except the newest ``last``, the multiples of ``every`` and the best ones.
 
-        The step that was just saved and the newest whole step always remain. So do damaged steps
-        that are newer than the oldest of the newest ``last``, leased steps, and directories that
-        are neither a checkpoint nor the remains of a save. Warns once of each step that cannot be
-        removed.
+        The step that was just saved always remains. So do newer steps, which belong to a branch
+        that the run has left, damaged steps that are newer than the oldest of the newest ``last``,
+        leased steps, and directories that are neither a checkpoint nor the remains of a save. Warns
+        once of each step that cannot be removed.
 
         Args:
             saved: The step that was just saved.
-            last: Number of newest whole steps to retain.
+            last: Number of whole steps to retain, the newest up to the saved one.
             every: Committed steps that are multiples of this number remain.
             best: Steps that remain for their metrics.
 
@@ -158,7 +176,7 @@ class StepDirectories:
         """
         newest: list[int] = []
         protected = {saved, *best, *leased_steps(self.directory)}
-        for step in listed_steps(self.directory):
+        for step in (step for step in listed_steps(self.directory) if step <= saved):
             if len(newest) < max(last, 1):
                 try:
                     self._check_whole(self.path(step))
@@ -172,7 +190,7 @@ class StepDirectories:
                 committed = bool(metadata_prefixes(self.path(step)))
             if step in protected or (committed and every is not None and step % every == 0):
                 continue
-            if newest:  # A step newer than all whole steps may be a save in progress.
+            if newest:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
@@ -182,7 +200,7 @@ class StepDirectories:
             if missing := what_is_missing(path):
                 self._warn_once(path.name, f"step {step} was not removed: {missing}")
                 return
-            remove_directory(path, unless=functools.partial(self._is_leased, step))
+            remove_directory(path, unless=lambda: is_leased(self.directory, step))
         except NotFoundError:
             pass  # Another process has removed it.
         except CheckpointError as error:
@@ -193,9 +211,6 @@ class StepDirectories:
         if name not in self._warned:
             self._warned.add(name)
             warnings.warn(message, stacklevel=4)
-
-    def _is_leased(self, step: int) -> bool:
-        return step in leased_steps(self.directory)
 
     def sweep(self) -> None:
         """Deletes the remains of interrupted removals, and expired leases.

@@ -30,7 +30,6 @@ __all__ = [
     "listed_steps",
     "metrics_file",
     "metrics_of",
-    "newest_committed",
     "remove_expired_leases",
     "what_is_missing",
     "write_small_files",
@@ -78,16 +77,6 @@ def committed_steps(directory: Location) -> list[int]:
     """
     steps = listed_steps(directory)
     return [step for step in steps if has_checkpoint(directory / f"step-{step}")]
-
-
-def newest_committed(directory: Location) -> int | None:
-    """Returns the newest step with a committed checkpoint, whole or damaged.
-
-    Raises:
-        StorageError: The directory of the run cannot be read.
-    """
-    steps = listed_steps(directory)
-    return next((step for step in steps if has_checkpoint(directory / f"step-{step}")), None)
 
 
 def what_is_missing(step: Location) -> str:

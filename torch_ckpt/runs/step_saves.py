@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import signal
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,7 +21,12 @@ from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.runs.branches import Branches
 from torch_ckpt.runs.preemption import Preemption
-from torch_ckpt.runs.removal import remove_unfinished
+from torch_ckpt.runs.removal import (
+    discard_after,
+    discard_from_memory,
+    remove_unfinished,
+    steps_after,
+)
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import CostClock
 from torch_ckpt.runs.step_boundary import StepBoundary
@@ -52,12 +56,12 @@ class StepSaves:
 
     Attributes:
         saved: Number of steps that were committed.
-        newest: The step that was committed last.
         branches: The branch of the run on which this process saves.
     """
 
     def __init__(
         self,
+        *,
         disk: StepDirectories,
         group: Group,
         process_group: dist.ProcessGroup | None,
@@ -72,8 +76,7 @@ class StepSaves:
         self._writer, self._backend, self._retention = writer, backend, retention
         self._boundary, self._clock, self._timeout_s = boundary, clock, timeout_s
         self.saved = 0
-        self.newest: int | None = None
-        self.branches = Branches(disk.directory, lambda step: step in retention.best(disk))
+        self.branches = Branches(disk, retention)
         self._pending: BackgroundSave | None = None
         self._failed: set[int] = set()  # Steps whose directories may have remains.
 
@@ -162,7 +165,7 @@ class StepSaves:
         except BaseException:
             self._remove_failed(step)
             raise
-        self._boundary.stored = step
+        self._boundary.save_began(step)
         self._committed(step, files)
 
     def save_in_background(
@@ -176,10 +179,10 @@ class StepSaves:
         except BaseException:
             self._remove_failed(step)
             raise
+        self._boundary.save_began(step)
         is_stored = persist or not self._backend.can_stay_in_memory
         then = functools.partial(self._committed, step, files) if is_stored else lambda: None
         self._pending = BackgroundSave(step, future, then)
-        self._boundary.stored = step
 
     def save_after(
         self, error: BaseException, state: Callable[[], dict[str, Any]], timeout_s: float
@@ -194,41 +197,97 @@ class StepSaves:
         reason, step = self._boundary.reason_not_to_save(error), self._boundary.step
         if reason is not None or step is None:
             return reason or "nothing was saved after it"
-        failure = self._save_last(step, state, timeout_s)
+        failure = self._save_last(step, state, lambda: timeout_s)
         done = f"step {step} was {'not ' if failure else ''}saved after it"
         return f"{done}: {failure}" if failure else done
 
-    def end_by_signal(self, preemption: Preemption, step: int, left_s: float) -> NoReturn:
-        """Saves the step that has just ended, unless it is on disk, and ends the process.
+    def end_if_signalled(self, preemption: Preemption, *, is_last: bool = False) -> None:
+        """Ends the process if any rank has received a signal; first saves the last step.
 
         Args:
             preemption: The signals, and the state.
-            step: The step.
-            left_s: Seconds until the first rank is killed.
+            is_last: Whether the ranks exchange in any case, as their block ends.
+
+        Raises:
+            SystemExit: A rank has received a signal.
         """
-        timeout_s = max(left_s, 1.0)
+        step, failure = self._boundary.step, None
 
         def own() -> bool:
             with contextlib.suppress(CheckpointError):  # Then the step is not on disk.
-                self.settle(timeout_s)
-            return self.newest == step
+                self.settle(preemption.left_s)
+            if self._pending is not None:
+                raise CheckpointError(f"step {self._pending.step} is still being saved")
+            return step is None or (self._boundary.stored == step and self._boundary.is_on_disk)
 
-        is_saved = self._group.decide("ending", own, all, timeout_s=timeout_s)
-        failure = None if is_saved else self._save_last(step, preemption.state, timeout_s)
-        number = preemption.received or preemption.signals[0]
-        outcome = f"was not saved: {failure}" if failure else "was saved"
+        try:
+            if not preemption.check(step, self._group, self._timeout_s, is_last=is_last):
+                return
+            is_saved = self._group.decide("ending", own, all, timeout_s=preemption.left_s)
+            if step is not None and not is_saved:
+                failure = self._save_last(step, preemption.state, lambda: preemption.left_s)
+        except CheckpointError as error:
+            if preemption.received is None:
+                raise
+            failure = why(error)
         if failure or self._group.is_coordinator:
-            run, name = self._disk.directory, signal.Signals(number).name
-            _LOG.warning("%s ends the training of %s: step %d %s", name, run, step, outcome)
-        raise SystemExit(128 + number)
+            outcome = "nothing was to be saved" if step is None else f"step {step} was saved"
+            if failure:
+                outcome = f"step {step} was not saved: {failure}"
+            _LOG.warning(
+                "%s ends the training of %s: %s", preemption, self._disk.directory, outcome
+            )
+        preemption.end()
+
+    def end_after_error(self, preemption: Preemption, error: BaseException) -> None:
+        """Waits for the background save after an error of training, if a signal ends the process.
+
+        The ranks have no common step to save. The error is logged: nobody may report it later.
+        """
+        if preemption.received is None or preemption.has_ended:
+            return
+        with contextlib.suppress(CheckpointError):
+            self.settle(preemption.left_s)
+        message = "%s ends the training of %s after an error; no step was saved for it"
+        _LOG.warning(message, preemption, self._disk.directory, exc_info=error)
+
+    def discard_after(self, step: int) -> list[int]:
+        """Removes the steps after a step from disk and memory; see :meth:`Run.discard_after`."""
+        run, timeout_s = self._disk.directory, self._timeout_s
+
+        def own() -> int:
+            self.settle()
+            return step
+
+        def check(steps: list[int]) -> None:
+            steps_after(run, common_step(steps), self._disk.check)
+
+        def discard(_: list[None]) -> list[int]:
+            removed = discard_after(run, step)
+            self.branches.discarded_after(step)
+            return removed
+
+        self._group.decide("discarding steps", own, check, timeout_s=timeout_s)
+        # From memory first: an agent must not write a step whose directory was removed.
+        memory = functools.partial(self._discard_from_memory, lambda each: each > step)
+        self._boundary.went_back(step)
+        return self._group.decide("discarding steps", memory, discard, timeout_s=timeout_s)
+
+    def _discard_from_memory(self, is_discarded: Callable[[int], bool]) -> None:
+        """Discards steps from the memory of this machine."""
+        discard_from_memory(self._disk.directory, is_discarded)
+        if self._backend is not None:
+            self._backend.forget()
 
     def _save_last(
-        self, step: int, state: Callable[[], dict[str, Any]], timeout_s: float
+        self, step: int, state: Callable[[], dict[str, Any]], left_s: Callable[[], float]
     ) -> str | None:
         """Saves the last step of this process; returns the reason if that fails."""
         try:
-            files = self.begin(step, timeout_s)  # First: the state may need collectives.
-            self.save_now(step, state(), files, timeout_s)
+            files = self.begin(step, left_s())  # First: the state may need collectives.
+            self.save_now(step, state(), files, left_s())
+            # Otherwise the agent writes its newest step in memory, which is this one or older.
+            self._discard_from_memory(lambda each: each <= step)
         except BaseException as error:  # Even an interrupt: the process ends in any case.
             return why(error)
         return None
@@ -236,11 +295,14 @@ class StepSaves:
     def _committed(self, step: int, files: Mapping[str, bytes]) -> None:
         """Counts a committed step; on the coordinator, removes the steps not to be retained."""
         self.saved += 1
-        self.newest = step
+        self._boundary.committed(step)
         if not self._group.is_coordinator:
             return
         try:
             write_small_files(self._disk.path(step), files)
+        except (CheckpointError, OSError) as error:
+            warnings.warn(f"the metrics of step {step} were not stored: {error}", stacklevel=2)
+        try:
             self._retention.apply(self._disk, step)
         except (CheckpointError, OSError) as error:
             warnings.warn(f"old steps were not removed: {error}", stacklevel=2)

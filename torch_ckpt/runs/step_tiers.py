@@ -7,6 +7,7 @@ is damaged, all ranks fall back to the same older step.
 from __future__ import annotations
 
 import errno
+import functools
 import heapq
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -111,7 +112,12 @@ class StepTiers:
         return None if found is None else found[0]
 
     def restore(
-        self, state: dict[str, Any], strict: bool | None = None, *, first: Callable[[], None]
+        self,
+        state: dict[str, Any],
+        strict: bool | None = None,
+        *,
+        first: Callable[[], None],
+        then: Callable[[int, int], None] = lambda *_: None,
     ) -> int | None:
         """Loads the newest sound step and returns it; ``None`` if no step was committed.
 
@@ -119,13 +125,16 @@ class StepTiers:
             state: The state dict.
             strict: As for :class:`FastLoadPlanner`.
             first: Called on each rank before.
+            then: Called on the coordinator with the loaded step, twice. If it raises, all ranks do.
         """
         before: tuple[int, int] | None = None
         failure: CheckpointException | None = None
         while found := self._choose_older(before, first):
             step, number = before = found
             try:
-                self._load(self._tiers[number], step, state, strict)
+                self._load(
+                    self._tiers[number], step, state, strict, functools.partial(then, step, step)
+                )
             except CheckpointException as error:
                 if not _is_damage(error):
                     raise
@@ -145,11 +154,20 @@ class StepTiers:
         strict: bool | None = None,
         *,
         first: Callable[[], int],
+        then: Callable[[int, int], None],
     ) -> int:
         """Loads a step from the first tier that has the whole step, or else from the last.
 
+        Args:
+            step: The step.
+            state: The state dict.
+            strict: As for :class:`FastLoadPlanner`.
+            first: Called on each rank before. Returns the rank's step.
+            then: Called on the coordinator with the step, and the newest step of all tiers but the
+                last, which is the disk; the step again if it is newer. If it raises, all ranks do.
+
         Returns:
-            The newest step of all tiers but the last, which is the disk; the step if it is newer.
+            The step.
         """
 
         def choose(answers: list[tuple[int, list[Any]]]) -> tuple[int, int]:
@@ -167,13 +185,14 @@ class StepTiers:
         )
         while True:
             try:
-                self._load(self._tiers[number], step, state, strict)
+                then_newest = functools.partial(then, step, newest)
+                self._load(self._tiers[number], step, state, strict, then_newest)
             except CheckpointException as error:
                 number += 1
                 if number == len(self._tiers) or not _is_damage(error):
                     raise
             else:
-                return newest
+                return step
 
     def _own_reports(self, first: Callable[[], T]) -> tuple[T, list[Any]]:
         """Returns the result of ``first``, and this rank's report for each tier."""
@@ -219,7 +238,14 @@ class StepTiers:
             "choosing a step", lambda: self._own_reports(first), choose, timeout_s=self._timeout_s
         )
 
-    def _load(self, tier: Tier, step: int, state: dict[str, Any], strict: bool | None) -> None:
+    def _load(
+        self,
+        tier: Tier,
+        step: int,
+        state: dict[str, Any],
+        strict: bool | None,
+        then: Callable[[], None],
+    ) -> None:
         failure: Exception | None = None
         planner = FastLoadPlanner(strict=strict)
         planner.is_whole = True
@@ -245,7 +271,7 @@ class StepTiers:
         if failure is not None:
             timeout_s = min(_GRACE_S, timeout_s)
         try:
-            self._group.decide("restoring", own, lambda _: None, timeout_s=timeout_s)
+            self._group.decide("restoring", own, lambda _: then(), timeout_s=timeout_s)
         except RankTimeoutError:
             if failure is not None:
                 raise failure from None

@@ -86,10 +86,10 @@ class AgentBackend:
         if self._fallback is None:
             self._run_or_fall_back(lambda: self._agent.reserve(state), lambda: None)
 
-    def discard_after(self, step: int) -> None:
-        """Discards newer steps from the memory of this machine."""
+    def forget(self) -> None:
+        """Forgets the step that was saved last, after steps were discarded from memory."""
         if self._fallback is None:
-            self._agent.discard_after(step)
+            self._agent.forget()
 
     def leave(self) -> None:
         """Leaves the snapshots in memory for the next process."""

@@ -54,7 +54,7 @@ class ThreadBackend:
     def reserve(self, state: dict[str, Any]) -> None:
         """Does nothing: there is no memory to reserve."""
 
-    def discard_after(self, step: int) -> None:
+    def forget(self) -> None:
         """Does nothing: there are no steps in memory."""
 
     def leave(self) -> None:
