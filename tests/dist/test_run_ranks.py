@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -24,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torch_ckpt import CheckpointError, Run
+from torch_ckpt.errors import RankTimeoutError
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -424,6 +427,68 @@ def test_ranks_go_back_together_and_one_of_them_warns(path: Path) -> None:
     with pytest.raises(ValueError, match="different steps"):
         run.discard_after(3 + dist.get_rank())
     assert run.latest_step() == 4
+
+
+@on_ranks(2)
+def test_all_ranks_raise_if_a_warning_of_going_back_is_an_error(path: Path) -> None:
+    run = Run(path, timeout_s=TIMEOUT_S)
+    for step in (3, 6):
+        run.save(step, state_of(step))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kind, text, _ = raised(functools.partial(run.restore, state_of(-1), step=3))
+    assert (kind, text[:20]) == ("UserWarning", "step 3 was restored,")
+    assert run.latest_step() == 6
+
+
+@on_ranks(2)
+def test_a_signal_in_the_last_steps_ends_all_ranks_with_the_status_of_that_signal(
+    path: Path,
+) -> None:
+    run, signals = Run(path, timeout_s=TIMEOUT_S), [signal.SIGUSR1, signal.SIGTERM]
+
+    def train() -> None:
+        with run.saving_on_signal(lambda: state_of(25), signals=signals):
+            for step in range(1, 26):
+                time.sleep(0.001)
+                if step == 20 and dist.get_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                run.should_save(step)
+
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 143
+    step = Run(path, timeout_s=TIMEOUT_S).restore(state_of(-1))
+    assert step is not None
+    assert step >= 20
+
+
+@on_ranks(2)
+def test_a_rank_with_a_signal_ends_and_reports_why_nothing_was_saved(path: Path) -> None:
+    run, messages = Run(path, timeout_s=TIMEOUT_S), []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch_ckpt").addHandler(handler)
+
+    def train() -> None:
+        with run.saving_on_signal(lambda: state_of(2), grace_s=1.0):
+            run.should_save(1)
+            if dist.get_rank() == 1:  # It is stuck.
+                time.sleep(3)
+                return
+            os.kill(os.getpid(), signal.SIGTERM)
+            run.should_save(2)
+
+    begin = time.monotonic()
+    if dist.get_rank() == 1:
+        with pytest.raises(RankTimeoutError):
+            train()
+        return
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 143
+    assert time.monotonic() - begin < 2.9
+    assert "step 2 was not saved: RankTimeoutError: rank 1" in messages[-1]
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -19,7 +20,9 @@ from checkpoints import ROOT
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.agent.memory import complete_slots, folder_of, run_of
 from torch_ckpt.cli.main import main
-from torch_ckpt.errors import NotFoundError
+from torch_ckpt.errors import CorruptionError, NotFoundError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs import removal
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -97,6 +100,33 @@ def test_runs_that_do_not_go_back_get_no_warning(run_with_steps: Path) -> None:
 
     messages = warned(work)
     assert [m for m in messages if "is newer" in m] == []
+
+
+def test_a_damaged_step_is_not_warned_of_as_newer(run_with_steps: Path) -> None:
+    [data] = (run_with_steps / "step-700").glob("*.distcp")
+    os.truncate(data, 10)
+    run = Run(run_with_steps)
+    [message] = warned(lambda: restored(run, step=300))
+    assert "step 500 of" in message
+    [data] = (run_with_steps / "step-500").glob("*.distcp")
+    os.truncate(data, 10)
+    run = Run(run_with_steps)
+    assert warned(lambda: [restored(run, step=300), save_steps(run, 310)]) == []
+
+
+def test_a_save_below_a_step_of_the_same_process_warns(run: Path) -> None:
+    going = Run(run)
+    [message] = warned(lambda: save_steps(going, 700, 300, 400))
+    assert message.startswith("step 300 is saved, but step 700 of")
+
+
+def test_retention_leaves_the_step_to_which_the_run_went_back(run_with_steps: Path) -> None:
+    run = Run(run_with_steps, keep_last=3)
+    warned(lambda: [restored(run, step=300), save_steps(run, 310, 320)])
+    assert steps_in(run_with_steps) == [300, 310, 320, 500, 700]
+    run.discard_after(320)
+    save_steps(run, 330)
+    assert steps_in(run_with_steps) == [310, 320, 330]
 
 
 def test_the_best_step_is_restored_without_a_warning(run_with_steps: Path) -> None:
@@ -206,6 +236,56 @@ def test_discarded_steps_do_not_return_from_memory(run: Path, memory: Path) -> N
         slots = complete_slots(folder_of(run_of(run)), run_of(run))
         assert {header.step for header, _ in slots} <= {300}
     assert steps_in(run) == [300]
+
+
+@pytest.mark.parametrize("mode", ["direct", "thread"])
+def test_a_run_without_an_agent_discards_the_memory_of_an_earlier_one(
+    mode: str, run: Path, memory: Path
+) -> None:
+    training = Run(run, **AGENT)
+    save_steps(training, 300, 500)
+    save_steps(training, 700, persist=False)
+    training._backend.leave()  # type: ignore[union-attr]
+
+    with Run(run, **MODES[mode]) as going_back:
+        assert 500 in going_back.discard_after(300)
+
+    with Run(run, **AGENT) as again:
+        assert restored(again) == 300
+    assert steps_in(run) == [300]
+
+
+def test_discard_after_leaves_a_whole_step(
+    run_with_steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [data] = (run_with_steps / "step-300").glob("*.distcp")
+    os.truncate(data, 10)
+    reason = r"no step up to 300 is whole.*has 10 bytes instead of .*Nothing was removed"
+    with pytest.raises(CorruptionError, match=reason):
+        Run(run_with_steps).discard_after(300)
+    status, printed = output(capsys, "rm", run_with_steps, "--after", 300, "--yes")
+    assert (status, "no step up to 300 is whole" in printed) == (1, True)
+    assert steps_in(run_with_steps) == [300, 500, 700]
+    assert Run(run_with_steps).discard_after(500) == [700]
+
+
+def test_discard_after_leaves_a_step_that_is_leased_meanwhile(
+    run_with_steps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, remove, lease = Run(run_with_steps), removal.remove_directory, contextlib.ExitStack()
+
+    def removed(path: Location, **options: Any) -> bool:
+        if path.name == "step-700":
+            lease.enter_context(run.lease(500))
+        return remove(path, **options)
+
+    monkeypatch.setattr(removal, "remove_directory", removed)
+    with lease, pytest.raises(CheckpointError, match="step 500 under a lease") as raised:
+        run.discard_after(300)
+    assert "1 steps of" in str(raised.value)
+    assert "Nothing was removed" not in str(raised.value)
+    assert steps_in(run_with_steps) == [300, 500]
+    assert restored(run, step=500) == 500
 
 
 def test_discard_after_leaves_a_step(run_with_steps: Path) -> None:

@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from torch_ckpt import Run
+from torch_ckpt import FastWriter, Run
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import metadata_prefixes
+from torch_ckpt.runs import removal, step_directories
 from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.runs.step_files import what_is_missing
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -176,16 +180,42 @@ def test_a_half_removed_step_that_cannot_be_renamed_is_no_step_and_is_removed_la
 
 
 def test_a_lease_protects_a_step_that_cannot_be_renamed(
-    tmp_path: Path, overlay: Callable[[Path], Path]
+    tmp_path: Path, overlay: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_steps(tmp_path / "lower", 1, 2)
     merged = overlay(tmp_path / "lower")
     disk = StepDirectories(Location(merged))
-    XX
+    leases = iter([set(), {1}])  # It is written after the retention has begun.
+    monkeypatch.setattr(step_directories, "leased_steps", lambda _: next(leases))
+    monkeypatch.setattr(removal, "leased_steps", lambda _: next(leases))
 
     disk.retain(2, last=1, every=None)
 
     assert Run(merged).restore(state_of(-1), step=1) == 1
+
+
+def test_checkpoints_of_single_ranks_are_hidden_too_before_their_files_are_deleted(
+    tmp_path: Path, overlay: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = FastWriter(tmp_path / "lower/step-1")
+    dcp.save(state_of(1), storage_writer=writer, use_collectives=False, no_dist=True)
+    merged = overlay(tmp_path / "lower")
+    found: list[list[str]] = []
+    remove = Location.remove
+
+    def removed(location: Location) -> None:
+        found.append(metadata_prefixes(Location(merged / "step-1")))
+        remove(location)
+
+    monkeypatch.setattr(Location, "remove", removed)
+    path = Location(merged / "step-1")
+    assert metadata_prefixes(path) == ["__0"]
+    assert not removal.remove_directory(path, unless=lambda: True)  # Leased.
+    assert metadata_prefixes(path) == ["__0"]
+    assert removal.remove_directory(path)
+    assert found
+    assert not any(found)
+    assert not path.exists()
 
 
 # ---- Directories without metadata ----
@@ -216,6 +246,25 @@ def test_a_step_copied_without_dotfiles_is_named_by_a_restore(tmp_path: Path) ->
     [message] = warned(lambda: Run(tmp_path / "copy").restore(state))
     assert message.startswith("step 300 is passed over")
     assert state["step"] == 200
+
+
+def test_a_step_that_is_committed_meanwhile_lacks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, 1)
+    metadata = tmp_path / "step-1/.metadata"
+    metadata.rename(tmp_path / "step-1/.metadata.0123456789abcdef.tmp")
+    names, listings = Location.names, []
+
+    def listed(location: Location) -> list[str]:
+        found = names(location)
+        if not listings:  # The save commits right after the first listing.
+            (tmp_path / "step-1/.metadata.0123456789abcdef.tmp").rename(metadata)
+        listings.append(found)
+        return found
+
+    monkeypatch.setattr(Location, "names", listed)
+    assert what_is_missing(Location(tmp_path / "step-1")) == ""
 
 
 def test_retention_leaves_what_it_does_not_understand(tmp_path: Path) -> None:

@@ -208,12 +208,16 @@ def test_the_newest_whole_step_is_kept_whatever_is_damaged(tmp_path: Path) -> No
         assert restored(Run(tmp_path)) == 2
 
 
-def test_a_step_saved_after_going_back_is_kept_beside_newer_ones(tmp_path: Path) -> None:
+def test_steps_saved_after_going_back_are_retained_beside_newer_ones(tmp_path: Path) -> None:
     save_steps(tmp_path, 7, 8, 9)
 
-    save_steps(tmp_path, 3, keep_last=1)
+    save_steps(tmp_path, 3, 4, 5, keep_last=2)
 
-    assert steps_in(tmp_path) == [3, 9]
+    assert steps_in(tmp_path) == [4, 5, 7, 8, 9]
+
+    save_steps(tmp_path, 6, 8, 10, keep_last=2)
+
+    assert steps_in(tmp_path) == [9, 10]
 
 
 def test_what_failed_saves_have_left_is_removed_with_old_steps(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "is_committed",
     "metadata_prefixes",
     "open_committed",
+    "prefixes_among",
 ]
 
 INDEX_MARK = "torch_ckpt: sealed by an index"
@@ -56,9 +57,14 @@ def metadata_prefixes(directory: Location) -> list[str]:
         StorageError: The directory cannot be read.
     """
     try:
-        names = set() if directory.is_file() else set(directory.names())
+        return prefixes_among([] if directory.is_file() else directory.names())
     except NotFoundError:
         return []
+
+
+def prefixes_among(listed: Iterable[str]) -> list[str]:
+    """Returns the prefixes of all commit files among the names in a directory, sorted."""
+    names = set(listed)
     matches = filter(None, map(_COMMIT_FILE.fullmatch, names))
     return sorted({m[1] for m in matches if f"{m[1]}.metadata.{m[2]}.tmp" not in names})
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import has_checkpoint, metadata_prefixes
+from torch_ckpt.formats.committed import has_checkpoint, prefixes_among
 
 __all__ = [
     "BRANCH",
@@ -90,12 +90,10 @@ def what_is_missing(step: Location) -> str:
         and if the directory cannot be read.
     """
     try:
-        if metadata_prefixes(step):
-            return ""
-        names = step.names()
+        names = step.names()  # Once: a save may commit meanwhile.
     except CheckpointError:
         return ""
-    if any(_REMAINS.fullmatch(name) for name in names):
+    if prefixes_among(names) or any(_REMAINS.fullmatch(name) for name in names):
         return ""
     others = [name for name in names if name not in SMALL_FILES and not name.startswith(_PENDING)]
     if not others:
