@@ -253,13 +253,14 @@ def test_a_step_that_is_committed_meanwhile_lacks_nothing(
 ) -> None:
     save_steps(tmp_path, 1)
     metadata = tmp_path / "step-1/.metadata"
-    metadata.rename(tmp_path / "step-1/.metadata.0123456789abcdef.tmp")
+    [index] = (tmp_path / "step-1").glob(".index.*")
+    pending = metadata.rename(tmp_path / f"step-1/.metadata{index.suffix}.tmp")
     names, listings = Location.names, []
 
     def listed(location: Location) -> list[str]:
         found = names(location)
         if not listings:  # The save commits right after the first listing.
-            (tmp_path / "step-1/.metadata.0123456789abcdef.tmp").rename(metadata)
+            pending.rename(metadata)
         listings.append(found)
         return found
 

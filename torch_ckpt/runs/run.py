@@ -45,7 +45,7 @@ class Run:
     could tear such a file or leave it stale. A step's own files determine whether it is whole.
 
     Every rank makes the same ``Run`` and calls the same methods in the same order, except
-    :meth:`should_save` and :meth:`wait`, which are local to a rank. The ranks make each decision
+    :meth:`wait` and, outside of :meth:`saving_on_signal`, :meth:`should_save`: these are local. The ranks make each decision
     together, over connections of the run's own. No rank waits for another longer than
     ``timeout_s``. If one rank fails, all fail. Calls of several threads wait for each other. A call
     in a signal handler raises if it has interrupted another call.
@@ -56,8 +56,8 @@ class Run:
         every: Save each step that is a multiple of this number. If ``None``, ``max_overhead``
             determines the interval.
         max_overhead: Largest share of training time that saving may cost; see :meth:`should_save`.
-        keep_last: Number of newest whole steps to retain; all if ``None``. After each save, older
-            steps and the remains of failed saves are removed.
+        keep_last: Number of newest whole steps to retain, up to the saved one; all if ``None``.
+            After each save, older steps and the remains of failed saves are removed.
         keep_every: Also retain the steps that are multiples of this number. No effect without
             ``keep_last`` or ``keep_best``, since all steps then remain.
         keep_best: Also retain this number of steps with the best value of ``monitor``. If
@@ -335,13 +335,14 @@ class Run:
         Schedulers send a signal before they kill a job: SIGTERM by default in Slurm, Kubernetes and
         ``torchrun``. The signal may arrive at one rank only. Within the block,
         :meth:`should_save` lets the ranks agree on the step: after each step, or about once per
-        second if steps are shorter. It then saves the step to disk, on all ranks, and raises
-        ``SystemExit`` with the status of a process that the signal ended, such as 143. If the step
-        cannot be saved in time, it logs why, and raises as well.
+        second if steps are shorter. So does the end of the block. The step is then saved to disk,
+        on all ranks, and ``SystemExit`` is raised with the status of a process that the signal
+        ended, such as 143. If the step cannot be saved in time, the reason is logged.
 
-        All ranks enter the block at the same step, in their main threads, and call
-        :meth:`should_save` after every step. Child processes that are forked within the block get
-        the signal as before.
+        All ranks enter the block at the same step, in their main threads, call :meth:`should_save`
+        after every step, and leave the block at the same step. If the block raises something else
+        after a signal, the background save is waited for, and the signal is sent again. Child
+        processes that are forked within the block get the signal as before.
 
         Args:
             state: Returns the state to save.
@@ -352,7 +353,8 @@ class Run:
         Raises:
             RuntimeError: The run is within such a block already.
             SystemExit: A signal has arrived.
-            ValueError: This is not the main thread.
+            ValueError: This is not the main thread, ``grace_s`` is not a positive number, or a signal
+                cannot be handled.
 
         Example::
 
