@@ -255,7 +255,7 @@ def watch(run: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 def test_watch_runs_a_command_on_each_step(tmp_path: Path) -> None:
     run = tmp_path / "a run"
-    save_all(Run(run), {1: 1.0, 12: 1.0, 3: 1.0})
+    save_all(Run(run), {1: 1.0, 3: 1.0, 12: 1.0})
     (run / "step-20").mkdir()  # Not committed.
     done = watch(run, "--once", "--exec", "echo 'step {step}' {path}")
     assert (done.returncode, done.stdout) == (0, f"step 12 {run}/step-12\n")

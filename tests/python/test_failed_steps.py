@@ -30,7 +30,9 @@ def large_state() -> dict[str, Any]:
 
 
 def names_in(directory: Path) -> list[str]:
-    return sorted(name for name in os.listdir(directory) if not name.startswith(".lease"))
+    """The steps of a run, without its own files, or the files of a step."""
+    names = os.listdir(directory)
+    return sorted(name for name in names if not name.startswith(".lease") and name != "run-id")
 
 
 def fails(run: Run, step: int, state: dict[str, Any], **options: Any) -> None:

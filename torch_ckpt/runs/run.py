@@ -45,10 +45,10 @@ class Run:
     could tear such a file or leave it stale. A step's own files determine whether it is whole.
 
     Every rank makes the same ``Run`` and calls the same methods in the same order, except
-    :meth:`wait` and, outside of :meth:`saving_on_signal`, :meth:`should_save`: these are local. The ranks make each decision
-    together, over connections of the run's own. No rank waits for another longer than
-    ``timeout_s``. If one rank fails, all fail. Calls of several threads wait for each other. A call
-    in a signal handler raises if it has interrupted another call.
+    :meth:`wait` and, outside of :meth:`saving_on_signal`, :meth:`should_save`: these are local. The
+    ranks make each decision together, over connections of the run's own. No rank waits for another
+    longer than ``timeout_s``. If one rank fails, all fail. Calls of several threads wait for each
+    other. A call in a signal handler raises if it has interrupted another call.
 
     Args:
         directory: Directory of the steps, on storage that every rank can access. The first save
@@ -353,8 +353,8 @@ class Run:
         Raises:
             RuntimeError: The run is within such a block already.
             SystemExit: A signal has arrived.
-            ValueError: This is not the main thread, ``grace_s`` is not a positive number, or a signal
-                cannot be handled.
+            ValueError: This is not the main thread, ``grace_s`` is not positive, or a signal cannot
+                be handled.
 
         Example::
 
