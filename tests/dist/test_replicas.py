@@ -219,7 +219,8 @@ def test_what_the_plan_has_and_nobody_writes_is_not_committed(path: Path) -> Non
     said = why_not(replicated(), path, TrimmingPlanner(), share_replicas=False)
     assert re.search(r"no rank has written '[a-z0-9.]+'.*, which is in the plan", said)
     dist.barrier()
-    assert list(path.iterdir()) == []
+    # Plain DCP tells no other rank, which may still look for the pending file.
+    assert [file for file in path.iterdir() if file.suffix != ".tmp"] == []
 
 
 @on_ranks(2)

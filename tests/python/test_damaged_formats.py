@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import random
+import re
 import resource
 import shutil
 import time
@@ -151,8 +152,9 @@ def read_everything(path: Path, target: dict[str, Any]) -> list[BaseException]:
             errors.append(error)
         except CheckpointException as error:
             for failure, _ in error.failures.values():
-                # DCP's own report of a target that the checkpoint does not have.
-                if not isinstance(failure, CheckpointError) and "Missing key" not in str(failure):
+                # DCP's own report of a target that the checkpoint does not have, or has otherwise.
+                is_dcps = re.match("Missing key|Invalid checkpoint metadata", str(failure))
+                if not isinstance(failure, CheckpointError) and not is_dcps:
                     raise failure from None
                 errors.append(failure)
         finally:

@@ -180,6 +180,16 @@ VALUES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def no_safe_globals() -> Iterator[None]:
+    """Programs such as ``transformers`` add classes of their own when they are imported."""
+    added = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    yield
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(added)
+
+
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_values_arrive(value: Any) -> None:
     arrived = unpickled(pickled(value), 1)

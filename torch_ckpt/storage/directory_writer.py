@@ -222,7 +222,8 @@ class DirectoryWriter(StagingWriter):
         return StorageError(
             f"cannot save to {self.path}: rank {self.rank} on host {socket.gethostname()} does not "
             f"find {created}, which the coordinator on host {host} has created. Is {directory} on "
-            f"storage that all ranks share?{removed}"
+            "storage that all ranks share, or has a link in the path led them to different "
+            f"directories?{removed}"
         )
 
     # ---- Failure ----
