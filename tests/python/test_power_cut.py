@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkpoints import blank, differences, load, save
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from torch_ckpt import FastReader, FastWriter
 from torch_ckpt.errors import NotFoundError
@@ -81,6 +82,12 @@ def found_by(reader: type, path: Path, versions: dict[str, dict[str, Any]]) -> s
         return "nothing" if isinstance(failure, NotFoundError) else f"error: {failure}"
     matching = [n for n, state in versions.items() if differences(state, loaded) == []]
     return matching[0] if matching else "a mix"
+
+
+@pytest.fixture(autouse=True)
+def no_cached_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With DCP's plan caching, which other tests use, a new directory is not hidden."""
+    monkeypatch.setattr(SavePlanner, "_cached_global_plan", {})
 
 
 @pytest.mark.parametrize("before", ["old", "nothing", "no directory"])
