@@ -383,8 +383,8 @@ def _save_that_is_ended_on_rank_1(path: Path) -> str:
         enter(self, *args)
         dist.barrier()
         if dist.get_rank() == 1:
-            for partial in partials(path.parent):
-                shutil.rmtree(partial)
+            for partial in partials(path.parent):  # Renamed first: the other rank writes to it.
+                shutil.rmtree(partial.rename(path.parent / "ended"))
 
     FastWriter._enter = enter_and_lose  # type: ignore[method-assign]
     try:
