@@ -89,6 +89,16 @@ def test_the_metrics_appear_with_the_step(
     assert metrics_of(Location(tmp_path / "step-7")) == {"loss": 1.0}
 
 
+def test_retention_removes_what_a_dead_rank_has_left_of_a_failed_save(small_disk: Path) -> None:
+    step = small_disk / "run/step-7"
+    step.mkdir(parents=True)
+    (step / "__1_0_0123456789abcdef.distcp").touch()
+    with Run(small_disk / "run", keep_last=1) as run:
+        fails(run, 7, large_state())
+        run.save(8, {"w": torch.ones(3)})
+    assert names_in(small_disk / "run") == ["step-8"]
+
+
 class OwnWriter(FastWriter):
     """A subclass writes to the directory itself."""
 

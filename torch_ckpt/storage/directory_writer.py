@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch_ckpt.coordination.group import current_call
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id, is_committed
+from torch_ckpt.formats.committed import committed_id, is_committed, prefixes_among
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.staging.staging_writer import StagingWriter
 from torch_ckpt.storage.gc import (
@@ -256,7 +256,7 @@ class DirectoryWriter(StagingWriter):
         Args:
             names: Names of the files.
             error: Why it has failed.
-            may_others_begin: Whether other ranks may yet look for the pending file. Then it stays:
+            may_others_begin: Whether other ranks may yet search the pending file. Then it stays:
                 without it, they would take the directory for one that is not shared.
 
         Raises:
@@ -413,13 +413,14 @@ class DirectoryWriter(StagingWriter):
 
 
 def _marks_data_files(pending: Location) -> bool:
-    """Returns whether other ranks have left data files of the save of a pending file.
+    """Returns whether the directory of a pending file has data files, and no checkpoint.
 
-    Without it, a directory with these would look like a checkpoint that lost its metadata.
+    Ranks that have died left these. Without a pending file, they would count as a checkpoint that
+    was copied without its metadata, which nobody removes.
     """
-    end = f"_{pending.name.split('.')[-2]}.distcp"
     with contextlib.suppress(CheckpointError):
-        return any(name.endswith(end) for name in pending.parent.names())
+        names = pending.parent.names()
+        return not prefixes_among(names) and any(name.endswith(".distcp") for name in names)
     return False
 
 
