@@ -30,7 +30,7 @@ bool belongs(const StoredIndex& index, const MetadataFile& metadata) {
 std::vector<std::string> index_names(FileSystem& fs, const std::string& directory,
                                      const CommitNames& names, const MetadataFile& metadata) {
   if (const auto& trailer = metadata.trailer()) {
-    const std::string& id = trailer->save_id;  // Of a stranger's file, it may have any bytes.
+    const std::string& id = trailer->save_id;  // Any bytes, in a stranger's file.
     const bool is_name = id.find('/') == std::string::npos && id.find('\0') == std::string::npos;
     if (!is_name) return {names.index};
     return {names.index_of(id), names.index};

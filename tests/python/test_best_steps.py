@@ -16,6 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.run_steps import steps_in
 
 from torch_ckpt import FastReader, FastWriter, Run, load
 from torch_ckpt.cli.main import main
@@ -41,10 +42,6 @@ def save_all(run: Run, losses: dict[int, float]) -> Run:
             run.save(step, state_of(step), metrics={"loss": loss, "accuracy": -loss})
             run.wait()
     return run
-
-
-def steps_in(directory: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in directory.glob("step-*"))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

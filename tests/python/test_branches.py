@@ -8,14 +8,13 @@ import os
 import pty
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import ROOT
+from support.run_steps import steps_in, warned
 
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.agent.memory import complete_slots, folder_of, run_of
@@ -46,19 +45,6 @@ def restored(run: Run, **options: Any) -> int | None:
     step = run.restore(state, **options)
     assert step is None or (state["step"] == step and state["w"][0] == step)
     return step
-
-
-def steps_in(directory: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in directory.glob("step-*"))
-
-
-def warned(work: Callable[[], object]) -> list[str]:
-    """The warnings of a piece of work."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        work()
-    messages = [str(found.message) for found in caught if found.category is UserWarning]
-    return [message for message in messages if "torch.distributed" not in message]
 
 
 @pytest.fixture

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.run_steps import removes_until_killed, steps_in, warned
 
 from torch_ckpt import FastWriter, Run
 from torch_ckpt.filesystems.location import Location
@@ -34,19 +33,6 @@ def save_steps(directory: Path, *steps: int, **options: Any) -> Run:
     for step in steps:
         run.save(step, state_of(step))
     return run
-
-
-def steps_in(directory: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in directory.glob("step-*"))
-
-
-def warned(work: Callable[[], object]) -> list[str]:
-    """The warnings of a piece of work."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        work()
-    messages = [str(found.message) for found in caught if found.category is UserWarning]
-    return [message for message in messages if "torch.distributed" not in message]
 
 
 @pytest.fixture
@@ -140,27 +126,6 @@ def test_a_step_that_cannot_be_renamed_is_removed(
     assert steps_in(merged) == [4]
 
 
-def removes_until_killed(directory: Path, count: int) -> int:
-    """Forks a process that removes steps, and is killed before it has deleted ``count`` files."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    left, remove = count, Location.remove
-
-    def kill(location: Location) -> None:
-        nonlocal left
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left -= 1
-        remove(location)
-
-    try:
-        Location.remove = kill  # type: ignore[assignment,method-assign]
-        StepDirectories(Location(directory)).retain(3, last=1, every=None)
-    finally:
-        os._exit(1)
-
-
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_a_half_removed_step_that_cannot_be_renamed_is_no_step_and_is_removed_later(
     tmp_path: Path, overlay: Callable[[Path], Path], count: int
@@ -246,6 +211,13 @@ def test_a_step_copied_without_dotfiles_is_named_by_a_restore(tmp_path: Path) ->
     [message] = warned(lambda: Run(tmp_path / "copy").restore(state))
     assert message.startswith("step 300 is passed over")
     assert state["step"] == 200
+
+
+def test_a_copied_step_of_several_ranks_lacks_the_index_of_the_first(tmp_path: Path) -> None:
+    for rank, save_id in enumerate("ab"):
+        (tmp_path / f"__{rank}_0_{save_id * 16}.distcp").touch()
+    missing = what_is_missing(Location(tmp_path))
+    assert f"lacks .metadata and .index.{'a' * 16}. Its" in missing
 
 
 def test_a_step_that_is_committed_meanwhile_lacks_nothing(

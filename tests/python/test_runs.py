@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ROOT, failure_of
+from support.run_steps import removes_until_killed, steps_in
 
 from torch_ckpt import CheckpointError, FastReader, Run, load
 from torch_ckpt.errors import CorruptionError, NotFoundError
@@ -45,10 +46,6 @@ def save_steps(directory: Path, *steps: int, **options: Any) -> Run:
     for step in steps:
         assert run.save(step, state_of(step))
     return run
-
-
-def steps_in(directory: Path) -> list[int]:
-    return sorted(int(name[5:]) for name in os.listdir(directory) if name.startswith("step-"))
 
 
 def restored(run: Run) -> int | None:
@@ -232,34 +229,13 @@ def test_what_failed_saves_have_left_is_removed_with_old_steps(tmp_path: Path) -
     assert steps_in(tmp_path) == [10, 20]  # A step that is newer may be one that is being saved.
 
 
-def killed_while_removing(directory: Path, count: int) -> int:
-    """Forks a process that removes a step and is killed in the middle; returns how it ended."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    left, remove = count, Location.remove
-
-    def kill(location: Location) -> None:
-        nonlocal left
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left -= 1
-        remove(location)
-
-    try:
-        Location.remove = kill  # type: ignore[method-assign]
-        StepDirectories(Location(directory)).retain(3, last=1, every=None)
-    finally:
-        os._exit(1)
-
-
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_removal_that_is_killed_leaves_no_half_step_and_the_next_save_ends_it(
     tmp_path: Path, count: int
 ) -> None:
     save_steps(tmp_path, 1, 2, 3)
 
-    assert killed_while_removing(tmp_path, count) == -signal.SIGKILL
+    assert removes_until_killed(tmp_path, count) == -signal.SIGKILL
 
     [left] = [name for name in os.listdir(tmp_path) if not name.startswith("step-")]
     assert "step-2" in left

@@ -117,7 +117,8 @@ def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) ->
             raise CheckpointError(
                 f"cannot write to {directory}: the directory of this run was removed or moved"
             )
-        _write_id(directory, own.id)
+        directory.create_directories()
+        (directory / _NAME).replace(f"{own.id}\n".encode(), sync=True)
     elif found != own.id:
         raise CheckpointError(
             f"cannot write to {directory}: it belongs to another run now. Its run-id is {found}, "
@@ -125,14 +126,3 @@ def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) ->
         )
     if not own.is_written:
         set_id(folder, RunId(own.id, True))
-
-
-def _write_id(directory: Location, run_id: str) -> None:
-    directory.create_directories()
-    pending = directory / f".pending-{secrets.token_hex(8)}"
-    try:
-        pending.write(f"{run_id}\n".encode(), sync=True)
-        pending.rename(directory / _NAME)
-    except BaseException:
-        pending.discard()
-        raise

@@ -326,8 +326,7 @@ class SnapshotAgent:
         """Discards the save that was staged last."""
         if self._newest is not None:
             self._slots[self._newest][1].clear()
-            self._newest = None
-            self._share.reset()
+            self.forget()
 
     def forget(self) -> None:
         """Forgets the save that was staged last, after its snapshots were discarded.

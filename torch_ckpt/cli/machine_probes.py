@@ -166,9 +166,9 @@ def _agent(folder: Path, run: bytes, note: str) -> Fact:
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
             nbytes += path.stat().st_blocks * 512
-    kept = f", snapshots of steps {', '.join(map(str, sorted(steps)))}" if steps else ""
+    saved = f", snapshots of steps {', '.join(map(str, sorted(steps)))}" if steps else ""
     where = f" of {', '.join(sorted(names))}" if names else f" {folder.name}"
-    return "agent", f"run{where}{note}: {state}, {readable_nbytes(nbytes)} of memory{kept}", ""
+    return "agent", f"run{where}{note}: {state}, {readable_nbytes(nbytes)} of memory{saved}", ""
 
 
 PROBES = (versions, memory, cgroup, huge_pages, shared_memory, pidfd, io_uring, cuda)

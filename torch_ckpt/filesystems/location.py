@@ -14,6 +14,7 @@ import errno
 import io
 import os
 import re
+import secrets
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
@@ -21,7 +22,10 @@ from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["Location", "can_reach", "register"]
+__all__ = ["PENDING", "Location", "can_reach", "register"]
+
+PENDING = ".pending-"
+"""Begin of the names of files that :meth:`Location.replace` has not renamed yet."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # Also as `Path("file:///x")` prints it.
@@ -272,6 +276,21 @@ class Location:
                 an incomplete file.
         """
         self.file_system.write_file(self.path, contents, sync, update)
+
+    def replace(self, contents: bytes, *, sync: bool) -> None:
+        """Writes a file, so that readers find the old contents or the new ones.
+
+        Raises:
+            NotFoundError: The directory of the file does not exist.
+            StorageError: The file cannot be written.
+        """
+        pending = self.with_name(f"{PENDING}{secrets.token_hex(8)}")
+        try:
+            pending.write(contents, sync=sync)
+            pending.rename(self)
+        except BaseException:
+            pending.discard()
+            raise
 
     def rename(self, to: Location) -> None:
         """Renames the location within its file system, and replaces the target if it exists.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import metadata_prefixes
+from torch_ckpt.formats.committed import prefixes_among
 from torch_ckpt.formats.deepspeed_folders import has_deepspeed_files
 
 __all__ = ["no_checkpoint"]
@@ -82,9 +82,9 @@ def _checkpoints_below(path: Location, names: Sequence[str]) -> dict[str, list[s
 
 def _format_of(path: Location) -> str | None:
     """Returns the format of a directory by its names; ``None`` if it has no checkpoint."""
-    if metadata_prefixes(path):
-        return _DCP
     names = path.names()
+    if prefixes_among(names):
+        return _DCP
     if has_deepspeed_files(names):
         return _DEEPSPEED
     return "safetensors" if any(name.endswith(".safetensors") for name in names) else None

@@ -216,7 +216,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         self._budget = Budget(self.expansion)
         self._fixed_deques: set[int] = set()  # Ids of deques that other values may contain.
         self._first_refused: Exception | None = None
-        self._numbers = itertools.count()  # Of refused values.
+        self._numbers = itertools.count()  # For refused values.
 
     def load(self) -> object:
         """Returns the unpickled object."""

@@ -35,7 +35,8 @@ class Preemption:
     """Signals that a rank has received, and the decision of all ranks to end at a step.
 
     Signals arrive at the ranks at different times, and some at one rank only. So the ranks exchange
-    whether any has received one: after every step, or about once per second if steps are shorter.
+    whether any has received one: after every step, or after at most 16 steps if these take less
+    than a second.
 
     Args:
         signals: The signals.

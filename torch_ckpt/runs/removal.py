@@ -129,8 +129,8 @@ def remove_unfinished(path: Location, *, of_agents: bool = True) -> None:
 
     Args:
         path: Directory of the step, which no save uses any more.
-        of_agents: Whether to remove the files by which agents of several machines tell each other
-            of the failure. All of them must have read these.
+        of_agents: Whether to remove the files by which agents of several machines inform each
+            other of the failure. All of them must have read these.
     """
     with contextlib.suppress(CheckpointError):
         if metadata_prefixes(path):

@@ -334,10 +334,10 @@ class Run:
 
         Schedulers send a signal before they kill a job: SIGTERM by default in Slurm, Kubernetes and
         ``torchrun``. The signal may arrive at one rank only. Within the block,
-        :meth:`should_save` lets the ranks agree on the step: after each step, or about once per
-        second if steps are shorter. So does the end of the block. The step is then saved to disk,
-        on all ranks, and ``SystemExit`` is raised with the status of a process that the signal
-        ended, such as 143. If the step cannot be saved in time, the reason is logged.
+        :meth:`should_save` lets the ranks agree on the step: after each step, or after at most 16
+        steps if these take less than a second. So does the end of the block. The step is then saved
+        to disk, on all ranks, and ``SystemExit`` is raised with the status of a process that the
+        signal ended, such as 143. If the step cannot be saved in time, the reason is logged.
 
         All ranks enter the block at the same step, in their main threads, call :meth:`should_save`
         after every step, and leave the block at the same step. If the block raises something else

@@ -187,7 +187,7 @@ class StepDirectories:
                 except CheckpointError:
                     continue
             else:
-                committed = bool(metadata_prefixes(self.path(step)))
+                committed = every is not None and bool(metadata_prefixes(self.path(step)))
             if step in protected or (committed and every is not None and step % every == 0):
                 continue
             if newest:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from torch_ckpt.errors import CheckpointError, NotFoundError
-from torch_ckpt.filesystems.location import Location
+from torch_ckpt.filesystems.location import PENDING, Location
 from torch_ckpt.formats.committed import has_checkpoint, prefixes_among
 
 __all__ = [
@@ -50,9 +50,9 @@ _RENEW_S = 60.0
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _LEASE = re.compile(r"\.lease-(0|[1-9][0-9]*)-[0-9a-f]+")
-_DATA = re.compile(r"__\d+_\d+_([0-9a-f]{16})\.distcp")
+_DATA_OF_COORDINATOR = re.compile(r"__0_\d+_([0-9a-f]{16})\.distcp")  # Its id is the index's.
+# Stock DCP's pending metadata has no id.
 _REMAINS = re.compile(r"(__\d+)?\.metadata(\.[0-9a-f]{16})?\.tmp|\.agents-.*")
-_PENDING = ".pending-"
 
 
 def listed_steps(directory: Location) -> list[int]:
@@ -95,13 +95,14 @@ def what_is_missing(step: Location) -> str:
         return ""
     if prefixes_among(names) or any(_REMAINS.fullmatch(name) for name in names):
         return ""
-    others = [name for name in names if name not in SMALL_FILES and not name.startswith(_PENDING)]
+    others = [name for name in names if name not in SMALL_FILES and not name.startswith(PENDING)]
     if not others:
         return ""
-    ids = sorted({f".index.{match[1]}" for match in map(_DATA.fullmatch, others) if match})
+    ids = {match[1] for match in map(_DATA_OF_COORDINATOR.fullmatch, others) if match}
+    lacks = " and ".join([".metadata", *(f".index.{save_id}" for save_id in sorted(ids))])
     return (
         f"{step} has {', '.join(others[:2])}{' and others' if len(others) > 2 else ''}, but lacks "
-        f"{' and '.join(['.metadata', *ids])}. Its save did not finish, or it was copied by "
+        f"{lacks}. Its save did not finish, or it was copied by "
         f"`cp {step.name}/*`, which leaves out the files whose names begin with a dot: copy these "
         "as well"
     )
@@ -136,7 +137,7 @@ def write_small_files(step: Location, files: Mapping[str, bytes]) -> None:
         (step / name).discard()
     for name, contents in files.items():
         step.create_directories()
-        _replace(step / name, contents)
+        (step / name).replace(contents, sync=False)
 
 
 def branch_of(step: Location) -> dict[str, int | None] | None:
@@ -226,7 +227,7 @@ def remove_expired_leases(directory: Location) -> None:
         if not is_valid:
             file.discard()
     for name in directory.names():
-        if name.startswith(_PENDING) and (_age_s(directory / name) or 0) > LEASE_S:
+        if name.startswith(PENDING) and (_age_s(directory / name) or 0) > LEASE_S:
             (directory / name).discard()
 
 
@@ -251,19 +252,8 @@ def _age_s(file: Location) -> float | None:
 def _renew(file: Location) -> None:
     """Writes the lease again, with its owner for people. The time of the write counts."""
     owner = {"host": socket.gethostname(), "pid": os.getpid()}
-    _replace(file, json.dumps(owner).encode())
+    file.replace(json.dumps(owner).encode(), sync=False)
 
 
 def _no_step(directory: Location, step: int) -> NotFoundError:
     return NotFoundError(f"cannot lease step {step} of {directory}: it is not a committed step")
-
-
-def _replace(file: Location, contents: bytes) -> None:
-    """Writes a file, so that readers find the old contents or the new ones."""
-    pending = file.with_name(f"{_PENDING}{secrets.token_hex(8)}")
-    try:
-        pending.write(contents, sync=False)
-        pending.rename(file)
-    except BaseException:
-        pending.discard()
-        raise

@@ -50,8 +50,8 @@ class StepSaves:
         writer: Writer of all saves.
         backend: Backend of background saves, if there are any.
         retention: Which steps remain after a save.
-        boundary: Told of each step that is stored.
-        clock: Told of the duration of each background save.
+        boundary: Records each step that is stored.
+        clock: Records the duration of each background save.
         timeout_s: Seconds that one rank waits for another.
 
     Attributes:

@@ -71,7 +71,7 @@ __all__ = ["FastWriter"]
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _WithClaim:
     """``SavePlan.storage_data`` of one rank, which finds by it what the coordinator has created.
 
     Attributes:
@@ -305,7 +305,7 @@ class FastWriter(DirectoryWriter):
         if claim is None:
             return placed
         return [
-            dataclasses.replace(plan, storage_data=_Placed(claim, plan.storage_data))
+            dataclasses.replace(plan, storage_data=_WithClaim(claim, plan.storage_data))
             for plan in placed
         ]
 
@@ -334,7 +334,7 @@ class FastWriter(DirectoryWriter):
         self._phases.begin("writing")
         with self._writing, portable_errors(), self._writing_staged():
             place = plan.storage_data
-            if isinstance(place, _Placed):
+            if isinstance(place, _WithClaim):
                 self._enter(place.claim)
                 plan = dataclasses.replace(plan, storage_data=place.storage_data)
             else:
