@@ -330,7 +330,14 @@ class Held:
         monkeypatch.setattr(saves, "persist", wait_first)
         folder = open_folder(run_of(run))
         self.agent = Agent(run_of(run), folder, AgentOptions(linger_s=SOON_S))
-        self.thread = threading.Thread(target=self.agent.serve)
+
+        def serve() -> None:
+            # A client may come before the socket listens. It starts no second agent then.
+            with agent_lock(folder) as is_ours:
+                assert is_ours
+                self.agent.serve()
+
+        self.thread = threading.Thread(target=serve)
         self.thread.start()
         until(lambda: (folder / "agent.socket").exists())
 

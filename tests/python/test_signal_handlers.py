@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from waits import until
 
 import torch_ckpt
 from torch_ckpt import FastWriter, Run, SnapshotStager
@@ -21,34 +22,41 @@ from torch_ckpt.errors import CheckpointError
 LONGEST_S = 10
 
 
-@pytest.fixture
-def on_alarm() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Sets what the handler of SIGALRM does."""
+@pytest.fixture(autouse=True)
+def _former_handler() -> Iterator[None]:
     before = signal.getsignal(signal.SIGALRM)
-
-    def set_handler(handler: Callable[[], object]) -> None:
-        signal.signal(signal.SIGALRM, lambda *_: handler())
-
-    yield set_handler
+    yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
 
-def interrupted(moments: int, seed: int, longest_s: float, work: Callable[[int], object]) -> None:
+def interrupted(
+    moments: int,
+    seed: int,
+    longest_s: float,
+    work: Callable[[int], object],
+    handler: Callable[[], object],
+) -> None:
     """Calls ``work``, each time with an alarm at a random moment. Every call must end soon."""
+    handled = []
+
+    def handle(*_: object) -> None:
+        handler()
+        handled.append(True)
+
+    signal.signal(signal.SIGALRM, handle)
     rng = random.Random(seed)
     for moment in range(moments):
         signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, longest_s))
         begin = time.monotonic()
         work(moment)
-        while signal.getitimer(signal.ITIMER_REAL)[0]:
-            time.sleep(0.001)
+        until(lambda moment=moment: len(handled) > moment)  # type: ignore[misc]
         assert time.monotonic() - begin < LONGEST_S
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_handler_that_saves_a_run_never_waits_for_the_save_that_it_interrupts(
-    asynchronous: bool, seed: int, tmp_path: Path, on_alarm: Callable[..., None]
+    asynchronous: bool, seed: int, tmp_path: Path
 ) -> None:
     run = Run(tmp_path, asynchronous=asynchronous, keep_last=2, timeout_s=60)
     state = {"w": torch.ones(1 << 18), "objects": list(range(2000))}
@@ -61,8 +69,7 @@ def test_handler_that_saves_a_run_never_waits_for_the_save_that_it_interrupts(
         except CheckpointError as error:
             refused.append(error)
 
-    on_alarm(save_in_handler)
-    interrupted(100, seed, 0.03, lambda step: run.save(step, state))
+    interrupted(100, seed, 0.03, lambda step: run.save(step, state), save_in_handler)
     assert all("a signal handler has interrupted" in str(error) for error in refused)
     assert len(saved) + len(refused) == 100
     assert refused
@@ -71,23 +78,22 @@ def test_handler_that_saves_a_run_never_waits_for_the_save_that_it_interrupts(
 
 
 def test_handler_that_saves_a_run_waits_for_a_save_of_another_thread(
-    seed: int, tmp_path: Path, on_alarm: Callable[..., None]
+    seed: int, tmp_path: Path
 ) -> None:
     run = Run(tmp_path, asynchronous=True, keep_last=2, timeout_s=60)
     state = {"w": torch.ones(1 << 18)}
-    on_alarm(lambda: run.save(7, state))
 
     def save_in_thread(step: int) -> None:
         thread = threading.Thread(target=run.save, args=(step, state))
         thread.start()
         thread.join()
 
-    interrupted(25, seed, 0.03, save_in_thread)
+    interrupted(25, seed, 0.03, save_in_thread, lambda: run.save(7, state))
     run.close()
 
 
 def test_handler_that_saves_asynchronously_does_not_wait_for_memory_that_it_has_interrupted(
-    seed: int, tmp_path: Path, on_alarm: Callable[..., None]
+    seed: int, tmp_path: Path
 ) -> None:
     stager = SnapshotStager()
     state: dict[str, Any] = {f"w{i}": torch.ones(1 << 14) for i in range(64)}
@@ -104,8 +110,7 @@ def test_handler_that_saves_asynchronously_does_not_wait_for_memory_that_it_has_
         except CheckpointError as error:
             refused.append(error)
 
-    on_alarm(save_in_handler)
-    interrupted(100, seed, 0.004, lambda _: save())
+    interrupted(100, seed, 0.004, lambda _: save(), save_in_handler)
     assert all("a signal handler has interrupted" in str(error) for error in refused)
 
 
