@@ -105,7 +105,7 @@ OBJECTS: list[Callable[[random.Random], Any]] = [
     lambda rng: (torch.quantize_per_tensor(torch.arange(9.0), 0.1, 3, torch.quint4x2),),
     lambda rng: (_with_shared(torch.nn.Parameter(torch.ones(2)) for _ in range(300)),),
     lambda rng: (_with_shared(OrderedDict(a=1) for _ in range(300)),),
-    lambda rng: Counter(f"key {rng.randrange(9)}" for _ in range(rng.randrange(99))),
+    lambda rng: Counter(f"key {rng.randrange(9)}" for _ in range(rng.randint(1, 99))),
     lambda rng: (deque([tuple(range(99)), [1]] * rng.randrange(99), maxlen=rng.randint(1, 99)),),
     lambda rng: _object_array([{"a": 1}, [2], "three", None] * rng.randrange(9)),
     lambda rng: {(i, "key" * 99) for i in range(rng.randrange(300))},
